@@ -1,0 +1,112 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks inside pytest: start `world_size` gloo processes, run one function on each, collect what
+they return. Knows nothing of what the function tests.
+
+The ranks are forked from a server process that has imported torch (and Megatron, where asked)
+once, so a world of 8 starts in about a second and shares the pages of those imports.
+"""
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "tests.support.preload"])
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not finish in time; the message holds every rank's traceback."""
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago on the loopback interface."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _rank_main(
+    fn: Callable, rank: int, world_size: int, port: int, env: dict, args: tuple, out: Connection
+):
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
+    os.environ.update(env)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)  # several ranks share two cores
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=90))
+        result = fn(*args)
+        dist.barrier()
+        out.send((True, result))
+    except BaseException:  # the parent must hear of SystemExit and KeyboardInterrupt too
+        out.send((False, traceback.format_exc()))
+    out.close()
+    os._exit(0)  # a peer may be gone already: no teardown that could wait for it
+
+
+def run_ranks(
+    fn: Callable,
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 180.0,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Run `fn(*args)` on `world_size` gloo ranks and return their results in rank order.
+
+    `fn`, `args` and the results must pickle (`fn` is a module-level function). The default
+    process group is initialised before `fn` runs. `env` is set on every rank.
+
+    Raises RankFailure when a rank raises, dies or exceeds `timeout_s` seconds; all ranks are
+    killed then.
+    """
+    port = free_port()
+    pipes, processes = [], []
+    for rank in range(world_size):
+        receiver, sender = _CONTEXT.Pipe(duplex=False)
+        process = _CONTEXT.Process(
+            target=_rank_main, args=(fn, rank, world_size, port, env or {}, args, sender)
+        )
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    deadline = time.monotonic() + timeout_s
+    try:
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                for rank in waiting.values():
+                    errors[rank] = f"not finished after {timeout_s:.0f} s"
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    is_ok, value = pipe.recv()
+                except EOFError:
+                    is_ok, value = False, "died without a message"
+                (results if is_ok else errors)[rank] = value
+            if errors:  # give the others a moment to report the same fault, then stop
+                deadline = min(deadline, time.monotonic() + 3.0)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    if errors:
+        told = "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items()))
+        raise RankFailure(f"{len(errors)} of {world_size} ranks failed\n{told}")
+    return [results[rank] for rank in range(world_size)]
