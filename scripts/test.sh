@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+# Runs the tests in an environment of their own: ./scripts/test.sh [--all] [arguments for pytest].
+# --all adds the tests marked slow. Ends with pytest's status, so a failed test fails the script.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+selection=(-m "not slow")
+if [[ "${1:-}" == --all ]]; then
+    selection=()
+    shift
+fi
+source scripts/environment.sh
+exec "$PYTHON" -m pytest "${selection[@]}" --durations=10 "$@"
