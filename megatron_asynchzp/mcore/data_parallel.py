@@ -1,0 +1,182 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the contract of Megatron's data-parallel wrapper: what train_step, the schedules and
+finalize_model_grads ask of a model chunk. Must not know layouts or collectives.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
+
+from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.mcore.units import plan_megatron_units
+from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.zero.runtime import HZPRuntime
+from megatron_asynchzp.zero.unit import HZPUnit
+
+
+def create_shard_groups(
+    sizes: ShardSizes, pg_collection: ProcessGroupCollection, timeout: timedelta | None = None
+) -> dict[str, ShardGroups]:
+    """Communicators of the dense and, where it differs, of the expert sharding group.
+
+    sizes: in ranks of the data x context parallel group; experts use their gcd with the size of
+    the expert data-parallel group. Collective over all ranks of both groups.
+    """
+
+    def over(group: dist.ProcessGroup, group_sizes: ShardSizes) -> ShardGroups:
+        topology = ShardTopology(group.size(), group.rank(), group_sizes)
+        return ShardGroups.create(topology, dist.get_process_group_ranks(group), timeout)
+
+    groups = {"dense": over(pg_collection.dp_cp, sizes)}
+    expert_group = getattr(pg_collection, "expt_dp", None)
+    if expert_group is not None:
+        groups["expert"] = over(expert_group, sizes.restricted_to(expert_group.size()))
+    return groups
+
+
+class AsyncHZPDataParallel(DistributedDataParallel):
+    """A model chunk whose states are sharded by an HZPRuntime.
+
+    A subclass of DistributedDataParallel by name only, so that unwrap_model and the schedules
+    recognise it without a patch; nothing of its buffers is built.
+
+    config, ddp_config, module, pg_collection: as for DistributedDataParallel.
+    groups: see create_shard_groups; shared by all chunks of a rank.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        ddp_config: DistributedDataParallelConfig,
+        module: torch.nn.Module,
+        pg_collection: ProcessGroupCollection,
+        groups: dict[str, ShardGroups],
+    ):
+        _BaseDataParallel.__init__(self, config=config, module=module)
+        self.ddp_config = ddp_config
+        self.dp_cp_group = pg_collection.dp_cp
+        self.tp_group = pg_collection.tp
+        self.pp_group = pg_collection.pp
+        # Read by Megatron's exit path and schedules.
+        self.buffers: list = []
+        self.expert_parallel_buffers: list = []
+        self.bucket_groups: list = []
+        self.expert_parallel_bucket_groups: list = []
+        self.force_all_reduce = False
+        self.groups = groups
+        self.runtime = HZPRuntime(module, plan_megatron_units(module), groups)
+        self._provide_main_grads()
+
+    def _provide_main_grads(self) -> None:
+        # finalize_model_grads all-reduces param.main_grad between tensor-parallel peers and
+        # between the two copies of a tied embedding. Those sums are element-wise and the layouts
+        # of such ranks agree, so they may work on this rank's fragments.
+        for unit in self.runtime.units:
+            if unit.is_trained:
+                for param, fragment in zip(unit.params, unit.main_grad_fragments(), strict=True):
+                    param.main_grad = fragment
+
+    @property
+    def gradient_scale(self) -> float:
+        """Megatron averages over data x context parallel ranks, experts included, unless the
+        loss is normalised per token, which finalize_model_grads does itself."""
+        if self.config.calculate_per_token_loss:
+            return 1.0
+        return 1.0 / self.dp_cp_group.size()
+
+    @property
+    def units(self) -> list[HZPUnit]:
+        return self.runtime.units
+
+    def state_nbytes(self) -> dict[str, int]:
+        """Bytes at rest on this rank: 'model_param', 'main_grad', 'main_param'."""
+        return self.runtime.state_nbytes()
+
+    # ---- the contract
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Every micro-batch is reduced into the gradient shard: there is nothing to hold back."""
+        yield
+
+    def zero_grad_buffer(self) -> None:
+        self.runtime.zero_grads()
+
+    def start_grad_sync(self, *unused: Any, **kwargs: Any) -> None:
+        """Nothing to start early in the synchronous form."""
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Complete the gradients over the whole sharding group, on each rank's O shard."""
+        self.runtime.sync_grads(self.gradient_scale)
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        for unit in self.runtime.units:
+            if unit.is_trained:
+                unit.main_grad.view(unit.optim_range).mul_(scaling_factor)
+
+    def broadcast_params(self) -> None:
+        """Nothing to do: wrap_model_chunks broadcasts before it shards."""
+
+    def start_param_sync(self, *unused: Any, **kwargs: Any) -> None:
+        """The optimizer gathers the parameter shards itself."""
+
+    def free_overlap_buffers(self) -> None:
+        """There are none."""
+
+    def enable_forward_pre_hook(self) -> None:
+        """The engine's hooks are always on."""
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """The engine's hooks are always on; gathered parameters are never stale."""
+
+    def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any):
+        raise NotImplementedError("--use-asynchzp cannot write checkpoints yet")
+
+    def state_dict(self, *args: Any, **kwargs: Any):
+        raise NotImplementedError("--use-asynchzp cannot write checkpoints yet")
+
+    def load_state_dict(self, *args: Any, **kwargs: Any):
+        raise NotImplementedError("--use-asynchzp cannot read checkpoints yet")
+
+
+def _broadcast_from_first_rank(
+    module: torch.nn.Module, pg_collection: ProcessGroupCollection
+) -> None:
+    """Give every rank of a sharding group the parameters of its first rank."""
+    for param in module.parameters():
+        is_dense = getattr(param, "allreduce", True)
+        group = pg_collection.dp_cp if is_dense else pg_collection.expt_dp
+        dist.broadcast(param.data, dist.get_global_rank(group, 0), group=group)
+
+
+def wrap_model_chunks(
+    model_chunks: Sequence[torch.nn.Module],
+    ddp_config: DistributedDataParallelConfig,
+    pg_collection: ProcessGroupCollection,
+    sizes: ShardSizes,
+    data_parallel_random_init: bool = False,
+    timeout: timedelta | None = None,
+) -> list[AsyncHZPDataParallel]:
+    """Shard and wrap the model chunks of this rank. Collective.
+
+    data_parallel_random_init: the ranks initialised their parameters differently; the first
+    rank's are used, as stock Megatron does.
+    """
+    groups = create_shard_groups(sizes, pg_collection, timeout)
+    wrapped = []
+    for chunk in model_chunks:
+        if data_parallel_random_init:
+            _broadcast_from_first_rank(chunk, pg_collection)
+        config = get_model_config(chunk)
+        wrapped.append(AsyncHZPDataParallel(config, ddp_config, chunk, pg_collection, groups))
+    return wrapped

@@ -1,0 +1,227 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the contract of Megatron's optimizer over sharded main parameters: scaling, norms,
+clipping, the inner step and what follows it. Must not know how the shards move.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.optimizer import (
+    _get_megatron_optimizer_based_on_param_groups,
+    _get_param_groups,
+    check_config_overrides_consistency,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.clip_grads import count_zeros_fp32
+from megatron.core.optimizer.grad_scaler import (
+    ConstantGradScaler,
+    DynamicGradScaler,
+    MegatronGradScaler,
+)
+from megatron.core.optimizer.optimizer import (
+    MixedPrecisionOptimizer,
+    copy_optimizer_param_metadata,
+)
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
+
+
+class AsyncHZPOptimizer(MixedPrecisionOptimizer):
+    """Adam (or SGD) on this rank's fragments of the fp32 main parameters.
+
+    optimizer: a torch optimizer whose parameters are the 1-D fragments of `ShardedParameters`;
+    grad_scaler: for fp16, else None; model_chunks: the wrapped chunks that own the shards.
+    Unlike stock optimizers it serves dense and expert parameters at once: their fragments differ
+    only in the replica that counts in norms.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OptimizerConfig,
+        grad_scaler: MegatronGradScaler | None,
+        init_state_fn: Any,
+        model_chunks: Sequence[AsyncHZPDataParallel],
+        parameters: "ShardedParameters",
+        pg_collection: ProcessGroupCollection,
+    ):
+        super().__init__(optimizer, config, grad_scaler, init_state_fn)
+        self.is_stub_optimizer = False
+        self.model_chunks = list(model_chunks)
+        self.tp_group = pg_collection.tp
+        self.expert_tp_group = getattr(pg_collection, "expt_tp", pg_collection.tp)
+        # Every element counts on exactly one rank (see counted_parameters), so the sum over the
+        # world is the model's.
+        self.grad_stats_parallel_group = dist.group.WORLD
+        self._parameters = parameters
+
+    # ---- gradients
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The gradients live in the shards, which zero_grad_buffer clears."""
+        for param in self.get_parameters():
+            param.grad = None
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        self._parameters.attach_grads()
+
+    def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
+        return [param.grad for param in self.get_parameters()]
+
+    def _unscale_main_grads_and_check_for_nan(self) -> bool:
+        if self.get_parameters():
+            return super()._unscale_main_grads_and_check_for_nan()
+        # A rank of padding only: the stock kernel refuses an empty list, the others wait for us.
+        self.found_inf.fill_(0.0)
+        dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, self.grad_stats_parallel_group)
+        return self.found_inf.item() > 0
+
+    def _filter_grads_for_norm(self, params, param_filter=None) -> list[torch.Tensor]:
+        return super()._filter_grads_for_norm(
+            self._parameters.counted(params), param_filter=param_filter
+        )
+
+    @torch.no_grad()
+    def count_zeros(self) -> float:
+        return count_zeros_fp32(
+            self._parameters.counted(self.get_parameters()),
+            grad_stats_parallel_group=self.grad_stats_parallel_group,
+            tp_group=self.tp_group,
+            expert_tp_group=self.expert_tp_group,
+        )
+
+    # ---- step
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, float | None]:
+        """Unscale, clip and apply; returns (updated, gradient norm, zeros in the gradients).
+
+        As in stock Megatron the norm is computed even where nothing is clipped.
+        """
+        self.grad_norms_by_group = {}
+        if self.prepare_grads():
+            return False, None, None
+        grad_norm = self.clip_grad_norm(self.config.clip_grad)
+        num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else 0
+        return self.step_with_ready_grads(), grad_norm, num_zeros
+
+    def _copy_main_params_to_model_params(self) -> None:
+        for chunk in self.model_chunks:
+            chunk.runtime.sync_params()
+
+    def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
+        if state_dict is not None:
+            raise NotImplementedError("--use-asynchzp cannot read checkpoints yet")
+        for chunk in self.model_chunks:
+            for unit in chunk.units:
+                unit.copy_model_to_main()
+
+    # ---- checkpoints
+
+    def state_dict(self, *args: Any, **kwargs: Any):
+        raise NotImplementedError("--use-asynchzp cannot write checkpoints yet")
+
+    def load_state_dict(self, *args: Any, **kwargs: Any):
+        raise NotImplementedError("--use-asynchzp cannot read checkpoints yet")
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any):
+        raise NotImplementedError("--use-asynchzp cannot write checkpoints yet")
+
+
+class ShardedParameters:
+    """This rank's fragments of the main parameters, as parameters of an inner optimizer.
+
+    by_model_param: model parameter -> its 1-D fp32 fragment (a view of main_param with the
+    attributes norms and groups look at), for those of which this rank owns at least one element.
+    """
+
+    def __init__(self, model_chunks: Sequence[AsyncHZPDataParallel]):
+        self.by_model_param: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        self._grads: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._counted: set[torch.nn.Parameter] = set()
+        for chunk in model_chunks:
+            for unit in chunk.units:
+                if unit.is_trained:
+                    self._add(unit)
+
+    def _add(self, unit) -> None:
+        fragments = zip(
+            unit.params, unit.main_param_fragments(), unit.main_grad_fragments(), strict=True
+        )
+        for model_param, values, grad in fragments:
+            if values.numel() == 0:
+                continue
+            fragment = torch.nn.Parameter(values)
+            copy_optimizer_param_metadata(fragment, model_param)
+            tensor_parallel.copy_tensor_model_parallel_attributes(fragment, model_param)
+            model_param.main_param = fragment
+            self.by_model_param[model_param] = fragment
+            self._grads[fragment] = grad
+            if unit.groups.topology.replica_index == 0:
+                self._counted.add(fragment)
+
+    def attach_grads(self) -> None:
+        """Make every fragment's gradient the view of its place in main_grad: nothing is copied."""
+        for fragment, grad in self._grads.items():
+            fragment.grad = grad
+
+    def counted(self, params: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """Those of `params` that count in sums over the world: the first replica's."""
+        return [param for param in params if param in self._counted]
+
+
+def _use_fused_step(optimizer: torch.optim.Optimizer) -> None:
+    """torch's Adam has a fused kernel on every device we know; TE's and apex's are always fused."""
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        for group in optimizer.param_groups:
+            group["fused"], group["foreach"] = True, False
+
+
+def _create_grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
+    if not (config.fp16 or config.bf16):
+        return None
+    if config.loss_scale:
+        return ConstantGradScaler(config.loss_scale)
+    if not config.fp16:
+        return None
+    return DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
+
+
+def get_asynchzp_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[AsyncHZPDataParallel],
+    config_overrides: dict | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> AsyncHZPOptimizer:
+    """Build the optimizer of wrapped model chunks, with Megatron's parameter groups. Collective."""
+    if config_overrides is None:
+        config_overrides = get_standard_config_overrides(config)
+    check_config_overrides_consistency(config, config_overrides)
+    if pg_collection is None:
+        pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    param_groups = _get_param_groups(list(model_chunks), config, config_overrides)
+    parameters = ShardedParameters(model_chunks)
+    for group in param_groups:
+        owned = (parameters.by_model_param.get(param) for param in group["params"])
+        group["params"] = [fragment for fragment in owned if fragment is not None]
+    inner, init_state_fn = _get_megatron_optimizer_based_on_param_groups(
+        config, list(model_chunks), param_groups, skip_megatron_wrapping=True
+    )
+    _use_fused_step(inner)
+    scaler = _create_grad_scaler(config)
+    return AsyncHZPOptimizer(
+        inner, config, scaler, init_state_fn, model_chunks, parameters, pg_collection
+    )

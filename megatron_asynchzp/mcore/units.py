@@ -1,0 +1,49 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns which modules of a Megatron model are units. Must not know how units work."""
+
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+from torch import nn
+
+from megatron_asynchzp.zero.plan import UnitPlan, plan_units
+
+
+def sharding_group_key(param: nn.Parameter) -> str:
+    """Megatron marks expert parameters with allreduce=False: their copies are elsewhere."""
+    return "dense" if getattr(param, "allreduce", True) else "expert"
+
+
+def _language_models(root: nn.Module) -> list[nn.Module]:
+    return [m for m in root.modules() if hasattr(m, "shared_embedding_or_output_weight")]
+
+
+def _tied_weights(root: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, ...]]:
+    """Embedding weights that are also used elsewhere, with the other modules of this stage.
+
+    A copy on another pipeline stage counts: both copies need the same layout.
+    """
+    tied: dict[nn.Parameter, tuple[nn.Module, ...]] = {}
+    for model in _language_models(root):
+        weight = model.shared_embedding_or_output_weight()
+        if weight is None:
+            continue
+        output_layer = getattr(model, "output_layer", None)
+        is_passed_on = model.share_embeddings_and_output_weights and output_layer is not None
+        if is_passed_on and output_layer.weight is None:
+            tied[weight] = (output_layer,)
+        elif getattr(weight, "shared_embedding", False):
+            tied[weight] = ()
+    return tied
+
+
+def plan_megatron_units(root: nn.Module) -> list[UnitPlan]:
+    """Units of a model chunk: each layer, its experts, the embedding, the output layer, the rest."""
+    layers = [m for m in root.modules() if isinstance(m, (BaseTransformerLayer, MambaLayer))]
+    edges: list[nn.Module] = []
+    for model in _language_models(root):
+        for name in ("embedding", "output_layer"):
+            module = getattr(model, name, None)
+            if isinstance(module, nn.Module) and any(True for _ in module.parameters()):
+                edges.append(module)
+    return plan_units(root, [*layers, *edges], sharding_group_key, _tied_weights(root))

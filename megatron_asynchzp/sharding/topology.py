@@ -1,0 +1,204 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the arithmetic of ranks: which ranks share a shard, and which shard a rank owns.
+Must not know tensors or process groups.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import NamedTuple
+
+
+class ShardSizeError(ValueError):
+    """Shard sizes that do not nest, or do not fit the sharding group."""
+
+
+class Range(NamedTuple):
+    """Half-open range of element indices of a flat buffer."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def intersect(self, other: "Range") -> "Range":
+        """The common part; an empty range (numel 0) where there is none."""
+        start = max(self.start, other.start)
+        return Range(start, max(start, min(self.stop, other.stop)))
+
+    def within(self, outer: "Range") -> "Range":
+        """This range in the coordinates of `outer`, which must contain it."""
+        if not (outer.start <= self.start and self.stop <= outer.stop):
+            raise ValueError(f"{self} is not within {outer}")
+        return Range(self.start - outer.start, self.stop - outer.start)
+
+
+@dataclass(frozen=True)
+class ShardSizes:
+    """How many ranks share one copy of each state (AsyncHZP section 3: Z3 | Z2 | Z1).
+
+    param: ranks per copy of the model parameters (Z3); grad: of the gradients (Z2);
+    optim: of the optimizer state and main parameters (Z1).
+    """
+
+    param: int
+    grad: int
+    optim: int
+
+    def check(self, world_size: int) -> None:
+        """Raise ShardSizeError unless the sizes nest and `world_size` is a multiple of them.
+
+        Nesting (each of the sorted sizes divides the next, optim is the largest) is what lets a
+        rank's optimizer shard lie inside its gradient and its parameter shard, so that no byte
+        moves between the three.
+        """
+        for name in ("param", "grad", "optim"):
+            size = getattr(self, name)
+            if size < 1:
+                raise ShardSizeError(f"{name} shard size {size} is not a positive number of ranks")
+            if size > world_size:
+                raise ShardSizeError(
+                    f"{name} shard size {size} exceeds the {world_size} ranks of the sharding group"
+                )
+        for name in ("param", "grad"):
+            if self.optim % getattr(self, name):
+                raise ShardSizeError(
+                    f"optim shard size {self.optim} is not a multiple of the {name} shard size "
+                    f"{getattr(self, name)}"
+                )
+        small, large = sorted((self.param, self.grad))
+        if large % small:
+            raise ShardSizeError(
+                f"param shard size {self.param} and grad shard size {self.grad} do not nest: "
+                "one must divide the other"
+            )
+        if world_size % self.optim:
+            raise ShardSizeError(
+                f"optim shard size {self.optim} does not divide the {world_size} ranks of the "
+                "sharding group"
+            )
+
+    def restricted_to(self, world_size: int) -> "ShardSizes":
+        """The same sizes for a smaller group (experts): gcd with its size keeps them nested."""
+        return ShardSizes(*(gcd(size, world_size) for size in (self.param, self.grad, self.optim)))
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """One axis of the mesh of a sharding group, seen from one rank.
+
+    size: ranks along the axis; stride: distance of neighbours in group rank;
+    coordinate: this rank's position; members: group ranks along it, this one included.
+    """
+
+    size: int
+    stride: int
+    coordinate: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ShardTopology:
+    """The mesh of one sharding group (law 1) and the place of one rank in it.
+
+    The distinct sizes, sorted, cut the group into axes, the inner one first (the fastest link:
+    consecutive ranks). A state of shard size Z is sharded over the inner axes whose product is Z:
+
+        8 ranks, param 2, grad 4, optim 8          axes (inner first) 2, 2, 2
+        rank       0    1    2    3    4    5    6    7
+        param    [ A ][ B ][ A ][ B ][ A ][ B ][ A ][ B ]     halves
+        grad     [A0 ][B0 ][A1 ][B1 ][A0 ][B0 ][A1 ][B1 ]     a half of that half
+        optim    [A00][B00][A10][B10][A01][B01][A11][B11]     a half of that quarter
+
+    so a rank's ranges nest, and each collective changes one axis only (law 2).
+
+    world_size: ranks of the sharding group; rank: this rank in it, in [0, world_size).
+    Raises ShardSizeError for sizes that do not nest.
+    """
+
+    world_size: int
+    rank: int
+    sizes: ShardSizes
+
+    def __post_init__(self):
+        self.sizes.check(self.world_size)
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is not in a group of {self.world_size}")
+
+    def _boundaries(self) -> list[int]:
+        cuts = {self.sizes.param, self.sizes.grad, self.sizes.optim, self.world_size, 1}
+        return sorted(cuts)
+
+    @property
+    def axes(self) -> tuple[MeshAxis, ...]:
+        """Axes of size > 1, innermost first; the product of their sizes is `world_size`."""
+        cuts = self._boundaries()
+        return tuple(self._axis(inner, outer) for inner, outer in zip(cuts, cuts[1:]))
+
+    def _axis(self, inner: int, outer: int) -> MeshAxis:
+        size = outer // inner
+        coordinate = self.rank // inner % size
+        first = self.rank - coordinate * inner
+        return MeshAxis(size, inner, coordinate, tuple(first + i * inner for i in range(size)))
+
+    def axes_between(self, inner: int, outer: int) -> tuple[MeshAxis, ...]:
+        """The axes, innermost first, that take a shard of size `inner` to one of size `outer`."""
+        return tuple(a for a in self.axes if inner <= a.stride and a.stride * a.size <= outer)
+
+    @property
+    def param_axes(self) -> tuple[MeshAxis, ...]:
+        """Gathered (outermost first) before a unit computes."""
+        return self.axes_between(1, self.sizes.param)
+
+    @property
+    def grad_axes(self) -> tuple[MeshAxis, ...]:
+        """Reduce-scattered (innermost first) after each micro-batch."""
+        return self.axes_between(1, self.sizes.grad)
+
+    @property
+    def grad_sync_axes(self) -> tuple[MeshAxis, ...]:
+        """Reduce-scattered once per step, from the gradient shard to the optimizer shard."""
+        return self.axes_between(self.sizes.grad, self.sizes.optim)
+
+    @property
+    def replica_axes(self) -> tuple[MeshAxis, ...]:
+        """All-reduced once per step: ranks that own the same optimizer shard."""
+        return self.axes_between(self.sizes.optim, self.world_size)
+
+    @property
+    def param_sync_axes(self) -> tuple[MeshAxis, ...]:
+        """Gathered (outermost first) once per step, from the optimizer to the parameter shard."""
+        return self.axes_between(self.sizes.param, self.sizes.optim)
+
+    @property
+    def replica_index(self) -> int:
+        """Which copy of the optimizer state this rank belongs to; 0 counts in norms."""
+        return self.rank // self.sizes.optim
+
+    def shard_range(self, shard_size: int, numel: int) -> Range:
+        """The elements this rank owns of `numel` sharded over `shard_size` ranks.
+
+        `shard_size` is a product of inner axes and must divide `numel`.
+        """
+        if numel % shard_size:
+            raise ValueError(f"{numel} elements do not divide over {shard_size} ranks")
+        start, length = 0, numel
+        for axis in self.axes_between(1, shard_size):
+            length //= axis.size
+            start += axis.coordinate * length
+        if length * shard_size != numel:
+            raise ValueError(f"shard size {shard_size} is not a product of inner axes")
+        return Range(start, start + length)
+
+    def owner_ranks(self, shard_size: int) -> tuple[int, ...]:
+        """Group ranks that together hold one copy of a state of `shard_size`, this one's copy."""
+        first = self.rank - self.rank % shard_size
+        return tuple(range(first, first + shard_size))
+
+
+def spans_nodes(global_ranks: Sequence[int], ranks_per_node: int) -> bool:
+    """Whether a group of global ranks reaches over more than one node."""
+    return len({rank // ranks_per_node for rank in global_ranks}) > 1

@@ -1,0 +1,268 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns one unit: parameters that are gathered, used and released together, and the three
+persistent buffers of their states. Must not know hooks, threads or other units.
+"""
+
+import enum
+from collections.abc import Sequence
+
+import torch
+
+from megatron_asynchzp.comm.collectives import (
+    all_gather_axes,
+    all_reduce_axes,
+    reduce_scatter_axes,
+)
+from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.sharding.buffer import FlatBuffer
+from megatron_asynchzp.sharding.layout import FlatLayout
+from megatron_asynchzp.sharding.topology import Range
+
+
+class Phase(enum.Enum):
+    """Where the full parameters of a unit are."""
+
+    SHARDED = "sharded"
+    """Only this rank's shard exists; every parameter is a placeholder that reads as NaN."""
+    UNSHARDED = "unsharded"
+    """The full parameters are in memory and every parameter is a view of them."""
+
+
+LEGAL_TRANSITIONS = {
+    Phase.SHARDED: {Phase.UNSHARDED},
+    Phase.UNSHARDED: {Phase.SHARDED},
+}
+
+
+class IllegalTransition(RuntimeError):
+    """A unit was asked for something its phase does not allow."""
+
+
+class HZPUnit:
+    """One gathered-and-released set of parameters (FSDP's unit, Megatron's buckets' place).
+
+        at rest             model_param  [P shard, model dtype]
+                            main_grad    [G shard, fp32]
+                            main_param   [O shard, fp32], within the other two ranges
+        while it computes   + full parameters [padded_numel, model dtype]
+        in backward         + full gradients  [padded_numel, fp32]
+
+    Where the model itself is fp32, main_param is a view of model_param: nothing is stored twice.
+    Parameters that are not trained have a model_param only.
+
+    name: for messages; params: (name, parameter) in layout order, all of one dtype and either
+    all trained or none; groups: communicators of the sharding group of this unit.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[tuple[str, torch.nn.Parameter]],
+        groups: ShardGroups,
+    ):
+        self.name = name
+        self.groups = groups
+        self.param_names = [param_name for param_name, _ in params]
+        self.params = [param for _, param in params]
+        self.dtype = self.params[0].dtype
+        self.device = self.params[0].device
+        self.is_trained = self.params[0].requires_grad
+        sizes = groups.topology.sizes
+        self.layout = FlatLayout.build(
+            [(param_name, tuple(param.shape)) for param_name, param in params], sizes.optim
+        )
+        self.phase = Phase.SHARDED
+        self._full_param: FlatBuffer | None = None
+        self._full_grad: FlatBuffer | None = None
+        self._allocate_and_shard()
+
+    # ---- construction
+
+    def _range(self, shard_size: int) -> Range:
+        return self.groups.topology.shard_range(shard_size, self.layout.padded_numel)
+
+    def _new_buffer(self, range_: Range, dtype: torch.dtype) -> FlatBuffer:
+        storage = torch.zeros(range_.numel, dtype=dtype, device=self.device)
+        return FlatBuffer(self.layout, range_, storage)
+
+    def _allocate_and_shard(self) -> None:
+        sizes = self.groups.topology.sizes
+        self.model_param = self._new_buffer(self._range(sizes.param), self.dtype)
+        self.model_param.copy_params(self.params)
+        self.optim_range = self._range(sizes.optim)
+        if self.is_trained:
+            self.main_grad = self._new_buffer(self._range(sizes.grad), torch.float32)
+            if self.is_main_param_aliased:
+                self.main_param = self.model_param.sub_buffer(self.optim_range)
+            else:
+                self.main_param = self._new_buffer(self.optim_range, torch.float32)
+                self.copy_model_to_main()
+        self._placeholders = self._make_placeholders()
+        if self.is_always_unsharded:
+            self._full_param = self.model_param
+            self._point_params_at(self._full_param.param_views())
+            self.phase = Phase.UNSHARDED
+        else:
+            self._point_params_at(self._placeholders)
+
+    def _make_placeholders(self) -> list[torch.Tensor]:
+        # One NaN, expanded: the right shape for AccumulateGrad and for whoever asks, no memory,
+        # and whoever computes with it gets NaN instead of a plausible number (law 5).
+        nan = torch.full((1,), float("nan"), dtype=self.dtype, device=self.device)
+        return [nan.expand(piece.shape) for piece in self.layout.slices]
+
+    def _point_params_at(self, tensors: Sequence[torch.Tensor]) -> None:
+        for param, tensor in zip(self.params, tensors, strict=True):
+            param.data = tensor
+
+    @property
+    def is_always_unsharded(self) -> bool:
+        """With a parameter shard size of 1 the shard is the whole: nothing to gather."""
+        return self.groups.topology.sizes.param == 1
+
+    @property
+    def is_main_param_aliased(self) -> bool:
+        """Whether main_param is a view of model_param (fp32 models)."""
+        return self.dtype == torch.float32
+
+    # ---- parameters
+
+    def _enter(self, phase: Phase) -> None:
+        if phase not in LEGAL_TRANSITIONS[self.phase]:
+            raise IllegalTransition(f"{self.name}: {self.phase.value} -> {phase.value}")
+        self.phase = phase
+
+    @torch.no_grad()
+    def unshard(self) -> None:
+        """Gather the full parameters over the P axes and point every parameter at them.
+
+        Collective over the P group. No-op where they are gathered already.
+        """
+        if self.phase is Phase.UNSHARDED:
+            return
+        whole = Range(0, self.layout.padded_numel)
+        full = torch.empty(whole.numel, dtype=self.dtype, device=self.device)
+        all_gather_axes(self.model_param.storage, full, self.groups.unshard)
+        self._full_param = FlatBuffer(self.layout, whole, full)
+        self._point_params_at(self._full_param.param_views())
+        self._enter(Phase.UNSHARDED)
+
+    def reshard(self) -> None:
+        """Drop the full parameters. No-op where they are dropped already or never sharded."""
+        if self.phase is Phase.SHARDED or self.is_always_unsharded:
+            return
+        self._point_params_at(self._placeholders)
+        self._full_param = None
+        self._enter(Phase.SHARDED)
+
+    @property
+    def full_param_storage(self) -> torch.Tensor:
+        """1-D tensor of the gathered parameters; raises IllegalTransition where sharded."""
+        if self._full_param is None:
+            raise IllegalTransition(f"{self.name}: its parameters are not gathered")
+        return self._full_param.storage
+
+    # ---- gradients
+
+    @torch.no_grad()
+    def accumulate_grad(self, index: int) -> None:
+        """Add the gradient of parameter `index` in fp32 to this micro-batch's, and free it."""
+        param = self.params[index]
+        if param.grad is None:
+            return
+        if self._full_grad is None:
+            self._full_grad = self._acquire_full_grad()
+        piece = self.layout.slices[index].range
+        self._full_grad.view(piece).view(param.shape).add_(param.grad)
+        param.grad = None
+
+    def _acquire_full_grad(self) -> FlatBuffer:
+        if self.groups.topology.sizes.grad == 1:
+            return self.main_grad  # the shard is the whole: add straight into it
+        return self._new_buffer(Range(0, self.layout.padded_numel), torch.float32)
+
+    @property
+    def has_pending_grads(self) -> bool:
+        """Whether gradients of this micro-batch were accumulated and not reduced."""
+        return self._full_grad is not None
+
+    @torch.no_grad()
+    def reduce_grads(self) -> None:
+        """Reduce-scatter this micro-batch's gradients over the G axes in fp32, into main_grad.
+
+        Collective over the G group: a rank whose parameters got no gradient contributes zeros,
+        so that the ranks agree on what is issued.
+        """
+        if not self.is_trained:
+            return
+        full, self._full_grad = self._full_grad, None
+        if self.groups.topology.sizes.grad == 1:
+            return
+        if full is None:
+            full = self._new_buffer(Range(0, self.layout.padded_numel), torch.float32)
+        self.main_grad.storage.add_(reduce_scatter_axes(full.storage, self.groups.grad_reduce))
+
+    @torch.no_grad()
+    def sync_grads(self, scale: float) -> None:
+        """Once per step: sum the gradients over the axes from G to O and over the replicas.
+
+        Afterwards the O range of main_grad holds the sum over the sharding group times `scale`;
+        the rest of main_grad is meaningless until `zero_grads`.
+        """
+        if not self.is_trained:
+            return
+        shard = reduce_scatter_axes(self.main_grad.storage, self.groups.grad_sync)
+        all_reduce_axes(shard, self.groups.replica_sync)
+        own = self.main_grad.view(self.optim_range)
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        own.mul_(scale)
+
+    def zero_grads(self) -> None:
+        """Forget every gradient of this step, those of an unfinished micro-batch included."""
+        self._full_grad = None
+        for param in self.params:
+            param.grad = None
+        if self.is_trained:
+            self.main_grad.storage.zero_()
+
+    def main_grad_fragments(self) -> list[torch.Tensor]:
+        """What this rank's optimizer shard holds of each parameter's gradient: 1-D fp32 views."""
+        return self.main_grad.sub_buffer(self.optim_range).fragment_views()
+
+    def main_param_fragments(self) -> list[torch.Tensor]:
+        """What this rank's optimizer shard holds of each parameter: 1-D fp32 views."""
+        return self.main_param.fragment_views()
+
+    # ---- after the optimizer
+
+    @torch.no_grad()
+    def copy_model_to_main(self) -> None:
+        """Derive main_param from model_param (after the model was loaded)."""
+        if self.is_trained and not self.is_main_param_aliased:
+            self.main_param.storage.copy_(self.model_param.view(self.optim_range))
+
+    @torch.no_grad()
+    def sync_params(self) -> None:
+        """Once per step: cast main_param to the model dtype and gather it into the P shard.
+
+        Collective over the axes from P to O.
+        """
+        if not self.is_trained:
+            return
+        own = self.model_param.view(self.optim_range)
+        if not self.is_main_param_aliased:
+            own.copy_(self.main_param.storage)
+        all_gather_axes(own, self.model_param.storage, self.groups.param_sync)
+
+    def state_nbytes(self) -> dict[str, int]:
+        """Bytes this rank holds at rest, by state; an aliased main_param counts as zero."""
+        trained = self.is_trained
+        return {
+            "model_param": self.model_param.nbytes,
+            "main_grad": self.main_grad.nbytes if trained else 0,
+            "main_param": self.main_param.nbytes
+            if trained and not self.is_main_param_aliased
+            else 0,
+        }
