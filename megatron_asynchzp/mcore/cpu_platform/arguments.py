@@ -1,0 +1,70 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of a Megatron run on the CPU: what has no CPU form is switched off, and said;
+what the user can only have asked for on purpose is refused.
+"""
+
+import argparse
+from typing import Any
+
+# Attribute of Megatron's parsed arguments -> the only value that runs without a GPU. Most are
+# Megatron's defaults for a GPU; the rest choose an implementation, never a number.
+CPU_VALUES: dict[str, Any] = {
+    "distributed_backend": "gloo",
+    "transformer_impl": "local",  # Transformer Engine is CUDA only
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_grouped_gemm": False,  # SequentialMLP instead
+    "no_persist_layer_norm": True,
+    "use_cpu_initialization": True,
+    "num_workers": 0,  # worker processes would not know the platform
+}
+
+# Switched on only by hand, and without a CPU form: running on without them would not be the run
+# that was asked for.
+_IMPOSSIBLE = {
+    "fp8": "FP8 needs Transformer Engine",
+    "fp4": "FP4 needs Transformer Engine",
+    "nccl_ub": "NCCL user buffers need NCCL",
+    "tp_comm_overlap": "needs Transformer Engine's user buffers",
+    "use_flash_attn": "flash-attn is CUDA only",
+    "optimizer_cuda_graph": "CUDA graphs need a GPU",
+    "sequence_parallel": "torch's LayerNorm, all there is without apex, refuses it in Megatron",
+    "use_torch_fsdp2": "Megatron hard-codes a CUDA device mesh for it",
+}
+
+
+def apply_cpu_defaults(args: argparse.Namespace) -> list[str]:
+    """Give parsed Megatron arguments the values a CPU needs, before Megatron validates them.
+
+    Returns one line per argument changed. Raises ValueError for a flag that cannot be honoured.
+    """
+    refused = [
+        f"--{name.replace('_', '-')}: {why}"
+        for name, why in _IMPOSSIBLE.items()
+        if getattr(args, name, None)
+    ]
+    if getattr(args, "cuda_graph_impl", "none") != "none":
+        refused.append("--cuda-graph-impl: CUDA graphs need a GPU")
+    if getattr(args, "context_parallel_size", 1) > 1 and not _brings_attention(args):
+        refused.append("--context-parallel-size: Megatron's local attention does not support it")
+    if refused:
+        raise ValueError("not possible on the CPU platform:\n  " + "\n  ".join(refused))
+    changed = []
+    for name, value in CPU_VALUES.items():
+        if hasattr(args, name) and getattr(args, name) != value:
+            changed.append(f"{name}: {getattr(args, name)!r} -> {value!r}")
+            setattr(args, name, value)
+    return changed
+
+
+def _brings_attention(args: argparse.Namespace) -> bool:
+    """Whether a flag of ours replaces the core attention by one that knows context parallelism."""
+    return bool(getattr(args, "use_pasa_attention", False))

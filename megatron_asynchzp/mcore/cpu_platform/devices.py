@@ -1,0 +1,140 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sends every tensor that asks for a CUDA device to the CPU, and gives gloo the one reduction
+that only NCCL has. Wrappers on functions, not a TorchFunctionMode: that doubles a step's time.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+_CPU = torch.device("cpu")
+
+FACTORIES = (
+    "arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full",
+    "full_like", "linspace", "logspace", "normal", "ones", "ones_like", "rand", "rand_like",
+    "randint", "randint_like", "randn", "randn_like", "randperm", "scalar_tensor", "tensor",
+    "tril_indices", "triu_indices", "zeros", "zeros_like",
+)  # fmt: skip
+NEW_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+REDUCTIONS = ("all_reduce", "reduce_scatter_tensor")
+
+
+def asks_for_cuda(device: Any) -> bool:
+    """Whether a `device` argument means a CUDA device (a bare number does in torch)."""
+    if device is None:
+        return False
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return type(device) is int
+
+
+def factory_on_cpu(function: Callable) -> Callable:
+    """`function` with its `device` keyword sent to the CPU and nothing pinned."""
+
+    @functools.wraps(function)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            if asks_for_cuda(kwargs.get("device")):
+                kwargs["device"] = _CPU
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return on_cpu
+
+
+def move_on_cpu(move: Callable) -> Callable:
+    """`Tensor.to` or `Module.to`: the device may also come first."""
+
+    @functools.wraps(move)
+    def on_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and asks_for_cuda(args[0]):
+            args = (_CPU, *args[1:])
+        elif kwargs and asks_for_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return move(self, *args, **kwargs)
+
+    return on_cpu
+
+
+def stay(self: Any, *_: Any, **__: Any) -> Any:
+    """`cuda()` and `pin_memory()`: the tensor is where it has to be."""
+    return self
+
+
+def nothing(self: Any, *_: Any, **__: Any):
+    """`record_stream()`: no allocator looks at streams here."""
+
+
+def type_as_on_cuda(read_type: Callable) -> Callable:
+    """`Tensor.type()` without arguments: Megatron compares it with "torch.cuda.FloatTensor"."""
+
+    @functools.wraps(read_type)
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            if args and isinstance(args[0], str):
+                args = (args[0].replace("torch.cuda.", "torch."), *args[1:])
+            return read_type(self, *args, **kwargs)
+        return read_type(self).replace("torch.", "torch.cuda.", 1)
+
+    return type_name
+
+
+def load_on_cpu(load: Callable) -> Callable:
+    """`torch.load`: what was saved from a CUDA device has to come back somewhere."""
+
+    @functools.wraps(load)
+    def on_cpu(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if map_location is None or asks_for_cuda(map_location):
+            map_location = _CPU
+        return load(file, map_location, *args, **kwargs)
+
+    return on_cpu
+
+
+def context_on_cpu(enter: Callable) -> Callable:
+    """`with torch.device("cuda"):` and `torch.set_default_device("cuda")`."""
+
+    @functools.wraps(enter)
+    def on_cpu(self: Any, device: Any) -> Any:
+        return enter(self, _CPU if asks_for_cuda(device) else device)
+
+    return on_cpu
+
+
+class PreMultipliedSum(NamedTuple):
+    """Multiply each rank's input by `factor`, then sum: NCCL's PREMUL_SUM, which Megatron-FSDP
+    asks for and gloo lacks."""
+
+    factor: Any
+
+
+def reduction_with_factor(collective: Callable) -> Callable:
+    """A reduction of torch.distributed that also understands `PreMultipliedSum`.
+
+    An all-reduce is in place, so its tensor is scaled in place; a reduce-scatter leaves its
+    input alone on NCCL, so a scaled copy is reduced.
+    """
+    is_in_place = collective.__name__ == "all_reduce"
+    names = ("tensor",) if is_in_place else ("output", "input")
+    names += ("op", "group", "async_op")
+
+    @functools.wraps(collective)
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        kwargs |= zip(names, args, strict=False)
+        op = kwargs.get("op")
+        if isinstance(op, PreMultipliedSum):
+            kwargs["op"] = dist.ReduceOp.SUM
+            if is_in_place:
+                kwargs["tensor"].mul_(op.factor)
+            else:
+                kwargs["input"] = kwargs["input"].mul(op.factor)
+        return collective(**kwargs)
+
+    return reduced

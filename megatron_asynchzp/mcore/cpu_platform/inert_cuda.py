@@ -1,0 +1,213 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What `torch.cuda` answers on a machine without a device: one device, streams that order
+nothing (the CPU runs every operation in program order), no device memory, the CPU's generator.
+"""
+
+import contextlib
+import time
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+# Megatron demands CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor parallelism and forbids it for FSDP
+# below architecture 10. The variable means nothing here, so claim an architecture that ignores it.
+_CAPABILITY = (10, 0)
+_NOMINAL_NBYTES = 1 << 40  # "total memory": only ever a divisor
+
+
+class InertStream:
+    """A stream with no queue: whatever it would wait for has already happened."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any):
+        self.device = torch.device("cpu")
+        self.device_index = 0
+        self.device_type = 0
+        self.stream_id = self.cuda_stream = 0
+        self.priority = priority
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return (0, 0)
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: "InertEvent | None" = None) -> "InertEvent":
+        event = event or InertEvent()
+        event.record(self)
+        return event
+
+    def _nothing(self, *_: Any, **__: Any):
+        return None
+
+    synchronize = wait_event = wait_stream = _nothing
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: Any):
+        return None
+
+
+class InertEvent:
+    """An event that is complete as soon as it exists; times are the host's."""
+
+    def __init__(self, *_: Any, **__: Any):
+        self._recorded_s = time.perf_counter()
+
+    def record(self, stream: Any = None):
+        self._recorded_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: "InertEvent") -> float:
+        """Milliseconds, as torch.cuda.Event gives them."""
+        return 1e3 * (end_event._recorded_s - self._recorded_s)
+
+    def _nothing(self, *_: Any, **__: Any):
+        return None
+
+    wait = synchronize = _nothing
+
+
+class _InertContext(contextlib.nullcontext):
+    """Stands for torch.cuda.device, torch.cuda.device_of, nvtx.range, ..."""
+
+    def __init__(self, *_: Any, **__: Any):
+        super().__init__()
+
+
+class _InertRuntime:
+    """torch.cuda.cudart(): every call succeeds (returns error code 0)."""
+
+    cudaError = SimpleNamespace(success=0)
+
+    def __getattr__(self, name: str):
+        return _zero
+
+
+_STREAM = InertStream()
+
+
+def _nothing(*_: Any, **__: Any):
+    return None
+
+
+def _zero(*_: Any, **__: Any) -> int:
+    return 0
+
+
+def _no(*_: Any, **__: Any) -> bool:
+    return False
+
+
+def _yes(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def _current_stream(device: Any = None) -> InertStream:
+    return _STREAM
+
+
+def _stream_context(stream: Any = None) -> contextlib.AbstractContextManager:
+    return _InertContext()
+
+
+def _call_now(callback: Any, **_: Any):
+    callback()
+
+
+def _get_rng_state(device: Any = None) -> torch.Tensor:
+    return torch.default_generator.get_state()
+
+
+def _get_rng_state_all() -> list[torch.Tensor]:
+    return [torch.default_generator.get_state()]
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = None):
+    torch.default_generator.set_state(new_state)
+
+
+def _set_rng_state_all(new_states: Any):
+    for new_state in new_states:
+        _set_rng_state(new_state)
+
+
+def _manual_seed(seed: int):
+    # Not torch.manual_seed: it calls torch.cuda.manual_seed_all, which is this function. Seeding
+    # the CPU's generator (instead of ignoring the call) keeps the seeds of Megatron's RNG
+    # tracker, which differ over tensor parallel ranks, apart.
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _device_properties(device: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        name="cpu", major=_CAPABILITY[0], minor=_CAPABILITY[1], total_memory=_NOMINAL_NBYTES,
+        multi_processor_count=1, warp_size=32, uuid="cpu", gcnArchName="",
+    )  # fmt: skip
+
+
+def cuda_attributes() -> dict[str, Any]:
+    """The attributes of `torch.cuda` to replace."""
+    rng = rng_attributes()
+    answers: dict[str, Any] = {
+        "is_available": _yes,
+        "is_initialized": _yes,
+        "is_current_stream_capturing": _no,
+        "is_bf16_supported": _yes,
+        "device_count": lambda: 1,
+        "current_device": _zero,
+        "get_device_name": lambda device=None: "cpu",
+        "get_device_capability": lambda device=None: _CAPABILITY,
+        "get_device_properties": _device_properties,
+        "Stream": InertStream,
+        "Event": InertEvent,
+        "current_stream": _current_stream,
+        "default_stream": _current_stream,
+        "stream": _stream_context,
+        "device": _InertContext,
+        "device_of": _InertContext,
+        "default_generators": (torch.default_generator,),
+        "_lazy_call": _call_now,
+        "cudart": _InertRuntime,
+        "mem_get_info": lambda device=None: (_NOMINAL_NBYTES, _NOMINAL_NBYTES),
+        "memory_stats": lambda device=None: defaultdict(int),
+        "memory_snapshot": lambda *_, **__: [],
+    }
+    nothing = ("set_device", "set_stream", "synchronize", "empty_cache", "ipc_collect", "init",
+               "_lazy_init", "check_error", "reset_peak_memory_stats",
+               "reset_accumulated_memory_stats")  # fmt: skip
+    zero = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
+            "device_memory_used", "utilization", "temperature", "power_draw",
+            "clock_rate")  # fmt: skip
+    return answers | rng | dict.fromkeys(nothing, _nothing) | dict.fromkeys(zero, _zero)
+
+
+def rng_attributes() -> dict[str, Any]:
+    """What `torch.cuda` and `torch.cuda.random` share."""
+    return {
+        "get_rng_state": _get_rng_state,
+        "get_rng_state_all": _get_rng_state_all,
+        "set_rng_state": _set_rng_state,
+        "set_rng_state_all": _set_rng_state_all,
+        "manual_seed": _manual_seed,
+        "manual_seed_all": _manual_seed,
+        "initial_seed": lambda: torch.default_generator.initial_seed(),
+    }
+
+
+def nvtx_attributes() -> dict[str, Any]:
+    """What `torch.cuda.nvtx` offers to code that marks ranges."""
+    return {
+        "range_push": _zero,
+        "range_pop": _zero,
+        "range_start": _zero,
+        "range_end": _nothing,
+        "mark": _nothing,
+        "range": _InertContext,
+    }

@@ -1,0 +1,134 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the replacements of this folder in place and takes them away again. The list of what is
+replaced is here; what the replacements do is in inert_cuda.py and devices.py.
+"""
+
+import importlib
+import logging
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._device
+
+from megatron_asynchzp.mcore.cpu_platform import devices, inert_cuda
+from megatron_asynchzp.mcore.cpu_platform.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+_MEGATRON_PARTS = ("core.datasets.utils", "core.transformer.moe.moe_utils", "core.parallel_state")
+
+# The interpreter has one torch, so its replaced attributes are state of the process.
+_installed = Ledger(package="megatron")
+
+
+def is_installed() -> bool:
+    """Whether Megatron sees the CPU platform now."""
+    return bool(_installed.entries)
+
+
+def install() -> list[str]:
+    """Make torch and Megatron believe that the CPU is their CUDA device.
+
+    Idempotent, and as good after Megatron was imported as before. Returns one line per thing
+    replaced (none when the platform was there already); rank 0 also logs them.
+    """
+    if is_installed():
+        return []
+    # Before anything is replaced: importing dynamo builds a table of torch's functions that stand-ins
+    # would upset, and importing Megatron imports dynamo.
+    import torch._dynamo
+
+    parts = [_import(name) for name in _MEGATRON_PARTS]
+    try:
+        _replace_cuda(_installed)
+        _replace_tensor_moves(_installed)
+        _replace_collectives(_installed)
+        _replace_megatron(_installed, *parts)
+        torch.compiler.set_stance("force_eager")  # dynamo asks the CUDA driver for streams
+    except BaseException:
+        _installed.restore()
+        raise
+    copies = _installed.follow_copies()
+    told = [str(entry) for entry in _installed.entries[: len(_installed.entries) - copies]]
+    told += [f"{copies} by-name copies of these in modules of megatron", "torch.compile -> eager"]
+    if os.environ.get("RANK", "0") == "0":
+        logger.info("CPU platform: replaced\n  %s", "\n  ".join(told))
+    return told
+
+
+def uninstall():
+    """Put back every attribute that `install` replaced, and compilation."""
+    if is_installed():
+        _installed.restore()
+        torch.compiler.set_stance("default")
+
+
+def _replace_cuda(ledger: Ledger):
+    for owner, attributes in (
+        (torch.cuda, inert_cuda.cuda_attributes()),
+        (torch.cuda.random, inert_cuda.rng_attributes()),
+        (torch.cuda.nvtx, inert_cuda.nvtx_attributes()),
+    ):
+        for name, replacement in attributes.items():
+            if hasattr(owner, name):
+                ledger.replace(owner, name, replacement)
+    # With a CUDA build of torch these two would answer for a device that nobody may touch; the
+    # DataLoader asks them whether to pin memory.
+    ledger.replace(torch.accelerator, "is_available", lambda: False)
+    ledger.replace(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    if hasattr(torch._C, "_cuda_setRNGState"):
+        ledger.replace(torch._C, "_cuda_setRNGState", torch.default_generator.set_state)
+
+
+def _replace_tensor_moves(ledger: Ledger):
+    def wrap(owner: Any, name: str, wrapper: Callable):
+        ledger.replace(owner, name, wrapper(getattr(owner, name)))
+
+    for name in devices.FACTORIES:
+        wrap(torch, name, devices.factory_on_cpu)
+    for name in devices.NEW_METHODS:
+        wrap(torch.Tensor, name, devices.factory_on_cpu)
+    for owner in (torch.Tensor, torch.nn.Module):
+        wrap(owner, "to", devices.move_on_cpu)
+        ledger.replace(owner, "cuda", devices.stay)
+    ledger.replace(torch.Tensor, "pin_memory", devices.stay)
+    ledger.replace(torch.Tensor, "record_stream", devices.nothing)
+    wrap(torch.Tensor, "type", devices.type_as_on_cuda)
+    wrap(torch, "load", devices.load_on_cpu)
+    wrap(torch.utils._device.DeviceContext, "__init__", devices.context_on_cpu)
+
+
+def _replace_collectives(ledger: Ledger):
+    for owner in (dist, dist.distributed_c10d):
+        for name in devices.REDUCTIONS:
+            ledger.replace(owner, name, devices.reduction_with_factor(getattr(owner, name)))
+    ledger.replace(dist, "_make_nccl_premul_sum", devices.PreMultipliedSum)
+
+
+def _replace_megatron(
+    ledger: Ledger, datasets_utils: ModuleType, moe_utils: ModuleType, parallel_state: ModuleType
+):
+    ledger.replace(datasets_utils, "compile_helpers", _check_helpers)
+    ledger.replace(moe_utils, "maybe_move_tensor_to_cpu", _as_split_sizes)
+    # NCCL's options would be handed to a gloo group.
+    ledger.replace(parallel_state, "get_nccl_options", lambda *_, **__: None)
+
+
+def _import(name: str) -> ModuleType:
+    return importlib.import_module(f"megatron.{name}")
+
+
+def _check_helpers():
+    """For compile_helpers: the wheel ships the compiled index builder but no Makefile."""
+    _import("core.datasets.helpers_cpp")
+
+
+def _as_split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """For maybe_move_tensor_to_cpu, which leaves CPU tensors alone: the token dispatcher asks for
+    an array because all_to_all_single takes numbers as split sizes."""
+    return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
