@@ -1,0 +1,243 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Turns text files into Megatron's indexed dataset (PREFIX.bin, PREFIX.idx): one document per
+file, closed by the end-of-document token. Without inputs it takes the sources of Python's own
+standard library: real text that is on every machine. Knows nothing of training."""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+BYTE_EOD = 256  # the ids below are the bytes themselves
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
+# Not text anyone would learn from: installed packages, and tests with odd encodings.
+STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+class InputError(Exception):
+    """What the user gave cannot be made into a dataset; the message is one line for the user."""
+
+
+class Summary(NamedTuple):
+    documents: int
+    tokens: int
+
+
+class Encoder(Protocol):
+    """From the bytes of one document to its token ids, the end-of-document token included."""
+
+    dtype: type[np.number]
+
+    def encode(self, document: bytes, name: str) -> np.ndarray: ...
+
+    def training_flags(self) -> list[str]: ...
+
+
+class ByteEncoder:
+    """Every byte is a token. Megatron's command line offers no byte tokenizer: NullTokenizer
+    carries the vocabulary's size, and its end-of-document id is the last one, 256."""
+
+    dtype = np.uint16
+
+    def encode(self, document: bytes, name: str) -> np.ndarray:
+        return np.append(np.frombuffer(document, np.uint8).astype(np.uint16), np.uint16(BYTE_EOD))
+
+    def training_flags(self) -> list[str]:
+        return ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(BYTE_EOD + 1)]
+
+
+class HuggingFaceEncoder:
+    """A tokenizer that transformers can load; a local folder works offline."""
+
+    def __init__(self, name_or_path: str):
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        except Exception as error:  # transformers raises many kinds; all mean the same to the user
+            reason = str(error).strip().split("\n")[0]
+            raise InputError(f"cannot load tokenizer {name_or_path}: {reason}") from error
+        self._name = name_or_path
+        self._eod = self._tokenizer.eos_token_id
+        if self._eod is None:
+            raise InputError(f"tokenizer {name_or_path} has no end-of-text token")
+        self.dtype = np.uint16 if len(self._tokenizer) <= 2**16 else np.int32
+
+    def encode(self, document: bytes, name: str) -> np.ndarray:
+        try:
+            text = document.decode()
+        except UnicodeDecodeError as error:
+            if error.start < len(document) - 3:
+                raise InputError(f"{name} is not UTF-8 text (byte {error.start})") from error
+            text = document[: error.start].decode()  # --max-bytes cut a character in two
+        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return np.array([*ids, self._eod], dtype=self.dtype)
+
+    def training_flags(self) -> list[str]:
+        return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", self._name]
+
+
+def standard_library() -> list[Path]:
+    """The sources of this Python's standard library, in a fixed order."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = [
+        path
+        for path in root.rglob("*.py")
+        if not STDLIB_EXCLUDED.intersection(path.relative_to(root).parts)
+    ]
+    if not found:
+        raise InputError(f"no standard library sources under {root}; name your own input")
+    return sorted(found)
+
+
+def list_files(inputs: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
+    """Files as given, and the files with one of `suffixes` in each folder, sorted by path."""
+    files: list[Path] = []
+    for path in inputs:
+        if path.is_dir():
+            inside = [p for p in path.rglob("*") if p.suffix in suffixes and p.is_file()]
+            if not inside:
+                raise InputError(f"no {' '.join(suffixes)} file in folder {path}")
+            files += sorted(inside)
+        elif path.exists():
+            files.append(path)
+        else:
+            raise InputError(f"input does not exist: {path}")
+    return files
+
+
+def read_documents(files: Iterable[Path], max_bytes: int | None) -> Iterator[tuple[str, bytes]]:
+    """(name, bytes) of each file that is not empty, `max_bytes` in all."""
+    left = max_bytes
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                document = file.read(-1 if left is None else left)
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror}") from error
+        if document:
+            yield str(path), document
+        if left is not None:
+            left -= len(document)
+            if left <= 0:
+                return
+
+
+def write_dataset(
+    documents: Iterable[tuple[str, bytes]], encoder: Encoder, prefix: Path
+) -> Summary:
+    """Write PREFIX.bin and PREFIX.idx. They appear complete or not at all: written under other
+    names in the same folder and renamed at the end, the index last, since without its index a
+    .bin is no dataset. An older dataset of that name stays as it was until then."""
+    with warnings.catch_warnings(action="ignore"):  # about accelerators: no matter here
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    final_bin, final_idx = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    new_bin = prefix.with_name(f".{prefix.name}.{os.getpid()}.bin")
+    new_idx = prefix.with_name(f".{prefix.name}.{os.getpid()}.idx")
+    tokens = count = 0
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        builder = IndexedDatasetBuilder(str(new_bin), dtype=encoder.dtype)
+        with contextlib.closing(builder.data_file):
+            for name, document in documents:
+                ids = encoder.encode(document, name)
+                builder.add_document(ids, [len(ids)])
+                tokens += len(ids)
+                count += 1
+            if not count:
+                raise InputError("the input holds no text: every file is empty")
+            builder.finalize(str(new_idx))
+        final_idx.unlink(missing_ok=True)
+        new_bin.replace(final_bin)
+        new_idx.replace(final_idx)
+    except OSError as error:
+        raise InputError(f"cannot write {prefix}: {error.strerror or error}") from error
+    finally:
+        new_bin.unlink(missing_ok=True)
+        new_idx.unlink(missing_ok=True)
+    return Summary(count, tokens)
+
+
+def with_progress(
+    documents: Iterable[tuple[str, bytes]], total_nbytes: int
+) -> Iterator[tuple[str, bytes]]:
+    """The same documents, with a bar in bytes on standard error while they are consumed."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("Tokenizing"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=total_nbytes)
+        for name, document in documents:
+            yield name, document
+            progress.advance(task, len(document))
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="prepare_data", description=__doc__)
+    parser.add_argument("inputs", nargs="*", type=Path, help="text files and folders of them")
+    parser.add_argument("--output-prefix", type=Path, required=True, metavar="PREFIX")
+    parser.add_argument(
+        "--tokenizer", default="bytes", metavar="bytes|NAME_OR_PATH",
+        help="bytes (default), or a Hugging Face tokenizer",
+    )  # fmt: skip
+    parser.add_argument("--max-bytes", type=_positive, help="stop after this much input")
+    parser.add_argument(
+        "--suffix", action="append", metavar=".EXT",
+        help=f"which files of a folder to take; may be repeated (default {' '.join(TEXT_SUFFIXES)})",
+    )  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def prepare(args: argparse.Namespace) -> str:
+    """Do what the command line asks; returns what to tell the user."""
+    if not args.output_prefix.name:
+        raise InputError(f"--output-prefix must end in a name: {args.output_prefix}")
+    suffixes = tuple(s if s.startswith(".") else f".{s}" for s in args.suffix or TEXT_SUFFIXES)
+    files = list_files(args.inputs, suffixes) if args.inputs else standard_library()
+    encoder = ByteEncoder() if args.tokenizer == "bytes" else HuggingFaceEncoder(args.tokenizer)
+    total = sum(path.stat().st_size for path in files)
+    documents = read_documents(files, args.max_bytes)
+    shown = with_progress(documents, min(total, args.max_bytes or total))
+    with contextlib.closing(shown):
+        summary = write_dataset(shown, encoder, args.output_prefix)
+    flags = " ".join(["--data-path", str(args.output_prefix), *encoder.training_flags()])
+    return (
+        f"{args.output_prefix}.bin, .idx: {summary.documents:,} documents, "
+        f"{summary.tokens:,} tokens\nFlags for training: {flags}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as after Ctrl-C
+    try:
+        print(prepare(args))
+    except InputError as error:
+        print(f"prepare_data: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("prepare_data: interrupted, nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
