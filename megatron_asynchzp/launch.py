@@ -1,0 +1,54 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""`torchrun ... -m megatron_asynchzp.launch SCRIPT [args]` runs an unmodified Megatron-LM script
+with `--use-asynchzp` available. Owns the command line; knows nothing of what the script does.
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+USAGE = """\
+usage: torchrun [torchrun options] -m megatron_asynchzp.launch SCRIPT [arguments of SCRIPT]
+
+Runs a Megatron-LM training script, such as pretrain_gpt.py of core_v0.19.0, as it is, with the
+--use-asynchzp and --asynchzp-* flags added to its own; --help after SCRIPT lists them.
+Without an accelerator, or with --asynchzp-device cpu, it runs on the CPU with gloo.
+"""
+
+# As argparse exits for a wrong command line.
+_EXIT_USAGE = 2
+
+
+def main(argv: list[str]) -> None:
+    """Run the script argv[0] with the arguments argv[1:], as `python SCRIPT` would."""
+    if argv and argv[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return
+    if not argv or argv[0].startswith("-"):
+        print(USAGE, end="", file=sys.stderr)
+        sys.exit(_EXIT_USAGE)
+    script = Path(argv[0])
+    if not script.is_file():
+        print(f"megatron_asynchzp: {script}: no such script\n\n{USAGE}", end="", file=sys.stderr)
+        sys.exit(_EXIT_USAGE)
+    run_script(script, argv[1:])
+
+
+def run_script(script: Path, arguments: list[str]) -> None:
+    """Patch Megatron, then run `script` as __main__; exits with one line on an error of ours."""
+    # The script's folder comes first, so that a Megatron checkout is what gets patched.
+    sys.path.insert(0, str(script.resolve().parent))
+    sys.argv = [str(script), *arguments]
+    from megatron_asynchzp.mcore import startup
+
+    try:
+        startup.prepare_process(arguments)
+        runpy.run_path(str(script), run_name="__main__")
+    except startup.OWN_ERRORS as error:
+        startup.report(error)
+        sys.exit(_EXIT_USAGE)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,12 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""For scripts that are edited rather than launched: importing this module, before Megatron, does
+what `megatron_asynchzp.launch` does. The only module of the package that acts on import.
+"""
+
+import sys
+
+from megatron_asynchzp.mcore.startup import prepare_process, report_own_errors
+
+report_own_errors()
+prepare_process(sys.argv[1:])

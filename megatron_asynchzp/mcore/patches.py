@@ -1,0 +1,328 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the places where Megatron is patched: what is replaced, by what, and how it is undone.
+Must not know what the replacements do beyond calling the adapter. Nothing happens on import.
+"""
+
+import functools
+import importlib
+import inspect
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+EXPECTED_VERSION = "0.19."
+
+# A replacement carries itself under this name. functools.wraps copies attributes, so only a
+# function whose mark is the function itself is ours, and not somebody's wrapper around it.
+_MARK = "_asynchzp_replacement"
+
+
+class IncompatibleMegatron(RuntimeError):
+    """The Megatron that was found is not one that this version can patch."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One function of Megatron that is replaced.
+
+    module, attribute: where Megatron looks the function up when it calls it.
+    parameters: names of its parameters in megatron-core 0.19; anything else is refused.
+    make: takes the original, returns the replacement (same parameters).
+    why: what the replacement adds; drop_when: what makes this patch superfluous.
+    """
+
+    module: str
+    attribute: str
+    parameters: tuple[str, ...]
+    make: Callable[[Callable], Callable]
+    why: str
+    drop_when: str
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.attribute}"
+
+
+# --- replacements: each falls through to the original unless --use-asynchzp was given ----------
+
+
+def _training_args() -> Namespace | None:
+    """Megatron's global arguments if this is a `--use-asynchzp` run, else None."""
+    from megatron.training import get_args
+
+    try:
+        args = get_args()
+    except AssertionError:  # a library user who never parsed arguments
+        return None
+    return args if getattr(args, "use_asynchzp", False) else None
+
+
+def _make_add_arguments(original: Callable) -> Callable:
+    from megatron_asynchzp.mcore.arguments import add_asynchzp_arguments, refuse_yaml
+
+    def add_megatron_arguments(parser: ArgumentParser):
+        refuse_yaml(sys.argv[1:])
+        return add_asynchzp_arguments(original(parser))
+
+    return add_megatron_arguments
+
+
+def _make_validate_args(original: Callable) -> Callable:
+    from megatron_asynchzp.mcore import arguments
+
+    def validate_args(args: Namespace, defaults: dict = {}):  # noqa: B006, as in Megatron
+        is_asynchzp = getattr(args, "use_asynchzp", False)
+        lines = arguments.prepare_args(args) if is_asynchzp else []
+        lines += _apply_platform_defaults(args)
+        result = original(args, defaults)
+        if is_asynchzp:
+            arguments.confirm_args(args)
+        if args.rank == 0:
+            for line in lines:
+                print(f"megatron_asynchzp: {line}", flush=True)
+        return result
+
+    return validate_args
+
+
+def _apply_platform_defaults(args: Namespace) -> list[str]:
+    from megatron_asynchzp.mcore import cpu_platform
+    from megatron_asynchzp.mcore.unsupported import ConfigurationError
+
+    if not cpu_platform.is_installed():
+        return []
+    try:
+        changed = cpu_platform.apply_cpu_defaults(args)
+    except ValueError as error:
+        raise ConfigurationError(" ".join(str(error).split())) from error
+    return [f"CPU platform: {'; '.join(changed)}"] if changed else []
+
+
+def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collection: Any) -> list:
+    from megatron_asynchzp.mcore.arguments import resolve_shard_sizes, sharding_ranks_per_node
+    from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
+
+    if pg_collection is None:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    group_size = pg_collection.dp_cp.size()
+    return wrap_model_chunks(
+        model_chunks,
+        ddp_config,
+        pg_collection,
+        resolve_shard_sizes(args, group_size, sharding_ranks_per_node(args)),
+        data_parallel_random_init=args.data_parallel_random_init,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+    )
+
+
+def _make_ddp_wrap(original: Callable) -> Callable:
+    def _ddp_wrap(model, data_parallel_random_init, ddp_config, *rest, pg_collection, **options):
+        args = _training_args()
+        if args is None:
+            return original(
+                model,
+                data_parallel_random_init,
+                ddp_config,
+                *rest,
+                pg_collection=pg_collection,
+                **options,
+            )
+        return _wrap(args, model, ddp_config, pg_collection)
+
+    return _ddp_wrap
+
+
+def _make_wrap_chunks(original: Callable) -> Callable:
+    def wrap_model_chunks_with_ddp(
+        model_chunks, config, ddp_config, *, pg_collection=None, **options
+    ):
+        args = _training_args()
+        if args is None:
+            return original(
+                model_chunks, config, ddp_config, pg_collection=pg_collection, **options
+            )
+        return _wrap(args, model_chunks, ddp_config, pg_collection)
+
+    return wrap_model_chunks_with_ddp
+
+
+def _make_get_optimizer(original: Callable) -> Callable:
+    def get_megatron_optimizer(config, model_chunks, config_overrides=None, *rest, **options):
+        if _training_args() is None:
+            return original(config, model_chunks, config_overrides, *rest, **options)
+        from megatron_asynchzp.mcore.optimizer import get_asynchzp_optimizer
+
+        return get_asynchzp_optimizer(config, model_chunks, config_overrides)
+
+    return get_megatron_optimizer
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        "megatron.training.arguments",
+        "add_megatron_arguments",
+        ("parser",),
+        _make_add_arguments,
+        "scripts that are not ours must understand our flags",
+        "Megatron reads argument providers from entry points",
+    ),
+    Patch(
+        "megatron.training.arguments",
+        "validate_args",
+        ("args", "defaults"),
+        _make_validate_args,
+        "what asynchzp does not support is refused, and what it replaces is switched off, before "
+        "Megatron's own checks act on it",
+        "Megatron calls a hook of the plugin before and after its checks",
+    ),
+    Patch(
+        "megatron.training.models.dist_utils",
+        "_ddp_wrap",
+        (
+            "model",
+            "data_parallel_random_init",
+            "ddp_config",
+            "overlap_param_gather_with_optimizer_step",
+            "use_megatron_fsdp",
+            "use_torch_fsdp2",
+            "pg_collection",
+        ),
+        _make_ddp_wrap,
+        "model builders (pretrain_gpt.py, pretrain_hybrid.py) choose the wrapper here",
+        "build_distributed_models takes the wrapper's class",
+    ),
+    Patch(
+        "megatron.training.training",
+        "wrap_model_chunks_with_ddp",
+        (
+            "model_chunks",
+            "config",
+            "ddp_config",
+            "use_layer_wise_distributed_optimizer",
+            "use_layer_wise_param_layout",
+            "DP",
+            "pg_collection",
+            "bucket_sizes",
+            "disable_bucketing_per_chunk",
+        ),
+        _make_wrap_chunks,
+        "scripts that pass a model_provider (get_model) choose the wrapper here",
+        "Megatron drops get_model",
+    ),
+    Patch(
+        "megatron.training.training",
+        "get_megatron_optimizer",
+        (
+            "config",
+            "model_chunks",
+            "config_overrides",
+            "use_gloo_process_groups",
+            "pg_collection",
+            "dump_param_to_param_group_map",
+        ),
+        _make_get_optimizer,
+        "setup_model_and_optimizer builds the optimizer here",
+        "the wrapper may supply its own optimizer",
+    ),
+)
+
+
+# --- applying and removing ---------------------------------------------------------------------
+
+
+def check_version() -> None:
+    """Raise IncompatibleMegatron unless megatron-core 0.19 with megatron.training is there."""
+    try:
+        info = importlib.import_module("megatron.core.package_info")
+    except ImportError as error:
+        raise IncompatibleMegatron(
+            "megatron-core is not installed; install megatron-core[training]==0.19.2"
+        ) from error
+    if not info.__version__.startswith(EXPECTED_VERSION):
+        raise IncompatibleMegatron(
+            f"megatron-core {info.__version__} was found at {info.__file__}, but this version of "
+            f"megatron_asynchzp is made for megatron-core {EXPECTED_VERSION}x; "
+            "install megatron-core[training]==0.19.2"
+        )
+
+
+def _mismatch(patch: Patch, found: str) -> IncompatibleMegatron:
+    info = importlib.import_module("megatron.core.package_info")
+    return IncompatibleMegatron(
+        f"{patch.target} {found}; this version of megatron_asynchzp is made for megatron-core "
+        f"{EXPECTED_VERSION}x and found {info.__version__}"
+    )
+
+
+def _find_replacement(function: Callable) -> Callable | None:
+    """Our replacement, if `function` is it or wraps it."""
+    while function is not None:
+        if getattr(function, _MARK, None) is function:
+            return function
+        function = getattr(function, "__wrapped__", None)
+    return None
+
+
+def _load(patch: Patch) -> tuple[ModuleType, Callable]:
+    try:
+        module = importlib.import_module(patch.module)
+    except ModuleNotFoundError as error:
+        if error.name and not patch.module.startswith(error.name):
+            raise  # something that Megatron needs is missing: its own message is the better one
+        raise _mismatch(patch, "does not exist") from error
+    if not hasattr(module, patch.attribute):
+        raise _mismatch(patch, "does not exist")
+    return module, getattr(module, patch.attribute)
+
+
+def _check_signature(patch: Patch, original: Callable) -> None:
+    found = tuple(inspect.signature(original).parameters)
+    if found != patch.parameters:
+        raise _mismatch(
+            patch, f"takes ({', '.join(found)}), not ({', '.join(patch.parameters)}) as expected"
+        )
+
+
+def _replace_everywhere(old: Callable, new: Callable) -> None:
+    """Set every module-level name that is `old`, as `from module import f` leaves copies."""
+    for module in list(sys.modules.values()):
+        names = vars(module) if isinstance(module, ModuleType) else {}
+        for name in [name for name, value in list(names.items()) if value is old]:
+            setattr(module, name, new)
+
+
+def apply_patches(patches: Sequence[Patch] = PATCHES) -> None:
+    """Apply what is not applied yet. Nothing is changed unless every patch fits.
+
+    Raises IncompatibleMegatron naming the symbol, the version expected and the version found.
+    """
+    check_version()
+    pending = []
+    for patch in patches:
+        _, current = _load(patch)
+        if _find_replacement(current) is None:
+            _check_signature(patch, current)
+            pending.append((patch, current))
+    for patch, original in pending:
+        replacement = functools.wraps(original)(patch.make(original))
+        setattr(replacement, _MARK, replacement)
+        _replace_everywhere(original, replacement)
+
+
+def remove_patches(patches: Sequence[Patch] = PATCHES) -> None:
+    """Put every original back, also where a copy was imported after patching."""
+    for patch in patches:
+        _, current = _load(patch)
+        replacement = _find_replacement(current)
+        if replacement is None:
+            continue
+        if replacement is not current:
+            raise RuntimeError(f"{patch.target} was wrapped again after it was patched; undo that")
+        _replace_everywhere(replacement, replacement.__wrapped__)

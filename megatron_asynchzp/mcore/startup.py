@@ -1,0 +1,93 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what happens in a process before Megatron runs in it: the platform is chosen, the patches
+are applied, and our own errors are reported in one line. Must not know which script follows.
+"""
+
+import os
+import sys
+import textwrap
+import time
+from argparse import ArgumentError, ArgumentParser
+from types import TracebackType
+
+from megatron_asynchzp.mcore.arguments import add_device_argument
+from megatron_asynchzp.mcore.patches import IncompatibleMegatron, apply_patches, check_version
+from megatron_asynchzp.mcore.unsupported import ConfigurationError
+from megatron_asynchzp.sharding.topology import ShardSizeError
+
+# Errors whose message is a line for the user; anything else keeps its traceback.
+OWN_ERRORS = (ConfigurationError, IncompatibleMegatron, ShardSizeError)
+
+# How long the other ranks of a node leave the word to its first one. torchrun ends them as soon
+# as that one has failed; a rank that fails alone speaks after this time.
+_FIRST_RANK_SPEAKS_S = 15.0
+
+# Accelerators that Megatron can drive. torch may know more (mps, xpu).
+_ACCELERATORS = ("cuda", "npu")
+
+
+def prepare_process(argv: list[str]) -> None:
+    """Install the CPU platform where it is needed or asked for, and apply the patches.
+
+    argv: the arguments of the training script; only --asynchzp-device is read. Idempotent.
+    Raises IncompatibleMegatron, before anything is changed, for a Megatron we do not know.
+    """
+    check_version()
+    reason = _reason_for_cpu(argv)
+    if reason is not None:
+        from megatron_asynchzp.mcore import cpu_platform
+
+        _tell_platform(reason, cpu_platform.install())
+    apply_patches()
+
+
+def _reason_for_cpu(argv: list[str]) -> str | None:
+    """Why this process runs on the CPU platform; None where an accelerator is used."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_device_argument(parser)
+    try:
+        chosen = parser.parse_known_args(argv)[0].asynchzp_device
+    except ArgumentError:
+        chosen = "auto"  # Megatron's parser, which knows all flags, tells of the wrong value
+    if chosen == "cpu":
+        return "--asynchzp-device cpu"
+    return None if _has_accelerator() else "no accelerator found"
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    if not torch.accelerator.is_available():
+        return False
+    return torch.accelerator.current_accelerator().type in _ACCELERATORS
+
+
+def _tell_platform(reason: str, replaced: list[str]) -> None:
+    if replaced and os.environ.get("RANK", "0") == "0":
+        print(f"megatron_asynchzp: {reason}: CPU platform with gloo, replacing", flush=True)
+        text = textwrap.fill(", ".join(replaced), 100, initial_indent="  ", subsequent_indent="  ")
+        print(text, flush=True)
+
+
+def report(error: BaseException) -> None:
+    """Print one of OWN_ERRORS as one line on stderr, once per node."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_FIRST_RANK_SPEAKS_S)
+    print(f"megatron_asynchzp: {error}", file=sys.stderr, flush=True)
+
+
+def report_own_errors() -> None:
+    """Make an uncaught one of OWN_ERRORS print its line in place of a traceback (exit status 1).
+
+    For scripts that import the adaptor; the launcher catches these errors itself.
+    """
+    previous = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None):
+        if isinstance(error, OWN_ERRORS):
+            report(error)
+        else:
+            previous(kind, error, trace)
+
+    sys.excepthook = excepthook

@@ -1,0 +1,129 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Pretrain a GPT with nothing but the wheels: Megatron's flags, plus --use-asynchzp and its own.
+
+    torchrun --nproc-per-node 4 scripts/train/pretrain_gpt.py --use-asynchzp [Megatron's flags]
+"""
+
+import megatron_asynchzp.mcore.adaptor  # noqa: F401  before Megatron: chooses platform, patches it
+
+# isort: split
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+from megatron.training import get_args, get_timers, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+_BATCH_KEYS = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
+
+
+def read_batch(data_iterator: Iterator, vp_stage: int | None) -> dict[str, torch.Tensor | None]:
+    """The next micro-batch on the device; all None on a pipeline stage that needs no data."""
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(_BATCH_KEYS)
+    sample = next(data_iterator)
+    batch = {key: sample.get(key) for key in _BATCH_KEYS}
+    batch = {
+        key: value if value is None else value.cuda(non_blocking=True)
+        for key, value in batch.items()
+    }
+    if mpu.get_context_parallel_world_size() == 1:
+        return batch
+    batch["cu_seqlens"] = None  # whole sequences are split, not documents
+    group = mpu.get_context_parallel_group()
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+
+
+def sum_loss(loss_mask: torch.Tensor, token_losses: torch.Tensor) -> tuple:
+    """Sum of the losses of the tokens that count, their number, and both for the log.
+
+    Megatron divides: by this micro-batch's tokens, or with --calculate-per-token-loss by the
+    tokens of the whole batch.
+    """
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(token_losses.view(-1).float() * mask)
+    num_tokens = mask.sum().detach().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        for is_bad, name in ((torch.isnan, "NaN"), (torch.isinf, "infinity")):
+            get_rerun_state_machine().validate_result(
+                result=loss,
+                rejection_func=is_bad,
+                message=f"the loss of this micro-batch is {name}",
+                tolerance=0.0,  # the forward pass is deterministic
+                fatal=True,
+            )
+    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.float()])}
+
+
+def forward_step(data_iterator: Iterator, model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+    """One micro-batch: the model's output, and the function that makes the loss of it."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = read_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(sum_loss, batch["loss_mask"])
+
+
+def _dataset_config() -> GPTDatasetConfig:
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+    )
+
+
+def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple:
+    """Training, validation and test sets.
+
+    Every tensor-parallel rank reads its own copy of a batch: the files are shared by the page
+    cache, and no broadcast is needed.
+    """
+    kind = MockGPTDataset if get_args().mock_data else GPTDataset
+    is_needed = partial(is_first_or_last_pipeline_stage, vp_stage)
+    return BlendedMegatronDatasetBuilder(kind, num_samples, is_needed, _dataset_config()).build()
+
+
+build_datasets.is_distributed = True  # Megatron: call it on every rank
+
+
+def main() -> None:
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":
+    main()
