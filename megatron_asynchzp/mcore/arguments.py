@@ -298,20 +298,23 @@ def _flag(name: str) -> str:
 
 
 def prepare_args(args: Namespace) -> list[str]:
-    """Everything that happens to the arguments before Megatron validates them.
+    """Everything that happens to the arguments before Megatron validates (and prints) them.
 
-    Returns the lines to log on rank 0. Raises ConfigurationError, one line, for a run that
-    cannot start. Nothing is changed in `args` unless it can.
+    Writes the resolved shard sizes into `args` and applies NORMALISATIONS; returns the lines to
+    log on rank 0. Raises ConfigurationError, one line, for a run that cannot start, and has
+    changed nothing then.
     """
     refuse_unsupported(args)
     refuse_sizes(args)
-    resolve_shard_sizes(args, sharding_group_size(args), sharding_ranks_per_node(args))
+    sizes = resolve_shard_sizes(args, sharding_group_size(args), sharding_ranks_per_node(args))
     refuse_missing_data(args)
+    for state in _STATES:
+        setattr(args, f"asynchzp_{state}_shard_size", getattr(sizes, state))
     return normalize_args(args)
 
 
 def confirm_args(args: Namespace) -> None:
-    """After Megatron's validation: refuse what it switched on, and write the sizes into `args`."""
+    """After Megatron's validation: raise ConfigurationError for what it switched on again."""
     refuse_unsupported(args)
     for rule in NORMALISATIONS:
         if getattr(args, rule.name) != rule.value:
@@ -319,6 +322,3 @@ def confirm_args(args: Namespace) -> None:
                 f"Megatron set {rule.name} to {getattr(args, rule.name)}, which --use-asynchzp "
                 f"needs to be {rule.value}: {rule.reason}"
             )
-    sizes = resolve_shard_sizes(args, sharding_group_size(args), sharding_ranks_per_node(args))
-    for state in _STATES:
-        setattr(args, f"asynchzp_{state}_shard_size", getattr(sizes, state))

@@ -201,7 +201,6 @@ def test_the_sizes_of_a_valid_run_are_written_into_the_arguments(parse, monkeypa
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     args = parse("--asynchzp-grad-shard-size 2")
     arguments.prepare_args(args)
-    arguments.confirm_args(args)
     assert args.asynchzp_param_shard_size == 4
     assert args.asynchzp_grad_shard_size == 2
     assert args.asynchzp_optim_shard_size == 8
