@@ -6,6 +6,7 @@ standard library: real text that is on every machine. Knows nothing of training.
 
 import argparse
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -138,7 +139,9 @@ def write_dataset(
     """Write PREFIX.bin and PREFIX.idx. They appear complete or not at all: written under other
     names in the same folder and renamed at the end, the index last, since without its index a
     .bin is no dataset. An older dataset of that name stays as it was until then."""
-    with warnings.catch_warnings(action="ignore"):  # about accelerators: no matter here
+    # What torch and Megatron say of accelerators at import does not matter here.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    with warnings.catch_warnings(action="ignore"):
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     final_bin, final_idx = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")

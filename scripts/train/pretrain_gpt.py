@@ -23,6 +23,7 @@ from megatron.training import get_args, get_timers, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from run_report import RunReport, add_report_arguments
 
 _BATCH_KEYS = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
 
@@ -120,9 +121,16 @@ build_datasets.is_distributed = True  # Megatron: call it on every rank
 
 
 def main() -> None:
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    args = parse_and_validate_args(
+        extra_args_provider=add_report_arguments,
+        args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
+    )
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
+    report = RunReport()
+    pretrain(
+        config, build_datasets, ModelType.encoder_or_decoder, report.watch(forward_step)
+    )
+    report.finish(args)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,311 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Trains one small GPT twice over the same batches, with stock Megatron DDP and with AsyncHZP,
+and shows both side by side: a table, loss.png and a sample of text. Run by quickstart.sh."""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from scripts import prepare_data
+from scripts.report import loss_picture
+from scripts.report.megatron_log import Iteration, parse_iteration
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAIN_SCRIPT = ROOT / "scripts" / "train" / "pretrain_gpt.py"
+SEQ_LENGTH, LAYERS, HIDDEN = 128, 4, 160
+GLOBAL_BATCH, WARMUP = 32, 20
+# Rounding makes fp32 runs drift apart by far less than this in some hundred steps; a fault does not.
+LOSS_TOLERANCE = 1e-2
+
+
+class QuickstartError(Exception):
+    """The quickstart cannot go on; the message is for the user."""
+
+
+class Platform(NamedTuple):
+    """What the ranks run on."""
+
+    name: str
+    ranks: int
+    backend: str
+    env: dict[str, str]
+
+
+class Result(NamedTuple):
+    """What one training run left: its steps and its report."""
+
+    steps: list[Iteration]
+    report: dict
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.steps]
+
+    @property
+    def fullest_rank(self) -> dict[str, int]:
+        """The states of the rank that holds most."""
+        held = [{s: rank[s] for s in loss_picture.STATES} for rank in self._per_rank]
+        return max(held, key=lambda rank: sum(rank.values()))
+
+    @property
+    def _per_rank(self) -> list[dict[str, int]]:
+        return self.report["state_bytes_per_rank"]
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="quickstart.sh", description=__doc__)
+    parser.add_argument("--steps", type=int, default=300, help="training steps of each run")
+    parser.add_argument("--ranks", type=int, help="default: 4 on CPU, else the number of GPUs")
+    parser.add_argument("--text", nargs="+", type=Path, help="train on these files or folders")
+    parser.add_argument("--prompt", default="def ", help="what the trained model continues")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "quickstart")
+    parser.add_argument("--seed", type=int, default=1234)
+    args = parser.parse_args(argv)
+    if args.steps < 2:
+        parser.error("--steps must be at least 2")
+    if args.ranks is not None and GLOBAL_BATCH % max(args.ranks, 1):
+        parser.error(f"--ranks must divide the batch of {GLOBAL_BATCH} sequences")
+    args.output = args.output.resolve()
+    return args
+
+
+def find_platform(ranks: int | None) -> Platform:
+    """CUDA with NCCL where there are GPUs, else CPU with gloo."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus:
+        if ranks is not None and ranks > gpus:
+            raise QuickstartError(f"--ranks {ranks}, but there are {gpus} GPUs")
+        ranks = ranks or 1 << (gpus.bit_length() - 1)  # a power of two divides the batch
+        return Platform(f"{ranks} x {torch.cuda.get_device_name()}", ranks, "nccl", {})
+    env = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    return Platform(f"{ranks or 4} CPU ranks", ranks or 4, "gloo", env)
+
+
+def shard_sizes(ranks: int) -> dict[str, int]:
+    """Parameters and gradients over pairs of ranks, optimizer states over all of them."""
+    pair = 2 if ranks % 2 == 0 else 1
+    return {"param": pair, "grad": pair, "optim": ranks}
+
+
+def training_flags(args: argparse.Namespace, platform: Platform, data: Path) -> list[str]:
+    """Megatron's flags of both runs: same model, same seed, same batches, fp32."""
+    flags = {
+        "num-layers": LAYERS, "hidden-size": HIDDEN, "num-attention-heads": 4,
+        "seq-length": SEQ_LENGTH, "max-position-embeddings": SEQ_LENGTH,
+        "position-embedding-type": "rope", "normalization": "RMSNorm",
+        "micro-batch-size": GLOBAL_BATCH // platform.ranks, "global-batch-size": GLOBAL_BATCH,
+        "train-iters": args.steps, "lr": 1e-3, "min-lr": 1e-4, "lr-decay-style": "cosine",
+        "lr-warmup-iters": min(WARMUP, args.steps - 1), "weight-decay": 0.1, "clip-grad": 1.0, "adam-beta2": 0.99,
+        "attention-dropout": 0.0, "hidden-dropout": 0.0, "seed": args.seed,
+        "data-path": data, "split": "98,1,1", "data-cache-path": data.parent / "cache",
+        "make-vocab-size-divisible-by": 32, "num-workers": 0,
+        "log-interval": 1, "eval-interval": 10 * args.steps, "eval-iters": 1,
+        "distributed-backend": platform.backend, "transformer-impl": "local",
+        "sample-prompt": args.prompt, "sample-tokens": 240,
+    }  # fmt: skip
+    switches = [
+        "disable-bias-linear", "swiglu", "no-gradient-accumulation-fusion",
+        "no-masked-softmax-fusion", "no-persist-layer-norm", "no-bias-swiglu-fusion",
+        "no-rope-fusion", "no-bias-dropout-fusion",
+    ]  # fmt: skip
+    line = [f"--{switch}" for switch in switches]
+    for flag, value in flags.items():
+        line += [f"--{flag}", str(value)]
+    return line + prepare_data.ByteEncoder().training_flags()
+
+
+def prepare_text(args: argparse.Namespace, console: Console) -> Path:
+    """The indexed dataset to train on: made once, unless the user names a text."""
+    prefix = args.output / "data" / ("text" if args.text else "standard_library")
+    if args.text or not Path(f"{prefix}.idx").exists():
+        request = ["--output-prefix", str(prefix), *map(str, args.text or [])]
+        try:
+            told = prepare_data.prepare(prepare_data.parse_arguments(request))
+        except prepare_data.InputError as error:
+            raise QuickstartError(str(error)) from error
+        console.print(told.splitlines()[0], highlight=False, soft_wrap=True)
+    return prefix
+
+
+@contextmanager
+def training_process(command: list[str], env: dict[str, str]) -> Iterator[subprocess.Popen]:
+    """torchrun in a process group of its own, which does not outlive this context."""
+    process = subprocess.Popen(
+        command, env=os.environ | env, cwd=ROOT, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def follow(lines: Iterable[str], name: str, steps: int, console: Console) -> Iterator[Iteration]:
+    """The steps that a run prints, shown while they come: as a bar on a terminal, else as a line
+    for every tenth of the way."""
+    columns = (
+        TextColumn(f"{name:<12}"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[told]}"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=steps, told="starting")
+        for step in filter(None, map(parse_iteration, lines)):
+            told = f"loss {step.loss:.3f}  {step.step_ms:.0f} ms/step"
+            progress.update(task, completed=step.number, told=told)
+            if not console.is_terminal and step.number % max(1, steps // 10) == 0:
+                console.print(f"{name:<12} step {step.number}/{steps}  {told}", highlight=False)
+            yield step
+
+
+def train(
+    name: str, flags: list[str], platform: Platform, output: Path, steps: int, console: Console
+) -> Result:
+    """One training run; its whole output goes to OUTPUT/NAME.log, its report to NAME.json."""
+    log, report = output / f"{name}.log", output / f"{name}.json"
+    report.unlink(missing_ok=True)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        "--nproc-per-node", str(platform.ranks), "-m", "megatron_asynchzp.launch",
+        str(TRAIN_SCRIPT), *flags, "--report-json", str(report),
+    ]  # fmt: skip
+    tail: deque[str] = deque(maxlen=25)
+    with log.open("w", buffering=1) as file, training_process(command, platform.env) as process:
+        assert process.stdout is not None
+
+        def lines() -> Iterator[str]:
+            for line in process.stdout:
+                file.write(line)
+                tail.append(line)
+                yield line
+
+        found = list(follow(lines(), name, steps, console))
+        status = process.wait()
+    if status or not report.exists():
+        console.print(escape("".join(tail)), style="dim", highlight=False)
+        raise QuickstartError(f"the run {name} ended with status {status}; its log: {log}")
+    if [step.number for step in found] != list(range(1, steps + 1)):
+        raise QuickstartError(f"the run {name} printed {len(found)} of {steps} losses; see {log}")
+    return Result(found, json.loads(report.read_text()))
+
+
+def worst_difference(stock: Result, asynchzp: Result) -> float:
+    """The largest relative difference between two losses of one step."""
+    pairs = zip(stock.losses, asynchzp.losses, strict=True)
+    return max(abs(a - b) / abs(a) for a, b in pairs)
+
+
+def result_table(stock: Result, asynchzp: Result) -> Table:
+    def row(label: str, cells: Iterable[str], **style: bool) -> None:
+        table.add_row(label, *cells, **style)
+
+    def mib(nbytes: int) -> str:
+        return f"{nbytes / 2**20:.2f} MiB"
+
+    both = (stock, asynchzp)
+    table = Table("", "Megatron DDP", "AsyncHZP", title="Same model, same batches")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    row("loss at the first step", (f"{run.losses[0]:.6f}" for run in both))
+    row("loss at the last step", (f"{run.losses[-1]:.6f}" for run in both), end_section=True)
+    for state, (label, _) in loss_picture.STATES.items():
+        if any(run.fullest_rank[state] for run in both):  # fp32 has no separate main parameters
+            row(f"{label} on a rank", (mib(run.fullest_rank[state]) for run in both))
+    totals = [sum(run.fullest_rank.values()) for run in both]
+    row("all state on the fullest rank", map(mib, totals), end_section=True)
+    row("median time per step", (_median_ms(run) for run in both))
+    return table
+
+
+def _median_ms(run: Result) -> str:
+    return f"{statistics.median(step.step_ms for step in run.steps):.0f} ms"
+
+
+def show_results(
+    stock: Result, asynchzp: Result, sizes: dict[str, int], title: str, output: Path,
+    console: Console,
+) -> None:  # fmt: skip
+    """The table, the picture and the sample; raises when the losses do not agree."""
+    told = f"P={sizes['param']} G={sizes['grad']} O={sizes['optim']}"
+    picture = output / "loss.png"
+    loss_picture.draw(
+        loss_picture.Run("Megatron DDP", stock.losses, stock.fullest_rank),
+        loss_picture.Run(f"AsyncHZP, {told}", asynchzp.losses, asynchzp.fullest_rank),
+        title, picture,
+    )  # fmt: skip
+    console.print(result_table(stock, asynchzp))
+    sample = asynchzp.report["sample"]
+    text = f"[bold]{escape(sample['prompt'])}[/bold]{escape(sample['text'])}"
+    console.print(Panel(text, title="The AsyncHZP model writes (greedy)", title_align="left"))
+    apart = worst_difference(stock, asynchzp)
+    equal = sum(a == b for a, b in zip(stock.losses, asynchzp.losses, strict=True))
+    console.print(
+        f"{equal} of {len(stock.losses)} losses equal in every printed digit, "
+        f"largest relative difference {apart:.1e}\nPicture: {picture}\nLogs:    {output}/*.log",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    if not apart <= LOSS_TOLERANCE:
+        raise QuickstartError(f"the losses differ by {apart:.1e}, more than {LOSS_TOLERANCE:g}")
+
+
+def run(args: argparse.Namespace, console: Console) -> None:
+    platform = find_platform(args.ranks)
+    sizes = shard_sizes(platform.ranks)
+    args.output.mkdir(parents=True, exist_ok=True)
+    data = prepare_text(args, console)
+    console.print(
+        f"Training on {platform.name} with {platform.backend}: {LAYERS} layers of {HIDDEN}, "
+        f"{args.steps} steps of {GLOBAL_BATCH} x {SEQ_LENGTH} bytes, once with stock Megatron DDP,"
+        f" once with AsyncHZP (states sharded over {sizes['param']} | {sizes['grad']} | "
+        f"{sizes['optim']} ranks)",
+        highlight=False,
+    )
+    flags = training_flags(args, platform, data)
+    stock = train("ddp", flags, platform, args.output, args.steps, console)
+    own = ["--use-asynchzp"]
+    for state, size in sizes.items():
+        own += [f"--asynchzp-{state}-shard-size", str(size)]
+    asynchzp = train("asynchzp", flags + own, platform, args.output, args.steps, console)
+    text = "the given text" if args.text else "the Python standard library"
+    title = f"A byte-level GPT on {text}, {platform.name}, {platform.backend}, fp32"
+    show_results(stock, asynchzp, sizes, title, args.output, console)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    console = Console()
+    try:
+        run(args, console)
+    except QuickstartError as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("quickstart: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Draws two training runs over the same batches: their losses, how far apart they are, and the
+bytes of state that a rank of each holds. Takes numbers, knows nothing of logs or models."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+# Okabe and Ito's colours, told apart with any colour vision and in grey.
+BASELINE, CANDIDATE, INK = "#56B4E9", "#B03A00", "#333333"
+STATES = {  # key of the report: (label, colour), from the bottom of the bar up
+    "model_param": ("parameters", "#0072B2"),
+    "main_grad": ("gradients", "#56B4E9"),
+    "main_param": ("main parameters", "#E69F00"),
+    "optimizer_state": ("Adam's two moments", "#F0E442"),
+}
+
+
+class Run(NamedTuple):
+    """One run: its name for people, the loss of each step, bytes of each state on one rank."""
+
+    name: str
+    losses: Sequence[float]
+    state_bytes: Mapping[str, int]
+
+
+def last_digit(loss: float) -> float:
+    """What one unit of the last digit is worth in a loss that Megatron prints as 1.234567E+00."""
+    return float(f"1e{int(f'{loss:E}'.split('E')[1]) - 6}")
+
+
+def _draw_losses(axes, baseline: Run, candidate: Run) -> None:
+    steps = range(1, len(baseline.losses) + 1)
+    axes.plot(steps, baseline.losses, color=BASELINE, linewidth=5, label=baseline.name)
+    axes.plot(steps, candidate.losses, color=CANDIDATE, linewidth=1.2, label=candidate.name)
+    axes.set_ylabel("training loss (nats per byte)")
+    axes.set_title("Training loss over the same batches", loc="left", fontweight="bold")
+    axes.legend(frameon=False)
+
+
+def _draw_differences(axes, baseline: Run, candidate: Run) -> None:
+    steps = range(1, len(baseline.losses) + 1)
+    digit = last_digit(baseline.losses[0])
+    apart = [abs(a - b) for a, b in zip(baseline.losses, candidate.losses, strict=True)]
+    shown = [max(value, digit / 3) for value in apart]  # a log axis has no zero
+    axes.scatter(steps, shown, s=9, color=CANDIDATE, linewidths=0)
+    axes.axhline(digit, color=INK, linewidth=0.8, linestyle=":")
+    axes.annotate(
+        "last\nprinted\ndigit", (1, digit), xycoords=("axes fraction", "data"), xytext=(2, 0),
+        textcoords="offset points", va="center", fontsize=7, color=INK,
+    )  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_ylim(digit / 5, max(30 * digit, 3 * max(shown)))
+    equal = sum(value == 0 for value in apart)
+    axes.set_title(
+        f"{equal} of {len(apart)} printed losses equal in every digit (drawn at the bottom)",
+        loc="left", fontsize=9,
+    )  # fmt: skip
+    axes.set_ylabel("|difference|\n(nats per byte)")
+    axes.set_xlabel("training step")
+
+
+def _draw_states(axes, runs: Sequence[Run]) -> None:
+    totals = [sum(run.state_bytes[state] for state in STATES) for run in runs]
+    bottoms = [0.0] * len(runs)
+    for state, (label, colour) in STATES.items():
+        heights = [run.state_bytes[state] / 2**20 for run in runs]
+        if not any(heights):  # fp32 has no separate main parameters
+            continue
+        axes.bar(
+            range(len(runs)), heights, bottom=bottoms, width=0.55, color=colour,
+            edgecolor="white", label=label,
+        )  # fmt: skip
+        for i, height in enumerate(heights):
+            if height > 0.06 * max(totals) / 2**20:
+                dark = state in ("model_param",)
+                axes.text(
+                    i, bottoms[i] + height / 2, f"{height:.2f}", ha="center", va="center",
+                    fontsize=8, color="white" if dark else INK,
+                )  # fmt: skip
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    for i, total in enumerate(totals):
+        axes.text(i, bottoms[i], f"{total / 2**20:.2f}\n", ha="center", va="center", weight="bold")
+    axes.set_xticks(range(len(runs)), [run.name.replace(", ", ",\n") for run in runs])
+    axes.set_ylim(0, 1.45 * max(bottoms))
+    axes.set_ylabel("state held by the fullest rank (MiB)")
+    axes.set_title("State per rank", loc="left", fontweight="bold")
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], frameon=False, loc="upper right", fontsize=9)
+
+
+def draw(baseline: Run, candidate: Run, title: str, file: Path) -> None:
+    """Write the picture as a PNG to `file`. Both runs have equally many losses."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplot_mosaic(
+        [["loss", "state"], ["difference", "state"]],
+        figsize=(11, 5.6), width_ratios=[1.8, 1], height_ratios=[2, 1], layout="constrained",
+    )  # fmt: skip
+    axes["loss"].sharex(axes["difference"])
+    axes["loss"].tick_params(labelbottom=False)
+    _draw_losses(axes["loss"], baseline, candidate)
+    _draw_differences(axes["difference"], baseline, candidate)
+    _draw_states(axes["state"], (baseline, candidate))
+    for ax in axes.values():
+        ax.spines[["top", "right"]].set_visible(False)
+    for name in ("loss", "difference"):
+        axes[name].grid(color="#dddddd", linewidth=0.6)
+    figure.suptitle(title, fontsize=10, color=INK)
+    figure.savefig(file, dpi=130)
+    pyplot.close(figure)

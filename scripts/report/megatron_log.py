@@ -1,0 +1,44 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the iteration lines that Megatron prints. Knows nothing of who made them."""
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+# iteration        7/     300 | ... | elapsed time per iteration (ms): 93.1 | ... | lm loss: 5.1E+00 |
+_ITERATION = re.compile(r"\biteration +(\d+)/ *(\d+) \|")
+_FIELD = re.compile(r"\| ([^:|]+): +(\S+) (?=\|)")
+
+
+class Iteration(NamedTuple):
+    """One printed training step. grad_norm is None where Megatron prints none."""
+
+    number: int
+    total: int
+    loss: float
+    grad_norm: float | None
+    step_ms: float
+
+
+def parse_iteration(line: str) -> Iteration | None:
+    """The training step that `line` reports; None for any other line, and for a step that
+    Megatron skipped (fp16 overflow), which has no loss."""
+    head = _ITERATION.search(line)
+    if head is None:
+        return None
+    fields = dict(_FIELD.findall(line))
+    if "lm loss" not in fields:
+        return None
+    norm = fields.get("grad norm")
+    return Iteration(
+        number=int(head[1]),
+        total=int(head[2]),
+        loss=float(fields["lm loss"]),
+        grad_norm=None if norm is None else float(norm),
+        step_ms=float(fields["elapsed time per iteration (ms)"]),
+    )
+
+
+def parse_log(lines: Iterable[str]) -> list[Iteration]:
+    return [step for step in map(parse_iteration, lines) if step is not None]

@@ -1,0 +1,175 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a training run tells about itself when it ends: the bytes of state that every rank holds,
+and a greedy sample of text, as one JSON file. Must not know how the states are sharded."""
+
+import functools
+import json
+import resource
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
+
+BYTE_EOD = 256  # scripts/prepare_data.py: ids below it are bytes
+
+
+def add_report_arguments(parser: ArgumentParser) -> ArgumentParser:
+    group = parser.add_argument_group(title="run report")
+    group.add_argument("--report-json", type=Path, metavar="FILE",
+                       help="at the end rank 0 writes what the run held and sampled")  # fmt: skip
+    group.add_argument("--sample-prompt", metavar="TEXT",
+                       help="continue this text greedily at the end, into --report-json")  # fmt: skip
+    group.add_argument("--sample-tokens", type=int, default=200, metavar="N")
+    return parser
+
+
+def _storages_nbytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
+    """Bytes of the storages behind `tensors` that are not in `seen` yet; adds them to `seen`."""
+    nbytes = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            nbytes += storage.nbytes()
+    return nbytes
+
+
+def state_bytes(
+    chunks: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, int]:
+    """Bytes this rank holds between steps, by state, counted from live tensors.
+
+    chunks: the wrapped model chunks (stock DDP or AsyncHZP); optimizers: the torch optimizers
+    inside Megatron's. A storage counts once: views of one buffer are one buffer, its padding
+    included, and in fp32 stock's main parameters are the model's own.
+    """
+    seen: set[int] = set()
+    held = {"model_param": 0, "main_grad": 0, "main_param": 0, "optimizer_state": 0}
+    for chunk in chunks:
+        if isinstance(chunk, AsyncHZPDataParallel):
+            for state, nbytes in chunk.state_nbytes().items():
+                held[state] += nbytes
+            continue
+        params = list(chunk.parameters())
+        held["model_param"] += _storages_nbytes(params, seen)
+        held["main_grad"] += _storages_nbytes((p.main_grad for p in params), seen)
+    is_sharded = any(isinstance(chunk, AsyncHZPDataParallel) for chunk in chunks)
+    for optimizer in optimizers:
+        if not is_sharded:  # the wrapper has counted them: they are views of its buffer
+            main = [p for group in optimizer.param_groups for p in group["params"]]
+            held["main_param"] += _storages_nbytes(main, seen)
+        states = [v for state in optimizer.state.values() for v in state.values()]
+        held["optimizer_state"] += _storages_nbytes(filter(torch.is_tensor, states), seen)
+    return held
+
+
+def encode_text(text: str, tokenizer: Any) -> list[int]:
+    """Ids of `text`; NullTokenizer means the byte ids of scripts/prepare_data.py."""
+    return list(text.encode()) if tokenizer is None else list(tokenizer.tokenize(text))
+
+
+def decode_ids(ids: Sequence[int], tokenizer: Any) -> str:
+    if tokenizer is not None:
+        return tokenizer.detokenize(list(ids))
+    return bytes(i for i in ids if i < BYTE_EOD).decode(errors="replace")
+
+
+@torch.no_grad()
+def greedy_sample(
+    model: torch.nn.Module, ids: Sequence[int], new_tokens: int, seq_length: int, stop_id: int
+) -> list[int]:
+    """`ids` continued by the likeliest token, `new_tokens` times or until `stop_id`.
+
+    A plain forward of the wrapped model over the last `seq_length` tokens for each new token.
+    Every rank must call it with the same arguments: the wrapper gathers parameters by
+    collectives. The ranks hold equal logits, so they choose and stop alike.
+    """
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    ids = list(ids)
+    for _ in range(new_tokens):
+        window = torch.tensor([ids[-seq_length:]], device=device)
+        length = window.shape[1]
+        positions = torch.arange(length, device=device).unsqueeze(0)
+        future = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+        logits = model(window, positions, future)
+        # Broadcast the choice: two nearly equal logits may round differently on another device.
+        choice = logits[0, -1].argmax().reshape(1)
+        dist.broadcast(choice, src=0)
+        ids.append(int(choice))
+        if ids[-1] == stop_id:
+            break
+    model.train(was_training)
+    return ids
+
+
+class RunReport:
+    """Remembers the model and the optimizers of one pretrain() call, which returns neither.
+
+    The model comes from the calls of the forward step, the optimizers from torch's own hook after
+    Optimizer.step. Both are held only as long as this object.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: list[torch.nn.Module] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._hook = register_optimizer_step_post_hook(self._remember_optimizer)
+
+    def _remember_optimizer(self, optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+        if all(optimizer is not known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+
+    def watch(self, forward_step: Callable) -> Callable:
+        """The same forward step, which lets the report see the model it is called with."""
+
+        @functools.wraps(forward_step)
+        def watched(data_iterator: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if all(model is not known for known in self._chunks):
+                self._chunks.append(model)
+            return forward_step(data_iterator, model, *args, **kwargs)
+
+        return watched
+
+    def finish(self, args: Namespace) -> None:
+        """Write --report-json, where asked for. Collective: every rank calls it after pretrain().
+
+        args: Megatron's, with the flags of add_report_arguments.
+        """
+        self._hook.remove()
+        if args.report_json is None:
+            return
+        own = state_bytes(self._chunks, self._optimizers)
+        own["peak_rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        per_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(per_rank, own)
+        report = {
+            "world_size": dist.get_world_size(),
+            "state_bytes_per_rank": per_rank,
+            "sample": self._sample(args),
+        }
+        if dist.get_rank() == 0:
+            args.report_json.parent.mkdir(parents=True, exist_ok=True)
+            args.report_json.write_text(json.dumps(report, indent=1) + "\n")
+
+    def _sample(self, args: Namespace) -> dict[str, str] | None:
+        if args.sample_prompt is None:
+            return None
+        if args.tensor_model_parallel_size > 1 or args.pipeline_model_parallel_size > 1:
+            return {"prompt": args.sample_prompt, "refused": "no sampling with TP or PP above 1"}
+        tokenizer, stop_id = None, BYTE_EOD
+        if args.tokenizer_type != "NullTokenizer":
+            tokenizer = build_tokenizer(args)
+            stop_id = tokenizer.eod
+        prompt = encode_text(args.sample_prompt, tokenizer)
+        ids = greedy_sample(self._chunks[0], prompt, args.sample_tokens, args.seq_length, stop_id)
+        text = decode_ids(ids[len(prompt) :], tokenizer)
+        return {"prompt": args.sample_prompt, "text": text}
