@@ -3,6 +3,7 @@
 """Draws two training runs over the same batches: their losses, how far apart they are, and the
 bytes of state that a rank of each holds. Takes numbers, knows nothing of logs or models."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -44,6 +45,7 @@ def _draw_differences(axes, baseline: Run, candidate: Run) -> None:
     digit = last_digit(baseline.losses[0])
     apart = [abs(a - b) for a, b in zip(baseline.losses, candidate.losses, strict=True)]
     shown = [max(value, digit / 3) for value in apart]  # a log axis has no zero
+    top = max(filter(math.isfinite, shown), default=0.0)
     axes.scatter(steps, shown, s=9, color=CANDIDATE, linewidths=0)
     axes.axhline(digit, color=INK, linewidth=0.8, linestyle=":")
     axes.annotate(
@@ -51,7 +53,7 @@ def _draw_differences(axes, baseline: Run, candidate: Run) -> None:
         textcoords="offset points", va="center", fontsize=7, color=INK,
     )  # fmt: skip
     axes.set_yscale("log")
-    axes.set_ylim(digit / 5, max(30 * digit, 3 * max(shown)))
+    axes.set_ylim(digit / 5, max(30 * digit, 3 * top))
     equal = sum(value == 0 for value in apart)
     axes.set_title(
         f"{equal} of {len(apart)} printed losses equal in every digit (drawn at the bottom)",
