@@ -5,13 +5,14 @@ forked, see ranks.py) or `torchrun --nproc-per-node N -m pytest` (pytest itself 
 """
 
 import os
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailure, run_ranks
 
 
 def on_ranks(fn: Callable, world_size: int, *args: Any, **options: Any) -> list[Any]:
@@ -20,8 +21,10 @@ def on_ranks(fn: Callable, world_size: int, *args: Any, **options: Any) -> list[
     Under torchrun the body runs in the processes that are there, every rank gets the whole list
     and asserts on it, and the test is skipped when torchrun started another number of ranks.
     `options` (`timeout_s`, `env`) are those of `run_ranks`; torchrun has its own.
+
+    Raises RankFailure on every rank when `fn` raised on one.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not is_torchrun():
         return run_ranks(fn, world_size, *args, **options)
     started = int(os.environ["WORLD_SIZE"])
     if started != world_size:
@@ -32,6 +35,18 @@ def on_ranks(fn: Callable, world_size: int, *args: Any, **options: Any) -> list[
     torch.set_num_threads(1)
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=90))
+    try:
+        mine: tuple[bool, Any] = (True, fn(*args))
+    except Exception:
+        mine = (False, traceback.format_exc())
     results: list[Any] = [None] * world_size
-    dist.all_gather_object(results, fn(*args))
-    return results
+    dist.all_gather_object(results, mine)
+    errors = [text for is_ok, text in results if not is_ok]
+    if errors:
+        raise RankFailure(f"{len(errors)} of {world_size} ranks failed\n" + "\n".join(errors))
+    return [value for _, value in results]
+
+
+def is_torchrun() -> bool:
+    """Whether this pytest process is itself one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -7,6 +7,7 @@ nothing (the CPU runs every operation in program order), no device memory, the C
 import contextlib
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,30 +88,16 @@ class _InertRuntime:
     cudaError = SimpleNamespace(success=0)
 
     def __getattr__(self, name: str):
-        return _zero
+        return _answer(0)
 
 
 _STREAM = InertStream()
 
 
-def _nothing(*_: Any, **__: Any):
-    return None
-
-
-def _zero(*_: Any, **__: Any) -> int:
-    return 0
-
-
-def _no(*_: Any, **__: Any) -> bool:
-    return False
-
-
-def _yes(*_: Any, **__: Any) -> bool:
-    return True
-
-
-def _current_stream(device: Any = None) -> InertStream:
-    return _STREAM
+def _answer(value: Any) -> Callable[..., Any]:
+    """A new function that returns `value`: a stand-in has to be unique, as the ledger finds what
+    it stands for by its identity."""
+    return lambda *_, **__: value
 
 
 def _stream_context(stream: Any = None) -> contextlib.AbstractContextManager:
@@ -139,10 +126,14 @@ def _set_rng_state_all(new_states: Any):
 
 
 def _manual_seed(seed: int):
-    # Not torch.manual_seed: it calls torch.cuda.manual_seed_all, which is this function. Seeding
+    # Not torch.manual_seed: it calls torch.cuda.manual_seed_all, which leads back here. Seeding
     # the CPU's generator (instead of ignoring the call) keeps the seeds of Megatron's RNG
     # tracker, which differ over tensor parallel ranks, apart.
     torch.default_generator.manual_seed(int(seed))
+
+
+def _manual_seed_all(seed: int):
+    _manual_seed(seed)
 
 
 def _device_properties(device: Any = None) -> SimpleNamespace:
@@ -154,38 +145,42 @@ def _device_properties(device: Any = None) -> SimpleNamespace:
 
 def cuda_attributes() -> dict[str, Any]:
     """The attributes of `torch.cuda` to replace."""
-    rng = rng_attributes()
-    answers: dict[str, Any] = {
-        "is_available": _yes,
-        "is_initialized": _yes,
-        "is_current_stream_capturing": _no,
-        "is_bf16_supported": _yes,
-        "device_count": lambda: 1,
-        "current_device": _zero,
-        "get_device_name": lambda device=None: "cpu",
-        "get_device_capability": lambda device=None: _CAPABILITY,
+    answers = {
+        "is_available": True,
+        "is_initialized": True,
+        "is_current_stream_capturing": False,
+        "is_bf16_supported": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_name": "cpu",
+        "get_device_capability": _CAPABILITY,
+        "current_stream": _STREAM,
+        "default_stream": _STREAM,
+        "cudart": _InertRuntime(),
+        "mem_get_info": (_NOMINAL_NBYTES, _NOMINAL_NBYTES),
+    }
+    answers |= dict.fromkeys(
+        ("set_device", "set_stream", "synchronize", "empty_cache", "ipc_collect", "init",
+         "_lazy_init", "check_error", "reset_peak_memory_stats",
+         "reset_accumulated_memory_stats")
+    )  # fmt: skip
+    answers |= dict.fromkeys(
+        ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
+         "device_memory_used", "utilization", "temperature", "power_draw", "clock_rate"), 0
+    )  # fmt: skip
+    attributes = {name: _answer(value) for name, value in answers.items()}
+    return attributes | rng_attributes() | {
         "get_device_properties": _device_properties,
         "Stream": InertStream,
         "Event": InertEvent,
-        "current_stream": _current_stream,
-        "default_stream": _current_stream,
         "stream": _stream_context,
         "device": _InertContext,
-        "device_of": _InertContext,
+        "device_of": type("_InertDeviceOf", (_InertContext,), {}),
         "default_generators": (torch.default_generator,),
         "_lazy_call": _call_now,
-        "cudart": _InertRuntime,
-        "mem_get_info": lambda device=None: (_NOMINAL_NBYTES, _NOMINAL_NBYTES),
         "memory_stats": lambda device=None: defaultdict(int),
         "memory_snapshot": lambda *_, **__: [],
-    }
-    nothing = ("set_device", "set_stream", "synchronize", "empty_cache", "ipc_collect", "init",
-               "_lazy_init", "check_error", "reset_peak_memory_stats",
-               "reset_accumulated_memory_stats")  # fmt: skip
-    zero = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
-            "device_memory_used", "utilization", "temperature", "power_draw",
-            "clock_rate")  # fmt: skip
-    return answers | rng | dict.fromkeys(nothing, _nothing) | dict.fromkeys(zero, _zero)
+    }  # fmt: skip
 
 
 def rng_attributes() -> dict[str, Any]:
@@ -196,18 +191,18 @@ def rng_attributes() -> dict[str, Any]:
         "set_rng_state": _set_rng_state,
         "set_rng_state_all": _set_rng_state_all,
         "manual_seed": _manual_seed,
-        "manual_seed_all": _manual_seed,
-        "initial_seed": lambda: torch.default_generator.initial_seed(),
+        "manual_seed_all": _manual_seed_all,
+        "initial_seed": torch.default_generator.initial_seed,
     }
 
 
 def nvtx_attributes() -> dict[str, Any]:
     """What `torch.cuda.nvtx` offers to code that marks ranges."""
     return {
-        "range_push": _zero,
-        "range_pop": _zero,
-        "range_start": _zero,
-        "range_end": _nothing,
-        "mark": _nothing,
-        "range": _InertContext,
+        "range_push": _answer(0),
+        "range_pop": _answer(0),
+        "range_start": _answer(0),
+        "range_end": _answer(None),
+        "mark": _answer(None),
+        "range": type("_InertRange", (_InertContext,), {}),
     }

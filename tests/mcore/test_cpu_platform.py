@@ -1,0 +1,298 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU platform: it comes and goes without a trace, and stock Megatron gives the same losses
+behind it whatever its parallelism.
+"""
+
+import argparse
+import subprocess
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_asynchzp.mcore import cpu_platform
+from tests.support import megatron_runs as runs
+from tests.support.world import on_ranks
+
+DEVICES = ["cuda", "cuda:0", torch.device("cuda"), 0]
+
+
+@pytest.fixture
+def platform():
+    cpu_platform.install()
+    yield
+    cpu_platform.uninstall()
+
+
+# --- comes and goes ----------------------------------------------------------------------------
+
+
+def test_importing_the_platform_imports_no_megatron_and_replaces_nothing():
+    told = subprocess.run(
+        [sys.executable, "-c", _IMPORT_ONLY], capture_output=True, text=True, check=True
+    )
+    assert told.stdout.split() == ["[]", "True", "False"]
+
+
+_IMPORT_ONLY = """
+import sys, torch
+before = {name: id(value) for owner in (torch, torch.cuda) for name, value in vars(owner).items()}
+from megatron_asynchzp.mcore import cpu_platform
+after = {name: id(value) for owner in (torch, torch.cuda) for name, value in vars(owner).items()}
+print([name for name in sys.modules if name.startswith("megatron.")])
+print(all(after[name] == value for name, value in before.items()))
+print(cpu_platform.is_installed())
+"""
+
+
+def test_uninstall_restores_every_attribute_by_identity():
+    assert on_ranks(_attributes_changed_by_a_round_trip, 1) == [([], True)]
+
+
+def test_a_module_imported_in_between_is_restored_too():
+    assert on_ranks(_copy_made_in_between_is_original, 1) == [True]
+
+
+def test_install_is_idempotent_and_tells_what_it_replaced(platform):
+    assert cpu_platform.is_installed()
+    assert cpu_platform.install() == []
+    cpu_platform.uninstall()
+    told = cpu_platform.install()
+    assert "torch.cuda.is_available" in told
+    assert "megatron.core.datasets.utils.compile_helpers" in told
+
+
+def test_uninstall_without_install_does_nothing():
+    cpu_platform.uninstall()
+    assert not cpu_platform.is_installed()
+
+
+def _snapshot() -> dict[tuple[str, str], Any]:
+    """Every attribute of everything that the platform may touch (kept alive: ids stay unique)."""
+    owners = {
+        "torch": torch, "cuda": torch.cuda, "random": torch.cuda.random, "nvtx": torch.cuda.nvtx,
+        "accelerator": torch.accelerator, "Tensor": torch.Tensor, "Module": torch.nn.Module,
+        "dist": dist, "c10d": dist.distributed_c10d, "_C": torch._C,
+        "DeviceContext": torch.utils._device.DeviceContext,
+    }  # fmt: skip
+    owners |= {name: module for name, module in sys.modules.items() if name.startswith("megatron.")}
+    return {
+        (owner_name, name): value
+        for owner_name, owner in owners.items()
+        for name, value in vars(owner).items()
+    }
+
+
+def _attributes_changed_by_a_round_trip() -> tuple[list, bool]:
+    import megatron.training  # noqa: F401
+
+    cpu_platform.uninstall()
+    cpu_platform.install()  # whatever it imports is part of "before"
+    cpu_platform.uninstall()
+    before = _snapshot()
+    cpu_platform.install()
+    is_different = torch.cuda.is_available is not before["cuda", "is_available"]
+    cpu_platform.uninstall()
+    after = _snapshot()
+    changed = [key for key in before.keys() | after.keys() if before.get(key) is not after.get(key)]
+    return changed, is_different
+
+
+def _copy_made_in_between_is_original() -> bool:
+    cpu_platform.uninstall()
+    original = torch.cuda.current_device
+    cpu_platform.install()
+    late = sys.modules["megatron.imported_late"] = types.ModuleType("megatron.imported_late")
+    late.current_device = torch.cuda.current_device
+    cpu_platform.uninstall()
+    del sys.modules["megatron.imported_late"]
+    return late.current_device is original
+
+
+# --- devices -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_a_tensor_asked_for_on_a_cuda_device_is_on_the_cpu(platform, device):
+    made = [
+        torch.zeros(2, device=device),
+        torch.empty(2, device=device, pin_memory=True),
+        torch.tensor([1.0], device=device),
+        torch.empty_like(torch.ones(2), device=device),
+        torch.ones(2).to(device),
+        torch.ones(2).to(device, torch.bfloat16),
+        torch.ones(2).to(device=device),
+        torch.ones(2).new_zeros(3, device=device),
+        torch.ones(2).cuda(),
+        torch.nn.Linear(2, 2, device=device).weight,
+        torch.nn.Linear(2, 2).to(device).cuda().weight,
+    ]
+    assert {tensor.device.type for tensor in made} == {"cpu"}
+
+
+def test_other_devices_stay_what_they_are(platform):
+    assert torch.zeros(2, device="meta").device.type == "meta"
+    with torch.device("cuda"):
+        assert torch.zeros(2).device.type == "cpu"
+
+
+def test_tensor_types_read_as_cuda_types(platform):
+    assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+    assert torch.ones(1).bfloat16().type() == "torch.cuda.BFloat16Tensor"
+    assert torch.ones(1).type(torch.int64).dtype == torch.int64
+
+
+def test_the_cuda_generator_is_the_cpu_generator(platform):
+    torch.cuda.manual_seed(7)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(3)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_tensor_parallel_ranks_have_their_own_seeds(platform):
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+    draws = []
+    for tp_rank in range(2):
+        model_parallel_cuda_manual_seed(1, tp_rank=tp_rank, ep_rank=0, etp_rank=0)
+        with get_cuda_rng_tracker().fork():
+            draws.append(torch.rand(4))
+    assert not torch.equal(*draws)
+
+
+def test_streams_and_events_order_nothing_and_complain_about_nothing(platform):
+    stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.current_stream())
+        event.record()
+    stream.wait_event(event)
+    torch.ones(1).record_stream(stream)
+    assert event.query() and event.elapsed_time(stream.record_event()) >= 0.0
+
+
+def test_a_pre_multiplied_sum_scales_before_it_sums():
+    for scattered, reduced, source in on_ranks(_pre_multiplied_sums, 2):
+        assert scattered == reduced == [1.5]  # 0.5 * (1 + 2)
+        assert source in ([1.0, 1.0], [2.0, 2.0])  # a reduce-scatter leaves its input alone
+
+
+def _pre_multiplied_sums() -> tuple[list, list, list]:
+    cpu_platform.install()
+    source = torch.full((2,), 1.0 + dist.get_rank())
+    op = dist._make_nccl_premul_sum(torch.tensor(0.5))
+    scattered, reduced = torch.empty(1), source[:1].clone()
+    dist.reduce_scatter_tensor(scattered, source, op=op)
+    dist.all_reduce(reduced, op, async_op=True).wait()
+    return scattered.tolist(), reduced.tolist(), source.tolist()
+
+
+# --- arguments ---------------------------------------------------------------------------------
+
+
+def test_cpu_defaults_tell_each_change_and_change_nothing_twice():
+    args = argparse.Namespace(distributed_backend="nccl", num_workers=2, masked_softmax_fusion=True)
+    told = cpu_platform.apply_cpu_defaults(args)
+    assert "distributed_backend: 'nccl' -> 'gloo'" in told and len(told) == 3
+    assert (args.distributed_backend, args.num_workers) == ("gloo", 0)
+    assert cpu_platform.apply_cpu_defaults(args) == []
+
+
+@pytest.mark.parametrize("flag", ["fp8", "sequence_parallel", "nccl_ub"])
+def test_what_a_cpu_cannot_do_is_refused_by_name(flag):
+    with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')}"):
+        cpu_platform.apply_cpu_defaults(argparse.Namespace(**{flag: True}))
+
+
+# --- stock Megatron ----------------------------------------------------------------------------
+
+_TP, _PP, _EP = (
+    [f"--{axis}-model-parallel-size", "2"] for axis in ("tensor", "pipeline", "expert")
+)
+CONFIGURATIONS = {
+    "DDP": runs.gpt_args("--eval-iters", "1"),
+    "distributed optimizer": runs.gpt_args(*runs.DISTRIBUTED_OPTIMIZER),
+    "TP=2": runs.gpt_args(*_TP),
+    "PP=2": runs.gpt_args(*_PP, "--eval-iters", "1"),
+    "ZeRO-3": runs.gpt_args(*runs.MEGATRON_FSDP),
+    "HSDP": runs.gpt_args(*runs.MEGATRON_HSDP),
+    "MoE": runs.gpt_args(*runs.MIXTURE_OF_EXPERTS),
+    "MoE EP=2": runs.gpt_args(*runs.MIXTURE_OF_EXPERTS, *_EP),
+    "DDP bf16": runs.gpt_args(*runs.BF16),
+    "ZeRO-3 bf16": runs.gpt_args(*runs.MEGATRON_FSDP, *runs.BF16),
+    "DDP fp16": runs.gpt_args(*runs.FP16),
+    "distributed optimizer fp16": runs.gpt_args(*runs.DISTRIBUTED_OPTIMIZER, *runs.FP16),
+    "DDP again": runs.gpt_args(),
+}
+
+
+def _run_all() -> dict[str, runs.RunRecord]:
+    return {
+        name: runs.run_pretrain(argv, inspect=_count_parameters)
+        for name, argv in CONFIGURATIONS.items()
+    }
+
+
+def _count_parameters(model: list, optimizer: Any) -> int:
+    return sum(param.numel() for chunk in model for param in chunk.parameters())
+
+
+@pytest.fixture(scope="module")
+def records() -> list[dict[str, runs.RunRecord]]:
+    """The records of all configurations, by rank; one set of ranks runs them all."""
+    pytest.importorskip("einops", reason="Megatron-FSDP needs einops")
+    return on_ranks(_run_all, 4, timeout_s=400)
+
+
+@pytest.mark.parametrize(
+    ("name", "oracle", "tolerance"),
+    [
+        ("distributed optimizer", "DDP", 2e-5),
+        ("TP=2", "DDP", 2e-5),
+        ("PP=2", "DDP", 2e-5),
+        ("ZeRO-3", "DDP", 2e-5),
+        ("HSDP", "DDP", 2e-5),
+        ("MoE EP=2", "MoE", 2e-5),
+        ("ZeRO-3 bf16", "DDP bf16", 2e-3),
+        ("distributed optimizer fp16", "DDP fp16", 1e-4),
+    ],
+)
+def test_stock_layouts_agree_on_losses_and_gradient_norms(records, name, oracle, tolerance):
+    ours, theirs = records[0][name], records[0][oracle]
+    assert ours.losses == pytest.approx(theirs.losses, rel=tolerance)
+    assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=10 * tolerance)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_configuration_learns_and_ranks_agree(records, name):
+    by_rank = [ranks[name] for ranks in records]
+    assert all(record.steps == by_rank[0].steps for record in by_rank)
+    assert len(by_rank[0].steps) == 6
+    assert by_rank[0].losses[-1] < by_rank[0].losses[0] - 0.2
+
+
+def test_a_run_leaves_nothing_behind_that_changes_the_next(records):
+    assert records[0]["DDP again"].steps == records[0]["DDP"].steps
+
+
+def test_the_validation_loss_does_not_depend_on_the_layout(records):
+    validation_loss = records[0]["DDP"].validation_loss
+    assert validation_loss == pytest.approx(records[0]["PP=2"].validation_loss, rel=2e-5)
+    assert records[3]["PP=2"].validation_loss == records[0]["PP=2"].validation_loss
+
+
+def test_inspect_sees_the_live_model_of_each_rank(records):
+    whole = records[0]["DDP"].inspected
+    assert whole > records[0]["TP=2"].inspected > whole / 2
+    assert all(ranks["DDP"].inspected == whole for ranks in records)
+
+
+def test_fp16_starts_from_the_loss_scale_it_was_given(records):
+    assert records[0]["DDP fp16"].steps[0].loss_scale == 65536.0
+    assert not any(step.is_skipped for step in records[0]["DDP fp16"].steps)
