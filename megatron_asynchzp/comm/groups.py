@@ -5,7 +5,7 @@ Must not know tensors.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -36,27 +36,27 @@ class ShardGroups:
         global_ranks: Sequence[int],
         timeout: timedelta | None = None,
     ) -> "ShardGroups":
-        """Create the groups of this rank. Collective over `global_ranks`.
+        """Create the groups of all ranks. Collective over the world.
 
-        global_ranks: global rank of each rank of the sharding group, in its order. Every rank
-        creates its groups in the same order (gathering axes, then reducing ones, inner before
-        outer), so creation cannot deadlock.
+        global_ranks: global rank of each rank of the sharding group, in its order; the sharding
+        groups of other ranks have the same size. Every rank creates every group, in one order,
+        so that creation cannot deadlock and names never collide.
         """
+        everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
+        dist.all_gather_object(everyone, tuple(global_ranks))
         created: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        for purpose in ("gather", "reduce"):
+            for ranks in _axis_groups(topology, sorted(set(everyone))):
+                created[purpose, ranks] = dist.new_group(
+                    list(ranks), timeout=timeout, group_desc=f"ASYNCHZP_{purpose.upper()}"
+                )
 
         def along(purpose: str, axes: Sequence[MeshAxis]) -> tuple[AxisGroup, ...]:
-            groups = []
-            for axis in axes:
-                ranks = tuple(global_ranks[member] for member in axis.members)
-                if (purpose, ranks) not in created:
-                    created[purpose, ranks] = dist.new_group(
-                        list(ranks),
-                        timeout=timeout,
-                        use_local_synchronization=True,
-                        group_desc=f"ASYNCHZP_{purpose.upper()}",
-                    )
-                groups.append(AxisGroup(axis, created[purpose, ranks]))
-            return tuple(groups)
+            ranks_of = [tuple(global_ranks[member] for member in axis.members) for axis in axes]
+            return tuple(
+                AxisGroup(axis, created[purpose, ranks])
+                for axis, ranks in zip(axes, ranks_of, strict=True)
+            )
 
         return cls(
             topology,
@@ -66,3 +66,15 @@ class ShardGroups:
             grad_sync=along("reduce", topology.grad_sync_axes),
             replica_sync=along("reduce", topology.replica_axes),
         )
+
+
+def _axis_groups(
+    topology: ShardTopology, sharding_groups: Sequence[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """Global ranks along every axis of every sharding group, each once, in one order."""
+    groups: dict[tuple[int, ...], None] = {}
+    for global_ranks in sharding_groups:
+        for rank in range(topology.world_size):
+            for axis in replace(topology, rank=rank).axes:
+                groups[tuple(global_ranks[member] for member in axis.members)] = None
+    return list(groups)

@@ -1,0 +1,133 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what the user sees once at start: groups, units and bytes, by formula and as allocated.
+Must not change anything.
+"""
+
+import io
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from megatron_asynchzp.comm.collectives import AxisGroup
+from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
+from megatron_asynchzp.sharding.topology import spans_nodes
+from megatron_asynchzp.zero.unit import HZPUnit
+
+ADAM_STATES_NBYTES = 8  # two fp32 moments per element, allocated by the inner optimizer
+_MAX_RANKS_SHOWN = 8
+
+
+def state_nbytes_by_formula(units: Sequence[HZPUnit]) -> dict[str, float]:
+    """AsyncHZP section 3 without padding: b N/P, 4 N/G, 4 N/O and 8 N/O for Adam's moments.
+
+    b is the element size of the model; an fp32 model has no main_param of its own. N counts each
+    unit with the sizes of its own sharding group.
+    """
+    total = {"model_param": 0.0, "main_grad": 0.0, "main_param": 0.0, "adam_moments": 0.0}
+    for unit in units:
+        numel, sizes = unit.layout.numel, unit.groups.topology.sizes
+        total["model_param"] += numel * unit.dtype.itemsize / sizes.param
+        if unit.is_trained:
+            total["main_grad"] += 4 * numel / sizes.grad
+            total["main_param"] += 0 if unit.is_main_param_aliased else 4 * numel / sizes.optim
+            total["adam_moments"] += ADAM_STATES_NBYTES * numel / sizes.optim
+    return total
+
+
+def state_nbytes_allocated(units: Sequence[HZPUnit]) -> dict[str, int]:
+    """Bytes of this rank's persistent buffers, and of the moments Adam will hold beside them."""
+    total = {"model_param": 0, "main_grad": 0, "main_param": 0, "adam_moments": 0}
+    for unit in units:
+        for state, nbytes in unit.state_nbytes().items():
+            total[state] += nbytes
+        if unit.is_trained:
+            owned = sum(fragment.numel() for fragment in unit.main_param_fragments())
+            total["adam_moments"] += ADAM_STATES_NBYTES * owned
+    return total
+
+
+def _format_ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) <= _MAX_RANKS_SHOWN:
+        return " ".join(map(str, ranks))
+    return f"{ranks[0]} {ranks[1]} ... {ranks[-1]} ({len(ranks)} ranks)"
+
+
+def _format_nbytes(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} GiB"
+
+
+def _groups_table(groups: dict[str, ShardGroups], ranks_per_node: int) -> Table:
+    table = Table(title="AsyncHZP groups of rank 0", title_justify="left")
+    for column in ("group", "operation", "when", "ranks", "link"):
+        table.add_column(column)
+
+    def add(key: str, operation: str, when: str, axes: Sequence[AxisGroup]) -> None:
+        for axis in axes:
+            ranks = dist.get_process_group_ranks(axis.group)
+            link = "between nodes" if spans_nodes(ranks, ranks_per_node) else "in one node"
+            table.add_row(key, operation, when, _format_ranks(ranks), link)
+
+    for key, group in groups.items():
+        add(key, "gather parameters", "each unit, forward and backward", group.unshard)
+        add(key, "reduce-scatter gradients", "each unit, each micro-batch", group.grad_reduce)
+        add(key, "reduce-scatter gradients", "once per step", group.grad_sync)
+        add(key, "all-reduce gradients", "once per step (replicas)", group.replica_sync)
+        add(key, "gather parameter shards", "once per step", group.param_sync)
+    return table
+
+
+def _states_table(units: Sequence[HZPUnit], groups: dict[str, ShardGroups]) -> Table:
+    formula, allocated = state_nbytes_by_formula(units), state_nbytes_allocated(units)
+    sizes = {key: group.topology.sizes for key, group in groups.items()}
+    columns = {"model_param": "param", "main_grad": "grad"}
+    table = Table(title="State bytes per rank", title_justify="left")
+    for column in ("state", "shard size", "by formula", "allocated (padding included)"):
+        table.add_column(column)
+    for state in formula:
+        shard = ", ".join(
+            f"{getattr(size, columns.get(state, 'optim'))} ({key})" for key, size in sizes.items()
+        )
+        table.add_row(
+            state, shard, _format_nbytes(formula[state]), _format_nbytes(allocated[state])
+        )
+    total = [_format_nbytes(sum(of.values())) for of in (formula, allocated)]
+    table.add_row("all", "", *total, style="bold")
+    return table
+
+
+def _units_table(units: Sequence[HZPUnit]) -> Table:
+    """Units of equal make in one row: a deep model has hundreds that differ in a number."""
+    table = Table(title="Units", title_justify="left")
+    for column in ("unit", "how many", "parameters each", "gathered bytes each", "padding"):
+        table.add_column(column)
+    rows: dict[tuple, list[str]] = {}
+    for unit in units:
+        key = (unit.layout.numel, unit.layout.padded_numel, unit.dtype)
+        rows.setdefault(key, []).append(unit.name)
+    for (numel, padded, dtype), names in rows.items():
+        name = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+        gathered = _format_nbytes(padded * dtype.itemsize)
+        table.add_row(
+            name, str(len(names)), f"{numel:,}", gathered, f"{(padded - numel) / padded:.1%}"
+        )
+    return table
+
+
+def format_start_table(chunks: Sequence[AsyncHZPDataParallel], ranks_per_node: int) -> str:
+    """The whole table as text, for the rank that calls it."""
+    units = [unit for chunk in chunks for unit in chunk.units]
+    used = {chunk.runtime.group_keys[unit] for chunk in chunks for unit in chunk.units}
+    groups = {key: group for key, group in chunks[0].groups.items() if key in used}
+    console = Console(file=io.StringIO(), width=118)
+    for table in (_groups_table(groups, ranks_per_node), _states_table(units, groups),
+                  _units_table(units)):  # fmt: skip
+        console.print(table)
+    return console.file.getvalue()

@@ -1,0 +1,68 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Imports go downwards only; what is heavy or device-specific stays where it belongs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "megatron_asynchzp"
+FLOORS = {
+    "config": 0, "device": 0, "sharding": 1, "attention": 1, "planner": 1,
+    "comm": 2, "zero": 3, "mcore": 4, "launch": 5,
+}  # fmt: skip
+
+
+def imported_modules(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative imports hide the floor"
+            found.add(node.module)
+    return found
+
+
+def sources() -> list[tuple[Path, str]]:
+    """Each source file with the part of the package it belongs to."""
+    pairs = []
+    for path in PACKAGE.rglob("*.py"):
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if part != "__init__":
+            pairs.append((path, part))
+    assert len(pairs) > 10
+    return pairs
+
+
+def test_every_part_of_the_package_has_a_floor_and_imports_only_from_below():
+    for path, part in sources():
+        assert part in FLOORS, f"{path}: give {part} a floor"
+        for module in imported_modules(path):
+            pieces = module.split(".")
+            if pieces[0] == "megatron_asynchzp" and len(pieces) > 1 and pieces[1] != part:
+                assert FLOORS[pieces[1]] < FLOORS[part], f"{path} imports {module}"
+
+
+def test_only_the_adapter_imports_megatron():
+    for path, part in sources():
+        if FLOORS[part] < FLOORS["mcore"]:
+            assert not [m for m in imported_modules(path) if m.split(".")[0] == "megatron"], path
+
+
+def test_the_engine_starts_no_threads_and_names_no_device():
+    for path, part in sources():
+        if part in ("sharding", "comm", "zero"):
+            text = path.read_text()
+            for word in ("import threading", "torch.cuda", "torch.npu", "import triton"):
+                assert word not in text, f"{path}: {word}"
+
+
+def test_importing_the_package_loads_neither_megatron_nor_triton_nor_torch():
+    code = (
+        "import sys, megatron_asynchzp; "
+        "print([m for m in ('megatron', 'triton', 'torch') if m in sys.modules])"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "[]"

@@ -1,0 +1,147 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""One unit on real ranks: its phases, its memory and what nobody may read."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_asynchzp.zero.unit import HZPUnit, IllegalTransition, Phase
+from tests.support.engine import EngineTrainer, build_toy, nested_sizes, shard_groups
+from tests.support.ranks import run_ranks
+from tests.support.toy_models import toy_batch, toy_loss
+
+
+def new_unit(sizes=(2, 2, 4), dtype=torch.bfloat16) -> tuple[HZPUnit, list[torch.Tensor]]:
+    torch.manual_seed(3)
+    params = [nn.Parameter(torch.randn(s).to(dtype)) for s in ((5, 7), (13,), (3, 2, 2))]
+    copies = [param.detach().clone() for param in params]
+    named = [(f"p{i}", param) for i, param in enumerate(params)]
+    return HZPUnit("toy", named, shard_groups(tuple(sizes))), copies
+
+
+def check_phases() -> None:
+    unit, originals = new_unit()
+    assert unit.phase is Phase.SHARDED
+    for param, original in zip(unit.params, originals):
+        assert param.shape == original.shape and param.isnan().all()
+        assert param.untyped_storage().nbytes() == param.element_size()
+    with pytest.raises(IllegalTransition, match="toy"):
+        _ = unit.full_param_storage
+    for _ in range(2):  # a second call changes nothing
+        unit.unshard()
+        assert all(torch.equal(p, o) for p, o in zip(unit.params, originals))
+    for _ in range(2):
+        unit.reshard()
+        assert all(param.isnan().all() for param in unit.params)
+
+
+def test_a_sharded_parameter_keeps_its_shape_and_reads_as_nan_until_it_is_gathered():
+    run_ranks(check_phases, 4)
+
+
+def check_sync(sizes_list: list) -> None:
+    for sizes in sizes_list:
+        for dtype in (torch.bfloat16, torch.float32):
+            unit, originals = new_unit(sizes, dtype)
+            for fragment in unit.main_param_fragments():
+                fragment.add_(1.0)  # every rank updates its own optimizer shard
+            unit.sync_params()
+            unit.unshard()
+            for param, original in zip(unit.params, originals):
+                assert torch.equal(param, (original.float() + 1).to(dtype)), sizes
+
+
+def test_what_the_optimizer_writes_into_its_shard_is_what_every_rank_gathers():
+    run_ranks(check_sync, 4, nested_sizes(4))
+    run_ranks(check_sync, 8, [(2, 4, 8), (4, 2, 8), (1, 2, 4)])
+
+
+def live_nbytes() -> int:
+    """Bytes of all tensors alive in this process, each storage once."""
+    gc.collect()
+    seen: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor):
+            storage = thing.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+    return sum(seen.values())
+
+
+def check_memory_law(sizes_list: list) -> list[tuple]:
+    rows = []
+    for sizes in sizes_list:
+        before = live_nbytes()
+        trainer = EngineTrainer(build_toy(torch.bfloat16, width=64, vocab=256), sizes)
+        trainer.step(0, 1)
+        at_rest = live_nbytes() - before
+        trainer.step(1, 3)
+        later = live_nbytes() - before
+        units = trainer.runtime.units
+        numel = sum(unit.layout.numel for unit in units)
+        padding = sum(unit.layout.padding_numel for unit in units)
+        param, grad, optim = sizes
+        law = 2 / param + 4 / grad + 12 / optim
+        rows.append((sizes, at_rest, later, law * numel, law * padding))
+        trainer.runtime.detach()
+        del trainer, units
+    return rows
+
+
+def test_bytes_at_rest_are_the_formula_of_the_paper_on_every_rank():
+    for rows in run_ranks(check_memory_law, 4, nested_sizes(4)):
+        for sizes, at_rest, later, formula, padding in rows:
+            assert later == at_rest, sizes  # nothing stays of backward, nothing grows
+            placeholders_and_scalars = 4096
+            assert formula * 0.99 <= at_rest, sizes
+            assert at_rest <= formula * 1.01 + padding + placeholders_and_scalars, sizes
+
+
+
+
+def check_guard() -> None:
+    trainer = EngineTrainer(build_toy(), (4, 4, 4))
+    model = trainer.model
+    loss = toy_loss(model, toy_batch(0, 0, dist.get_rank()))
+    assert not loss.isnan()
+    # Outside its module a parameter is not gathered: the result is NaN, never a plausible number.
+    assert (torch.ones(1, 16) @ model.blocks[0].up.weight.t()).isnan().all()
+    loss.backward()
+
+
+def test_a_parameter_used_outside_its_module_poisons_the_result_instead_of_corrupting_it():
+    run_ranks(check_guard, 4)
+
+
+def check_single_backward() -> float:
+    """Gradients of one backward through saved views, whose memory is gone after the forward."""
+    model = build_toy()
+    toy_loss(model, toy_batch(0, 0, dist.get_rank())).backward()
+    expected = {}
+    for name, param in model.named_parameters():
+        dist.all_reduce(param.grad)
+        expected[name] = param.grad
+    trainer = EngineTrainer(build_toy(), (4, 4, 4))
+    loss = toy_loss(trainer.model, toy_batch(0, 0, dist.get_rank()))
+    poison = [torch.full((20000,), float("nan")) for _ in range(50)]  # reuse the freed memory
+    loss.backward()
+    trainer.runtime.sync_grads()
+    worst = 0.0
+    for unit in trainer.runtime.units:
+        for name, piece, fragment in zip(
+            unit.param_names, unit.layout.slices, unit.main_grad_fragments()
+        ):
+            part = piece.range.intersect(unit.optim_range)
+            if part.numel:
+                inside = part.within(piece.range)
+                want = expected[name].reshape(-1)[inside.start : inside.stop]
+                worst = max(worst, (fragment - want).abs().max().item())
+    del poison
+    return worst
+
+
+def test_views_of_weights_that_autograd_saved_are_right_in_backward():
+    assert max(run_ranks(check_single_backward, 4)) < 1e-6
