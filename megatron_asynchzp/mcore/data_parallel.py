@@ -167,10 +167,10 @@ def wrap_model_chunks(
     data_parallel_random_init: bool = False,
     timeout: timedelta | None = None,
 ) -> list[AsyncHZPDataParallel]:
-    """Shard and wrap the model chunks of this rank. Collective.
+    """Shard and wrap the model chunks of this rank. Collective over the world.
 
-    data_parallel_random_init: the ranks initialised their parameters differently; the first
-    rank's are used, as stock Megatron does.
+    sizes: for the dense sharding group; data_parallel_random_init: the ranks initialised their
+    parameters differently and the first rank's are used, as stock Megatron does.
     """
     groups = create_shard_groups(sizes, pg_collection, timeout)
     wrapped = []

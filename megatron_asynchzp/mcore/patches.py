@@ -7,6 +7,7 @@ Must not know what the replacements do beyond calling the adapter. Nothing happe
 import functools
 import importlib
 import inspect
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -112,7 +113,7 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
 
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     group_size = pg_collection.dp_cp.size()
-    return wrap_model_chunks(
+    chunks = wrap_model_chunks(
         model_chunks,
         ddp_config,
         pg_collection,
@@ -120,6 +121,12 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
         data_parallel_random_init=args.data_parallel_random_init,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
     )
+    if args.rank == 0:
+        from megatron_asynchzp.mcore.start_table import format_start_table
+
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+        print(format_start_table(chunks, ranks_per_node), flush=True)
+    return chunks
 
 
 def _make_ddp_wrap(original: Callable) -> Callable:

@@ -1,0 +1,102 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""A run with --use-asynchzp prints the losses and gradient norms of stock Megatron DDP."""
+
+import pytest
+
+from tests.support.engine import nested_sizes
+from tests.support.megatron_runs import BF16, FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED
+from tests.support.parity import HALF_TOLERANCE, Variant, assert_equal_runs, compare
+from tests.support.world import on_ranks
+
+# The scale is large enough for the first steps to overflow and drops fast enough for the rest.
+FP16_OVERFLOW = (
+    *("--fp16", "--accumulate-allreduce-grads-in-fp32"),
+    *("--initial-loss-scale", "33554432", "--hysteresis", "1"),
+)
+TWO_EXPERT_RANKS = (*MIXTURE_OF_EXPERTS, "--expert-model-parallel-size", "2")
+TENSOR = ("--tensor-model-parallel-size", "2")
+PIPELINE = ("--pipeline-model-parallel-size", "2")
+EVALUATION = ("--eval-iters", "2", "--eval-interval", "10")
+SELECTIVE_RECOMPUTE = ("--recompute-granularity", "selective")
+
+FP32 = Variant("fp32")
+ACCUMULATED = Variant("fp32, 3 micro-batches", samples_per_rank=3)
+BF16_ACCUMULATED = Variant("bf16, 3 micro-batches", tuple(BF16), 3, tolerance=HALF_TOLERANCE)
+FP16 = Variant("fp16 with overflow", FP16_OVERFLOW, tolerance=HALF_TOLERANCE)
+ONE_RANK_MODELS = [
+    FP32,
+    ACCUMULATED,
+    Variant("bf16", tuple(BF16), tolerance=HALF_TOLERANCE),
+    BF16_ACCUMULATED,
+    FP16,
+    Variant("untied", tuple(UNTIED)),
+    Variant("no clipping", ("--clip-grad", "0.0")),
+    Variant("clipping hard, 3 micro-batches", ("--clip-grad", "0.05"), 3),
+    Variant("full recompute", tuple(FULL_RECOMPUTE)),
+    Variant("full recompute of both layers at once", (*FULL_RECOMPUTE[:-1], "2")),
+    Variant("selective recompute", SELECTIVE_RECOMPUTE),
+    Variant("evaluation", EVALUATION),
+    Variant("loss per token, 3 micro-batches", ("--calculate-per-token-loss",), 3),
+    Variant("learning rate of the output layer", (*UNTIED, "--decoupled-lr", "1e-3")),
+    Variant("sgd", ("--optimizer", "sgd", "--lr", "0.5")),
+    Variant("experts", tuple(MIXTURE_OF_EXPERTS)),
+    Variant("experts on 2 ranks", TWO_EXPERT_RANKS),
+    Variant("experts on 2 ranks, bf16", (*TWO_EXPERT_RANKS, *BF16), tolerance=HALF_TOLERANCE),
+]
+TWO_RANK_MODELS = [
+    Variant("tensor parallel", TENSOR, model_ranks=2),
+    Variant("sequence parallel, 3 micro-batches", (*TENSOR, "--sequence-parallel"), 3, 2),
+    Variant("tensor parallel, untied", (*TENSOR, *UNTIED), 3, model_ranks=2),
+    Variant("pipeline, 3 micro-batches", PIPELINE, 3, 2),
+    Variant("pipeline, untied, recomputed", (*PIPELINE, *UNTIED, *FULL_RECOMPUTE), 3, 2),
+    Variant("pipeline, bf16", (*PIPELINE, *BF16), 3, 2, HALF_TOLERANCE),
+    Variant("experts on 2 ranks, pipeline", (*TWO_EXPERT_RANKS, *PIPELINE), 3, 2),
+]
+EIGHT = [(2, 4, 8), (1, 2, 8), (2, 2, 4), (8, 8, 8), (1, 1, 8)]
+
+
+def run(cases, world_size: int, timeout_s: float = 600) -> None:
+    assert_equal_runs(on_ranks(compare, world_size, cases, timeout_s=timeout_s)[0])
+
+
+def test_every_nesting_on_4_ranks_prints_what_stock_ddp_prints():
+    run([(ACCUMULATED, nested_sizes(4))], 4)
+
+
+def test_every_precision_recompute_loss_and_optimizer_on_4_ranks_is_stock_ddp():
+    others = [v for v in ONE_RANK_MODELS if v is not ACCUMULATED and "experts" not in v.name]
+    chains = [[(2, 2, 4)], [(1, 2, 4)], [(4, 4, 4)], [(2, 1, 2)]]
+    run([(v, chains[i % len(chains)]) for i, v in enumerate(others)], 4)
+
+
+def test_experts_on_4_ranks_are_stock_ddp():
+    experts = [v for v in ONE_RANK_MODELS if "experts" in v.name]
+    run([(v, [(2, 4, 4), (1, 2, 4)]) for v in experts], 4)
+
+
+def test_tensor_and_pipeline_parallel_models_on_8_ranks_are_stock_ddp():
+    chains = [[(2, 2, 4)], [(1, 2, 4)]]
+    run([(v, chains[i % 2]) for i, v in enumerate(TWO_RANK_MODELS)], 8)
+
+
+def test_three_different_sizes_on_8_ranks_are_stock_ddp():
+    run([(FP32, EIGHT), (BF16_ACCUMULATED, [(2, 4, 8)])], 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ONE_RANK_MODELS, ids=lambda v: v.name)
+def test_every_variant_with_every_nesting_on_4_ranks_is_stock_ddp(variant):
+    run([(variant, nested_sizes(4))], 4, 1800)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ONE_RANK_MODELS, ids=lambda v: v.name)
+def test_every_variant_on_8_ranks_is_stock_ddp(variant):
+    run([(variant, EIGHT)], 8, 1800)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", TWO_RANK_MODELS, ids=lambda v: v.name)
+def test_every_two_rank_model_with_every_nesting_on_8_ranks_is_stock_ddp(variant):
+    run([(variant, nested_sizes(4))], 8, 1800)
