@@ -84,8 +84,9 @@ _use_environment() {
     if [[ -n "${ASYNCHZP_PYTHON:-}" ]]; then
         _is_python_312 "$ASYNCHZP_PYTHON" ||
             _environment_fail "ASYNCHZP_PYTHON=$ASYNCHZP_PYTHON is not a working Python 3.12 or later"
-        "$ASYNCHZP_PYTHON" -c 'import torch, megatron.training' >/dev/null 2>&1 || _environment_fail \
-            "ASYNCHZP_PYTHON=$ASYNCHZP_PYTHON cannot import torch and megatron.training (install megatron-core[training]==0.19.2)"
+        "$ASYNCHZP_PYTHON" -c 'from importlib.util import find_spec as find
+assert find("torch") and find("megatron.training")' >/dev/null 2>&1 || _environment_fail \
+            "ASYNCHZP_PYTHON=$ASYNCHZP_PYTHON has no torch or no megatron.training (install megatron-core[training]==0.19.2)"
         PYTHON="$ASYNCHZP_PYTHON"
         export PYTHONPATH="$ASYNCHZP_ROOT${PYTHONPATH:+:$PYTHONPATH}"
         return

@@ -1,0 +1,106 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The environment script and the test command: what they say when nothing works, and their status.
+Nothing is installed here: installing is what CI does by running them."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what the environment is made from, in a folder of its own."""
+    for name in ("pyproject.toml", "setup.py", "requirements/ci.txt", "scripts/environment.sh"):
+        target = tmp_path / name
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, target)
+    return tmp_path
+
+
+def use_environment(checkout: Path, **env: str) -> subprocess.CompletedProcess:
+    """Sources the script as the commands do, and prints the Python it chose."""
+    script = 'set -euo pipefail; source scripts/environment.sh; echo "chosen: $PYTHON"'
+    return subprocess.run(
+        ["bash", "-c", script], cwd=checkout, env={"PATH": "/usr/bin:/bin", "HOME": "/none"} | env,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def shim_folder(checkout: Path, names: tuple[str, ...]) -> Path:
+    """Python names that are on PATH and run nothing, as pyenv leaves them."""
+    folder = checkout / "shims"
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text("#!/bin/sh\necho pyenv: command not found >&2\nexit 127\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def bash_only(checkout: Path) -> str:
+    """A PATH with the commands that the script needs, and no Python at all."""
+    folder = checkout / "commands"
+    folder.mkdir()
+    for name in ("bash", "sh", "cat", "dirname", "flock", "touch", "rm"):
+        (folder / name).symlink_to(shutil.which(name))
+    return str(folder)
+
+
+def test_shims_that_run_nothing_end_in_advice_not_in_an_environment(checkout):
+    for path in ("/usr/bin/python3.12", "/usr/bin/python3.13", "/usr/local/bin/python3.12",
+                 "/usr/local/bin/python3.13"):  # fmt: skip
+        if Path(path).exists():
+            pytest.skip(f"{path} works here, so the script rightly finds it")
+    shims = shim_folder(checkout, ("python3.12", "python3.13", "python3", "python3.14", "python"))
+    done = use_environment(checkout, PATH=f"{shims}:{bash_only(checkout)}")
+    assert done.returncode == 2 and "chosen" not in done.stdout
+    assert "no Python 3.12 or later found" in done.stderr and "apt-get install" in done.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_given_environment_is_used_as_it_is(checkout):
+    done = use_environment(checkout, ASYNCHZP_PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"chosen: {sys.executable}\n"
+    assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize("given", ["/bin/false", "/absent/python"])
+def test_a_given_environment_that_does_not_work_is_named(given, checkout):
+    done = use_environment(checkout, ASYNCHZP_PYTHON=given)
+    assert done.returncode == 2
+    assert f"ASYNCHZP_PYTHON={given} is not a working Python" in done.stderr
+
+
+def test_a_finished_environment_is_reused_until_its_inputs_change(checkout):
+    (checkout / ".venv/bin").mkdir(parents=True)
+    (checkout / ".venv/bin/python").symlink_to(sys.executable)
+    inputs = [str(checkout) + "\n"]
+    for name in ("pyproject.toml", "setup.py", "requirements/ci.txt"):
+        inputs.append((checkout / name).read_text())
+    (checkout / ".venv/.asynchzp-stamp").write_text("".join(inputs))
+    path = bash_only(checkout)  # without a Python to install with, only reuse can succeed
+    assert use_environment(checkout, PATH=path).stdout == f"chosen: {checkout}/.venv/bin/python\n"
+    (checkout / "pyproject.toml").write_text("changed")
+    shims = shim_folder(checkout, ("uv",))
+    changed = use_environment(checkout, PATH=f"{shims}:{path}")
+    assert "chosen" not in changed.stdout and changed.returncode == 2
+
+
+@pytest.mark.parametrize(
+    "body, status",
+    [("def test(): pass", 0), ("def test(): assert 0", 1), ("", 5)],
+)
+def test_the_test_command_ends_as_its_tests_do(body, status, tmp_path):
+    (tmp_path / "test_probe.py").write_text(body + "\n")
+    done = subprocess.run(
+        ["bash", ROOT / "scripts/test.sh", "-p", "no:cacheprovider", tmp_path / "test_probe.py"],
+        env=os.environ | {"ASYNCHZP_PYTHON": sys.executable}, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == status
