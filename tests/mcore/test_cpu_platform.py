@@ -66,6 +66,22 @@ def test_install_is_idempotent_and_tells_what_it_replaced(platform):
     assert "megatron.core.datasets.utils.compile_helpers" in told
 
 
+def test_megatron_can_be_imported_while_the_platform_is_there():
+    told = subprocess.run([sys.executable, "-c", _IMPORT_AFTERWARDS], capture_output=True, text=True)
+    assert (told.returncode, told.stdout.split()) == (0, ["cpu", "4.0"]), told.stderr
+
+
+_IMPORT_AFTERWARDS = """
+from megatron_asynchzp.mcore import cpu_platform
+cpu_platform.install()
+import torch, megatron.training
+from megatron.core.jit import jit_fuser
+double = jit_fuser(lambda tensor: 2 * tensor)
+made = double(torch.ones(2, device="cuda"))
+print(made.device, made.sum().item())
+"""
+
+
 def test_uninstall_without_install_does_nothing():
     cpu_platform.uninstall()
     assert not cpu_platform.is_installed()

@@ -18,8 +18,9 @@ import io
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 from unittest import mock
 
@@ -38,7 +39,7 @@ BASE_ARGS = """
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-decay-iters 100 --lr-warmup-iters 2
     --weight-decay 0.1 --clip-grad 1.0 --init-method-std 0.05 --seed 1234
     --eval-iters 0 --eval-interval 1000 --log-interval 1000 --log-num-zeros-in-grad
-    --no-one-logger --distributed-timeout-minutes 1
+    --no-one-logger --distributed-timeout-minutes 1 --logging-level 40
 """.split()
 
 DISTRIBUTED_OPTIMIZER = ["--use-distributed-optimizer", "--overlap-grad-reduce",
@@ -81,6 +82,7 @@ class RunRecord:
     steps: list[StepRecord] = field(default_factory=list)
     validation_loss: float | None = None
     inspected: Any = None
+    step_s: list[float] = field(default_factory=list)  # seconds in train_step, by step
     total_s: float = 0.0
     log: str = ""
 
@@ -93,9 +95,7 @@ class RunRecord:
         return [step.grad_norm for step in self.steps]
 
 
-def run_pretrain(
-    argv: list[str], inspect: Callable[[list, Any], Any] | None = None
-) -> RunRecord:
+def run_pretrain(argv: list[str], inspect: Callable[[list, Any], Any] | None = None) -> RunRecord:
     """Run Megatron's pretrain() with this command line, on ranks whose default group is gloo.
 
     The CPU platform is in place afterwards; everything else of the run is taken down, so that the
@@ -191,19 +191,23 @@ def _patched(argv: list[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _recording(record: RunRecord, inspect: Callable | None) -> Iterator[None]:
     """Listen to four functions of Megatron's training loop; all still do their work."""
-    import inspect as python_inspect
-
     from megatron.training import get_args, training
 
     log, evaluate = training.training_log, training.evaluate
-    set_up = training.setup_model_and_optimizer
-    log_signature = python_inspect.signature(log)
+    set_up, step = training.setup_model_and_optimizer, training.train_step
+    log_signature = signature(log)
     live: dict[str, Any] = {}
 
     def recorded_set_up(*args: Any, **kwargs: Any) -> Any:
         built = set_up(*args, **kwargs)
         live["model"], live["optimizer"] = built[:2]
         return built
+
+    def recorded_step(*args: Any, **kwargs: Any) -> Any:
+        start_s = time.perf_counter()
+        result = step(*args, **kwargs)
+        record.step_s.append(time.perf_counter() - start_s)
+        return result
 
     def recorded_log(*args: Any, **kwargs: Any) -> Any:
         told = log_signature.bind(*args, **kwargs).arguments
@@ -220,6 +224,7 @@ def _recording(record: RunRecord, inspect: Callable | None) -> Iterator[None]:
     with mock.patch.multiple(
         training,
         setup_model_and_optimizer=recorded_set_up,
+        train_step=recorded_step,
         training_log=recorded_log,
         evaluate=recorded_evaluate,
     ):
@@ -244,8 +249,6 @@ def _number(value: Any) -> float | None:
 
 def _fill_in_losses(record: RunRecord):
     """Give the stages without a loss the one of the last stage."""
-    from dataclasses import replace
-
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (record.losses, record.validation_loss))
     losses, validation_loss = next(one for one in told if None not in one[0])

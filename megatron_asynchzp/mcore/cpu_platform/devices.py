@@ -108,6 +108,11 @@ def context_on_cpu(enter: Callable) -> Callable:
     return on_cpu
 
 
+def compile_nothing(model: Callable | None = None, **_: Any) -> Callable:
+    """`torch.compile`, as a function and as a decorator with options."""
+    return model if model is not None else compile_nothing
+
+
 class PreMultipliedSum(NamedTuple):
     """Multiply each rank's input by `factor`, then sum: NCCL's PREMUL_SUM, which Megatron-FSDP
     asks for and gloo lacks."""

@@ -34,8 +34,8 @@ def is_installed() -> bool:
 def install() -> list[str]:
     """Make torch and Megatron believe that the CPU is their CUDA device.
 
-    Idempotent, and as good after Megatron was imported as before. Returns one line per thing
-    replaced (none when the platform was there already); rank 0 also logs them.
+    Idempotent, and as good after Megatron was imported as before. Returns one line per attribute
+    replaced (none when the platform was there already); rank 0 logs them at level DEBUG.
     """
     if is_installed():
         return []
@@ -49,15 +49,16 @@ def install() -> list[str]:
         _replace_tensor_moves(_installed)
         _replace_collectives(_installed)
         _replace_megatron(_installed, *parts)
-        torch.compiler.set_stance("force_eager")  # dynamo asks the CUDA driver for streams
+        _replace_compiler(_installed)
     except BaseException:
         _installed.restore()
         raise
     copies = _installed.follow_copies()
     told = [str(entry) for entry in _installed.entries[: len(_installed.entries) - copies]]
-    told += [f"{copies} by-name copies of these in modules of megatron", "torch.compile -> eager"]
+    told.append(f"{copies} by-name copies of these in modules of megatron")
     if os.environ.get("RANK", "0") == "0":
-        logger.info("CPU platform: replaced\n  %s", "\n  ".join(told))
+        logger.info("CPU platform: Megatron runs on the CPU, %d attributes replaced", len(told))
+        logger.debug("CPU platform: replaced\n  %s", "\n  ".join(told))
     return told
 
 
@@ -108,6 +109,13 @@ def _replace_collectives(ledger: Ledger):
         for name in devices.REDUCTIONS:
             ledger.replace(owner, name, devices.reduction_with_factor(getattr(owner, name)))
     ledger.replace(dist, "_make_nccl_premul_sum", devices.PreMultipliedSum)
+
+
+def _replace_compiler(ledger: Ledger):
+    """No compilation: dynamo asks the CUDA driver for streams, and its table of torch's functions
+    has no room for stand-ins. The stance is for what was compiled before."""
+    ledger.replace(torch, "compile", devices.compile_nothing)
+    torch.compiler.set_stance("force_eager")
 
 
 def _replace_megatron(
