@@ -11,9 +11,13 @@ from pathlib import Path
 USAGE = """\
 usage: torchrun [torchrun options] -m megatron_asynchzp.launch SCRIPT [arguments of SCRIPT]
 
-Runs a Megatron-LM training script, such as pretrain_gpt.py of core_v0.19.0, as it is, with the
---use-asynchzp and --asynchzp-* flags added to its own; --help after SCRIPT lists them.
-Without an accelerator, or with --asynchzp-device cpu, it runs on the CPU with gloo.
+Runs a Megatron-LM training script, such as pretrain_gpt.py of core_v0.19.0, as it is, and adds to
+its flags:
+  --use-asynchzp                      train with hierarchical ZeRO
+  --asynchzp-param-shard-size RANKS   ranks per copy of the parameters (default: ranks of a node)
+  --asynchzp-grad-shard-size RANKS    ranks per copy of the gradients (default: ranks of a node)
+  --asynchzp-optim-shard-size RANKS   ranks per copy of the optimizer state (default: all)
+  --asynchzp-device {auto,cpu}        auto: CPU with gloo where there is no accelerator
 """
 
 # As argparse exits for a wrong command line.

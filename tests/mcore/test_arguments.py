@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
+from megatron_asynchzp import launch
 from megatron_asynchzp.mcore import arguments
 from megatron_asynchzp.mcore.arguments import NORMALISATIONS, resolve_shard_sizes
 from megatron_asynchzp.mcore.unsupported import (
@@ -37,6 +38,19 @@ def parse(parser):
         return args
 
     return from_line
+
+
+def test_every_flag_explains_itself(parse):
+    alone = arguments.add_asynchzp_arguments(ArgumentParser())
+    told = alone.format_help()
+    assert "--asynchzp-optim-shard-size RANKS" in told and "--use-asynchzp" in told
+    assert all(action.help for action in alone._actions)
+
+
+def test_the_launchers_usage_lists_the_flags():
+    alone = arguments.add_asynchzp_arguments(ArgumentParser(add_help=False))
+    for action in alone._actions:
+        assert f"  {action.option_strings[0]} " in launch.USAGE
 
 
 def test_a_plain_run_is_not_refused(parse):

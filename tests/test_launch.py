@@ -1,0 +1,246 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher as a user meets it: processes, exit statuses, and what they print."""
+
+import os
+import re
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support import ranks
+
+_ROOT = Path(__file__).parents[1]
+_OWN_SCRIPT = _ROOT / "scripts" / "train" / "pretrain_gpt.py"
+_LEGACY_SCRIPT = _ROOT / "tests" / "support" / "legacy_pretrain.py"
+
+# A checkout of Megatron-LM core_v0.19.0 whose scripts are run unmodified; no copy is kept here.
+_CHECKOUT = Path(os.environ.get("MEGATRON_LM", "/tmp/w/mlm"))
+
+_MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
+    "--max-position-embeddings 16 --tokenizer-type NullTokenizer --vocab-size 63 "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr 1e-3 --lr-decay-iters 3 "
+    "--eval-iters 1 --eval-interval 100 --log-interval 1 --split 90,5,5"
+)
+_TOY = f"{_MODEL} --mock-data"
+_HYBRID = (
+    _TOY.replace("--num-layers 2", "--hybrid-layer-pattern *-*-")
+    + " --spec megatron_asynchzp.mcore.local_hybrid local_hybrid_stack_spec"
+)
+
+
+class Ended(NamedTuple):
+    """How one rank ended: its exit status and all that it printed."""
+
+    status: int
+    text: str
+
+    @property
+    def own_lines(self) -> list[str]:
+        return [line for line in self.text.splitlines() if line.startswith("megatron_asynchzp: ")]
+
+
+def _run_main(argv: list[str], env: dict[str, str], log: str) -> None:
+    """In a process forked from one that has imported Megatron: `python -m` without its imports."""
+    with open(log, "wb", buffering=0) as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    os.environ.update(env)
+    import torch
+
+    from megatron_asynchzp import launch
+
+    torch.set_num_threads(1)  # several ranks share two cores
+    status = 0
+    try:
+        launch.main(argv)
+    except SystemExit as ended:
+        status = ended.code or 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _launch(tmp_path: Path, script: Path, line: str, world_size: int = 1) -> list[Ended]:
+    """Run `script` through the launcher on `world_size` ranks, as torchrun would start them."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}
+    shared |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    shared |= {"GLOO_SOCKET_IFNAME": "lo"}
+    processes, logs = [], []
+    for rank in range(world_size):
+        logs.append(tmp_path / f"rank{rank}.log")
+        env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        argv = [str(script), *line.split()]
+        processes.append(ranks._CONTEXT.Process(target=_run_main, args=(argv, env, str(logs[-1]))))
+        processes[-1].start()
+    for process in processes:
+        process.join(timeout=240)
+        process.kill()
+        process.join()
+    return [Ended(p.exitcode, log.read_text()) for p, log in zip(processes, logs)]
+
+
+def _losses(ended: list[Ended]) -> list[tuple[str, str]]:
+    """Loss and gradient norm of each step, which one of the ranks has printed."""
+    text = "".join(rank.text for rank in ended)
+    assert [rank.status for rank in ended] == [0] * len(ended), text[-4000:]
+    losses = re.findall(r"lm loss: (\S+) .*?grad norm: (\S+)", text)
+    assert len(losses) == 3
+    return losses
+
+
+def _needs_checkout(name: str):
+    is_there = (_CHECKOUT / name).is_file()
+    return pytest.mark.skipif(not is_there, reason=f"no {name} in MEGATRON_LM={_CHECKOUT}")
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+def _python_m(*words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "megatron_asynchzp.launch", *words]
+    return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("words", [(), ("--use-asynchzp",)])
+def test_without_a_script_the_usage_is_told_with_status_2(words):
+    ended = _python_m(*words)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("usage: torchrun") and ended.stdout == ""
+
+
+def test_help_is_no_error():
+    ended = _python_m("--help")
+    assert ended.returncode == 0 and ended.stdout.startswith("usage: torchrun")
+
+
+def test_a_script_that_is_not_there_is_named_with_status_2():
+    ended = _python_m("nowhere/pretrain_gpt.py", "--use-asynchzp")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("megatron_asynchzp: nowhere/pretrain_gpt.py: no such script\n")
+
+
+@pytest.mark.parametrize(
+    "line, told",
+    [
+        (f"{_TOY} --use-asynchzp --use-megatron-fsdp", "--use-megatron-fsdp is not supported"),
+        (f"{_TOY} --use-asynchzp --save dir", "--save is not supported"),
+        (f"{_TOY} --use-asynchzp --asynchzp-param-shard-size 2", "--asynchzp-param-shard-size 2"),
+        (f"{_TOY} --use-asynchzp --tensor-model-parallel-size 2", "1 ranks are not a multiple"),
+        (f"{_MODEL} --use-asynchzp --data-path no/data", "--data-path no/data: no dataset there"),
+        (f"{_TOY} --use-asynchzp --yaml-cfg run.yaml", "--yaml-cfg is not supported"),
+        (f"{_TOY} --use-asynchzp --sequence-parallel", "not possible on the CPU platform"),
+    ],
+)
+def test_bad_input_ends_before_training_in_one_line_with_status_2(tmp_path, line, told):
+    (ended,) = _launch(tmp_path, _LEGACY_SCRIPT, f"{line} --asynchzp-device cpu")
+    assert ended.status == 2
+    last = ended.own_lines[-1]
+    assert last.startswith(f"megatron_asynchzp: {told}") and ended.text.endswith(last + "\n")
+    assert "Traceback" not in ended.text and "lm loss" not in ended.text
+
+
+def test_a_wrong_megatron_version_ends_in_one_line_with_status_2(tmp_path):
+    """The script's folder comes first in sys.path, as its megatron would in a checkout."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("")
+    (core / "package_info.py").write_text('__version__ = "0.17.1"\n')
+    script = tmp_path / "train.py"
+    script.write_text('print("the script was run")\n')
+    ended = _python_m(str(script))
+    assert ended.returncode == 2 and ended.stdout == ""
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("megatron_asynchzp: megatron-core 0.17.1 was found") and "0.19.x" in line
+
+
+def test_all_ranks_fail_but_only_the_first_speaks(tmp_path):
+    """Under torchrun, which ends the others as soon as one rank has failed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "megatron_asynchzp.launch", str(_LEGACY_SCRIPT)]
+    command += f"{_TOY} --use-asynchzp --qk-clip --asynchzp-device cpu".split()
+    env = os.environ | {"PYTHONPATH": str(_ROOT), "PYTHONWARNINGS": "ignore"}
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode != 0
+    assert ended.stderr.count("megatron_asynchzp: --qk-clip is not supported") == 1
+
+
+def test_an_error_of_the_script_keeps_its_traceback(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text('raise ValueError("not ours")\n')
+    (ended,) = _launch(tmp_path, script, "")
+    assert ended.status == 1
+    assert "Traceback" in ended.text and "ValueError: not ours" in ended.text
+
+
+def test_an_edited_script_tells_our_errors_in_one_line_too(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import megatron_asynchzp.mcore.adaptor\n"
+        "from megatron.training.arguments import parse_and_validate_args\n"
+        "parse_and_validate_args()\n"
+    )
+    command = [sys.executable, "-W", "ignore", str(script), *_TOY.split(), "--use-asynchzp"]
+    command += ["--freeze-all-layers"]
+    env = os.environ | {"PYTHONPATH": str(_ROOT)}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert "megatron_asynchzp: --freeze-all-layers is not supported" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+# --- what runs ---------------------------------------------------------------------------------
+
+
+def test_the_script_runs_as_python_would_run_it(tmp_path):
+    (tmp_path / "neighbour.py").write_text('WORD = "hello"\n')
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, neighbour\nprint(__name__, neighbour.WORD, sys.argv[1:], __file__)\n"
+    )
+    (ended,) = _launch(tmp_path, script, "--flag value")
+    assert ended.status == 0
+    assert f"__main__ hello ['--flag', 'value'] {script}" in ended.text
+
+
+_SHARDED = "--use-asynchzp --use-distributed-optimizer --overlap-grad-reduce"
+
+
+@pytest.mark.parametrize(
+    "script, line",
+    [
+        pytest.param(_OWN_SCRIPT, _TOY, id="own"),
+        pytest.param(_LEGACY_SCRIPT, _TOY, id="model_provider"),
+        pytest.param(
+            _CHECKOUT / "pretrain_gpt.py",
+            _TOY,
+            id="pretrain_gpt",
+            marks=_needs_checkout("pretrain_gpt.py"),
+        ),
+        pytest.param(
+            _CHECKOUT / "pretrain_hybrid.py",
+            _HYBRID,
+            id="pretrain_hybrid",
+            marks=_needs_checkout("pretrain_hybrid.py"),
+        ),
+    ],
+)
+def test_a_script_trains_with_use_asynchzp_as_it_does_without(tmp_path, script, line):
+    device = "--asynchzp-device cpu"
+    stock = _launch(tmp_path, script, f"{line} {device}", world_size=2)
+    sharded = _launch(tmp_path, script, f"{line} {device} {_SHARDED}", world_size=2)
+    assert _losses(sharded) == _losses(stock)
+    told = [text for text in sharded[0].own_lines if "use_distributed_optimizer = False" in text]
+    assert len(told) == 1
