@@ -4,6 +4,7 @@
 
 from argparse import ArgumentParser, Namespace
 from itertools import product
+from pathlib import Path
 
 import pytest
 from megatron.training.arguments import add_megatron_arguments
@@ -11,6 +12,7 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_asynchzp import launch
 from megatron_asynchzp.mcore import arguments
 from megatron_asynchzp.mcore.arguments import NORMALISATIONS, resolve_shard_sizes
+from megatron_asynchzp.mcore.patches import PATCHES
 from megatron_asynchzp.mcore.unsupported import (
     REFUSALS,
     ConfigurationError,
@@ -284,3 +286,11 @@ def test_a_yaml_configuration_cannot_drop_use_asynchzp_silently(flag):
     with pytest.raises(ConfigurationError, match="--yaml-cfg"):
         arguments.refuse_yaml(["--use-asynchzp", *flag.split()])
     arguments.refuse_yaml(flag.split())
+
+
+def test_the_documentation_lists_every_refusal_normalisation_and_patch_point():
+    told = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
+    words = [refusal.flag for refusal in REFUSALS] + [refusal.reason for refusal in REFUSALS]
+    words += [f"| `{rule.name}` | {rule.value} | {rule.reason} |" for rule in NORMALISATIONS]
+    words += [f"`{patch.target}`" for patch in PATCHES] + [patch.drop_when for patch in PATCHES]
+    assert [word for word in words if word not in told] == []
