@@ -29,8 +29,8 @@ SIZES = {
         "--seq-length", "128", "--max-position-embeddings", "128",
     ],
 }  # fmt: skip
-ROUNDS, STEPS = 5, 20  # the first steps of each round warm up and do not count
-WARM_UP = 4
+ROUNDS, STEPS = 5, 24
+BLOCK = 4  # steps in a row of one kind; the first block of each round warms up, uncounted
 
 
 def main():
@@ -62,7 +62,7 @@ def measure() -> list[tuple[list[str], dict[str, list[float]]]]:
         for _ in range(ROUNDS):
             record = run_pretrain(argv, inspect=_time_loops)
             for kind, times_s in (record.inspected | {"pretrain()": record.step_s}).items():
-                steps_s.setdefault(kind, []).extend(times_s[WARM_UP:])
+                steps_s.setdefault(kind, []).extend(times_s[BLOCK:])
         told.append((flags, steps_s))
     return told
 
@@ -72,14 +72,16 @@ def _time_loops(model_chunks: list, optimizer: Any) -> dict[str, list[float]]:
     from megatron_asynchzp.mcore import cpu_platform
 
     step = _plain_step()
-    with_platform = _time(step)
-    cpu_platform.uninstall()
-    try:
-        with _bare_megatron():
-            without = _time(step)
-    finally:
-        cpu_platform.install()
-    return {"plain loop, no platform": without, "plain loop, platform": with_platform}
+    told: dict[str, list[float]] = {"plain loop, no platform": [], "plain loop, platform": []}
+    for _ in range(0, STEPS, BLOCK):  # in turns: the machine may be busy for a while
+        told["plain loop, platform"] += _time(step)
+        cpu_platform.uninstall()
+        try:
+            with _bare_megatron():
+                told["plain loop, no platform"] += _time(step)
+        finally:
+            cpu_platform.install()
+    return told
 
 
 def _plain_step() -> Any:
@@ -124,7 +126,7 @@ def _causal_mask(size: int) -> torch.Tensor:
 
 def _time(step: Any) -> list[float]:
     times_s = []
-    for _ in range(STEPS):
+    for _ in range(BLOCK):
         start_s = time.perf_counter()
         step()
         times_s.append(time.perf_counter() - start_s)
