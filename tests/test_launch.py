@@ -164,6 +164,27 @@ def test_a_wrong_megatron_version_ends_in_one_line_with_status_2(tmp_path):
     assert line.startswith("megatron_asynchzp: megatron-core 0.17.1 was found") and "0.19.x" in line
 
 
+def test_a_checkout_without_compiled_helpers_borrows_those_of_the_wheel(tmp_path):
+    core = tmp_path / "megatron" / "core"
+    (core / "datasets").mkdir(parents=True)
+    for name in ("__init__.py", "datasets/__init__.py"):
+        (core / name).write_text("")
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from megatron_asynchzp.mcore import startup\n"
+        "startup._lend_dataset_helpers()\n"
+        "import megatron.core, megatron.core.datasets.helpers_cpp as helpers\n"
+        "print(megatron.core.__file__, helpers.__file__)\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(_ROOT)}
+    command = [sys.executable, str(script)]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    used, helpers = ended.stdout.split()
+    assert used.startswith(str(tmp_path)) and not helpers.startswith(str(tmp_path))
+
+
 def test_all_ranks_fail_but_only_the_first_speaks(tmp_path):
     """Under torchrun, which ends the others as soon as one rank has failed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -4,11 +4,15 @@
 are applied, and our own errors are reported in one line. Must not know which script follows.
 """
 
+import importlib
+import importlib.util
 import os
 import sys
 import textwrap
 import time
 from argparse import ArgumentError, ArgumentParser
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 from types import TracebackType
 
 from megatron_asynchzp.mcore.arguments import add_device_argument
@@ -38,8 +42,25 @@ def prepare_process(argv: list[str]) -> None:
     if reason is not None:
         from megatron_asynchzp.mcore import cpu_platform
 
+        _lend_dataset_helpers()
         _tell_platform(reason, cpu_platform.install())
     apply_patches()
+
+
+def _lend_dataset_helpers() -> None:
+    """Let a Megatron checkout use the compiled dataset helpers of an installed wheel.
+
+    A fresh checkout has none, and the CPU platform does not run its Makefile (which needs a
+    compiler, pybind11 and this Python's python3-config). Modules the checkout has stay its own.
+    """
+    datasets = importlib.import_module("megatron.core.datasets")
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        return
+    for entry in sys.path:
+        folder = Path(entry, "megatron", "core", "datasets")
+        if any((folder / f"helpers_cpp{ending}").is_file() for ending in EXTENSION_SUFFIXES):
+            datasets.__path__.append(str(folder))
+            return
 
 
 def _reason_for_cpu(argv: list[str]) -> str | None:
