@@ -73,7 +73,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=240, help="training steps of each run")
     parser.add_argument("--ranks", type=int, help="default: 4 on CPU, else the number of GPUs")
     parser.add_argument("--text", nargs="+", type=Path, help="train on these files or folders")
-    parser.add_argument("--prompt", default="def ", help="what the trained model continues")
+    parser.add_argument(
+        "--prompt", default="    def __init__(self, ", help="what the trained model continues"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "quickstart")
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args(argv)
@@ -106,7 +108,11 @@ def shard_sizes(ranks: int) -> dict[str, int]:
 
 
 def training_flags(args: argparse.Namespace, platform: Platform, data: Path) -> list[str]:
-    """Megatron's flags of both runs: same model, same seed, same batches, fp32."""
+    """Megatron's flags of both runs: same model, same seed, same batches, fp32.
+
+    All of the text is for training: Megatron never ends building a validation set that got no
+    document, and a text may be one document.
+    """
     flags = {
         "num-layers": LAYERS, "hidden-size": HIDDEN, "num-attention-heads": 4,
         "seq-length": SEQ_LENGTH, "max-position-embeddings": SEQ_LENGTH,
@@ -115,11 +121,11 @@ def training_flags(args: argparse.Namespace, platform: Platform, data: Path) -> 
         "train-iters": args.steps, "lr": 1e-3, "min-lr": 1e-4, "lr-decay-style": "cosine",
         "lr-warmup-iters": min(WARMUP, args.steps - 1), "weight-decay": 0.1, "clip-grad": 1.0, "adam-beta2": 0.99,
         "attention-dropout": 0.0, "hidden-dropout": 0.0, "seed": args.seed,
-        "data-path": data, "split": "98,1,1", "data-cache-path": data.parent / "cache",
+        "data-path": data, "split": "100,0,0", "data-cache-path": data.parent / "cache",
         "make-vocab-size-divisible-by": 32, "num-workers": 0,
-        "log-interval": 1, "eval-interval": 10 * args.steps, "eval-iters": 1,
+        "log-interval": 1, "eval-interval": 10 * args.steps, "eval-iters": 0,
         "distributed-backend": platform.backend, "transformer-impl": "local",
-        "sample-prompt": args.prompt, "sample-tokens": 240,
+        "sample-prompt": args.prompt, "sample-tokens": 200,
     }  # fmt: skip
     switches = [
         "disable-bias-linear", "swiglu", "no-gradient-accumulation-fusion",
@@ -257,7 +263,7 @@ def show_results(
     )  # fmt: skip
     console.print(result_table(stock, asynchzp))
     sample = asynchzp.report["sample"]
-    text = f"[bold]{escape(sample['prompt'])}[/bold]{escape(sample['text'])}"
+    text = f"[bold]{escape(sample['prompt'])}[/bold]{escape(sample['text'].rstrip())}"
     console.print(Panel(text, title="The AsyncHZP model writes (greedy)", title_align="left"))
     apart = worst_difference(stock, asynchzp)
     equal = sum(a == b for a, b in zip(stock.losses, asynchzp.losses, strict=True))
@@ -296,6 +302,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     console = Console()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop the ranks as after Ctrl-C
     try:
         run(args, console)
     except QuickstartError as error:

@@ -170,4 +170,4 @@ def test_the_whole_quickstart_in_a_few_steps(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert (out / "loss.png").stat().st_size > 10_000
     report = json.loads((out / "asynchzp.json").read_text())
-    assert report["world_size"] == 2 and report["sample"]["prompt"] == "def "
+    assert report["world_size"] == 2 and report["sample"]["text"]

@@ -69,11 +69,14 @@ def sample_on_this_rank() -> list:
     stopped = greedy_sample(model, [7], 50, seq_length=4, stop_id=STOP)
     limited = greedy_sample(model, [0, 1], 6, seq_length=4, stop_id=STOP)
     assert model.training and model.longest == 4
-    return [stopped, limited]
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(VOCAB))  # every token follows itself
+    stuck = greedy_sample(model, [3], 500, seq_length=4, stop_id=STOP)
+    return [stopped, limited, stuck]
 
 
 def test_the_greedy_sample_is_the_likeliest_path_and_equal_on_all_ranks():
-    expected = [[7, 8, 9, 10], [0, 1, 2, 3, 4, 5, 6, 7]]
+    expected = [[7, 8, 9, 10], [0, 1, 2, 3, 4, 5, 6, 7], [3] * 24]
     assert run_ranks(sample_on_this_rank, 2) == [expected, expected]
 
 

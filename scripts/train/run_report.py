@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
 
 BYTE_EOD = 256  # scripts/prepare_data.py: ids below it are bytes
+STUCK_AFTER = 24  # the same token so many times in a row: a greedy sample will not leave it
 
 
 def add_report_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -86,7 +87,8 @@ def decode_ids(ids: Sequence[int], tokenizer: Any) -> str:
 def greedy_sample(
     model: torch.nn.Module, ids: Sequence[int], new_tokens: int, seq_length: int, stop_id: int
 ) -> list[int]:
-    """`ids` continued by the likeliest token, `new_tokens` times or until `stop_id`.
+    """`ids` continued by the likeliest token, `new_tokens` times, or until `stop_id` or
+    `STUCK_AFTER` equal tokens.
 
     A plain forward of the wrapped model over the last `seq_length` tokens for each new token.
     Every rank must call it with the same arguments: the wrapper gathers parameters by
@@ -106,7 +108,7 @@ def greedy_sample(
         choice = logits[0, -1].argmax().reshape(1)
         dist.broadcast(choice, src=0)
         ids.append(int(choice))
-        if ids[-1] == stop_id:
+        if ids[-1] == stop_id or ids[-STUCK_AFTER:] == [ids[-1]] * STUCK_AFTER:
             break
     model.train(was_training)
     return ids
