@@ -19,7 +19,7 @@ _OWN_SCRIPT = _ROOT / "scripts" / "train" / "pretrain_gpt.py"
 _LEGACY_SCRIPT = _ROOT / "tests" / "support" / "legacy_pretrain.py"
 
 # A checkout of Megatron-LM core_v0.19.0 whose scripts are run unmodified; no copy is kept here.
-_CHECKOUT = Path(os.environ.get("MEGATRON_LM", "/tmp/w/mlm"))
+_CHECKOUT = Path(os.environ.get("MEGATRON_LM", "/nonexistent"))
 
 _MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "

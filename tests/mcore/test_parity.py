@@ -5,14 +5,18 @@
 import pytest
 
 from tests.support.engine import nested_sizes
-from tests.support.megatron_runs import BF16, FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED
+from tests.support.megatron_runs import FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED
 from tests.support.parity import HALF_TOLERANCE, Variant, assert_equal_runs, compare
 from tests.support.world import on_ranks
 
+# At the fp32 learning rate of 3e-3 rounding noise grows so fast in bf16 that stock DDP and stock
+# distributed optimizer differ by 2e-3 after 16 steps, in losses that are both right.
+BF16 = ("--bf16", "--lr", "1e-3", "--min-lr", "1e-4")
 # The scale is large enough for the first steps to overflow and drops fast enough for the rest.
 FP16_OVERFLOW = (
     *("--fp16", "--accumulate-allreduce-grads-in-fp32"),
     *("--initial-loss-scale", "33554432", "--hysteresis", "1"),
+    *("--lr", "1e-3", "--min-lr", "1e-4"),
 )
 TWO_EXPERT_RANKS = (*MIXTURE_OF_EXPERTS, "--expert-model-parallel-size", "2")
 TENSOR = ("--tensor-model-parallel-size", "2")
@@ -22,12 +26,12 @@ SELECTIVE_RECOMPUTE = ("--recompute-granularity", "selective")
 
 FP32 = Variant("fp32")
 ACCUMULATED = Variant("fp32, 3 micro-batches", samples_per_rank=3)
-BF16_ACCUMULATED = Variant("bf16, 3 micro-batches", tuple(BF16), 3, tolerance=HALF_TOLERANCE)
+BF16_ACCUMULATED = Variant("bf16, 3 micro-batches", BF16, 3, tolerance=HALF_TOLERANCE)
 FP16 = Variant("fp16 with overflow", FP16_OVERFLOW, tolerance=HALF_TOLERANCE)
 ONE_RANK_MODELS = [
     FP32,
     ACCUMULATED,
-    Variant("bf16", tuple(BF16), tolerance=HALF_TOLERANCE),
+    Variant("bf16", BF16, tolerance=HALF_TOLERANCE),
     BF16_ACCUMULATED,
     FP16,
     Variant("untied", tuple(UNTIED)),
@@ -39,7 +43,7 @@ ONE_RANK_MODELS = [
     Variant("evaluation", EVALUATION),
     Variant("loss per token, 3 micro-batches", ("--calculate-per-token-loss",), 3),
     Variant("learning rate of the output layer", (*UNTIED, "--decoupled-lr", "1e-3")),
-    Variant("sgd", ("--optimizer", "sgd", "--lr", "0.5")),
+    Variant("sgd", ("--optimizer", "sgd", "--lr", "0.1")),
     Variant("experts", tuple(MIXTURE_OF_EXPERTS)),
     Variant("experts on 2 ranks", TWO_EXPERT_RANKS),
     Variant("experts on 2 ranks, bf16", (*TWO_EXPERT_RANKS, *BF16), tolerance=HALF_TOLERANCE),

@@ -1,0 +1,140 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a --use-asynchzp run holds after its last step: bytes, step counts, groups, replicas."""
+
+from typing import Any
+
+import torch
+
+from tests.support.megatron_runs import BF16, MIXTURE_OF_EXPERTS, gpt_args, run_pretrain
+from tests.support.parity import size_flags
+from tests.support.world import on_ranks
+
+STEPS = ("--train-iters", "5")
+WIDE = ("--hidden-size", "128", "--vocab-size", "1023")  # so that padding is a small part
+
+
+def held_nbytes(chunks: list, optimizer: Any) -> dict[str, int]:
+    """Bytes of the distinct storages reachable from parameters, gradients and optimizer state."""
+    storages: dict[int, int] = {}
+
+    def add(tensor: Any) -> None:
+        if isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+
+    for param in (p for chunk in chunks for p in chunk.parameters()):
+        for tensor in (param, param.grad, getattr(param, "main_grad", None)):
+            add(tensor)
+    for group in optimizer.param_groups:
+        for fragment in group["params"]:
+            for tensor in (fragment, fragment.grad, *optimizer.state[fragment].values()):
+                add(tensor)
+    for unit in (unit for chunk in chunks for unit in chunk.units):
+        add(unit.model_param.storage)
+    placeholders = sum(n for n in storages.values() if n <= 4)
+    return {"held": sum(storages.values()) - placeholders}
+
+
+
+
+def inspect_states(chunks: list, optimizer: Any) -> dict[str, Any]:
+    from megatron_asynchzp.mcore.start_table import (
+        format_start_table,
+        state_nbytes_allocated,
+        state_nbytes_by_formula,
+    )
+
+    units = [unit for chunk in chunks for unit in chunk.units]
+    dense = [u for c in chunks for u in c.units if c.runtime.group_keys[u] == "dense"]
+    return held_nbytes(chunks, optimizer) | {
+        "formula": sum(state_nbytes_by_formula(units).values()),
+        "allocated": sum(state_nbytes_allocated(units).values()),
+        "padding": sum(unit.layout.padding_numel for unit in units),
+        "dense_numel": sum(unit.layout.numel for unit in dense),
+        "phases": {unit.phase.value for unit in units if not unit.is_always_unsharded},
+        "steps": {float(state["step"]) for state in optimizer.state.values()},
+        "wd_mults": sorted(
+            (group["wd_mult"], sum(p.numel() for p in group["params"]))
+            for group in optimizer.param_groups
+        ),
+        "table": format_start_table(chunks, ranks_per_node=2),
+    }
+
+
+def run_and_inspect(flags: tuple[str, ...], sizes: tuple[int, int, int]) -> dict[str, Any]:
+    argv = gpt_args(*STEPS, *WIDE, *flags, *size_flags(sizes))
+    return run_pretrain(argv, inspect=inspect_states).inspected
+
+
+def inspect_many(cases: list[tuple]) -> list[dict[str, Any]]:
+    return [run_and_inspect(*case) for case in cases]
+
+
+def test_bytes_at_rest_follow_the_formula_within_one_percent_on_every_rank():
+    cases = [(tuple(BF16), s) for s in ((1, 1, 4), (2, 2, 4), (1, 2, 4), (4, 2, 4), (4, 4, 4))]
+    cases += [((), (2, 4, 4)), ((*BF16, *MIXTURE_OF_EXPERTS), (2, 2, 4))]
+    for of_rank in on_ranks(inspect_many, 4, cases):
+        for (flags, sizes), told in zip(cases, of_rank, strict=True):
+            bytes_per_element = told["formula"] / told["dense_numel"]
+            assert abs(told["held"] - told["allocated"]) <= 4096, (flags, sizes)  # step counters
+            assert told["held"] >= 0.99 * told["formula"], (flags, sizes)
+            stated_padding = bytes_per_element * told["padding"]
+            assert told["held"] <= 1.01 * told["formula"] + stated_padding, (flags, sizes)
+            if flags == tuple(BF16):
+                param, grad, optim = sizes
+                law = 2 / param + 4 / grad + 12 / optim
+                assert abs(told["formula"] - law * told["dense_numel"]) < 1
+            assert told["phases"] <= {"sharded"}
+
+
+def test_every_fragment_was_stepped_once_per_iteration_and_decays_as_in_stock():
+    (sharded,) = [on_ranks(inspect_many, 4, [(tuple(BF16), (2, 2, 4))])]
+    assert all(told["steps"] == {5.0} for (told,) in sharded)
+    stock = on_ranks(stock_groups, 4)[0]
+    summed: dict[float, int] = {}
+    for (told,) in sharded:
+        for mult, numel in told["wd_mults"]:
+            summed[mult] = summed.get(mult, 0) + numel
+    assert summed == dict(stock)
+
+
+def stock_groups() -> list[tuple[float, int]]:
+    def groups(_chunks: list, optimizer: Any) -> list[tuple[float, int]]:
+        return [
+            (group["wd_mult"], sum(p.numel() for p in group["params"]))
+            for group in optimizer.param_groups
+        ]
+
+    return run_pretrain(gpt_args(*STEPS, *WIDE, *BF16), inspect=groups).inspected
+
+
+def test_the_start_table_names_groups_nodes_states_and_units():
+    ((told,), *_) = on_ranks(inspect_many, 4, [(tuple(BF16), (2, 2, 4))])
+    for fragment in ("between nodes", "in one node", "main_param", "adam_moments", "by formula",
+                     "allocated", "decoder.layers.0", "once per step", "0 2", "0 1"):  # fmt: skip
+        assert fragment in told["table"], fragment
+
+
+def memory_of_steps() -> list[int]:
+    seen: list[int] = []
+    from megatron_asynchzp.zero.runtime import HZPRuntime
+
+    original = HZPRuntime._end_backward
+
+    def counted(self: HZPRuntime) -> None:
+        original(self)
+        seen.append(sum(u.phase.value == "unsharded" for u in self.units))
+        seen.append(sum(u.has_pending_grads for u in self.units))
+
+    HZPRuntime._end_backward = counted
+    try:
+        run_pretrain(gpt_args(*STEPS, *BF16, *size_flags((2, 2, 4))))
+    finally:
+        HZPRuntime._end_backward = original
+    return seen
+
+
+def test_after_every_backward_nothing_is_gathered_and_no_gradient_is_in_flight():
+    for seen in on_ranks(memory_of_steps, 4):
+        assert seen and set(seen) == {0}
