@@ -50,7 +50,8 @@ ONE_RANK_MODELS = [
 ]
 TWO_RANK_MODELS = [
     Variant("tensor parallel", TENSOR, model_ranks=2),
-    Variant("sequence parallel, 3 micro-batches", (*TENSOR, "--sequence-parallel"), 3, 2),
+    # Norms of queries and keys: Megatron sums their gradients over tensor-parallel ranks.
+    Variant("tensor parallel, norms of q and k", (*TENSOR, "--qk-layernorm"), 3, 2),
     Variant("tensor parallel, untied", (*TENSOR, *UNTIED), 3, model_ranks=2),
     Variant("pipeline, 3 micro-batches", PIPELINE, 3, 2),
     Variant("pipeline, untied, recomputed", (*PIPELINE, *UNTIED, *FULL_RECOMPUTE), 3, 2),

@@ -48,6 +48,7 @@ class Comparison:
     loss_error: float
     grad_norm_error: float
     tolerance: float
+    ranks: int
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -84,6 +85,7 @@ def compare_records(
         _worst(ours.losses, stock.losses),
         _worst(ours.grad_norms, stock.grad_norms),
         variant.tolerance,
+        dist.get_world_size(),
     )
     if stock.validation_loss is not None:
         error = _worst([ours.validation_loss], [stock.validation_loss])
