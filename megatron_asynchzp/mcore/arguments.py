@@ -198,7 +198,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = (
         "--ddp-average-in-collective",
         "ddp_average_in_collective",
         False,
-        "gradients are scaled before they are summed",
+        "the engine sums gradients and scales the sum",
     ),
     Normalisation(
         "--ddp-reduce-scatter-with-fp32-accumulation",

@@ -14,23 +14,27 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.mcore.units import plan_megatron_units
+from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.zero.runtime import HZPRuntime
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
 def create_shard_groups(
-    sizes: ShardSizes, pg_collection: ProcessGroupCollection, timeout: timedelta | None = None
+    sizes: ShardSizes,
+    pg_collection: ProcessGroupCollection,
+    has_experts: bool,
+    timeout: timedelta | None = None,
 ) -> dict[str, ShardGroups]:
-    """Communicators of the dense and, where it differs, of the expert sharding group.
+    """Communicators of the dense and, with `has_experts`, of the expert sharding group.
 
     sizes: in ranks of the data x context parallel group; experts use their gcd with the size of
-    the expert data-parallel group. Collective over all ranks of both groups.
+    the expert data-parallel group. Collective over the world; `has_experts` is its common answer.
     """
 
     def over(group: dist.ProcessGroup, group_sizes: ShardSizes) -> ShardGroups:
@@ -38,8 +42,8 @@ def create_shard_groups(
         return ShardGroups.create(topology, dist.get_process_group_ranks(group), timeout)
 
     groups = {"dense": over(pg_collection.dp_cp, sizes)}
-    expert_group = getattr(pg_collection, "expt_dp", None)
-    if expert_group is not None:
+    if has_experts:
+        expert_group = pg_collection.expt_dp
         groups["expert"] = over(expert_group, sizes.restricted_to(expert_group.size()))
     return groups
 
@@ -80,7 +84,8 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     def _provide_main_grads(self) -> None:
         # finalize_model_grads all-reduces param.main_grad between tensor-parallel peers and
         # between the two copies of a tied embedding. Those sums are element-wise and the layouts
-        # of such ranks agree, so they may work on this rank's fragments.
+        # of such ranks agree, so they may work on this rank's fragments. (Not those of expert
+        # biases under tensor parallelism, which are refused.)
         for unit in self.runtime.units:
             if unit.is_trained:
                 for param, fragment in zip(unit.params, unit.main_grad_fragments(), strict=True):
@@ -117,7 +122,25 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Complete the gradients over the whole sharding group, on each rank's O shard."""
+        if self.ddp_config.check_for_nan_in_grad:
+            self._check_grads()
         self.runtime.sync_grads(self.gradient_scale)
+
+    def _check_grads(self) -> None:
+        """Stop on a gradient that is not finite, as stock DDP does before it reduces."""
+        rerun_state_machine = get_rerun_state_machine()
+        for unit in self.runtime.units:
+            if not unit.is_trained:
+                continue
+            norm = unit.main_grad.storage.norm(p=2)
+            for is_bad, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+                rerun_state_machine.validate_result(
+                    result=norm,
+                    rejection_func=is_bad,
+                    message=f"found {what} in the gradient shard of unit {unit.name}",
+                    tolerance=0.001,  # attention backward may not be deterministic
+                    fatal=True,
+                )
 
     def scale_gradients(self, scaling_factor: float) -> None:
         for unit in self.runtime.units:
@@ -149,6 +172,13 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         raise NotImplementedError("--use-asynchzp cannot read checkpoints yet")
 
 
+def _is_true_anywhere(mine: bool) -> bool:
+    """Whether any rank of the world says so: a pipeline stage may be without experts."""
+    everyone = [False] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return any(everyone)
+
+
 def _broadcast_from_first_rank(
     module: torch.nn.Module, pg_collection: ProcessGroupCollection
 ) -> None:
@@ -172,7 +202,10 @@ def wrap_model_chunks(
     sizes: for the dense sharding group; data_parallel_random_init: the ranks initialised their
     parameters differently and the first rank's are used, as stock Megatron does.
     """
-    groups = create_shard_groups(sizes, pg_collection, timeout)
+    has_experts = _is_true_anywhere(
+        any(sharding_group_key(p) == "expert" for chunk in model_chunks for p in chunk.parameters())
+    )
+    groups = create_shard_groups(sizes, pg_collection, has_experts, timeout)
     wrapped = []
     for chunk in model_chunks:
         if data_parallel_random_init:

@@ -23,6 +23,7 @@ from megatron.core.optimizer.grad_scaler import (
     MegatronGradScaler,
 )
 from megatron.core.optimizer.optimizer import (
+    SEPARATE_GRAD_NORM_GROUPS,
     MixedPrecisionOptimizer,
     copy_optimizer_param_metadata,
 )
@@ -59,6 +60,9 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         # Every element counts on exactly one rank (see counted_parameters), so the sum over the
         # world is the model's.
         self.grad_stats_parallel_group = dist.group.WORLD
+        # Separate norms belong to multi-token prediction, which is refused. Said here because
+        # Megatron would ask the world on the first clipping, but only on ranks that own elements.
+        self._has_grad_norm_group_cache = dict.fromkeys(SEPARATE_GRAD_NORM_GROUPS, False)
         self._parameters = parameters
 
     # ---- gradients

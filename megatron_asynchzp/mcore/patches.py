@@ -125,7 +125,7 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
         from megatron_asynchzp.mcore.start_table import format_start_table
 
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
-        print(format_start_table(chunks, ranks_per_node), flush=True)
+        print(format_start_table(chunks, ranks_per_node, args.optimizer), flush=True)
     return chunks
 
 
@@ -166,7 +166,8 @@ def _make_get_optimizer(original: Callable) -> Callable:
             return original(config, model_chunks, config_overrides, *rest, **options)
         from megatron_asynchzp.mcore.optimizer import get_asynchzp_optimizer
 
-        return get_asynchzp_optimizer(config, model_chunks, config_overrides)
+        pg_collection = options.get("pg_collection")
+        return get_asynchzp_optimizer(config, model_chunks, config_overrides, pg_collection)
 
     return get_megatron_optimizer
 

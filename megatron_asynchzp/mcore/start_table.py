@@ -17,36 +17,38 @@ from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
 from megatron_asynchzp.sharding.topology import spans_nodes
 from megatron_asynchzp.zero.unit import HZPUnit
 
-ADAM_STATES_NBYTES = 8  # two fp32 moments per element, allocated by the inner optimizer
+OPTIMIZER_STATE_NBYTES = {"adam": 8, "sgd": 4}  # per element: two fp32 moments, one momentum
 _MAX_RANKS_SHOWN = 8
 
 
-def state_nbytes_by_formula(units: Sequence[HZPUnit]) -> dict[str, float]:
-    """AsyncHZP section 3 without padding: b N/P, 4 N/G, 4 N/O and 8 N/O for Adam's moments.
+def state_nbytes_by_formula(
+    units: Sequence[HZPUnit], optimizer: str = "adam"
+) -> dict[str, float]:
+    """AsyncHZP section 3 without padding: b N/P, 4 N/G, 4 N/O and m N/O for the moments.
 
-    b is the element size of the model; an fp32 model has no main_param of its own. N counts each
-    unit with the sizes of its own sharding group.
+    b is the element size of the model, m that of OPTIMIZER_STATE_NBYTES; an fp32 model has no
+    main_param of its own. N counts each unit with the sizes of its own sharding group.
     """
-    total = {"model_param": 0.0, "main_grad": 0.0, "main_param": 0.0, "adam_moments": 0.0}
+    total = {"model_param": 0.0, "main_grad": 0.0, "main_param": 0.0, "optimizer_moments": 0.0}
     for unit in units:
         numel, sizes = unit.layout.numel, unit.groups.topology.sizes
         total["model_param"] += numel * unit.dtype.itemsize / sizes.param
         if unit.is_trained:
             total["main_grad"] += 4 * numel / sizes.grad
             total["main_param"] += 0 if unit.is_main_param_aliased else 4 * numel / sizes.optim
-            total["adam_moments"] += ADAM_STATES_NBYTES * numel / sizes.optim
+            total["optimizer_moments"] += OPTIMIZER_STATE_NBYTES[optimizer] * numel / sizes.optim
     return total
 
 
-def state_nbytes_allocated(units: Sequence[HZPUnit]) -> dict[str, int]:
-    """Bytes of this rank's persistent buffers, and of the moments Adam will hold beside them."""
-    total = {"model_param": 0, "main_grad": 0, "main_param": 0, "adam_moments": 0}
+def state_nbytes_allocated(units: Sequence[HZPUnit], optimizer: str = "adam") -> dict[str, int]:
+    """Bytes of this rank's persistent buffers, and of the moments it will hold beside them."""
+    total = {"model_param": 0, "main_grad": 0, "main_param": 0, "optimizer_moments": 0}
     for unit in units:
         for state, nbytes in unit.state_nbytes().items():
             total[state] += nbytes
         if unit.is_trained:
             owned = sum(fragment.numel() for fragment in unit.main_param_fragments())
-            total["adam_moments"] += ADAM_STATES_NBYTES * owned
+            total["optimizer_moments"] += OPTIMIZER_STATE_NBYTES[optimizer] * owned
     return total
 
 
@@ -84,8 +86,11 @@ def _groups_table(groups: dict[str, ShardGroups], ranks_per_node: int) -> Table:
     return table
 
 
-def _states_table(units: Sequence[HZPUnit], groups: dict[str, ShardGroups]) -> Table:
-    formula, allocated = state_nbytes_by_formula(units), state_nbytes_allocated(units)
+def _states_table(
+    units: Sequence[HZPUnit], groups: dict[str, ShardGroups], optimizer: str
+) -> Table:
+    formula = state_nbytes_by_formula(units, optimizer)
+    allocated = state_nbytes_allocated(units, optimizer)
     sizes = {key: group.topology.sizes for key, group in groups.items()}
     columns = {"model_param": "param", "main_grad": "grad"}
     table = Table(title="State bytes per rank", title_justify="left")
@@ -121,13 +126,15 @@ def _units_table(units: Sequence[HZPUnit]) -> Table:
     return table
 
 
-def format_start_table(chunks: Sequence[AsyncHZPDataParallel], ranks_per_node: int) -> str:
-    """The whole table as text, for the rank that calls it."""
+def format_start_table(
+    chunks: Sequence[AsyncHZPDataParallel], ranks_per_node: int, optimizer: str = "adam"
+) -> str:
+    """The whole table as text, for the rank that calls it; optimizer: as in --optimizer."""
     units = [unit for chunk in chunks for unit in chunk.units]
     used = {chunk.runtime.group_keys[unit] for chunk in chunks for unit in chunk.units}
     groups = {key: group for key, group in chunks[0].groups.items() if key in used}
     console = Console(file=io.StringIO(), width=118)
-    for table in (_groups_table(groups, ranks_per_node), _states_table(units, groups),
-                  _units_table(units)):  # fmt: skip
-        console.print(table)
+    console.print(_groups_table(groups, ranks_per_node))
+    console.print(_states_table(units, groups, optimizer))
+    console.print(_units_table(units))
     return console.file.getvalue()

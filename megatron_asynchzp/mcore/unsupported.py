@@ -223,6 +223,22 @@ REFUSALS: tuple[Refusal, ...] = (
         _DROP_BOTH,
     ),
     Refusal(
+        "--hybrid-context-parallel",
+        _is_given("hybrid_context_parallel"),
+        "ranks of one sharding group would run different numbers of micro-batches, and each of "
+        "them gathers and reduces",
+        _DROP_BOTH,
+    ),
+    Refusal(
+        "--num-experts 4 --tensor-model-parallel-size 2",
+        lambda args: bool(
+            args.num_experts and args.add_bias_linear and args.tensor_model_parallel_size > 1
+        ),
+        "Megatron sums the bias gradients of experts over tensor-parallel ranks, whose shards of "
+        "experts differ",
+        "add --disable-bias-linear",
+    ),
+    Refusal(
         "--init-model-with-meta-device",
         _is_given("init_model_with_meta_device"),
         "parameters are sharded from their initial values",

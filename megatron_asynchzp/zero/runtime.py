@@ -27,6 +27,7 @@ class _MicroBatch:
     forward_depth: Counter[HZPUnit] = field(default_factory=Counter)
     forward_calls: Counter[HZPUnit] = field(default_factory=Counter)
     started_backward: set[HZPUnit] = field(default_factory=set)
+    reduced: set[HZPUnit] = field(default_factory=set)
 
 
 class HZPRuntime:
@@ -51,6 +52,7 @@ class HZPRuntime:
         self._saved_views = SavedViews(on_missing=self._unshard)
         self._batch = _MicroBatch()
         self._reduce_last: set[HZPUnit] = set()
+        self._reduced_before: frozenset[HZPUnit] | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         units_of: dict[nn.Module, list[HZPUnit]] = {root: []}
         for plan in plans:
@@ -84,14 +86,15 @@ class HZPRuntime:
             self._batch.forward_depth.clear()
 
     def before_forward(self, units: list[HZPUnit]) -> None:
+        # First what after_forward undoes, then what can fail.
+        self._saved_views.push()
+        self._batch.forward_depth.update(units)
         for unit in units:
-            self._batch.forward_depth[unit] += 1
             if not self._batch.in_backward:
                 self._batch.forward_calls[unit] += 1
                 if self._batch.forward_calls[unit] > 1:
                     self._reduce_last.add(unit)  # its gradient is complete with the first call's
             self._unshard(unit)
-        self._saved_views.push()
 
     def after_forward(self, units: list[HZPUnit]) -> None:
         self._saved_views.pop()
@@ -124,8 +127,25 @@ class HZPRuntime:
             if unit in self._batch.started_backward or unit.has_pending_grads:
                 self._reduce(unit)
             self._reshard(unit)
+        self._check_same_units_as_before()
         self._batch.started_backward.clear()
+        self._batch.reduced.clear()
         self._batch.in_backward = False
+
+    def _check_same_units_as_before(self) -> None:
+        """Refuse a micro-batch that skipped a unit, or ran one that the first one skipped.
+
+        If the other ranks did not do the same, their collectives would pair with those of other
+        units here: equal sizes, wrong numbers, no error.
+        """
+        if self._reduced_before is None:
+            self._reduced_before = frozenset(self._batch.reduced)
+        if different := self._reduced_before ^ self._batch.reduced:
+            names = ", ".join(sorted(unit.name for unit in different))
+            raise RuntimeError(
+                f"{names}: used in some micro-batches and not in others; the sharded engine needs "
+                "every rank to call the same units in every micro-batch"
+            )
 
     def _unshard(self, unit: HZPUnit) -> None:
         unit.unshard()
@@ -139,6 +159,7 @@ class HZPRuntime:
     def _reduce(self, unit: HZPUnit) -> None:
         unit.reduce_grads()
         self._batch.started_backward.discard(unit)
+        self._batch.reduced.add(unit)
 
     # ---- one step
 

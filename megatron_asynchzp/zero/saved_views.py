@@ -59,8 +59,9 @@ class SavedViews:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedView:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return tensor  # a wrapper subclass has no storage of its own to ask
-        unit = self._units_by_storage.get(tensor.untyped_storage().data_ptr())
-        if unit is None:
+        pointer = tensor.untyped_storage().data_ptr()
+        unit = self._units_by_storage.get(pointer)
+        if unit is None or not unit.is_gathered_at(pointer):
             return tensor
         return SavedView(
             unit, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()

@@ -163,6 +163,11 @@ class HZPUnit:
             raise IllegalTransition(f"{self.name}: its parameters are not gathered")
         return self._full_param.storage
 
+    def is_gathered_at(self, pointer: int) -> bool:
+        """Whether the full parameters are in the storage that starts at address `pointer`."""
+        full = self._full_param
+        return full is not None and full.storage.untyped_storage().data_ptr() == pointer
+
     # ---- gradients
 
     @torch.no_grad()

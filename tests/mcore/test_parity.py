@@ -21,7 +21,13 @@ FP16_OVERFLOW = (
 TWO_EXPERT_RANKS = (*MIXTURE_OF_EXPERTS, "--expert-model-parallel-size", "2")
 TENSOR = ("--tensor-model-parallel-size", "2")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
+SHARED_EXPERT = (
+    *MIXTURE_OF_EXPERTS, "--moe-shared-expert-intermediate-size", "64",
+    "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01",
+)  # fmt: skip
+INTERLEAVED = (*PIPELINE, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 EVALUATION = ("--eval-iters", "2", "--eval-interval", "10")
+EXPERTS_OF_TENSOR_PARALLEL = (*MIXTURE_OF_EXPERTS, *TENSOR, "--expert-tensor-parallel-size", "1")
 SELECTIVE_RECOMPUTE = ("--recompute-granularity", "selective")
 
 FP32 = Variant("fp32")
@@ -44,7 +50,9 @@ ONE_RANK_MODELS = [
     Variant("loss per token, 3 micro-batches", ("--calculate-per-token-loss",), 3),
     Variant("learning rate of the output layer", (*UNTIED, "--decoupled-lr", "1e-3")),
     Variant("sgd", ("--optimizer", "sgd", "--lr", "0.1")),
+    Variant("ranks that start differently", ("--data-parallel-random-init",)),
     Variant("experts", tuple(MIXTURE_OF_EXPERTS)),
+    Variant("experts, one shared, auxiliary loss", SHARED_EXPERT, 3),
     Variant("experts on 2 ranks", TWO_EXPERT_RANKS),
     # A router turns the last bit of a score into another expert: gentler still.
     Variant(
@@ -59,6 +67,8 @@ TWO_RANK_MODELS = [
     Variant("tensor parallel, norms of q and k", (*TENSOR, "--qk-layernorm"), 3, 2),
     Variant("tensor parallel, untied", (*TENSOR, *UNTIED), 3, model_ranks=2),
     Variant("pipeline, 3 micro-batches", PIPELINE, 3, 2),
+    Variant("interleaved pipeline", INTERLEAVED, 4, 2),
+    Variant("experts without tensor parallelism in it", EXPERTS_OF_TENSOR_PARALLEL, 3, 2),
     Variant("pipeline, untied, recomputed", (*PIPELINE, *UNTIED, *FULL_RECOMPUTE), 3, 2),
     Variant("pipeline, bf16", (*PIPELINE, *BF16), 3, 2, HALF_TOLERANCE),
     Variant("experts on 2 ranks, pipeline", (*TWO_EXPERT_RANKS, *PIPELINE), 3, 2),

@@ -111,7 +111,7 @@ def stock_groups() -> list[tuple[float, int]]:
 
 def test_the_start_table_names_groups_nodes_states_and_units():
     ((told,), *_) = on_ranks(inspect_many, 4, [(tuple(BF16), (2, 2, 4))])
-    for fragment in ("between nodes", "in one node", "main_param", "adam_moments", "by formula",
+    for fragment in ("between nodes", "in one node", "main_param", "optimizer_moments", "by formula",
                      "allocated", "decoder.layers.0", "once per step", "0 2", "0 1"):  # fmt: skip
         assert fragment in told["table"], fragment
 

@@ -50,17 +50,20 @@ def shard_model(model: nn.Module, sizes: Sequence[int]) -> HZPRuntime:
 class EngineTrainer:
     """AdamW on the fragments, averaged gradients, one loss per step."""
 
-    def __init__(self, model: nn.Module, sizes: Sequence[int], lr=1e-2, weight_decay=0.1):
+    def __init__(self, model: nn.Module, sizes: Sequence[int], trains_all=True, lr=1e-2):
         self.model = model
         self.runtime = shard_model(model, sizes)
         self.fragments: list[nn.Parameter] = []
         self.grads: list[torch.Tensor] = []
         for unit in self.runtime.units:
+            assert unit.is_trained or not trains_all
+            if not unit.is_trained:
+                continue
             for value, grad in zip(unit.main_param_fragments(), unit.main_grad_fragments()):
                 if value.numel():
                     self.fragments.append(nn.Parameter(value))
                     self.grads.append(grad)
-        self.optimizer = torch.optim.AdamW(self.fragments, lr=lr, weight_decay=weight_decay)
+        self.optimizer = torch.optim.AdamW(self.fragments, lr=lr, weight_decay=0.1)
 
     def step(self, step: int, micro_batches: int) -> float:
         self.runtime.zero_grads()

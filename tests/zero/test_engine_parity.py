@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine computes what torch DDP and FSDP2 compute, for every nesting of shard sizes."""
 
+from math import inf, isfinite
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,17 +65,17 @@ def fsdp2_losses(micro_batches: int) -> list[float]:
 def compare_with_ddp(sizes_list: list[tuple[int, int, int]]) -> dict[str, float]:
     worst = {}
     for kind, kwargs in MODELS.items():
-        for micro_batches in (1, 3):
+        for micro_batches in (1, 3) if kind == "untied" else (2,):
             expected, params = ddp_losses(micro_batches, **kwargs)
             for sizes in sizes_list:
                 trainer = EngineTrainer(build_toy(**kwargs), sizes)
                 losses = [trainer.step(step, micro_batches) for step in range(STEPS)]
-                error = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
                 mine = trainer.full_params()
                 assert mine.keys() == params.keys()
-                drift = max((mine[n] - p).abs().max().item() for n, p in params.items())
                 # Adam turns a rounding error of a tiny gradient into a part of a step of 1e-2.
-                worst[f"{kind} mb={micro_batches} {sizes}"] = max(error, drift * 1e-2)
+                for name, param in params.items():
+                    torch.testing.assert_close(mine[name], param, rtol=0, atol=1e-4)
+                worst[f"{kind} mb={micro_batches} {sizes}"] = worst_relative(losses, expected)
                 trainer.runtime.detach()
     return worst
 
@@ -82,7 +84,13 @@ def compare_with_fsdp2() -> float:
     expected = fsdp2_losses(3)
     trainer = EngineTrainer(build_toy(), (2, 4, 4))
     losses = [trainer.step(step, 3) for step in range(STEPS)]
-    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+    return worst_relative(losses, expected)
+
+
+def worst_relative(losses: list[float], expected: list[float]) -> float:
+    """Largest relative difference; infinite where one is not a number."""
+    errors = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
+    return max(error if isfinite(error) else inf for error in errors)
 
 
 def assert_all_close(results: list[dict[str, float]]) -> None:
@@ -106,7 +114,7 @@ def test_every_nesting_on_8_ranks_follows_ddp():
 
 
 def test_every_nesting_on_a_world_that_is_no_power_of_two_follows_ddp():
-    assert_all_close(run_ranks(compare_with_ddp, 6, nested_sizes(6)[:20]))
+    assert_all_close(run_ranks(compare_with_ddp, 6, nested_sizes(6)))
 
 
 def test_the_engine_follows_fsdp2():
