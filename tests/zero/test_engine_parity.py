@@ -113,8 +113,14 @@ def test_every_nesting_on_8_ranks_follows_ddp():
     assert_all_close(run_ranks(compare_with_ddp, 8, nested_sizes(8), timeout_s=600))
 
 
-def test_every_nesting_on_a_world_that_is_no_power_of_two_follows_ddp():
-    assert_all_close(run_ranks(compare_with_ddp, 6, nested_sizes(6)))
+def test_a_world_that_is_no_power_of_two_follows_ddp():
+    chains = [(1, 2, 6), (3, 1, 6), (2, 6, 6), (6, 3, 6), (3, 3, 3), (2, 2, 2)]
+    assert_all_close(run_ranks(compare_with_ddp, 6, chains))
+
+
+@pytest.mark.slow
+def test_every_nesting_on_6_ranks_follows_ddp():
+    assert_all_close(run_ranks(compare_with_ddp, 6, nested_sizes(6), timeout_s=600))
 
 
 def test_the_engine_follows_fsdp2():
