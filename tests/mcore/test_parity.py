@@ -96,7 +96,8 @@ def test_experts_on_4_ranks_are_stock_ddp():
 
 def test_tensor_and_pipeline_parallel_models_on_8_ranks_are_stock_ddp():
     chains = [[(2, 2, 4)], [(1, 2, 4)]]
-    run([(v, chains[i % 2]) for i, v in enumerate(TWO_RANK_MODELS)], 8)
+    fast = [v for v in TWO_RANK_MODELS if v.name not in ("pipeline, bf16", "tensor parallel, untied")]
+    run([(v, chains[i % 2]) for i, v in enumerate(fast)], 8)
 
 
 def test_three_different_sizes_on_8_ranks_are_stock_ddp():

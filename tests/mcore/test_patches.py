@@ -264,8 +264,9 @@ def test_with_use_asynchzp_the_model_is_wrapped_and_given_its_optimizer(monkeypa
     assert wrapped == (run, [1], "groups")
     legacy = _replacement("wrap_model_chunks_with_ddp", never)([1], "config", "ddp", DP=object)
     assert legacy == (run, [1], None)
-    made = _replacement("get_megatron_optimizer", never)("config", [1], config_overrides={})
-    assert made == ("config", [1], {})
+    build = _replacement("get_megatron_optimizer", never)
+    assert build("config", [1], config_overrides={}) == ("config", [1], {}, None)
+    assert build("config", [1], {}, pg_collection="groups") == ("config", [1], {}, "groups")
     assert never.calls == []
 
 

@@ -1,0 +1,55 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks unlike the others: one that owns nothing but padding, one with a broken gradient."""
+
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.megatron_runs import FP16, gpt_args, run_pretrain
+from tests.support.parity import size_flags
+from tests.support.ranks import RankFailure, run_ranks
+from tests.support.world import is_torchrun, on_ranks
+
+
+def run_with_nothing_on_the_last_rank() -> list[int]:
+    from megatron_asynchzp.mcore.optimizer import ShardedParameters
+
+    add = ShardedParameters._add
+
+    def add_unless_last(self: ShardedParameters, unit) -> None:
+        if dist.get_rank() < dist.get_world_size() - 1:
+            add(self, unit)
+
+    steps = []
+    with mock.patch.object(ShardedParameters, "_add", add_unless_last):
+        for flags in ((), FP16):
+            argv = gpt_args("--train-iters", "3", *flags, *size_flags((2, 2, 4)))
+            steps.append(len(run_pretrain(argv).steps))
+    return steps
+
+
+def test_a_rank_that_owns_no_element_still_steps_clips_and_unscales_with_the_others():
+    assert on_ranks(run_with_nothing_on_the_last_rank, 4) == [[3, 3]] * 4
+
+
+def run_with_a_bad_gradient() -> None:
+    from megatron_asynchzp.zero.unit import HZPUnit
+
+    accumulate = HZPUnit.accumulate_grad
+
+    def poisoned(self: HZPUnit, index: int) -> None:
+        if dist.get_rank() == 1 and index == 0:
+            self.params[index].grad.view(-1)[0] = float("nan")
+        accumulate(self, index)
+
+    with mock.patch.object(HZPUnit, "accumulate_grad", poisoned):
+        argv = gpt_args("--train-iters", "2", "--rerun-mode", "disabled")
+        run_pretrain([*argv, *size_flags((4, 4, 4))])
+
+
+@pytest.mark.skipif(is_torchrun(), reason="the fault would end the ranks that pytest runs on")
+def test_a_gradient_that_is_not_a_number_stops_the_run_before_it_reaches_the_weights():
+    with pytest.raises(RankFailure, match="found NaN in the gradient shard of unit"):
+        run_ranks(run_with_a_bad_gradient, 4)
