@@ -21,32 +21,8 @@ MODELS = {
 }
 
 
-def ddp_losses(micro_batches: int, **kwargs) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model = build_toy(**kwargs)
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        total = torch.zeros(())
-        for index in range(micro_batches):
-            loss = toy_loss(ddp, toy_batch(step, index, dist.get_rank())) / micro_batches
-            loss.backward()
-            total += loss.detach()
-        optimizer.step()
-        dist.all_reduce(total)
-        losses.append(total.item() / dist.get_world_size())
-    return losses, {name: param.detach() for name, param in model.named_parameters()}
-
-
-def fsdp2_losses(micro_batches: int) -> list[float]:
-    from torch.distributed.fsdp import fully_shard
-
-    model = build_toy()
-    mesh = torch.distributed.init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+def train(model: torch.nn.Module, micro_batches: int) -> list[float]:
+    """Losses of a plain AdamW loop; `model` averages gradients over ranks by itself."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     losses = []
     for step in range(STEPS):
@@ -60,6 +36,22 @@ def fsdp2_losses(micro_batches: int) -> list[float]:
         dist.all_reduce(total)
         losses.append(total.item() / dist.get_world_size())
     return losses
+
+
+def ddp_losses(micro_batches: int, **kwargs) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = build_toy(**kwargs)
+    losses = train(DistributedDataParallel(model), micro_batches)
+    return losses, {name: param.detach() for name, param in model.named_parameters()}
+
+
+def fsdp2_losses(micro_batches: int) -> list[float]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = build_toy()
+    mesh = torch.distributed.init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return train(fully_shard(model, mesh=mesh), micro_batches)
 
 
 def compare_with_ddp(sizes_list: list[tuple[int, int, int]]) -> dict[str, float]:
