@@ -32,7 +32,7 @@ SELECTIVE_RECOMPUTE = ("--recompute-granularity", "selective")
 FP32 = Variant("fp32")
 ACCUMULATED = Variant("fp32, 3 micro-batches", samples_per_rank=3)
 BF16_ACCUMULATED = Variant("bf16, 3 micro-batches", BF16, 3, tolerance=HALF_TOLERANCE)
-FP16 = Variant("fp16 with overflow", FP16_OVERFLOW, tolerance=HALF_TOLERANCE)
+FP16 = Variant("fp16 with overflow", FP16_OVERFLOW, tolerance=HALF_TOLERANCE, overflows=True)
 ONE_RANK_MODELS = [
     FP32,
     ACCUMULATED,

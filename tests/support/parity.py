@@ -24,7 +24,8 @@ class Variant:
     """One configuration of Megatron that both sides run.
 
     samples_per_rank: global batch over data-parallel ranks, which is the number of micro-batches;
-    model_ranks: tensor x pipeline parallel ranks of one model.
+    model_ranks: tensor x pipeline parallel ranks of one model; overflows: the run must skip some
+    steps, not all.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Variant:
     samples_per_rank: int = 1
     model_ranks: int = 1
     tolerance: float = FP32_TOLERANCE
+    overflows: bool = False
 
     def argv(self, iterations: int) -> list[str]:
         batch = self.samples_per_rank * dist.get_world_size() // self.model_ranks
@@ -95,6 +97,8 @@ def compare_records(
         mine, theirs = ([getattr(s, what) for s in r.steps] for r in (ours, stock))
         if mine != theirs:
             result.faults.append(f"{what}: {mine} against {theirs}")
+    if variant.overflows and {step.is_skipped for step in stock.steps} != {True, False}:
+        result.faults.append("the stock run skipped no step or all: no overflow was tested")
     # A sum that cancels to zero in one order of additions need not in another: a few may differ,
     # and more where gradients are rounded to 16 bits first.
     zeros = [[step.num_zeros or 0 for step in run.steps] for run in (ours, stock)]
