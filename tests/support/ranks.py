@@ -46,7 +46,10 @@ def _rank_main(
 
     torch.set_num_threads(1)  # several ranks share two cores
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=90))
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=90)
+        )
         result = fn(*args)
         dist.barrier()
         out.send((True, result))
@@ -71,7 +74,11 @@ def run_ranks(
     Raises RankFailure when a rank raises, dies or exceeds `timeout_s` seconds; all ranks are
     killed then.
     """
-    port = free_port()
+    import torch.distributed as dist
+
+    # This process serves the store: a port that was only found free could be taken meanwhile.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
     pipes, processes = [], []
     for rank in range(world_size):
         receiver, sender = _CONTEXT.Pipe(duplex=False)
