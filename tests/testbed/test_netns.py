@@ -1,0 +1,75 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The network-namespace launcher: its options, and one real run where the kernel allows it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.testbed import netns
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import os, torch, torch.distributed as dist
+from scripts.testbed import fabric
+fabric.register()
+dist.init_process_group("fabric")
+tensor = torch.ones(1 << 18)
+dist.all_reduce(tensor)
+print("sum", tensor[0].item(), os.environ["LOCAL_RANK"], flush=True)
+dist.barrier()
+os._exit(int(os.environ["RANK"] == os.environ.get("FAILING_RANK")))
+"""
+
+
+@pytest.mark.parametrize(
+    "argv, told",
+    [
+        ([], "no command: put it after --"),
+        (["--nodes", "0", "--", "true"], "--nodes: 0 is not a number of 1 or more"),
+        (["--nodes", "300", "--", "true"], "--nodes 300: at the most 250"),
+        (["--inter", "fast", "--", "true"], "--inter: fast is not a rate such as 500mbit"),
+        (["--intra", "4Gbps", "--", "true"], "--intra: 4Gbps is not a rate such as"),
+    ],
+)
+def test_a_wrong_option_is_one_clear_line(argv, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        netns.parse_args(argv)
+    assert ended.value.code == 2
+    usage, message = capsys.readouterr().err.strip().split("\n")
+    assert usage.startswith("usage: ") and told in message
+
+
+def test_what_follows_the_dashes_belongs_to_the_command():
+    args = netns.parse_args(["--nodes", "3", "--", "program", "--nodes", "7", "--", "x"])
+    assert (args.nodes, args.command) == (3, ["program", "--nodes", "7", "--", "x"])
+
+
+def launch(tmp_path: Path, *options: str, program: str = PROGRAM) -> subprocess.CompletedProcess:
+    if (reason := netns.unavailable()) is not None:
+        pytest.skip(reason)
+    path_line = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+    (tmp_path / "program.py").write_text(path_line + program)
+    command = ["-m", "scripts.testbed.netns", *options, "--", sys.executable, "program.py"]
+    command[-1] = str(tmp_path / "program.py")
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.slow
+def test_ranks_in_namespaces_meet_over_shaped_links(tmp_path):
+    told = launch(tmp_path, "--nodes", "2", "--ranks", "2", "--inter", "500mbit")
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.split() == ["sum", "4.0", "0"]
+
+
+@pytest.mark.slow
+def test_a_failing_rank_or_a_time_limit_ends_the_run_with_a_status(tmp_path):
+    failing = PROGRAM.replace('os.environ.get("FAILING_RANK")', '"1"')
+    told = launch(tmp_path, "--nodes", "2", "--ranks", "1", program=failing)
+    assert told.returncode == 1 and "rank 1 ended with status 1" in told.stderr
+    told = launch(tmp_path, "--timeout", "1", program="import time; time.sleep(60)")
+    assert told.returncode == 124 and "not finished after 1 s" in told.stderr
