@@ -17,6 +17,11 @@ its flags:
   --asynchzp-param-shard-size RANKS   ranks per copy of the parameters (default: ranks of a node)
   --asynchzp-grad-shard-size RANKS    ranks per copy of the gradients (default: ranks of a node)
   --asynchzp-optim-shard-size RANKS   ranks per copy of the optimizer state (default: all)
+  --asynchzp-schedule {inline,main-thread,threaded}
+                                      who drives the collectives (default: threaded)
+  --asynchzp-prefetch-depth UNITS     units gathered ahead of the one that computes (default: 1)
+  --no-asynchzp-check-order           do not compare the ranks' order of collectives every step
+  --asynchzp-trace FILE               write a Chrome trace of one step
   --asynchzp-device {auto,cpu}        auto: CPU with gloo where there is no accelerator
 """
 
@@ -40,7 +45,7 @@ def main(argv: list[str]) -> None:
 
 
 def run_script(script: Path, arguments: list[str]) -> None:
-    """Patch Megatron, then run `script` as __main__; exits with one line on an error of ours."""
+    """Patch Megatron, then run `script` as __main__; ends with one line on an error of ours."""
     # The script's folder comes first, so that a Megatron checkout is what gets patched.
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [str(script), *arguments]
@@ -52,6 +57,9 @@ def run_script(script: Path, arguments: list[str]) -> None:
     except startup.OWN_ERRORS as error:
         startup.report(error)
         sys.exit(_EXIT_USAGE)
+    except (Exception, KeyboardInterrupt) as error:
+        startup.end_training(error)
+        raise
 
 
 if __name__ == "__main__":

@@ -6,13 +6,11 @@ import os
 import re
 import subprocess
 import sys
-import traceback
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from tests.support import ranks
+from tests.support.launches import Ended, launch
 
 _ROOT = Path(__file__).parents[1]
 _OWN_SCRIPT = _ROOT / "scripts" / "train" / "pretrain_gpt.py"
@@ -32,62 +30,6 @@ _HYBRID = (
     _TOY.replace("--num-layers 2", "--hybrid-layer-pattern *-*-")
     + " --spec megatron_asynchzp.mcore.local_hybrid local_hybrid_stack_spec"
 )
-
-
-class Ended(NamedTuple):
-    """How one rank ended: its exit status and all that it printed."""
-
-    status: int
-    text: str
-
-    @property
-    def own_lines(self) -> list[str]:
-        return [line for line in self.text.splitlines() if line.startswith("megatron_asynchzp: ")]
-
-
-def _run_main(argv: list[str], env: dict[str, str], log: str) -> None:
-    """In a process forked from one that has imported Megatron: `python -m` without its imports."""
-    with open(log, "wb", buffering=0) as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
-    os.environ.update(env)
-    import torch
-
-    from megatron_asynchzp import launch
-
-    torch.set_num_threads(1)  # several ranks share two cores
-    status = 0
-    try:
-        launch.main(argv)
-    except SystemExit as ended:
-        status = ended.code or 0
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def _launch(tmp_path: Path, script: Path, line: str, world_size: int = 1) -> list[Ended]:
-    """Run `script` through the launcher on `world_size` ranks, as torchrun would start them."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}
-    shared |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    shared |= {"GLOO_SOCKET_IFNAME": "lo"}
-    processes, logs = [], []
-    for rank in range(world_size):
-        logs.append(tmp_path / f"rank{rank}.log")
-        env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        argv = [str(script), *line.split()]
-        processes.append(ranks._CONTEXT.Process(target=_run_main, args=(argv, env, str(logs[-1]))))
-        processes[-1].start()
-    for process in processes:
-        process.join(timeout=240)
-        process.kill()
-        process.join()
-    return [Ended(p.exitcode, log.read_text()) for p, log in zip(processes, logs)]
 
 
 def _losses(ended: list[Ended]) -> list[tuple[str, str]]:
@@ -143,7 +85,7 @@ def test_a_script_that_is_not_there_is_named_with_status_2():
     ],
 )
 def test_bad_input_ends_before_training_in_one_line_with_status_2(tmp_path, line, told):
-    (ended,) = _launch(tmp_path, _LEGACY_SCRIPT, f"{line} --asynchzp-device cpu")
+    (ended,) = launch(tmp_path, _LEGACY_SCRIPT, f"{line} --asynchzp-device cpu")
     assert ended.status == 2
     last = ended.own_lines[-1]
     assert last.startswith(f"megatron_asynchzp: {told}") and ended.text.endswith(last + "\n")
@@ -201,7 +143,7 @@ def test_all_ranks_fail_but_only_the_first_speaks(tmp_path):
 def test_an_error_of_the_script_keeps_its_traceback(tmp_path):
     script = tmp_path / "train.py"
     script.write_text('raise ValueError("not ours")\n')
-    (ended,) = _launch(tmp_path, script, "")
+    (ended,) = launch(tmp_path, script, "")
     assert ended.status == 1
     assert "Traceback" in ended.text and "ValueError: not ours" in ended.text
 
@@ -231,7 +173,7 @@ def test_the_script_runs_as_python_would_run_it(tmp_path):
     script.write_text(
         "import sys, neighbour\nprint(__name__, neighbour.WORD, sys.argv[1:], __file__)\n"
     )
-    (ended,) = _launch(tmp_path, script, "--flag value")
+    (ended,) = launch(tmp_path, script, "--flag value")
     assert ended.status == 0
     assert f"__main__ hello ['--flag', 'value'] {script}" in ended.text
 
@@ -260,8 +202,8 @@ _SHARDED = "--use-asynchzp --use-distributed-optimizer --overlap-grad-reduce"
 )
 def test_a_script_trains_with_use_asynchzp_as_it_does_without(tmp_path, script, line):
     device = "--asynchzp-device cpu"
-    stock = _launch(tmp_path, script, f"{line} {device}", world_size=2)
-    sharded = _launch(tmp_path, script, f"{line} {device} {_SHARDED}", world_size=2)
+    stock = launch(tmp_path, script, f"{line} {device}", world_size=2)
+    sharded = launch(tmp_path, script, f"{line} {device} {_SHARDED}", world_size=2)
     assert _losses(sharded) == _losses(stock)
     told = [text for text in sharded[0].own_lines if "use_distributed_optimizer = False" in text]
     assert len(told) == 1

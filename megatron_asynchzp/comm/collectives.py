@@ -4,7 +4,7 @@
 Must not know parameters or when it is called.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_asynchzp.sharding.topology import MeshAxis
 
 # torch 2.13 renamed the flat collectives; 2.11 and 2.12 have only the old names.
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -25,13 +25,17 @@ class AxisGroup:
     group: dist.ProcessGroup
 
 
-def all_gather_axes(shard: torch.Tensor, full: torch.Tensor, axes: Sequence[AxisGroup]) -> None:
+def all_gather_steps(
+    shard: torch.Tensor, full: torch.Tensor, axes: Sequence[AxisGroup]
+) -> Iterator[dist.Work]:
     """Gather `shard` over `axes` (innermost first, as the topology lists them) into `full`.
 
     shard: 1-D, n elements; full: 1-D, n x product of the axis sizes, same dtype. The outermost
     axis is gathered first: over the slowest link travels the least, and every intermediate
     result is a contiguous part of `full`, so no memory is needed beside it. `shard` may already
     lie at its place in `full`.
+
+    Yields the handle of each collective as it is issued; the next one needs it to be complete.
     """
     if not axes:
         if full.data_ptr() != shard.data_ptr():
@@ -40,25 +44,40 @@ def all_gather_axes(shard: torch.Tensor, full: torch.Tensor, axes: Sequence[Axis
     inner, outer = axes[0], axes[1:]
     length = full.numel() // inner.axis.size
     own = full[inner.axis.coordinate * length :][:length]
-    all_gather_axes(shard, own, outer)
-    _all_gather_flat(full, own, group=inner.group)
+    yield from all_gather_steps(shard, own, outer)
+    yield all_gather_flat(full, own, group=inner.group, async_op=True)
 
 
-def reduce_scatter_axes(full: torch.Tensor, axes: Sequence[AxisGroup]) -> torch.Tensor:
-    """Sum `full` over `axes` and return this rank's shard of the sum.
+def reduce_scatter_steps(
+    full: torch.Tensor, axes: Sequence[AxisGroup], shards: Sequence[torch.Tensor]
+) -> Iterator[dist.Work]:
+    """Sum `full` over `axes`; the last of `shards` becomes this rank's shard of the sum.
 
-    full: 1-D, n x product of the axis sizes; the result is 1-D with n elements, in new memory
-    (`full` itself where there is no axis). The innermost axis is reduced first: the slowest link
-    carries the least.
+    full: 1-D; shards: one 1-D tensor per axis, each smaller than the one before by the size of
+    its axis. The innermost axis is reduced first: the slowest link carries the least. Yields as
+    all_gather_steps does.
     """
-    for axis_group in axes:
-        shard = full.new_empty(full.numel() // axis_group.axis.size)
-        _reduce_scatter_flat(shard, full, group=axis_group.group)
+    for axis_group, shard in zip(axes, shards, strict=True):
+        yield _reduce_scatter_flat(shard, full, group=axis_group.group, async_op=True)
         full = shard
-    return full
 
 
-def all_reduce_axes(shard: torch.Tensor, axes: Sequence[AxisGroup]) -> None:
-    """Sum `shard` in place over `axes`."""
+def new_shards(full: torch.Tensor, axes: Sequence[AxisGroup]) -> list[torch.Tensor]:
+    """Memory for the results of reduce_scatter_steps."""
+    shards, numel = [], full.numel()
     for axis_group in axes:
-        dist.all_reduce(shard, group=axis_group.group)
+        numel //= axis_group.axis.size
+        shards.append(full.new_empty(numel))
+    return shards
+
+
+def run_steps(steps: Iterator[dist.Work]) -> None:
+    """Issue and await every collective of `steps`, one after the other."""
+    for work in steps:
+        work.wait()
+
+
+def all_reduce_steps(shard: torch.Tensor, axes: Sequence[AxisGroup]) -> Iterator[dist.Work]:
+    """Sum `shard` in place over `axes`. Yields as all_gather_steps does."""
+    for axis_group in axes:
+        yield dist.all_reduce(shard, group=axis_group.group, async_op=True)

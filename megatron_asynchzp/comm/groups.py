@@ -29,6 +29,24 @@ class ShardGroups:
     replica_sync: tuple[AxisGroup, ...]
     param_sync: tuple[AxisGroup, ...]
 
+    @property
+    def all_reduce_axes(self) -> tuple[AxisGroup, ...]:
+        """All axes, with the communicators for reducing: together they span the sharding group."""
+        return (*self.grad_reduce, *self.grad_sync, *self.replica_sync)
+
+    @property
+    def all_groups(self) -> set[dist.ProcessGroup]:
+        """Every communicator."""
+        axes = (*self.unshard, *self.param_sync, *self.all_reduce_axes)
+        return {axis.group for axis in axes}
+
+    def ranks_along(self, axes: Sequence[AxisGroup]) -> tuple[int, ...]:
+        """Global ranks, sorted, that an operation over `axes` connects with this one."""
+        ranks: set[int] = set()
+        for axis in axes:
+            ranks.update(dist.get_process_group_ranks(axis.group))
+        return tuple(sorted(ranks))
+
     @classmethod
     def create(
         cls,

@@ -11,10 +11,15 @@ from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
 
+from megatron_asynchzp.mcore.communication import TraceRequest
 from megatron_asynchzp.mcore.unsupported import ConfigurationError, refuse_unsupported
 from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes
+from megatron_asynchzp.zero.scheduler import SCHEDULES, ScheduleConfig
 
 _STATES = ("param", "grad", "optim")
+
+# Late enough for the order of units to be known and for allocations to be over.
+_TRACED_STEP = 10
 
 
 def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -34,6 +39,32 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
             help=f"Ranks (data x context parallel) that share one copy of the {state} state; "
             f"param and grad must nest, optim must be a multiple of both. Default: {default}.",
         )
+    group.add_argument(
+        "--asynchzp-schedule",
+        choices=SCHEDULES,
+        default="threaded",
+        help="Who drives the collectives: threads (threaded), the main thread ahead of time "
+        "(main-thread), or the main thread on the spot (inline).",
+    )
+    group.add_argument(
+        "--asynchzp-prefetch-depth",
+        type=int,
+        default=1,
+        metavar="UNITS",
+        help="Units whose parameters are gathered ahead of the one that computes. Default: 1.",
+    )
+    group.add_argument(
+        "--no-asynchzp-check-order",
+        action="store_false",
+        dest="asynchzp_check_order",
+        help="Do not compare, once per step, which collectives the ranks issued in which order.",
+    )
+    group.add_argument(
+        "--asynchzp-trace",
+        metavar="FILE",
+        default=None,
+        help="Write a Chrome trace of one step of rank 0: the tenth, or the last but one.",
+    )
     add_device_argument(group)
     return parser
 
@@ -46,6 +77,36 @@ def add_device_argument(parser) -> None:
         default="auto",
         help="auto: the accelerator, or the CPU platform where there is none; cpu: always CPU.",
     )
+
+
+def resolve_schedule(args: Namespace) -> ScheduleConfig:
+    """The schedule that the flags ask for; raises ConfigurationError for one that cannot be."""
+    try:
+        return ScheduleConfig(
+            args.asynchzp_schedule,
+            args.asynchzp_prefetch_depth,
+            time_limit_s=60.0 * args.distributed_timeout_minutes,
+            checks_order=args.asynchzp_check_order,
+        )
+    except ValueError as error:
+        raise ConfigurationError(
+            f"--asynchzp-prefetch-depth {args.asynchzp_prefetch_depth}: {error}"
+        ) from error
+
+
+def resolve_trace(args: Namespace) -> TraceRequest | None:
+    """What --asynchzp-trace asks of this rank; raises ConfigurationError for a place that is not
+    there, now rather than when the step has run."""
+    if args.asynchzp_trace is None or args.rank != 0:
+        return None
+    path = Path(args.asynchzp_trace)
+    if not path.parent.is_dir() or path.is_dir():
+        raise ConfigurationError(
+            f"--asynchzp-trace {path}: no such folder; name a file in a folder that exists"
+        )
+    # Not the last: what comes after it, and ends the trace, may be an evaluation.
+    num_steps = args.train_iters or _TRACED_STEP + 1
+    return TraceRequest(path, max(1, min(_TRACED_STEP, num_steps - 1)))
 
 
 def refuse_yaml(argv: list[str]) -> None:
@@ -306,6 +367,8 @@ def prepare_args(args: Namespace) -> list[str]:
     """
     refuse_unsupported(args)
     refuse_sizes(args)
+    resolve_schedule(args)
+    resolve_trace(args)
     sizes = resolve_shard_sizes(args, sharding_group_size(args), sharding_ranks_per_node(args))
     refuse_missing_data(args)
     for state in _STATES:

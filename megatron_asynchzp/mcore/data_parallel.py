@@ -4,8 +4,8 @@
 finalize_model_grads ask of a model chunk. Must not know layouts or collectives.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +19,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.device import device_of
+from megatron_asynchzp.mcore.communication import Communication, TraceRequest
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.zero.runtime import HZPRuntime
+from megatron_asynchzp.zero.scheduler import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -55,7 +58,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     recognise it without a patch; nothing of its buffers is built.
 
     config, ddp_config, module, pg_collection: as for DistributedDataParallel.
-    groups: see create_shard_groups; shared by all chunks of a rank.
+    groups: see create_shard_groups; they and `communication` are shared by all chunks of a rank.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         module: torch.nn.Module,
         pg_collection: ProcessGroupCollection,
         groups: dict[str, ShardGroups],
+        communication: Communication,
     ):
         _BaseDataParallel.__init__(self, config=config, module=module)
         self.ddp_config = ddp_config
@@ -78,7 +82,15 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         self.expert_parallel_bucket_groups: list = []
         self.force_all_reduce = False
         self.groups = groups
-        self.runtime = HZPRuntime(module, plan_megatron_units(module), groups)
+        # Megatron averages over data x context parallel ranks, experts included, unless the loss
+        # is normalised per token, which finalize_model_grads does itself.
+        grad_scale = 1.0 if config.calculate_per_token_loss else 1.0 / self.dp_cp_group.size()
+        self.communication = communication
+        self.runtime = HZPRuntime(
+            module, plan_megatron_units(module), groups,
+            communication.schedule, communication.driver, grad_scale,
+        )  # fmt: skip
+        communication.runtimes.append(self.runtime)
         self._provide_main_grads()
 
     def _provide_main_grads(self) -> None:
@@ -92,14 +104,6 @@ class AsyncHZPDataParallel(DistributedDataParallel):
                     param.main_grad = fragment
 
     @property
-    def gradient_scale(self) -> float:
-        """Megatron averages over data x context parallel ranks, experts included, unless the
-        loss is normalised per token, which finalize_model_grads does itself."""
-        if self.config.calculate_per_token_loss:
-            return 1.0
-        return 1.0 / self.dp_cp_group.size()
-
-    @property
     def units(self) -> list[HZPUnit]:
         return self.runtime.units
 
@@ -109,30 +113,32 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
     # ---- the contract
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Every micro-batch is reduced into the gradient shard: there is nothing to hold back."""
-        yield
+    def no_sync(self) -> AbstractContextManager:
+        """Around all micro-batches but the last, which is reduced over the whole sharding group."""
+        return self.runtime.no_sync()
 
     def zero_grad_buffer(self) -> None:
         self.runtime.zero_grads()
+        if self.runtime is self.communication.runtimes[0]:
+            self.communication.begin_step(self.runtime.scheduler.step)
 
     def start_grad_sync(self, *unused: Any, **kwargs: Any) -> None:
-        """Nothing to start early in the synchronous form."""
+        """Gradients have left already, micro-batch by micro-batch."""
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Complete the gradients over the whole sharding group, on each rank's O shard."""
+        self.runtime.sync_grads()
         if self.ddp_config.check_for_nan_in_grad:
             self._check_grads()
-        self.runtime.sync_grads(self.gradient_scale)
 
     def _check_grads(self) -> None:
-        """Stop on a gradient that is not finite, as stock DDP does before it reduces."""
+        """Stop on a gradient that is not finite. Stock DDP looks before it reduces; here the
+        reduction runs within backward, and what one rank spoils reaches the shard's owner."""
         rerun_state_machine = get_rerun_state_machine()
         for unit in self.runtime.units:
             if not unit.is_trained:
                 continue
-            norm = unit.main_grad.storage.norm(p=2)
+            norm = unit.main_grad.view(unit.optim_range).norm(p=2)
             for is_bad, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
                 rerun_state_machine.validate_result(
                     result=norm,
@@ -151,7 +157,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         """Nothing to do: wrap_model_chunks broadcasts before it shards."""
 
     def start_param_sync(self, *unused: Any, **kwargs: Any) -> None:
-        """The optimizer gathers the parameter shards itself."""
+        """The optimizer starts it itself."""
 
     def free_overlap_buffers(self) -> None:
         """There are none."""
@@ -196,6 +202,8 @@ def wrap_model_chunks(
     sizes: ShardSizes,
     data_parallel_random_init: bool = False,
     timeout: timedelta | None = None,
+    schedule: ScheduleConfig = ScheduleConfig(),
+    trace: TraceRequest | None = None,
 ) -> list[AsyncHZPDataParallel]:
     """Shard and wrap the model chunks of this rank. Collective over the world.
 
@@ -206,10 +214,17 @@ def wrap_model_chunks(
         any(sharding_group_key(p) == "expert" for chunk in model_chunks for p in chunk.parameters())
     )
     groups = create_shard_groups(sizes, pg_collection, has_experts, timeout)
+    device = device_of(next(model_chunks[0].parameters()))
+    communication = Communication(schedule, device, trace)
     wrapped = []
     for chunk in model_chunks:
         if data_parallel_random_init:
             _broadcast_from_first_rank(chunk, pg_collection)
         config = get_model_config(chunk)
-        wrapped.append(AsyncHZPDataParallel(config, ddp_config, chunk, pg_collection, groups))
+        wrapped.append(
+            AsyncHZPDataParallel(config, ddp_config, chunk, pg_collection, groups, communication)
+        )
+    # Megatron sets this for --overlap-grad-reduce, which is switched off: it overlaps anyway.
+    no_syncs = [chunk.no_sync for chunk in wrapped]
+    config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
     return wrapped

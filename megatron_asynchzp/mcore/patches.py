@@ -105,7 +105,12 @@ def _apply_platform_defaults(args: Namespace) -> list[str]:
 
 
 def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collection: Any) -> list:
-    from megatron_asynchzp.mcore.arguments import resolve_shard_sizes, sharding_ranks_per_node
+    from megatron_asynchzp.mcore.arguments import (
+        resolve_schedule,
+        resolve_shard_sizes,
+        resolve_trace,
+        sharding_ranks_per_node,
+    )
     from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
 
     if pg_collection is None:
@@ -120,6 +125,8 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
         resolve_shard_sizes(args, group_size, sharding_ranks_per_node(args)),
         data_parallel_random_init=args.data_parallel_random_init,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        schedule=resolve_schedule(args),
+        trace=resolve_trace(args),
     )
     if args.rank == 0:
         from megatron_asynchzp.mcore.start_table import format_start_table
@@ -170,6 +177,31 @@ def _make_get_optimizer(original: Callable) -> Callable:
         return get_asynchzp_optimizer(config, model_chunks, config_overrides, pg_collection)
 
     return get_megatron_optimizer
+
+
+# What Megatron's line about an iteration has, and nothing else it prints on the last rank.
+_ITERATION_LINE = "elapsed time per iteration (ms):"
+
+
+def _make_print_rank_last(original: Callable) -> Callable:
+    def print_rank_last(message):
+        from megatron_asynchzp.mcore.communication import Communication
+
+        if _ITERATION_LINE in str(message) and (communication := Communication.current()):
+            message += communication.take_log_text()
+        return original(message)
+
+    return print_rank_last
+
+
+def _make_destroy_process_group(original: Callable) -> Callable:
+    def destroy_process_group(group=None):
+        from megatron_asynchzp.mcore.communication import Communication
+
+        Communication.close_all(group)
+        return original(group)
+
+    return destroy_process_group
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -238,6 +270,22 @@ PATCHES: tuple[Patch, ...] = (
         _make_get_optimizer,
         "setup_model_and_optimizer builds the optimizer here",
         "the wrapper may supply its own optimizer",
+    ),
+    Patch(
+        "megatron.training.utils",
+        "print_rank_last",
+        ("message",),
+        _make_print_rank_last,
+        "the log line of an iteration gets the communication that computation waited for",
+        "training_log takes further entries",
+    ),
+    Patch(
+        "torch.distributed.distributed_c10d",
+        "destroy_process_group",
+        ("group",),
+        _make_destroy_process_group,
+        "no collective of ours may be on its way, and no thread alive, when its group goes",
+        "torch tells of the end of a process group",
     ),
 )
 

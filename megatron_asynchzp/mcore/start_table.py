@@ -5,6 +5,7 @@ Must not change anything.
 """
 
 import io
+from collections import Counter
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -87,7 +88,10 @@ def _groups_table(groups: dict[str, ShardGroups], ranks_per_node: int) -> Table:
 
 
 def _states_table(
-    units: Sequence[HZPUnit], groups: dict[str, ShardGroups], optimizer: str
+    units: Sequence[HZPUnit],
+    groups: dict[str, ShardGroups],
+    optimizer: str,
+    rings: dict[str, int],
 ) -> Table:
     formula = state_nbytes_by_formula(units, optimizer)
     allocated = state_nbytes_allocated(units, optimizer)
@@ -105,6 +109,8 @@ def _states_table(
         )
     total = [_format_nbytes(sum(of.values())) for of in (formula, allocated)]
     table.add_row("all", "", *total, style="bold")
+    for kind, nbytes in rings.items():
+        table.add_row(f"{kind} (beside the states)", "", "", _format_nbytes(nbytes))
     return table
 
 
@@ -135,6 +141,9 @@ def format_start_table(
     groups = {key: group for key, group in chunks[0].groups.items() if key in used}
     console = Console(file=io.StringIO(), width=118)
     console.print(_groups_table(groups, ranks_per_node))
-    console.print(_states_table(units, groups, optimizer))
+    rings: Counter[str] = Counter()
+    for chunk in chunks:
+        rings.update(chunk.runtime.scheduler.ring_nbytes())
+    console.print(_states_table(units, groups, optimizer, rings))
     console.print(_units_table(units))
     return console.file.getvalue()

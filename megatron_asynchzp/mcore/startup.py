@@ -7,6 +7,7 @@ are applied, and our own errors are reported in one line. Must not know which sc
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 import textwrap
 import time
@@ -15,13 +16,20 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import TracebackType
 
+from megatron_asynchzp.comm.order import OrderMismatch
+from megatron_asynchzp.comm.worker import CollectiveFailure
 from megatron_asynchzp.mcore.arguments import add_device_argument
+from megatron_asynchzp.mcore.communication import Communication
+from megatron_asynchzp.mcore.last_line import EXIT_FAILURE, EXIT_INTERRUPTED, LastLine, leave
 from megatron_asynchzp.mcore.patches import IncompatibleMegatron, apply_patches, check_version
 from megatron_asynchzp.mcore.unsupported import ConfigurationError
 from megatron_asynchzp.sharding.topology import ShardSizeError
 
 # Errors whose message is a line for the user; anything else keeps its traceback.
 OWN_ERRORS = (ConfigurationError, IncompatibleMegatron, ShardSizeError)
+
+# Ends of training that need no traceback.
+_LAST_WORDS = (CollectiveFailure, OrderMismatch, KeyboardInterrupt)
 
 # How long the other ranks of a node leave the word to its first one. torchrun ends them as soon
 # as that one has failed; a rank that fails alone speaks after this time.
@@ -98,8 +106,45 @@ def report(error: BaseException) -> None:
     print(f"megatron_asynchzp: {error}", file=sys.stderr, flush=True)
 
 
+def end_training(error: Exception | KeyboardInterrupt) -> None:
+    """End this process, with one line, for an error that nobody caught while ranks train.
+
+    Each rank speaks, for each sees another part of what happened. Errors that are none of ours
+    keep their traceback, and the line comes after it. Returns where nothing was being trained,
+    for Python to go on as usual.
+    """
+    communication = Communication.current()
+    if communication is None and not isinstance(error, _LAST_WORDS):
+        return
+    # Around an excepthook torch.distributed collects stderr, and this process will not come back.
+    sys.stderr = sys.__stderr__ or sys.stderr
+    if isinstance(error, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends it again
+        if communication is None:
+            LastLine().say("interrupted")
+            sys.exit(EXIT_INTERRUPTED)
+        text, status = "interrupted", EXIT_INTERRUPTED
+    elif isinstance(error, _LAST_WORDS):
+        text, status = str(error), EXIT_FAILURE
+    else:
+        sys.__excepthook__(type(error), error, error.__traceback__)
+        text, status = _describe_foreign(error, communication), EXIT_FAILURE
+    last_line = communication.last_line if communication is not None else LastLine()
+    last_line.say(text)
+    leave(status)
+
+
+def _describe_foreign(error: Exception, communication: Communication) -> str:
+    try:
+        communication.driver.raise_failure()
+    except _LAST_WORDS as failure:
+        return str(failure)  # a thread saw it, and what the main thread met followed from it
+    return f"{type(error).__name__} {communication.describe_position()}"
+
+
 def report_own_errors() -> None:
-    """Make an uncaught one of OWN_ERRORS print its line in place of a traceback (exit status 1).
+    """Make uncaught errors of ours print one line in place of a traceback (exit status 1; 130 for
+    an interrupt).
 
     For scripts that import the adaptor; the launcher catches these errors itself.
     """
@@ -109,6 +154,7 @@ def report_own_errors() -> None:
         if isinstance(error, OWN_ERRORS):
             report(error)
         else:
+            end_training(error)
             previous(kind, error, trace)
 
     sys.excepthook = excepthook

@@ -307,6 +307,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "the engine's process groups do not survive a restart within the process",
         "restart the job with torchrun --max-restarts",
     ),
+    Refusal(
+        "--exit-signal-handler-for-training",
+        _is_given("exit_signal_handler_for_training"),
+        "it destroys process groups in the middle of a step, while the engine uses them",
+        "drop the flag: Ctrl-C ends a run in one line without it",
+    ),
 )
 
 

@@ -46,9 +46,19 @@ class _AfterBackward(torch.autograd.Function):
 
 
 def _attach_after_backward(events: UnitEvents, units: list[HZPUnit], args: tuple, kwargs: dict):
-    """Pass the tensors among the inputs that carry a gradient through _AfterBackward."""
+    """Pass the tensors among the inputs that carry a gradient through _AfterBackward.
+
+    A parameter among them (a tied weight) is left alone: what comes out would be a view of it
+    that the caller's frame keeps for longer than the unit is gathered.
+    """
     leaves, spec = tree_flatten((args, kwargs))
-    where = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
+    where = [
+        index
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor)
+        and leaf.requires_grad
+        and not isinstance(leaf, nn.Parameter)
+    ]
     if not where:
         return args, kwargs
     passed = _AfterBackward.apply(events, units, *(leaves[i] for i in where))

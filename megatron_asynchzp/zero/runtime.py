@@ -6,16 +6,22 @@ Must not know Megatron.
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.comm.timeline import COMPUTE, Timeline
+from megatron_asynchzp.comm.worker import Driver, OnFailure, new_driver
+from megatron_asynchzp.device import Device, device_of
 from megatron_asynchzp.zero.hooks import attach_grad_hooks, attach_unit_hooks
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.saved_views import SavedViews
+from megatron_asynchzp.zero.scheduler import ScheduleConfig, UnitScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -27,32 +33,48 @@ class _MicroBatch:
     forward_depth: Counter[HZPUnit] = field(default_factory=Counter)
     forward_calls: Counter[HZPUnit] = field(default_factory=Counter)
     started_backward: set[HZPUnit] = field(default_factory=set)
-    reduced: set[HZPUnit] = field(default_factory=set)
+    compute_marks: dict[tuple[str, HZPUnit], Any] = field(default_factory=dict)
+
+
+def start_driver(
+    schedule: ScheduleConfig,
+    device: Device,
+    on_failure: OnFailure | None = None,
+) -> Driver:
+    """The driver that a schedule asks for, with a timeline of its own."""
+    return new_driver(schedule.kind, Timeline(device), schedule.time_limit_s, on_failure)
 
 
 class HZPRuntime:
-    """The sharded engine around one module (a model chunk), synchronous form.
+    """The sharded engine around one module (a model chunk).
 
-        forward   unit:  unshard | compute | reshard
-        backward  unit:  unshard | compute | reshard, reduce gradients (G axes)
-        step      all:   sync_grads (G to O, replicas) | optimizer | sync_params (O to P)
+        forward    unit:  unshard | compute | reshard
+        backward   unit:  unshard | compute | reshard, reduce gradients (G axes)
+        last one   unit:  and then G to O and over the replicas
+        step       all:   sync_grads (wait) | optimizer | sync_params (O to P)
 
     Every rank of a sharding group runs the same units in the same order, hence issues the same
     collectives in the same order (law 3).
 
     root: the module whose call is one forward; plans: a partition of its parameters;
-    groups: communicators by group key of the plans.
+    groups: communicators by group key of the plans; driver: who runs the collectives, where
+    several runtimes of a rank share one; grad_scale: factor on the summed gradients.
     """
 
     def __init__(
-        self, root: nn.Module, plans: Sequence[UnitPlan], groups: dict[str, ShardGroups]
+        self,
+        root: nn.Module,
+        plans: Sequence[UnitPlan],
+        groups: dict[str, ShardGroups],
+        schedule: ScheduleConfig = ScheduleConfig(),
+        driver: Driver | None = None,
+        grad_scale: float = 1.0,
     ):
         self.units: list[HZPUnit] = []
         self.group_keys: dict[HZPUnit, str] = {}
         self._saved_views = SavedViews(on_missing=self._unshard)
         self._batch = _MicroBatch()
         self._reduce_last: set[HZPUnit] = set()
-        self._reduced_before: frozenset[HZPUnit] | None = None
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         units_of: dict[nn.Module, list[HZPUnit]] = {root: []}
         for plan in plans:
@@ -63,6 +85,10 @@ class HZPRuntime:
                 self._reduce_last.add(unit)
             for module in plan.modules:
                 units_of.setdefault(module, []).append(unit)
+        self._owns_driver = driver is None
+        if driver is None:
+            driver = start_driver(schedule, device_of(self.units[0].model_param.storage))
+        self.scheduler = UnitScheduler(self.units, schedule, driver, grad_scale)
         self._attach(root, units_of)
 
     def _attach(self, root: nn.Module, units_of: dict[nn.Module, list[HZPUnit]]) -> None:
@@ -84,6 +110,8 @@ class HZPRuntime:
         if not self._batch.in_backward:
             self._batch.forward_calls.clear()
             self._batch.forward_depth.clear()
+            if not torch.is_grad_enabled():
+                self.scheduler.begin_evaluation()
 
     def before_forward(self, units: list[HZPUnit]) -> None:
         # First what after_forward undoes, then what can fail.
@@ -95,9 +123,13 @@ class HZPRuntime:
                 if self._batch.forward_calls[unit] > 1:
                     self._reduce_last.add(unit)  # its gradient is complete with the first call's
             self._unshard(unit)
+        self._mark_compute("forward", units)
 
     def after_forward(self, units: list[HZPUnit]) -> None:
         self._saved_views.pop()
+        if self.scheduler.driver.has_failed():
+            return  # this hook runs for the failure too, and has nothing to add to it
+        self._note_compute("forward", units)
         for unit in units:
             self._batch.forward_depth[unit] -= 1
             # A recomputation in backward is followed by that unit's backward: keep it gathered.
@@ -111,80 +143,113 @@ class HZPRuntime:
         for unit in units:
             self._batch.started_backward.add(unit)
             self._unshard(unit)
+        self._mark_compute("backward", units)
 
     def after_backward(self, units: list[HZPUnit]) -> None:
+        self._note_compute("backward", units)
         for unit in units:
             self._reshard(unit)
             if unit not in self._reduce_last:
                 self._reduce(unit)
 
     def grad_ready(self, unit: HZPUnit, index: int) -> None:
-        unit.accumulate_grad(index)
+        self.scheduler.take_grad(unit, index)
 
     def _end_backward(self) -> None:
         """Autograd is done with this micro-batch: whatever is left is reduced in unit order."""
+        self._note_compute("backward", self.units)
         for unit in self.units:
-            if unit in self._batch.started_backward or unit.has_pending_grads:
+            if unit in self._batch.started_backward or self.scheduler.has_pending_grads(unit):
                 self._reduce(unit)
             self._reshard(unit)
-        self._check_same_units_as_before()
         self._batch.started_backward.clear()
-        self._batch.reduced.clear()
         self._batch.in_backward = False
 
-    def _check_same_units_as_before(self) -> None:
-        """Refuse a micro-batch that skipped a unit, or ran one that the first one skipped.
+    def _mark_compute(self, direction: str, units: list[HZPUnit]) -> None:
+        timeline = self.scheduler.driver.timeline
+        if timeline.is_capturing:
+            for unit in units:
+                self._batch.compute_marks.setdefault((direction, unit), timeline.device.mark())
 
-        If the other ranks did not do the same, their collectives would pair with those of other
-        units here: equal sizes, wrong numbers, no error.
-        """
-        if self._reduced_before is None:
-            self._reduced_before = frozenset(self._batch.reduced)
-        if different := self._reduced_before ^ self._batch.reduced:
-            names = ", ".join(sorted(unit.name for unit in different))
-            raise RuntimeError(
-                f"{names}: used in some micro-batches and not in others; the sharded engine needs "
-                "every rank to call the same units in every micro-batch"
-            )
+    def _note_compute(self, direction: str, units: list[HZPUnit]) -> None:
+        """Units whose computation of this direction has ended now, if somebody watches."""
+        timeline = self.scheduler.driver.timeline
+        for unit in units if self._batch.compute_marks else ():
+            start = self._batch.compute_marks.pop((direction, unit), None)
+            if start is not None:
+                timeline.add(COMPUTE, f"{direction} {unit.name}", start, timeline.device.mark())
 
     def _unshard(self, unit: HZPUnit) -> None:
-        unit.unshard()
+        self.scheduler.use(unit)
         self._saved_views.track(unit)
 
     def _reshard(self, unit: HZPUnit) -> None:
-        if unit.phase is unit.phase.UNSHARDED:
-            self._saved_views.forget(unit)
-        unit.reshard()
+        self.scheduler.release(unit)
 
     def _reduce(self, unit: HZPUnit) -> None:
-        unit.reduce_grads()
+        self.scheduler.reduce(unit)
         self._batch.started_backward.discard(unit)
-        self._batch.reduced.add(unit)
 
     # ---- one step
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around all micro-batches of a step but the last.
+
+        When it is left, the next micro-batch is the last one: each unit's gradients are then
+        reduced over the whole sharding group while backward goes on. A loop that never enters it
+        gets the same numbers; all of that reduction then happens in `sync_grads`.
+        """
+        self.scheduler.is_last_micro_batch = False
+        yield
+        self.scheduler.is_last_micro_batch = True
+
+    def update_in_backward(self, update: Callable[[HZPUnit], None]) -> None:
+        """Call `update(unit)` as soon as a unit's main_grad fragments are complete.
+
+        It is to apply the optimizer to the unit's main_param fragments, and runs on a background
+        thread while backward goes on; a third of the parameter shards is rebuilt there too. For
+        optimizers that need no norm over all gradients, and steps that are never taken back. Call
+        `sync_grads` and `sync_params` as without it.
+        """
+        self.scheduler.update = update
 
     def zero_grads(self) -> None:
         """Start a step, or start it again: forget all gradients and any unfinished backward."""
         self._batch = _MicroBatch()
+        self.scheduler.restart()
         for unit in self.units:
             unit.zero_grads()
-            self._reshard(unit)
 
-    def sync_grads(self, scale: float = 1.0) -> None:
+    def sync_grads(self) -> None:
         """After the last micro-batch: main_grad fragments become the sum over all ranks x scale."""
-        for unit in self.units:
-            unit.sync_grads(scale)
+        self.scheduler.sync_grads()
+        self.scheduler.check_order()
 
     def sync_params(self) -> None:
-        """After the optimizer: model_param shards become the new main_param."""
-        for unit in self.units:
-            unit.sync_params()
+        """After the optimizer: model_param shards become the new main_param, in the background."""
+        self.scheduler.sync_params()
+
+    def close(self) -> None:
+        """Finish what is in flight and end the threads, unless the driver was handed in.
+
+        Raises the failure that the communication ended with, without waiting for anything.
+        """
+        try:
+            self.scheduler.driver.raise_failure()
+            self.scheduler.settle()
+        finally:
+            if self._owns_driver:
+                self.scheduler.driver.close()
 
     def detach(self) -> None:
-        """Remove every hook; the parameters stay sharded."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Close and remove every hook; the parameters stay sharded."""
+        try:
+            self.close()
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
 
     def state_nbytes(self) -> dict[str, int]:
         """Bytes at rest on this rank, by state, over all units."""

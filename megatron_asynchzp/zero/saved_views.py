@@ -43,12 +43,6 @@ class SavedViews:
             pointer = unit.full_param_storage.untyped_storage().data_ptr()
             self._units_by_storage[pointer] = unit
 
-    def forget(self, unit: HZPUnit) -> None:
-        """Call before the gathered parameters of `unit` are dropped."""
-        if not unit.is_always_unsharded:
-            pointer = unit.full_param_storage.untyped_storage().data_ptr()
-            self._units_by_storage.pop(pointer, None)
-
     def push(self) -> None:
         """Let autograd save through this object until the matching `pop`."""
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)

@@ -5,14 +5,16 @@ persistent buffers of their states. Must not know hooks, threads or other units.
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
 from megatron_asynchzp.comm.collectives import (
-    all_gather_axes,
-    all_reduce_axes,
-    reduce_scatter_axes,
+    all_gather_steps,
+    all_reduce_steps,
+    new_shards,
+    reduce_scatter_steps,
+    run_steps,
 )
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.sharding.buffer import FlatBuffer
@@ -74,7 +76,6 @@ class HZPUnit:
         )
         self.phase = Phase.SHARDED
         self._full_param: FlatBuffer | None = None
-        self._full_grad: FlatBuffer | None = None
         self._allocate_and_shard()
 
     # ---- construction
@@ -134,19 +135,24 @@ class HZPUnit:
         self.phase = phase
 
     @torch.no_grad()
-    def unshard(self) -> None:
-        """Gather the full parameters over the P axes and point every parameter at them.
+    def gather_steps(self, full: torch.Tensor) -> Iterator:
+        """Gather the full parameters over the P axes into `full` (1-D, padded_numel)."""
+        yield from all_gather_steps(self.model_param.storage, full, self.groups.unshard)
 
-        Collective over the P group. No-op where they are gathered already.
-        """
+    @torch.no_grad()
+    def point_at(self, full: torch.Tensor) -> None:
+        """Make every parameter a view of `full`, which holds the gathered parameters."""
+        self._enter(Phase.UNSHARDED)
+        self._full_param = FlatBuffer(self.layout, Range(0, self.layout.padded_numel), full)
+        self._point_params_at(self._full_param.param_views())
+
+    def unshard(self) -> None:
+        """Gather into new memory, at once. Collective over the P group; no-op where gathered."""
         if self.phase is Phase.UNSHARDED:
             return
-        whole = Range(0, self.layout.padded_numel)
-        full = torch.empty(whole.numel, dtype=self.dtype, device=self.device)
-        all_gather_axes(self.model_param.storage, full, self.groups.unshard)
-        self._full_param = FlatBuffer(self.layout, whole, full)
-        self._point_params_at(self._full_param.param_views())
-        self._enter(Phase.UNSHARDED)
+        full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.device)
+        run_steps(self.gather_steps(full))
+        self.point_at(full)
 
     def reshard(self) -> None:
         """Drop the full parameters. No-op where they are dropped already or never sharded."""
@@ -170,63 +176,69 @@ class HZPUnit:
 
     # ---- gradients
 
+    @property
+    def reduces_in_place(self) -> bool:
+        """With a gradient shard size of 1 the shard is the whole: gradients go straight into it."""
+        return self.groups.topology.sizes.grad == 1
+
     @torch.no_grad()
-    def accumulate_grad(self, index: int) -> None:
-        """Add the gradient of parameter `index` in fp32 to this micro-batch's, and free it."""
+    def take_grad(self, index: int, full: torch.Tensor, adds: bool) -> bool:
+        """Move the gradient of parameter `index` to its place in `full` (1-D fp32, padded_numel).
+
+        adds: whether to add to what is there. Returns whether there was a gradient.
+        """
         param = self.params[index]
         if param.grad is None:
-            return
-        if self._full_grad is None:
-            self._full_grad = self._acquire_full_grad()
+            return False
         piece = self.layout.slices[index].range
-        self._full_grad.view(piece).view(param.shape).add_(param.grad)
+        target = full[piece.start : piece.stop].view(param.shape)
+        if adds:
+            target.add_(param.grad)
+        else:
+            target.copy_(param.grad)
         param.grad = None
+        return True
 
-    def _acquire_full_grad(self) -> FlatBuffer:
-        if self.groups.topology.sizes.grad == 1:
-            return self.main_grad  # the shard is the whole: add straight into it
-        return self._new_buffer(Range(0, self.layout.padded_numel), torch.float32)
-
-    @property
-    def has_pending_grads(self) -> bool:
-        """Whether gradients of this micro-batch were accumulated and not reduced."""
-        return self._full_grad is not None
+    def zero_rest(self, full: torch.Tensor, written: Collection[int]) -> None:
+        """Zero what no gradient was written to: padding, and parameters not among `written`."""
+        reached = 0
+        for index, piece in enumerate(self.layout.slices):
+            if index in written:
+                full[reached : piece.range.start].zero_()
+                reached = piece.range.stop
+        full[reached:].zero_()
 
     @torch.no_grad()
-    def reduce_grads(self) -> None:
-        """Reduce-scatter this micro-batch's gradients over the G axes in fp32, into main_grad.
+    def reduce_steps(self, full: torch.Tensor, shards: Sequence[torch.Tensor]) -> Iterator:
+        """Reduce-scatter `full` over the G axes in fp32 and add this rank's shard to main_grad.
 
-        Collective over the G group: a rank whose parameters got no gradient contributes zeros,
-        so that the ranks agree on what is issued.
+        shards: memory for the results, one per axis (new_shards). A rank whose parameters got no
+        gradient contributes zeros, so that the ranks agree on what is issued.
         """
-        if not self.is_trained:
-            return
-        full, self._full_grad = self._full_grad, None
-        if self.groups.topology.sizes.grad == 1:
-            return
-        if full is None:
-            full = self._new_buffer(Range(0, self.layout.padded_numel), torch.float32)
-        self.main_grad.storage.add_(reduce_scatter_axes(full.storage, self.groups.grad_reduce))
+        yield from reduce_scatter_steps(full, self.groups.grad_reduce, shards)
+        self.main_grad.storage.add_(shards[-1])
 
     @torch.no_grad()
-    def sync_grads(self, scale: float) -> None:
+    def sync_grad_steps(self, scale: float) -> Iterator:
         """Once per step: sum the gradients over the axes from G to O and over the replicas.
 
         Afterwards the O range of main_grad holds the sum over the sharding group times `scale`;
-        the rest of main_grad is meaningless until `zero_grads`.
+        the rest of main_grad is meaningless until `zero_grads`. The memory between is taken on
+        the stream that runs this and is free for it again at the end.
         """
-        if not self.is_trained:
-            return
-        shard = reduce_scatter_axes(self.main_grad.storage, self.groups.grad_sync)
-        all_reduce_axes(shard, self.groups.replica_sync)
+        shard, groups = self.main_grad.storage, self.groups
+        if groups.grad_sync:
+            shards = new_shards(shard, groups.grad_sync)
+            yield from reduce_scatter_steps(shard, groups.grad_sync, shards)
+            shard = shards[-1]
+        yield from all_reduce_steps(shard, groups.replica_sync)
         own = self.main_grad.view(self.optim_range)
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
         own.mul_(scale)
 
     def zero_grads(self) -> None:
-        """Forget every gradient of this step, those of an unfinished micro-batch included."""
-        self._full_grad = None
+        """Forget every gradient of this step."""
         for param in self.params:
             param.grad = None
         if self.is_trained:
@@ -249,17 +261,12 @@ class HZPUnit:
             self.main_param.storage.copy_(self.model_param.view(self.optim_range))
 
     @torch.no_grad()
-    def sync_params(self) -> None:
-        """Once per step: cast main_param to the model dtype and gather it into the P shard.
-
-        Collective over the axes from P to O.
-        """
-        if not self.is_trained:
-            return
+    def sync_param_steps(self) -> Iterator:
+        """Once per step: cast main_param to the model dtype and gather it into the P shard."""
         own = self.model_param.view(self.optim_range)
         if not self.is_main_param_aliased:
             own.copy_(self.main_param.storage)
-        all_gather_axes(own, self.model_param.storage, self.groups.param_sync)
+        yield from all_gather_steps(own, self.model_param.storage, self.groups.param_sync)
 
     def state_nbytes(self) -> dict[str, int]:
         """Bytes this rank holds at rest, by state; an aliased main_param counts as zero."""

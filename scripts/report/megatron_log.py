@@ -12,13 +12,17 @@ _FIELD = re.compile(r"\| ([^:|]+): +(\S+) (?=\|)")
 
 
 class Iteration(NamedTuple):
-    """One printed training step. grad_norm is None where Megatron prints none."""
+    """One printed training step. grad_norm is None where Megatron prints none, and what --use-asynchzp
+    adds, milliseconds that computation waited and the rest of communication in %, in other runs.
+    """
 
     number: int
     total: int
     loss: float
     grad_norm: float | None
     step_ms: float
+    exposed_comm_ms: float | None = None
+    overlap_percent: float | None = None
 
 
 def parse_iteration(line: str) -> Iteration | None:
@@ -30,13 +34,18 @@ def parse_iteration(line: str) -> Iteration | None:
     fields = dict(_FIELD.findall(line))
     if "lm loss" not in fields:
         return None
-    norm = fields.get("grad norm")
+    numbers = {
+        name: float(fields[name]) if name in fields else None
+        for name in ("grad norm", "exposed comm (ms)", "overlap (%)")
+    }
     return Iteration(
         number=int(head[1]),
         total=int(head[2]),
         loss=float(fields["lm loss"]),
-        grad_norm=None if norm is None else float(norm),
+        grad_norm=numbers["grad norm"],
         step_ms=float(fields["elapsed time per iteration (ms)"]),
+        exposed_comm_ms=numbers["exposed comm (ms)"],
+        overlap_percent=numbers["overlap (%)"],
     )
 
 

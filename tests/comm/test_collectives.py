@@ -6,12 +6,20 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.collectives import (
-    all_gather_axes,
-    all_reduce_axes,
-    reduce_scatter_axes,
+    all_gather_steps,
+    all_reduce_steps,
+    new_shards,
+    reduce_scatter_steps,
+    run_steps,
 )
 from tests.support.engine import nested_sizes, shard_groups
 from tests.support.ranks import run_ranks
+
+
+def reduce_scatter(full: torch.Tensor, axes) -> torch.Tensor:
+    shards = new_shards(full, axes)
+    run_steps(reduce_scatter_steps(full, axes, shards))
+    return shards[-1] if shards else full
 
 
 def gather_and_reduce_everything(all_sizes: list[tuple[int, int, int]]) -> int:
@@ -24,16 +32,18 @@ def gather_and_reduce_everything(all_sizes: list[tuple[int, int, int]]) -> int:
 
         own = topology.shard_range(topology.sizes.param, numel)
         full = torch.full((numel,), float("nan"))
-        all_gather_axes(values[own.start : own.stop].clone(), full, groups.unshard)
+        run_steps(
+            all_gather_steps(values[own.start : own.stop].clone(), full, groups.unshard)
+        )
         assert torch.equal(full, values), sizes
 
-        scattered = reduce_scatter_axes(values * (rank + 1), groups.grad_reduce)
+        scattered = reduce_scatter(values * (rank + 1), groups.grad_reduce)
         own = topology.shard_range(topology.sizes.grad, numel)
         peers = sum(r + 1 for r in topology.owner_ranks(topology.sizes.grad))
         assert torch.equal(scattered, values[own.start : own.stop] * peers), sizes
 
-        summed = reduce_scatter_axes(scattered, groups.grad_sync)
-        all_reduce_axes(summed, groups.replica_sync)
+        summed = reduce_scatter(scattered, groups.grad_sync)
+        run_steps(all_reduce_steps(summed, groups.replica_sync))
         own = topology.shard_range(topology.sizes.optim, numel)
         total = world_size * (world_size + 1) // 2
         assert torch.equal(summed, values[own.start : own.stop] * total), sizes

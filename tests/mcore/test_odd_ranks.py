@@ -5,6 +5,7 @@
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.support.megatron_runs import FP16, gpt_args, run_pretrain
@@ -37,14 +38,14 @@ def test_a_rank_that_owns_no_element_still_steps_clips_and_unscales_with_the_oth
 def run_with_a_bad_gradient() -> None:
     from megatron_asynchzp.zero.unit import HZPUnit
 
-    accumulate = HZPUnit.accumulate_grad
+    take_grad = HZPUnit.take_grad
 
-    def poisoned(self: HZPUnit, index: int) -> None:
+    def poisoned(self: HZPUnit, index: int, full: torch.Tensor, adds: bool) -> bool:
         if dist.get_rank() == 1 and index == 0:
             self.params[index].grad.view(-1)[0] = float("nan")
-        accumulate(self, index)
+        return take_grad(self, index, full, adds)
 
-    with mock.patch.object(HZPUnit, "accumulate_grad", poisoned):
+    with mock.patch.object(HZPUnit, "take_grad", poisoned):
         argv = gpt_args("--train-iters", "2", "--rerun-mode", "disabled")
         run_pretrain([*argv, *size_flags((4, 4, 4))])
 

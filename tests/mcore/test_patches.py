@@ -201,6 +201,10 @@ def test_patching_adds_our_flags_and_nothing_else(unpatched):
         "--asynchzp-param-shard-size",
         "--asynchzp-grad-shard-size",
         "--asynchzp-optim-shard-size",
+        "--asynchzp-schedule",
+        "--asynchzp-prefetch-depth",
+        "--no-asynchzp-check-order",
+        "--asynchzp-trace",
         "--asynchzp-device",
     }
 

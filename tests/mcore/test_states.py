@@ -116,16 +116,18 @@ def test_the_start_table_names_groups_nodes_states_and_units():
         assert fragment in told["table"], fragment
 
 
-def memory_of_steps() -> list[int]:
-    seen: list[int] = []
+def memory_of_steps() -> list[tuple[int, int]]:
+    """After each backward: units gathered and units whose gradients have not been sent."""
+    seen: list[tuple[int, int]] = []
     from megatron_asynchzp.zero.runtime import HZPRuntime
 
     original = HZPRuntime._end_backward
 
     def counted(self: HZPRuntime) -> None:
         original(self)
-        seen.append(sum(u.phase.value == "unsharded" for u in self.units))
-        seen.append(sum(u.has_pending_grads for u in self.units))
+        gathered = sum(u.phase.value == "unsharded" for u in self.units)
+        pending = sum(self.scheduler.has_pending_grads(u) for u in self.units)
+        seen.append((gathered, pending))
 
     HZPRuntime._end_backward = counted
     try:
@@ -135,6 +137,7 @@ def memory_of_steps() -> list[int]:
     return seen
 
 
-def test_after_every_backward_nothing_is_gathered_and_no_gradient_is_in_flight():
+def test_after_every_backward_only_what_the_next_forward_starts_with_is_gathered():
     for seen in on_ranks(memory_of_steps, 4):
-        assert seen and set(seen) == {0}
+        assert seen and {pending for _, pending in seen} == {0}
+        assert {gathered for gathered, _ in seen} == {0, 1}

@@ -3,6 +3,7 @@
 """The engine without Megatron: an HZPRuntime around a toy model with a plain AdamW loop."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import lru_cache
 from itertools import product
 
@@ -11,9 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.comm.worker import Driver
 from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes, ShardTopology
 from megatron_asynchzp.zero.plan import plan_units
 from megatron_asynchzp.zero.runtime import HZPRuntime
+from megatron_asynchzp.zero.scheduler import ScheduleConfig
+from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
 
 
@@ -31,58 +35,93 @@ def nested_sizes(world_size: int) -> list[tuple[int, int, int]]:
 
 
 @lru_cache(maxsize=None)
-def shard_groups(sizes: tuple[int, int, int]) -> ShardGroups:
+def shard_groups(sizes: tuple[int, int, int], time_limit_s: float = 600.0) -> ShardGroups:
     """Communicators over the default group; once per rank, since creating them is slow."""
     topology = ShardTopology(dist.get_world_size(), dist.get_rank(), ShardSizes(*sizes))
-    return ShardGroups.create(topology, list(range(dist.get_world_size())))
+    everyone = list(range(dist.get_world_size()))
+    return ShardGroups.create(topology, everyone, timedelta(seconds=time_limit_s))
 
 
-def shard_model(model: nn.Module, sizes: Sequence[int]) -> HZPRuntime:
+def shard_model(
+    model: nn.Module,
+    sizes: Sequence[int],
+    schedule: ScheduleConfig = ScheduleConfig(),
+    driver: Driver | None = None,
+) -> HZPRuntime:
     """A runtime over the default group; blocks, embedding and output are units."""
-    groups = shard_groups(tuple(sizes))
+    groups = shard_groups(tuple(sizes), schedule.time_limit_s)
     tied = {model.embedding.weight: (model.output,)} if model.is_tied else {}
     plans = plan_units(
         model, [*model.blocks, model.embedding, model.output], also_used_by=tied
     )
-    return HZPRuntime(model, plans, {"dense": groups})
+    return HZPRuntime(
+        model, plans, {"dense": groups}, schedule, driver, 1.0 / dist.get_world_size()
+    )
 
 
 class EngineTrainer:
     """AdamW on the fragments, averaged gradients, one loss per step."""
 
-    def __init__(self, model: nn.Module, sizes: Sequence[int], trains_all=True, lr=1e-2):
+    def __init__(
+        self,
+        model: nn.Module,
+        sizes: Sequence[int],
+        trains_all: bool = True,
+        schedule: ScheduleConfig = ScheduleConfig(),
+        driver: Driver | None = None,
+        updates_in_backward: bool = False,
+    ):
         self.model = model
-        self.runtime = shard_model(model, sizes)
-        self.fragments: list[nn.Parameter] = []
-        self.grads: list[torch.Tensor] = []
-        for unit in self.runtime.units:
-            assert unit.is_trained or not trains_all
-            if not unit.is_trained:
-                continue
-            for value, grad in zip(unit.main_param_fragments(), unit.main_grad_fragments()):
-                if value.numel():
-                    self.fragments.append(nn.Parameter(value))
-                    self.grads.append(grad)
-        self.optimizer = torch.optim.AdamW(self.fragments, lr=lr, weight_decay=0.1)
+        self.runtime = shard_model(model, sizes, schedule, driver)
+        assert not trains_all or all(unit.is_trained for unit in self.runtime.units)
+        self._optimizers = {
+            unit: self._new_optimizer(unit) for unit in self.runtime.units if unit.is_trained
+        }
+        self._updates_in_backward = updates_in_backward
+        if updates_in_backward:
+            self.runtime.update_in_backward(self._update)
+
+    def _new_optimizer(self, unit: HZPUnit) -> torch.optim.Optimizer | None:
+        fragments = []
+        for value, grad in zip(unit.main_param_fragments(), unit.main_grad_fragments()):
+            if value.numel():
+                fragments.append(nn.Parameter(value))
+                fragments[-1].grad = grad
+        return torch.optim.AdamW(fragments, lr=1e-2, weight_decay=0.1) if fragments else None
+
+    def _update(self, unit: HZPUnit) -> None:
+        if (optimizer := self._optimizers[unit]) is not None:
+            optimizer.step()
 
     def step(self, step: int, micro_batches: int) -> float:
-        self.runtime.zero_grads()
-        total = torch.zeros(())
-        for index in range(micro_batches):
-            loss = toy_loss(self.model, toy_batch(step, index, dist.get_rank())) / micro_batches
-            loss.backward()
-            total += loss.detach()
-        self.runtime.sync_grads(1.0 / dist.get_world_size())
-        for fragment, grad in zip(self.fragments, self.grads):
-            fragment.grad = grad
-        self.optimizer.step()
-        self.runtime.sync_params()
+        total = self.local_step(step, micro_batches)
         dist.all_reduce(total)
         return total.item() / dist.get_world_size()
+
+    def local_step(self, step: int, micro_batches: int) -> torch.Tensor:
+        """A step in which only the engine communicates; the loss is that of this rank."""
+        self.runtime.zero_grads()
+        total = torch.zeros(())
+        with self.runtime.no_sync():
+            for index in range(micro_batches - 1):
+                total += self._forward_backward(step, index, micro_batches)
+        total += self._forward_backward(step, micro_batches - 1, micro_batches)
+        self.runtime.sync_grads()
+        if not self._updates_in_backward:
+            for unit in self._optimizers:
+                self._update(unit)
+        self.runtime.sync_params()
+        return total
+
+    def _forward_backward(self, step: int, index: int, micro_batches: int) -> torch.Tensor:
+        loss = toy_loss(self.model, toy_batch(step, index, dist.get_rank())) / micro_batches
+        loss.backward()
+        return loss.detach()
 
     def full_params(self) -> dict[str, torch.Tensor]:
         """Every parameter, gathered. Collective."""
         full = {}
+        self.runtime.scheduler.settle()
         for unit in self.runtime.units:
             unit.unshard()
             for name, param in zip(unit.param_names, unit.params):

@@ -113,6 +113,7 @@ def run_pretrain(argv: list[str], inspect: Callable[[list, Any], Any] | None = N
     try:
         with contextlib.redirect_stdout(told), _patched(argv), _recording(record, inspect):
             _pretrain(argv)
+            _close_communication()
         _fill_in_losses(record)
         dist.barrier()  # nobody closes a group that a peer still uses
     except BaseException as error:
@@ -258,6 +259,12 @@ def _fill_in_losses(record: RunRecord):
         record.steps = [replace(step, loss=loss) for step, loss in pairs]
     if record.validation_loss is None:
         record.validation_loss = validation_loss
+
+
+def _close_communication():
+    """Finish what the last step left in flight while every rank is still here."""
+    if communication := sys.modules.get("megatron_asynchzp.mcore.communication"):
+        communication.Communication.close_all()
 
 
 def _tear_down():

@@ -21,6 +21,9 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "tests.support.preload"])
 
 
+_DIED = "died without a message"
+
+
 class RankFailure(AssertionError):
     """A rank raised, died or did not finish in time; the message holds every rank's traceback."""
 
@@ -33,7 +36,14 @@ def free_port() -> int:
 
 
 def _rank_main(
-    fn: Callable, rank: int, world_size: int, port: int, env: dict, args: tuple, out: Connection
+    fn: Callable,
+    rank: int,
+    world_size: int,
+    port: int,
+    env: dict,
+    args: tuple,
+    out: Connection,
+    ends_together: bool,
 ):
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
@@ -51,7 +61,8 @@ def _rank_main(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=90)
         )
         result = fn(*args)
-        dist.barrier()
+        if ends_together:
+            dist.barrier()
         out.send((True, result))
     except BaseException:  # the parent must hear of SystemExit and KeyboardInterrupt too
         out.send((False, traceback.format_exc()))
@@ -74,16 +85,52 @@ def run_ranks(
     Raises RankFailure when a rank raises, dies or exceeds `timeout_s` seconds; all ranks are
     killed then.
     """
+    results, errors = _collect(fn, world_size, args, timeout_s, env or {})
+    if errors:
+        told = "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items()))
+        raise RankFailure(f"{len(errors)} of {world_size} ranks failed\n{told}")
+    return [results[rank] for rank in range(world_size)]
+
+
+def observe_ranks(
+    fn: Callable, world_size: int, *args: Any, num_survivors: int, timeout_s: float = 90.0
+) -> dict[int, Any]:
+    """As `run_ranks` where ranks are to die or to hang: what the others returned, by rank.
+
+    Returns when `num_survivors` ranks have, or all others have died; whoever still runs is killed
+    then. Raises RankFailure where one raised, or where that takes longer than `timeout_s` seconds.
+    """
+    results, errors = _collect(fn, world_size, args, timeout_s, {}, num_survivors)
+    faults = [text for text in errors.values() if text != _DIED]
+    if faults:
+        raise RankFailure("\n".join(faults))
+    return results
+
+
+def _collect(
+    fn: Callable,
+    world_size: int,
+    args: tuple,
+    timeout_s: float,
+    env: dict,
+    num_survivors: int | None = None,
+) -> tuple[dict[int, Any], dict[int, str]]:
+    """What the ranks returned, and what became of those that did not, by rank.
+
+    num_survivors: ranks that will return, where not all do.
+    """
+    ends_together = num_survivors is None
+    num_expected = world_size if ends_together else num_survivors
     import torch.distributed as dist
 
     # This process serves the store: a port that was only found free could be taken meanwhile.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port
     pipes, processes = [], []
     for rank in range(world_size):
         receiver, sender = _CONTEXT.Pipe(duplex=False)
         process = _CONTEXT.Process(
-            target=_rank_main, args=(fn, rank, world_size, port, env or {}, args, sender)
+            target=_rank_main,
+            args=(fn, rank, world_size, store.port, env, args, sender, ends_together),
         )
         process.start()
         sender.close()
@@ -105,15 +152,14 @@ def run_ranks(
                 try:
                     is_ok, value = pipe.recv()
                 except EOFError:
-                    is_ok, value = False, "died without a message"
+                    is_ok, value = False, _DIED
                 (results if is_ok else errors)[rank] = value
-            if errors:  # give the others a moment to report the same fault, then stop
+            if len(results) == num_expected:
+                break
+            if errors and ends_together:  # give the others a moment to report the same fault
                 deadline = min(deadline, time.monotonic() + 3.0)
     finally:
         for process in processes:
             process.kill()
             process.join()
-    if errors:
-        told = "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items()))
-        raise RankFailure(f"{len(errors)} of {world_size} ranks failed\n{told}")
-    return [results[rank] for rank in range(world_size)]
+    return results, errors

@@ -39,6 +39,20 @@ class ToyLM(nn.Module):
         return self.output(self.norm(x), self.embedding.weight if self.is_tied else None)
 
 
+class RoutedLM(ToyLM):
+    """Each call runs the blocks that `routes` holds next, and all of them once it is empty."""
+
+    def __init__(self, depth=4):
+        super().__init__(depth=depth)
+        self.routes: list[list[int]] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index in self.routes.pop(0) if self.routes else range(len(self.blocks)):
+            x = self.blocks[index](x)
+        return self.output(self.norm(x), None)
+
+
 class Output(nn.Module):
     """A linear layer whose weight is its own or handed in, as Megatron's output layer."""
 

@@ -1,0 +1,135 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what happened when: spans of computation, of collectives and of waiting, on one clock.
+Must not know what the spans mean or who asks for them.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron_asynchzp.device import Device
+
+COMPUTE, WAIT, CAPTURE = "compute", "wait", "capture"
+"""Lanes of the main thread: what it computed, what it waited for, and from where to where somebody
+watched. All others communicate."""
+
+
+class Span(NamedTuple):
+    """Something that ran from one mark of the device to another."""
+
+    lane: str
+    name: str
+    start: Any
+    end: Any
+
+
+@dataclass(frozen=True)
+class CommTimes:
+    """Seconds of communication. busy: during which at least one collective was on its way;
+    exposed: for which computation had to wait."""
+
+    busy_s: float = 0.0
+    exposed_s: float = 0.0
+
+    def __add__(self, other: "CommTimes") -> "CommTimes":
+        return CommTimes(self.busy_s + other.busy_s, self.exposed_s + other.exposed_s)
+
+    @property
+    def overlap(self) -> float:
+        """The part of the communication that computation did not wait for, in [0, 1]."""
+        return max(0.0, 1.0 - self.exposed_s / self.busy_s) if self.busy_s else 1.0
+
+
+class Timeline:
+    """Notes spans; any thread may add (list.append is atomic), the rest is for the main thread."""
+
+    def __init__(self, device: Device):
+        self.device = device
+        self._spans: list[Span] = []
+        self._folding: list[Span] = []
+        self._captured: list[Span] | None = None
+        self._capture_start: Any = None
+        self._times = CommTimes()
+
+    def add(self, lane: str, name: str, start: Any, end: Any) -> None:
+        span = Span(lane, name, start, end)
+        self._spans.append(span)
+        if (captured := self._captured) is not None:
+            captured.append(span)
+
+    def fold(self) -> None:
+        """A step begins: the spans of the step before the last become times and are forgotten.
+
+        One step late, so that nothing has to be waited for where the device runs ahead.
+        """
+        previous, self._folding, self._spans = self._folding, self._spans, []
+        self._times += measure_comm(self.in_seconds(previous))
+
+    def take_times(self) -> CommTimes:
+        """What was folded since the last call."""
+        times, self._times = self._times, CommTimes()
+        return times
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether somebody wants to see every span, computation included."""
+        return self._captured is not None
+
+    def start_capture(self) -> None:
+        self._captured, self._capture_start = [], self.device.mark()
+
+    def stop_capture(self) -> list[Span]:
+        """What ended since `start_capture`, and that time itself; in seconds after the first."""
+        captured, self._captured = self._captured, None
+        if captured is None:
+            return []
+        whole = Span(CAPTURE, "step", self._capture_start, self.device.mark())
+        return self.in_seconds([whole, *captured])
+
+    def in_seconds(self, spans: Sequence[Span]) -> list[Span]:
+        """The same spans with start and end in seconds after the earliest start."""
+        if not spans:
+            return []
+        between, origin = self.device.seconds_between, spans[0].start
+        timed = [
+            span._replace(start=between(origin, span.start), end=between(origin, span.end))
+            for span in spans
+        ]
+        first = min(span.start for span in timed)
+        return [s._replace(start=s.start - first, end=s.end - first) for s in timed]
+
+
+def union_s(spans: Iterable[Span]) -> float:
+    """Seconds that at least one of `spans` (in seconds) covers."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted((span.start, span.end) for span in spans):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
+
+
+def measure_comm(spans: Sequence[Span]) -> CommTimes:
+    """How long collectives were on their way and how long computation waited; in seconds."""
+    return CommTimes(
+        busy_s=union_s(span for span in spans if span.lane not in (COMPUTE, WAIT, CAPTURE)),
+        exposed_s=union_s(span for span in spans if span.lane == WAIT),
+    )
+
+
+def chrome_trace(spans: Iterable[Span], lanes: Sequence[str], rank: int) -> dict[str, Any]:
+    """Spans (in seconds) as a trace for chrome://tracing and Perfetto: one track per lane."""
+    tracks = {lane: track for track, lane in enumerate((CAPTURE, COMPUTE, WAIT, *lanes))}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    ]
+    for lane, track in tracks.items():
+        where = {"ph": "M", "pid": rank, "tid": track}
+        events.append({**where, "name": "thread_name", "args": {"name": lane}})
+        events.append({**where, "name": "thread_sort_index", "args": {"sort_index": track}})
+    for span in spans:
+        events.append(
+            {"ph": "X", "name": span.name, "cat": span.lane, "pid": rank, "tid": tracks[span.lane],
+             "ts": 1e6 * span.start, "dur": 1e6 * (span.end - span.start)}
+        )  # fmt: skip
+    return {"displayTimeUnit": "ms", "traceEvents": events}

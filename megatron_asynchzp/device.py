@@ -1,0 +1,154 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the one interface to cuda, npu and cpu: streams, events and clock. Must not know who uses
+them.
+
+On a CPU every operation has finished when the call returns, so its streams and events are inert
+and what remains to be waited for is a collective.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class CpuDevice:
+    """Operations are complete when they return; only collectives run beside the host."""
+
+    runs_ahead = False
+    """Whether waiting for a collective only orders streams, so that it may be done early."""
+    # No wait is longer than this: between two of them Python sees signals and `is_over`.
+    _SLICE_S = 0.2
+
+    def new_stream(self) -> None:
+        return None
+
+    def on_stream(self, stream: None) -> AbstractContextManager:
+        return nullcontext()
+
+    def record_event(self) -> None:
+        """An event after everything issued so far on the current stream."""
+        return None
+
+    def wait_event(self, event: None) -> None:
+        """Make the current stream wait for `event`."""
+
+    def wait_work(
+        self, work: dist.Work, limit_s: float, is_over: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Complete a collective: on the host here, on the current stream where there are streams.
+
+        Raises the backend's error for one that failed, and TimeoutError for one that took longer
+        than `limit_s` seconds or that `is_over` says nobody needs any more.
+        """
+        deadline = time.monotonic() + limit_s
+        while not self._wait_slice(work):
+            if time.monotonic() > deadline or is_over():
+                raise TimeoutError(f"not finished after {limit_s:g} s")
+
+    def _wait_slice(self, work: dist.Work) -> bool:
+        """Whether `work` has completed; raises its error.
+
+        [Note: handles of gloo] Where the time is over gloo raises as if `work` had failed, but it
+        can be waited for again. That of a reduce-scatter knows neither a time limit nor whether it
+        has completed: it ends with its group's timeout.
+        """
+        start = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=self._SLICE_S))
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # raises, unless it has completed just now
+            elif time.monotonic() - start < 0.9 * self._SLICE_S:
+                raise
+            else:
+                return False
+        return True
+
+    def synchronize(
+        self, event: None, limit_s: float, is_over: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Hold the host until `event`; False where it has not happened after `limit_s` seconds,
+        or not before `is_over`."""
+        return True
+
+    def bind_thread(self) -> None:
+        """Make a new thread use this device."""
+
+    def mark(self) -> float:
+        """A point in time on the current stream; see `seconds_between`."""
+        return time.perf_counter()
+
+    def seconds_between(self, start: float, end: float) -> float:
+        """Seconds from one mark to another, both passed."""
+        return end - start
+
+
+class StreamDevice:
+    """cuda and npu, whose torch modules have the same names."""
+
+    runs_ahead = True
+    _POLL_S = 0.001
+
+    def __init__(self, module: ModuleType, device: torch.device):
+        self._module = module
+        self._device = device
+
+    def new_stream(self) -> Any:
+        return self._module.Stream(device=self._device)
+
+    def on_stream(self, stream: Any) -> AbstractContextManager:
+        return self._module.stream(stream)
+
+    def record_event(self) -> Any:
+        event = self._module.Event()
+        event.record(self._module.current_stream(self._device))
+        return event
+
+    def wait_event(self, event: Any) -> None:
+        # An event that has happened is not put into the stream: nothing to wait for.
+        if event is not None and not event.query():
+            self._module.current_stream(self._device).wait_event(event)
+
+    def wait_work(
+        self, work: dist.Work, limit_s: float, is_over: Callable[[], bool] = lambda: False
+    ) -> None:
+        work.wait()  # with a time limit NCCL would block the host
+
+    def synchronize(
+        self, event: Any, limit_s: float, is_over: Callable[[], bool] = lambda: False
+    ) -> bool:
+        deadline = time.monotonic() + limit_s
+        while not event.query():
+            if time.monotonic() > deadline or is_over():
+                return False
+            time.sleep(self._POLL_S)
+        return True
+
+    def bind_thread(self) -> None:
+        self._module.set_device(self._device)
+
+    def mark(self) -> Any:
+        event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream(self._device))
+        return event
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+Device = CpuDevice | StreamDevice
+
+
+def device_of(tensor: torch.Tensor) -> Device:
+    """The interface for the device that holds `tensor`."""
+    if tensor.device.type == "cpu":
+        return CpuDevice()
+    return StreamDevice(getattr(torch, tensor.device.type), tensor.device)

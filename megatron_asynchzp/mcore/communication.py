@@ -1,0 +1,142 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the beginning and the end of a rank's communication in the background: one driver for all
+its model chunks, ended before the process groups are; and what the user is told of it.
+Must not know what is communicated.
+"""
+
+import atexit
+import sys
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import torch.distributed as dist
+
+from megatron_asynchzp.comm.trace import stop_trace
+from megatron_asynchzp.comm.worker import Driver
+from megatron_asynchzp.device import Device
+from megatron_asynchzp.mcore.last_line import EXIT_FAILURE, LastLine, leave
+from megatron_asynchzp.zero.runtime import HZPRuntime, start_driver
+from megatron_asynchzp.zero.scheduler import ScheduleConfig
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """Which step, counted from 1, to write where."""
+
+    path: Path
+    step: int
+
+
+class Communication:
+    """The driver that the runtimes of a rank share."""
+
+    _open: ClassVar[weakref.WeakSet["Communication"]] = weakref.WeakSet()
+
+    def __init__(
+        self, schedule: ScheduleConfig, device: Device, trace: TraceRequest | None = None
+    ):
+        self.schedule = schedule
+        self._trace = trace
+        self._logged_step = 0
+        self.last_line = LastLine()
+        self.driver = start_driver(schedule, device, self.last_line.watch_main)
+        self.runtimes: list[HZPRuntime] = []
+        # A model that is dropped takes its threads with it.
+        self._end = weakref.finalize(self, _end_quietly, self.runtimes, self.driver)
+        self._end.atexit = False
+        # The last step's parameter shards are rebuilt in the background: peers wait for our part.
+        self._at_exit = partial(_close_at_exit, weakref.ref(self))
+        atexit.register(self._at_exit)
+        Communication._open.add(self)
+
+    def begin_step(self, step: int) -> None:
+        """Called before `step`, counted from 1, writes its first gradient."""
+        if self._trace is not None and step == self._trace.step:
+            self.driver.timeline.start_capture()
+        elif self.driver.timeline.is_capturing:
+            self._write_trace()
+
+    def _write_trace(self) -> None:
+        try:
+            stop_trace(self.driver, self._trace.path, dist.get_rank())
+        except OSError as error:
+            print(f"megatron_asynchzp: --asynchzp-trace: {error}", file=sys.stderr, flush=True)
+        else:
+            told = f"step {self._trace.step} is in {self._trace.path} (chrome://tracing, Perfetto)"
+            print(f"megatron_asynchzp: {told}", flush=True)
+
+    def take_log_text(self) -> str:
+        """For the log line: milliseconds per step that computation waited, and the rest in %."""
+        times, step = self.driver.timeline.take_times(), self.runtimes[0].scheduler.step
+        steps, self._logged_step = max(1, step - self._logged_step), step
+        exposed_ms = 1e3 * times.exposed_s / steps
+        return f" exposed comm (ms): {exposed_ms:.1f} | overlap (%): {100 * times.overlap:.1f} |"
+
+    def describe_position(self) -> str:
+        """Where training is, for an error that is none of ours."""
+        step = self.runtimes[0].scheduler.step if self.runtimes else 0
+        if (task := self.driver.last_task) is None:
+            return f"in step {step}"
+        return f"in step {step}; the last collective that was asked for: {task.title}"
+
+    def uses(self, group: dist.ProcessGroup) -> bool:
+        """Whether collectives of ours run in `group`."""
+        units = [unit for runtime in self.runtimes for unit in runtime.units]
+        return any(group in unit.groups.all_groups for unit in units)
+
+    def close(self) -> None:
+        """Finish what is in flight and end the threads; nothing can be trained afterwards.
+
+        Raises the failure that the communication ended with, without waiting for anything.
+        """
+        Communication._open.discard(self)
+        atexit.unregister(self._at_exit)
+        if self._end.detach() is None:
+            return
+        if self.driver.timeline.is_capturing and not self.driver.has_failed():
+            self._write_trace()
+        _end(self.runtimes, self.driver)
+
+    @classmethod
+    def current(cls) -> "Communication | None":
+        """The one of this process, if there is one."""
+        return next(iter(cls._open), None)
+
+    @classmethod
+    def close_all(cls, group: dist.ProcessGroup | None = None) -> None:
+        """For the moment before `group` (None: all) is destroyed: no thread may outlive it."""
+        for communication in list(cls._open):
+            if group in (None, dist.group.WORLD) or communication.uses(group):
+                communication.close()
+
+
+def _end(runtimes: list[HZPRuntime], driver: Driver) -> None:
+    try:
+        for runtime in runtimes:
+            runtime.close()
+    finally:
+        runtimes.clear()
+        driver.close()
+
+
+def _end_quietly(runtimes: list[HZPRuntime], driver: Driver) -> None:
+    try:
+        _end(runtimes, driver)
+    except Exception:
+        pass  # nobody is left who could be told; whoever trains has seen it already
+
+
+def _close_at_exit(reference: "weakref.ref[Communication]") -> None:
+    """The script has come to its end without destroying the process groups."""
+    communication = reference()
+    if communication is None or getattr(sys, "last_exc", None) is not None:
+        return  # after an error nobody may be there to finish anything with
+    try:
+        communication.close()
+    except Exception as failure:
+        communication.last_line.say(str(failure))
+        leave(EXIT_FAILURE)

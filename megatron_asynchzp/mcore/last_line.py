@@ -1,0 +1,56 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what a rank that ends before its time says, and that end. Must not know why it ends."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from megatron_asynchzp.comm.worker import CollectiveFailure
+
+EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130  # the second as a shell tells of SIGINT
+
+# The main thread, which learns of a failure at once, speaks first: it may have been interrupted,
+# and a peer that ended for the same reason is what a background thread takes for a failure.
+_MAIN_SPEAKS_S = 1.0
+# How long after that it may take to end the process itself. It can be stuck in a collective of
+# Megatron's own, whose peer has ended for the same reason.
+_GRACE_S = 10.0
+
+
+class LastLine:
+    """The one line of this rank on stderr, said by whichever thread has reason to first."""
+
+    def __init__(self):
+        self._unsaid = [True]  # list.pop is atomic
+
+    def say(self, text: str) -> None:
+        """Print `text`, unless something was said before."""
+        try:
+            self._unsaid.pop()
+        except IndexError:
+            return
+        is_initialized = dist.is_available() and dist.is_initialized()
+        rank = dist.get_rank() if is_initialized else os.environ.get("RANK", "0")
+        print(f"megatron_asynchzp: rank {rank}: {text}", file=sys.stderr, flush=True)
+
+    def watch_main(self, failure: CollectiveFailure, wait: Callable[[float], bool]) -> None:
+        """Speak, and then end the process, where the main thread does neither; see OnFailure."""
+        if wait(_MAIN_SPEAKS_S):
+            return
+        self.say(str(failure))
+        if not wait(_GRACE_S):
+            leave(EXIT_FAILURE)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process now. Python's own end would wait, in the destructors of process groups, for
+    peers that are gone."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

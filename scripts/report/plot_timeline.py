@@ -1,0 +1,227 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Draws traces of one training step (--asynchzp-trace FILE) below each other on one time axis: what
+was computed, what was waited for and which collectives were on their way. Knows the trace only.
+
+    python scripts/report/plot_timeline.py inline.json threaded.json --output timeline.png
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from megatron_asynchzp.comm.timeline import COMPUTE, WAIT, Span  # noqa: E402
+from scripts.report.step_trace import (  # noqa: E402
+    Computation,
+    Trace,
+    TraceError,
+    read_trace,
+    short_names,
+)
+
+LANES = ("gather", "reduce", "grad-sync", "param-sync")
+ROWS = {COMPUTE: "main thread", WAIT: "wait"} | {lane: lane for lane in LANES}
+# Okabe and Ito's colours, told apart with any colour vision; every other micro-batch is lighter.
+COLOURS = {
+    "forward": "#0072B2", "backward": "#009E73", WAIT: "#D62728", "gather": "#56B4E9",
+    "reduce": "#E69F00", "grad-sync": "#CC79A7", "param-sync": "#9A9A9A",
+}  # fmt: skip
+INK = "#333333"
+LIGHTER, RECOMPUTED = 0.35, 0.6  # shares of white: every other micro-batch, recomputations
+WIDTH_IN, ROW_IN, DPI, FONT = 13.0, 0.34, 130, 6.5
+MARGIN = 0.01  # of the time axis, left free on both sides
+
+
+def make_figure(traces: Sequence[Trace]):
+    """A matplotlib figure with one panel per trace."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in ROWS if any(trace.lane(row) for trace in traces)]
+    height = (ROW_IN * (len(rows) + 0.6) + 0.45) * len(traces) + 0.85
+    figure = Figure(figsize=(WIDTH_IN, height), layout="constrained")
+    panels = figure.subplots(len(traces), 1, sharex=True, squeeze=False)[:, 0]
+    first_ms = 1e3 * min(span.start for trace in traces for span in trace.spans)
+    last_ms = 1e3 * max(span.end for trace in traces for span in trace.spans)
+    margin_ms = MARGIN * (last_ms - first_ms)
+    panels[0].set_xlim(first_ms - margin_ms, last_ms + margin_ms)
+    for axes, trace in zip(panels, traces, strict=True):
+        _Panel(axes, rows, trace).draw()
+    panels[-1].set_xlabel("time (ms)")
+    _add_legend(figure, traces, rows)
+    return figure
+
+
+def title_of(trace: Trace) -> str:
+    times = trace.times
+    return (
+        f"{trace.name}: step {1e3 * trace.step_s:.1f} ms, exposed communication "
+        f"{1e3 * times.exposed_s:.1f} ms, overlap {100 * times.overlap:.0f} %"
+    )
+
+
+class _Panel:
+    """One trace in one pair of axes, whose limits in time are set."""
+
+    def __init__(self, axes, rows: Sequence[str], trace: Trace):
+        self.axes, self.rows, self.trace = axes, rows, trace
+        low, high = axes.get_xlim()
+        self._points_per_ms = 72 * (WIDTH_IN - 1.2) / (high - low)
+        moved = {span.name for span in trace.spans if span.lane in LANES}
+        self._names = short_names({each.unit for each in trace.computations} | moved)
+
+    def draw(self) -> None:
+        axes = self.axes
+        for row, lane in enumerate(self.rows):
+            axes.axhspan(row - 0.5, row + 0.5, color="white" if row % 2 else "#f6f6f6", zorder=0)
+            if lane == COMPUTE:
+                self._draw_computations(row)
+            elif lane == WAIT:
+                self._draw_waits(row)
+            else:
+                self._draw_collectives(lane, row)
+        for limit_s in (0.0, self.trace.step_s):
+            axes.axvline(1e3 * limit_s, color=INK, linewidth=0.8, linestyle=":")
+        axes.set_yticks(range(len(self.rows)), [ROWS[row] for row in self.rows])
+        axes.set_ylim(len(self.rows) - 0.5, -1.1)
+        axes.tick_params(axis="y", length=0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.set_title(
+            title_of(self.trace), loc="left", fontsize=10, fontweight="bold", color=INK
+        )
+
+    def _draw_computations(self, row: float) -> None:
+        for span in self.trace.outer:
+            self._add_bar(span, row - 0.46, 0.92, fill=False, edgecolor="#bbbbbb", linewidth=0.6)
+        for each in self.trace.computations:
+            light = RECOMPUTED if each.is_recomputed else LIGHTER * (each.batch % 2)
+            self._add_bar(each, row - 0.4, 0.8, facecolor=_lighter(each.direction, light))
+            ink = INK if each.is_recomputed else "white"
+            self._add_label(each, row, self._names[each.unit], FONT, ink)
+        for phase, direction, batch in _phases(self.trace.computations):
+            ms = [1e3 * phase.start, 1e3 * phase.end]
+            self.axes.plot(ms, [row - 0.6] * 2, color=INK, linewidth=0.8, solid_capstyle="butt")
+            for text in (f"{direction} {batch + 1}", f"{direction[0].upper()}{batch + 1}"):
+                if self._add_label(phase, row - 0.83, text, FONT + 0.5, INK):
+                    break
+
+    def _draw_waits(self, row: float) -> None:
+        for span in self.trace.lane(WAIT):  # one may be within another
+            self._add_bar(span, row - 0.4, 0.8, facecolor=COLOURS[WAIT], linewidth=0)
+
+    def _draw_collectives(self, lane: str, row: float) -> None:
+        tracks = _pack(self.trace.lane(lane))
+        height = 0.8 / max(1, len(tracks))
+        for index, track in enumerate(tracks):
+            low = row - 0.4 + index * height
+            for span in track:
+                self._add_bar(span, low, height, facecolor=COLOURS[lane])
+                if height * ROW_IN * 72 > FONT + 2:
+                    self._add_label(span, low + height / 2, self._names[span.name], FONT, INK)
+
+    def _add_bar(self, span: Span | Computation, low: float, height: float, **style) -> None:
+        from matplotlib.patches import Rectangle
+
+        style = {"edgecolor": "white", "linewidth": 0.4, "zorder": 2} | style
+        size_ms = 1e3 * (span.end - span.start)
+        self.axes.add_patch(Rectangle((1e3 * span.start, low), size_ms, height, **style))
+
+    def _add_label(self, span, at: float, text: str, size: float, ink: str) -> bool:
+        """Write `text` in the middle of `span`; False where it does not fit."""
+        size_ms = 1e3 * (span.end - span.start)
+        if 0.62 * size * len(text) + 2 > size_ms * self._points_per_ms:
+            return False
+        self.axes.text(
+            1e3 * span.start + size_ms / 2, at, text, ha="center", va="center_baseline",
+            fontsize=size, color=ink, zorder=3,
+        )  # fmt: skip
+        return True
+
+
+def _lighter(direction: str, share: float) -> tuple[float, ...]:
+    from matplotlib.colors import to_rgb
+
+    return tuple(value + share * (1 - value) for value in to_rgb(COLOURS[direction]))
+
+
+def _phases(computations: Sequence[Computation]) -> list[tuple[Span, str, int]]:
+    """Runs of one direction in one micro-batch, each with both."""
+    phases: list[tuple[Span, str, int]] = []
+    for each in computations:
+        direction = "backward" if each.is_recomputed else each.direction
+        if not phases or phases[-1][1:] != (direction, each.batch):
+            phases.append((Span(COMPUTE, direction, each.start, each.end), direction, each.batch))
+        run = phases[-1][0]
+        phases[-1] = run._replace(end=max(run.end, each.end)), direction, each.batch
+    return phases
+
+
+def _pack(spans: Iterable[Span]) -> list[list[Span]]:
+    """As few tracks as possible in which no two spans overlap."""
+    tracks: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        free = next((track for track in tracks if track[-1].end <= span.start), None)
+        if free is None:
+            tracks.append(free := [])
+        free.append(span)
+    return tracks
+
+
+def _add_legend(figure, traces: Sequence[Trace], rows: Sequence[str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color=COLOURS[name], label=name) for name in ("forward", "backward")]
+    if any(each.is_recomputed for trace in traces for each in trace.computations):
+        handles.append(Patch(color=_lighter("forward", RECOMPUTED), label="recomputation"))
+    meaning = {
+        WAIT: "main thread waits", "gather": "parameters (all-gather)",
+        "reduce": "gradients (reduce-scatter)", "grad-sync": "gradient shards, once a step",
+        "param-sync": "parameter shards, once a step",
+    }  # fmt: skip
+    handles += [Patch(color=COLOURS[row], label=meaning[row]) for row in rows if row != COMPUTE]
+    figure.legend(
+        handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=8,
+        handlelength=1.2, columnspacing=1.4,
+    )  # fmt: skip
+
+
+# ---- the command
+
+
+class OutputError(Exception):
+    """The picture cannot be written; the message is one line for the user."""
+
+
+def write_picture(files: Sequence[Path], output: Path) -> None:
+    """Raises TraceError or OutputError."""
+    if output.suffix.lower() != ".png":
+        raise OutputError(f"--output {output}: give a file name that ends in .png")
+    figure = make_figure([read_trace(path) for path in files])
+    try:
+        figure.savefig(output, dpi=DPI)
+    except OSError as error:
+        remedy = "name a file in a folder that exists"
+        raise OutputError(f"--output {output}: {error.strerror}; {remedy}") from error
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="plot_timeline.py", description=__doc__.split("\n\n")[0])
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a trace of one step")
+    parser.add_argument("--output", type=Path, required=True, metavar="PNG", help="the picture")
+    args = parser.parse_args(argv)
+    try:
+        write_picture(args.files, args.output)
+    except (TraceError, OutputError) as error:
+        print(f"plot_timeline: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        told = f"{error.name} is not installed; install megatron_asynchzp[plots]"
+        print(f"plot_timeline: {told}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the trace of one training step (--asynchzp-trace FILE): which unit was computed in which
+micro-batch, what was waited for, what was on its way. Must not know who shows it.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, CommTimes, Span, measure_comm
+
+_SAME = 0.95  # spans of one direction that share this much are of one module
+
+
+class TraceError(Exception):
+    """A file is not a trace that can be drawn; the message is one line for the user."""
+
+
+class Computation(NamedTuple):
+    """One leaf: a unit's forward or backward in a micro-batch (counted from 0), in seconds."""
+
+    unit: str
+    direction: str
+    batch: int
+    is_recomputed: bool
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One step. computations: leaves in order; outer: modules that only contain leaves; spans:
+    all of them; seconds count from where the step begins, and what was on its way then is before.
+    """
+
+    name: str
+    computations: tuple[Computation, ...]
+    outer: tuple[Span, ...]
+    spans: tuple[Span, ...]
+
+    def lane(self, name: str) -> list[Span]:
+        return [span for span in self.spans if span.lane == name]
+
+    @property
+    def step_s(self) -> float:
+        return self.lane(CAPTURE)[0].end
+
+    @property
+    def times(self) -> CommTimes:
+        return measure_comm(self.spans)
+
+
+def read_trace(path: Path) -> Trace:
+    """Raises TraceError, with the remedy, for anything that is not a trace of a step."""
+    remedy = "name a file that a run with --asynchzp-trace has written"
+    try:
+        events = json.loads(path.read_text())["traceEvents"]
+        spans = [
+            Span(e["cat"], e["name"], 1e-6 * e["ts"], 1e-6 * (e["ts"] + e["dur"]))
+            for e in events
+            if e["ph"] == "X"
+        ]
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}; {remedy}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise TraceError(f"{path}: not a trace of a step; {remedy}") from error
+    by_lane = {span.lane: span for span in spans}
+    if not {COMPUTE, CAPTURE} <= by_lane.keys():
+        raise TraceError(f"{path}: no step in this trace; {remedy}")
+    first = by_lane[CAPTURE].start
+    moved = tuple(s._replace(start=s.start - first, end=s.end - first) for s in spans)
+    leaves, outer = split_leaves([span for span in moved if span.lane == COMPUTE])
+    return Trace(path.stem, tuple(number_batches(leaves)), tuple(outer), moved)
+
+
+def split_leaves(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
+    """Spans that contain no other one, by start, and those that do.
+
+    Units of one module (a layer and its experts) begin and end together: the first stands for
+    all of them.
+    """
+    leaves: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        if not any(_is_same_module(span, other) for other in leaves[-8:]):
+            leaves.append(span)
+    outer = [
+        span for span in leaves
+        if any(other is not span and _contains(span, other) for other in leaves)
+    ]  # fmt: skip
+    return [span for span in leaves if span not in outer], outer
+
+
+def _contains(outer: Span, inner: Span) -> bool:
+    return outer.start <= inner.start and inner.end <= outer.end
+
+
+def _is_same_module(one: Span, other: Span) -> bool:
+    shared = min(one.end, other.end) - max(one.start, other.start)
+    longest = max(one.end - one.start, other.end - other.start)
+    return _direction(one) == _direction(other) and shared > _SAME * longest
+
+
+def _direction(span: Span) -> str:
+    return span.name.partition(" ")[0]
+
+
+def _unit(span: Span) -> str:
+    return span.name.partition(" ")[2]
+
+
+def number_batches(leaves: Sequence[Span]) -> list[Computation]:
+    """Each unit's n-th forward and n-th backward are of micro-batch n.
+
+    Where a unit has more forwards than backwards it is recomputed: the forward that comes right
+    before its backward belongs to that.
+    """
+    by_unit: dict[str, list[Span]] = {}
+    for span in leaves:
+        by_unit.setdefault(_unit(span), []).append(span)
+    done: list[Computation] = []
+    for unit, spans in by_unit.items():
+        counts = Counter(map(_direction, spans))
+        recomputes = counts["forward"] > counts["backward"] > 0
+        numbers: Counter[str] = Counter()
+        for span, following in zip(spans, [*spans[1:], None]):
+            direction = _direction(span)
+            is_again = (
+                recomputes and direction == "forward"
+                and following is not None and _direction(following) == "backward"
+            )  # fmt: skip
+            counted = "backward" if is_again else direction
+            batch = numbers[counted]
+            numbers[counted] += not is_again
+            done.append(Computation(unit, direction, batch, is_again, span.start, span.end))
+    return sorted(done, key=lambda computation: computation.start)
+
+
+def short_names(units: Iterable[str]) -> dict[str, str]:
+    """What tells a unit from the others in little space: the number of a layer, else a word."""
+    names = {}
+    for unit in units:
+        words = [word for word in unit.split(".") if word not in ("module", "weight")] or [unit]
+        numbers = [i for i, word in enumerate(words) if word.isdigit()]
+        if numbers:
+            names[unit] = ".".join([words[numbers[0]], *(w[:3] for w in words[numbers[0] + 1 :])])
+        else:
+            names[unit] = re.sub(r"_?(layer|embeddings?)$", "", words[-1])[:6] or words[-1][:5]
+    return names

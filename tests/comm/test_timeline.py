@@ -1,0 +1,238 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What is told of a step's time: covered seconds, exposed ones, and the trace made of spans."""
+
+import json
+import threading
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from megatron_asynchzp.comm.timeline import (
+    CAPTURE,
+    COMPUTE,
+    WAIT,
+    CommTimes,
+    Span,
+    Timeline,
+    chrome_trace,
+    measure_comm,
+    union_s,
+)
+from megatron_asynchzp.comm.trace import captured_trace
+from megatron_asynchzp.comm.worker import LANES, Driver, Task, new_driver
+
+TICK_S = 0.5  # spans of whole halves: sums are exact
+
+
+class TickingDevice:
+    """A CPU whose clock moves by one tick each time somebody looks."""
+
+    runs_ahead = False
+
+    def __init__(self):
+        self.now = 0
+
+    def mark(self) -> int:
+        self.now += 1
+        return self.now
+
+    def seconds_between(self, start: int, end: int) -> float:
+        return TICK_S * (end - start)
+
+    def wait_event(self, event) -> None: ...
+
+    def record_event(self) -> None: ...
+
+    def bind_thread(self) -> None: ...
+
+
+@st.composite
+def spans(draw, lanes=(COMPUTE, WAIT, CAPTURE, *LANES)) -> list[Span]:
+    """Up to 12 spans within [0, 40) ticks, in seconds."""
+    found = []
+    for _ in range(draw(st.integers(0, 12))):
+        start = draw(st.integers(0, 30))
+        end = start + draw(st.integers(0, 9))
+        lane, name = draw(st.sampled_from(lanes)), draw(st.sampled_from("uvw"))
+        found.append(Span(lane, name, TICK_S * start, TICK_S * end))
+    return found
+
+
+def covered_ticks(among: list[Span]) -> set[int]:
+    """The definition, tick by tick."""
+    return {
+        tick for span in among for tick in range(int(span.start / TICK_S), int(span.end / TICK_S))
+    }
+
+
+@given(spans())
+def test_the_union_is_the_number_of_ticks_that_some_span_covers(some):
+    assert union_s(some) == TICK_S * len(covered_ticks(some))
+
+
+@given(spans(), spans())
+def test_the_union_of_more_spans_is_at_most_the_sum_and_at_least_each(some, others):
+    both = union_s([*some, *others])
+    assert max(union_s(some), union_s(others)) <= both <= union_s(some) + union_s(others)
+
+
+@given(spans())
+def test_busy_counts_collectives_and_exposed_counts_waiting(some):
+    times = measure_comm(some)
+    busy = [span for span in some if span.lane in LANES]
+    waits = [span for span in some if span.lane == WAIT]
+    assert times.busy_s == TICK_S * len(covered_ticks(busy))
+    assert times.exposed_s == TICK_S * len(covered_ticks(waits))
+    assert 0.0 <= times.overlap <= 1.0
+
+
+@given(spans(lanes=tuple(LANES)))
+def test_what_is_waited_for_from_start_to_end_does_not_overlap(some):
+    assume(union_s(some) > 0)
+    waited = [span._replace(lane=WAIT) for span in some]
+    assert measure_comm([*some, *waited]).overlap == 0.0
+    assert measure_comm(some).overlap == 1.0
+
+
+def test_times_add_up():
+    total = CommTimes(3.0, 1.0) + CommTimes(1.0, 1.0)
+    assert total == CommTimes(4.0, 2.0) and total.overlap == 0.5
+    assert CommTimes().overlap == 1.0
+
+
+def test_a_step_becomes_times_one_step_late_and_is_forgotten():
+    timeline = Timeline(TickingDevice())
+
+    def add(lane: str, ticks: int) -> None:
+        timeline.add(lane, "u", 0, ticks)
+
+    add("gather", 4)
+    add(WAIT, 1)
+    timeline.fold()  # step 1 ends
+    assert timeline.take_times() == CommTimes()
+    add("gather", 6)
+    timeline.fold()
+    assert timeline.take_times() == CommTimes(4 * TICK_S, 1 * TICK_S)
+    assert timeline.take_times() == CommTimes()
+    timeline.fold()
+    timeline.fold()
+    assert timeline.take_times() == CommTimes(6 * TICK_S, 0.0)
+    assert timeline._spans == timeline._folding == []
+
+
+def test_times_of_several_steps_are_taken_together():
+    timeline = Timeline(TickingDevice())
+    for _ in range(5):
+        timeline.add("reduce", "u", 0, 2)
+        timeline.fold()
+    assert timeline.take_times() == CommTimes(4 * 2 * TICK_S, 0.0)
+
+
+def test_however_many_steps_are_run_two_of_them_are_kept():
+    timeline = Timeline(TickingDevice())
+    for _ in range(50):
+        for _ in range(7):
+            timeline.add("gather", "u", 0, 1)
+        assert len(timeline._spans) + len(timeline._folding) <= 2 * 7
+        timeline.fold()
+
+
+def test_a_capture_holds_what_was_added_while_it_lasted_and_how_long_that_was():
+    device = TickingDevice()
+    timeline = Timeline(device)
+    timeline.add("gather", "before", device.mark(), device.mark())
+    began_before = device.mark()
+    assert not timeline.is_capturing and timeline.stop_capture() == []
+    timeline.start_capture()
+    assert timeline.is_capturing
+    timeline.add("gather", "u", began_before, device.mark())
+    timeline.fold()
+    timeline.fold()
+    timeline.add(COMPUTE, "forward u", device.mark(), device.mark())
+    captured = timeline.stop_capture()
+    timeline.add("gather", "after", device.mark(), device.mark())
+    assert not timeline.is_capturing
+    # Seconds count from the start of the first: the gather, a tick before the capture.
+    assert captured == [
+        Span(CAPTURE, "step", TICK_S, 5 * TICK_S),
+        Span("gather", "u", 0.0, 2 * TICK_S),
+        Span(COMPUTE, "forward u", 3 * TICK_S, 4 * TICK_S),
+    ]
+
+
+def test_spans_of_several_threads_are_all_kept():
+    timeline = Timeline(TickingDevice())
+    timeline.start_capture()
+    threads = [
+        threading.Thread(target=lambda: [timeline.add("gather", "u", 0, 1) for _ in range(500)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(timeline.stop_capture()) == 1 + 4 * 500
+    assert len(timeline._spans) == 4 * 500
+
+
+def assert_valid(trace: dict, rank: int) -> None:
+    """What chrome://tracing and Perfetto need to show every event on a named track."""
+    assert json.loads(json.dumps(trace)) == trace
+    named = set()
+    for event in trace["traceEvents"]:
+        assert event["pid"] == rank
+        if event["ph"] == "M":
+            if event["name"] == "thread_name":
+                named.add((event["tid"], event["args"]["name"]))
+            continue
+        assert event["ph"] == "X"
+        assert event["ts"] >= 0 and event["dur"] >= 0
+        assert (event["tid"], event["cat"]) in named
+    assert len({tid for tid, _ in named}) == len(named)
+
+
+@given(spans(), st.integers(0, 9))
+def test_a_chrome_trace_has_every_span_once_on_the_named_track_of_its_lane(some, rank):
+    trace = chrome_trace(some, tuple(LANES), rank)
+    assert_valid(trace, rank)
+    shown = [
+        Span(event["cat"], event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+        for event in trace["traceEvents"]
+        if event["ph"] == "X"
+    ]
+    assert shown == some
+
+
+class FinishedWork:
+    def wait(self, *limit) -> None: ...
+
+
+def submit_one(driver: Driver) -> None:
+    def start():
+        yield FinishedWork()
+
+    driver.timeline.device.wait_work = lambda work, limit_s, is_over: work.wait()
+    driver.submit(Task("gather", "u0", (0, 1), 1, start)).wait()
+
+
+def test_the_jobs_of_a_captured_trace_are_in_its_file(tmp_path):
+    driver = new_driver("inline", Timeline(TickingDevice()))
+    submit_one(driver)
+    with captured_trace(driver, tmp_path / "one.json", rank=3):
+        submit_one(driver)
+    submit_one(driver)
+    trace = json.loads((tmp_path / "one.json").read_text())
+    assert_valid(trace, rank=3)
+    told = [(event["cat"], event["name"]) for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert told == [(CAPTURE, "step"), ("gather", "u0"), (WAIT, "gather u0")]
+
+
+def test_a_trace_is_written_also_where_the_step_fails(tmp_path):
+    driver = new_driver("inline", Timeline(TickingDevice()))
+    with pytest.raises(ZeroDivisionError), captured_trace(driver, tmp_path / "failed.json"):
+        submit_one(driver)
+        raise ZeroDivisionError
+    assert "u0" in (tmp_path / "failed.json").read_text()
+    assert not driver.timeline.is_capturing

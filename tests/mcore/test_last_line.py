@@ -1,0 +1,47 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""One line per rank, whoever speaks: the main thread, or a background thread that it leaves alone."""
+
+import pytest
+
+from megatron_asynchzp.comm.worker import CollectiveFailure
+from megatron_asynchzp.mcore import last_line
+from megatron_asynchzp.mcore.last_line import LastLine
+
+FAILURE = CollectiveFailure("a gather failed")
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """The statuses with which the process would have ended."""
+    statuses = []
+    monkeypatch.setattr(last_line, "leave", statuses.append)
+    monkeypatch.setenv("RANK", "3")
+    return statuses
+
+
+def test_only_what_is_said_first_is_printed(capsys, left):
+    line = LastLine()
+    line.say("interrupted")
+    line.say("something else")
+    assert capsys.readouterr().err == "megatron_asynchzp: rank 3: interrupted\n"
+
+
+def test_a_thread_speaks_and_ends_the_process_where_the_main_thread_does_neither(capsys, left):
+    waited = []
+    LastLine().watch_main(FAILURE, lambda seconds: bool(waited.append(seconds)))
+    assert capsys.readouterr().err == "megatron_asynchzp: rank 3: a gather failed\n"
+    assert left == [last_line.EXIT_FAILURE] and len(waited) == 2 and sum(waited) < 15
+
+
+def test_a_thread_adds_nothing_to_what_the_main_thread_said(capsys, left):
+    line = LastLine()
+    line.say("interrupted")
+    line.watch_main(FAILURE, lambda seconds: False)
+    assert capsys.readouterr().err.count("megatron_asynchzp") == 1 and left == [1]
+
+
+@pytest.mark.parametrize("answers", [[True], [False, True]])
+def test_a_thread_leaves_a_process_alone_that_has_closed_its_communication(left, answers):
+    LastLine().watch_main(FAILURE, lambda seconds: answers.pop(0))
+    assert left == [] and answers == []

@@ -1,0 +1,109 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchrony changes no bit of a Megatron run: losses, gradient norms and parameters of the three
+schedules are identical; and nothing grows."""
+
+import zlib
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_asynchzp.zero.scheduler import SCHEDULES
+from tests.mcore.test_parity import BF16, INTERLEAVED, PIPELINE, TWO_EXPERT_RANKS
+from tests.support.live_memory import live_nbytes
+from tests.support.megatron_runs import FULL_RECOMPUTE, run_pretrain
+from tests.support.parity import Sizes, Variant, size_flags
+from tests.support.world import on_ranks
+
+FAST = [
+    (Variant("fp32, 3 micro-batches", samples_per_rank=3), (2, 2, 4)),
+    (Variant("bf16, 3 micro-batches", BF16, 3), (1, 2, 4)),
+    (Variant("interleaved pipeline, recomputed", (*INTERLEAVED, *FULL_RECOMPUTE), 4, 2), (2, 2, 2)),
+    (Variant("experts on 2 ranks, bf16", (*TWO_EXPERT_RANKS, *BF16), 2), (2, 4, 4)),
+]
+ALL = [
+    (Variant("fp32", samples_per_rank=1), (2, 2, 4)),
+    (Variant("fp32, 3 micro-batches", samples_per_rank=3), (2, 4, 4)),
+    (Variant("bf16", BF16), (4, 2, 4)),
+    (Variant("bf16, 3 micro-batches", BF16, 3), (2, 2, 4)),
+    (Variant("recomputed, 3 micro-batches", tuple(FULL_RECOMPUTE), 3), (4, 4, 4)),
+    (Variant("pipeline, 3 micro-batches", PIPELINE, 3, 2), (2, 2, 2)),
+    (Variant("interleaved pipeline, bf16", (*INTERLEAVED, *BF16), 4, 2), (2, 1, 2)),
+    (Variant("experts on 2 ranks, 3 micro-batches", TWO_EXPERT_RANKS, 3), (2, 2, 4)),
+    (Variant("experts on 2 ranks, bf16", (*TWO_EXPERT_RANKS, *BF16)), (2, 4, 4)),
+]
+DEPTHS = {"inline": 1, "main-thread": 2, "threaded": 2}
+
+
+def checksum(chunks: list, optimizer: Any) -> int:
+    """Of this rank's parameter shards, gathered from the optimizer's, and of Adam's moments."""
+    total = 0
+    for chunk in chunks:
+        chunk.runtime.scheduler.settle()
+        for unit in chunk.units:
+            for state in (unit.model_param, unit.main_param):
+                raw = state.storage.contiguous().view(torch.uint8).numpy()
+                total = zlib.crc32(raw.tobytes(), total)
+    for state in optimizer.state.values():
+        total = zlib.crc32(state["exp_avg"].numpy().tobytes(), total)
+    return total
+
+
+def run_schedules(cases: list[tuple[Variant, Sizes]], iterations: int) -> list[tuple]:
+    """Per case what each schedule printed, and its checksum."""
+    told = []
+    for variant, sizes in cases:
+        argv = [*variant.argv(iterations), *size_flags(sizes)]
+        for kind in SCHEDULES:
+            flags = ["--asynchzp-schedule", kind, "--asynchzp-prefetch-depth", str(DEPTHS[kind])]
+            run = run_pretrain([*argv, *flags], inspect=checksum)
+            numbers = (run.losses, run.grad_norms, [s.num_zeros for s in run.steps], run.inspected)
+            told.append((variant.name, kind, numbers))
+    return told
+
+
+def assert_identical(of_ranks: list[list[tuple]], iterations: int) -> None:
+    for told in of_ranks:
+        inline = {name: numbers for name, kind, numbers in told if kind == "inline"}
+        for name, kind, numbers in told:
+            assert len(numbers[0]) == iterations
+            assert numbers == inline[name], (name, kind)
+
+
+def test_the_three_schedules_are_identical_over_8_steps_of_megatron():
+    assert_identical(on_ranks(run_schedules, 4, FAST, 8, timeout_s=300), 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_the_three_schedules_are_identical_over_50_steps_of_megatron(world_size):
+    assert_identical(on_ranks(run_schedules, world_size, ALL, 50, timeout_s=1800), 50)
+
+
+def memory_by_step(steps: int) -> tuple[list[int], list[int]]:
+    """Live bytes and ring bytes at the start of every step."""
+    from megatron_asynchzp.zero.runtime import HZPRuntime
+
+    live, rings = [], []
+    zero_grads = HZPRuntime.zero_grads
+
+    def counted(self: HZPRuntime) -> None:
+        zero_grads(self)
+        live.append(live_nbytes())
+        rings.append(sum(self.scheduler.ring_nbytes().values()))
+
+    variant = Variant("bf16, 3 micro-batches", BF16, 3)
+    with mock.patch.object(HZPRuntime, "zero_grads", counted):
+        argv = [*variant.argv(steps), *size_flags((2, 2, 4)), "--asynchzp-prefetch-depth", "3"]
+        run_pretrain(argv)
+    return live, rings
+
+
+@pytest.mark.parametrize("steps", [12, pytest.param(100, marks=pytest.mark.slow)])
+def test_after_the_first_steps_memory_does_not_grow(steps):
+    for live, rings in on_ranks(memory_by_step, 4, steps):
+        assert len(live) == steps and len(set(rings)) == 1
+        # Batches that the data loader holds come and go; they are a few KiB.
+        assert max(live[8:]) <= max(live[2:8]) + 16384

@@ -1,0 +1,211 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a run with --use-asynchzp tells of its time: the trace of a step and the log line."""
+
+import shutil
+import tempfile
+from argparse import Namespace
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, WAIT, Span
+from megatron_asynchzp.comm.worker import LANES
+from megatron_asynchzp.mcore.arguments import resolve_trace
+from megatron_asynchzp.mcore.unsupported import ConfigurationError
+from megatron_asynchzp.zero.scheduler import SCHEDULES
+from scripts.report.megatron_log import parse_log
+from scripts.report.step_trace import read_trace
+from tests.support.megatron_runs import UNTIED, gpt_args, run_pretrain
+from tests.support.world import on_ranks
+
+STEPS, MICRO_BATCHES = 5, 3
+
+
+@dataclass
+class Told:
+    """A traced run. spans: of one step on rank 0; logs: of each rank."""
+
+    units: list[str]
+    spans: list[Span]
+    logs: list[str]
+
+    def lane(self, name: str) -> list[Span]:
+        return sorted((s for s in self.spans if s.lane == name), key=lambda span: span.start)
+
+    def counts(self, lane: str) -> Counter[str]:
+        return Counter(span.name for span in self.lane(lane))
+
+
+def traced_run(path: Path, kind: str) -> dict[str, Any]:
+    batch = MICRO_BATCHES * dist.get_world_size()
+    record = run_pretrain(
+        gpt_args(
+            *("--use-asynchzp", "--asynchzp-param-shard-size", "2"),
+            *("--asynchzp-grad-shard-size", "2", "--asynchzp-optim-shard-size", "4"),
+            *("--asynchzp-schedule", kind, "--asynchzp-trace", str(path)),
+            *("--log-interval", "1", "--train-iters", str(STEPS)),
+            *("--global-batch-size", str(batch), *UNTIED),
+        ),
+        inspect=lambda chunks, _: [unit.name for unit in chunks[0].runtime.units],
+    )
+    trace = path.read_text() if path.is_file() else None
+    dist.barrier()
+    return {"log": record.log, "units": record.inspected, "trace": trace}
+
+
+def untraced_run(steps: int) -> tuple[int, bool]:
+    """How many spans the timeline holds in the end, and whether it captures."""
+
+    def look(chunks, _) -> tuple[int, bool]:
+        timeline = chunks[0].runtime.scheduler.driver.timeline
+        return len(timeline._spans) + len(timeline._folding), timeline.is_capturing
+
+    return run_pretrain(
+        gpt_args("--use-asynchzp", "--train-iters", str(steps)), inspect=look
+    ).inspected
+
+
+def all_runs() -> dict[str, Any]:
+    """Starting Megatron takes longer than the steps, so the ranks are started once."""
+    folder = [tempfile.mkdtemp(prefix="asynchzp-trace-")]
+    dist.broadcast_object_list(folder, src=0)
+    told: dict[str, Any] = {
+        kind: traced_run(Path(folder[0], f"{kind}.json"), kind) for kind in SCHEDULES
+    }
+    told["untraced"] = [untraced_run(steps) for steps in (4, 9)]
+    told["files"] = sorted(path.name for path in Path(folder[0]).iterdir())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return told
+
+
+@pytest.fixture(scope="module")
+def told() -> list[dict[str, Any]]:
+    return on_ranks(all_runs, 4)
+
+
+@pytest.fixture(scope="module")
+def runs(told, tmp_path_factory) -> dict[str, Told]:
+    path, runs = tmp_path_factory.mktemp("trace") / "trace.json", {}
+    for kind in SCHEDULES:
+        path.write_text(told[0][kind]["trace"])
+        logs = [rank[kind]["log"] for rank in told]
+        runs[kind] = Told(told[0][kind]["units"], list(read_trace(path).spans), logs)
+    return runs
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_the_trace_has_forward_and_backward_of_every_unit_for_every_micro_batch(runs, kind):
+    units = runs[kind].units
+    assert len(units) == 5  # two layers, the embedding, the output layer, the rest
+    assert runs[kind].counts(COMPUTE) == {
+        f"{way} {unit}": MICRO_BATCHES for way in ("forward", "backward") for unit in units
+    }
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_the_trace_has_every_reduction_and_one_sync_of_each_kind(runs, kind):
+    one = runs[kind]
+    assert one.counts("reduce") == {unit: MICRO_BATCHES for unit in one.units}
+    assert one.counts("grad-sync") == dict.fromkeys(one.units, 1)
+    # It belongs to the next forward: one may end before, or after, the step that is traced.
+    syncs = one.counts("param-sync")
+    assert syncs.keys() <= set(one.units) and syncs.total() > 0
+    assert kind != "inline" or syncs == dict.fromkeys(one.units, 1)
+    waited_for = {f"{lane} {unit}" for lane in LANES for unit in one.units}
+    assert one.counts(WAIT).keys() <= waited_for | {"order all units"}
+    assert one.counts("order") == {"all units": 1}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_layer_is_gathered_between_any_two_of_its_computations(runs, kind):
+    for layer in [unit for unit in runs[kind].units if "layers" in unit]:
+        events = [span for span in runs[kind].spans if span.name.split(" ")[-1] == layer]
+        events = [span for span in events if span.lane in ("gather", COMPUTE)]
+        lanes = [span.lane for span in sorted(events, key=lambda span: span.start)]
+        assert lanes.count("gather") == lanes.count(COMPUTE) == 2 * MICRO_BATCHES
+        assert all(lane != following for lane, following in zip(lanes, lanes[1:]))
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_unit_never_computes_while_it_is_gathered(runs, kind):
+    for unit in runs[kind].units:
+        gathers = [span for span in runs[kind].lane("gather") if span.name == unit]
+        assert gathers
+        for span in runs[kind].lane(COMPUTE):
+            if span.name.endswith(f" {unit}"):
+                assert not any(g.start < span.end and span.start < g.end for g in gathers), span
+
+
+def test_the_jobs_of_one_lane_never_overlap_in_the_threaded_schedule(runs):
+    for lane in LANES:
+        jobs = runs["threaded"].lane(lane)
+        assert len(jobs) > 1 or lane == "order"  # one comparison per step
+        for job, following in zip(jobs, jobs[1:]):
+            assert job.end <= following.start, (lane, job, following)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_everything_but_what_began_in_the_step_before_lies_within_the_step(runs, kind):
+    (step,) = runs[kind].lane(CAPTURE)
+    for span in runs[kind].spans:
+        assert 0 <= span.end <= step.end
+        assert span.start >= 0 or span.lane in ("gather", "param-sync"), span
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_the_log_of_the_last_rank_tells_exposed_communication_and_overlap(runs, kind):
+    *others, log = (parse_log(log.splitlines()) for log in runs[kind].logs)
+    assert not any(others)
+    assert [step.number for step in log] == list(range(1, STEPS + 1))
+    # Each line tells of the step before the last: nothing has to be waited for to know it.
+    assert [(s.exposed_comm_ms, s.overlap_percent) for s in log[:1]] == [(0.0, 100.0)]
+    longest_ms = max(step.step_ms for step in log)
+    for step in log:
+        assert 0.0 <= step.exposed_comm_ms < longest_ms
+        assert 0.0 <= step.overlap_percent <= 100.0
+    assert any(step.exposed_comm_ms > 0.0 for step in log)
+
+
+def test_inline_waits_for_all_of_its_communication(runs):
+    log = parse_log(runs["inline"].logs[-1].splitlines())
+    assert all(step.overlap_percent < 5.0 for step in log[3:])
+
+
+def test_only_rank_0_writes_and_nothing_is_captured_without_the_flag(told):
+    for rank in told:
+        assert rank["files"] == sorted(f"{kind}.json" for kind in SCHEDULES)
+        assert not any(is_capturing for _, is_capturing in rank["untraced"])
+
+
+def test_the_timeline_does_not_grow_with_steps(told):
+    for rank in told:
+        (after_4_steps, _), (after_9_steps, _) = rank["untraced"]
+        # How often the main thread had to wait depends on timing, what was issued does not.
+        assert 0 < after_9_steps <= 1.5 * after_4_steps
+
+
+def arguments(path: Path, rank: int = 0, train_iters: int | None = 100) -> Namespace:
+    return Namespace(asynchzp_trace=str(path), rank=rank, train_iters=train_iters)
+
+
+@pytest.mark.parametrize("place", ["nowhere/trace.json", ""])
+def test_a_folder_that_is_not_there_is_refused_in_one_line(place, tmp_path):
+    with pytest.raises(ConfigurationError) as refusal:
+        resolve_trace(arguments(tmp_path / place))
+    told = str(refusal.value)
+    assert "\n" not in told and str(tmp_path / place) in told and "--asynchzp-trace" in told
+
+
+def test_rank_0_traces_the_tenth_step_or_the_last_but_one(tmp_path):
+    path = tmp_path / "trace.json"
+    for train_iters, step in ((None, 10), (100, 10), (11, 10), (10, 9), (2, 1), (1, 1)):
+        assert resolve_trace(arguments(path, train_iters=train_iters)).step == step
+    assert resolve_trace(arguments(path, rank=1)) is None
+    assert resolve_trace(Namespace(asynchzp_trace=None, rank=0, train_iters=5)) is None

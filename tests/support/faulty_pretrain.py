@@ -1,0 +1,74 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""legacy_pretrain.py with a fault: $FAULT is `KIND RANK CALL`, what happens on which rank in which
+forward, counted from 1. $FAULT_LIMIT_S, if set, is the time limit of a collective, which on the
+command line is in whole minutes.
+"""
+
+import os
+import signal
+import threading
+from dataclasses import replace
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core.enums import ModelType
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import pretrain
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+from megatron_asynchzp.mcore import arguments, data_parallel
+from tests.support import legacy_pretrain
+
+
+class OddError(Exception):
+    """Something that neither Megatron nor the plugin knows."""
+
+
+def shorten_limit(limit_s: float) -> None:
+    """As if --distributed-timeout-minutes took fractions, for the engine and its groups."""
+    resolve, create = arguments.resolve_schedule, data_parallel.create_shard_groups
+    arguments.resolve_schedule = lambda args: replace(resolve(args), time_limit_s=limit_s)
+    data_parallel.create_shard_groups = lambda sizes, groups, has_experts, timeout: create(
+        sizes, groups, has_experts, timedelta(seconds=limit_s)
+    )
+
+
+def act(kind: str, model) -> None:
+    if kind in ("SIGKILL", "SIGSTOP", "SIGINT"):
+        os.kill(os.getpid(), signal.Signals[kind])
+    elif kind == "raise":
+        raise OddError("not ours")
+    elif kind == "skip":  # the first layer is not called any more
+        decoder = get_attr_wrapped_model(model, "decoder")
+        decoder.layers = decoder.layers[1:]
+    else:
+        raise ValueError(kind)
+
+
+_calls: list[int] = []
+
+
+def forward_step(data_iterator, model) -> tuple:
+    kind, rank, call = os.environ.get("FAULT", "none 0 0").split()
+    _calls.append(1)
+    if len(_calls) == int(call) and rank in ("all", os.environ["RANK"]):
+        act(kind, model)
+    return legacy_pretrain.forward_step(data_iterator, model)
+
+
+if __name__ == "__main__":
+    if "FAULT_LIMIT_S" in os.environ:
+        shorten_limit(float(os.environ["FAULT_LIMIT_S"]))
+    parsed = parse_and_validate_args()
+    pretrain(
+        pretrain_cfg_container_from_args(parsed),
+        legacy_pretrain.build_datasets,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        legacy_pretrain.provide_model,
+    )
+    if os.environ.get("FAULT", "").startswith("destroy"):
+        dist.destroy_process_group()
+        print("threads:", [t.name for t in threading.enumerate() if "asynchzp" in t.name])

@@ -1,0 +1,314 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Devices without hardware that find races: streams are vector clocks, every torch operation is
+noted as reads and writes of memory on the current stream. Must not know the engine's schedule.
+
+Two accesses to the same bytes, one of them a write, race unless something orders them. Which of
+them came first in this run does not count: a stream, or a thread, may be late by any time.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Clock = dict[str, int]
+"""How many accesses of each stream have happened."""
+
+DEFAULT_STREAM = "main"
+# These take a tensor for its shape only.
+_SHAPE_ONLY = {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros",
+               "new_ones", "new_full", "new_empty_strided"}  # fmt: skip
+
+
+class Access(NamedTuple):
+    """The latest of its kind: what read or wrote the bytes [start, stop), and when."""
+
+    what: str
+    stream: str
+    count: int
+    is_write: bool
+    start: int
+    stop: int
+
+    def conflicts_with(self, other: "Access") -> bool:
+        overlaps = self.start < other.stop and other.start < self.stop
+        return overlaps and (self.is_write or other.is_write)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Stands for a process group: as with NCCL, its collectives run on a stream of its own."""
+
+    name: str
+
+
+class Collective(NamedTuple):
+    """What was issued: the operation, over which group, on how many elements."""
+
+    operation: str
+    group: str
+    numel: int
+
+
+class RecordingDevice:
+    """The interface of megatron_asynchzp.device. races: one sentence for each that was found."""
+
+    runs_ahead = True
+
+    def __init__(self):
+        self.races: list[str] = []
+        self.collectives: list[Collective] = []
+        self.num_accesses = 0
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+        self._clocks: dict[str, Clock] = {}
+        self._num_streams = 0
+        self._labels: dict[int, str] = {}
+        self._accesses: dict[int, dict[tuple, Access]] = {}
+
+    # ---- the interface
+
+    def new_stream(self) -> str:
+        self._num_streams += 1
+        return f"stream {self._num_streams}"
+
+    @contextmanager
+    def on_stream(self, stream: str) -> Iterator[None]:
+        before, self._thread.stream = self._current(), stream
+        try:
+            yield
+        finally:
+            self._thread.stream = before
+
+    def record_event(self) -> Clock:
+        return self.now()
+
+    def wait_event(self, event: Clock | None) -> None:
+        if event is not None:
+            self.order(event, self._current())
+
+    def wait_work(self, work: "FinishedLater", limit_s: float, is_over=None) -> None:
+        work.wait()
+
+    def synchronize(self, event: Clock | None, limit_s: float, is_over=None) -> bool:
+        return True
+
+    def bind_thread(self) -> None:
+        _Noting(self).__enter__()  # to the end of the thread
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds_between(self, start: float, end: float) -> float:
+        return end - start
+
+    # ---- what is recorded
+
+    def _current(self) -> str:
+        # As with cuda, a new thread is on the same default stream as all others.
+        return getattr(self._thread, "stream", DEFAULT_STREAM)
+
+    def _clock(self, stream: str) -> Clock:
+        return self._clocks.setdefault(stream, {})
+
+    def now(self) -> Clock:
+        """All that happens before what the current stream gets next."""
+        with self._lock:
+            return dict(self._clock(self._current()))
+
+    def order(self, event: Clock, stream: str) -> None:
+        """Whatever `stream` gets from now on happens after `event`."""
+        with self._lock:
+            clock = self._clock(stream)
+            for other, count in event.items():
+                clock[other] = max(clock.get(other, 0), count)
+
+    def label(self, tensor: torch.Tensor, name: str) -> None:
+        """Call the memory of `tensor` by `name` in messages."""
+        self._labels[tensor.untyped_storage().data_ptr()] = name
+
+    def operate(self, what: str, tensor: torch.Tensor, is_write: bool, stream=None) -> None:
+        """`what` reads or writes `tensor` on `stream`, or the current one."""
+        stream = stream or self._current()
+        memory, start, stop = _extent(tensor)
+        if start == stop:
+            return
+        with self._lock:
+            self.num_accesses += 1
+            clock = self._clock(stream)
+            clock[stream] = clock.get(stream, 0) + 1
+            access = Access(what, stream, clock[stream], is_write, start, stop)
+            known = self._accesses.setdefault(memory, {})
+            for other in known.values():
+                if access.conflicts_with(other) and other.count > clock.get(other.stream, 0):
+                    self.races.append(self._describe(memory, other, access))
+            # Earlier ones of this stream are before whatever the latest is before.
+            known[stream, is_write, start, stop] = access
+
+    def allocate(self, what: str, tensor: torch.Tensor) -> None:
+        """`tensor` is new: what was at its address before is gone. The allocator hands out memory
+        that earlier work of the current stream may still use, so this is a write.
+        """
+        memory = tensor.untyped_storage().data_ptr()
+        with self._lock:
+            self._accesses.pop(memory, None)
+            self._labels.pop(memory, None)
+        self.operate(what, tensor, is_write=True)
+
+    def _describe(self, memory: int, first: Access, second: Access) -> str:
+        does = [f"{a.what} {'writes' if a.is_write else 'reads'} it on {a.stream}"
+                for a in (first, second)]  # fmt: skip
+        name = self._labels.get(memory, "unnamed memory")
+        return f"{name}: {does[0]}, {does[1]}, and neither waits for the other"
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note what this thread does, and put recorded collectives in place of torch's."""
+        with (
+            mock.patch("megatron_asynchzp.comm.collectives.all_gather_flat", self._all_gather),
+            mock.patch(
+                "megatron_asynchzp.comm.collectives._reduce_scatter_flat", self._reduce_scatter
+            ),
+            mock.patch("torch.distributed.all_reduce", self._all_reduce),
+            _Noting(self),
+        ):
+            yield
+
+    # ---- collectives
+
+    def _issue(
+        self, operation: str, group: Group, read: torch.Tensor, written: torch.Tensor
+    ) -> "FinishedLater":
+        self.order(self.now(), group.name)
+        self.collectives.append(Collective(operation, group.name, written.numel()))
+        self.operate(operation, read, is_write=False, stream=group.name)
+        self.operate(operation, written, is_write=True, stream=group.name)
+        with self._lock:
+            return FinishedLater(self, dict(self._clock(group.name)))
+
+    def _all_gather(self, full, shard, group, async_op):
+        return self._issue("all-gather", group, shard, full)
+
+    def _reduce_scatter(self, shard, full, group, async_op):
+        return self._issue("reduce-scatter", group, full, shard)
+
+    def _all_reduce(self, tensor, group, async_op):
+        return self._issue("all-reduce", group, tensor, tensor)
+
+
+class RecordingHost(RecordingDevice):
+    """As a CPU: nothing runs ahead, every thread is a stream of its own, and what orders them are
+    the queues and events that they hand on work with. (That a lock was free orders nothing.)
+    """
+
+    runs_ahead = False
+
+    def new_stream(self) -> None:
+        return None
+
+    def _current(self) -> str:
+        return threading.current_thread().name
+
+    @contextmanager
+    def on_stream(self, stream: None) -> Iterator[None]:
+        yield
+
+    def record_event(self) -> None:
+        return None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        device = self
+
+        class Queue:
+            def __init__(self):
+                self._items = queue.SimpleQueue()
+
+            def put(self, item: Any) -> None:
+                self._items.put((item, device.now()))
+
+            def get(self) -> Any:
+                item, before = self._items.get()
+                device.order(before, device._current())
+                return item
+
+        class Event(threading.Event):
+            before: Clock = {}
+
+            def set(self) -> None:
+                self.before = device.now()
+                super().set()
+
+            def wait(self, timeout: float | None = None) -> bool:
+                is_set = super().wait(timeout)
+                device.order(self.before, device._current())
+                return is_set
+
+        names = SimpleNamespace(Event=Event, Thread=threading.Thread, Lock=threading.Lock)
+        with (
+            super().recording(),
+            mock.patch("megatron_asynchzp.comm.worker.threading", names),
+            mock.patch("megatron_asynchzp.comm.worker.queue", SimpleNamespace(SimpleQueue=Queue)),
+        ):
+            yield
+
+
+class FinishedLater:
+    """The handle of a collective: `wait` orders the current stream after it, as NCCL's does."""
+
+    def __init__(self, device: RecordingDevice, end: Clock):
+        self._device, self._end = device, end
+
+    def wait(self) -> None:
+        self._device.order(self._end, self._device._current())
+
+
+class _Noting(TorchDispatchMode):
+    """Tells the device what every torch operation of this thread reads, writes and allocates."""
+
+    def __init__(self, device: RecordingDevice):
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args=(), kwargs=None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.is_view:
+            return result
+        name = func.overloadpacket.__name__
+        given = [*args, *(kwargs.get(a.name) for a in func._schema.arguments[len(args) :])]
+        known = set()
+        for argument, value in zip(func._schema.arguments, given):
+            is_write = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in _tensors(value):
+                known.add(tensor.untyped_storage().data_ptr())
+                if is_write or name not in _SHAPE_ONLY:
+                    self._device.operate(name, tensor, is_write)
+        for tensor in _tensors(result):
+            if tensor.untyped_storage().data_ptr() not in known:
+                self._device.allocate(name, tensor)
+        return result
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Its storage, and the bytes from its first to its last element."""
+    memory = tensor.untyped_storage().data_ptr()
+    if tensor.numel() == 0:
+        return memory, 0, 0
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+    start, size = tensor.storage_offset(), tensor.element_size()
+    return memory, start * size, (start + last + 1) * size

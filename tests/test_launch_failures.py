@@ -1,0 +1,199 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""How a run of Megatron ends before its time, as a user sees it: one line per rank that says what
+was going on, an exit status, and no waiting.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_asynchzp.comm.worker import LANES
+from megatron_asynchzp.zero.scheduler import SCHEDULES
+from tests.support.launches import Ended, Launch
+from tests.support.ranks import free_port
+from tests.support.selection import slow_unless
+
+_ROOT = Path(__file__).parents[1]
+_SCRIPT = _ROOT / "tests" / "support" / "faulty_pretrain.py"
+_LINE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
+    "--max-position-embeddings 16 --tokenizer-type NullTokenizer --vocab-size 63 "
+    "--micro-batch-size 1 --global-batch-size 6 --lr 1e-3 --lr-decay-iters 3 "
+    "--eval-iters 0 --eval-interval 100000 --log-interval 1 --split 90,5,5 --mock-data "
+    "--untie-embeddings-and-output-weights --use-asynchzp --asynchzp-device cpu"
+)
+_WORLD_SIZE = 3
+_SIZES = "--asynchzp-param-shard-size 3 --asynchzp-grad-shard-size 3"
+# Far more than anything takes on a busy machine, far less than the 10 minutes of Megatron's limit.
+_SOON_S = 150.0
+
+# Operation, unit, ranks and step, or an error of Megatron's own collectives and the last of ours.
+_NAMED = rf"({'|'.join(LANES.values())}) of \S+( units)? over ranks 0, 1, 2 in step \d+"
+
+
+def start(folder: Path, kind: str, fault: str, iterations: int = 1000, **env: str) -> Launch:
+    line = f"{_LINE} {_SIZES} --asynchzp-schedule {kind} --train-iters {iterations}"
+    return Launch(folder, _SCRIPT, line, _WORLD_SIZE, {"FAULT": fault, **env})
+
+
+def last_line(ended: Ended, rank: int) -> str:
+    """The one line that this rank said about its end, which is the last thing it said."""
+    told = [line for line in ended.own_lines if line.startswith("megatron_asynchzp: rank ")]
+    assert len(told) == 1, ended.text[-3000:]
+    assert told[0].startswith(f"megatron_asynchzp: rank {rank}: ")
+    return told[0].removeprefix(f"megatron_asynchzp: rank {rank}: ")
+
+
+@pytest.mark.parametrize("kind", [slow_unless(kind == "threaded", kind) for kind in SCHEDULES])
+def test_when_a_rank_is_killed_every_other_ends_with_one_line_and_status_1(tmp_path, kind):
+    ended = start(tmp_path, kind, "SIGKILL 1 4").end(_SOON_S)
+    assert [one.status for one in ended] == [1, -signal.SIGKILL, 1]
+    for rank in (0, 2):
+        told = last_line(ended[rank], rank)
+        assert re.search(_NAMED, told), told
+        if told.startswith("Runtime"):  # Megatron's own collective met it first
+            assert "Traceback" in ended[rank].text
+        else:
+            assert re.match(rf"{_NAMED} failed: ", told) and len(told) < 500
+    assert any("Traceback" not in ended[rank].text for rank in (0, 2))
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.slow
+def test_when_a_rank_stands_still_the_others_end_within_the_time_limit(tmp_path, kind):
+    run = start(tmp_path, kind, "SIGSTOP 1 4", FAULT_LIMIT_S="3")
+    ended = run.end(_SOON_S, is_awaited=lambda rank: rank != 1)
+    for rank in (0, 2):
+        assert ended[rank].status == 1
+        assert re.match(rf"{_NAMED} failed: ", last_line(ended[rank], rank))
+        assert "Traceback" not in ended[rank].text
+
+
+@pytest.mark.parametrize("kind", [slow_unless(kind == "threaded", kind) for kind in SCHEDULES])
+def test_ctrl_c_ends_every_rank_at_once_in_one_line_with_status_130(tmp_path, kind):
+    run = start(tmp_path, kind, "none 0 0", iterations=100000)
+    run.await_text(" iteration        3/")
+    run.signal(signal.SIGINT)
+    start_s = time.monotonic()
+    ended = run.end(_SOON_S)
+    assert time.monotonic() - start_s < _SOON_S / 2
+    for rank, one in enumerate(ended):
+        assert one.status == 130
+        assert last_line(one, rank) == "interrupted"
+        assert "Traceback" not in one.text and one.text.endswith("interrupted\n")
+
+
+def test_an_error_of_the_script_keeps_its_traceback_and_says_where_training_was(tmp_path):
+    ended = start(tmp_path, "threaded", "raise 1 4").end(_SOON_S)
+    assert [one.status for one in ended] == [1, 1, 1]
+    assert "OddError: not ours" in ended[1].text and "Traceback" in ended[1].text
+    told = last_line(ended[1], 1)
+    assert re.match(rf"OddError in step 2; the last collective that was asked for: {_NAMED}$", told)
+    assert ended[1].text.endswith(told + "\n")
+    for rank in (0, 2):
+        assert re.search(_NAMED, last_line(ended[rank], rank))
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.slow
+def test_a_rank_that_skips_a_layer_stops_the_run_before_its_number_is_printed(tmp_path, kind):
+    ended = start(tmp_path, kind, "skip 1 5", FAULT_LIMIT_S="3").end(_SOON_S)
+    assert "iteration        2/" in "".join(one.text for one in ended)
+    assert "iteration        3/" not in "".join(one.text for one in ended)
+    told = [last_line(one, rank) for rank, one in enumerate(ended) if one.status == 1]
+    assert told and all(one.status for one in ended)  # gloo aborts a rank that got too many bytes
+    for line in told:
+        assert re.match(rf"{_NAMED} failed: |step 3: collective \d+ ", line), line
+
+
+@pytest.mark.parametrize("fault", ["destroy 0 0", slow_unless(False, "none 0 0")])
+def test_a_run_that_comes_to_its_end_leaves_no_thread_and_says_nothing(tmp_path, fault):
+    """Also where the script ends without destroying the process groups."""
+    ended = start(tmp_path, "threaded", fault, iterations=2).end(_SOON_S)
+    for one in ended:
+        assert one.status == 0
+        assert not [line for line in one.own_lines if " rank " in line]
+        assert "Traceback" not in one.text and "Error" not in one.text
+        assert ("threads: []" in one.text) == (fault != "none 0 0")
+
+
+# --- processes of their own --------------------------------------------------------------------
+
+
+def _start_processes(
+    command: list[str], num_processes: int, folder: Path, fault: str
+) -> list[subprocess.Popen]:
+    """`command`, or one per rank where torchrun does not start them, each a leader of its group."""
+    env = os.environ | {"PYTHONPATH": str(_ROOT), "PYTHONWARNINGS": "ignore", "FAULT": fault}
+    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+    env |= {"MASTER_PORT": str(free_port()), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+    processes = []
+    for rank in range(num_processes):
+        with open(folder / f"{rank}.log", "wb") as log:
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    stdout=log,
+                    stderr=log,
+                    cwd=folder,
+                    start_new_session=True,
+                    env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                )
+            )
+    return processes
+
+
+def _await_text(words: str, folder: Path) -> None:
+    deadline = time.monotonic() + 180
+    while not any(words in log.read_text() for log in folder.glob("*.log")):
+        assert time.monotonic() < deadline, [log.read_text() for log in folder.glob("*.log")]
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault, statuses, words",
+    [("SIGKILL 1 4", [1, -signal.SIGKILL, 1], _NAMED), ("none 0 0", [130] * 3, "interrupted$")],
+)
+def test_an_edited_script_ends_as_a_launched_one_does(tmp_path, fault, statuses, words):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import megatron_asynchzp.mcore.adaptor\n"
+        f"import runpy\nrunpy.run_path({str(_SCRIPT)!r}, run_name='__main__')\n"
+    )
+    line = f"{_LINE} {_SIZES} --train-iters 100000"
+    processes = _start_processes([sys.executable, str(script), *line.split()], 3, tmp_path, fault)
+    if fault == "none 0 0":
+        _await_text(" iteration        3/", tmp_path)
+        for process in processes:
+            process.send_signal(signal.SIGINT)
+    assert [process.wait(timeout=180) for process in processes] == statuses
+    for rank, status in enumerate(statuses):
+        if status > 0:
+            one = Ended(status, (tmp_path / f"{rank}.log").read_text())
+            assert re.search(words, last_line(one, rank))
+            assert "Traceback" not in one.text or "RuntimeError" in last_line(one, rank)
+
+
+@pytest.mark.slow
+def test_ctrl_c_under_torchrun_ends_the_job_with_one_line_per_rank(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "3", "-m", "megatron_asynchzp.launch", str(_SCRIPT)]
+    command += f"{_LINE} {_SIZES} --train-iters 100000".split()
+    (torchrun,) = _start_processes(command, 1, tmp_path, "none 0 0")
+    _await_text(" iteration        3/", tmp_path)
+    start_s = time.monotonic()
+    os.killpg(torchrun.pid, signal.SIGINT)  # as a terminal does
+    assert torchrun.wait(timeout=180) != 0
+    # torchrun kills those that still run after 30 s.
+    assert time.monotonic() - start_s < 25
+    text = (tmp_path / "0.log").read_text()
+    for rank in range(3):
+        assert text.count(f"megatron_asynchzp: rank {rank}: interrupted\n") == 1

@@ -1,0 +1,209 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The picture of a step: what is in it, and one line for a file that is no trace."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, WAIT, Span, chrome_trace
+from megatron_asynchzp.comm.worker import LANES
+from scripts.report import plot_timeline
+from scripts.report.plot_timeline import COLOURS, make_figure
+from scripts.report.step_trace import number_batches, read_trace, short_names, split_leaves
+
+LAYERS = [f"decoder.layers.{i}" for i in range(3)]
+
+
+def step_spans(micro_batches: int = 2, recomputes: bool = False, exposed_s: float = 0.01):
+    """A step of three layers within a root, 10 ms a forward, 20 ms a backward."""
+    spans, now = [Span(CAPTURE, "step", 0.0, 0.0)], 0.1
+
+    def compute(direction: str, unit: str, seconds: float) -> None:
+        nonlocal now
+        spans.append(Span(COMPUTE, f"{direction} {unit}", now, now + seconds))
+        now += seconds
+
+    for batch in range(micro_batches):
+        begin = now
+        for unit in LAYERS:
+            spans.append(Span("gather", unit, now - 0.005, now + 0.005))
+            compute("forward", unit, 0.01)
+        spans.append(Span(COMPUTE, "forward root", begin, now))
+        begin = now
+        for unit in reversed(LAYERS):
+            if recomputes:
+                compute("forward", unit, 0.01)
+            compute("backward", unit, 0.02)
+            spans.append(Span("reduce", unit, now, now + 0.03))
+        spans.append(Span(COMPUTE, "backward root", begin, now))
+    spans.append(Span(WAIT, "reduce root", now, now + exposed_s))
+    spans[0] = Span(CAPTURE, "step", 0.0, now + exposed_s)
+    return spans
+
+
+def write(path: Path, spans: list[Span]) -> Path:
+    path.write_text(json.dumps(chrome_trace(spans, tuple(LANES), rank=0)))
+    return path
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_leaves_are_found_and_numbered_by_micro_batch(micro_batches, recomputes, tmp_path):
+    trace = read_trace(write(tmp_path / "t.json", step_spans(micro_batches, recomputes)))
+    assert {span.name for span in trace.outer} == {"forward root", "backward root"}
+    for unit in LAYERS:
+        mine = [each for each in trace.computations if each.unit == unit]
+        told = [(each.direction, each.batch, each.is_recomputed) for each in mine]
+        expected = []
+        for batch in range(micro_batches):
+            expected.append(("forward", batch, False))
+            expected += [("forward", batch, True)] * recomputes
+            expected.append(("backward", batch, False))
+        assert told == expected
+
+
+def test_in_a_pipeline_forwards_that_run_ahead_keep_their_micro_batch():
+    names = ["forward u", "forward u", "backward u", "forward u", "backward u", "backward u"]
+    spans = [Span(COMPUTE, name, i, i + 1) for i, name in enumerate(names)]
+    assert [each.batch for each in number_batches(spans)] == [0, 1, 0, 2, 1, 2]
+
+
+def test_a_layer_and_its_experts_are_one_computation():
+    together = [Span(COMPUTE, "forward layer", 0.0, 1.0), Span(COMPUTE, "forward experts", 0.01, 1.0)]
+    leaves, outer = split_leaves(together)
+    assert [span.name for span in leaves] == ["forward layer"] and outer == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), max_size=12))
+def test_every_computation_is_a_leaf_contains_one_or_is_another_units_twin(pieces):
+    spans = [Span(COMPUTE, f"forward u{i}", s, s + n) for i, (s, n) in enumerate(pieces)]
+    leaves, outer = split_leaves(spans)
+    assert len(leaves) + len(outer) <= len(spans)
+    assert bool(spans) == bool(leaves)
+    assert not any(a is not b and a.start <= b.start and b.end <= a.end
+                   for a in leaves for b in leaves)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "unit, short",
+    [
+        ("decoder.layers.11", "11"),
+        ("decoder.layers.3.mlp.experts", "3.mlp.exp"),
+        ("embedding", "embed"),
+        ("output_layer", "output"),
+        ("embedding.word_embeddings.weight", "word"),
+        ("weight", "weight"),
+    ],
+)
+def test_units_have_short_names(unit, short):
+    assert short_names([unit]) == {unit: short}
+
+
+def panels_of(figure) -> list:
+    return figure.axes
+
+
+def texts(axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def bars(axes, colour: str) -> list[tuple[float, float]]:
+    """Start and length in ms of the bars of this colour."""
+    from matplotlib.colors import to_hex
+    from matplotlib.patches import Rectangle
+
+    return [
+        (round(bar.get_x(), 3), round(bar.get_width(), 3))
+        for bar in axes.patches
+        if isinstance(bar, Rectangle) and bar.get_zorder() == 2 and bar.get_fill()
+        and to_hex(bar.get_facecolor()).upper() == colour
+    ]  # fmt: skip
+
+
+def test_a_panel_shows_rows_units_micro_batches_and_what_was_exposed(tmp_path):
+    trace = read_trace(write(tmp_path / "threaded.json", step_spans()))
+    (axes,) = panels_of(make_figure([trace]))
+    rows = [label.get_text() for label in axes.get_yticklabels()]
+    assert rows == ["main thread", "wait", "gather", "reduce"]
+    assert {"0", "1", "2", "backward 1", "backward 2"} <= set(texts(axes))
+    assert {"forward 1", "F1"} & set(texts(axes))
+    assert axes.get_title(loc="left") == (
+        "threaded: step 290.0 ms, exposed communication 10.0 ms, overlap 94 %"
+    )
+    assert bars(axes, COLOURS["forward"]) == [(100, 10), (110, 10), (120, 10)]
+    assert len(bars(axes, COLOURS["gather"])) == len(bars(axes, COLOURS["reduce"])) == 6
+    assert bars(axes, COLOURS[WAIT]) == [(280, 10)]
+
+
+def test_several_traces_share_one_time_axis(tmp_path):
+    short = read_trace(write(tmp_path / "threaded.json", step_spans()))
+    long = read_trace(write(tmp_path / "inline.json", step_spans(exposed_s=0.2)))
+    upper, lower = panels_of(make_figure([long, short]))
+    assert upper.get_xlim() == lower.get_xlim()
+    assert upper.get_xlim()[1] > 480
+    assert upper.get_title(loc="left").startswith("inline: step 480.0 ms")
+    assert lower.get_title(loc="left").startswith("threaded: step 290.0 ms")
+    assert lower.get_xlabel() == "time (ms)" and upper.get_xlabel() == ""
+
+
+def test_collectives_that_overlap_in_one_lane_lie_below_each_other(tmp_path):
+    spans = [*step_spans(), *(Span("param-sync", unit, 0.0, 0.1) for unit in LAYERS)]
+    (axes,) = panels_of(make_figure([read_trace(write(tmp_path / "t.json", spans))]))
+    from matplotlib.colors import to_hex
+
+    same = [bar for bar in axes.patches
+            if to_hex(bar.get_facecolor()).upper() == COLOURS["param-sync"]]  # fmt: skip
+    assert len(same) == 3
+    edges = sorted((bar.get_y(), bar.get_y() + bar.get_height()) for bar in same)
+    assert all(low[1] <= high[0] + 1e-9 for low, high in zip(edges, edges[1:]))
+
+
+def test_labels_are_left_out_where_they_do_not_fit(tmp_path):
+    spans = step_spans(micro_batches=90)
+    (axes,) = panels_of(make_figure([read_trace(write(tmp_path / "t.json", spans))]))
+    assert not {"0", "1", "2"} & set(texts(axes))
+
+
+def test_the_command_writes_a_png(tmp_path):
+    trace, picture = write(tmp_path / "threaded.json", step_spans()), tmp_path / "timeline.png"
+    command = [sys.executable, plot_timeline.__file__, str(trace), "--output", str(picture)]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+NO_STEP = json.dumps(chrome_trace([Span("gather", "u", 0.0, 1.0)], tuple(LANES), 0))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "no json", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}', NO_STEP, None]
+)
+def test_a_file_that_is_no_trace_is_one_line_with_the_remedy(content, tmp_path, capsys):
+    path = tmp_path / "wrong.json"
+    if content is not None:
+        path.write_text(content)
+    status = plot_timeline.main([str(path), "--output", str(tmp_path / "t.png")])
+    told = capsys.readouterr().err
+    assert status == 2
+    assert told.count("\n") == 1 and str(path) in told and "--asynchzp-trace" in told
+    assert not (tmp_path / "t.png").exists()
+
+
+def test_an_output_that_cannot_be_written_is_one_line_with_the_remedy(tmp_path, capsys):
+    trace = write(tmp_path / "t.json", step_spans())
+    for output in (tmp_path / "nowhere" / "t.png", tmp_path):
+        assert plot_timeline.main([str(trace), "--output", str(output)]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1 and str(output) in told and "--output" in told
+
+
+def test_an_output_of_an_unknown_kind_is_one_line_with_the_remedy(tmp_path, capsys):
+    trace = write(tmp_path / "t.json", step_spans())
+    assert plot_timeline.main([str(trace), "--output", str(tmp_path / "t.xyz")]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and ".png" in told

@@ -1,0 +1,57 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of the schedules on a toy: every contender learns the same and sends the ideal
+volume, or there is no table.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.bench_schedules import parse_args
+
+ROOT = Path(__file__).parents[2]
+TOY = [
+    "--hidden", "128", "--blocks", "3", "--rows", "4", "--block-ms", "0",
+    "--repetitions", "1", "--steps", "1", "--profile", "unlimited",
+]  # fmt: skip
+
+
+def bench(*options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "scripts/bench/bench_schedules.py", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+
+
+def test_every_contender_learns_the_same_and_sends_the_ideal_volume(tmp_path):
+    told = bench(*TOY, "--nodes", "2", "--out", str(tmp_path / "out.jsonl"))
+    assert told.returncode == 0, told.stderr[-2000:]
+    assert "ours threaded" in told.stdout and "others used" in told.stdout
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    losses = {r["contender"]: r["losses"] for r in records if r["trains"]}
+    assert len(losses) == 8
+    for record in records:
+        assert record["volume"] == pytest.approx(record["ideal_volume"], rel=0.01)
+        assert record["median_ms"] > 0 and record["torch"] and "--hidden" in record["command"]
+    volumes = {r["contender"]: r["ideal_volume"] for r in records}
+    assert (volumes["ddp"], volumes["fsdp2"], volumes["hsdp"]) == (1.5, 2.25, 1.0)
+    ours = [losses[f"ours {kind}"] for kind in ("early", "threaded", "main-thread", "inline")]
+    assert all(other == ours[0] for other in ours)
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (["--contenders", "zero-9"], "--contenders zero-9: not one of compute only"),
+        (["--profile", "pigeons"], "network profile 'pigeons' is not one of unlimited"),
+        (["--repetitions", "0"], "--repetitions must be at least 1"),
+        (["--inter-gbit", "0"], "--inter-gbit must be above 0"),
+    ],
+)
+def test_a_wrong_option_is_one_clear_line(options, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_args(options)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err.strip().splitlines()[-1]

@@ -1,0 +1,144 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What trains on gloo trains on the fabric, to the same losses: DDP, FSDP2, HSDP, the engine."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_asynchzp.zero.scheduler import SCHEDULES, ScheduleConfig
+from scripts.testbed.profile import NetworkProfile
+from scripts.testbed.streams import host_waits, install_streams
+from tests.support import engine
+from tests.support.fabric import replace_default_group
+from tests.support.megatron_runs import (
+    DISTRIBUTED_OPTIMIZER,
+    MEGATRON_HSDP,
+    MIXTURE_OF_EXPERTS,
+    gpt_args,
+    run_pretrain,
+)
+from tests.support.ranks import run_ranks
+from tests.support.toy_models import toy_batch, toy_loss
+
+STEPS = 3
+# Slow enough that a read before the arrival would be a wrong number.
+SLOW = NetworkProfile("slow", inter_gbit=0.02, inter_latency_us=1000.0, ranks_per_node=2)
+
+
+def fully_sharded(mesh_shape: tuple[int, ...], dtype: torch.dtype) -> torch.nn.Module:
+    model = engine.build_toy()
+    names = ("replicate", "shard")[-len(mesh_shape) :]
+    mesh = dist.init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    for block, following in zip(model.blocks, list(model.blocks)[1:]):
+        block.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([block])
+    return model
+
+
+MODELS = {
+    "ddp": lambda: DistributedDataParallel(engine.build_toy(), bucket_cap_mb=0.01),
+    "fsdp2": lambda: fully_sharded((4,), torch.float32),
+    "hsdp": lambda: fully_sharded((2, 2), torch.float32),
+    "hsdp bf16": lambda: fully_sharded((2, 2), torch.bfloat16),
+}
+
+
+def losses_of(name: str) -> list[float]:
+    model = MODELS[name]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        total = torch.zeros(())
+        for micro_batch in range(2):  # the second one accumulates sharded gradients
+            loss = toy_loss(model, toy_batch(step, micro_batch, dist.get_rank()))
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total)
+        losses.append(total.item())
+    return losses
+
+
+def train_on_both() -> dict[str, tuple[list[float], list[float], int]]:
+    on_gloo = {name: losses_of(name) for name in MODELS}
+    replace_default_group(SLOW)
+    told = {}
+    with install_streams():
+        for name in MODELS:
+            before = host_waits()
+            told[name] = on_gloo[name], losses_of(name), host_waits() - before
+    return told
+
+
+def test_ddp_fsdp2_and_hsdp_learn_what_they_learn_on_gloo():
+    told = run_ranks(train_on_both, 4)[0]
+    for name, (on_gloo, on_fabric, num_waits) in told.items():
+        # Accumulating sharded gradients reads what a collective brings; nothing else does.
+        assert (num_waits > 0) == (name != "ddp")
+        assert on_fabric == pytest.approx(on_gloo, rel=1e-3 if "bf16" in name else 1e-6), name
+
+
+def train_engine(sizes: tuple[int, int, int], with_streams: bool) -> None:
+    def run(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+        trainer = engine.EngineTrainer(
+            engine.build_toy(depth=4), sizes, schedule=ScheduleConfig(kind, prefetch_depth=2)
+        )
+        losses = [trainer.step(step, 2) for step in range(STEPS)]
+        params = trainer.full_params()
+        trainer.runtime.detach()
+        return losses, params
+
+    on_gloo = run("inline")[0]
+    replace_default_group(SLOW)
+    engine.shard_groups.cache_clear()  # groups of the default group that was
+    installed = install_streams() if with_streams else None
+    losses, params = run("inline")
+    assert losses == pytest.approx(on_gloo, rel=1e-6)
+    for kind in SCHEDULES:
+        other_losses, other_params = run(kind)
+        assert other_losses == losses, kind
+        for name, param in params.items():
+            assert torch.equal(other_params[name], param), (kind, name)
+    if installed:
+        installed.undo()
+
+
+@pytest.mark.parametrize("with_streams", [False, True])
+def test_the_engines_schedules_are_bitwise_equal_on_the_fabric(with_streams):
+    run_ranks(train_engine, 4, (2, 2, 4), with_streams)
+
+
+MEGATRON_RUNS = {
+    "distributed optimizer, bf16, overlapped": ["--bf16", *DISTRIBUTED_OPTIMIZER],
+    "tensor and pipeline parallel": [
+        "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"
+    ],
+    "experts": [*MIXTURE_OF_EXPERTS, "--expert-model-parallel-size", "2"],
+    "Megatron-HSDP": MEGATRON_HSDP,
+    "ours": ["--use-asynchzp"],
+}  # fmt: skip
+
+
+def pretrain_on_both() -> dict[str, tuple[list[float], list[float]]]:
+    on_gloo = {name: run_pretrain(gpt_args(*more)).losses for name, more in MEGATRON_RUNS.items()}
+    replace_default_group(replace(SLOW, inter_gbit=0.2))
+    return {
+        name: (on_gloo[name], run_pretrain(gpt_args(*more)).losses)
+        for name, more in MEGATRON_RUNS.items()
+    }
+
+
+@pytest.mark.slow
+def test_megatrons_own_training_runs_on_the_fabric():
+    for name, (on_gloo, on_fabric) in run_ranks(pretrain_on_both, 4)[0].items():
+        assert on_fabric == pytest.approx(on_gloo, rel=1e-4), name

@@ -1,0 +1,137 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that call different modules never get a number out of that step: the comparison of what was
+issued names the first difference on every rank, or a collective fails by name.
+"""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_asynchzp.comm.order import IssueLog, OrderMismatch
+from megatron_asynchzp.comm.worker import CollectiveFailure
+from megatron_asynchzp.zero.scheduler import SCHEDULES, ScheduleConfig
+from tests.support.engine import EngineTrainer
+from tests.support.ranks import observe_ranks, run_ranks
+from tests.support.selection import slow_unless
+from tests.support.toy_models import RoutedLM
+
+ALL = [0, 1, 2, 3]
+
+
+def diverge(kind: str, sizes: tuple, limit_s: float, num_equal: int, routes: list, count: int):
+    """What ended the step in which rank 1 does something else, or the number it gave.
+
+    num_equal: steps before that one; routes, count: what rank 1 does in its micro-batches, of
+    which the others have two.
+    """
+    torch.manual_seed(5)
+    schedule = ScheduleConfig(kind, prefetch_depth=2, time_limit_s=limit_s)
+    trainer = EngineTrainer(RoutedLM(), sizes, schedule=schedule)
+    for step in range(num_equal):
+        trainer.local_step(step, 2)
+    if dist.get_rank() == 1:
+        trainer.model.routes = [list(route) for route in routes]
+    try:
+        loss = trainer.local_step(num_equal, count if dist.get_rank() == 1 else 2)
+        trainer.runtime.scheduler.settle()
+    except (OrderMismatch, CollectiveFailure) as error:
+        with pytest.raises(type(error)) as again:
+            trainer.runtime.detach()
+        assert again.value is error
+        return f"{type(error).__name__}: {error}"
+    return f"a loss of {loss.item()}"
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_two_swapped_modules_of_one_size_are_named_with_one_message_on_all_ranks(kind):
+    """In a first step every collective finds a partner, so that only the comparison can tell."""
+    routes = [[1, 0, 2, 3], [1, 0, 2, 3]]
+    told = observe_ranks(diverge, 4, kind, (2, 2, 4), 60.0, 0, routes, 2, num_survivors=4)
+    assert sorted(told) == [0, 1, 2, 3]
+    (message,) = set(told.values())
+    assert re.fullmatch(
+        r"OrderMismatch: step 1: collective \d+ since the last comparison was 'gather blocks.0' on "
+        r"ranks 0, 2, 3 and 'gather blocks.1' on rank 1; every rank must call .*",
+        message,
+    )
+
+
+# What rank 1 does in its micro-batches, and how many it has.
+DIVERGENCES = {
+    "a module skipped once": ([[0, 2, 3], ALL], 2),
+    "an early exit": ([[0, 1], [0, 1]], 2),
+    "a module called twice": ([ALL, [0, 1, 1, 2, 3]], 2),
+    "one more micro-batch": ([], 3),
+    "one micro-batch less": ([], 1),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [slow_unless(kind == "threaded" or name == "a module skipped once", kind, name)
+     for kind in SCHEDULES for name in DIVERGENCES],
+)  # fmt: skip
+def test_one_rank_that_does_something_else_gets_no_number_and_nor_do_its_peers(kind, name):
+    routes, micro_batches = DIVERGENCES[name]
+    told = observe_ranks(
+        diverge, 2, kind, (2, 2, 2), 2.0, 2, routes, micro_batches, num_survivors=2
+    )  # fmt: skip
+    # gloo itself aborts a process whose peer sends more than it expects: the other one is left.
+    assert told and set(told) <= {0, 1}
+    for text in told.values():
+        assert re.match(r"OrderMismatch: step 3: |CollectiveFailure: .* in step [34] failed", text)
+        assert "\n" not in text
+
+
+# --- the comparison alone ----------------------------------------------------------------------
+
+
+def compare_logs() -> list[str]:
+    """Rank r logs the entries of its place; returns what each comparison raised."""
+    same = ["gather a", "reduce a"]
+    programs = [
+        [same, same, same, same],
+        [same, same, same, ["gather a", "reduce b"]],
+        [same, same, same, ["gather a"]],
+        [[], same, same, same],
+        [["gather a"], ["gather b"], ["gather c"], ["gather a"]],
+        [same, same, same, same],
+    ]
+    inner = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+    outer = [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
+
+    class Submitted:
+        def __init__(self, start):
+            self._steps = start()
+
+        def wait(self) -> None:
+            for work in self._steps:
+                work.wait()
+
+    told, log = [], IssueLog()
+    for step, program in enumerate(programs):
+        for entry in program[dist.get_rank()]:
+            log.add(*entry.split())
+        try:
+            log.start_check([inner, outer], torch.device("cpu"), step, Submitted).finish()
+            told.append("")
+        except OrderMismatch as mismatch:
+            told.append(str(mismatch).partition(" since the last comparison was ")[2])
+            log = IssueLog()
+    return told
+
+
+def test_the_comparison_names_the_first_difference_and_who_did_what_on_every_rank():
+    end = "; every rank must call the same modules in the same order"
+    expected = [
+        "",
+        f"'reduce a' on ranks 0, 1, 2 and 'reduce b' on rank 3{end}",
+        f"'reduce a' on ranks 0, 1, 2 and 'nothing' on rank 3{end}",
+        f"'nothing' on rank 0 and 'gather a' on ranks 1, 2, 3{end}",
+        f"'gather a' on ranks 0, 3 and 'gather b' on rank 1 and 'gather c' on rank 2{end}",
+        "",
+    ]
+    assert run_ranks(compare_logs, 4) == [expected] * 4

@@ -1,0 +1,99 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that depart, equally on all ranks, from the one before: the bits of the inline schedule,
+and one word about what is gathered on demand.
+"""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_asynchzp.zero.scheduler import ScheduleConfig
+from tests.support.engine import EngineTrainer
+from tests.support.ranks import run_ranks
+from tests.support.selection import slow_unless
+from tests.support.toy_models import RoutedLM, toy_batch, toy_loss
+
+ALL = [0, 1, 2, 3]
+# By program: for each step the blocks of each micro-batch.
+PROGRAMS = {
+    "the same in every step": [[ALL, ALL]] * 4,
+    "a module skipped in some steps": [[ALL, ALL], [ALL, [0, 2, 3]], [[0, 2, 3], ALL], [ALL, ALL]],
+    "an early exit": [[ALL], [[0, 1]], [ALL], [[0, 1]], [[0]]],
+    "no block at all": [[ALL], [[]], [ALL]],
+    "more micro-batches in a later step": [[ALL], [ALL] * 3, [ALL] * 2, [ALL] * 4],
+    "another order": [[ALL], [[3, 1, 0, 2]], [[0, 1, 3, 2]], [ALL]],
+    "a module called twice": [[ALL], [[0, 1, 1, 2, 3]], [ALL], [[0, 0, 0]]],
+    "a module called for the first time late": [[[0, 1]], [[0, 1]], [ALL], [ALL]],
+}
+# Whose recorded steps no later one contradicts.
+WITHOUT_DEPARTURE = "the same in every step", "more micro-batches in a later step"
+EVALUATED = ALL, [0, 1]  # which is a departure
+
+
+class Listener(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def train(program: list, evaluates: bool, schedule: ScheduleConfig, sizes: tuple):
+    """Losses, parameters and what was said."""
+    listener, logger = Listener(), logging.getLogger("megatron_asynchzp")
+    logger.addHandler(listener)
+    torch.manual_seed(5)
+    trainer = EngineTrainer(RoutedLM(), sizes, schedule=schedule)
+    losses = []
+    for step, routes in enumerate(program):
+        trainer.model.routes = [list(route) for route in routes]
+        losses.append(trainer.step(step, len(routes)))
+        if evaluates:
+            with torch.no_grad():
+                for index, route in enumerate(EVALUATED):
+                    trainer.model.routes = [list(route)]
+                    tokens = toy_batch(step, 50 + index, dist.get_rank())
+                    losses.append(toy_loss(trainer.model, tokens).item())
+    params = trainer.full_params()
+    trainer.runtime.detach()
+    assert trainer.runtime.scheduler.num_slots_in_use() == 0
+    logger.removeHandler(listener)
+    return losses, params, listener.lines
+
+
+def compare_with_inline(sizes: tuple) -> dict:
+    """What was said, by program and schedule, where every bit was that of the inline schedule."""
+    said = {}
+    for name, program in PROGRAMS.items():
+        for evaluates in (False, True):
+            expected_losses, expected, _ = train(
+                program, evaluates, ScheduleConfig("inline"), sizes
+            )  # fmt: skip
+            for kind, depth in (("main-thread", 2), ("threaded", 1), ("threaded", 4)):
+                schedule = ScheduleConfig(kind, prefetch_depth=depth)
+                losses, params, lines = train(program, evaluates, schedule, sizes)
+                assert losses == expected_losses, (name, evaluates, kind, depth)
+                for key in expected:
+                    assert torch.equal(params[key], expected[key]), (name, kind, depth, key)
+                said[name, evaluates, kind, depth] = lines
+    return said
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), slow_unless(False, (2, 1, 2))])
+def test_a_departure_changes_no_bit_and_is_told_once_by_rank_0(sizes):
+    first, second = run_ranks(compare_with_inline, 2, sizes)
+    assert len(first) == len(PROGRAMS) * 2 * 3
+    for (name, evaluates, *schedule), lines in first.items():
+        if name in WITHOUT_DEPARTURE and not evaluates:
+            assert lines == [], (name, schedule)
+        else:
+            (line,) = lines
+            assert " where the step before used " in line, (name, schedule)
+            assert line.endswith(" is gathered on demand (said once)"), (name, schedule)
+    assert all(lines == [] for lines in second.values())

@@ -1,0 +1,336 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Streams and events, or threads and queues, order every pair of accesses to the same memory,
+whatever a step does and however late a thread is; and the detector that says so sees each order
+that is taken away.
+"""
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+
+from megatron_asynchzp.comm.worker import LANES, Job
+from megatron_asynchzp.zero.plan import plan_units
+from megatron_asynchzp.zero.runtime import HZPRuntime
+from megatron_asynchzp.zero.scheduler import ScheduleConfig, UnitScheduler
+from tests.support.engine import build_toy, nested_sizes
+from tests.support.recording_device import RecordingDevice, RecordingHost
+from tests.support.scheduler_program import (
+    WORLD_SIZE,
+    Program,
+    RecordedGroups,
+    Step,
+    UnitShape,
+    delayed_driver,
+    execute,
+)
+from tests.support.toy_models import toy_batch, toy_loss
+
+AHEAD = ("main-thread", "threaded")
+FEW = settings(
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+THREE = (UnitShape(),) * 3
+
+
+@st.composite
+def programs(draw, kinds=AHEAD) -> Program:
+    numel, is_trained = st.sampled_from((24, 24, 24, 40)), st.sampled_from((True,) * 4 + (False,))
+    units = draw(st.lists(st.builds(UnitShape, numel, is_trained), min_size=1, max_size=5))
+    index = st.sampled_from(range(len(units)))
+    step = st.builds(
+        Step,
+        micro_batches=st.integers(1, 3),
+        skipped=st.just(frozenset()) | st.frozensets(index, max_size=2),
+        warm_up=st.integers(0, 2),
+        recomputes=st.booleans(),
+        root=st.none() | index,
+        evaluates=st.booleans(),
+        is_begun_again=st.booleans(),
+        is_applied=st.sampled_from((True, True, False)),
+    )
+    config = st.builds(
+        ScheduleConfig,
+        st.sampled_from(kinds),
+        prefetch_depth=st.integers(0, 4),
+        param_slots=st.integers(0, 4),
+        grad_slots=st.integers(1, 4),
+    )
+    return Program(
+        tuple(units),
+        tuple(draw(st.lists(step, min_size=1, max_size=4))),
+        draw(config),
+        draw(st.sampled_from(nested_sizes(WORLD_SIZE))),
+        draw(st.integers(0, WORLD_SIZE - 1)),
+        draw(st.sampled_from((torch.bfloat16, torch.float32))),
+        draw(st.booleans()),
+    )
+
+
+def skip(*indices: int, **more) -> Step:
+    return Step(skipped=frozenset(indices), **more)
+
+
+THREADED, NO_PREFETCH = ScheduleConfig("threaded", 2, grad_slots=1), ScheduleConfig("threaded", 0)
+# Each of these was once a race. The first gather into a slot did not wait for the zeros of the
+# slot (worst where a ring grows: the computation before it has not run yet); the optimizer did
+# not wait for the parameter sync of a unit that its step had not used, nor, in fp32, for a gather
+# that a step of fewer micro-batches had no use for; after join_param_syncs gathers waited for the
+# optimizer but no longer for the syncs. An update within backward has the same readers to wait for.
+A_RING_GROWS = Program(THREE, (Step(root=0), Step(root=0)), replace(NO_PREFETCH, param_slots=1))
+A_UNIT_IS_SKIPPED = Program(
+    THREE, (Step(), skip(2), Step()), NO_PREFETCH, dtype=torch.float32
+)
+MICRO_BATCHES_VARY = Program(THREE, (Step(2), Step(1), Step(3)), THREADED, dtype=torch.float32)
+A_SYNC_IS_JOINED = Program(
+    THREE, (Step(), skip(2, is_applied=False), Step(root=2)), NO_PREFETCH, (2, 1, 4)
+)
+
+# Without streams the main-thread schedule waited for the last reduction of a unit only: a gradient
+# without the micro-batches before, where the ring had slots for two reductions of one unit.
+TWO_REDUCTIONS_IN_FLIGHT = Program(
+    (UnitShape(),) * 2 + (UnitShape(is_trained=False),) * 2,
+    (Step(2),),
+    ScheduleConfig("main-thread", 0, grad_slots=4),
+    (1, 2, 2),
+)
+UPDATED_EARLY = [
+    replace(program, updates_in_backward=True) for program in (A_UNIT_IS_SKIPPED, MICRO_BATCHES_VARY)
+]
+
+
+@FEW
+@given(programs())
+@example(UPDATED_EARLY[0])
+@example(UPDATED_EARLY[1])
+@example(A_RING_GROWS)
+@example(A_UNIT_IS_SKIPPED)
+@example(MICRO_BATCHES_VARY)
+@example(A_SYNC_IS_JOINED)
+def test_every_two_conflicting_accesses_of_streams_are_ordered(program):
+    done = execute(program)
+    assert done.device.num_accesses > 0
+    assert done.races == []
+
+
+@FEW
+@given(programs())
+@example(A_UNIT_IS_SKIPPED)
+@example(TWO_REDUCTIONS_IN_FLIGHT)
+def test_every_two_conflicting_accesses_of_threads_on_a_cpu_are_ordered(program):
+    done = execute(program, new_device=RecordingHost)
+    assert done.device.num_accesses > 0
+    assert done.races == []
+
+
+@FEW
+@given(programs(kinds=("threaded",)))
+def test_collectives_are_issued_as_submitted_whichever_thread_is_late(program):
+    first, second = (execute(program, seed) for seed in (1, 2))
+    assert first.issued == first.submitted
+    assert second.issued == second.submitted == first.submitted
+    assert first.device.collectives == second.device.collectives
+
+
+@FEW
+@given(programs(kinds=("threaded",)))
+def test_without_streams_each_lane_and_each_group_has_the_order_of_submission(program):
+    first, second = (execute(program, seed, new_device=RecordingHost) for seed in (1, 2))
+    assert first.submitted == second.submitted
+    for lane in LANES:
+        submitted = [entry for entry in first.submitted if entry[0] == lane]
+        for done in (first, second):
+            assert [entry for entry in done.issued if entry[0] == lane] == submitted
+    for group in {collective.group for collective in first.device.collectives}:
+        over_group = [
+            [collective for collective in done.device.collectives if collective.group == group]
+            for done in (first, second)
+        ]
+        assert over_group[0] == over_group[1]
+
+
+@FEW
+@given(programs(kinds=("inline", *AHEAD)))
+def test_a_slot_in_use_belongs_to_a_gather_under_way_and_in_the_end_all_are_free(program):
+    def check(scheduler: UnitScheduler) -> None:
+        in_use = sum(ring.num_slots - ring.num_free for ring in scheduler._param_rings.values())
+        assert in_use == len(scheduler._gathers)
+        assert all(ring.num_free == ring.num_slots for ring in scheduler._grad_rings.values())
+
+    class Checked(UnitScheduler):
+        def restart(self) -> None:
+            super().restart()
+            check(self)
+
+    scheduler = execute(program, scheduler_class=Checked).scheduler
+    check(scheduler)
+    assert not scheduler._gathers
+
+
+# ---- the engine around a model: hooks and autograd instead of a program
+
+
+def train_recorded(config: ScheduleConfig, sizes, dtype, **toy) -> RecordingDevice:
+    """Three steps of different length, each with an evaluation, of a toy model."""
+    device = RecordingDevice()
+    with device.recording():
+        model = build_toy(dtype, **toy)
+        tied = {model.embedding.weight: (model.output,)} if model.is_tied else {}
+        units = [*model.blocks, model.embedding, model.output]
+        driver = delayed_driver(device, config, seed=0)
+        groups = {"dense": RecordedGroups.on_rank(sizes, rank=5)}
+        plans = plan_units(model, units, also_used_by=tied)
+        runtime = HZPRuntime(model, plans, groups, config, driver)
+        for step, micro_batches in enumerate((2, 3, 1)):
+            runtime.zero_grads()
+            for index in range(micro_batches):
+                runtime.scheduler.is_last_micro_batch = index == micro_batches - 1
+                toy_loss(model, toy_batch(step, index, 0)).backward()
+            runtime.scheduler.sync_grads()
+            with torch.no_grad():
+                for unit in runtime.units:
+                    unit.main_param.storage.add_(unit.main_grad.view(unit.optim_range))
+                runtime.sync_params()
+                toy_loss(model, toy_batch(step, 0, 1))
+        runtime.close()
+        driver.close()
+    return device
+
+
+@pytest.mark.parametrize("kind", AHEAD)
+@pytest.mark.parametrize("toy", [{}, {"is_tied": True}, {"recompute": True}], ids=str)
+def test_a_model_that_autograd_trains_never_reads_memory_that_is_rewritten(kind, toy):
+    for sizes in ((2, 4, 8), (4, 1, 4), (8, 2, 8)):
+        for dtype, depth in ((torch.float32, 2), (torch.bfloat16, 1)):
+            config = ScheduleConfig(kind, depth, grad_slots=depth)
+            device = train_recorded(config, sizes, dtype, **toy)
+            assert len(device.collectives) > 50
+            assert device.races == []
+
+
+# ---- the detector sees faults
+
+VARIED = [
+    replace(program, sizes=sizes, dtype=dtype, config=config)
+    for program in (
+        Program(THREE, (Step(2), Step(1, root=1), Step(3), skip(2), Step(2))),
+        Program((UnitShape(), UnitShape(40), UnitShape()), (Step(), skip(0, 1), Step(2))),
+    )
+    for sizes in ((2, 4, 8), (4, 1, 4))
+    for dtype in (torch.float32, torch.bfloat16)
+    for config in (THREADED, replace(NO_PREFETCH, param_slots=1))
+]
+
+
+def find_races(**mutant) -> set[str]:
+    return {race for program in VARIED for race in execute(program, **mutant).races}
+
+
+def test_without_a_fault_the_programs_for_the_detector_have_no_race():
+    assert find_races() == set()
+
+
+class DeafToEvents(RecordingDevice):
+    def wait_event(self, event) -> None:
+        pass
+
+
+class DeafToCollectives(RecordingDevice):
+    def wait_work(self, work, limit_s, is_over=None) -> None:
+        pass
+
+
+@pytest.mark.parametrize("device", [DeafToEvents, DeafToCollectives])
+def test_a_stream_that_does_not_wait_is_seen(device):
+    assert find_races(new_device=device)
+
+
+class ForgetsReaders(UnitScheduler):
+    def _start_gather(self, unit, slot) -> None:
+        slot.free_event = None
+        super()._start_gather(unit, slot)
+
+
+def test_a_gather_that_does_not_wait_for_the_last_reader_of_its_slot_is_seen():
+    races = find_races(scheduler_class=ForgetsReaders)
+    assert any("param slot" in race and "all-gather writes" in race for race in races)
+
+
+def scheduler_without(lane: str, edge: str) -> type[UnitScheduler]:
+    """One that leaves out what jobs of `lane` wait for: events (ready) or other jobs (after)."""
+
+    class Careless(UnitScheduler):
+        def _submit(self, job_lane, *args, **kwargs):
+            if job_lane == lane:
+                kwargs[edge] = ()
+            return super()._submit(job_lane, *args, **kwargs)
+
+    return Careless
+
+
+@pytest.mark.parametrize(
+    "lane, edge, victim",
+    [
+        ("gather", "ready", "param slot"),
+        ("gather", "after", "model_param"),
+        ("reduce", "ready", "grad slot"),
+        ("grad-sync", "after", "main_grad"),
+        ("grad-sync", "ready", "main_grad"),
+        ("param-sync", "ready", "model_param"),
+    ],
+)
+def test_a_job_that_does_not_wait_for_what_it_needs_is_seen(lane, edge, victim):
+    races = find_races(scheduler_class=scheduler_without(lane, edge))
+    assert any(victim in race for race in races)
+
+
+@pytest.mark.parametrize("lane", ["gather", "reduce", "grad-sync", "param-sync"])
+def test_computation_that_does_not_wait_for_a_job_is_seen(lane, monkeypatch):
+    honest = Job.wait
+    monkeypatch.setattr(Job, "wait", lambda job: job.task.lane == lane or honest(job))
+    assert find_races()
+
+
+class TooEarly(RecordingHost):
+    """A CPU on which the result of a collective is taken before it is there."""
+
+    def wait_work(self, work, limit_s, is_over=None) -> None:
+        pass
+
+
+def test_a_thread_that_does_not_wait_is_seen(monkeypatch):
+    assert find_races(new_device=RecordingHost) == set()
+    assert find_races(new_device=TooEarly)
+    monkeypatch.setattr(Job, "wait", lambda job: None)
+    assert find_races(new_device=RecordingHost)
+
+
+def test_two_streams_race_until_one_waits_for_the_other():
+    def write_twice(waits: bool) -> list[str]:
+        device, memory = RecordingDevice(), torch.zeros(4)
+        with device.recording(), device.on_stream("a"):
+            memory[:3].add_(1)
+            event = device.record_event()
+            with device.on_stream("b"):
+                if waits:
+                    device.wait_event(event)
+                memory[2:].add_(1)
+        return device.races
+
+    assert len(write_twice(waits=False)) == 1
+    assert write_twice(waits=True) == []
+
+
+def test_reads_and_accesses_to_different_bytes_do_not_race():
+    device, memory = RecordingDevice(), torch.zeros(4)
+    with device.recording():
+        for stream, half in (("a", memory[:2]), ("b", memory[2:])):
+            with device.on_stream(stream):
+                half.add_(1)
+            with device.on_stream(f"{stream} again"):
+                half.detach()  # a view: touches nothing
+    assert device.races == []
+    assert device.num_accesses == 2

@@ -1,0 +1,64 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Asynchrony changes no number: inline, main-thread and threaded are bitwise equal, and so is an
+update of each unit within backward."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from megatron_asynchzp.zero.scheduler import SCHEDULES, ScheduleConfig
+from tests.support.engine import EngineTrainer, build_toy
+from tests.support.ranks import run_ranks
+
+
+def compare_schedules(sizes_list: list, steps: int) -> None:
+    for sizes in sizes_list:
+        for dtype, kwargs in ((torch.float32, {"is_tied": True}), (torch.bfloat16, {}),
+                              (torch.float32, {"recompute": True})):  # fmt: skip
+            seen = {}
+            for kind, depth, in_backward in product(SCHEDULES, (1, 3), (False, True)):
+                trainer = EngineTrainer(
+                    build_toy(dtype, depth=5, **kwargs), sizes,
+                    schedule=ScheduleConfig(kind, depth, grad_slots=1 + depth % 2),
+                    updates_in_backward=in_backward,
+                )  # fmt: skip
+                losses = [trainer.step(step, 1 + 2 * (step % 2)) for step in range(steps)]
+                params = trainer.full_params()
+                trainer.runtime.detach()
+                seen[kind, depth, in_backward] = losses, params
+            first_losses, first_params = seen["inline", 1, False]
+            for name, (losses, params) in seen.items():
+                assert losses == first_losses, (sizes, name)
+                for key in params:
+                    assert torch.equal(params[key], first_params[key]), (sizes, name, key)
+
+
+def test_the_three_schedules_are_bitwise_equal_on_4_ranks():
+    run_ranks(compare_schedules, 4, [(2, 2, 4), (1, 4, 4), (4, 2, 4)], 3)
+
+
+def train_two_blocks() -> dict[str, list[float]]:
+    """All else is frozen: several reductions of one block are in flight at once."""
+    losses = {}
+    for kind in SCHEDULES:
+        model = build_toy(depth=4)
+        model.requires_grad_(False)
+        model.blocks[2:].requires_grad_(True)
+        schedule = ScheduleConfig(kind, grad_slots=4)
+        trainer = EngineTrainer(model, (1, 2, 2), trains_all=False, schedule=schedule)
+        losses[kind] = [trainer.step(step, 3) for step in range(4)]
+        trainer.runtime.detach()
+    return losses
+
+
+def test_the_three_schedules_are_equal_where_most_layers_are_frozen():
+    losses = run_ranks(train_two_blocks, 4)[0]
+    assert len(set(losses["inline"])) > 1
+    assert losses["main-thread"] == losses["threaded"] == losses["inline"]
+
+
+@pytest.mark.slow
+def test_the_three_schedules_are_bitwise_equal_on_8_ranks():
+    run_ranks(compare_schedules, 8, [(2, 4, 8), (4, 2, 8), (8, 8, 8)], 6)
