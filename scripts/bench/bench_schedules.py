@@ -1,0 +1,324 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""One training step of the engine's three schedules beside torch's DDP, FSDP2 and HSDP and a small
+hierarchical baseline, on the modelled network, all in turns. Prints a table; JSON lines with --out.
+
+    python scripts/bench/bench_schedules.py --nodes 2 4 --repetitions 5 --out runs/schedules.jsonl
+    python -m scripts.testbed.netns --nodes 2 --ranks 2 --inter 1gbit -- \
+        python scripts/bench/bench_schedules.py --profile unlimited
+
+The first starts its ranks itself; the second is each of the ranks that a launcher has started.
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import resource
+import shlex
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from megatron_asynchzp.comm.trace import captured_trace  # noqa: E402
+from scripts.bench.contenders import CONTENDERS, Contender, Engine  # noqa: E402
+from scripts.bench.delayed_model import ModelSize  # noqa: E402
+from scripts.testbed.counters import total  # noqa: E402
+from scripts.testbed.network import Network  # noqa: E402
+from scripts.testbed.profile import (  # noqa: E402
+    PROFILES,
+    NetworkProfile,
+    ProfileError,
+    named_profile,
+)
+from scripts.testbed.streams import host_waits, install_streams  # noqa: E402
+from tests.support.fabric import replace_default_group  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
+
+_LAUNCHED = "RANK" in os.environ
+LOSS_STEPS = 3  # compared between contenders; they also warm up
+FOREIGN_LIMIT = 0.2  # of the machine, used by others: above it a run tells little
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One cluster and what is measured on it."""
+
+    nodes: int
+    profile: NetworkProfile
+    size: ModelSize
+    contenders: tuple[str, ...]
+    repetitions: int
+    steps: int
+    traces: Path | None
+
+
+@dataclass
+class Result:
+    """Of one contender on one rank, gathered to the whole by `_over_ranks`.
+
+    step_ms: one value per repetition; node_nbytes: left the fullest node, per step; busy_ms: of
+    all lanes of this rank, per step; losses: of the first steps, mean over ranks.
+    """
+
+    step_ms: list[float]
+    losses: list[float]
+    node_nbytes: float = 0.0
+    busy_ms: float = 0.0
+    host_waits: int = 0
+
+
+def main() -> None:
+    args = parse_args(sys.argv[1:])
+    console = Console(stderr=True)
+    machine = _machine()
+    for nodes in args.nodes:
+        settings = Settings(
+            nodes, replace(args.profile, ranks_per_node=args.ranks),
+            ModelSize(args.hidden, args.blocks, args.rows, args.block_ms),
+            tuple(args.contenders), args.repetitions, args.steps, args.traces,
+        )  # fmt: skip
+        console.print(f"{nodes} nodes x {args.ranks} ranks")
+        if _LAUNCHED:
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo")
+            results, foreign = measure(settings)
+        else:
+            results, foreign = run_ranks(
+                measure, nodes * args.ranks, settings, timeout_s=args.time_limit,
+                env={"OMP_NUM_THREADS": "1"},
+            )[0]  # fmt: skip
+        if int(os.environ.get("RANK", "0")) > 0:
+            return
+        records = [_record(settings, name, result) for name, result in results.items()]
+        told = {"foreign_cpu": round(foreign, 3)} | machine
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            with args.out.open("a") as file:
+                file.writelines(json.dumps(record | told) + "\n" for record in records)
+        # Not cut to 80 columns where the output is a file.
+        Console(width=100).print(_table(settings, records, foreign))
+        _check(settings, records)
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[2], help="sizes to measure")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks per node")
+    parser.add_argument("--profile", default="ethernet-1g", help=", ".join(PROFILES))
+    parser.add_argument("--inter-gbit", type=float, help="between nodes, in place of the profile's")
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="per repetition and contender")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--rows", type=int, default=16, help="batch of a rank")
+    parser.add_argument("--block-ms", type=float, default=20.0, help="emulated forward time")
+    parser.add_argument("--time-limit", type=float, default=900.0, help="seconds per cluster")
+    parser.add_argument("--traces", type=Path, help="folder for a trace of each of our schedules")
+    parser.add_argument("--out", type=Path, help="file to append JSON lines to")
+    args = parser.parse_args(argv)
+    for name in ("ranks", "repetitions", "steps", "hidden", "blocks", "rows"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    if min(args.nodes) < 1 or args.block_ms < 0:
+        parser.error("--nodes must be at least 1 and --block-ms at least 0")
+    if unknown := [name for name in args.contenders if name not in CONTENDERS]:
+        parser.error(f"--contenders {unknown[0]}: not one of {', '.join(CONTENDERS)}")
+    try:
+        args.profile = named_profile(args.profile)
+    except ProfileError as error:
+        parser.error(f"--profile: {error}")
+    if args.inter_gbit is not None:
+        if args.inter_gbit <= 0:
+            parser.error("--inter-gbit must be above 0")
+        name = f"{args.inter_gbit:g} Gbit/s between nodes"
+        args.profile = replace(args.profile, name=name, inter_gbit=args.inter_gbit)
+    if _LAUNCHED:
+        args.ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+        args.nodes = [int(os.environ["WORLD_SIZE"]) // args.ranks]
+        shaped = os.environ.get("ASYNCHZP_NETNS", "")
+        args.profile = replace(args.profile, name=f"{args.profile.name} {shaped}".strip())
+    return args
+
+
+# ---- on the ranks
+
+
+def measure(settings: Settings) -> tuple[dict[str, Result], float]:
+    """Results by contender, complete on rank 0, and the share of the machine others used."""
+    network = replace_default_group(settings.profile)
+    install_streams()
+    shape = (settings.nodes, settings.profile.ranks_per_node)
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("inter", "intra"))
+    is_silent = dist.get_rank() > 0
+    with Progress(console=Console(stderr=True), disable=is_silent) as progress:
+        num_rounds = settings.repetitions + 1
+        task = progress.add_task("warm-up", total=num_rounds * len(settings.contenders))
+        contenders, results = {}, {}
+        for name in settings.contenders:
+            contender = contenders[name] = CONTENDERS[name](settings.size, mesh)
+            results[name] = Result([], [contender.step() for _ in range(LOSS_STEPS)])
+            contender.drain()
+            progress.advance(task)
+        gc.collect()
+        gc.freeze()  # a collection in one contender's step would be the garbage of all
+        usage = _CpuUsage()
+        for repetition in range(settings.repetitions):
+            progress.update(task, description=f"repetition {repetition + 1}")
+            for name, contender in contenders.items():
+                _measure_steps(contender, settings.steps, network, results[name])
+                progress.advance(task)
+        foreign = usage.foreign_share()
+    for name, contender in contenders.items():
+        if settings.traces is not None and isinstance(contender, Engine):
+            _trace(contender, settings.traces / f"{name.replace(' ', '-')}.json")
+        contender.close()
+    return {name: _over_ranks(settings, result) for name, result in results.items()}, foreign
+
+
+def _trace(contender: Engine, path: Path) -> None:
+    """One step between two others, as rank 0 saw it."""
+    contender.step()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    capture = captured_trace(contender.runtime.scheduler.driver, path)
+    with capture if dist.get_rank() == 0 else nullcontext():
+        contender.step()
+    contender.step()
+    contender.drain()
+
+
+def _measure_steps(contender: Contender, steps: int, network: Network, result: Result) -> None:
+    dist.barrier()
+    before, waits, begin_s = network.counters.snapshot(), host_waits(), time.perf_counter()
+    for _ in range(steps):
+        contender.step()
+    contender.drain()
+    gained = total(network.counters.since(before).values())
+    dist.barrier()
+    result.step_ms.append(1e3 * (time.perf_counter() - begin_s) / steps)
+    result.node_nbytes = gained.node_nbytes / steps
+    result.busy_ms = 1e3 * gained.busy_s / steps
+    result.host_waits += host_waits() - waits
+
+
+def _over_ranks(settings: Settings, result: Result) -> Result:
+    """Losses averaged over ranks, bytes summed over each node; times are rank 0's, which a
+    barrier makes those of the slowest."""
+    losses = torch.tensor(result.losses, dtype=torch.float64)
+    dist.all_reduce(losses)
+    by_node = torch.zeros(settings.nodes, dtype=torch.float64)
+    by_node[settings.profile.node_of(dist.get_rank())] = result.node_nbytes
+    dist.all_reduce(by_node)
+    mean = (losses / dist.get_world_size()).tolist()
+    return replace(result, losses=mean, node_nbytes=by_node.max().item())
+
+
+class _CpuUsage:
+    """Processor time of the whole machine and of the ranks, from now on."""
+
+    def __init__(self):
+        self._begin = time.perf_counter(), _machine_cpu_s(), _own_cpu_s()
+
+    def foreign_share(self) -> float:
+        """What neither this run nor idling used, of all cores. Collective."""
+        wall_s, machine_s, own_s = (
+            now - then
+            for now, then in zip((time.perf_counter(), _machine_cpu_s(), _own_cpu_s()), self._begin)
+        )
+        own = torch.tensor([own_s], dtype=torch.float64)
+        dist.all_reduce(own)
+        return max(0.0, machine_s - own.item()) / wall_s / (os.cpu_count() or 1)
+
+
+def _machine_cpu_s() -> float:
+    with open("/proc/stat") as file:
+        ticks = [int(field) for field in file.readline().split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # without idle, iowait
+
+
+def _own_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+# ---- what is told
+
+
+def _record(settings: Settings, name: str, result: Result) -> dict:
+    size, profile = settings.size, settings.profile
+    params_nbytes = 4 * size.blocks * (12 * size.hidden**2 + 9 * size.hidden)
+    ideal = CONTENDERS[name].volume(settings.nodes, profile.ranks_per_node)
+    return {
+        "bench": "schedules", "contender": name, "nodes": settings.nodes,
+        "ranks_per_node": profile.ranks_per_node, "profile": asdict(profile),
+        "model": asdict(size), "params_nbytes": params_nbytes,
+        "repetitions": settings.repetitions, "steps": settings.steps,
+        "median_ms": statistics.median(result.step_ms),
+        "min_ms": min(result.step_ms), "max_ms": max(result.step_ms), "step_ms": result.step_ms,
+        "node_nbytes": result.node_nbytes, "volume": result.node_nbytes / params_nbytes,
+        "ideal_volume": ideal, "busy_ms": result.busy_ms, "host_waits": result.host_waits,
+        "losses": result.losses, "trains": CONTENDERS[name].trains,
+    }  # fmt: skip
+
+
+def _machine() -> dict:
+    return {
+        "machine": platform.machine(), "cpus": os.cpu_count(), "python": platform.python_version(),
+        "torch": torch.__version__, "command": shlex.join(["python", *sys.argv]),
+        "load_before": os.getloadavg()[0],
+    }  # fmt: skip
+
+
+def _table(settings: Settings, records: list[dict], foreign: float) -> Table:
+    ranks = settings.profile.ranks_per_node
+    title = (
+        f"One step, {settings.nodes} nodes x {ranks} ranks, {settings.profile.name}, "
+        f"{settings.size.block_ms:g} ms a block; others used {foreign:.0%} of the machine"
+    )
+    table = Table(title=title)
+    for column in ("contender", "median ms", "min", "max", "sent / P", "ideal", "busy ms", "loss"):
+        table.add_column(column, no_wrap=True, justify="left" if column == "contender" else "right")
+    for record in records:
+        times = [f"{record[key]:.0f}" for key in ("median_ms", "min_ms", "max_ms")]
+        volumes = [f"{record[key]:.3f}" for key in ("volume", "ideal_volume")]
+        loss = f"{record['losses'][-1]:.6f}" if record["trains"] else "-"
+        table.add_row(record["contender"], *times, *volumes, f"{record['busy_ms']:.0f}", loss)
+    if foreign > FOREIGN_LIMIT:
+        table.caption = "a busy machine: not to be quoted"
+    return table
+
+
+def _check(settings: Settings, records: list[dict]) -> None:
+    """No speed without correctness: end with a status where losses or volumes are wrong."""
+    trained = [record for record in records if record["trains"]]
+    for record in trained:
+        pairs = zip(record["losses"], trained[0]["losses"], strict=True)
+        if not all(abs(a - b) <= 1e-5 * abs(b) for a, b in pairs):
+            sys.exit(
+                f"{record['contender']}: losses {record['losses']} are not those of "
+                f"{trained[0]['contender']}, {trained[0]['losses']}"
+            )
+    for record in records:
+        # Shards are padded, which shows in small models: a little more than ideal, never less.
+        if not 0.999 * record["ideal_volume"] <= record["volume"] <= 1.01 * record["ideal_volume"]:
+            sys.exit(
+                f"{record['contender']}: {record['volume']:.3f} P left a node, not "
+                f"{record['ideal_volume']:.3f} P"
+            )
+
+
+if __name__ == "__main__":
+    main()

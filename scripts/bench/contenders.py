@@ -1,0 +1,234 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns how each system of the schedule benchmark is built and stepped. Must not know clocks.
+
+Every contender trains the same model on the same data with the same optimizer in fp32.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.zero.plan import plan_units
+from megatron_asynchzp.zero.runtime import HZPRuntime
+from megatron_asynchzp.zero.scheduler import ScheduleConfig
+from megatron_asynchzp.zero.unit import HZPUnit
+from scripts.bench.delayed_model import DelayedModel, ModelSize, batch_of, new_adamw
+from scripts.bench.hierarchical_baseline import HierarchicalBaseline
+
+
+class Contender:
+    """A system that trains: `update` runs after each backward.
+
+    nodes, ranks: of the cluster. trains: whether its losses must be those of the others.
+    volume(n, r): bytes that leave a node in one step, in units of the fp32 parameters.
+    """
+
+    trains = True
+
+    def __init__(self, size: ModelSize, mesh: dist.DeviceMesh):
+        self.size, self.mesh = size, mesh
+        self.model = DelayedModel(size)
+        self.num_steps = 0
+        self.forward: Callable[[torch.Tensor], torch.Tensor] = self.model
+        self.build()
+
+    def build(self) -> None:
+        raise NotImplementedError
+
+    def update(self) -> None:
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Before the forward."""
+
+    def drain(self) -> None:
+        """Return when nothing of the steps so far is in flight."""
+
+    def close(self) -> None:
+        """End threads."""
+
+    def step(self) -> float:
+        """One training step; this rank's loss."""
+        x, y = batch_of(self.size, self.num_steps, dist.get_rank())
+        self.num_steps += 1
+        self.begin()
+        loss = nn.functional.mse_loss(self.forward(x), y)
+        loss.backward()
+        self.update()
+        return loss.item()
+
+
+def no_volume(n: int, r: int) -> float:
+    return 0.0
+
+
+def hierarchical_volume(n: int, r: int) -> float:
+    """Each node sends its share of the gradients once and of the parameters once."""
+    return 2 * (n - 1) / n
+
+
+class WithOptimizer(Contender):
+    """Sharding and reduction happen inside the model; one optimizer over its parameters."""
+
+    def add_optimizer(self, params) -> None:
+        self.optimizer = new_adamw(params)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.model.zero_grad()
+
+
+class ComputeOnly(WithOptimizer):
+    """No communication, and the optimizer of a rank that owns one shard: the floor."""
+
+    trains, volume = False, staticmethod(no_volume)
+
+    def build(self) -> None:
+        shard = sum(param.numel() for param in self.model.parameters()) // self.mesh.size()
+        self.shard = nn.Parameter(torch.zeros(shard))
+        self.shard.grad = torch.zeros(shard)
+        self.add_optimizer([self.shard])
+
+
+class DDP(WithOptimizer):
+    def build(self) -> None:
+        nbytes = sum(4 * param.numel() for param in self.model.parameters())
+        self.forward = DistributedDataParallel(
+            self.model,
+            bucket_cap_mb=0.9 * nbytes / self.size.blocks / 2**20,  # a bucket for each block
+            gradient_as_bucket_view=True,
+        )
+        self.add_optimizer(self.model.parameters())
+
+    @staticmethod
+    def volume(n: int, r: int) -> float:
+        return 2 * (n * r - 1) / (n * r)
+
+
+class FSDP2(WithOptimizer):
+    """fully_shard over all ranks (ZeRO-3), one block prefetched each way."""
+
+    def new_mesh(self) -> dist.DeviceMesh:
+        return dist.init_device_mesh("cpu", (self.mesh.size(),))
+
+    def build(self) -> None:
+        mesh, blocks = self.new_mesh(), list(self.model.blocks)
+        for block in blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        fully_shard(self.model, mesh=mesh)
+        for block, following in zip(blocks, blocks[1:]):
+            block.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([block])
+        self.add_optimizer(self.model.parameters())
+
+    @staticmethod
+    def volume(n: int, r: int) -> float:
+        return 3 * (n * r - 1) / (n * r)
+
+
+class HSDP(FSDP2):
+    """FSDP2 with parameters sharded inside a node and replicated over nodes."""
+
+    volume = staticmethod(hierarchical_volume)
+
+    def new_mesh(self) -> dist.DeviceMesh:
+        return self.mesh
+
+
+class Baseline(Contender):
+    volume = staticmethod(hierarchical_volume)
+
+    def build(self) -> None:
+        self.baseline = HierarchicalBaseline(self.model, self.mesh)
+        self.drain = self.baseline.drain
+
+    def update(self) -> None:
+        self.baseline.step_optimizer()
+
+
+class Engine(Contender):
+    """Our engine: parameters and gradients over a node's ranks, optimizer state over all."""
+
+    kind, updates_in_backward = "threaded", False
+    volume = staticmethod(hierarchical_volume)
+
+    def build(self) -> None:
+        world_size, in_node = self.mesh.size(), self.mesh.size(1)
+        sizes = ShardSizes(in_node, in_node, world_size)
+        topology = ShardTopology(world_size, dist.get_rank(), sizes)
+        groups = ShardGroups.create(topology, list(range(world_size)))
+        plans = plan_units(self.model, list(self.model.blocks))
+        schedule = ScheduleConfig(self.kind, prefetch_depth=1)
+        self.runtime = HZPRuntime(
+            self.model, plans, {"dense": groups}, schedule, grad_scale=1.0 / world_size
+        )
+        self.optimizers = {unit: self.new_optimizer(unit) for unit in self.runtime.units}
+        if self.updates_in_backward:
+            self.runtime.update_in_backward(lambda unit: self.optimizers[unit].step())
+        self.drain = self.runtime.scheduler.settle
+        self.close = self.runtime.close
+
+    def new_optimizer(self, unit: HZPUnit) -> torch.optim.Optimizer:
+        fragments = []
+        for value, grad in zip(unit.main_param_fragments(), unit.main_grad_fragments()):
+            if value.numel():
+                fragments.append(nn.Parameter(value))
+                fragments[-1].grad = grad
+        return new_adamw(fragments)
+
+    def begin(self) -> None:
+        self.runtime.zero_grads()
+        with self.runtime.no_sync():
+            pass  # there is one micro-batch only, so the next one is the last
+
+    def update(self) -> None:
+        self.runtime.sync_grads()
+        if not self.updates_in_backward:
+            for optimizer in self.optimizers.values():
+                optimizer.step()
+        self.runtime.sync_params()
+
+
+class EarlyEngine(Engine):
+    """Each block is updated as soon as its gradient is complete, while backward goes on."""
+
+    updates_in_backward = True
+
+
+class MainThreadEngine(Engine):
+    kind = "main-thread"
+
+
+class InlineEngine(Engine):
+    kind = "inline"
+
+
+class CommunicationOnly(EarlyEngine):
+    """Our engine around blocks that take no time, on one row."""
+
+    trains = False
+
+    def __init__(self, size: ModelSize, mesh: dist.DeviceMesh):
+        super().__init__(replace(size, block_ms=0.0, rows=1), mesh)
+
+
+CONTENDERS: dict[str, type[Contender]] = {
+    "compute only": ComputeOnly,
+    "communication only": CommunicationOnly,
+    "ours early": EarlyEngine,
+    "ours threaded": Engine,
+    "ours main-thread": MainThreadEngine,
+    "ours inline": InlineEngine,
+    "baseline": Baseline,
+    "hsdp": HSDP,
+    "fsdp2": FSDP2,
+    "ddp": DDP,
+}
