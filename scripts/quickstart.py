@@ -241,12 +241,16 @@ def result_table(stock: Result, asynchzp: Result) -> Table:
             row(f"{label} on a rank", (mib(run.fullest_rank[state]) for run in both))
     totals = [sum(run.fullest_rank.values()) for run in both]
     row("all state on the fullest rank", map(mib, totals), end_section=True)
-    row("median time per step", (_median_ms(run) for run in both))
+    row("median time per step", (_median_ms(step.step_ms for step in run.steps) for run in both))
+    exposed = [[step.exposed_comm_ms for step in run.steps] for run in both]
+    row("of it, waiting for communication", map(_median_ms, exposed))
     return table
 
 
-def _median_ms(run: Result) -> str:
-    return f"{statistics.median(step.step_ms for step in run.steps):.0f} ms"
+def _median_ms(times: Iterable[float | None]) -> str:
+    """Stock Megatron does not tell how long it waited."""
+    told = [ms for ms in times if ms is not None]
+    return f"{statistics.median(told):.0f} ms" if told else "-"
 
 
 def show_results(

@@ -44,6 +44,12 @@ def test_a_printed_step_reads_back_to_its_printed_digits(step, loss, norm, ms):
     assert read.step_ms == float(f"{ms:.1f}")
 
 
+def test_a_step_of_ours_also_tells_how_long_it_waited_for_communication():
+    more = " exposed comm (ms): 8.5 | overlap (%): 91.0 |"
+    read = [parse_iteration(line)[-2:] for line in (a_line(1, 2, 3.0), a_line(1, 2, 3.0) + more)]
+    assert read == [(None, None), (8.5, 91.0)]
+
+
 def test_other_lines_and_skipped_steps_are_no_steps():
     skipped = a_line(3, 10, 1.0).replace(" lm loss: 1.000000E+00 |", "")
     validation = "validation loss at iteration 10 on test set | lm loss value: 2.1E+00 | PPL: 8 |"
@@ -58,8 +64,8 @@ def test_last_digit_is_the_distance_of_neighbouring_printed_losses(loss):
     assert abs(float(f"{loss:.6E}") - loss) <= 0.51 * digit
 
 
-def result(losses: list[float], nbytes: int, sample: str = "main():") -> quickstart.Result:
-    lines = [a_line(i + 1, len(losses), loss) for i, loss in enumerate(losses)]
+def result(losses: list[float], nbytes: int, sample="main():", more="") -> quickstart.Result:
+    lines = [a_line(i + 1, len(losses), loss) + more for i, loss in enumerate(losses)]
     rank = dict.fromkeys(loss_picture.STATES, nbytes) | {"peak_rss": 1}
     less = dict.fromkeys(loss_picture.STATES, nbytes // 2) | {"peak_rss": 1}
     report = {"state_bytes_per_rank": [less, rank], "sample": {"prompt": "def ", "text": sample}}
@@ -74,8 +80,11 @@ def show(stock, asynchzp, folder: Path) -> str:
 
 
 def test_the_end_shows_table_sample_and_a_picture(tmp_path):
-    told = show(result([5.5, 3.0, 2.0], 2**20), result([5.5, 3.0, 2.000001], 2**19), tmp_path)
-    for expected in ("2.000001", "1.00 MiB", "4.00 MiB", "0.50 MiB", "def main():", "2 of 3"):
+    waited = " exposed comm (ms): 17.0 | overlap (%): 91.0 |"
+    ours = result([5.5, 3.0, 2.000001], 2**19, more=waited)
+    told = show(result([5.5, 3.0, 2.0], 2**20), ours, tmp_path)
+    numbers = ("2.000001", "1.00 MiB", "4.00 MiB", "0.50 MiB", "17 ms")
+    for expected in (*numbers, "def main():", "2 of 3"):
         assert expected in told
     header = (tmp_path / "loss.png").read_bytes()[:24]
     width, height = struct.unpack(">II", header[16:])

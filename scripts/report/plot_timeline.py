@@ -22,6 +22,7 @@ from scripts.report.step_trace import (  # noqa: E402
     short_names,
 )
 
+# Those that move bytes of the model; the comparison of the ranks' orders is too short to be seen.
 LANES = ("gather", "reduce", "grad-sync", "param-sync")
 ROWS = {COMPUTE: "main thread", WAIT: "wait"} | {lane: lane for lane in LANES}
 # Okabe and Ito's colours, told apart with any colour vision; every other micro-batch is lighter.

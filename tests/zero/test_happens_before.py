@@ -31,7 +31,7 @@ from tests.support.toy_models import toy_batch, toy_loss
 
 AHEAD = ("main-thread", "threaded")
 FEW = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 THREE = (UnitShape(),) * 3
 
