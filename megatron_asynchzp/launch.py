@@ -23,6 +23,10 @@ its flags:
   --no-asynchzp-check-order           do not compare the ranks' order of collectives every step
   --asynchzp-trace FILE               write a Chrome trace of one step
   --asynchzp-device {auto,cpu}        auto: CPU with gloo where there is no accelerator
+  --use-pasa-attention                shift keys by their mean in every attention layer
+  --pasa-mode {delegate,block}        by the fastest attention present, or by our own kernels
+  --pasa-vendor NAME                  the attention that mode delegate uses (default: auto)
+  --pasa-shift-values                 shift values too; one more activation per layer
 """
 
 # As argparse exits for a wrong command line.

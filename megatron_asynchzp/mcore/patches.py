@@ -49,35 +49,43 @@ class Patch:
         return f"{self.module}.{self.attribute}"
 
 
-# --- replacements: each falls through to the original unless --use-asynchzp was given ----------
+# --- replacements: each falls through to the original unless its flag was given -----------------
 
 
-def _training_args() -> Namespace | None:
-    """Megatron's global arguments if this is a `--use-asynchzp` run, else None."""
+def _training_args(flag: str = "use_asynchzp") -> Namespace | None:
+    """Megatron's global arguments if `flag` was given to this run, else None."""
     from megatron.training import get_args
 
     try:
         args = get_args()
     except AssertionError:  # a library user who never parsed arguments
         return None
-    return args if getattr(args, "use_asynchzp", False) else None
+    return args if getattr(args, flag, False) else None
 
 
 def _make_add_arguments(original: Callable) -> Callable:
     from megatron_asynchzp.mcore.arguments import add_asynchzp_arguments, refuse_yaml
+    from megatron_asynchzp.mcore.attention_arguments import (
+        add_pasa_arguments,
+        refuse_yaml_attention,
+    )
 
     def add_megatron_arguments(parser: ArgumentParser):
         refuse_yaml(sys.argv[1:])
-        return add_asynchzp_arguments(original(parser))
+        refuse_yaml_attention(sys.argv[1:])
+        return add_pasa_arguments(add_asynchzp_arguments(original(parser)))
 
     return add_megatron_arguments
 
 
 def _make_validate_args(original: Callable) -> Callable:
     from megatron_asynchzp.mcore import arguments
+    from megatron_asynchzp.mcore.attention_arguments import refuse_unsupported_attention
 
     def validate_args(args: Namespace, defaults: dict = {}):  # noqa: B006, as in Megatron
         is_asynchzp = getattr(args, "use_asynchzp", False)
+        if getattr(args, "use_pasa_attention", False):
+            refuse_unsupported_attention(args)
         lines = arguments.prepare_args(args) if is_asynchzp else []
         lines += _apply_platform_defaults(args)
         result = original(args, defaults)
@@ -204,6 +212,18 @@ def _make_destroy_process_group(original: Callable) -> Callable:
     return destroy_process_group
 
 
+def _make_build_module(original: Callable) -> Callable:
+    def build_module(spec_or_module, *args, **kwargs):
+        if (run := _training_args("use_pasa_attention")) is not None:
+            from megatron_asynchzp.mcore.attention import use_pasa_in
+            from megatron_asynchzp.mcore.attention_arguments import pasa_options
+
+            spec_or_module = use_pasa_in(spec_or_module, pasa_options(run))
+        return original(spec_or_module, *args, **kwargs)
+
+    return build_module
+
+
 PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.training.arguments",
@@ -286,6 +306,15 @@ PATCHES: tuple[Patch, ...] = (
         _make_destroy_process_group,
         "no collective of ours may be on its way, and no thread alive, when its group goes",
         "torch tells of the end of a process group",
+    ),
+    Patch(
+        "megatron.core.transformer.spec_utils",
+        "build_module",
+        ("spec_or_module", "args", "kwargs"),
+        _make_build_module,
+        "every attention layer, whatever model it belongs to, gets its core attention from the "
+        "spec that is built here",
+        "Megatron lets a flag name a core attention",
     ),
 )
 

@@ -206,6 +206,10 @@ def test_patching_adds_our_flags_and_nothing_else(unpatched):
         "--no-asynchzp-check-order",
         "--asynchzp-trace",
         "--asynchzp-device",
+        "--use-pasa-attention",
+        "--pasa-mode",
+        "--pasa-vendor",
+        "--pasa-shift-values",
     }
 
 
@@ -230,6 +234,7 @@ def _replacement(attribute: str, original: _Recorder):
         ("_ddp_wrap", ([], False, "ddp", False, False), {"use_torch_fsdp2": 1, "pg_collection": 2}),
         ("wrap_model_chunks_with_ddp", ([], "config", "ddp"), {"DP": 1, "pg_collection": None}),
         ("get_megatron_optimizer", ("config", []), {"config_overrides": None}),
+        ("build_module", ("spec", 1), {"submodules": 2}),
     ],
 )
 @pytest.mark.parametrize("run", [None, Namespace(), Namespace(use_asynchzp=False)])

@@ -158,9 +158,12 @@ _datasets.is_distributed = True  # every tensor parallel rank reads its own copy
 
 
 def _forward_step(data_iterator: Iterator, model: torch.nn.Module) -> tuple:
-    from megatron.core.utils import get_attr_wrapped_model
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 
     batch = next(data_iterator)
+    if (cp_group := parallel_state.get_context_parallel_group()).size() > 1:
+        batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)
     is_edge = [get_attr_wrapped_model(model, name) for name in ("pre_process", "post_process")]
     if not any(is_edge):
         batch = dict.fromkeys(batch)
@@ -178,7 +181,7 @@ def _loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple:
 
 @contextlib.contextmanager
 def _patched(argv: list[str]) -> Iterator[None]:
-    if "--use-asynchzp" not in argv:
+    if not {"--use-asynchzp", "--use-pasa-attention"} & set(argv):
         yield
         return
     from megatron_asynchzp.mcore import patches

@@ -1,0 +1,58 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what one attention is asked to compute, so that every way to compute it is asked alike.
+Must not know the ways."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_asynchzp.attention.heads import check_shapes
+from megatron_asynchzp.attention.mask import AttentionMask
+
+
+class UnsupportedAttention(ValueError):
+    """No way to compute this attention; the message is one line that says why."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """softmax(scale q k^T) v under `mask`. q [B, H, S, D], k [B, G, T, D], v [B, G, T, E].
+
+    dropout: probability with which a weight is dropped.
+    """
+
+    q_BHSD: torch.Tensor
+    k_BGTD: torch.Tensor
+    v_BGTE: torch.Tensor
+    mask: AttentionMask
+    scale: float
+    dropout: float = 0.0
+
+    def __post_init__(self):
+        check_shapes(self.q_BHSD, self.k_BGTD, self.v_BGTE)
+        lengths = (self.q_BHSD.shape[2], self.k_BGTD.shape[2])
+        if lengths != (self.mask.num_queries, self.mask.num_keys):
+            raise ValueError(
+                f"{lengths[0]} queries and {lengths[1]} keys under a mask for "
+                f"{self.mask.num_queries} and {self.mask.num_keys}"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        return self.q_BHSD.device
+
+
+class Vendor(Protocol):
+    """An attention of others that shifted keys are handed to."""
+
+    name: str
+
+    def reason_against(self, call: AttentionCall) -> str | None:
+        """Why it cannot compute `call`; None if it can."""
+        ...
+
+    def run(self, call: AttentionCall) -> torch.Tensor:
+        """The output, [B, H, S, E], differentiable; zeros where a query attends nothing."""
+        ...

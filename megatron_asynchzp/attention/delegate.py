@@ -1,0 +1,94 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns PASA at a vendor's speed: keys minus one mean per head, handed to the best attention there
+is, with autograd through the shifted keys. Must not know how any of them is called.
+
+Any flash attention computes dQ = sum_j dS_ij k_j from rounded dS, whose sum over j is not zero,
+and so adds a multiple of the keys' mean to dQ. Keys without a mean leave nothing to multiply.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from megatron_asynchzp.attention.call import AttentionCall, UnsupportedAttention, Vendor
+from megatron_asynchzp.attention.key_shift import (
+    SnapRule,
+    shift_keys,
+    shift_values,
+    zero_unused,
+)
+from megatron_asynchzp.attention.npu import NpuFusion
+from megatron_asynchzp.attention.vendors import Cudnn, FlashAttn, Sdpa, TransformerEngine
+
+VENDORS: tuple[Vendor, ...] = (NpuFusion(), FlashAttn(), TransformerEngine(), Cudnn(), Sdpa())
+VENDOR_NAMES = tuple(vendor.name for vendor in VENDORS)
+
+
+def delegate_attention(
+    call: AttentionCall, vendor: str = "auto", *, shifts_values: bool = False
+) -> torch.Tensor:
+    """The output [B, H, S, E] in the dtype of q, computed by `vendor` from shifted keys.
+
+    vendor: one of VENDOR_NAMES, or auto. shifts_values: take a mean off v too and add it to the
+    output again, after which dQ and dK do not depend on the bias of v either; the unshifted and
+    the shifted output are then both kept. Padding may hold anything, inf included.
+
+    Raises UnsupportedAttention, one line, where no vendor can.
+    """
+    if shifts_values and call.dropout:
+        raise UnsupportedAttention(
+            "values are shifted only without dropout: dropped weights do not sum to one"
+        )
+    chosen = choose_vendor(call, vendor)
+    mask = call.mask
+    used_BT = mask.used_keys_BT(call.device) if mask.has_unused_keys else None
+    keys = shift_keys(call.k_BGTD, rule=SnapRule.RATIO, used_BT=used_BT).keys_BGTD
+    if not shifts_values:
+        values = call.v_BGTE if used_BT is None else zero_unused(call.v_BGTE, used_BT)
+        return _run_chunks(chosen, replace(call, k_BGTD=keys, v_BGTE=values))
+    shifted = shift_values(call.v_BGTE, used_BT)
+    output = _run_chunks(chosen, replace(call, k_BGTD=keys, v_BGTE=shifted.values_BGTE))
+    served_BS = mask.served_queries_BS(call.device) if mask.may_leave_queries_out else None
+    return shifted.restore(output, served_BS)
+
+
+def _run_chunks(vendor: Vendor, call: AttentionCall) -> torch.Tensor:
+    """One call per chunk of queries, all of them on the same shifted keys."""
+    if not call.mask.chunks:
+        return vendor.run(call)
+    outputs = [
+        vendor.run(
+            AttentionCall(
+                call.q_BHSD[:, :, queries],
+                call.k_BGTD[:, :, : mask.num_keys],
+                call.v_BGTE[:, :, : mask.num_keys],
+                mask,
+                call.scale,
+                call.dropout,
+            )
+        )
+        for queries, mask in call.mask.by_chunk()
+    ]
+    return torch.cat(outputs, 2)
+
+
+def choose_vendor(
+    call: AttentionCall, name: str = "auto", vendors: Sequence[Vendor] = VENDORS
+) -> Vendor:
+    """The vendor of that name, or by itself: Ascend's on Ascend; flash-attn where torch would need
+    a mask in memory or one call per sequence; torch elsewhere."""
+    if name != "auto":
+        vendor = next((v for v in vendors if v.name == name), None)
+        if vendor is None:
+            raise UnsupportedAttention(f"{name}: no such attention; there are {VENDOR_NAMES}")
+        if reason := vendor.reason_against(call):
+            raise UnsupportedAttention(f"{name} cannot compute this attention: {reason}")
+        return vendor
+    by_name = {v.name: v for v in vendors}
+    order = ["npu-fusion", "sdpa"]
+    if call.mask.packed is not None or call.mask.window is not None:
+        order.insert(1, "flash-attn")
+    candidates = [by_name[n] for n in order if n in by_name]
+    return next(v for v in candidates if v.reason_against(call) is None)

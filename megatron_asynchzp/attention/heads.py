@@ -1,0 +1,50 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the shapes of attention: names of what comes out, and query heads that share a key head
+seen as further rows of one matrix. Must not know how attention is computed.
+
+B batch, H query heads, G key heads, R = H / G, S queries, T keys, D channels of q and k, E of v,
+J blocks of keys.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class AttentionOutput(NamedTuple):
+    """output_BHSE in the dtype of q; lse_BHS, the log of the sum of exponentials of all scaled
+    scores, fp32 or better, -inf where nothing is attended."""
+
+    output_BHSE: torch.Tensor
+    lse_BHS: torch.Tensor
+
+
+class AttentionGradients(NamedTuple):
+    """Of q, k and v, each in its shape and dtype."""
+
+    dq_BHSD: torch.Tensor
+    dk_BGTD: torch.Tensor
+    dv_BGTE: torch.Tensor
+
+
+def check_shapes(q_BHSD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTE: torch.Tensor) -> None:
+    """Raise ValueError where q, k and v do not fit together."""
+    shapes = [tuple(x.shape) for x in (q_BHSD, k_BGTD, v_BGTE)]
+    if any(len(shape) != 4 for shape in shapes):
+        raise ValueError(f"q, k, v must be [batch, heads, length, channels], not {shapes}")
+    (batch, heads, _, dim), (batch_k, groups, keys, dim_k), (batch_v, groups_v, keys_v, _) = shapes
+    if not batch == batch_k == batch_v or dim != dim_k or (groups, keys) != (groups_v, keys_v):
+        raise ValueError(f"q, k, v do not fit together: {shapes}")
+    if heads % groups:
+        raise ValueError(f"{heads} query heads are not a multiple of {groups} key heads")
+
+
+def fold_heads(x_BHS: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """[B, H, S, ...] -> [B, G, R S, ...]: the query heads of one key head, one below the other."""
+    return x_BHS.reshape(x_BHS.shape[0], num_groups, -1, *x_BHS.shape[3:])
+
+
+def unfold_heads(x_BGN: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """[B, G, R S, ...] -> [B, H, S, ...]: undoes fold_heads."""
+    return x_BGN.reshape(x_BGN.shape[0], num_heads, -1, *x_BGN.shape[3:])

@@ -1,0 +1,114 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m megatron_asynchzp.attention.inspect FILE` answers whether a model needs PASA: a table
+of its layers and heads, and a heat map. Owns the command line; measures nothing itself.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from megatron_asynchzp.attention.diagnosis import HeadDiagnosis, channel_means, diagnose
+
+USAGE_FILE = """\
+FILE is what torch.save wrote of {layer: {"q": [B, H, S, D], "k": [B, G, T, D]}}, as
+megatron_asynchzp.attention.capture.capturing collects it from a running model."""
+
+
+def main(argv: list[str]) -> int:
+    """0: no head needs it; 1: some do; 2: the file cannot be read."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_asynchzp.attention.inspect",
+        description="Does this model need PASA attention? " + USAGE_FILE,
+    )
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, help="write every figure there, one line per head")
+    parser.add_argument("--picture", type=Path, help="write a heat map per layer there (PNG)")
+    options = parser.parse_args(argv)
+    try:
+        layers = load(options.file)
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"{options.file}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    found = [one for layer, qk in layers.items() for one in diagnose(qk["q"], qk["k"], layer)]
+    print(table(found))
+    if options.json:
+        options.json.write_text("".join(json.dumps(asdict(one)) + "\n" for one in found))
+    if options.picture:
+        draw({layer: qk["k"] for layer, qk in layers.items()}, options.picture)
+    print(verdict(found))
+    return int(any(one.needs_pasa for one in found))
+
+
+def load(path: Path) -> dict[int, dict[str, torch.Tensor]]:
+    """The captured tensors; raises ValueError for a file that holds something else."""
+    layers = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(layers, dict) or not layers:
+        raise ValueError("holds no layers")
+    for layer, qk in layers.items():
+        shapes = [tuple(qk[name].shape) if name in qk else () for name in ("q", "k")]
+        is_valid = all(len(s) == 4 for s in shapes) and shapes[0][3] == shapes[1][3]
+        if not is_valid or shapes[0][1] % shapes[1][1]:
+            raise ValueError(f"layer {layer} is not q [B, H, S, D] and k [B, G, T, D]: {shapes}")
+    return dict(sorted(layers.items()))
+
+
+def table(found: list[HeadDiagnosis]) -> str:
+    lines = [
+        "layer head |   bias  resonance  max |qk|  scaled  fp16   dQ error |"
+        " with PASA: bias  max |qk|  fp16   dQ error"
+    ]
+    for one in found:
+        lines.append(
+            f"{one.layer:5d} {one.head:4d} | {one.sequence_bias:6.2f}  {one.resonance:9.2f}  "
+            f"{one.largest_score:8.4g}  {one.largest_scaled:6.4g}  {_fits(one.overflows)}  "
+            f"x{one.amplification:8.2f} | {one.sequence_bias_shifted:15.2f}  "
+            f"{one.largest_score_shifted:8.4g}  {_fits(one.overflows_shifted)}  "
+            f"x{one.amplification_shifted:8.2f}"
+        )
+    return "\n".join(lines)
+
+
+def verdict(found: list[HeadDiagnosis]) -> str:
+    needing = sum(one.needs_pasa for one in found)
+    worst = max(found, key=lambda one: one.amplification)
+    overflowing = sum(one.overflows for one in found)
+    return (
+        f"{needing} of {len(found)} heads need it: fp16 scores overflow in {overflowing}, and the "
+        f"rounding error of dQ is at worst x{worst.amplification:.1f} what centred keys have "
+        f"(layer {worst.layer}, head {worst.head}). An attention with fp32 scores does not "
+        "overflow; the error of dQ it has as well."
+    )
+
+
+def _fits(overflows: bool) -> str:
+    return "overflow" if overflows else "fits    "
+
+
+def draw(keys: dict[int, torch.Tensor], path: Path) -> None:
+    """One row per layer: the mean of every channel of every key head."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        len(keys), 1, figsize=(9, 1 + 1.2 * len(keys)), squeeze=False, layout="constrained"
+    )
+    means = {layer: channel_means(k) for layer, k in keys.items()}
+    limit = max(m.abs().max().item() for m in means.values()) or 1.0
+    for axis, (layer, mean_GD) in zip(axes[:, 0], means.items(), strict=True):
+        image = axis.imshow(mean_GD, aspect="auto", cmap="RdBu", vmin=-limit, vmax=limit)
+        axis.set_ylabel(f"layer {layer}\nkey head")
+    axes[-1, 0].set_xlabel("channel")
+    figure.colorbar(image, ax=axes[:, 0].tolist(), label="mean of k over the sequence")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,179 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what is taken off the keys before they meet a query: one vector per block or per sequence
+of keys, on the grid of the keys' own dtype. Must not know scores, masks or kernels.
+
+Softmax does not see it: q (k - c) differs from q k by one number per query as long as c is the
+same for all keys, and where c differs between blocks the difference is added to the scores.
+"""
+
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+# Part of a channel's largest key below which its mean is left alone (SnapRule.RATIO).
+SNAP_RATIO = 0.25
+
+_MANTISSA_BITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
+
+
+class SnapRule(Enum):
+    """Which channels of a block are shifted, and onto what grid the shift is put.
+
+    k - c is rounded to the dtype of k. With c on the grid of the block's largest key it is exact
+    for keys near c; keys near zero may need more bits than there are.
+    NONE: every channel, by its mean as it is.
+    RATIO: on the grid, and only where the mean is at least SNAP_RATIO of the largest key.
+    LOSSLESS: on the grid, and only where k - c is exact for every key of the block.
+    """
+
+    NONE = "none"
+    RATIO = "ratio"
+    LOSSLESS = "lossless"
+
+
+class ShiftedKeys(NamedTuple):
+    """keys_BGTD: k - c, in the dtype of k. shift_BGJD: c of each block, fp32 (fp64 for fp64);
+    J = 1 for one global shift. mean_BG1D: of all keys, not rounded to any grid.
+    block_size: keys that share a shift."""
+
+    keys_BGTD: torch.Tensor
+    shift_BGJD: torch.Tensor
+    mean_BG1D: torch.Tensor
+    block_size: int
+
+    @property
+    def is_global(self) -> bool:
+        return self.shift_BGJD.shape[2] == 1
+
+    @property
+    def frame_BG1D(self) -> torch.Tensor:
+        """c_r of the scores, the mean of the shifts. Any constant is exact; rounding errors grow
+        with the distance of c_J from it. With one global shift it is that shift."""
+        return self.shift_BGJD.mean(2, keepdim=True)
+
+    def score_shift_BGJD(self) -> torch.Tensor:
+        """c_J - c_r: what a query must be multiplied with to undo the shifts of the blocks."""
+        return self.shift_BGJD - self.frame_BG1D
+
+    def gradient_shift_BGJD(self) -> torch.Tensor:
+        """c_J - mean: what multiplies the row sums of dS in dQ. The mean of all keys, and not
+        c_r, so that dQ is that of centred keys also in channels that were not shifted."""
+        return self.shift_BGJD - self.mean_BG1D
+
+
+def shift_keys(
+    k_BGTD: torch.Tensor,
+    block_size: int | None = None,
+    *,
+    beta: float = 1.0,
+    rule: SnapRule = SnapRule.LOSSLESS,
+    used_BT: torch.Tensor | None = None,
+) -> ShiftedKeys:
+    """Take beta x its mean off every block of `block_size` keys (None: off all keys at once).
+
+    used_BT: [B or 1, T] bool; other keys become zeros and do not count: whatever a padded slot
+    holds, inf included, reaches nobody. Means are taken in fp32, or fp64 for fp64 keys.
+    The shift is a constant to autograd: d output / d shift is zero.
+    """
+    num_keys = k_BGTD.shape[2]
+    block_size = min(block_size or num_keys, num_keys)
+    wide = torch.float64 if k_BGTD.dtype == torch.float64 else torch.float32
+    if used_BT is not None:
+        k_BGTD = zero_unused(k_BGTD, used_BT)
+    with torch.no_grad():
+        shift_BGJD, mean_BG1D = _means(k_BGTD, used_BT, block_size, wide)
+        shift_BGJD *= beta
+        if rule is not SnapRule.NONE:
+            shift_BGJD = _snap(shift_BGJD, _blocks(k_BGTD.detach(), block_size), rule)
+            # On the grid of k the shift is a number of k's dtype: nothing is widened.
+            per_key_BGTD = _per_key(shift_BGJD.to(k_BGTD.dtype), block_size, num_keys)
+        else:
+            per_key_BGTD = _per_key(shift_BGJD, block_size, num_keys)
+    keys_BGTD = (k_BGTD - per_key_BGTD).to(k_BGTD.dtype)
+    return ShiftedKeys(keys_BGTD, shift_BGJD, mean_BG1D, block_size)
+
+
+class ShiftedValues(NamedTuple):
+    """values_BGTE: v - c; shift_BG1E: c, in the dtype of v. As the weights of a query sum to one,
+    what is taken off all values is added to the output again (not with dropout)."""
+
+    values_BGTE: torch.Tensor
+    shift_BG1E: torch.Tensor
+
+    def restore(self, output_BHSE: torch.Tensor, served_BS: torch.Tensor | None) -> torch.Tensor:
+        """The output for v itself. served: queries that attend anything (None: all of them)."""
+        repeats = output_BHSE.shape[1] // self.shift_BG1E.shape[1]
+        shift_BHSE = self.shift_BG1E.repeat_interleave(repeats, 1)
+        if served_BS is not None:
+            shift_BHSE = shift_BHSE * served_BS[:, None, :, None]
+        return output_BHSE + shift_BHSE
+
+
+def shift_values(v_BGTE: torch.Tensor, used_BT: torch.Tensor | None = None) -> ShiftedValues:
+    """Take one mean per head off all values: the output that backward multiplies with dO, and its
+    rounding with it, then has the size of v's spread and not of its bias."""
+    values, shift_BG1E, _, _ = shift_keys(v_BGTE, rule=SnapRule.RATIO, used_BT=used_BT)
+    return ShiftedValues(values, shift_BG1E.to(v_BGTE.dtype))
+
+
+def centred_only(k_BGTD: torch.Tensor, used_BT: torch.Tensor | None = None) -> ShiftedKeys:
+    """Keys as they are, with their mean: nothing is taken off, but dQ is still centred by the row
+    sums of dS (see ShiftedKeys.gradient_shift_BGJD)."""
+    if used_BT is not None:
+        k_BGTD = zero_unused(k_BGTD, used_BT)
+    wide = torch.float64 if k_BGTD.dtype == torch.float64 else torch.float32
+    with torch.no_grad():
+        mean_BG1D = _means(k_BGTD, used_BT, k_BGTD.shape[2], wide)[1]
+    return ShiftedKeys(k_BGTD, torch.zeros_like(mean_BG1D), mean_BG1D, k_BGTD.shape[2])
+
+
+def zero_unused(x_BGTD: torch.Tensor, used_BT: torch.Tensor) -> torch.Tensor:
+    """`x` with zeros where `used` is False."""
+    return torch.where(used_BT[:, None, :, None], x_BGTD, torch.zeros_like(x_BGTD[:1, :1, :1, :1]))
+
+
+def _per_key(shift_BGJD: torch.Tensor, block_size: int, num_keys: int) -> torch.Tensor:
+    """The shift of each key, [B, G, T, D], or [B, G, 1, D] where all have the same."""
+    if shift_BGJD.shape[2] == 1:
+        return shift_BGJD
+    return shift_BGJD.repeat_interleave(block_size, 2)[:, :, :num_keys]
+
+
+def _blocks(x_BGTD: torch.Tensor, block_size: int) -> torch.Tensor:
+    """[B, G, J, n, D]; what the last block lacks are copies of its last key."""
+    missing = -x_BGTD.shape[2] % block_size
+    if not missing:
+        return x_BGTD.unflatten(2, (-1, block_size))
+    last = x_BGTD[:, :, -1:].expand(-1, -1, missing, -1)
+    return torch.cat((x_BGTD, last), 2).unflatten(2, (-1, block_size))
+
+
+def _means(k_BGTD, used_BT, block_size: int, dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each block, and of all keys together, summed in `dtype`."""
+    num_keys = k_BGTD.shape[2]
+    missing = -num_keys % block_size
+    padded = F.pad(k_BGTD, (0, 0, 0, missing)) if missing else k_BGTD
+    sum_BGJD = padded.unflatten(2, (-1, block_size)).sum(3, dtype=dtype)
+    if used_BT is None:
+        used_BT = torch.ones(1, num_keys, dtype=torch.bool, device=k_BGTD.device)
+    count_BJ = F.pad(used_BT, (0, missing)).unflatten(1, (-1, block_size)).sum(2)
+    mean_BGJD = sum_BGJD / count_BJ.clamp(min=1)[:, None, :, None]
+    total_B = count_BJ.sum(1).clamp(min=1)
+    return mean_BGJD, sum_BGJD.sum(2, keepdim=True) / total_B[:, None, None, None]
+
+
+def _snap(shift_BGJD: torch.Tensor, k_BGJnD: torch.Tensor, rule: SnapRule) -> torch.Tensor:
+    largest = k_BGJnD.abs().amax(3).to(shift_BGJD.dtype)
+    bits = _MANTISSA_BITS[k_BGJnD.dtype]
+    spacing = torch.ldexp(torch.ones_like(largest), largest.frexp()[1] - 1 - bits)
+    snapped = (shift_BGJD / spacing).round() * spacing
+    if rule is SnapRule.RATIO:
+        is_shifted = shift_BGJD.abs() >= SNAP_RATIO * largest
+    else:
+        exact = k_BGJnD - snapped[:, :, :, None]  # in fp32: of 16-bit numbers nothing is lost
+        is_shifted = (exact.to(k_BGJnD.dtype) == exact).all(3)
+    # A block that holds an inf or NaN has no grid; it is left as it is.
+    return torch.where(is_shifted & largest.isfinite(), snapped, torch.zeros_like(shift_BGJD))

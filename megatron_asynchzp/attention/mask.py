@@ -1,0 +1,215 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns which keys a query may attend. Every structured mask is one range of keys per query, which
+is all that a kernel needs. Must not know scores, devices of others or who asks.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+
+class KeyRanges(NamedTuple):
+    """Query i attends the keys start_BS[.., i] <= j < stop_BS[.., i]: int32, [1 or B, S].
+
+    Neither ever falls from one query to the next, so the queries of a key are a range as well.
+    """
+
+    start_BS: torch.Tensor
+    stop_BS: torch.Tensor
+
+    def transposed(self, num_keys: int) -> "KeyRanges":
+        """Per key the range of queries that covers all who attend it: int32, [1 or B, T]."""
+        keys = torch.arange(num_keys, dtype=torch.int32, device=self.start_BS.device)
+        keys_BT = keys.expand(self.start_BS.shape[0], -1).contiguous()
+        first = torch.searchsorted(self.stop_BS, keys_BT, right=True, out_int32=True)
+        last = torch.searchsorted(self.start_BS, keys_BT, right=True, out_int32=True)
+        return KeyRanges(first, torch.maximum(first, last))
+
+
+@dataclass(frozen=True)
+class PackedSequences:
+    """Sequences that lie one after another along the queries and along the keys.
+
+    cu_seqlens_q, cu_seqlens_k: [N + 1], where sequence n begins (its last entry: the end).
+    lengths_q, lengths_k: [N], real tokens of each; None: as many as there is room for. What lies
+    between the last real token and the next sequence is padding, which attends nothing.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    lengths_q: torch.Tensor | None = None
+    lengths_k: torch.Tensor | None = None
+
+    @property
+    def has_padding(self) -> bool:
+        return self.lengths_q is not None or self.lengths_k is not None
+
+    def of_queries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return _starts_and_lengths(self.cu_seqlens_q, self.lengths_q)
+
+    def of_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return _starts_and_lengths(self.cu_seqlens_k, self.lengths_k)
+
+
+def _starts_and_lengths(cu_seqlens, lengths) -> tuple[torch.Tensor, torch.Tensor]:
+    cu_seqlens = cu_seqlens.long()
+    room = cu_seqlens.diff()
+    return cu_seqlens[:-1], room if lengths is None else torch.minimum(lengths.long(), room)
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """Which of `num_keys` keys each of `num_queries` queries attends.
+
+    is_causal: query i of a sequence with S queries and T keys attends keys up to i + T - S (the
+    last query sees the last key). window: how many keys to the left and right of that diagonal;
+    -1 is no limit. packed: sequences that must not see each other; batch size 1.
+    key_lengths_B: keys of a batch element that are real; the rest is padding at the end.
+    chunks: (queries, keys) of chunks of consecutive queries: each has its diagonal end at that
+    many keys and sees no further, as if it were alone with them. Keys may not become fewer from
+    one chunk to the next. (Ranks of context parallelism hold an early and a late chunk.)
+    allowed: [B or 1, 1, S, T] bool, any further rule (only where no range is asked for).
+
+    A query that may attend nothing gives zeros, and an LSE of -inf.
+    """
+
+    num_queries: int
+    num_keys: int
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
+    packed: PackedSequences | None = None
+    key_lengths_B: torch.Tensor | None = None
+    chunks: tuple[tuple[int, int], ...] = ()
+    allowed: torch.Tensor | None = None
+
+    def __post_init__(self):
+        if self.packed is not None and self.key_lengths_B is not None:
+            raise ValueError("packed sequences have their own lengths; drop key_lengths_B")
+        if self.chunks:
+            queries, keys = zip(*self.chunks, strict=True)
+            if sum(queries) != self.num_queries or sorted(keys) != list(keys):
+                raise ValueError(f"chunks {self.chunks} do not make up {self.num_queries} queries")
+            if self.packed is not None:
+                raise ValueError("packed sequences cannot be cut into chunks")
+        if self.window is not None and min(self.window) < -1:
+            raise ValueError(f"window {self.window}: sizes are -1 (no limit) or more")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every query attends every key."""
+        return (
+            not self.is_causal
+            and self.left_and_right == (-1, -1)
+            and not (self.packed or self.has_unused_keys or self.chunks)
+            and self.allowed is None
+        )
+
+    @property
+    def has_unused_keys(self) -> bool:
+        """Whether some keys may be attended by no query: their memory may hold anything."""
+        return (
+            self.key_lengths_B is not None
+            or self.allowed is not None
+            or (self.packed is not None and self.packed.has_padding)
+        )
+
+    @property
+    def left_and_right(self) -> tuple[int, int]:
+        """The window, with causality as its right side; -1 is no limit."""
+        left, right = self.window or (-1, -1)
+        return left, 0 if self.is_causal else right
+
+    @property
+    def may_leave_queries_out(self) -> bool:
+        """Whether some queries may attend nothing at all."""
+        chunks = self.chunks or ((self.num_queries, self.num_keys),)
+        is_longer = any(queries > keys for queries, keys in chunks)
+        return is_longer or self.has_unused_keys or self.window is not None
+
+    def key_ranges(self, device: torch.device | str = "cpu") -> KeyRanges:
+        """The mask as ranges. Raises ValueError where `allowed` is given, which need not be one."""
+        if self.allowed is not None:
+            raise ValueError("an arbitrary mask is not one range of keys per query")
+        rows = torch.arange(self.num_queries, device=device)
+        if self.packed is not None:
+            (start_q, len_q), (start_k, len_k) = self.packed.of_queries(), self.packed.of_keys()
+            owner = torch.searchsorted(start_q.to(device), rows, right=True) - 1
+            row = rows - start_q[owner]
+            first, keys = start_k[owner], len_k[owner]
+            is_real = row < len_q[owner]
+            diagonal = row + keys - len_q[owner]
+        else:
+            first, is_real = torch.zeros_like(rows), torch.ones_like(rows, dtype=torch.bool)
+            diagonal, keys = self._chunk_diagonals(rows)
+        if self.key_lengths_B is not None:
+            keys = torch.minimum(keys, self.key_lengths_B.to(device).long()[:, None])
+        left, right = self.left_and_right
+        zero = torch.zeros_like(rows)
+        start = zero if left < 0 else (diagonal - left).clamp(min=0)
+        stop = keys if right < 0 else torch.minimum(keys, (diagonal + 1 + right).clamp(min=0))
+        stop = torch.where(is_real, stop, keys)
+        start = torch.where(is_real, torch.minimum(start, stop), stop)
+        start, stop = (torch.atleast_2d(first + edge).int().contiguous() for edge in (start, stop))
+        return KeyRanges(start, stop)
+
+    def _chunk_diagonals(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per query the last key its diagonal meets, and how many keys its chunk sees."""
+        diagonal, keys = torch.empty_like(rows), torch.empty_like(rows)
+        first = 0
+        for queries, seen in self.chunks or ((self.num_queries, self.num_keys),):
+            here = slice(first, first + queries)
+            diagonal[here], keys[here] = rows[:queries] + seen - queries, seen
+            first += queries
+        return diagonal, keys
+
+    def by_chunk(self) -> list[tuple[slice, "AttentionMask"]]:
+        """The queries of each chunk, with its own mask over the first keys."""
+        parts, first = [], 0
+        for queries, keys in self.chunks or ((self.num_queries, self.num_keys),):
+            here = slice(first, first + queries)
+            allowed = None if self.allowed is None else self.allowed[:, :, here, :keys]
+            parts.append(
+                (
+                    here,
+                    replace(
+                        self, num_queries=queries, num_keys=keys, chunks=(), allowed=allowed
+                    ),
+                )
+            )
+            first += queries
+        return parts
+
+    def allowed_BHST(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """The whole mask as booleans, [B or 1, 1, S, T], True where a query attends a key."""
+        if self.allowed is not None:
+            device = self.allowed.device if device is None else device
+            rest = replace(self, allowed=None)
+            allowed = self.allowed.to(device)
+            return allowed if rest.is_full else allowed & rest.allowed_BHST(device)
+        ranges = self.key_ranges(device or "cpu")
+        keys = torch.arange(self.num_keys, device=ranges.start_BS.device)
+        start, stop = ranges.start_BS[:, None, :, None], ranges.stop_BS[:, None, :, None]
+        return (start <= keys) & (keys < stop)
+
+    def served_queries_BS(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """Queries that attend at least one key, [B or 1, S]."""
+        if self.allowed is not None:
+            return self.allowed_BHST(device).any(3)[:, 0]
+        ranges = self.key_ranges(device or "cpu")
+        return ranges.start_BS < ranges.stop_BS
+
+    def used_keys_BT(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """Keys that at least one query attends, [B or 1, T]. Others must not reach a mean."""
+        if self.allowed is not None:
+            return self.allowed_BHST(device).any(2)[:, 0]
+        if self.key_lengths_B is not None:
+            keys = torch.arange(self.num_keys, device=device)
+            return keys < self.key_lengths_B.to(device)[:, None]
+        if self.packed is None or not self.packed.has_padding:
+            return torch.ones(1, self.num_keys, dtype=torch.bool, device=device)
+        starts, lengths = self.packed.of_keys()
+        keys = torch.arange(self.num_keys, device=starts.device)
+        owner = torch.searchsorted(starts, keys, right=True) - 1
+        return (keys - starts[owner] < lengths[owner])[None].to(device)

@@ -1,0 +1,87 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns how Ascend's `npu_fusion_attention` is called: layouts, masks, what its numbers mean. Must
+not know that keys were shifted. torch_npu is loaded when it is asked for.
+
+Written from the operator's documentation (torch_npu 6.0, Atlas A2) and tested against a recorded
+call; it has not been run on an NPU.
+"""
+
+import importlib
+import importlib.util
+
+import torch
+
+from megatron_asynchzp.attention.call import AttentionCall
+from megatron_asynchzp.attention.mask import AttentionMask
+
+_SPARSE_DEFAULT, _SPARSE_CAUSAL_LOWER_RIGHT, _SPARSE_BAND = 0, 3, 4
+_UNLIMITED = 2147483647
+_COMPRESSED = 2048  # side of the triangle that stands for any causal or banded mask
+# 0 and 1 are reserved; 2 computes rows that attend nothing, which otherwise lose accuracy.
+_INNER_PRECISE, _INNER_PRECISE_EMPTY_ROWS = 0, 2
+
+
+class NpuFusion:
+    """torch_npu.npu_fusion_attention with autograd of its own."""
+
+    name = "npu-fusion"
+
+    def reason_against(self, call: AttentionCall) -> str | None:
+        if call.device.type != "npu":
+            return "it runs on Ascend NPUs only"
+        if call.mask.packed is not None and call.mask.packed.has_padding:
+            return "its TND layout has no padding between packed sequences"
+        if call.q_BHSD.shape[-1] != call.v_BGTE.shape[-1]:
+            return "it is called with equally many channels in q, k and v only"
+        if importlib.util.find_spec("torch_npu") is None:
+            return "torch_npu is not installed"
+        return None
+
+    def run(self, call: AttentionCall) -> torch.Tensor:
+        operator = importlib.import_module("torch_npu").npu_fusion_attention
+        q, k, v = call.q_BHSD, call.k_BGTD, call.v_BGTE
+        options = fusion_options(call)
+        if call.mask.packed is not None:
+            q, k, v = (x.squeeze(0).transpose(0, 1).contiguous() for x in (q, k, v))
+            output = operator(q, k, v, call.q_BHSD.shape[1], "TND", **options)[0]
+            return output.transpose(0, 1).unsqueeze(0)
+        output = operator(q, k, v, call.q_BHSD.shape[1], "BNSD", **options)[0]
+        if call.mask.may_leave_queries_out:
+            served_BS = call.mask.served_queries_BS(call.device)
+            output = output.masked_fill(~served_BS[:, None, :, None], 0)
+        return output
+
+
+def fusion_options(call: AttentionCall) -> dict:
+    """The keyword arguments that say what `call` says; True in atten_mask hides a key."""
+    mask = call.mask
+    options = {
+        "scale": call.scale,
+        "keep_prob": 1.0 - call.dropout,
+        "inner_precise": _INNER_PRECISE,
+        **_mask_options(mask, call.device),
+    }
+    if mask.may_leave_queries_out:
+        options["inner_precise"] = _INNER_PRECISE_EMPTY_ROWS
+    if mask.packed is not None:  # ends of the sequences, without the leading zero
+        options["actual_seq_qlen"] = mask.packed.cu_seqlens_q[1:].tolist()
+        options["actual_seq_kvlen"] = mask.packed.cu_seqlens_k[1:].tolist()
+    return options
+
+
+def _mask_options(mask: AttentionMask, device: torch.device) -> dict:
+    left, right = mask.left_and_right
+    if mask.allowed is not None or mask.key_lengths_B is not None:
+        return {"atten_mask": ~mask.allowed_BHST(device), "sparse_mode": _SPARSE_DEFAULT}
+    if (left, right) == (-1, -1):
+        return {"sparse_mode": _SPARSE_DEFAULT}
+    triangle = torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool, device=device).triu(1)
+    if (left, right) == (-1, 0):
+        return {"atten_mask": triangle, "sparse_mode": _SPARSE_CAUSAL_LOWER_RIGHT}
+    return {
+        "atten_mask": triangle,
+        "sparse_mode": _SPARSE_BAND,
+        "pre_tockens": _UNLIMITED if left < 0 else left,
+        "next_tockens": _UNLIMITED if right < 0 else right,
+    }

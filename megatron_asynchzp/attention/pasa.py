@@ -1,0 +1,162 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the one entry to PASA: which mode, and block mode's place in autograd. Must not know who
+asks. The fused kernels, and triton with them, are loaded where a GPU (or triton's interpreter)
+can run them; elsewhere block mode is the reference.
+"""
+
+import importlib.util
+import os
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from megatron_asynchzp.attention.call import AttentionCall, UnsupportedAttention
+from megatron_asynchzp.attention.delegate import delegate_attention
+from megatron_asynchzp.attention.heads import AttentionOutput
+from megatron_asynchzp.attention.key_shift import (
+    ShiftedKeys,
+    centred_only,
+    shift_keys,
+    shift_values,
+    zero_unused,
+)
+from megatron_asynchzp.attention.shifting import BLOCK_SIZE
+
+MODES = ("delegate", "block")
+
+_SHIFT_KEYS = {
+    "block": lambda k, used_BT: shift_keys(k, BLOCK_SIZE, used_BT=used_BT),
+    "global": lambda k, used_BT: shift_keys(k, used_BT=used_BT),
+    "none": centred_only,
+}
+SHIFTS = tuple(_SHIFT_KEYS)
+
+
+def pasa_attention(
+    call: AttentionCall, mode: str = "delegate", vendor: str = "auto", *, shifts_values=False
+) -> torch.Tensor:
+    """The output [B, H, S, E], differentiable in q, k and v.
+
+    mode delegate: one shift per head, computed by `vendor` (see delegate_attention). block: one
+    shift per 128 keys, by our own kernels. shifts_values: as in delegate_attention.
+    Raises UnsupportedAttention, one line, for what a mode cannot do.
+    """
+    if mode == "delegate":
+        return delegate_attention(call, vendor, shifts_values=shifts_values)
+    if mode != "block":
+        raise UnsupportedAttention(f"{mode}: no such mode; there are {', '.join(MODES)}")
+    if not shifts_values:
+        return block_attention(call).output_BHSE
+    mask = call.mask
+    used_BT = mask.used_keys_BT(call.device) if mask.has_unused_keys else None
+    shifted = shift_values(call.v_BGTE, used_BT)
+    served_BS = mask.served_queries_BS(call.device) if mask.may_leave_queries_out else None
+    output = block_attention(replace(call, v_BGTE=shifted.values_BGTE)).output_BHSE
+    return shifted.restore(output, served_BS)
+
+
+def block_attention(
+    call: AttentionCall,
+    *,
+    shift: str = "block",
+    is_fused: bool | None = None,
+    is_tuned: bool = False,
+) -> AttentionOutput:
+    """Block mode: the output, differentiable, and the true LSE, which is not.
+
+    shift: one of SHIFTS; block and global are exact shifts or none (SnapRule.LOSSLESS), none
+    centres dQ alone. is_fused: by the kernels or by the reference; None: by the
+    kernels where they can run. is_tuned: let the kernels choose their tiles by measurement, which
+    may change the last bits from one process to the next.
+    Raises UnsupportedAttention for dropout, which it does not have.
+    """
+    if call.dropout:
+        raise UnsupportedAttention("block mode has no attention dropout; use mode delegate")
+    if is_fused is None:
+        is_fused = _can_fuse(call)
+    how = _How(shift, is_fused, is_tuned)
+    return AttentionOutput(
+        *_BlockAttention.apply(call.q_BHSD, call.k_BGTD, call.v_BGTE, call.mask, call.scale, how)
+    )
+
+
+class _How(NamedTuple):
+    shift: str
+    is_fused: bool
+    is_tuned: bool
+
+
+def _can_fuse(call: AttentionCall) -> bool:
+    """Whether the kernels compute it. On a GPU the reference is no answer: it would need hours."""
+    has_kernel = call.q_BHSD.dtype != torch.float64 and call.mask.allowed is None
+    if call.device.type != "cuda":
+        return has_kernel and os.environ.get("TRITON_INTERPRET") == "1"
+    if call.mask.allowed is not None:
+        raise UnsupportedAttention("block mode has no arbitrary masks; use mode delegate")
+    if importlib.util.find_spec("triton") is None:
+        raise UnsupportedAttention("block mode needs triton on a GPU; install it (extra: triton)")
+    return has_kernel
+
+
+class _BlockAttention(torch.autograd.Function):
+    """Shifts are constants here: the derivative by a shift is zero."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask, scale, how):
+        used_BT = mask.used_keys_BT(q.device) if mask.has_unused_keys else None
+        shifted = _SHIFT_KEYS[how.shift](k, used_BT)
+        v = v if used_BT is None else zero_unused(v, used_BT)
+        if how.is_fused:
+            q, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, v))
+        run = _fused_forward if how.is_fused else _reference_forward
+        # `k` only tells shapes: what is computed with are the shifted keys.
+        output, lse, kept = run(AttentionCall(q, k, v, mask, scale), shifted, how)
+        ctx.save_for_backward(q, v, *shifted[:3], output, *kept)
+        ctx.block_size, ctx.mask, ctx.scale, ctx.how = shifted.block_size, mask, scale, how
+        ctx.mark_non_differentiable(lse)
+        return output, lse
+
+    @staticmethod
+    def backward(ctx, d_output, _):
+        q, v, keys, shift, mean, output, *kept = ctx.saved_tensors
+        shifted = ShiftedKeys(keys, shift, mean, ctx.block_size)
+        call = AttentionCall(q, keys, v, ctx.mask, ctx.scale)
+        run = _fused_backward if ctx.how.is_fused else _reference_backward
+        return *run(d_output, call, shifted, output, kept, ctx.how), None, None, None
+
+
+def _reference_forward(call: AttentionCall, shifted: ShiftedKeys, how: _How):
+    from megatron_asynchzp.attention.reference.block import block_forward
+
+    done = block_forward(call.q_BHSD, shifted, call.v_BGTE, call.mask, call.scale)
+    return *done.result, [done.shifted_lse_BHS]
+
+
+def _reference_backward(d_output, call: AttentionCall, shifted, output, kept, how: _How):
+    from megatron_asynchzp.attention.reference.block import block_backward
+
+    q, v = call.q_BHSD, call.v_BGTE
+    return block_backward(d_output, q, shifted, v, output, *kept, call.mask, call.scale)
+
+
+def _fused_forward(call: AttentionCall, shifted: ShiftedKeys, how: _How):
+    from megatron_asynchzp.attention.triton_forward import LOG2_E, fused_forward
+
+    ranges = call.mask.key_ranges(call.device)
+    output, lse, psi = fused_forward(call, shifted, ranges, is_tuned=how.is_tuned)
+    repeats = call.q_BHSD.shape[1] // shifted.keys_BGTD.shape[1]
+    frame_BH1D = shifted.frame_BG1D.repeat_interleave(repeats, 1)
+    frame_BHS = call.scale * (call.q_BHSD.float() @ frame_BH1D.mT)[..., 0]
+    true_lse = torch.where(lse.isposinf(), -torch.inf, lse / LOG2_E + frame_BHS)
+    return output, true_lse, [lse] if psi is None else [lse, psi]
+
+
+def _fused_backward(d_output, call: AttentionCall, shifted, output, kept, how: _How):
+    from megatron_asynchzp.attention.triton_backward import SavedForward, fused_backward
+
+    lse, psi = kept if len(kept) == 2 else (*kept, None)
+    ranges = call.mask.key_ranges(call.device)
+    saved = SavedForward(output, lse, psi)
+    return fused_backward(d_output, call, shifted, saved, ranges, is_tuned=how.is_tuned)

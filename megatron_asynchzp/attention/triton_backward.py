@@ -1,0 +1,307 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the fused backward of block mode: one kernel that walks queries for dK and dV, one that
+walks keys for dQ, so that every sum has one order and none is atomic. Loads triton: import it
+only where a kernel is launched. Must not know autograd.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_asynchzp.attention.call import AttentionCall
+from megatron_asynchzp.attention.heads import AttentionGradients
+from megatron_asynchzp.attention.key_shift import ShiftedKeys
+from megatron_asynchzp.attention.mask import KeyRanges
+from megatron_asynchzp.attention.triton_forward import LOG2_E, precision_of, range_stride
+from megatron_asynchzp.attention.triton_tiles import (
+    BACKWARD_KV,
+    BACKWARD_Q,
+    SHIFT_BLOCK,
+    as_options,
+    autotuned,
+    key_tiles,
+    load_rows,
+    padded_dim,
+    store_rows,
+    tile_config,
+)
+
+
+class SavedForward(NamedTuple):
+    """What fused_forward returned."""
+
+    output_BHSE: torch.Tensor
+    lse_BHS: torch.Tensor
+    psi_BHJS: torch.Tensor | None
+
+
+@triton.jit
+def delta_kernel(
+    d_output_ptr, output_ptr, delta_ptr, do_batch, do_head, do_row, o_batch, o_head, o_row,
+    num_heads, num_queries, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """D = rowsum(dO o O), in fp32."""
+    batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    channels = tl.arange(0, PADDED_VALUE_DIM)
+    d_output_ptr += batch.to(tl.int64) * do_batch + head.to(tl.int64) * do_head
+    output_ptr += batch.to(tl.int64) * o_batch + head.to(tl.int64) * o_head
+    d_output = load_rows(d_output_ptr, rows, do_row, num_queries, channels, VALUE_DIM)
+    output = load_rows(output_ptr, rows, o_row, num_queries, channels, VALUE_DIM)
+    delta = tl.sum(d_output.to(tl.float32) * output.to(tl.float32), 1)
+    delta_ptr += tl.program_id(1).to(tl.int64) * num_queries
+    tl.store(delta_ptr + rows, delta, mask=rows < num_queries)
+
+
+@triton.jit
+def _query_tiles(
+    dk, dv, k, v, q_ptr, d_output_ptr, lse_ptr, delta_ptr, psi_ptr, start_ptr, stop_ptr, keys,
+    begin, end, q_row, do_row, num_queries, scale_log2, channels, value_channels,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, HAS_SHIFT: tl.constexpr,
+    PRECISION: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds what the queries begin <= i < end give; scores are transposed: [keys, queries]."""
+    for first_row in range(begin, end, BLOCK_M):
+        rows = first_row + tl.arange(0, BLOCK_M)
+        is_row = rows < end
+        q = load_rows(q_ptr, rows, q_row, end, channels, DIM)
+        d_output = load_rows(d_output_ptr, rows, do_row, end, value_channels, VALUE_DIM)
+        lse = tl.load(lse_ptr + rows, mask=is_row, other=float("inf"))
+        delta = tl.load(delta_ptr + rows, mask=is_row, other=0.0)
+        score = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale_log2
+        if HAS_SHIFT:
+            score += tl.load(psi_ptr + rows, mask=is_row, other=0.0)[None, :]
+        p = tl.exp2(score - lse[None, :])
+        if IS_MASKED:
+            start = tl.load(start_ptr + rows, mask=is_row, other=0)
+            stop = tl.load(stop_ptr + rows, mask=is_row, other=0)
+            is_attended = (start[None, :] <= keys[:, None]) & (keys[:, None] < stop[None, :])
+            p = tl.where(is_attended, p, 0.0)
+        dv = tl.dot(p.to(d_output.dtype), d_output, dv, input_precision=PRECISION)
+        dp = tl.dot(v, tl.trans(d_output), input_precision=PRECISION)
+        ds = (p * (dp - delta[None, :])).to(q.dtype)
+        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def backward_kv_kernel(
+    q_ptr, k_ptr, v_ptr, d_output_ptr, lse_ptr, delta_ptr, psi_ptr, dk_ptr, dv_ptr,
+    start_ptr, stop_ptr, row_first_ptr, row_last_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    do_batch, do_head, do_row, num_heads, num_groups, num_queries, num_keys, num_blocks,
+    range_batch, row_range_batch, scale, scale_log2,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SHIFT_BLOCK: tl.constexpr, HAS_SHIFT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one tile of keys: over the query heads that share them, and their queries."""
+    batch, group = tl.program_id(1) // num_groups, tl.program_id(1) % num_groups
+    repeats = num_heads // num_groups
+    first_key = tl.program_id(0) * BLOCK_N
+    keys = first_key + tl.arange(0, BLOCK_N)
+    channels, value_channels = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
+    start_ptr += batch * range_batch
+    stop_ptr += batch * range_batch
+    row_first_ptr += batch * row_range_batch
+    row_last_ptr += batch * row_range_batch
+    # Queries of the first and of the last key; those that attend both attend all between.
+    end_key = tl.minimum(first_key + BLOCK_N, num_keys) - 1
+    begin, inner_end = tl.load(row_first_ptr + first_key), tl.load(row_last_ptr + first_key)
+    inner_begin, end = tl.load(row_first_ptr + end_key), tl.load(row_last_ptr + end_key)
+    inner_begin = tl.minimum(inner_begin, end)
+    inner_end = tl.maximum(inner_begin, tl.minimum(inner_end, end))
+    k_ptr += batch.to(tl.int64) * k_batch + group.to(tl.int64) * k_head
+    v_ptr += batch.to(tl.int64) * v_batch + group.to(tl.int64) * v_head
+    k = load_rows(k_ptr, keys, k_row, num_keys, channels, DIM)
+    v = load_rows(v_ptr, keys, v_row, num_keys, value_channels, VALUE_DIM)
+    dk = tl.zeros([BLOCK_N, PADDED_DIM], tl.float32)
+    dv = tl.zeros([BLOCK_N, PADDED_VALUE_DIM], tl.float32)
+    for repeat in range(repeats):
+        head = (group * repeats + repeat).to(tl.int64)
+        flat_head = batch.to(tl.int64) * num_heads + head
+        q_at = q_ptr + batch.to(tl.int64) * q_batch + head * q_head
+        do_at = d_output_ptr + batch.to(tl.int64) * do_batch + head * do_head
+        lse_at, delta_at = lse_ptr + flat_head * num_queries, delta_ptr + flat_head * num_queries
+        psi_at = psi_ptr + (flat_head * num_blocks + first_key // SHIFT_BLOCK) * num_queries
+        dk, dv = _query_tiles(
+            dk, dv, k, v, q_at, do_at, lse_at, delta_at, psi_at, start_ptr, stop_ptr, keys, begin,
+            inner_begin, q_row, do_row, num_queries, scale_log2, channels, value_channels,
+            DIM, VALUE_DIM, BLOCK_M, HAS_SHIFT, PRECISION, True,
+        )  # fmt: skip
+        dk, dv = _query_tiles(
+            dk, dv, k, v, q_at, do_at, lse_at, delta_at, psi_at, start_ptr, stop_ptr, keys,
+            inner_begin, inner_end, q_row, do_row, num_queries, scale_log2, channels,
+            value_channels, DIM, VALUE_DIM, BLOCK_M, HAS_SHIFT, PRECISION, False,
+        )  # fmt: skip
+        dk, dv = _query_tiles(
+            dk, dv, k, v, q_at, do_at, lse_at, delta_at, psi_at, start_ptr, stop_ptr, keys,
+            inner_end, end, q_row, do_row, num_queries, scale_log2, channels, value_channels,
+            DIM, VALUE_DIM, BLOCK_M, HAS_SHIFT, PRECISION, True,
+        )  # fmt: skip
+    flat_group = tl.program_id(1).to(tl.int64)
+    dk_ptr += flat_group * num_keys * DIM
+    dv_ptr += flat_group * num_keys * VALUE_DIM
+    store_rows(dk_ptr, keys, DIM, num_keys, channels, dk * scale, DIM)
+    store_rows(dv_ptr, keys, VALUE_DIM, num_keys, value_channels, dv, VALUE_DIM)
+
+
+@triton.jit
+def _key_tiles(
+    dq, r, q, d_output, lse, delta, k_ptr, v_ptr, psi_ptr, shift_ptr, rows, start, stop, begin,
+    end, k_row, v_row, num_queries, num_keys, scale_log2, channels, value_channels,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SHIFT_BLOCK: tl.constexpr,
+    HAS_SHIFT: tl.constexpr, PRECISION: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds what the keys begin <= j < end give to dQ, with r_J (c_J - mean(K)) of each block; with
+    one global shift only sums r."""
+    for first_key in range(begin, end, BLOCK_N):
+        first_key = tl.multiple_of(first_key, BLOCK_N)
+        keys = first_key + tl.arange(0, BLOCK_N)
+        k = load_rows(k_ptr, keys, k_row, num_keys, channels, DIM)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        if HAS_SHIFT:
+            psi = tl.load(
+                psi_ptr + first_key // SHIFT_BLOCK * num_queries + rows,
+                mask=rows < num_queries, other=0.0,
+            )  # fmt: skip
+            score += psi[:, None]
+        p = tl.exp2(score - lse[:, None])
+        if IS_MASKED:
+            is_attended = (start[:, None] <= keys[None, :]) & (keys[None, :] < stop[:, None])
+            p = tl.where(is_attended, p, 0.0)
+        v = load_rows(v_ptr, keys, v_row, num_keys, value_channels, VALUE_DIM)
+        dp = tl.dot(d_output, tl.trans(v), input_precision=PRECISION)
+        ds = (p * (dp - delta[:, None])).to(k.dtype)
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+        r_block = tl.sum(ds.to(tl.float32), 1)
+        if HAS_SHIFT:
+            shift = tl.load(
+                shift_ptr + first_key // SHIFT_BLOCK * DIM + channels,
+                mask=channels < DIM, other=0.0,
+            )  # fmt: skip
+            dq += r_block[:, None] * shift[None, :]
+        else:
+            r += r_block
+    return dq, r
+
+
+@triton.jit
+def backward_q_kernel(
+    q_ptr, k_ptr, v_ptr, d_output_ptr, lse_ptr, delta_ptr, psi_ptr, shift_ptr, dq_ptr,
+    start_ptr, stop_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    do_batch, do_head, do_row, num_heads, num_groups, num_queries, num_keys, num_blocks,
+    range_batch, scale, scale_log2,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SHIFT_BLOCK: tl.constexpr, HAS_SHIFT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ of one tile of queries of one head."""
+    batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
+    group = head // (num_heads // num_groups)
+    flat_head = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = rows < num_queries
+    channels, value_channels = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
+    first, inner_begin, inner_end, last, start, stop = key_tiles(
+        start_ptr + batch * range_batch, stop_ptr + batch * range_batch, rows, num_queries,
+        num_keys, BLOCK_N,
+    )  # fmt: skip
+    q_ptr += batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head
+    k_ptr += batch.to(tl.int64) * k_batch + group.to(tl.int64) * k_head
+    v_ptr += batch.to(tl.int64) * v_batch + group.to(tl.int64) * v_head
+    d_output_ptr += batch.to(tl.int64) * do_batch + head.to(tl.int64) * do_head
+    psi_ptr += flat_head * num_blocks * num_queries
+    flat_group = batch.to(tl.int64) * num_groups + group
+    shift_ptr += flat_group * tl.maximum(num_blocks, 1) * DIM
+    q = load_rows(q_ptr, rows, q_row, num_queries, channels, DIM)
+    d_output = load_rows(d_output_ptr, rows, do_row, num_queries, value_channels, VALUE_DIM)
+    lse = tl.load(lse_ptr + flat_head * num_queries + rows, mask=is_row, other=float("inf"))
+    delta = tl.load(delta_ptr + flat_head * num_queries + rows, mask=is_row, other=0.0)
+    dq = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
+    r = tl.zeros([BLOCK_M], tl.float32)
+    dq, r = _key_tiles(
+        dq, r, q, d_output, lse, delta, k_ptr, v_ptr, psi_ptr, shift_ptr, rows, start, stop,
+        first, inner_begin, k_row, v_row, num_queries, num_keys, scale_log2, channels,
+        value_channels, DIM, VALUE_DIM, BLOCK_N, SHIFT_BLOCK, HAS_SHIFT, PRECISION, True,
+    )  # fmt: skip
+    dq, r = _key_tiles(
+        dq, r, q, d_output, lse, delta, k_ptr, v_ptr, psi_ptr, shift_ptr, rows, start, stop,
+        inner_begin, inner_end, k_row, v_row, num_queries, num_keys, scale_log2, channels,
+        value_channels, DIM, VALUE_DIM, BLOCK_N, SHIFT_BLOCK, HAS_SHIFT, PRECISION, False,
+    )  # fmt: skip
+    dq, r = _key_tiles(
+        dq, r, q, d_output, lse, delta, k_ptr, v_ptr, psi_ptr, shift_ptr, rows, start, stop,
+        inner_end, last, k_row, v_row, num_queries, num_keys, scale_log2, channels,
+        value_channels, DIM, VALUE_DIM, BLOCK_N, SHIFT_BLOCK, HAS_SHIFT, PRECISION, True,
+    )  # fmt: skip
+    if not HAS_SHIFT:
+        shift = tl.load(shift_ptr + channels, mask=channels < DIM, other=0.0)
+        dq += r[:, None] * shift[None, :]
+    dq_ptr += flat_head * num_queries * DIM
+    store_rows(dq_ptr, rows, DIM, num_queries, channels, dq * scale, DIM)
+
+
+def fused_backward(
+    d_output_BHSE: torch.Tensor,
+    call: AttentionCall,
+    shifted: ShiftedKeys,
+    saved: SavedForward,
+    ranges: KeyRanges,
+    *,
+    is_tuned: bool = False,
+) -> AttentionGradients:
+    """Gradients of q, k and v for what fused_forward returned."""
+    q, k, v = call.q_BHSD, shifted.keys_BGTD, call.v_BGTE
+    (batch, heads, queries, dim), (_, groups, keys, value_dim) = q.shape, v.shape
+    if d_output_BHSE.stride(-1) != 1:
+        d_output_BHSE = d_output_BHSE.contiguous()
+    delta = _delta(d_output_BHSE, saved.output_BHSE)
+    dq, dk, dv = (x.new_full(x.shape, float("nan")) for x in (q, k, v))
+    rows_of_keys = ranges.transposed(keys)
+    strides = [s for x in (q, k, v, d_output_BHSE) for s in x.stride()[:3]]
+    psi = saved.psi_BHJS
+    sizes = [heads, groups, queries, keys, 0 if psi is None else psi.shape[2]]
+    constants = {
+        "DIM": dim, "VALUE_DIM": value_dim, "PADDED_DIM": padded_dim(dim),
+        "PADDED_VALUE_DIM": padded_dim(value_dim), "SHIFT_BLOCK": SHIFT_BLOCK,
+        "HAS_SHIFT": psi is not None, "PRECISION": precision_of(q.dtype),
+    }  # fmt: skip
+    lse, psi = saved.lse_BHS, delta if psi is None else psi
+    scales = [call.scale, call.scale * LOG2_E]
+    inputs = [q, k, v, d_output_BHSE, lse, delta, psi]
+
+    def launch(kernel, table, grid, *arguments):
+        config = tile_config(table, max(dim, value_dim), q.dtype)
+        options = {} if is_tuned else as_options(config)
+        kernel = autotuned(kernel, config) if is_tuned else kernel
+        kernel[grid](*arguments, **constants, **options)
+
+    launch(
+        backward_kv_kernel, BACKWARD_KV,
+        lambda meta: (triton.cdiv(keys, meta["BLOCK_N"]), batch * groups),
+        *inputs, dk, dv, *ranges, *rows_of_keys, *strides, *sizes,
+        range_stride(ranges), range_stride(rows_of_keys), *scales,
+    )  # fmt: skip
+    shift_BGJD = shifted.gradient_shift_BGJD().contiguous()
+    launch(
+        backward_q_kernel, BACKWARD_Q,
+        lambda meta: (triton.cdiv(queries, meta["BLOCK_M"]), batch * heads),
+        *inputs, shift_BGJD, dq, *ranges, *strides, *sizes, range_stride(ranges), *scales,
+    )  # fmt: skip
+    return AttentionGradients(dq, dk, dv)
+
+
+def _delta(d_output_BHSE: torch.Tensor, output_BHSE: torch.Tensor) -> torch.Tensor:
+    batch, heads, queries, value_dim = output_BHSE.shape
+    delta = output_BHSE.new_empty((batch, heads, queries), dtype=torch.float32)
+    delta_kernel[(triton.cdiv(queries, 64), batch * heads)](
+        d_output_BHSE, output_BHSE, delta, *d_output_BHSE.stride()[:3], *output_BHSE.stride()[:3],
+        heads, queries, VALUE_DIM=value_dim, PADDED_VALUE_DIM=padded_dim(value_dim), BLOCK_M=64,
+    )  # fmt: skip
+    return delta

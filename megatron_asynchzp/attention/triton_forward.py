@@ -1,0 +1,162 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the fused forward of block mode, the arithmetic of reference/block.py in one pass over the
+keys. Loads triton: import it only where a kernel is launched. Must not know autograd.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_asynchzp.attention.call import AttentionCall
+from megatron_asynchzp.attention.key_shift import ShiftedKeys
+from megatron_asynchzp.attention.mask import KeyRanges
+from megatron_asynchzp.attention.triton_tiles import (
+    FORWARD,
+    SHIFT_BLOCK,
+    as_options,
+    autotuned,
+    key_tiles,
+    load_rows,
+    padded_dim,
+    store_rows,
+    tile_config,
+)
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _tiles(
+    output, total, maximum, q, k_ptr, v_ptr, psi_ptr, rows, start, stop, begin, end,
+    k_row, v_row, num_queries, num_keys, scale_log2, channels, value_channels,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SHIFT_BLOCK: tl.constexpr,
+    HAS_SHIFT: tl.constexpr, PRECISION: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the keys begin <= j < end, in steps of BLOCK_N."""
+    for first_key in range(begin, end, BLOCK_N):
+        first_key = tl.multiple_of(first_key, BLOCK_N)
+        keys = first_key + tl.arange(0, BLOCK_N)
+        k = load_rows(k_ptr, keys, k_row, num_keys, channels, DIM)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        if HAS_SHIFT:
+            psi = tl.load(
+                psi_ptr + first_key // SHIFT_BLOCK * num_queries + rows,
+                mask=rows < num_queries, other=0.0,
+            )  # fmt: skip
+            score += psi[:, None]
+        if IS_MASKED:
+            is_attended = (start[:, None] <= keys[None, :]) & (keys[None, :] < stop[:, None])
+            score = tl.where(is_attended, score, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(score, 1))
+        finite = new_maximum
+        if IS_MASKED:  # a row that has attended nothing yet: -inf - (-inf) is NaN
+            finite = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        p = tl.exp2(score - finite[:, None])
+        keep = tl.exp2(maximum - finite)
+        total = total * keep + tl.sum(p, 1)
+        v = load_rows(v_ptr, keys, v_row, num_keys, value_channels, VALUE_DIM)
+        output = tl.dot(p.to(v.dtype), v, output * keep[:, None], input_precision=PRECISION)
+        maximum = new_maximum
+    return output, total, maximum
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, psi_ptr, output_ptr, lse_ptr, start_ptr, stop_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    num_heads, num_groups, num_queries, num_keys, num_blocks, range_batch, scale_log2,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SHIFT_BLOCK: tl.constexpr, HAS_SHIFT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head. lse is in base 2 and in the frame of the shifted keys, +inf
+    where nothing is attended: exp2(score - lse) is then zero in backward."""
+    batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
+    group = head // (num_heads // num_groups)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    channels, value_channels = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
+    start_ptr += batch * range_batch
+    stop_ptr += batch * range_batch
+    first, inner_begin, inner_end, last, start, stop = key_tiles(
+        start_ptr, stop_ptr, rows, num_queries, num_keys, BLOCK_N
+    )
+    q_ptr += batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head
+    k_ptr += batch.to(tl.int64) * k_batch + group.to(tl.int64) * k_head
+    v_ptr += batch.to(tl.int64) * v_batch + group.to(tl.int64) * v_head
+    flat_head = tl.program_id(1).to(tl.int64)
+    psi_ptr += flat_head * num_blocks * num_queries
+    q = load_rows(q_ptr, rows, q_row, num_queries, channels, DIM)
+    output = tl.zeros([BLOCK_M, PADDED_VALUE_DIM], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    output, total, maximum = _tiles(
+        output, total, maximum, q, k_ptr, v_ptr, psi_ptr, rows, start, stop, first, inner_begin,
+        k_row, v_row, num_queries, num_keys, scale_log2, channels, value_channels,
+        DIM, VALUE_DIM, BLOCK_N, SHIFT_BLOCK, HAS_SHIFT, PRECISION, True,
+    )  # fmt: skip
+    output, total, maximum = _tiles(
+        output, total, maximum, q, k_ptr, v_ptr, psi_ptr, rows, start, stop, inner_begin,
+        inner_end, k_row, v_row, num_queries, num_keys, scale_log2, channels, value_channels,
+        DIM, VALUE_DIM, BLOCK_N, SHIFT_BLOCK, HAS_SHIFT, PRECISION, False,
+    )  # fmt: skip
+    output, total, maximum = _tiles(
+        output, total, maximum, q, k_ptr, v_ptr, psi_ptr, rows, start, stop, inner_end, last,
+        k_row, v_row, num_queries, num_keys, scale_log2, channels, value_channels,
+        DIM, VALUE_DIM, BLOCK_N, SHIFT_BLOCK, HAS_SHIFT, PRECISION, True,
+    )  # fmt: skip
+    is_empty = total == 0.0
+    output = output / tl.where(is_empty, 1.0, total)[:, None]
+    lse = tl.where(is_empty, float("inf"), maximum + tl.log2(tl.where(is_empty, 1.0, total)))
+    tl.store(lse_ptr + flat_head * num_queries + rows, lse, mask=rows < num_queries)
+    output_ptr += flat_head * num_queries * VALUE_DIM
+    store_rows(output_ptr, rows, VALUE_DIM, num_queries, value_channels, output, VALUE_DIM)
+
+
+def score_offsets(call: AttentionCall, shifted: ShiftedKeys) -> torch.Tensor | None:
+    """psi of every query and block in base 2, [B, H, J, S] fp32; None for one global shift."""
+    if shifted.is_global:
+        return None
+    repeats = call.q_BHSD.shape[1] // call.k_BGTD.shape[1]
+    shift_BHJD = shifted.score_shift_BGJD().repeat_interleave(repeats, 1)
+    return (call.scale * LOG2_E) * (shift_BHJD @ call.q_BHSD.float().mT)
+
+
+def fused_forward(
+    call: AttentionCall, shifted: ShiftedKeys, ranges: KeyRanges, *, is_tuned: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Output [B, H, S, E], base-2 LSE of the shifted scores [B, H, S], psi (for the backward).
+
+    shifted: blocks of SHIFT_BLOCK keys, or one global shift. Channels of q, k and v must lie
+    together. is_tuned: choose tiles by measurement, which may change the last bits between runs.
+    """
+    q, k, v = call.q_BHSD, shifted.keys_BGTD, call.v_BGTE
+    (batch, heads, queries, dim), (_, groups, keys, value_dim) = q.shape, v.shape
+    assert shifted.is_global or shifted.block_size == SHIFT_BLOCK
+    # Poisoned: whatever the kernel forgets to write is seen.
+    output = q.new_full((batch, heads, queries, value_dim), float("nan"))
+    lse = q.new_full((batch, heads, queries), float("nan"), dtype=torch.float32)
+    psi = score_offsets(call, shifted)
+    config = tile_config(FORWARD, max(dim, value_dim), q.dtype)
+    kernel, options = forward_kernel, as_options(config)
+    if is_tuned:
+        kernel, options = autotuned(forward_kernel, config), {}
+    kernel[lambda meta: (triton.cdiv(queries, meta["BLOCK_M"]), batch * heads)](
+        q, k, v, lse if psi is None else psi, output, lse, ranges.start_BS, ranges.stop_BS,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        heads, groups, queries, keys, 0 if psi is None else psi.shape[2],
+        range_stride(ranges), call.scale * LOG2_E,
+        DIM=dim, VALUE_DIM=value_dim, PADDED_DIM=padded_dim(dim),
+        PADDED_VALUE_DIM=padded_dim(value_dim), SHIFT_BLOCK=SHIFT_BLOCK,
+        HAS_SHIFT=psi is not None, PRECISION=precision_of(q.dtype), **options,
+    )  # fmt: skip
+    return output, lse, psi
+
+
+def range_stride(ranges: KeyRanges) -> int:
+    """From the ranges of one batch element to the next: none where all share them."""
+    return 0 if ranges.start_BS.shape[0] == 1 else ranges.start_BS.stride(0)
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    return "ieee" if dtype == torch.float32 else "tf32"

@@ -1,0 +1,125 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what the fused kernels share: which tiles a range of keys or queries spans, and how large
+tiles are. Loads triton: import it only where a kernel is launched. Must not know the formulas.
+
+    queries of one tile, sorted; x attended, . not            keys ->
+      start, stop of the first     . . x x x x x x . . . . . .
+      start, stop of the last      . . . . . x x x x x x x . .
+                                  first  |inner|          last
+    Between `first` and `last` some query attends; within `inner` all of them do.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+# Keys that share a shift; a multiple of every BLOCK_N, so that a tile has one shift.
+SHIFT_BLOCK = 128
+
+
+class TileConfig(NamedTuple):
+    """Queries and keys of a tile, and how a tile is computed."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# By padded head dimension. Chosen so that nothing spills on sm_90, see test_triton_compiled.
+FORWARD = {
+    64: TileConfig(128, 64, 4, 3),
+    128: TileConfig(128, 64, 8, 3),
+    256: TileConfig(64, 32, 8, 2),
+}
+BACKWARD_KV = {
+    64: TileConfig(32, 128, 8, 2),
+    128: TileConfig(32, 128, 8, 2),
+    256: TileConfig(64, 32, 8, 1),
+}
+BACKWARD_Q = {
+    64: TileConfig(128, 64, 8, 2),
+    128: TileConfig(128, 64, 8, 2),
+    256: TileConfig(32, 64, 8, 1),
+}
+# Where every operand takes twice the memory, and for other GPUs: small and safe.
+WIDE = TileConfig(32, 32, 4, 1)
+
+_TRIED = [
+    TileConfig(m, n, warps, stages)
+    for m in (64, 128)
+    for n in (32, 64, 128)
+    for warps in (4, 8)
+    for stages in (2, 3)
+]
+
+
+def tile_config(table: dict[int, TileConfig], dim: int, dtype: torch.dtype) -> TileConfig:
+    """The entry of `table` for `dim` channels, padded to a power of two."""
+    padded = padded_dim(dim)
+    if dtype == torch.float32 or padded > 256:
+        return WIDE
+    return table[max(64, padded)]
+
+
+def padded_dim(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))
+
+
+def as_options(config: TileConfig) -> dict:
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+@cache  # the tuner remembers what it measured
+def autotuned(kernel, config: TileConfig):
+    """`kernel` tuned by measurement on the device it runs on, over _TRIED and `config`."""
+    options = [as_options(one) for one in dict.fromkeys((config, *_TRIED))]
+    configs = [
+        triton.Config(
+            {"BLOCK_M": o["BLOCK_M"], "BLOCK_N": o["BLOCK_N"]},
+            num_warps=o["num_warps"],
+            num_stages=o["num_stages"],
+        )
+        for o in options
+    ]
+    return triton.autotune(configs, key=["num_queries", "num_keys", "DIM", "HAS_SHIFT"])(kernel)
+
+
+@triton.jit
+def key_tiles(start_ptr, stop_ptr, rows, num_queries, num_keys, BLOCK_N: tl.constexpr):
+    """first, inner begin, inner end, last (keys, multiples of BLOCK_N but for the last), and the
+    ranges of the rows. Rows past the end attend nothing and narrow nothing."""
+    is_row = rows < num_queries
+    start = tl.load(start_ptr + rows, mask=is_row, other=0)
+    stop = tl.load(stop_ptr + rows, mask=is_row, other=0)
+    first = tl.min(tl.where(is_row, start, num_keys)) // BLOCK_N * BLOCK_N
+    last = tl.max(stop)
+    inner_begin = (tl.max(start) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    inner_end = tl.min(tl.where(is_row, stop, num_keys)) // BLOCK_N * BLOCK_N
+    # `first` is one of the boundaries: a tile without rows of its own ends up empty.
+    inner_begin = tl.maximum(first, tl.minimum(inner_begin, last))
+    inner_end = tl.maximum(inner_begin, inner_end)
+    return first, inner_begin, inner_end, last, start, stop
+
+
+@triton.jit
+def load_rows(ptr, rows, stride, limit, channels, DIM: tl.constexpr):
+    """[rows, channels] of a matrix whose channels lie together; zeros outside of it."""
+    is_in = (rows < limit)[:, None] & (channels < DIM)[None, :]
+    return tl.load(ptr + rows[:, None] * stride + channels[None, :], mask=is_in, other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, rows, stride, limit, channels, value, DIM: tl.constexpr):
+    is_in = (rows < limit)[:, None] & (channels < DIM)[None, :]
+    value = value.to(ptr.dtype.element_ty)
+    tl.store(ptr + rows[:, None] * stride + channels[None, :], value, mask=is_in)

@@ -1,0 +1,201 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns how torch's, flash-attn's and Transformer Engine's attention are called. Must not know
+that keys were shifted. flash-attn and Transformer Engine are loaded when they are asked for.
+"""
+
+import importlib
+import importlib.util
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron_asynchzp.attention.call import AttentionCall
+from megatron_asynchzp.attention.mask import AttentionMask
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Sdpa:
+    """torch.nn.functional.scaled_dot_product_attention, which chooses among its own kernels."""
+
+    name = "sdpa"
+
+    def reason_against(self, call: AttentionCall) -> str | None:
+        return None
+
+    def run(self, call: AttentionCall) -> torch.Tensor:
+        if call.mask.packed is not None and call.mask.allowed is None:
+            return self._run_packed(call)
+        mask, is_rectangular = call.mask, call.mask.num_queries < call.mask.num_keys
+        if mask.is_full:
+            return self._attend(call, None, is_causal=False)
+        if not self._is_plain_causal(mask):
+            return self._run_masked(call)
+        if not is_rectangular:
+            return self._attend(call, None, is_causal=True)
+        if call.device.type == "cpu":
+            return self._run_masked(call)  # torch has no kernel for that bias there
+        from torch.nn.attention.bias import causal_lower_right  # loads triton
+
+        return self._attend(call, causal_lower_right(mask.num_queries, mask.num_keys), False)
+
+    @staticmethod
+    def _is_plain_causal(mask: AttentionMask) -> bool:
+        return (
+            replace(mask, is_causal=False).is_full
+            and mask.num_queries <= mask.num_keys  # else the first queries see nothing
+        )
+
+    def _run_masked(self, call: AttentionCall) -> torch.Tensor:
+        allowed = call.mask.allowed_BHST(call.device)
+        if not call.mask.may_leave_queries_out:
+            return self._attend(call, allowed, is_causal=False)
+        # A row without keys would be NaN; it sees all of them instead, and is zeroed.
+        is_empty = ~call.mask.served_queries_BS(call.device)[:, None, :, None]
+        return self._attend(call, allowed | is_empty, False).masked_fill(is_empty, 0)
+
+    def _run_packed(self, call: AttentionCall) -> torch.Tensor:
+        """One sequence after another: a mask over all of them would be quadratic in their sum."""
+        (start_q, len_q), (start_k, len_k) = (
+            [x.tolist() for x in pair]
+            for pair in (call.mask.packed.of_queries(), call.mask.packed.of_keys())
+        )
+        pieces, end = [], 0
+        for q0, nq, k0, nk in zip(start_q, len_q, start_k, len_k, strict=True):
+            pieces.append(self._zeros(call, q0 - end))
+            end = q0 + nq
+            if not nq or not nk:
+                pieces.append(self._zeros(call, nq))
+                continue
+            mask = AttentionMask(nq, nk, call.mask.is_causal, call.mask.window)
+            keys = slice(k0, k0 + nk)
+            pieces.append(
+                self.run(
+                    AttentionCall(
+                        call.q_BHSD[:, :, q0:end],
+                        call.k_BGTD[:, :, keys],
+                        call.v_BGTE[:, :, keys],
+                        mask,
+                        call.scale,
+                        call.dropout,
+                    )
+                )
+            )
+        return torch.cat([*pieces, self._zeros(call, call.mask.num_queries - end)], 2)
+
+    @staticmethod
+    def _zeros(call: AttentionCall, length: int) -> torch.Tensor:
+        batch, heads = call.q_BHSD.shape[:2]
+        return call.v_BGTE.new_zeros(batch, heads, length, call.v_BGTE.shape[3])
+
+    @staticmethod
+    def _attend(call: AttentionCall, mask, is_causal: bool) -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            call.q_BHSD,
+            call.k_BGTD,
+            call.v_BGTE,
+            attn_mask=mask,
+            dropout_p=call.dropout,
+            is_causal=is_causal,
+            scale=call.scale,
+            enable_gqa=call.q_BHSD.shape[1] != call.k_BGTD.shape[1],
+        )
+
+
+class Cudnn(Sdpa):
+    """The same, by cuDNN's kernels where they can, by torch's choice elsewhere."""
+
+    name = "cudnn"
+
+    def reason_against(self, call: AttentionCall) -> str | None:
+        if call.device.type != "cuda":
+            return "it runs on CUDA devices only"
+        return None if call.q_BHSD.dtype in _HALF else "it computes fp16 and bf16 only"
+
+    def run(self, call: AttentionCall) -> torch.Tensor:
+        order = [
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+        ]
+        with sdpa_kernel(order, set_priority=True):
+            return super().run(call)
+
+
+class FlashAttn:
+    """The flash-attn package: packed sequences and windows without a mask in memory."""
+
+    name = "flash-attn"
+
+    def reason_against(self, call: AttentionCall) -> str | None:
+        mask = call.mask
+        if call.device.type != "cuda" or call.q_BHSD.dtype not in _HALF:
+            return "it computes fp16 and bf16 on CUDA devices only"
+        if mask.allowed is not None or mask.key_lengths_B is not None:
+            return "it has no arbitrary masks"
+        if mask.packed is not None and mask.packed.has_padding:
+            return "it has no padding between packed sequences"
+        if call.q_BHSD.shape[-1] != call.v_BGTE.shape[-1] or call.q_BHSD.shape[-1] > 256:
+            return "it has equally many, and at most 256, channels in q, k and v"
+        if importlib.util.find_spec("flash_attn") is None:
+            return "it is not installed"
+        return None
+
+    def run(self, call: AttentionCall) -> torch.Tensor:
+        flash_attn = importlib.import_module("flash_attn")
+        options = {
+            "dropout_p": call.dropout,
+            "softmax_scale": call.scale,
+            "causal": call.mask.is_causal,
+            "window_size": call.mask.window or (-1, -1),
+        }
+        q, k, v = (x.transpose(1, 2) for x in (call.q_BHSD, call.k_BGTD, call.v_BGTE))
+        if call.mask.packed is None:
+            return flash_attn.flash_attn_func(q, k, v, **options).transpose(1, 2)
+        packed = call.mask.packed
+        output = flash_attn.flash_attn_varlen_func(
+            *(x.squeeze(0) for x in (q, k, v)),
+            packed.cu_seqlens_q.int(),
+            packed.cu_seqlens_k.int(),
+            int(packed.cu_seqlens_q.diff().max()),
+            int(packed.cu_seqlens_k.diff().max()),
+            **options,
+        )
+        return output.unsqueeze(0).transpose(1, 2)
+
+
+class TransformerEngine:
+    """Transformer Engine's DotProductAttention, on dense batches."""
+
+    name = "te"
+
+    def reason_against(self, call: AttentionCall) -> str | None:
+        mask = call.mask
+        if call.device.type != "cuda" or call.q_BHSD.dtype not in _HALF:
+            return "it computes fp16 and bf16 on CUDA devices only"
+        if mask.packed is not None or mask.has_unused_keys or mask.window is not None:
+            return "it is called for full and causal masks only"
+        if importlib.util.find_spec("transformer_engine") is None:
+            return "it is not installed"
+        return None
+
+    def run(self, call: AttentionCall) -> torch.Tensor:
+        te = importlib.import_module("transformer_engine.pytorch")
+        heads, dim = call.q_BHSD.shape[1], call.q_BHSD.shape[3]
+        attention = te.DotProductAttention(
+            heads,
+            (dim, call.v_BGTE.shape[3]),
+            num_gqa_groups=call.k_BGTD.shape[1],
+            attention_dropout=call.dropout,
+            qkv_format="bshd",
+            attn_mask_type="causal_bottom_right" if call.mask.is_causal else "no_mask",
+            softmax_scale=call.scale,
+        )
+        q, k, v = (
+            x.transpose(1, 2).contiguous() for x in (call.q_BHSD, call.k_BGTD, call.v_BGTE)
+        )
+        return attention(q, k, v).unflatten(-1, (heads, -1)).transpose(1, 2)

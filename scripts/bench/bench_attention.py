@@ -1,0 +1,204 @@
+#!/usr/bin/env python
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measures attention with and without PASA's shift: accuracy first, then time. JSON lines.
+
+    bench_attention.py [--lengths 1024 4096] [--head-dim 128] [--dtype bf16] [--out results.jsonl]
+    bench_attention.py --plot results.jsonl --out picture.png
+
+Every way is first measured against fp64 on biased keys; where it is worse than its tolerance, the
+line says so and no time is measured. TFLOPS count 4 B H S T D per forward, half of it if causal,
+and 2.5 times that per backward.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_asynchzp.attention.call import AttentionCall
+from megatron_asynchzp.attention.delegate import VENDORS, delegate_attention
+from megatron_asynchzp.attention.mask import AttentionMask
+from megatron_asynchzp.attention.pasa import SHIFTS, block_attention
+from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+# Relative RMS error of O and of dQ that a way may have on keys with a bias of K_BIAS. Without a
+# shift that is what the error of dQ is multiplied by.
+TOLERANCE = {"fp16": 1e-3, "bf16": 8e-3, "fp32": 1e-5}
+K_BIAS = 10.0
+# Dense peak of the matrix units, TFLOPS, for the roofline.
+PEAK = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute attention. has_shift: whether it must reach TOLERANCE on biased keys."""
+
+    name: str
+    has_shift: bool
+    run: Callable[[AttentionCall], torch.Tensor]
+
+
+def ways(call: AttentionCall) -> Iterator[Way]:
+    """Everything that can compute `call` here."""
+    for vendor in VENDORS:
+        if vendor.reason_against(call) is None:
+            yield Way(vendor.name, False, vendor.run)
+            yield Way(
+                f"{vendor.name} + shift",
+                True,
+                lambda one, name=vendor.name: delegate_attention(one, name),
+            )
+    is_fused = call.device.type == "cuda"
+    suffix = "" if is_fused else " (reference)"
+    for shift in reversed(SHIFTS):
+        yield Way(
+            f"block, shift {shift}{suffix}",
+            True,
+            lambda one, shift=shift: block_attention(
+                one, shift=shift, is_fused=is_fused, is_tuned=is_fused
+            ).output_BHSE,
+        )
+
+
+def draw_call(options, length: int, bias: float, heads: int, groups: int) -> AttentionCall:
+    generator = torch.Generator(options.device).manual_seed(0)
+    shape = (options.batch, heads, length, options.head_dim)
+    shapes = [shape, *[(options.batch, groups, length, options.head_dim)] * 2]
+    q, k, v = (torch.randn(s, generator=generator, device=options.device) for s in shapes)
+    leaves = [x.to(DTYPES[options.dtype]).requires_grad_() for x in (q, k + bias, v)]
+    mask = AttentionMask(length, length, is_causal=options.causal)
+    return AttentionCall(*leaves, mask, options.head_dim**-0.5)
+
+
+def accuracy(way: Way, options) -> dict[str, float]:
+    """Relative RMS errors against fp64 on the same inputs, at a length that fp64 can afford."""
+    call = draw_call(options, 512, K_BIAS, 2, 1)
+    d_output = torch.randn_like(call.q_BHSD)
+    output = way.run(call)
+    leaves = (call.q_BHSD, call.k_BGTD, call.v_BGTE)
+    gradients = torch.autograd.grad(output, leaves, d_output)
+    with torch.no_grad():
+        true = exact_forward(*leaves, call.mask, call.scale).output_BHSE
+        true_gradients = exact_backward(d_output, *leaves, call.mask, call.scale)
+        names = ("O", "dQ", "dK", "dV")
+        pairs = zip(names, (output, *gradients), (true, *true_gradients), strict=True)
+        return {n: ((f.double() - t).norm() / t.norm()).item() for n, f, t in pairs}
+
+
+def measure(way: Way, call: AttentionCall, repetitions: int) -> dict[str, float]:
+    """Seconds of the fastest forward and backward."""
+    leaves = (call.q_BHSD, call.k_BGTD, call.v_BGTE)
+    d_output = torch.randn_like(call.q_BHSD)
+    forward, backward = [], []
+    for _ in range(repetitions + 2):
+        start_s = _now(call.device)
+        output = way.run(call)
+        middle_s = _now(call.device)
+        torch.autograd.grad(output, leaves, d_output)
+        forward.append(middle_s - start_s)
+        backward.append(_now(call.device) - middle_s)
+    return {"forward_s": min(forward[2:]), "backward_s": min(backward[2:])}
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def bench(options) -> Iterator[dict]:
+    for length in options.lengths:
+        call = draw_call(options, length, 0.0, options.heads, options.groups)
+        for way in ways(call):
+            errors = accuracy(way, options)
+            is_right = errors["O"] <= TOLERANCE[options.dtype]
+            if way.has_shift:
+                is_right = is_right and errors["dQ"] <= TOLERANCE[options.dtype]
+            line = {
+                "way": way.name, "length": length, "dtype": options.dtype, "is_right": is_right,
+                "head_dim": options.head_dim, "heads": options.heads, "groups": options.groups,
+                "batch": options.batch, "causal": options.causal, "device": _device_name(options),
+                "errors_at_k_bias_10": errors,
+            }  # fmt: skip
+            if is_right:
+                line |= measure(way, call, options.repetitions)
+                line |= _tflops(line, options, length)
+            yield line
+
+
+def _tflops(line: dict, options, length: int) -> dict[str, float]:
+    flops = 4 * options.batch * options.heads * length**2 * options.head_dim
+    flops /= 2 if options.causal else 1
+    told = {
+        "forward_tflops": flops / line["forward_s"] / 1e12,
+        "backward_tflops": 2.5 * flops / line["backward_s"] / 1e12,
+    }
+    peak = next((p for name, p in PEAK.items() if name in line["device"]), None)
+    if peak and options.dtype != "fp32":
+        told["forward_of_peak"] = told["forward_tflops"] / peak
+        told["backward_of_peak"] = told["backward_tflops"] / peak
+    return told
+
+
+def _device_name(options) -> str:
+    return torch.cuda.get_device_name() if options.device == "cuda" else options.device
+
+
+def draw(lines: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for axis, direction in zip(axes, ("forward", "backward"), strict=True):
+        for name in dict.fromkeys(line["way"] for line in lines):
+            points = [
+                (line["length"], line[f"{direction}_tflops"])
+                for line in lines
+                if line["way"] == name and line["is_right"]
+            ]
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="o", label=name)
+        axis.set(title=direction, xlabel="length", ylabel="TFLOPS", xscale="log")
+    axes[0].legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--plot", type=Path, metavar="RESULTS", help="draw those instead")
+    parser.add_argument("--out", type=Path, help="a file besides the screen, or the picture")
+    options = parser.parse_args(argv)
+    if options.plot:
+        lines = [json.loads(line) for line in options.plot.read_text().splitlines()]
+        draw(lines, options.out or options.plot.with_suffix(".png"))
+        return 0
+    is_right = True
+    for line in bench(options):
+        is_right = is_right and line["is_right"]
+        print(json.dumps(line), flush=True)
+        if options.out:
+            with options.out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

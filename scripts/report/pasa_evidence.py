@@ -1,0 +1,208 @@
+#!/usr/bin/env python
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Trains one small GPT, whose keys have a bias, with several attentions and draws what that does.
+
+    pasa_evidence.py --picture docs/results/pasa_training.png
+
+Everything but attention is fp32: q, k and v are cast to 16 bits right before it. Standard is
+torch's own flash attention on the CPU, PASA the same one through mode delegate. Only the last
+digits of gradients differ, so differences in the curves are theirs. Prints JSON lines.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_asynchzp.attention.call import AttentionCall
+from megatron_asynchzp.attention.delegate import delegate_attention
+from megatron_asynchzp.attention.mask import AttentionMask
+from megatron_asynchzp.attention.vendors import Sdpa
+
+VOCABULARY, LENGTH, BATCH, WIDTH, HEADS, LAYERS = 64, 64, 16, 128, 2, 2
+LOSS_SCALE = 2.0**12  # as mixed-precision training has it: dO would underflow in fp16
+
+
+@dataclass(frozen=True)
+class Way:
+    """dtype of attention, whether keys (and values) are shifted. is_floor: q, k and v are rounded
+    to dtype and attention itself is fp32: what no attention in that dtype can do better than."""
+
+    name: str
+    dtype: torch.dtype
+    is_pasa: bool = False
+    shifts_values: bool = False
+    is_floor: bool = False
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self.is_floor:
+            rounded = (x + (x.to(self.dtype).float() - x).detach() for x in (q, k, v))
+            return EXACT.attend(*rounded)
+        call = AttentionCall(
+            *(x.to(self.dtype) for x in (q, k, v)),
+            AttentionMask(LENGTH, LENGTH, is_causal=True),
+            q.shape[-1] ** -0.5,
+        )
+        if self.is_pasa:
+            return delegate_attention(call, "sdpa", shifts_values=self.shifts_values).float()
+        return Sdpa().run(call).float()
+
+
+EXACT = Way("fp32", torch.float32)
+WAYS = (
+    EXACT,
+    Way("fp16, standard", torch.float16),
+    Way("fp16, PASA", torch.float16, True),
+    Way("fp16, PASA, values too", torch.float16, True, True),
+    Way("fp16, only q k v rounded", torch.float16, is_floor=True),
+    Way("bf16, standard", torch.bfloat16),
+    Way("bf16, PASA", torch.bfloat16, True),
+    Way("bf16, PASA, values too", torch.bfloat16, True, True),
+    Way("bf16, only q k v rounded", torch.bfloat16, is_floor=True),
+)
+
+
+class Block(nn.Module):
+    def __init__(self, k_bias: float, v_bias: float):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        wide = 4 * WIDTH
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, wide), nn.GELU(), nn.Linear(wide, WIDTH))
+        with torch.no_grad():  # a bias as trained models have it: learned, and large
+            self.k.bias.copy_(k_bias * torch.randn(WIDTH).sign())
+            self.v.bias.copy_(v_bias * torch.randn(WIDTH).sign())
+
+    def forward(self, x: torch.Tensor, way: Way) -> torch.Tensor:
+        normed = self.norms[0](x)
+        heads = (
+            layer(normed).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        x = x + self.out(way.attend(*heads).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norms[1](x))
+
+
+class Gpt(nn.Module):
+    def __init__(self, k_bias: float, v_bias: float):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList([Block(k_bias, v_bias) for _ in range(LAYERS)])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def loss(self, tokens: torch.Tensor, way: Way) -> torch.Tensor:
+        x = self.tokens(tokens[:, :-1]) + self.positions.weight
+        for block in self.blocks:
+            x = block(x, way)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def draw_batch(generator: torch.Generator) -> torch.Tensor:
+    """Sequences that count with a step of their own: the step must be attended to."""
+    start = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
+    step = torch.randint(1, 12, (BATCH, 1), generator=generator)
+    return (start + step * torch.arange(LENGTH + 1)) % VOCABULARY
+
+
+def query_gradient(model: Gpt, tokens: torch.Tensor, way: Way) -> torch.Tensor:
+    weights = [block.q.weight for block in model.blocks]
+    gradients = torch.autograd.grad(LOSS_SCALE * model.loss(tokens, way), weights)
+    return torch.cat([g.flatten() for g in gradients])
+
+
+def train(
+    way: Way, k_bias: float, v_bias: float, steps: int, every: int = 20, seed: int = 0
+) -> dict:
+    """Losses of all steps, and every so often how far the gradient of Q's weights is from fp32's
+    at the same weights and tokens."""
+    torch.manual_seed(seed)
+    model, generator = Gpt(k_bias, v_bias), torch.Generator().manual_seed(seed + 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, errors = [], []
+    for step in range(steps):
+        tokens = draw_batch(generator)
+        if step % every == 0 and way is not EXACT:
+            true = query_gradient(model, tokens, EXACT)
+            found = query_gradient(model, tokens, way)
+            errors.append(((found - true).norm() / true.norm()).item())
+        loss = model.loss(tokens, way)
+        optimizer.zero_grad()
+        (LOSS_SCALE * loss).backward()
+        for param in model.parameters():
+            param.grad /= LOSS_SCALE
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return {
+        "way": way.name, "k_bias": k_bias, "v_bias": v_bias, "losses": losses, "errors": errors,
+        "every": every,
+    }  # fmt: skip
+
+
+def draw(runs: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    settings = list(dict.fromkeys((run["k_bias"], run["v_bias"]) for run in runs))
+    figure, axes = pyplot.subplots(
+        2, len(settings), figsize=(5.5 * len(settings), 7), squeeze=False, layout="constrained"
+    )
+    colors = {"fp32": "black", "standard": "tab:red", "PASA": "tab:blue", "too": "tab:green",
+              "rounded": "lightgray"}  # fmt: skip
+    for column, (k_bias, v_bias) in enumerate(settings):
+        above, below = axes[0, column], axes[1, column]
+        for run in runs:
+            if (run["k_bias"], run["v_bias"]) != (k_bias, v_bias):
+                continue
+            color = next(c for end, c in colors.items() if run["way"].endswith(end))
+            style = {
+                "color": color, "label": run["way"],
+                "linestyle": "--" if run["way"].startswith("bf16") else "-",
+            }  # fmt: skip
+            smooth = torch.tensor(run["losses"]).unfold(0, 10, 1).mean(1)
+            above.plot(smooth, linewidth=1, **style)
+            if run["errors"]:
+                steps = [i * run["every"] for i in range(len(run["errors"]))]
+                below.semilogy(steps, run["errors"], linewidth=1, **style)
+        above.set(title=f"bias of k {k_bias:g}, of v {v_bias:g}", ylabel="loss (mean of 10 steps)")
+        below.set(xlabel="step", ylabel="error of the gradient of Q's weights")
+        above.legend(fontsize=7)
+    figure.savefig(path, dpi=100)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--biases", nargs="+", default=["0,0", "30,0", "10,30"], metavar="K,V")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--picture", type=Path)
+    options = parser.parse_args(argv)
+    runs = []
+    for setting in options.biases:
+        k_bias, v_bias = (float(x) for x in setting.split(","))
+        for way in WAYS:
+            runs.append(train(way, k_bias, v_bias, options.steps, seed=options.seed))
+            last, errors = runs[-1]["losses"][-50:], sorted(runs[-1]["errors"])
+            told = {
+                "way": way.name, "k_bias": k_bias, "v_bias": v_bias,
+                "loss_of_last_50_steps": sum(last) / len(last),
+                "median_error": errors[len(errors) // 2] if errors else None,
+                "largest_error": errors[-1] if errors else None,
+            }  # fmt: skip
+            print(json.dumps(told), flush=True)
+    if options.picture:
+        draw(runs, options.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

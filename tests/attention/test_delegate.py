@@ -1,0 +1,233 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Shifted keys handed to torch's attention; calls to attentions that are not here are recorded."""
+
+from math import sqrt
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_asynchzp.attention import npu, vendors
+from megatron_asynchzp.attention.call import AttentionCall, UnsupportedAttention
+from megatron_asynchzp.attention.delegate import choose_vendor, delegate_attention
+from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
+from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
+from tests.attention.cases import (
+    Inputs,
+    cumulative,
+    largest_error,
+    masks,
+    normal_inputs,
+    relative_rmse,
+)
+
+SCALE = 0.21
+MASKS = masks()
+
+
+def through_autograd(inputs: Inputs, mask: AttentionMask, scale=SCALE, **options):
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    output = delegate_attention(AttentionCall(*leaves, mask, scale), **options)
+    return [output.detach(), *torch.autograd.grad(output, leaves, inputs.d_output)]
+
+
+@pytest.mark.parametrize("shifts_values", [False, True])
+@pytest.mark.parametrize("heads, groups", [(2, 2), (4, 2)])
+@pytest.mark.parametrize("name", MASKS)
+def test_in_fp64_it_is_softmax_attention_and_its_gradients(name, heads, groups, shifts_values):
+    mask = MASKS[name]
+    drawn = normal_inputs(mask, heads=heads, groups=groups, dim=24, value_dim=16)
+    inputs = drawn._replace(k=drawn.k + 3, v=drawn.v + 5)
+    q, k, v, d_output = inputs
+    true = [
+        exact_forward(q, k, v, mask, SCALE).output_BHSE,
+        *exact_backward(d_output, q, k, v, mask, SCALE),
+    ]
+    found = through_autograd(inputs, mask, shifts_values=shifts_values)
+    assert max(largest_error(f, t) for f, t in zip(found, true, strict=True)) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["padding", "packed, padded"])
+def test_padding_may_hold_anything(name):
+    mask = MASKS[name]
+    clean = normal_inputs(mask)
+    dirty = clean._replace(k=clean.k.clone(), v=clean.v.clone())
+    is_padding = ~mask.used_keys_BT()[0]
+    dirty.k[:, :, is_padding] = dirty.v[:, :, is_padding] = float("inf")
+    for shifts_values in (False, True):
+        found = through_autograd(dirty, mask, shifts_values=shifts_values)
+        true = through_autograd(clean, mask, shifts_values=shifts_values)
+        assert all(torch.equal(f, t) for f, t in zip(found, true, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_torchs_dq_depends_on_the_bias_of_k_and_ours_does_not(dtype):
+    mask, scale = AttentionMask(256, 256, is_causal=True), 1 / sqrt(64)
+    drawn = normal_inputs(mask, dim=64, groups=2)
+    error = {}
+    for bias in (0.0, 30.0):
+        inputs = drawn._replace(k=drawn.k + bias).to(dtype)
+        q, k, v, d_output = inputs
+        true = exact_backward(d_output, q, k, v, mask, scale).dq_BHSD
+        leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+        output = vendors.Sdpa().run(AttentionCall(*leaves, mask, scale))
+        error["torch", bias] = relative_rmse(torch.autograd.grad(output, leaves, d_output)[0], true)
+        error["ours", bias] = relative_rmse(through_autograd(inputs, mask, scale)[1], true)
+    assert error["ours", 30.0] <= 1.5 * error["ours", 0.0], error
+    assert error["torch", 30.0] >= 20 * error["torch", 0.0], error
+
+
+def test_with_shifted_values_the_gradients_do_not_depend_on_the_bias_of_v_either():
+    mask, scale = AttentionMask(256, 256), 1 / sqrt(64)
+    drawn = normal_inputs(mask, dim=64, groups=2)
+    inputs = drawn._replace(k=drawn.k + 10, v=drawn.v + 30).to(torch.float16)
+    q, k, v, d_output = inputs
+    true = exact_backward(d_output, q, k, v, mask, scale)
+    keys_only = through_autograd(inputs, mask, scale)
+    both = through_autograd(inputs, mask, scale, shifts_values=True)
+    for index, gradient in ((1, true.dq_BHSD), (2, true.dk_BGTD)):
+        assert relative_rmse(both[index], gradient) < 6e-4
+        assert relative_rmse(keys_only[index], gradient) > 5 * relative_rmse(both[index], gradient)
+
+
+def test_values_are_not_shifted_under_dropout():
+    mask = AttentionMask(4, 4)
+    call = AttentionCall(*normal_inputs(mask)[:3], mask, 1.0, dropout=0.1)
+    with pytest.raises(UnsupportedAttention, match="dropped weights do not sum to one"):
+        delegate_attention(call, shifts_values=True)
+
+
+def test_dropout_drops_about_what_it_is_told_and_keeps_the_mean():
+    torch.manual_seed(0)
+    mask = AttentionMask(256, 256)
+    q, k, _, _ = normal_inputs(mask)
+    ones = torch.ones_like(k)
+    output = delegate_attention(AttentionCall(0 * q, k, ones, mask, 1.0, dropout=0.25))
+    assert output.mean().item() == pytest.approx(1, abs=0.02) and output.std() > 0.01
+
+
+@pytest.mark.parametrize("name", ["flash-attn", "te", "cudnn", "npu-fusion"])
+def test_a_vendor_that_is_not_there_is_refused_with_the_reason(name):
+    mask = AttentionMask(4, 4)
+    call = AttentionCall(*normal_inputs(mask)[:3], mask, 1.0)
+    with pytest.raises(UnsupportedAttention, match=f"{name} cannot compute this attention: it "):
+        choose_vendor(call, name)
+    with pytest.raises(UnsupportedAttention, match="no such attention"):
+        choose_vendor(call, "fastest")
+    assert choose_vendor(call).name == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"q_BHSD": (1, 3, 4, 8)}, {"v_BGTE": (1, 2, 5, 8)}, {"k_BGTD": (1, 2, 6, 8)}],
+    ids=["heads", "lengths", "mask"],
+)
+def test_tensors_that_do_not_fit_together_are_refused(change):
+    shapes = {"q_BHSD": (1, 4, 4, 8), "k_BGTD": (1, 2, 4, 8), "v_BGTE": (1, 2, 4, 8)} | change
+    if change.get("k_BGTD"):
+        shapes["v_BGTE"] = change["k_BGTD"]
+    with pytest.raises(ValueError):
+        tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        AttentionCall(**tensors, mask=AttentionMask(4, 4), scale=1.0)
+
+
+# --- calls that are recorded -------------------------------------------------------------------
+
+
+class Recorded:
+    """Stands for a vendor's function: answers by the oracle, so that layouts are checked too."""
+
+    def __init__(self, layout: str):
+        self.calls = []
+        self.layout = layout
+
+    def __call__(self, q, k, v, *args, **options):
+        self.calls.append((args, options))
+        to_heads_first = {
+            "BNSD": lambda x: x,
+            "BSND": lambda x: x.transpose(1, 2),
+            "TND": lambda x: x.transpose(0, 1)[None],
+        }[self.layout]
+        shaped = [to_heads_first(x) for x in (q, k, v)]
+        mask = AttentionMask(shaped[0].shape[2], shaped[1].shape[2])
+        output = exact_forward(*shaped, mask, 1.0).output_BHSE
+        if self.layout == "BNSD":
+            return (output,) if "sparse_mode" in options else output
+        if self.layout == "TND":
+            answer = output[0].transpose(0, 1)
+            return (answer,) if "sparse_mode" in options else answer
+        return output.transpose(1, 2)
+
+
+PACKED = PackedSequences(cumulative(3, 5), cumulative(3, 5))
+NPU_CASES = {
+    "full": (AttentionMask(8, 8), {"sparse_mode": 0, "inner_precise": 0}),
+    "causal": (AttentionMask(8, 8, is_causal=True), {"sparse_mode": 3, "inner_precise": 0}),
+    "causal, more queries": (
+        AttentionMask(8, 6, is_causal=True), {"sparse_mode": 3, "inner_precise": 2},
+    ),
+    "band": (
+        AttentionMask(8, 8, window=(2, 1)),
+        {"sparse_mode": 4, "pre_tockens": 2, "next_tockens": 1, "inner_precise": 2},
+    ),
+    "causal window": (
+        AttentionMask(8, 8, is_causal=True, window=(2, -1)),
+        {"sparse_mode": 4, "pre_tockens": 2, "next_tockens": 0},
+    ),
+    "packed": (
+        AttentionMask(8, 8, is_causal=True, packed=PACKED),
+        {"sparse_mode": 3, "actual_seq_qlen": [3, 8], "actual_seq_kvlen": [3, 8]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NPU_CASES)
+def test_ascends_operator_is_called_by_its_contract(monkeypatch, name):
+    mask, wanted = NPU_CASES[name]
+    operator = Recorded("BNSD" if mask.packed is None else "TND")
+    monkeypatch.setattr(
+        npu.importlib, "import_module", lambda _: SimpleNamespace(npu_fusion_attention=operator)
+    )
+    inputs = normal_inputs(mask, heads=4, groups=2)
+    call = AttentionCall(*inputs[:3], mask, 1.0, dropout=0.25)
+    output = npu.NpuFusion().run(call)
+    (((head_num, layout), options),) = operator.calls
+    assert (head_num, layout) == (4, operator.layout)
+    assert options["scale"] == 1.0 and options["keep_prob"] == 0.75
+    assert {key: options[key] for key in wanted} == wanted
+    is_triangle = options["sparse_mode"] in (3, 4)
+    assert ("atten_mask" in options) == is_triangle
+    if is_triangle:  # True hides a key; one triangle of fixed size stands for any length
+        assert torch.equal(options["atten_mask"], torch.ones(2048, 2048).triu(1).bool())
+    served = mask.served_queries_BS()[0]
+    true = exact_forward(*inputs[:3], AttentionMask(8, mask.num_keys), 1.0).output_BHSE
+    assert torch.allclose(output[:, :, served], true[:, :, served])
+    assert not output[:, :, ~served].any()
+
+
+def test_an_arbitrary_mask_reaches_ascend_inverted():
+    mask = MASKS["arbitrary"]
+    call = AttentionCall(*normal_inputs(mask)[:3], mask, 1.0)
+    options = npu.fusion_options(call)
+    assert torch.equal(options["atten_mask"], ~mask.allowed) and options["sparse_mode"] == 0
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_flash_attn_is_called_with_its_layout_and_names(monkeypatch, is_packed):
+    mask = AttentionMask(8, 8, is_causal=True, window=(4, -1), packed=PACKED if is_packed else None)
+    function = Recorded("TND" if is_packed else "BSND")
+    name = "flash_attn_varlen_func" if is_packed else "flash_attn_func"
+    monkeypatch.setattr(
+        vendors.importlib, "import_module", lambda _: SimpleNamespace(**{name: function})
+    )
+    inputs = normal_inputs(mask, heads=4, groups=2)
+    output = vendors.FlashAttn().run(AttentionCall(*inputs[:3], mask, 1.0))
+    ((args, options),) = function.calls
+    assert options == {
+        "dropout_p": 0.0, "softmax_scale": 1.0, "causal": True, "window_size": (4, -1),
+    }  # fmt: skip
+    if is_packed:
+        assert [x.tolist() if torch.is_tensor(x) else x for x in args] == [[0, 3, 8]] * 2 + [5, 5]
+    true = exact_forward(*inputs[:3], AttentionMask(8, 8), 1.0).output_BHSE
+    assert torch.allclose(output, true)

@@ -1,0 +1,158 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Without rounding every mode is softmax attention, forward and backward, whatever is masked and
+however much is shifted; and the tests would notice if it were not."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from megatron_asynchzp.attention.key_shift import SnapRule, shift_keys
+from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
+from megatron_asynchzp.attention.reference import block, paper
+from megatron_asynchzp.attention.reference.arithmetic import FP64
+from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
+from megatron_asynchzp.attention.shifting import INITIAL_BETAS, solve_beta
+from tests.attention.cases import Inputs, cumulative, largest_error, masks, normal_inputs
+
+SCALE = 0.21
+BLOCK = 32
+BETAS = [solve_beta(start) for start in INITIAL_BETAS]
+TOLERANCE = 1e-10
+MASKS = masks()
+
+
+@cache
+def oracle(mask_name: str, heads: int, groups: int) -> tuple[Inputs, list[torch.Tensor]]:
+    """Biased inputs, and O, LSE, dQ, dK, dV of the oracle."""
+    drawn = normal_inputs(MASKS[mask_name], heads=heads, groups=groups, dim=24, value_dim=16)
+    inputs = drawn._replace(k=drawn.k + 3)
+    return inputs, exact(inputs, MASKS[mask_name])
+
+
+def exact(inputs: Inputs, mask: AttentionMask) -> list[torch.Tensor]:
+    q, k, v, d_output = inputs
+    gradients = exact_backward(d_output, q, k, v, mask, SCALE)
+    return [*exact_forward(q, k, v, mask, SCALE), *gradients]
+
+
+def by_paper(inputs: Inputs, mask: AttentionMask, beta: float) -> list[torch.Tensor]:
+    q, k, v, d_output = inputs
+    forward = paper.paper_forward(q, k, v, mask, SCALE, beta, FP64, BLOCK)
+    gradients = paper.paper_backward(d_output, q, k, v, forward, mask, SCALE, beta, FP64, BLOCK)
+    return [*forward.result, *gradients]
+
+
+def by_block(
+    inputs: Inputs, mask: AttentionMask, beta: float, is_global=False, rule=SnapRule.RATIO
+) -> list[torch.Tensor]:
+    q, k, v, d_output = inputs
+    used = mask.used_keys_BT() if mask.has_unused_keys else None
+    shifted = shift_keys(
+        k, None if is_global else BLOCK, beta=beta, rule=rule, used_BT=used
+    )
+    forward = block.block_forward(q, shifted, v, mask, SCALE, tile=BLOCK)
+    gradients = block.block_backward(
+        d_output, q, shifted, v, forward.result.output_BHSE, forward.shifted_lse_BHS, mask, SCALE,
+        tile=BLOCK,
+    )  # fmt: skip
+    return [*forward.result, *gradients]
+
+
+MODES = {
+    "paper": by_paper,
+    "block": by_block,
+    "block, not snapped": lambda *args: by_block(*args, rule=SnapRule.NONE),
+    "block, lossless": lambda *args: by_block(*args, rule=SnapRule.LOSSLESS),
+    "global": lambda *args: by_block(*args, is_global=True),
+    "global, lossless": lambda *args: by_block(*args, is_global=True, rule=SnapRule.LOSSLESS),
+}
+
+
+def errors(found: list[torch.Tensor], true: list[torch.Tensor]) -> dict[str, float]:
+    names = ("O", "LSE", "dQ", "dK", "dV")
+    return {n: largest_error(f, t) for n, f, t in zip(names, found, true, strict=True)}
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("heads, groups", [(2, 2), (4, 2)], ids=["each its own", "shared keys"])
+@pytest.mark.parametrize("mask_name", MASKS)
+@pytest.mark.parametrize("mode", MODES)
+def test_in_fp64_every_mode_is_softmax_attention(mode, mask_name, heads, groups, beta):
+    inputs, true = oracle(mask_name, heads, groups)
+    found = errors(MODES[mode](inputs, MASKS[mask_name], beta), true)
+    assert max(found.values()) < TOLERANCE, found
+
+
+def test_a_mean_that_leaves_masked_keys_out_is_noticed(monkeypatch):
+    original = paper._blocks
+
+    def without_masked(*args):
+        for one in original(*args):
+            kept = one.allowed_B1Nn.double()
+            mean = (one.score_BGNn * kept).sum(-1) / kept.sum(-1).clamp(min=1)
+            yield one._replace(mean_BGN=mean)
+
+    monkeypatch.setattr(paper, "_blocks", without_masked)
+    inputs, true = oracle("causal", 2, 2)
+    found = errors(by_paper(inputs, MASKS["causal"], BETAS[0]), true)
+    assert found["O"] > 1e-3 and found["LSE"] > 1e-3, found
+
+
+def test_a_dq_without_the_r_term_is_noticed(monkeypatch):
+    monkeypatch.setattr(block, "_r_term", lambda ds, c: torch.zeros_like(c))
+    inputs, true = oracle("causal", 2, 2)
+    found = errors(by_block(inputs, MASKS["causal"], 1.0, rule=SnapRule.NONE), true)
+    assert found["dQ"] > 1e-3, found
+    assert max(found[name] for name in ("O", "LSE", "dK", "dV")) < TOLERANCE, found
+
+
+def test_the_oracle_is_torchs_own_softmax_attention_and_its_autograd():
+    inputs, true = oracle("causal", 2, 2)
+    q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
+    score = SCALE * q @ k.mT + torch.full((90, 90), -torch.inf, dtype=q.dtype).triu(1)
+    output = score.softmax(-1) @ v
+    gradients = torch.autograd.grad(output, (q, k, v), inputs.d_output)
+    found = errors([output.detach(), score.logsumexp(-1).detach(), *gradients], true)
+    assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_packed_sequences_are_what_each_is_alone(mode):
+    mask = MASKS["packed causal"]
+    inputs, _ = oracle("packed causal", 2, 2)
+    found = MODES[mode](inputs, mask, BETAS[1])
+    edges = mask.packed.cu_seqlens_q.tolist()
+    for start, stop in zip(edges, edges[1:]):
+        alone = Inputs(*(x[:, :, start:stop] for x in inputs))
+        true = exact(alone, AttentionMask(stop - start, stop - start, is_causal=True))
+        worst = errors([x[:, :, start:stop] for x in found], true)
+        assert max(worst.values()) < TOLERANCE, (start, worst)
+
+
+@pytest.mark.parametrize("name", [n for n, m in MASKS.items() if m.allowed is None])
+def test_ranges_of_queries_per_key_cover_exactly_what_the_mask_allows(name):
+    mask = MASKS[name]
+    allowed = mask.allowed_BHST()[:, 0]
+    ranges = mask.key_ranges()
+    assert (ranges.start_BS.diff() >= 0).all() and (ranges.stop_BS.diff() >= 0).all()
+    first, last = ranges.transposed(mask.num_keys)
+    queries = torch.arange(mask.num_queries)[None, :, None]
+    covered = (first[:, None] <= queries) & (queries < last[:, None])
+    is_used = allowed.any(1)
+    assert not (allowed & ~covered).any()
+    # Tight at both ends, so a kernel visits no tile for nothing.
+    for b, t in is_used.nonzero().tolist():
+        rows = allowed[b, :, t].nonzero()[:, 0]
+        assert (first[b, t], last[b, t]) == (rows[0], rows[-1] + 1)
+    assert torch.equal(mask.used_keys_BT() | is_used, mask.used_keys_BT())
+
+
+def test_sequences_that_end_before_their_room_does_see_no_padding():
+    lengths = torch.tensor([3, 2])
+    packed = PackedSequences(cumulative(5, 4), cumulative(5, 4), lengths, lengths)
+    allowed = AttentionMask(9, 9, packed=packed).allowed_BHST()[0, 0]
+    real = torch.tensor([True, True, True, False, False, True, True, False, False])
+    block_of = torch.tensor([0] * 5 + [1] * 4)
+    assert torch.equal(allowed, real[:, None] & real & (block_of[:, None] == block_of))

@@ -1,0 +1,35 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Attention stands alone: nothing heavy or device-specific is loaded with it, and neither it nor
+the ZeRO engine imports the other."""
+
+import subprocess
+import sys
+
+from tests.architecture.test_floors import imported_modules, sources
+
+_HEAVY = ("megatron", "triton", "torch_npu", "flash_attn", "transformer_engine", "matplotlib")
+
+
+def test_importing_attention_loads_no_vendor_no_triton_and_no_megatron():
+    code = (
+        "import sys; import torch; before = set(sys.modules); "
+        "from megatron_asynchzp.attention import pasa, delegate, vendors, npu, inspect, capture; "
+        f"print([m for m in {_HEAVY} if m in set(sys.modules) - before])"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "[]"
+
+
+def test_the_engine_and_attention_do_not_import_each_other():
+    engine = ("sharding", "comm", "zero", "planner")
+    for path, part in sources():
+        others = {
+            module.split(".")[1]
+            for module in imported_modules(path)
+            if module.startswith("megatron_asynchzp.")
+        }
+        if part == "attention":
+            assert others <= {"attention", "device"}, path
+        if part in engine:
+            assert "attention" not in others, path

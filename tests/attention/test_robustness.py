@@ -1,0 +1,122 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs that break the published arithmetic, or any: long and flat, huge, one outlier, garbage
+where nobody may look, nothing to look at."""
+
+from math import sqrt
+
+import pytest
+import torch
+
+from megatron_asynchzp.attention.key_shift import SnapRule, shift_keys
+from megatron_asynchzp.attention.mask import AttentionMask
+from megatron_asynchzp.attention.reference.arithmetic import ALL_FP16, FP16_FP32_VECTOR
+from megatron_asynchzp.attention.reference.block import block_backward, block_forward
+from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
+from megatron_asynchzp.attention.reference.paper import paper_backward, paper_forward
+from tests.attention.cases import Inputs, PaperData, masks, normal_inputs, relative_rmse
+
+BETA = 0.9374311
+
+
+def by_block(inputs: Inputs, mask: AttentionMask, block_size=128, rule=SnapRule.LOSSLESS):
+    q, k, v, d_output = inputs
+    scale = 1 / sqrt(q.shape[-1])
+    used = mask.used_keys_BT() if mask.has_unused_keys else None
+    keys = shift_keys(k, block_size, rule=rule, used_BT=used)
+    done = block_forward(q, keys, v, mask, scale)
+    output, lse = done.result.output_BHSE, done.shifted_lse_BHS
+    return [*done.result, *block_backward(d_output, q, keys, v, output, lse, mask, scale)]
+
+
+def by_paper(inputs: Inputs, mask: AttentionMask):
+    q, k, v, d_output = inputs
+    scale = 1 / sqrt(q.shape[-1])
+    done = paper_forward(q, k, v, mask, scale, BETA, FP16_FP32_VECTOR)
+    return [
+        *done.result,
+        *paper_backward(d_output, q, k, v, done, mask, scale, BETA, FP16_FP32_VECTOR),
+    ]
+
+
+def exact(inputs: Inputs, mask: AttentionMask):
+    q, k, v, d_output = inputs
+    scale = 1 / sqrt(q.shape[-1])
+    return [
+        *exact_forward(q, k, v, mask, scale),
+        *exact_backward(d_output, q, k, v, mask, scale),
+    ]
+
+
+def test_65536_flat_keys_with_values_around_30_neither_overflow_nor_drift():
+    mask = AttentionMask(4, 65536)
+    drawn = normal_inputs(mask, heads=1, dim=16)
+    inputs = drawn._replace(q=0.01 * drawn.q, k=0.01 * drawn.k + 1, v=drawn.v + 30)
+    inputs = inputs.to(torch.float16)
+    output, lse, *_ = exact_forward(*inputs[:3], mask, 0.25)
+    found_output, found_lse, *gradients = by_block(inputs, mask)
+    assert relative_rmse(found_output, output) < 3e-4
+    assert (found_lse - lse).abs().max() < 1e-4
+    assert all(g.isfinite().all() for g in gradients)
+
+
+@pytest.mark.parametrize("rule", SnapRule)
+@pytest.mark.parametrize("x0", [0, 30])
+def test_an_amplitude_of_100_stays_finite_and_right(x0, rule):
+    mask = AttentionMask(256, 256)
+    inputs = PaperData("uniform", x0, 100).draw(256).to(torch.float16)
+    true = exact(inputs, mask)
+    found = by_block(inputs, mask, rule=rule)
+    assert all(x.isfinite().all() for x in found)
+    assert relative_rmse(found[0], true[0]) < (0.03 if rule is SnapRule.NONE else 1e-2)
+    assert all(x.isfinite().all() for x in by_paper(inputs, mask))
+
+
+@pytest.mark.parametrize("where", [0, 100, 255])
+def test_one_key_times_1000_stays_finite_and_right(where):
+    mask = AttentionMask(256, 256, is_causal=True)
+    drawn = normal_inputs(mask, dim=64)
+    drawn.k[:, :, where] *= 1000
+    inputs = drawn.to(torch.float16)
+    true, found = exact(inputs, mask), by_block(inputs, mask)
+    assert all(x.isfinite().all() for x in found)
+    assert relative_rmse(found[0], true[0]) < 1e-3
+    assert all(relative_rmse(f, t) < 1e-2 for f, t in zip(found[2:], true[2:]))
+    assert all(x.isfinite().all() for x in by_paper(inputs, mask))
+
+
+@pytest.mark.parametrize("garbage", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["padding", "packed, padded"])
+@pytest.mark.parametrize("way", [by_block, by_paper], ids=["block", "paper"])
+def test_what_a_padded_slot_holds_reaches_nobody(way, name, garbage):
+    mask = masks(200, 300)[name]
+    clean = normal_inputs(mask).to(torch.float16)
+    is_padding = ~mask.used_keys_BT()[0]
+    assert is_padding.any() and not is_padding.all()
+    dirty = clean._replace(k=clean.k.clone(), v=clean.v.clone())
+    dirty.k[:, :, is_padding] = dirty.v[:, :, is_padding] = garbage
+    for found, true in zip(way(dirty, mask), way(clean, mask), strict=True):
+        assert torch.equal(found, true)
+
+
+@pytest.mark.parametrize("way", [by_block, by_paper], ids=["block", "paper"])
+def test_a_query_that_may_attend_nothing_gives_zero_and_disturbs_nobody(way):
+    mask = AttentionMask(300, 200, is_causal=True)  # the first 100 queries come before any key
+    inputs = normal_inputs(mask, dim=64).to(torch.float16)
+    true = exact(inputs, mask)
+    output, lse, dq, dk, dv = way(inputs, mask)
+    assert not output[:, :, :100].any() and not dq[:, :, :100].any()
+    assert lse[:, :, :100].isneginf().all() and lse[:, :, 100:].isfinite().all()
+    for found, right in zip((output, dq, dk, dv), (true[0], *true[2:]), strict=True):
+        assert relative_rmse(found, right) < 5e-3
+
+
+@pytest.mark.parametrize("precision", [ALL_FP16, FP16_FP32_VECTOR], ids=["fp16", "fp32 vector"])
+@pytest.mark.parametrize("amplitude", [50, 100])
+def test_an_exponent_that_is_positive_by_a_rounding_cannot_overflow(amplitude, precision):
+    """The published (m_j - m_new) + dc, where one unit in the last place of a score is large."""
+    mask = AttentionMask(512, 512)
+    inputs = PaperData("uniform", 0, amplitude).draw(512).to(torch.float16)
+    q, k, v, _ = inputs
+    done = paper_forward(q, k, v, mask, 1 / sqrt(128), BETA, precision)
+    assert all(x.isfinite().all() for x in done.result)

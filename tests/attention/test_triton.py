@@ -1,0 +1,113 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The fused kernels in triton's interpreter: right in fp32, and as accurate as the reference in
+fp16. (The interpreter computes bf16 products wrongly without saying so: that needs a GPU.)"""
+
+import pytest
+import torch
+
+from megatron_asynchzp.attention.mask import AttentionMask
+from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
+from tests.attention.cases import Inputs, largest_error, masks, normal_inputs, relative_rmse
+from tests.attention.interpreted import attend, interpreter
+
+pytest.importorskip("triton", reason="needs triton: pip install megatron_asynchzp[triton]")
+
+SCALE = 0.15
+# Lengths that no tile divides, over more than one block of keys that share a shift.
+MASKS = {name: mask for name, mask in masks(70, 150).items() if mask.allowed is None}
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    with interpreter() as call:
+        yield call
+
+
+def exact(inputs: Inputs, mask: AttentionMask, scale: float = SCALE) -> list[torch.Tensor]:
+    q, k, v, d_output = inputs
+    return [
+        *exact_forward(q, k, v, mask, scale),
+        *exact_backward(d_output, q, k, v, mask, scale),
+    ]
+
+
+def biased(mask: AttentionMask, dtype: torch.dtype, bias: float = 8.0, **sizes) -> Inputs:
+    drawn = normal_inputs(mask, **{"dim": 32, **sizes})
+    # Other means in other blocks, so that each block has a shift of its own.
+    steps = bias + torch.arange(mask.num_keys).div(128, rounding_mode="floor") * 4.0
+    return drawn._replace(k=drawn.k + steps[:, None]).to(dtype)
+
+
+@pytest.mark.parametrize("name", ["full", "causal window", "packed, padded", "padding"])
+def test_in_fp32_the_kernels_are_softmax_attention_and_its_gradients(interpreted, name):
+    mask = MASKS[name]
+    inputs = biased(mask, torch.float32, heads=2, groups=1, value_dim=16)
+    found = interpreted(attend, inputs, mask, SCALE, is_fused=True)
+    for one, true in zip(found, exact(inputs, mask), strict=True):
+        assert largest_error(one, true) < 1e-4 * true[true.isfinite()].abs().max()
+
+
+@pytest.mark.parametrize("shift", ["block", "global"])
+@pytest.mark.parametrize("name", MASKS)
+def test_in_fp16_the_kernels_are_as_accurate_as_the_reference(interpreted, name, shift):
+    mask = MASKS[name]
+    inputs = biased(mask, torch.float16, heads=2, groups=1)
+    found = interpreted(attend, inputs, mask, SCALE, is_fused=True, shift=shift)
+    reference = attend(inputs, mask, SCALE, is_fused=False, shift=shift)
+    for one, other, true in zip(found, reference, exact(inputs, mask), strict=True):
+        assert torch.equal(one.isneginf(), true.isneginf())
+        one, other, true = (x.masked_fill(x.isneginf(), 0) for x in (one, other, true))
+        assert relative_rmse(one, true) <= 1.3 * relative_rmse(other, true) + 1e-6
+
+
+@pytest.mark.parametrize(
+    "dim", [64, 96, 128, pytest.param(192, marks=pytest.mark.slow), 256]
+)
+def test_every_head_dimension_has_tiles_that_work(interpreted, dim):
+    mask = AttentionMask(40, 140, is_causal=True)
+    inputs = biased(mask, torch.float16, heads=1, groups=1, dim=dim)
+    found = interpreted(attend, inputs, mask, dim**-0.5, is_fused=True)
+    for one, true in zip(found, exact(inputs, mask, dim**-0.5), strict=True):
+        assert relative_rmse(one, true) < 2e-3
+
+
+@pytest.mark.parametrize("shift", ["block", "none"])
+def test_the_kernels_dq_does_not_depend_on_the_bias_of_k(interpreted, shift):
+    mask = AttentionMask(128, 256, is_causal=True)
+    error = {}
+    for bias in (0.0, 30.0):
+        drawn = normal_inputs(mask, dim=64, heads=1)
+        inputs = drawn._replace(k=drawn.k + bias).to(torch.float16)
+        found = interpreted(attend, inputs, mask, 0.125, is_fused=True, shift=shift)
+        error[bias] = relative_rmse(found[2], exact(inputs, mask, 0.125)[2])
+    assert error[30.0] <= 1.5 * error[0.0], error
+
+
+def test_batch_elements_have_their_own_padding_and_garbage_reaches_nobody(interpreted):
+    mask = AttentionMask(60, 150, key_lengths_B=torch.tensor([150, 131]))
+    clean = biased(mask, torch.float16, batch=2, heads=2, groups=2)
+    dirty = clean._replace(k=clean.k.clone(), v=clean.v.clone())
+    dirty.k[1, :, 131:] = dirty.v[1, :, 131:] = float("inf")
+    found = interpreted(attend, dirty, mask, SCALE, is_fused=True)
+    true = interpreted(attend, clean, mask, SCALE, is_fused=True)
+    assert all(torch.equal(one, other) for one, other in zip(found, true, strict=True))
+    for one, right in zip(found, exact(clean, mask), strict=True):
+        assert relative_rmse(one, right) < 2e-3
+
+
+def _strided(inputs: Inputs, mask: AttentionMask) -> list[torch.Tensor]:
+    """The same tensors as Megatron lays them out: length first, heads before channels."""
+    seen = Inputs(*(x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in inputs))
+    return attend(seen, mask, SCALE, is_fused=True)
+
+
+def test_layout_and_repetition_change_no_bit(interpreted):
+    mask = MASKS["causal"]
+    inputs = biased(mask, torch.float16, batch=2, heads=4, groups=2)
+    first = interpreted(attend, inputs, mask, SCALE, is_fused=True)
+    for again in (
+        interpreted(attend, inputs, mask, SCALE, is_fused=True),
+        interpreted(_strided, inputs, mask),
+    ):
+        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))

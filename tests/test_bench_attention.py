@@ -1,0 +1,64 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of attention tells no time where accuracy is red, and its lines can be drawn; the
+training evidence runs."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+_SCRIPTS = Path(__file__).parents[1] / "scripts"
+_SMALL = ["--lengths", "128", "--heads", "2", "--groups", "1", "--head-dim", "32",
+          "--dtype", "fp16", "--repetitions", "1", "--device", "cpu"]  # fmt: skip
+
+
+def _load(path: str):
+    spec = importlib.util.spec_from_file_location(Path(path).stem, _SCRIPTS / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def bench():
+    return _load("bench/bench_attention.py")
+
+
+def _lines(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_every_way_there_is_is_measured_and_drawn(bench, capsys, tmp_path):
+    out, picture = tmp_path / "lines.jsonl", tmp_path / "picture.png"
+    assert bench.main([*_SMALL, "--causal", "--out", str(out)]) == 0
+    lines = _lines(capsys.readouterr().out)
+    names = ["sdpa", "sdpa + shift"]
+    names += [f"block, shift {shift} (reference)" for shift in ("none", "global", "block")]
+    assert [line["way"] for line in lines] == names
+    assert all(line["is_right"] and line["forward_tflops"] > 0 for line in lines)
+    by_name = {line["way"]: line["errors_at_k_bias_10"]["dQ"] for line in lines}
+    assert by_name["sdpa"] > 5 * by_name["sdpa + shift"]
+    assert bench.main(["--plot", str(out), "--out", str(picture)]) == 0
+    assert picture.stat().st_size > 1000
+
+
+def test_what_is_not_accurate_gets_no_time_and_fails_the_run(bench, capsys, monkeypatch):
+    vendor = bench.VENDORS[-1]
+    wrong = bench.Way("wrong", True, lambda call: 1.01 * vendor.run(call))
+    monkeypatch.setattr(bench, "ways", lambda call: [wrong])
+    assert bench.main(_SMALL) == 1
+    (line,) = _lines(capsys.readouterr().out)
+    assert not line["is_right"] and not [key for key in line if key.endswith(("_s", "tflops"))]
+
+
+def test_the_training_evidence_compares_with_fp32_at_the_same_weights(capsys, tmp_path):
+    evidence = _load("report/pasa_evidence.py")
+    picture = tmp_path / "picture.png"
+    argv = ["--steps", "12", "--biases", "10,30", "--picture", str(picture)]
+    assert evidence.main(argv) == 0
+    told = {line["way"]: line for line in _lines(capsys.readouterr().out)}
+    assert list(told) == [way.name for way in evidence.WAYS]
+    assert told["fp16, standard"]["median_error"] > 5 * told["fp16, PASA"]["median_error"]
+    assert picture.stat().st_size > 1000
