@@ -72,6 +72,9 @@ TWO_RANK_MODELS = [
     Variant("pipeline, bf16", (*PIPELINE, *BF16), 3, 2, HALF_TOLERANCE),
     Variant("experts on 2 ranks, pipeline", (*TWO_EXPERT_RANKS, *PIPELINE), 3, 2),
 ]
+SLOW_TWO_RANK_MODELS = (
+    "pipeline, bf16", "tensor parallel, untied", "pipeline, untied, recomputed",
+)  # fmt: skip
 EIGHT = [(2, 4, 8), (1, 2, 8), (2, 2, 4), (8, 8, 8), (1, 1, 8)]
 
 
@@ -79,8 +82,8 @@ def run(cases, world_size: int, timeout_s: float = 600) -> None:
     assert_equal_runs(on_ranks(compare, world_size, cases, timeout_s=timeout_s)[0])
 
 
-def test_every_nesting_on_4_ranks_prints_what_stock_ddp_prints():
-    run([(ACCUMULATED, nested_sizes(4))], 4)
+def test_every_other_nesting_on_4_ranks_prints_what_stock_ddp_prints():
+    run([(ACCUMULATED, nested_sizes(4)[::2])], 4)
 
 
 def test_every_precision_recompute_loss_and_optimizer_on_4_ranks_is_stock_ddp():
@@ -96,12 +99,12 @@ def test_experts_on_4_ranks_are_stock_ddp():
 
 def test_tensor_and_pipeline_parallel_models_on_8_ranks_are_stock_ddp():
     chains = [[(2, 2, 4)], [(1, 2, 4)]]
-    fast = [v for v in TWO_RANK_MODELS if v.name not in ("pipeline, bf16", "tensor parallel, untied")]
+    fast = [v for v in TWO_RANK_MODELS if v.name not in SLOW_TWO_RANK_MODELS]
     run([(v, chains[i % 2]) for i, v in enumerate(fast)], 8)
 
 
 def test_three_different_sizes_on_8_ranks_are_stock_ddp():
-    run([(FP32, EIGHT[:3]), (BF16_ACCUMULATED, [(2, 4, 8)])], 8)
+    run([(FP32, EIGHT[:2]), (BF16_ACCUMULATED, EIGHT[:1])], 8)
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from tests.support.world import on_ranks
 
 FAST = [
     (Variant("fp32, 3 micro-batches", samples_per_rank=3), (2, 2, 4)),
-    (Variant("bf16, 3 micro-batches", BF16, 3), (1, 2, 4)),
     (Variant("interleaved pipeline, recomputed", (*INTERLEAVED, *FULL_RECOMPUTE), 4, 2), (2, 2, 2)),
     (Variant("experts on 2 ranks, bf16", (*TWO_EXPERT_RANKS, *BF16), 2), (2, 4, 4)),
 ]
@@ -101,9 +100,9 @@ def memory_by_step(steps: int) -> tuple[list[int], list[int]]:
     return live, rings
 
 
-@pytest.mark.parametrize("steps", [12, pytest.param(100, marks=pytest.mark.slow)])
-def test_after_the_first_steps_memory_does_not_grow(steps):
-    for live, rings in on_ranks(memory_by_step, 4, steps):
-        assert len(live) == steps and len(set(rings)) == 1
+@pytest.mark.slow
+def test_after_the_first_steps_memory_does_not_grow_over_100():
+    for live, rings in on_ranks(memory_by_step, 4, 100):
+        assert len(live) == 100 and len(set(rings)) == 1
         # Batches that the data loader holds come and go; they are a few KiB.
         assert max(live[8:]) <= max(live[2:8]) + 16384
