@@ -168,7 +168,8 @@ def test_when_a_peer_dies_the_others_end_by_name_long_before_the_time_limit(kind
     assert sorted(seen) == [0, 2, 3]
     for rank in seen:
         assert_told(seen[rank])
-        assert " in step 3 " in seen[rank].message
+        # Parameter shards of the step before may still have been on their way.
+        assert re.search(" in step [23] ", seen[rank].message)
 
 
 @pytest.mark.parametrize("kind", [slow_unless(kind == "threaded", kind) for kind in SCHEDULES])
