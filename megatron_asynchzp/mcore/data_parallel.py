@@ -4,7 +4,7 @@
 finalize_model_grads ask of a model chunk. Must not know layouts or collectives.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -20,6 +20,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.device import device_of
+from megatron_asynchzp.mcore.checkpoint import ChunkCheckpoint
 from megatron_asynchzp.mcore.communication import Communication, TraceRequest
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
@@ -58,7 +59,8 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     recognise it without a patch; nothing of its buffers is built.
 
     config, ddp_config, module, pg_collection: as for DistributedDataParallel.
-    groups: see create_shard_groups; they and `communication` are shared by all chunks of a rank.
+    groups: see create_shard_groups; they and `communication` are shared by all chunks of a rank;
+    takes_snapshots: see ChunkCheckpoint.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         pg_collection: ProcessGroupCollection,
         groups: dict[str, ShardGroups],
         communication: Communication,
+        takes_snapshots: bool = False,
     ):
         _BaseDataParallel.__init__(self, config=config, module=module)
         self.ddp_config = ddp_config
@@ -91,6 +94,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
             communication.schedule, communication.driver, grad_scale,
         )  # fmt: skip
         communication.runtimes.append(self.runtime)
+        self.checkpoint = ChunkCheckpoint(self.runtime, module, takes_snapshots)
         self._provide_main_grads()
 
     def _provide_main_grads(self) -> None:
@@ -168,14 +172,15 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         """The engine's hooks are always on; gathered parameters are never stale."""
 
-    def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any):
-        raise NotImplementedError("--use-asynchzp cannot write checkpoints yet")
-
     def state_dict(self, *args: Any, **kwargs: Any):
-        raise NotImplementedError("--use-asynchzp cannot write checkpoints yet")
+        raise NotImplementedError("--use-asynchzp writes checkpoints with --ckpt-format torch_dist")
 
-    def load_state_dict(self, *args: Any, **kwargs: Any):
-        raise NotImplementedError("--use-asynchzp cannot read checkpoints yet")
+    state_dict_for_save_checkpoint = state_dict
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Take over a loaded state dict of this chunk. Always strict: Megatron would otherwise
+        try again without being so, and train on with what was there."""
+        self.checkpoint.load_state_dict(state_dict)
 
 
 def _is_true_anywhere(mine: bool) -> bool:
@@ -204,11 +209,13 @@ def wrap_model_chunks(
     timeout: timedelta | None = None,
     schedule: ScheduleConfig = ScheduleConfig(),
     trace: TraceRequest | None = None,
+    saves_beside_training: bool = False,
 ) -> list[AsyncHZPDataParallel]:
     """Shard and wrap the model chunks of this rank. Collective over the world.
 
     sizes: for the dense sharding group; data_parallel_random_init: the ranks initialised their
-    parameters differently and the first rank's are used, as stock Megatron does.
+    parameters differently and the first rank's are used, as stock Megatron does;
+    saves_beside_training: whether a checkpoint may be written while training goes on.
     """
     has_experts = _is_true_anywhere(
         any(sharding_group_key(p) == "expert" for chunk in model_chunks for p in chunk.parameters())
@@ -216,13 +223,18 @@ def wrap_model_chunks(
     groups = create_shard_groups(sizes, pg_collection, has_experts, timeout)
     device = device_of(next(model_chunks[0].parameters()))
     communication = Communication(schedule, device, trace)
+    # From an accelerator Megatron's writer makes copies by itself.
+    device_type = next(model_chunks[0].parameters()).device.type
+    takes_snapshots = saves_beside_training and device_type == "cpu"
     wrapped = []
     for chunk in model_chunks:
         if data_parallel_random_init:
             _broadcast_from_first_rank(chunk, pg_collection)
         config = get_model_config(chunk)
         wrapped.append(
-            AsyncHZPDataParallel(config, ddp_config, chunk, pg_collection, groups, communication)
+            AsyncHZPDataParallel(
+                config, ddp_config, chunk, pg_collection, groups, communication, takes_snapshots
+            )
         )
     # Megatron sets this for --overlap-grad-reduce, which is switched off: it overlaps anyway.
     no_syncs = [chunk.no_sync for chunk in wrapped]

@@ -31,6 +31,8 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
+from megatron_asynchzp.mcore.optimizer_checkpoint import FragmentPlace, OptimizerCheckpoint
+from megatron_asynchzp.zero.unit import HZPUnit
 
 
 class AsyncHZPOptimizer(MixedPrecisionOptimizer):
@@ -64,6 +66,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         # Megatron would ask the world on the first clipping, but only on ranks that own elements.
         self._has_grad_norm_group_cache = dict.fromkeys(SEPARATE_GRAD_NORM_GROUPS, False)
         self._parameters = parameters
+        self._checkpoint = OptimizerCheckpoint(optimizer, grad_scaler, parameters.places)
 
     # ---- gradients
 
@@ -121,7 +124,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         if state_dict is not None:
-            raise NotImplementedError("--use-asynchzp cannot read checkpoints yet")
+            raise NotImplementedError("--load-main-params-from-ckpt is refused")
         for chunk in self.model_chunks:
             for unit in chunk.units:
                 unit.copy_model_to_main()
@@ -129,36 +132,45 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
     # ---- checkpoints
 
     def state_dict(self, *args: Any, **kwargs: Any):
-        raise NotImplementedError("--use-asynchzp cannot write checkpoints yet")
+        raise NotImplementedError("--use-asynchzp writes checkpoints with --ckpt-format torch_dist")
 
-    def load_state_dict(self, *args: Any, **kwargs: Any):
-        raise NotImplementedError("--use-asynchzp cannot read checkpoints yet")
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
+    ) -> dict:
+        """This rank's shards of the optimizer's state; see OptimizerCheckpoint."""
+        if is_loading and self.init_state_fn is not None:
+            self.init_state_fn(self.optimizer, self.config)
+        return self._checkpoint.sharded_state_dict(is_loading, metadata)
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any):
-        raise NotImplementedError("--use-asynchzp cannot write checkpoints yet")
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Take over what was read into the last `sharded_state_dict`."""
+        self._checkpoint.load_state_dict(state_dict)
+        _use_fused_step(self.optimizer)
 
 
 class ShardedParameters:
     """This rank's fragments of the main parameters, as parameters of an inner optimizer.
 
     by_model_param: model parameter -> its 1-D fp32 fragment (a view of main_param with the
-    attributes norms and groups look at), for those of which this rank owns at least one element.
+    attributes norms and groups look at), for those of which this rank owns at least one element;
+    places: fragment -> where it comes from.
     """
 
     def __init__(self, model_chunks: Sequence[AsyncHZPDataParallel]):
         self.by_model_param: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self._grads: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._counted: set[torch.nn.Parameter] = set()
+        self.places: dict[torch.nn.Parameter, FragmentPlace] = {}
         for chunk in model_chunks:
             for unit in chunk.units:
                 if unit.is_trained:
-                    self._add(unit)
+                    self._add(chunk, unit)
 
-    def _add(self, unit) -> None:
+    def _add(self, chunk: AsyncHZPDataParallel, unit: HZPUnit) -> None:
         fragments = zip(
             unit.params, unit.main_param_fragments(), unit.main_grad_fragments(), strict=True
         )
-        for model_param, values, grad in fragments:
+        for index, (model_param, values, grad) in enumerate(fragments):
             if values.numel() == 0:
                 continue
             fragment = torch.nn.Parameter(values)
@@ -167,6 +179,7 @@ class ShardedParameters:
             model_param.main_param = fragment
             self.by_model_param[model_param] = fragment
             self._grads[fragment] = grad
+            self.places[fragment] = FragmentPlace(chunk.checkpoint, unit, index)
             if unit.groups.topology.replica_index == 0:
                 self._counted.add(fragment)
 

@@ -135,6 +135,7 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         schedule=resolve_schedule(args),
         trace=resolve_trace(args),
+        saves_beside_training=args.async_save,
     )
     if args.rank == 0:
         from megatron_asynchzp.mcore.start_table import format_start_table

@@ -63,8 +63,6 @@ def _has_more_shards(name: str, tensor_size: str) -> Callable[[Namespace], bool]
 
 _DROP = "drop the flag"
 _DROP_BOTH = "drop the flag, or train without --use-asynchzp"
-_NO_CHECKPOINT = "checkpoints of sharded states are not there yet"
-_NO_CHECKPOINT_REMEDY = "drop the flag: the run then neither reads nor writes a checkpoint"
 _OTHER_WRAPPER = "it is another data-parallel wrapper"
 _ONE_WRAPPER = "choose one of the two"
 _GRAPH = "a captured CUDA graph cannot gather and drop parameters"
@@ -73,7 +71,7 @@ _LOW_PRECISION = "quantised weights have not been tested with sharded parameters
 _ADAM_ONLY = "the sharded optimizer is Adam or SGD on fp32 main parameters"
 _LATE_WGRAD = "it computes weight gradients after their parameters were dropped"
 _SAVED_TENSORS = "its hooks on saved tensors would copy gathered parameters"
-_NEEDS_SAVE = "it writes beside a checkpoint (--save), and checkpoints are not there yet"
+_UNTESTED_BESIDE = "what it writes beside a checkpoint has not been tested"
 _FP32_STATE = "main parameters, gradients and optimizer states are kept in fp32"
 _EXTRA_AXIS = "it shards the weights by itself along one more axis"
 
@@ -150,22 +148,26 @@ REFUSALS: tuple[Refusal, ...] = (
         "it belongs to the distributed optimizer, which is not used",
         _DROP,
     ),
+    Refusal(
+        "--ckpt-format torch",
+        lambda args: args.ckpt_format != "torch_dist" and bool(args.save or args.load),
+        "only that format can hold sharded states of any sizes",
+        "use --ckpt-format torch_dist",
+    ),
+    Refusal(
+        "--non-persistent-ckpt-type local",
+        lambda args: args.non_persistent_ckpt_type == "local",
+        "it is tied to the number of ranks",
+        "use --non-persistent-ckpt-type global",
+    ),
     *_rows(
         {
-            "--save checkpoints": _is_given("save"),
-            "--load checkpoints": _is_given("load"),
-            "--pretrained-checkpoint checkpoints": _is_given("pretrained_checkpoint"),
-            "--non-persistent-save-interval 10": _is_given("non_persistent_save_interval"),
-            "--non-persistent-ckpt-type global": _is_given("non_persistent_ckpt_type"),
-            "--non-persistent-global-ckpt-dir dir": _is_given("non_persistent_global_ckpt_dir"),
-            "--non-persistent-local-ckpt-dir dir": _is_given("non_persistent_local_ckpt_dir"),
             "--ckpt-convert-format torch_dist": _is_given("ckpt_convert_format"),
-            "--ckpt-format fsdp_dtensor": _is_not("ckpt_format", "torch_dist", "torch"),
-            "--adlr-autoresume": _is_given("adlr_autoresume"),
+            "--load-main-params-from-ckpt": _is_given("load_main_params_from_ckpt"),
             "--moe-use-upcycling": _is_given("moe_use_upcycling"),
         },
-        _NO_CHECKPOINT,
-        _NO_CHECKPOINT_REMEDY,
+        _FULL_TENSORS,
+        _DROP_BOTH,
     ),
     *_rows(
         {
@@ -174,7 +176,7 @@ REFUSALS: tuple[Refusal, ...] = (
             "--save-tokens-per-expert-interval 10": _is_given("save_tokens_per_expert_interval"),
             "--logits-save-dir logits": _is_given("logits_save_dir"),
         },
-        _NEEDS_SAVE,
+        _UNTESTED_BESIDE,
         _DROP,
     ),
     *_rows(

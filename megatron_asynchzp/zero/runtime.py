@@ -230,14 +230,18 @@ class HZPRuntime:
         """After the optimizer: model_param shards become the new main_param, in the background."""
         self.scheduler.sync_params()
 
+    def settle(self) -> None:
+        """Return when nothing is in flight: the units' states may be read or written now."""
+        self.scheduler.driver.raise_failure()
+        self.scheduler.settle()
+
     def close(self) -> None:
         """Finish what is in flight and end the threads, unless the driver was handed in.
 
         Raises the failure that the communication ended with, without waiting for anything.
         """
         try:
-            self.scheduler.driver.raise_failure()
-            self.scheduler.settle()
+            self.settle()
         finally:
             if self._owns_driver:
                 self.scheduler.driver.close()

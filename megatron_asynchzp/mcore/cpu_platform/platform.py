@@ -20,7 +20,10 @@ from megatron_asynchzp.mcore.cpu_platform.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
-_MEGATRON_PARTS = ("core.datasets.utils", "core.transformer.moe.moe_utils", "core.parallel_state")
+_MEGATRON_PARTS = (
+    "core.datasets.utils", "core.transformer.moe.moe_utils", "core.parallel_state",
+    "core.optimizer.distrib_optimizer",
+)  # fmt: skip
 
 # The interpreter has one torch, so its replaced attributes are state of the process.
 _installed = Ledger(package="megatron")
@@ -119,12 +122,47 @@ def _replace_compiler(ledger: Ledger):
 
 
 def _replace_megatron(
-    ledger: Ledger, datasets_utils: ModuleType, moe_utils: ModuleType, parallel_state: ModuleType
+    ledger: Ledger,
+    datasets_utils: ModuleType,
+    moe_utils: ModuleType,
+    parallel_state: ModuleType,
+    distrib_optimizer: ModuleType,
 ):
     ledger.replace(datasets_utils, "compile_helpers", _check_helpers)
     ledger.replace(moe_utils, "maybe_move_tensor_to_cpu", _as_split_sizes)
     # NCCL's options would be handed to a gloo group.
     ledger.replace(parallel_state, "get_nccl_options", lambda *_, **__: None)
+    _replace_checkpoints(ledger, distrib_optimizer.DistributedOptimizer)
+
+
+def _replace_checkpoints(ledger: Ledger, optimizer: type):
+    """Megatron's distributed optimizer cannot load what it saved with torch's Adam, which is all
+    there is without Transformer Engine and apex: it asserts that steps were counted before
+    anything was loaded, looks for the count among the tensors of the checkpoint, and gives all
+    parameters one counter, which each of them then advances."""
+    describe, load = optimizer.sharded_state_dict, optimizer.load_state_dict
+    take = optimizer._set_main_param_and_optimizer_states
+
+    def sharded_state_dict(self: Any, state_dict: Any, is_loading: bool = False, **kwargs: Any):
+        inner = self.optimizer
+        if is_loading and not inner.state and isinstance(inner, torch.optim.Adam):
+            self.init_state_fn(inner, self.config)
+            for state in inner.state.values():
+                state["step"] = torch.zeros(())
+        return describe(self, state_dict, is_loading, **kwargs)
+
+    def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]):
+        take(self, model_param, {"step": None} | tensors)
+
+    def load_state_dict(self: Any, state_dict: Any):
+        load(self, state_dict)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    ledger.replace(optimizer, "load_state_dict", load_state_dict)
+    ledger.replace(optimizer, "sharded_state_dict", sharded_state_dict)
+    ledger.replace(optimizer, "_set_main_param_and_optimizer_states", set_states)
 
 
 def _import(name: str) -> ModuleType:

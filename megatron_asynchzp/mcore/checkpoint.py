@@ -1,0 +1,232 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what a model chunk's shards are called in a checkpoint: which elements of which tensor of
+Megatron's format this rank holds. Must not know files, nor the optimizer's states.
+
+[Note: shards as boxes of Megatron's tensors]
+A checkpoint holds whole tensors with the model's own names and shapes, whoever wrote it. A rank
+owns a run of elements of a flat buffer, hence of each parameter it reaches a run of elements; cut
+into boxes (at most three for a matrix) such a run is what torch.distributed.checkpoint saves and
+loads natively. So nothing is gathered to save or to load: every rank writes and reads the elements
+it owns, in place, and any other sharding, AsyncHZP's or Megatron's, finds them by their offsets.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.utils import unwrap_model
+
+from megatron_asynchzp.comm.collectives import all_gather_steps, run_steps
+from megatron_asynchzp.mcore.unsupported import ConfigurationError
+from megatron_asynchzp.sharding.boxes import cut_into_boxes
+from megatron_asynchzp.sharding.topology import Range
+from megatron_asynchzp.zero.runtime import HZPRuntime
+from megatron_asynchzp.zero.unit import HZPUnit
+
+SHARDS_KEY = "asynchzp_shards"
+"""Where the shards are in the state dict of a model chunk or an optimizer, in place of tensors."""
+
+
+class CheckpointError(ConfigurationError):
+    """A checkpoint that cannot be written or read as asked. The message is one line."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of one parameter's elements that lies in one box of a tensor of the checkpoint.
+
+    Most parameters are one piece. Where Megatron stores one as several (the two halves of a gated
+    MLP, so that each can be split anew over tensor-parallel ranks) there are more.
+
+    entry: key, shape and offset in the checkpoint, without data; shape: of this piece; start: its
+    first element, in elements of the parameter.
+    """
+
+    entry: ShardedTensor
+    shape: tuple[int, ...]
+    start: int
+
+    def shards(
+        self, values: torch.Tensor, held: Range, replica: int, prefix: str = ""
+    ) -> Iterator[ShardedTensor]:
+        """Entries for what `values` (1-D) holds of this piece; they share its memory.
+
+        held: the elements of the parameter that `values` are; replica: 0 on the one rank among
+        those with the same elements that writes them; prefix: before the key.
+        """
+        own = Range(self.start, self.start + prod(self.shape))
+        part = held.intersect(own)
+        leading = self.entry.prepend_axis_num  # a layer's index is no dim of its parameter
+        for box in cut_into_boxes(self.shape, part.within(own) if part.numel else Range(0, 0)):
+            start = own.start + box.range.start - held.start
+            shape = (1,) * leading + box.shape
+            offset = (0,) * leading + box.offset
+            yield replace(
+                self.entry,
+                key=prefix + self.entry.key,
+                data=values[start : start + box.range.numel].view(shape),
+                dtype=values.dtype,
+                local_shape=shape,
+                global_offset=tuple(
+                    a + b for a, b in zip(self.entry.global_offset, offset, strict=True)
+                ),
+                axis_fragmentations=None,  # not a regular grid
+                prepend_axis_num=0,
+                replica_id=(*self.entry.replica_id[:2], replica),
+            )
+
+
+def find_pieces(entry: ShardedTensor | ShardedTensorFactory, param: torch.Tensor) -> list[Piece]:
+    """The pieces of `param` in the checkpoint, from the entry that the model made for it.
+
+    Factories are asked on the meta device: they cut the parameter by views, which tell where they
+    lie. Raises CheckpointError for one that computes something else.
+    """
+    whole = torch.empty(param.shape, dtype=param.dtype, device="meta")
+    if isinstance(entry, ShardedTensorFactory):
+        built = entry.build_fn(entry.key, whole, entry.replica_id, entry.flattened_range)
+        entries = list(nested_values(built))
+    else:
+        entries = [replace(entry, data=whole)]
+    if sum(one.data.numel() for one in entries) != param.numel():
+        raise CheckpointError(f"{entry.key} is stored in a form that cannot be sharded")
+    return [piece for one in entries for piece in _contiguous_pieces(one, one.data, ())]
+
+
+def _contiguous_pieces(
+    entry: ShardedTensor, view: torch.Tensor, offset: tuple[int, ...]
+) -> Iterator[Piece]:
+    """Split a strided view along its leading dims until each part is one run of elements."""
+    if view.is_contiguous():
+        shape = (1,) * len(offset) + tuple(view.shape)
+        leading = (0,) * entry.prepend_axis_num
+        inner = offset + (0,) * view.dim()
+        global_offset = tuple(
+            a + b for a, b in zip(entry.global_offset, leading + inner, strict=True)
+        )
+        moved = replace(
+            entry, data=None, local_shape=shape, global_offset=global_offset,
+            axis_fragmentations=None,
+        )  # fmt: skip
+        yield Piece(moved, shape, view.storage_offset())
+        return
+    for index in range(view.shape[0]):
+        yield from _contiguous_pieces(entry, view[index], (*offset, index))
+
+
+class ChunkCheckpoint:
+    """What one model chunk writes to a checkpoint and reads from one.
+
+    Replaces the chunk's own `sharded_state_dict`, because Megatron asks the unwrapped model, whose
+    parameters are placeholders. snapshots: hand out copies, for writers that work while training
+    goes on and do not copy themselves.
+    """
+
+    def __init__(self, runtime: HZPRuntime, module: torch.nn.Module, snapshots: bool = False):
+        self._runtime = runtime
+        self._snapshots = snapshots
+        self._model = unwrap_model(module)
+        self._describe = self._model.sharded_state_dict
+        self._model.sharded_state_dict = self.sharded_state_dict
+        self._pieces: dict[torch.nn.Parameter, list[list[Piece]]] = {}
+        self._asked: dict[str, torch.Tensor] = {}
+
+    # ---- what there is
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The model's own, with this rank's shards in place of its parameters.
+
+        Nothing is in flight when it returns. Arguments as for the model's.
+        """
+        self._runtime.settle()
+        params = {id(param): param for unit in self._runtime.units for param in unit.params}
+        entries, rest = extract_matching_values(
+            self._describe(*args, **kwargs),
+            lambda entry: isinstance(entry, ShardedBase) and id(entry.data) in params,
+        )
+        self._pieces = {param: [] for param in params.values()}
+        for entry in nested_values(entries):
+            param = params[id(entry.data)]
+            self._pieces[param].append(find_pieces(entry, param))
+        self._check_complete()
+        shards = list(self._model_shards())
+        self._asked = {str(i): shard.data for i, shard in enumerate(shards)}
+        return rest | self.as_state(shards)
+
+    def _check_complete(self) -> None:
+        for unit in self._runtime.units:
+            for name, param in zip(unit.param_names, unit.params, strict=True):
+                if not self._pieces[param]:
+                    # Its placeholder would be saved in its place.
+                    raise CheckpointError(
+                        f"{name}: the model does not say how this parameter is stored in a "
+                        "checkpoint (its sharded_state_dict has no entry for it)"
+                    )
+
+    def _model_shards(self) -> Iterator[ShardedTensor]:
+        for unit in self._runtime.units:
+            values = unit.model_param.sub_buffer(unit.optim_range).fragment_views()
+            for index, fragment in enumerate(values):
+                yield from self.shards_of(unit, index, fragment)
+
+    def shards_of(
+        self, unit: HZPUnit, index: int, values: torch.Tensor, prefix: str = ""
+    ) -> Iterator[ShardedTensor]:
+        """Entries for `values` (1-D): one per element of this rank's optimizer shard of parameter
+        `index`. Where several replicas hold the same elements the first one's are written."""
+        whole = unit.layout.slices[index].range
+        part = whole.intersect(unit.optim_range)
+        held = part.within(whole) if part.numel else Range(0, 0)
+        replica = unit.groups.topology.replica_index
+        for copy in self._pieces[unit.params[index]]:
+            for one in copy:
+                yield from one.shards(values, held, replica, prefix)
+
+    def as_state(self, shards: Sequence[ShardedTensor]) -> dict[str, Any]:
+        """`shards` as a part of a state dict; empty without shards."""
+        if self._snapshots:
+            shards = [replace(shard, data=shard.data.clone()) for shard in shards]
+        return {SHARDS_KEY: {str(i): shard for i, shard in enumerate(shards)}} if shards else {}
+
+    # ---- what was read
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what was loaded into the entries of the last `sharded_state_dict`.
+
+        Raises CheckpointError where the checkpoint lacks an entry that the model has. Collective
+        over the sharding groups.
+        """
+        rest = dict(state_dict)
+        fill(self._asked, rest.pop(SHARDS_KEY, {}))
+        self._asked = {}
+        self._load_rest(rest)
+        for unit in self._runtime.units:
+            own = unit.model_param.view(unit.optim_range)
+            run_steps(all_gather_steps(own, unit.model_param.storage, unit.groups.param_sync))
+
+    def _load_rest(self, state_dict: dict[str, Any]) -> None:
+        """Buffers and extra states, which every rank has whole."""
+        own = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        missing, unexpected = self._model.load_state_dict(state_dict, strict=False)
+        missing = sorted(set(missing) - own)
+        if missing or unexpected:
+            what = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}, which is no part of"
+            raise CheckpointError(f"the checkpoint {what} the model")
+
+
+@torch.no_grad()
+def fill(asked: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> None:
+    """Copy what was loaded where it was loaded to another place than it was asked for."""
+    for key, target in asked.items():
+        if loaded[key].data_ptr() != target.data_ptr():
+            target.copy_(loaded[key].view(target.shape))

@@ -1,0 +1,194 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the optimizer's part of a checkpoint: its shards, and what all of Megatron's optimizers
+need to find beside them. Must not know files.
+
+[Note: one checkpoint for every optimizer]
+Megatron's optimizers store main parameters and moments under the same keys
+(`optimizer.state.exp_avg.<parameter>`, ...), as do we. They differ in where they look for what is
+common to all ranks:
+
+    FP32Optimizer                     state.common_step, param_groups
+    Float16OptimizerWithFloat16Params optimizer.state.common_step, optimizer.param_groups
+    DistributedOptimizer              optimizer.param_groups[i].step, param_state_sharding_type
+    ChainedOptimizer                  one of these for dense parameters, one for experts
+
+We write all of them, a few hundred bytes, and read whichever is there.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler
+from megatron.core.optimizer.optimizer import param_group_identifier_keys as _IDENTITY
+
+from megatron_asynchzp.mcore.checkpoint import (
+    SHARDS_KEY,
+    CheckpointError,
+    ChunkCheckpoint,
+    fill,
+)
+from megatron_asynchzp.zero.unit import HZPUnit
+
+_SHARDING_TYPE = "fully_reshardable"
+_SHARDING_TYPE_KEY = "distrib_optim_sharding_type"
+
+
+class FragmentPlace(NamedTuple):
+    """Which parameter a fragment belongs to: number `index` of `unit`."""
+
+    checkpoint: ChunkCheckpoint
+    unit: HZPUnit
+    index: int
+
+
+@dataclass
+class OptimizerCheckpoint:
+    """Writes and reads the state of `optimizer`, whose parameters are the fragments in `places`.
+
+    grad_scaler: of an fp16 run, else None.
+    """
+
+    optimizer: torch.optim.Optimizer
+    grad_scaler: MegatronGradScaler | None
+    places: Mapping[torch.nn.Parameter, FragmentPlace]
+
+    def __post_init__(self):
+        self._asked: dict[str, torch.Tensor] = {}
+
+    # ---- writing, and asking
+
+    def sharded_state_dict(self, is_loading: bool, metadata: dict | None) -> dict[str, Any]:
+        """Entries for this rank's main parameters and moments, and the common part.
+
+        The model chunks' `sharded_state_dict` has been called before. metadata: what Megatron
+        stores about the format; for writing, the distributed optimizer's entry is added.
+        """
+        main_param = "param" if _SHARDING_TYPE_KEY in (metadata or {}) else "fp32_param"
+        shards = list(self._shards(main_param if is_loading else "fp32_param"))
+        self._asked = {str(i): shard.data for i, shard in enumerate(shards)}
+        if not is_loading and metadata is not None:
+            metadata[_SHARDING_TYPE_KEY] = _SHARDING_TYPE
+        if is_loading and metadata is not None:
+            _refuse_buckets(metadata)
+        some_place = next(iter(self.places.values()), None)
+        state = some_place.checkpoint.as_state(shards) if some_place else {}
+        return self._common() | state
+
+    def _shards(self, main_param: str) -> Iterator[ShardedTensor]:
+        for fragment, (checkpoint, unit, index) in self.places.items():
+            tensors = {
+                name: value
+                for name, value in self.optimizer.state.get(fragment, {}).items()
+                if torch.is_tensor(value) and value.shape == fragment.shape and name != "step"
+            }
+            if not unit.is_main_param_aliased:  # else they are the model's parameters
+                tensors[main_param] = fragment.data
+            for name, values in tensors.items():
+                yield from checkpoint.shards_of(unit, index, values, f"optimizer.state.{name}.")
+
+    def _common(self) -> dict[str, Any]:
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        is_expert = [group.get("is_expert_parallel", False) for group in groups]
+        if not any(is_expert):
+            return self._form(groups)
+        return {
+            place: self._form([g for g, e in zip(groups, is_expert, strict=True) if e == wanted])
+            for place, wanted in enumerate((False, True))
+        }
+
+    def _form(self, groups: list[dict]) -> dict[str, Any]:
+        step = self._step()
+        common = {} if step is None else {"common_step": step}
+        if step is not None:
+            groups = [{**group, "step": int(step)} for group in groups]
+        form = {
+            "state": dict(common),
+            "param_groups": groups,
+            "optimizer": {"state": dict(common), "param_groups": groups},
+            "param_state_sharding_type": _SHARDING_TYPE,
+        }
+        if self.grad_scaler is not None:
+            form["grad_scaler"] = self.grad_scaler.state_dict()
+        return form
+
+    def _step(self) -> torch.Tensor | int | None:
+        """Steps taken: torch's optimizers count per parameter, fused ones per group."""
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                return state["step"]
+        return next((g["step"] for g in self.optimizer.param_groups if "step" in g), None)
+
+    # ---- reading
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping) -> None:
+        """Take over what was read. Raises CheckpointError for groups or a state that differ."""
+        fill(self._asked, state_dict.get(SHARDS_KEY, {}))
+        self._asked = {}
+        forms = _forms(state_dict)
+        self._load_groups([group for form in forms for group in _groups_of(form)])
+        self._load_step(next((step for form in forms if (step := _step_of(form)) is not None), None))
+        if self.grad_scaler is not None and "grad_scaler" in forms[0]:
+            self.grad_scaler.load_state_dict(forms[0]["grad_scaler"])
+
+    def _load_groups(self, saved: Sequence[dict]) -> None:
+        by_identity = {_identity(group): group for group in saved}
+        for group in self.optimizer.param_groups:
+            if (loaded := by_identity.get(_identity(group))) is None:
+                told = ", ".join(f"{key} {group[key]}" for key in _IDENTITY if group.get(key))
+                raise CheckpointError(
+                    f"the checkpoint has no parameter group with {told}; resume with the same "
+                    "--lr, --min-lr and --weight-decay, or pass --no-load-optim"
+                )
+            group.update({k: v for k, v in loaded.items() if k not in ("params", "step")})
+
+    def _load_step(self, step: torch.Tensor | int | None) -> None:
+        if step is None:
+            return
+        if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            for state in self.optimizer.state.values():
+                state["step"] = torch.tensor(float(step))
+        elif not isinstance(self.optimizer, torch.optim.SGD):
+            for group in self.optimizer.param_groups:
+                group["step"] = int(step)
+
+
+def _refuse_buckets(metadata: Mapping) -> None:
+    kind = metadata.get(_SHARDING_TYPE_KEY, _SHARDING_TYPE)
+    if kind != _SHARDING_TYPE:
+        raise CheckpointError(
+            f"the checkpoint holds the optimizer state in the form {kind!r}, which only runs of the "
+            "same kind can read; save it once more from its own run with "
+            "--dist-ckpt-optim-fully-reshardable, or pass --no-load-optim"
+        )
+
+
+def _identity(group: Mapping) -> tuple:
+    """What makes two parameter groups the same one for Megatron."""
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _IDENTITY)
+
+
+def _forms(state_dict: Mapping) -> list[Mapping]:
+    """One per stock optimizer: dense parameters first, then experts."""
+    chained = [state_dict[key] for key in sorted(k for k in state_dict if isinstance(k, int))]
+    return chained or [state_dict]
+
+
+def _groups_of(form: Mapping) -> list[dict]:
+    return form["param_groups"] if "param_groups" in form else form["optimizer"]["param_groups"]
+
+
+def _step_of(form: Mapping) -> torch.Tensor | int | None:
+    inner = form if "param_groups" in form else form["optimizer"]
+    step = inner.get("state", {}).get("common_step")
+    if step is None:
+        step = next((group["step"] for group in _groups_of(form) if "step" in group), None)
+    return step
+
