@@ -88,8 +88,8 @@ class Piece:
 def find_pieces(entry: ShardedTensor | ShardedTensorFactory, param: torch.Tensor) -> list[Piece]:
     """The pieces of `param` in the checkpoint, from the entry that the model made for it.
 
-    Factories are asked on the meta device: they cut the parameter by views, which tell where they
-    lie. Raises CheckpointError for one that computes something else.
+    Factories are asked on the meta device: they cut the parameter into views, which tell where
+    they lie. Raises CheckpointError for one that computes something else.
     """
     whole = torch.empty(param.shape, dtype=param.dtype, device="meta")
     if isinstance(entry, ShardedTensorFactory):
@@ -97,7 +97,9 @@ def find_pieces(entry: ShardedTensor | ShardedTensorFactory, param: torch.Tensor
         entries = list(nested_values(built))
     else:
         entries = [replace(entry, data=whole)]
-    if sum(one.data.numel() for one in entries) != param.numel():
+    views = [one.data for one in entries]
+    is_view = all(view is whole or view._base is whole for view in views)
+    if not is_view or sum(view.numel() for view in views) != param.numel():
         raise CheckpointError(f"{entry.key} is stored in a form that cannot be sharded")
     return [piece for one in entries for piece in _contiguous_pieces(one, one.data, ())]
 

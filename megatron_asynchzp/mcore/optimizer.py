@@ -138,9 +138,19 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> dict:
         """This rank's shards of the optimizer's state; see OptimizerCheckpoint."""
-        if is_loading and self.init_state_fn is not None:
-            self.init_state_fn(self.optimizer, self.config)
+        if is_loading:
+            self._init_state()
         return self._checkpoint.sharded_state_dict(is_loading, metadata)
+
+    def _init_state(self) -> None:
+        """Memory for the moments that are about to be read. (Megatron has none for the momentum
+        of SGD and goes on without it.)"""
+        if self.init_state_fn is not None:
+            self.init_state_fn(self.optimizer, self.config)
+        for group in self.optimizer.param_groups:
+            if group.get("momentum"):
+                for param in group["params"]:
+                    self.optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Take over what was read into the last `sharded_state_dict`."""

@@ -34,6 +34,7 @@ from megatron_asynchzp.mcore.checkpoint import (
 from megatron_asynchzp.zero.unit import HZPUnit
 
 _SHARDING_TYPE = "fully_reshardable"
+_OWN_KEY = "asynchzp"
 _SHARDING_TYPE_KEY = "distrib_optim_sharding_type"
 
 
@@ -67,13 +68,16 @@ class OptimizerCheckpoint:
         The model chunks' `sharded_state_dict` has been called before. metadata: what Megatron
         stores about the format; for writing, the distributed optimizer's entry is added.
         """
-        main_param = "param" if _SHARDING_TYPE_KEY in (metadata or {}) else "fp32_param"
-        shards = list(self._shards(main_param if is_loading else "fp32_param"))
-        self._asked = {str(i): shard.data for i, shard in enumerate(shards)}
-        if not is_loading and metadata is not None:
-            metadata[_SHARDING_TYPE_KEY] = _SHARDING_TYPE
-        if is_loading and metadata is not None:
+        metadata = {} if metadata is None else metadata
+        if is_loading:
             _refuse_buckets(metadata)
+            is_distributed = _SHARDING_TYPE_KEY in metadata and _OWN_KEY not in metadata
+            main_param = "param" if is_distributed else "fp32_param"
+        else:
+            metadata |= {_SHARDING_TYPE_KEY: _SHARDING_TYPE, _OWN_KEY: True}
+            main_param = "fp32_param"
+        shards = list(self._shards(main_param))
+        self._asked = {str(i): shard.data for i, shard in enumerate(shards)}
         some_place = next(iter(self.places.values()), None)
         state = some_place.checkpoint.as_state(shards) if some_place else {}
         return self._common() | state

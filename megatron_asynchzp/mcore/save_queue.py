@@ -1,0 +1,18 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the queue on which Megatron's checkpoint writer returns what it has written."""
+
+import queue
+
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+
+def return_results_in_process() -> None:
+    """Let the writer of synchronous saves return its results on a queue within the process.
+
+    Megatron makes a queue of a manager: one more Python process per rank, with torch imported,
+    for a writer that runs in threads. It takes seconds and half a gigabyte, and where the rank is
+    killed it stays behind. No-op where a queue exists. Saves beside training need Megatron's.
+    """
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()

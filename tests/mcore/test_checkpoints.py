@@ -1,0 +1,196 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is saved and resumed goes on as if nothing had happened: bitwise with the same sizes,
+to rounding with any others, and from and to stock Megatron."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.mcore.test_parity import INTERLEAVED, PIPELINE, TENSOR, TWO_EXPERT_RANKS
+from tests.support.checkpoints import (
+    NUM_STEPS,
+    RESHARDABLE,
+    SAVED_AT,
+    Job,
+    find_differences,
+    read_tensors,
+)
+from tests.support.megatron_runs import BF16, FP16, FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED
+from tests.support.selection import slow_unless
+from tests.support.world import on_ranks
+
+SWIGLU = ("--swiglu", "--group-query-attention", "--num-query-groups", "2", "--disable-bias-linear")
+# Not that of hidden states: on the CPU platform it draws from the generator that torch's DataLoader
+# also uses, once per start.
+DROPOUT = ("--attention-dropout", "0.1")
+TOLERANCE = 1e-6
+
+SAME_SIZES = {
+    "fp32": Job((2, 1, 4)),
+    "bf16, dropout": Job((2, 4, 4), (*BF16, *DROPOUT)),
+    "fp16": Job((1, 2, 2), tuple(FP16)),
+    "nothing gathered": Job((1, 1, 1), tuple(BF16)),
+    "gated, recomputed": Job((4, 2, 4), (*SWIGLU, *FULL_RECOMPUTE)),
+    "tensor parallel, gated, untied": Job((2, 1, 2), (*TENSOR, *SWIGLU, *UNTIED)),
+    "interleaved pipeline, bf16": Job((2, 1, 2), (*INTERLEAVED, *BF16)),
+    "experts on 2 ranks, bf16": Job((2, 4, 4), (*TWO_EXPERT_RANKS, *BF16)),
+    "sgd": Job((2, 2, 4), ("--optimizer", "sgd", "--lr", "0.1")),
+    "saved beside training": Job(
+        (2, 2, 4),
+        (*BF16, "--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"),
+    ),
+}
+
+
+def resume_all(names: list[str], folder: Path) -> dict[str, tuple]:
+    told = {}
+    for name in names:
+        job, directory = SAME_SIZES[name], folder / name.replace(" ", "_")
+        whole, rest = job.train_and_save(directory), job.resume(directory)
+        states = zip(whole.inspected, rest.inspected, strict=True)
+        told[name] = whole.steps[SAVED_AT:], rest.steps, all(torch.equal(*pair) for pair in states)
+    return told
+
+
+FAST_SAME_SIZES = ["fp32", "bf16, dropout", "fp16", "tensor parallel, gated, untied",
+                   "interleaved pipeline, bf16", "experts on 2 ranks, bf16", "sgd"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(FAST_SAME_SIZES, id="some"),
+        slow_unless(False, [name for name in SAME_SIZES if name not in FAST_SAME_SIZES]),
+    ],
+)
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(names, tmp_path):
+    for told in on_ranks(resume_all, 4, names, tmp_path):
+        for name, (whole, rest, is_same_state) in told.items():
+            assert len(rest) == NUM_STEPS - SAVED_AT and rest == whole, name
+            assert is_same_state, name
+
+
+# Saved on 4 ranks; resumed on as many ranks as the key says.
+MOVES: dict[int, dict[Job, list[Job]]] = {
+    4: {
+        Job((2, 1, 4)): [
+            Job((4, 4, 4)),
+            Job((1, 1, 1)),
+            Job((1, 2, 2), TENSOR),
+            Job((2, 2, 2), PIPELINE),
+            Job((1, 1, 1), (*TENSOR, *PIPELINE)),
+        ],
+        Job((2, 1, 2), (*TENSOR, *SWIGLU)): [
+            Job((4, 2, 4), SWIGLU),
+            Job((1, 1, 2), (*PIPELINE, *SWIGLU)),
+        ],
+        Job((1, 2, 2), (*PIPELINE, *UNTIED)): [
+            Job((2, 4, 4), tuple(UNTIED)),
+            Job((2, 1, 2), (*TENSOR, *UNTIED)),
+        ],
+        Job((2, 2, 4), TWO_EXPERT_RANKS): [
+            Job((4, 1, 4), tuple(MIXTURE_OF_EXPERTS)),
+            Job((2, 2, 4), (*MIXTURE_OF_EXPERTS, "--expert-model-parallel-size", "4")),
+        ],
+    },
+    2: {
+        Job((2, 1, 4)): [Job((1, 2, 2)), Job((1, 1, 1), PIPELINE)],
+        Job((2, 2, 4), TWO_EXPERT_RANKS): [Job((2, 1, 2), tuple(MIXTURE_OF_EXPERTS))],
+    },
+    8: {
+        Job((2, 1, 4)): [Job((2, 4, 8)), Job((1, 2, 2), (*TENSOR, *PIPELINE))],
+        Job((2, 2, 4), TWO_EXPERT_RANKS): [Job((4, 2, 8), TWO_EXPERT_RANKS)],
+    },
+}
+
+
+def _place(folder: Path, job: Job) -> Path:
+    origins = list(dict.fromkeys(origin for moves in MOVES.values() for origin in moves))
+    return folder / str(origins.index(job))
+
+
+def save_all(jobs: list[Job], folder: Path) -> dict[Job, tuple]:
+    runs = {job: job.train_and_save(_place(folder, job)) for job in jobs}
+    return {job: (run.losses, run.grad_norms) for job, run in runs.items()}
+
+
+def move_all(moves: dict[Job, list[Job]], folder: Path) -> dict[tuple[Job, Job], tuple]:
+    runs = {(a, b): b.resume(_place(folder, a)) for a, others in moves.items() for b in others}
+    return {pair: (run.losses, run.grad_norms) for pair, run in runs.items()}
+
+
+@pytest.fixture(scope="module")
+def saved_on_four(tmp_path_factory):
+    """Checkpoints of every origin, and what the uninterrupted runs printed."""
+    folder = tmp_path_factory.mktemp("origins")
+    origins = list(dict.fromkeys(origin for moves in MOVES.values() for origin in moves))
+    return folder, on_ranks(save_all, 4, origins, folder)[0]
+
+
+@pytest.mark.parametrize("world_size", [4, 2, slow_unless(False, 8)])
+def test_a_run_resumes_on_other_sizes_and_other_numbers_of_ranks(world_size, saved_on_four):
+    folder, whole = saved_on_four
+    for told in on_ranks(move_all, world_size, MOVES[world_size], folder):
+        assert len(told) == sum(map(len, MOVES[world_size].values()))
+        for (origin, target), numbers in told.items():
+            for ours, uninterrupted in zip(numbers, whole[origin], strict=True):
+                expected = uninterrupted[SAVED_AT:]
+                assert len(ours) == len(expected)
+                assert ours == pytest.approx(expected, rel=TOLERANCE), (origin, target)
+
+
+STOCK = {
+    "ddp": Job(None, tuple(SWIGLU)),
+    "ddp, bf16": Job(None, tuple(BF16)),
+    "ddp, fp16": Job(None, tuple(FP16)),
+    "distributed optimizer": Job(None, tuple(RESHARDABLE)),
+    "distributed optimizer, bf16": Job(None, (*BF16, *RESHARDABLE)),
+    "ddp, tensor parallel, bf16": Job(None, (*TENSOR, *SWIGLU, *BF16)),
+    "ddp, experts on 2 ranks": Job(None, TWO_EXPERT_RANKS),
+    "distributed optimizer, experts on 2 ranks, bf16": Job(
+        None, (*TWO_EXPERT_RANKS, *BF16, *RESHARDABLE)
+    ),
+}
+FAST_STOCK = ["ddp", "ddp, bf16", "distributed optimizer, bf16", "ddp, tensor parallel, bf16",
+              "distributed optimizer, experts on 2 ranks, bf16"]  # fmt: skip
+
+
+def round_trip(names: list[str], folder: Path) -> dict[str, tuple]:
+    told = {}
+    for name in names:
+        stock = STOCK[name]
+        has_model_ranks = "--tensor-model-parallel-size" in stock.flags
+        sizes = (1, 2, 2) if has_model_ranks else (2, 1, 4)
+        ours = Job(sizes, tuple(flag for flag in stock.flags if flag not in RESHARDABLE))
+        first, second, third = (folder / f"{name.replace(' ', '_')}{i}" for i in range(3))
+        whole = stock.train_and_save(first)
+        went_on = ours.resume(first)
+        ours.load_and_save(first, second)
+        came_back = stock.resume(second)
+        stock.load_and_save(second, third)
+        tensors = [read_tensors(directory) for directory in (first, second, third)]
+        told[name] = (
+            find_differences(tensors[0], tensors[1]),
+            find_differences(tensors[0], tensors[2]) + sorted(set(tensors[2]) - set(tensors[0])),
+            (whole.losses[SAVED_AT:], went_on.losses, came_back.losses),
+        )
+    return told
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(FAST_STOCK, id="some"),
+        slow_unless(False, [name for name in STOCK if name not in FAST_STOCK]),
+    ],
+)
+def test_a_stock_checkpoint_goes_through_asynchzp_and_back_bit_by_bit(names, tmp_path):
+    for told in on_ranks(round_trip, 4, names, tmp_path):
+        for name, (lost_in_ours, lost_on_return, losses) in told.items():
+            assert not lost_in_ours and not lost_on_return, name
+            whole, ours, back = losses
+            assert back == whole, name
+            is_half = {"--bf16", "--fp16"} & set(STOCK[name].flags)
+            assert ours == pytest.approx(whole, rel=2e-3 if is_half else TOLERANCE), name

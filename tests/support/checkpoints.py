@@ -1,0 +1,93 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of the tiny GPT that save and resume, and what two checkpoints have in common. Knows no
+configuration."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.support.megatron_runs import RunRecord, gpt_args, run_pretrain
+from tests.support.parity import Sizes, size_flags
+
+SAVED_AT, NUM_STEPS = 3, 6
+RESHARDABLE = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
+               "--dist-ckpt-optim-fully-reshardable"]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """One way to train the tiny GPT: flags of the model, and shard sizes, or None for stock."""
+
+    sizes: Sizes | None
+    flags: tuple[str, ...] = ()
+
+    def argv(self, *more: str) -> list[str]:
+        ours = [] if self.sizes is None else size_flags(self.sizes)
+        return gpt_args(*self.flags, *ours, *more)
+
+    def train_and_save(self, directory: Path) -> RunRecord:
+        """All steps, a checkpoint in the middle."""
+        return run_pretrain(
+            self.argv("--save", str(directory), "--save-interval", str(SAVED_AT)), inspect=state_of
+        )
+
+    def resume(self, directory: Path) -> RunRecord:
+        """The steps after the checkpoint in the middle."""
+        flags = ["--ckpt-step", str(SAVED_AT), "--override-opt_param-scheduler"]
+        return run_pretrain(self.argv("--load", str(directory), *flags), inspect=state_of)
+
+    def load_and_save(self, source: Path, target: Path) -> None:
+        """Write what was read, without a step between."""
+        run_pretrain(
+            self.argv(
+                *("--load", str(source), "--ckpt-step", str(SAVED_AT), "--save", str(target)),
+                *("--train-iters", str(SAVED_AT), "--override-opt_param-scheduler"),
+                *("--save-interval", "1000"),
+            )
+        )
+        if dist.get_rank() == 0 and self.sizes:
+            from megatron_asynchzp.mcore.checkpoint_aliases import name_main_params
+            name_main_params(target / "iter_0000003")
+        dist.barrier()
+
+
+def state_of(chunks: Sequence, optimizer) -> list[torch.Tensor]:
+    """Copies of this rank's parameters or shards and of its moments."""
+    for chunk in chunks:
+        if hasattr(chunk, "runtime"):
+            chunk.runtime.settle()
+    tensors = [
+        unit.model_param.storage
+        for chunk in chunks
+        for unit in (chunk.units if hasattr(chunk, "units") else ())
+    ]
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for fragment, state in one.optimizer.state.items():
+            tensors.append(fragment.data)
+            tensors += [state[name] for name in sorted(state) if torch.is_tensor(state[name])]
+    return [tensor.clone() for tensor in tensors]
+
+
+def read_tensors(directory: Path, iteration: int = SAVED_AT) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole. Collective."""
+    from megatron.core import dist_checkpointing
+
+    path = directory / f"iter_{iteration:07d}"
+    plain = dist_checkpointing.load_plain_tensors(str(path))
+    dist.barrier()
+    return {key: value for key, value in plain.items() if torch.is_tensor(value)}
+
+
+def find_differences(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
+    """Tensors of `left` that `right` lacks or holds with another bit or dtype."""
+    return [
+        key
+        for key, value in left.items()
+        if key not in right
+        or value.dtype != right[key].dtype
+        or not torch.equal(value.view(torch.uint8), right[key].view(torch.uint8))
+    ]
