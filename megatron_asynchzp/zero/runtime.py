@@ -21,7 +21,8 @@ from megatron_asynchzp.device import Device, device_of
 from megatron_asynchzp.zero.hooks import attach_grad_hooks, attach_unit_hooks
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.saved_views import SavedViews
-from megatron_asynchzp.zero.scheduler import ScheduleConfig, UnitScheduler
+from megatron_asynchzp.zero.schedule import ScheduleConfig
+from megatron_asynchzp.zero.scheduler import UnitScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
 
 

@@ -18,7 +18,7 @@ from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.zero.plan import plan_units
 from megatron_asynchzp.zero.runtime import HZPRuntime
-from megatron_asynchzp.zero.scheduler import ScheduleConfig
+from megatron_asynchzp.zero.schedule import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit
 from scripts.bench.delayed_model import DelayedModel, ModelSize, batch_of, new_adamw
 from scripts.bench.hierarchical_baseline import HierarchicalBaseline

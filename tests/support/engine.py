@@ -16,7 +16,7 @@ from megatron_asynchzp.comm.worker import Driver
 from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes, ShardTopology
 from megatron_asynchzp.zero.plan import plan_units
 from megatron_asynchzp.zero.runtime import HZPRuntime
-from megatron_asynchzp.zero.scheduler import ScheduleConfig
+from megatron_asynchzp.zero.schedule import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
 

@@ -18,7 +18,8 @@ from megatron_asynchzp.comm.order import IssueLog
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.comm.worker import Driver, ThreadDriver, new_driver
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.zero.scheduler import ScheduleConfig, UnitScheduler
+from megatron_asynchzp.zero.schedule import ScheduleConfig
+from megatron_asynchzp.zero.scheduler import UnitScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.recording_device import Collective, Group, RecordingDevice
 
@@ -82,10 +83,6 @@ class Execution:
     @property
     def collectives(self) -> list[Collective]:
         return self.device.collectives
-
-    def rings(self) -> list:
-        scheduler = self.scheduler
-        return [*scheduler._param_rings.values(), *scheduler._grad_rings.values()]
 
 
 class RecordedGroups(ShardGroups):
@@ -160,7 +157,7 @@ def _label(device: RecordingDevice, unit: HZPUnit) -> None:
 
 def _label_slots(done: "Execution") -> None:
     for kind in ("param", "grad"):
-        for ring in getattr(done.scheduler, f"_{kind}_rings").values():
+        for ring in getattr(done.scheduler, f"{kind}s").rings:
             for index, slot in enumerate(ring._slots):
                 done.device.label(slot.storage, f"{kind} slot {index}")
                 for scratch in slot.scratch:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.order import IssueLog, OrderMismatch
 from megatron_asynchzp.comm.worker import CollectiveFailure
-from megatron_asynchzp.zero.scheduler import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.zero.schedule import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer
 from tests.support.ranks import observe_ranks, run_ranks
 from tests.support.selection import slow_unless
