@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megatron_asynchzp.comm.order import OrderMismatch
-from megatron_asynchzp.comm.worker import CollectiveFailure
+from megatron_asynchzp.comm.task import CollectiveFailure
 from megatron_asynchzp.mcore.arguments import add_device_argument
 from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.last_line import EXIT_FAILURE, EXIT_INTERRUPTED, LastLine, leave

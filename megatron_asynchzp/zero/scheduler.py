@@ -7,7 +7,8 @@ the ranks issued. Must not know hooks, autograd or slots.
 from collections.abc import Callable, Sequence
 
 from megatron_asynchzp.comm.order import OrderCheck, OrderMismatch
-from megatron_asynchzp.comm.worker import Driver, Job, Steps, Task
+from megatron_asynchzp.comm.task import Steps, Task
+from megatron_asynchzp.comm.worker import Driver, Job
 from megatron_asynchzp.zero.grads_in_flight import GradsInFlight, Update
 from megatron_asynchzp.zero.params_in_flight import ParamsInFlight
 from megatron_asynchzp.zero.schedule import ScheduleConfig

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from megatron_asynchzp.comm.task import LANES, Task
 from megatron_asynchzp.comm.timeline import (
     CAPTURE,
     COMPUTE,
@@ -21,7 +22,7 @@ from megatron_asynchzp.comm.timeline import (
     union_s,
 )
 from megatron_asynchzp.comm.trace import captured_trace
-from megatron_asynchzp.comm.worker import LANES, Driver, Task, new_driver
+from megatron_asynchzp.comm.worker import Driver, new_driver
 
 TICK_S = 0.5  # spans of whole halves: sums are exact
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.order import IssueLog, OrderMismatch
-from megatron_asynchzp.comm.worker import CollectiveFailure
+from megatron_asynchzp.comm.task import CollectiveFailure
 from megatron_asynchzp.zero.schedule import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer
 from tests.support.ranks import observe_ranks, run_ranks

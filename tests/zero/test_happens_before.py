@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 
-from megatron_asynchzp.comm.worker import LANES, Job
+from megatron_asynchzp.comm.task import LANES
+from megatron_asynchzp.comm.worker import Job
 from megatron_asynchzp.zero.params_in_flight import ParamsInFlight
 from megatron_asynchzp.zero.plan import plan_units
 from megatron_asynchzp.zero.runtime import HZPRuntime
