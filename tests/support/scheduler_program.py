@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_asynchzp.comm.collectives import AxisGroup
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.order import IssueLog
 from megatron_asynchzp.comm.timeline import Timeline
@@ -94,17 +93,8 @@ class RecordedGroups(ShardGroups):
     @classmethod
     def on_rank(cls, sizes: tuple[int, int, int], rank: int) -> "RecordedGroups":
         topology = ShardTopology(WORLD_SIZE, rank, ShardSizes(*sizes))
-
-        def along(purpose: str, axes) -> tuple[AxisGroup, ...]:
-            return tuple(AxisGroup(a, Group(f"{purpose} over {a.members}")) for a in axes)
-
-        return cls(
-            topology,
-            unshard=along("gather", topology.param_axes),
-            param_sync=along("gather", topology.param_sync_axes),
-            grad_reduce=along("reduce", topology.grad_axes),
-            grad_sync=along("reduce", topology.grad_sync_axes),
-            replica_sync=along("reduce", topology.replica_axes),
+        return cls.of_topology(
+            topology, lambda purpose, axis: Group(f"{purpose} over {axis.members}")
         )
 
 
