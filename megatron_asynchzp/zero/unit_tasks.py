@@ -19,6 +19,7 @@ class UnitTasks:
         self.driver = driver
         self.device = driver.timeline.device
         self.step = 0
+        self._ranks: dict[tuple[str, HZPUnit], tuple[int, ...]] = {}
 
     def submit(
         self,
@@ -29,9 +30,11 @@ class UnitTasks:
         after: Sequence[Job | None] = (),
         ready: Sequence[object] = (),
     ) -> Job:
-        """axes: those that the task's collectives go over; the rest is as in Task."""
-        ranks = unit.groups.ranks_along(axes)
+        """axes: those that the unit's tasks of this lane go over; the rest is as in Task."""
+        key = lane, unit
+        if key not in self._ranks:
+            self._ranks[key] = unit.groups.ranks_along(axes)
         jobs = tuple(job for job in after if job is not None)
         return self.driver.submit(
-            Task(lane, unit.name, ranks, self.step, start, tuple(ready), jobs)
+            Task(lane, unit.name, self._ranks[key], self.step, start, tuple(ready), jobs)
         )
