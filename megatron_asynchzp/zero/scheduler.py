@@ -157,6 +157,7 @@ class UnitScheduler:
         queue behind the parameters of the next step.
         """
         if not self.config.checks_order:
+            self.driver.log.forget()
             return
         self._finish_order_check()
         all_groups = dict.fromkeys(unit.groups for unit in self.units)
