@@ -118,7 +118,14 @@ class Driver:
         self.timeline, self.limit_s = timeline, limit_s
         self.log = IssueLog()
         self.last_task: Task | None = None
+        self._step = 0
         self._failure: Exception | None = None
+
+    def begin_step(self, step: int) -> None:
+        """`step`, counted from 1, begins for one of the runtimes that share this driver."""
+        if step != self._step:
+            self._step = step
+            self.timeline.fold()
 
     def has_failed(self) -> bool:
         return self._failure is not None

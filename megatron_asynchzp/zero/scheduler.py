@@ -143,7 +143,7 @@ class UnitScheduler:
         self.grads.begin_step()
         self.is_last_micro_batch = False
         self._tasks.step += 1
-        self.driver.timeline.fold()
+        self.driver.begin_step(self.step)
         self.params.begin_step()
 
     # ---- the order of the ranks

@@ -140,6 +140,15 @@ def test_however_many_steps_are_run_two_of_them_are_kept():
         timeline.fold()
 
 
+def test_a_step_that_several_model_chunks_begin_is_folded_once():
+    driver = Driver(Timeline(TickingDevice()))
+    for step in range(1, 4):
+        for _ in range(3):
+            driver.begin_step(step)
+        driver.timeline.add("gather", "u", 0, step)
+    assert driver.timeline.take_times() == CommTimes(1 * TICK_S, 0.0)
+
+
 def test_a_capture_holds_what_was_added_while_it_lasted_and_how_long_that_was():
     device = TickingDevice()
     timeline = Timeline(device)
