@@ -65,14 +65,11 @@ def _training_args(flag: str = "use_asynchzp") -> Namespace | None:
 
 def _make_add_arguments(original: Callable) -> Callable:
     from megatron_asynchzp.mcore.arguments import add_asynchzp_arguments, refuse_yaml
-    from megatron_asynchzp.mcore.attention_arguments import (
-        add_pasa_arguments,
-        refuse_yaml_attention,
-    )
+    from megatron_asynchzp.mcore.attention_arguments import add_pasa_arguments
 
     def add_megatron_arguments(parser: ArgumentParser):
-        refuse_yaml(sys.argv[1:])
-        refuse_yaml_attention(sys.argv[1:])
+        for flag in ("--use-asynchzp", "--use-pasa-attention"):
+            refuse_yaml(sys.argv[1:], flag)
         return add_pasa_arguments(add_asynchzp_arguments(original(parser)))
 
     return add_megatron_arguments
