@@ -105,7 +105,7 @@ class UnitScheduler:
     # ---- one step
 
     def sync_grads(self) -> None:
-        """Return when every O shard holds the whole sum. Starts what was not started in backward."""
+        """Return when every O shard holds the whole sum. Starts what backward did not start."""
         for unit in self.units:
             if unit.is_trained and not self.grads.is_syncing(unit):
                 self._start_grad_sync(unit)
