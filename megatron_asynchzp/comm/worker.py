@@ -27,7 +27,6 @@ from typing import Any
 from megatron_asynchzp.comm.order import IssueLog
 from megatron_asynchzp.comm.task import LANES, CollectiveFailure, Task, failure_of
 from megatron_asynchzp.comm.timeline import WAIT, Timeline
-from megatron_asynchzp.device import Device
 
 _LAUNCH = "launch"
 # After a failure: for all threads together. One may be held by a driver that never returns.

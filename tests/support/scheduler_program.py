@@ -6,7 +6,6 @@ Must not know what is asserted about a program.
 """
 
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
