@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_asynchzp.comm.task import LANES
 from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, WAIT, Span, chrome_trace
-from megatron_asynchzp.comm.worker import LANES
 from scripts.report import plot_timeline
 from scripts.report.plot_timeline import COLOURS, make_figure
 from scripts.report.step_trace import number_batches, read_trace, short_names, split_leaves

@@ -60,13 +60,12 @@ def _run_chunks(vendor: Vendor, call: AttentionCall) -> torch.Tensor:
         return vendor.run(call)
     outputs = [
         vendor.run(
-            AttentionCall(
-                call.q_BHSD[:, :, queries],
-                call.k_BGTD[:, :, : mask.num_keys],
-                call.v_BGTE[:, :, : mask.num_keys],
-                mask,
-                call.scale,
-                call.dropout,
+            replace(
+                call,
+                q_BHSD=call.q_BHSD[:, :, queries],
+                k_BGTD=call.k_BGTD[:, :, : mask.num_keys],
+                v_BGTE=call.v_BGTE[:, :, : mask.num_keys],
+                mask=mask,
             )
         )
         for queries, mask in call.mask.by_chunk()

@@ -8,6 +8,7 @@ same for all keys, and where c differs between blocks the difference is added to
 """
 
 from enum import Enum
+from math import log2
 from typing import NamedTuple
 
 import torch
@@ -15,8 +16,6 @@ import torch.nn.functional as F
 
 # Part of a channel's largest key below which its mean is left alone (SnapRule.RATIO).
 SNAP_RATIO = 0.25
-
-_MANTISSA_BITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
 
 
 class SnapRule(Enum):
@@ -167,7 +166,7 @@ def _means(k_BGTD, used_BT, block_size: int, dtype) -> tuple[torch.Tensor, torch
 
 def _snap(shift_BGJD: torch.Tensor, k_BGJnD: torch.Tensor, rule: SnapRule) -> torch.Tensor:
     largest = k_BGJnD.abs().amax(3).to(shift_BGJD.dtype)
-    bits = _MANTISSA_BITS[k_BGJnD.dtype]
+    bits = -round(log2(torch.finfo(k_BGJnD.dtype).eps))  # of the mantissa
     spacing = torch.ldexp(torch.ones_like(largest), largest.frexp()[1] - 1 - bits)
     snapped = (shift_BGJD / spacing).round() * spacing
     if rule is SnapRule.RATIO:

@@ -21,6 +21,7 @@ from megatron_asynchzp.attention.triton_tiles import (
     padded_dim,
     store_rows,
     tile_config,
+    tile_scores,
 )
 
 LOG2_E = 1.4426950408889634
@@ -38,13 +39,10 @@ def _tiles(
         first_key = tl.multiple_of(first_key, BLOCK_N)
         keys = first_key + tl.arange(0, BLOCK_N)
         k = load_rows(k_ptr, keys, k_row, num_keys, channels, DIM)
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-        if HAS_SHIFT:
-            psi = tl.load(
-                psi_ptr + first_key // SHIFT_BLOCK * num_queries + rows,
-                mask=rows < num_queries, other=0.0,
-            )  # fmt: skip
-            score += psi[:, None]
+        score = tile_scores(
+            q, k, psi_ptr, rows, first_key, num_queries, scale_log2, SHIFT_BLOCK, HAS_SHIFT,
+            PRECISION,
+        )  # fmt: skip
         if IS_MASKED:
             is_attended = (start[:, None] <= keys[None, :]) & (keys[None, :] < stop[:, None])
             score = tl.where(is_attended, score, float("-inf"))

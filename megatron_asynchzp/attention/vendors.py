@@ -70,20 +70,15 @@ class Sdpa:
             if not nq or not nk:
                 pieces.append(self._zeros(call, nq))
                 continue
-            mask = AttentionMask(nq, nk, call.mask.is_causal, call.mask.window)
             keys = slice(k0, k0 + nk)
-            pieces.append(
-                self.run(
-                    AttentionCall(
-                        call.q_BHSD[:, :, q0:end],
-                        call.k_BGTD[:, :, keys],
-                        call.v_BGTE[:, :, keys],
-                        mask,
-                        call.scale,
-                        call.dropout,
-                    )
-                )
+            piece = replace(
+                call,
+                q_BHSD=call.q_BHSD[:, :, q0:end],
+                k_BGTD=call.k_BGTD[:, :, keys],
+                v_BGTE=call.v_BGTE[:, :, keys],
+                mask=AttentionMask(nq, nk, call.mask.is_causal, call.mask.window),
             )
+            pieces.append(self.run(piece))
         return torch.cat([*pieces, self._zeros(call, call.mask.num_queries - end)], 2)
 
     @staticmethod

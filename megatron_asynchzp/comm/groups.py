@@ -4,7 +4,7 @@
 Must not know tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -69,12 +69,19 @@ class ShardGroups:
                     list(ranks), timeout=timeout, group_desc=f"ASYNCHZP_{purpose.upper()}"
                 )
 
+        def group_of(purpose: str, axis: MeshAxis) -> dist.ProcessGroup:
+            return created[purpose, tuple(global_ranks[member] for member in axis.members)]
+
+        return cls.of_topology(topology, group_of)
+
+    @classmethod
+    def of_topology(
+        cls, topology: ShardTopology, group_of: Callable[[str, MeshAxis], dist.ProcessGroup]
+    ) -> "ShardGroups":
+        """group_of: the communicator along an axis for the purpose "gather" or "reduce"."""
+
         def along(purpose: str, axes: Sequence[MeshAxis]) -> tuple[AxisGroup, ...]:
-            ranks_of = [tuple(global_ranks[member] for member in axis.members) for axis in axes]
-            return tuple(
-                AxisGroup(axis, created[purpose, ranks])
-                for axis, ranks in zip(axes, ranks_of, strict=True)
-            )
+            return tuple(AxisGroup(axis, group_of(purpose, axis)) for axis in axes)
 
         return cls(
             topology,

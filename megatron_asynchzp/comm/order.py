@@ -68,7 +68,6 @@ class Waitable(Protocol):
     def wait(self) -> None: ...
 
 
-
 _NOTHING = -1  # the code of an entry that a shorter log does not have
 _MOST_CHARACTERS = 160  # of an entry, in the message
 
@@ -86,6 +85,10 @@ class IssueLog:
         self._entries.append(entry)
         self._hash = zlib.crc32(entry.encode(), self._hash)
 
+    def forget(self) -> None:
+        """Nothing before this moment will be compared."""
+        self._entries, self._hash = [], 0
+
     def start_check(
         self,
         groups: Sequence[dist.ProcessGroup],
@@ -97,8 +100,8 @@ class IssueLog:
 
         groups: one per axis of a sharding group, so that what spreads over each reaches all.
         """
-        mine, self._entries = self._entries, []
-        told, self._hash = torch.tensor([self._hash], dtype=torch.int64, device=device), 0
+        mine, told = self._entries, torch.tensor([self._hash], dtype=torch.int64, device=device)
+        self.forget()
         return OrderCheck(mine, told, groups, step, submit)
 
 

@@ -22,21 +22,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_asynchzp.comm.order import IssueLog
+from megatron_asynchzp.comm.task import LANES, CollectiveFailure, Task, failure_of
 from megatron_asynchzp.comm.timeline import WAIT, Timeline
-from megatron_asynchzp.device import Device
-
-LANES = {
-    "gather": "all-gather of the parameters",
-    "reduce": "reduce-scatter of the gradients",
-    "grad-sync": "reduction of the gradient shard",
-    "param-sync": "gather of the updated parameter shard",
-    "order": "comparison of the order of collectives",
-}
-"""Kinds of operation: each has a stream, and completes its jobs one after the other."""
 
 _LAUNCH = "launch"
 # After a failure: for all threads together. One may be held by a driver that never returns.
@@ -44,39 +34,9 @@ _ABANDON_S = 5.0
 # How much longer than the limit the main thread waits, whose word is less exact than a lane's.
 _MARGIN_S = 1.0
 
-Steps = Iterator[Any]
-"""Yields a torch.distributed.Work for each collective it has issued."""
-
-
-OnFailure = Callable[["CollectiveFailure", Callable[[float], bool]], None]
+OnFailure = Callable[[CollectiveFailure, Callable[[float], bool]], None]
 """Called with the first failure in the background thread that saw it, which has nothing else to
 do; the second argument waits for so many seconds and says whether the driver was closed."""
-
-
-class CollectiveFailure(RuntimeError):
-    """A collective failed or took too long; the message names operation, unit, ranks and step."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """What to issue, when it may start and how to call it.
-
-    lane: one of LANES; unit, ranks, step: for messages; start: makes the generator; ready: events
-    it must wait for (None: passed); after: jobs whose results it reads.
-    """
-
-    lane: str
-    unit: str
-    ranks: tuple[int, ...]
-    step: int
-    start: Callable[[], Steps]
-    ready: tuple[Any, ...] = ()
-    after: tuple["Job", ...] = ()
-
-    @property
-    def title(self) -> str:
-        where = f"over ranks {', '.join(map(str, self.ranks))}" if self.ranks else "on this rank"
-        return f"{LANES[self.lane]} of {self.unit} {where} in step {self.step}"
 
 
 class Job:
@@ -132,7 +92,7 @@ class Job:
         limit_s = self._driver.limit_s
         if not self._usable.wait(limit_s + _MARGIN_S):
             late = TimeoutError(f"not issued and finished after {limit_s:g} s")
-            self._driver.fail(_failure_of(self.task, late))
+            self._driver.fail(failure_of(self.task, late))
         self._driver.raise_failure()
 
     def wait(self) -> None:
@@ -157,7 +117,14 @@ class Driver:
         self.timeline, self.limit_s = timeline, limit_s
         self.log = IssueLog()
         self.last_task: Task | None = None
+        self._step = 0
         self._failure: Exception | None = None
+
+    def begin_step(self, step: int) -> None:
+        """`step`, counted from 1, begins for one of the runtimes that share this driver."""
+        if step != self._step:
+            self._step = step
+            self.timeline.fold()
 
     def has_failed(self) -> bool:
         return self._failure is not None
@@ -180,7 +147,7 @@ class Driver:
         try:
             yield
         except Exception as error:
-            self.fail(_failure_of(task, error))
+            self.fail(failure_of(task, error))
             self.raise_failure()
 
     def submit(self, task: Task) -> Job:
@@ -213,21 +180,6 @@ class Driver:
     def close(self) -> None:
         """Leave nothing running; after a failure, which is raised again, without waiting."""
         self.raise_failure()
-
-
-# torch appends the C++ frames to some of its messages, behind these words.
-_CPP_TRACE = "Exception raised from"
-
-
-def _failure_of(task: Task, error: BaseException) -> CollectiveFailure:
-    if isinstance(error, CollectiveFailure):
-        return error
-    reason = " ".join(str(error).partition(_CPP_TRACE)[0].split())
-    if not reason or not isinstance(error, (RuntimeError, TimeoutError)):
-        reason = f"{type(error).__name__} {reason}".rstrip()
-    failure = CollectiveFailure(f"{task.title} failed: {reason}")
-    failure.__cause__ = error
-    return failure
 
 
 class _LateJob(Job):
@@ -361,7 +313,7 @@ class ThreadDriver(Driver):
                 if self._failure is None:
                     act(job)
             except BaseException as error:  # the main thread learns of it where it waits
-                failure = _failure_of(job.task, error)
+                failure = failure_of(job.task, error)
                 if self.fail(failure) and self._on_failure is not None:
                     self._on_failure(failure, self._is_closed.wait)
 

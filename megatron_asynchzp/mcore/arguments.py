@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_asynchzp.mcore.communication import TraceRequest
 from megatron_asynchzp.mcore.unsupported import ConfigurationError, refuse_unsupported
 from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes
-from megatron_asynchzp.zero.scheduler import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.zero.schedule import SCHEDULES, ScheduleConfig
 
 _STATES = ("param", "grad", "optim")
 
@@ -109,13 +109,12 @@ def resolve_trace(args: Namespace) -> TraceRequest | None:
     return TraceRequest(path, max(1, min(_TRACED_STEP, num_steps - 1)))
 
 
-def refuse_yaml(argv: list[str]) -> None:
-    """Raise ConfigurationError for --yaml-cfg, which drops every other flag while parsing."""
-    flags = {word.partition("=")[0] for word in argv}
-    if {"--use-asynchzp", "--yaml-cfg"} <= flags:
+def refuse_yaml(argv: list[str], flag: str) -> None:
+    """Raise ConfigurationError for --yaml-cfg, which drops `flag` with all others while parsing."""
+    if {flag, "--yaml-cfg"} <= {word.partition("=")[0] for word in argv}:
         raise ConfigurationError(
-            "--yaml-cfg is not supported with --use-asynchzp: Megatron then ignores all other "
-            "flags, --use-asynchzp included; pass the settings as flags"
+            f"--yaml-cfg is not supported with {flag}: Megatron then ignores all other "
+            f"flags, {flag} included; pass the settings as flags"
         )
 
 

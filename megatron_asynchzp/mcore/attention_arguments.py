@@ -10,11 +10,7 @@ from dataclasses import dataclass
 
 from megatron_asynchzp.attention.delegate import VENDOR_NAMES
 from megatron_asynchzp.attention.pasa import MODES
-from megatron_asynchzp.mcore.unsupported import (
-    ConfigurationError,
-    Refusal,
-    UnsupportedConfiguration,
-)
+from megatron_asynchzp.mcore.unsupported import Refusal, UnsupportedConfiguration
 
 
 @dataclass(frozen=True)
@@ -60,16 +56,6 @@ def add_pasa_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def refuse_yaml_attention(argv: list[str]) -> None:
-    """Raise ConfigurationError for --yaml-cfg, which drops every other flag while parsing."""
-    flags = {word.partition("=")[0] for word in argv}
-    if {"--use-pasa-attention", "--yaml-cfg"} <= flags:
-        raise ConfigurationError(
-            "--yaml-cfg is not supported with --use-pasa-attention: Megatron then ignores all other "
-            "flags, --use-pasa-attention included; pass the settings as flags"
-        )
-
-
 def pasa_options(args: Namespace) -> PasaOptions:
     return PasaOptions(
         args.pasa_mode, args.pasa_vendor, args.pasa_shift_values, bool(args.reset_attention_mask)
@@ -111,13 +97,13 @@ PASA_REFUSALS: tuple[PasaRefusal, ...] = (
         "--softmax-type learnable",
         lambda args: args.softmax_type != "vanilla",
         "a sink is a score of its own, which no shift of the keys reaches",
-        "drop one of the two flags",
+        _DROP,
     ),
     PasaRefusal(
         "--qk-clip",
         _is_given("qk_clip"),
         "the largest unshifted score is not computed",
-        "drop one of the two flags",
+        _DROP,
     ),
     PasaRefusal(
         "--log-max-attention-logit",
@@ -129,7 +115,7 @@ PASA_REFUSALS: tuple[PasaRefusal, ...] = (
         "--batch-invariant-mode",
         _is_given("batch_invariant_mode"),
         "its kernels are not the ones that shifted keys are handed to",
-        "drop one of the two flags",
+        _DROP,
     ),
     PasaRefusal(
         "--hybrid-context-parallel",

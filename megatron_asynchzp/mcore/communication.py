@@ -20,7 +20,7 @@ from megatron_asynchzp.comm.worker import Driver
 from megatron_asynchzp.device import Device
 from megatron_asynchzp.mcore.last_line import EXIT_FAILURE, LastLine, leave
 from megatron_asynchzp.zero.runtime import HZPRuntime, start_driver
-from megatron_asynchzp.zero.scheduler import ScheduleConfig
+from megatron_asynchzp.zero.schedule import ScheduleConfig
 
 
 @dataclass(frozen=True)

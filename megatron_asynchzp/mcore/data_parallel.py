@@ -25,7 +25,7 @@ from megatron_asynchzp.mcore.communication import Communication, TraceRequest
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.zero.runtime import HZPRuntime
-from megatron_asynchzp.zero.scheduler import ScheduleConfig
+from megatron_asynchzp.zero.schedule import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit
 
 

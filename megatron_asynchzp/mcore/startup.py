@@ -17,11 +17,12 @@ from pathlib import Path
 from types import TracebackType
 
 from megatron_asynchzp.comm.order import OrderMismatch
-from megatron_asynchzp.comm.worker import CollectiveFailure
+from megatron_asynchzp.comm.task import CollectiveFailure
 from megatron_asynchzp.mcore.arguments import add_device_argument
 from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.last_line import EXIT_FAILURE, EXIT_INTERRUPTED, LastLine, leave
-from megatron_asynchzp.mcore.patches import IncompatibleMegatron, apply_patches, check_version
+from megatron_asynchzp.mcore.patches import PATCHES
+from megatron_asynchzp.mcore.patching import IncompatibleMegatron, apply_patches, check_version
 from megatron_asynchzp.mcore.unsupported import ConfigurationError
 from megatron_asynchzp.sharding.topology import ShardSizeError
 
@@ -52,7 +53,7 @@ def prepare_process(argv: list[str]) -> None:
 
         _lend_dataset_helpers()
         _tell_platform(reason, cpu_platform.install())
-    apply_patches()
+    apply_patches(PATCHES)
 
 
 def _lend_dataset_helpers() -> None:

@@ -21,7 +21,8 @@ from megatron_asynchzp.device import Device, device_of
 from megatron_asynchzp.zero.hooks import attach_grad_hooks, attach_unit_hooks
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.saved_views import SavedViews
-from megatron_asynchzp.zero.scheduler import ScheduleConfig, UnitScheduler
+from megatron_asynchzp.zero.schedule import ScheduleConfig
+from megatron_asynchzp.zero.scheduler import UnitScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -207,8 +208,8 @@ class HZPRuntime:
     def update_in_backward(self, update: Callable[[HZPUnit], None]) -> None:
         """Call `update(unit)` as soon as a unit's main_grad fragments are complete.
 
-        It is to apply the optimizer to the unit's main_param fragments, and runs on a background
-        thread while backward goes on; a third of the parameter shards is rebuilt there too. For
+        It is to apply an optimizer to the unit's `owned_params`, and runs on a background thread
+        while backward goes on; a third of the parameter shards is rebuilt there too. For
         optimizers that need no norm over all gradients, and steps that are never taken back. Call
         `sync_grads` and `sync_params` as without it.
         """

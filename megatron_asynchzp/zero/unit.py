@@ -252,6 +252,16 @@ class HZPUnit:
         """What this rank's optimizer shard holds of each parameter: 1-D fp32 views."""
         return self.main_param.fragment_views()
 
+    def owned_params(self) -> list[torch.nn.Parameter]:
+        """For an optimizer of this unit alone: the main_param_fragments that are not empty, as
+        parameters whose `grad` is their place in main_grad."""
+        owned = []
+        for value, grad in zip(self.main_param_fragments(), self.main_grad_fragments()):
+            if value.numel():
+                owned.append(torch.nn.Parameter(value))
+                owned[-1].grad = grad
+        return owned
+
     # ---- after the optimizer
 
     @torch.no_grad()

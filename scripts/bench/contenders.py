@@ -18,8 +18,7 @@ from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.zero.plan import plan_units
 from megatron_asynchzp.zero.runtime import HZPRuntime
-from megatron_asynchzp.zero.scheduler import ScheduleConfig
-from megatron_asynchzp.zero.unit import HZPUnit
+from megatron_asynchzp.zero.schedule import ScheduleConfig
 from scripts.bench.delayed_model import DelayedModel, ModelSize, batch_of, new_adamw
 from scripts.bench.hierarchical_baseline import HierarchicalBaseline
 
@@ -170,19 +169,11 @@ class Engine(Contender):
         self.runtime = HZPRuntime(
             self.model, plans, {"dense": groups}, schedule, grad_scale=1.0 / world_size
         )
-        self.optimizers = {unit: self.new_optimizer(unit) for unit in self.runtime.units}
+        self.optimizers = {unit: new_adamw(unit.owned_params()) for unit in self.runtime.units}
         if self.updates_in_backward:
             self.runtime.update_in_backward(lambda unit: self.optimizers[unit].step())
         self.drain = self.runtime.scheduler.settle
         self.close = self.runtime.close
-
-    def new_optimizer(self, unit: HZPUnit) -> torch.optim.Optimizer:
-        fragments = []
-        for value, grad in zip(unit.main_param_fragments(), unit.main_grad_fragments()):
-            if value.numel():
-                fragments.append(nn.Parameter(value))
-                fragments[-1].grad = grad
-        return new_adamw(fragments)
 
     def begin(self) -> None:
         self.runtime.zero_grads()

@@ -45,6 +45,13 @@ def test_every_part_of_the_package_has_a_floor_and_imports_only_from_below():
                 assert FLOORS[pieces[1]] < FLOORS[part], f"{path} imports {module}"
 
 
+def test_parameters_and_gradients_in_flight_meet_in_the_scheduler_alone():
+    parts = {"params_in_flight", "grads_in_flight"}
+    for part in parts:
+        names = {name.split(".")[-1] for name in imported_modules(PACKAGE / f"zero/{part}.py")}
+        assert not names & (parts | {"scheduler", "runtime", "hooks"}), part
+
+
 def test_only_the_adapter_imports_megatron():
     for path, part in sources():
         if FLOORS[part] < FLOORS["mcore"]:

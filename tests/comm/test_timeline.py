@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from megatron_asynchzp.comm.task import LANES, Task
 from megatron_asynchzp.comm.timeline import (
     CAPTURE,
     COMPUTE,
@@ -21,7 +22,7 @@ from megatron_asynchzp.comm.timeline import (
     union_s,
 )
 from megatron_asynchzp.comm.trace import captured_trace
-from megatron_asynchzp.comm.worker import LANES, Driver, Task, new_driver
+from megatron_asynchzp.comm.worker import Driver, new_driver
 
 TICK_S = 0.5  # spans of whole halves: sums are exact
 
@@ -137,6 +138,15 @@ def test_however_many_steps_are_run_two_of_them_are_kept():
             timeline.add("gather", "u", 0, 1)
         assert len(timeline._spans) + len(timeline._folding) <= 2 * 7
         timeline.fold()
+
+
+def test_a_step_that_several_model_chunks_begin_is_folded_once():
+    driver = Driver(Timeline(TickingDevice()))
+    for step in range(1, 4):
+        for _ in range(3):
+            driver.begin_step(step)
+        driver.timeline.add("gather", "u", 0, step)
+    assert driver.timeline.take_times() == CommTimes(1 * TICK_S, 0.0)
 
 
 def test_a_capture_holds_what_was_added_while_it_lasted_and_how_long_that_was():

@@ -284,8 +284,8 @@ def test_object_storage_is_left_to_megatron(parse):
 @pytest.mark.parametrize("flag", ["--yaml-cfg run.yaml", "--yaml-cfg=run.yaml"])
 def test_a_yaml_configuration_cannot_drop_use_asynchzp_silently(flag):
     with pytest.raises(ConfigurationError, match="--yaml-cfg"):
-        arguments.refuse_yaml(["--use-asynchzp", *flag.split()])
-    arguments.refuse_yaml(flag.split())
+        arguments.refuse_yaml(["--use-asynchzp", *flag.split()], "--use-asynchzp")
+    arguments.refuse_yaml(flag.split(), "--use-asynchzp")
 
 
 def test_the_documentation_lists_every_refusal_normalisation_and_patch_point():

@@ -312,12 +312,12 @@ def test_each_unsupported_flag_is_refused_by_its_own_row_in_one_line(parser, ref
 
 @pytest.mark.parametrize("flag", ["--yaml-cfg run.yaml", "--yaml-cfg=run.yaml"])
 def test_a_yaml_configuration_cannot_drop_the_flag_silently(flag):
-    from megatron_asynchzp.mcore.attention_arguments import refuse_yaml_attention
+    from megatron_asynchzp.mcore.arguments import refuse_yaml
     from megatron_asynchzp.mcore.unsupported import ConfigurationError
 
     with pytest.raises(ConfigurationError, match="--yaml-cfg"):
-        refuse_yaml_attention(["--use-pasa-attention", *flag.split()])
-    refuse_yaml_attention(flag.split())
+        refuse_yaml(["--use-pasa-attention", *flag.split()], "--use-pasa-attention")
+    refuse_yaml(flag.split(), "--use-pasa-attention")
 
 
 def test_the_flags_explain_themselves_and_are_in_the_launchers_usage_and_the_documentation():

@@ -13,9 +13,9 @@ from types import ModuleType
 import pytest
 from megatron.core import package_info
 
-from megatron_asynchzp.mcore import patches
-from megatron_asynchzp.mcore.patches import (
-    PATCHES,
+from megatron_asynchzp.mcore import patches, patching
+from megatron_asynchzp.mcore.patches import PATCHES
+from megatron_asynchzp.mcore.patching import (
     IncompatibleMegatron,
     Patch,
     apply_patches,
@@ -52,11 +52,11 @@ def stub(monkeypatch):
 def unpatched():
     """The real wheel without patches; what another test module applied comes back afterwards."""
     were_applied = _is_applied(PATCHES[0])
-    remove_patches()
+    remove_patches(PATCHES)
     yield
-    remove_patches()
+    remove_patches(PATCHES)
     if were_applied:
-        apply_patches()
+        apply_patches(PATCHES)
 
 
 def _current(patch: Patch):
@@ -64,7 +64,7 @@ def _current(patch: Patch):
 
 
 def _is_applied(patch: Patch) -> bool:
-    return patches._find_replacement(_current(patch)) is not None
+    return patching._find_replacement(_current(patch)) is not None
 
 
 # --- stub modules ------------------------------------------------------------------------------
@@ -146,14 +146,14 @@ def test_another_megatron_version_is_refused_before_anything_is_patched(
 ):
     monkeypatch.setattr(package_info, "__version__", version)
     with pytest.raises(IncompatibleMegatron, match=f"megatron-core {version} was found .* 0.19.x"):
-        apply_patches()
+        apply_patches(PATCHES)
     assert not any(_is_applied(patch) for patch in PATCHES)
 
 
 def test_a_missing_megatron_is_told_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core.package_info", None)
     with pytest.raises(IncompatibleMegatron, match=re.escape("megatron-core[training]==0.19.2")):
-        patches.check_version()
+        patching.check_version()
 
 
 # --- the real wheel ----------------------------------------------------------------------------
@@ -166,12 +166,12 @@ def test_every_patch_fits_the_installed_megatron(unpatched, patch):
 
 def test_patching_the_wheel_is_idempotent_and_undone_exactly(unpatched):
     before = [_current(patch) for patch in PATCHES]
-    apply_patches()
+    apply_patches(PATCHES)
     patched = [_current(patch) for patch in PATCHES]
     assert all(now.__wrapped__ is was for now, was in zip(patched, before))
-    apply_patches()
+    apply_patches(PATCHES)
     assert all(now is _current(patch) for now, patch in zip(patched, PATCHES))
-    remove_patches()
+    remove_patches(PATCHES)
     assert all(was is _current(patch) for was, patch in zip(before, PATCHES))
 
 
@@ -179,7 +179,7 @@ def test_megatrons_own_copies_are_replaced_too(unpatched):
     import megatron.core.optimizer
     import megatron.training.training
 
-    apply_patches()
+    apply_patches(PATCHES)
     assert (
         megatron.core.optimizer.get_megatron_optimizer
         is megatron.training.training.get_megatron_optimizer
@@ -195,7 +195,7 @@ def test_patching_adds_our_flags_and_nothing_else(unpatched):
         return {flag for action in parser._actions for flag in action.option_strings}
 
     stock = flags()
-    apply_patches()
+    apply_patches(PATCHES)
     assert flags() - stock == {
         "--use-asynchzp",
         "--asynchzp-param-shard-size",
@@ -292,7 +292,7 @@ def test_the_default_arguments_of_validate_args_are_megatrons(unpatched):
 def test_validation_refuses_before_megatron_sees_the_arguments(unpatched):
     from megatron.training import arguments
 
-    apply_patches()
+    apply_patches(PATCHES)
     parser = ArgumentParser(allow_abbrev=False)
     arguments.add_megatron_arguments(parser)
     # --use-megatron-fsdp without its other flags would end in one of Megatron's assertions.

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_asynchzp.zero.scheduler import SCHEDULES
+from megatron_asynchzp.zero.schedule import SCHEDULES
 from tests.mcore.test_parity import BF16, INTERLEAVED, PIPELINE, TWO_EXPERT_RANKS
 from tests.support.live_memory import live_nbytes
 from tests.support.megatron_runs import FULL_RECOMPUTE, run_pretrain

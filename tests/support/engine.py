@@ -16,7 +16,7 @@ from megatron_asynchzp.comm.worker import Driver
 from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes, ShardTopology
 from megatron_asynchzp.zero.plan import plan_units
 from megatron_asynchzp.zero.runtime import HZPRuntime
-from megatron_asynchzp.zero.scheduler import ScheduleConfig
+from megatron_asynchzp.zero.schedule import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
 
@@ -82,12 +82,8 @@ class EngineTrainer:
             self.runtime.update_in_backward(self._update)
 
     def _new_optimizer(self, unit: HZPUnit) -> torch.optim.Optimizer | None:
-        fragments = []
-        for value, grad in zip(unit.main_param_fragments(), unit.main_grad_fragments()):
-            if value.numel():
-                fragments.append(nn.Parameter(value))
-                fragments[-1].grad = grad
-        return torch.optim.AdamW(fragments, lr=1e-2, weight_decay=0.1) if fragments else None
+        owned = unit.owned_params()
+        return torch.optim.AdamW(owned, lr=1e-2, weight_decay=0.1) if owned else None
 
     def _update(self, unit: HZPUnit) -> None:
         if (optimizer := self._optimizers[unit]) is not None:

@@ -184,13 +184,14 @@ def _patched(argv: list[str]) -> Iterator[None]:
     if not {"--use-asynchzp", "--use-pasa-attention"} & set(argv):
         yield
         return
-    from megatron_asynchzp.mcore import patches
+    from megatron_asynchzp.mcore.patches import PATCHES
+    from megatron_asynchzp.mcore.patching import apply_patches, remove_patches
 
-    patches.apply_patches()
+    apply_patches(PATCHES)
     try:
         yield
     finally:
-        patches.remove_patches()
+        remove_patches(PATCHES)
 
 
 @contextlib.contextmanager

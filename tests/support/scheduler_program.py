@@ -6,19 +6,18 @@ Must not know what is asserted about a program.
 """
 
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from megatron_asynchzp.comm.collectives import AxisGroup
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.order import IssueLog
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.comm.worker import Driver, ThreadDriver, new_driver
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.zero.scheduler import ScheduleConfig, UnitScheduler
+from megatron_asynchzp.zero.schedule import ScheduleConfig
+from megatron_asynchzp.zero.scheduler import UnitScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.recording_device import Collective, Group, RecordingDevice
 
@@ -83,10 +82,6 @@ class Execution:
     def collectives(self) -> list[Collective]:
         return self.device.collectives
 
-    def rings(self) -> list:
-        scheduler = self.scheduler
-        return [*scheduler._param_rings.values(), *scheduler._grad_rings.values()]
-
 
 class RecordedGroups(ShardGroups):
     """The communicators of a rank, without ranks."""
@@ -97,17 +92,8 @@ class RecordedGroups(ShardGroups):
     @classmethod
     def on_rank(cls, sizes: tuple[int, int, int], rank: int) -> "RecordedGroups":
         topology = ShardTopology(WORLD_SIZE, rank, ShardSizes(*sizes))
-
-        def along(purpose: str, axes) -> tuple[AxisGroup, ...]:
-            return tuple(AxisGroup(a, Group(f"{purpose} over {a.members}")) for a in axes)
-
-        return cls(
-            topology,
-            unshard=along("gather", topology.param_axes),
-            param_sync=along("gather", topology.param_sync_axes),
-            grad_reduce=along("reduce", topology.grad_axes),
-            grad_sync=along("reduce", topology.grad_sync_axes),
-            replica_sync=along("reduce", topology.replica_axes),
+        return cls.of_topology(
+            topology, lambda purpose, axis: Group(f"{purpose} over {axis.members}")
         )
 
 
@@ -160,7 +146,7 @@ def _label(device: RecordingDevice, unit: HZPUnit) -> None:
 
 def _label_slots(done: "Execution") -> None:
     for kind in ("param", "grad"):
-        for ring in getattr(done.scheduler, f"_{kind}_rings").values():
+        for ring in getattr(done.scheduler, f"{kind}s").rings:
             for index, slot in enumerate(ring._slots):
                 done.device.label(slot.storage, f"{kind} slot {index}")
                 for scratch in slot.scratch:

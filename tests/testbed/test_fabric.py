@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from scripts.testbed import fabric
-from scripts.testbed.counters import total
 from scripts.testbed.profile import NetworkProfile
 from scripts.testbed.wire import FabricError
 from tests.support.fabric import replace_default_group

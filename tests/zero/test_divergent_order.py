@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.order import IssueLog, OrderMismatch
-from megatron_asynchzp.comm.worker import CollectiveFailure
-from megatron_asynchzp.zero.scheduler import SCHEDULES, ScheduleConfig
-from tests.support.engine import EngineTrainer
+from megatron_asynchzp.comm.task import CollectiveFailure
+from megatron_asynchzp.zero.schedule import SCHEDULES, ScheduleConfig
+from tests.support.engine import EngineTrainer, build_toy
 from tests.support.ranks import observe_ranks, run_ranks
 from tests.support.selection import slow_unless
 from tests.support.toy_models import RoutedLM
@@ -135,3 +135,22 @@ def test_the_comparison_names_the_first_difference_and_who_did_what_on_every_ran
         "",
     ]
     assert run_ranks(compare_logs, 4) == [expected] * 4
+
+
+def count_log_entries() -> dict[bool, list[int]]:
+    lengths = {}
+    for checks_order in (True, False):
+        schedule = ScheduleConfig(checks_order=checks_order)
+        trainer = EngineTrainer(build_toy(), (1, 2, 2), schedule=schedule)
+        lengths[checks_order] = []
+        for step in range(4):
+            trainer.step(step, 2)
+            lengths[checks_order].append(len(trainer.runtime.scheduler.driver.log._entries))
+        trainer.runtime.detach()
+    return lengths
+
+
+def test_what_was_issued_is_forgotten_every_step_also_where_nothing_is_compared():
+    for lengths in run_ranks(count_log_entries, 2):
+        assert len(set(lengths[False][1:])) == 1
+        assert max(lengths[False]) <= max(lengths[True])

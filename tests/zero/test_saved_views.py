@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp.comm.ring import Slot
-from megatron_asynchzp.zero.scheduler import ScheduleConfig
+from megatron_asynchzp.zero.schedule import ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.ranks import run_ranks
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
@@ -54,7 +54,7 @@ def grads_after_two_steps(model: ToyLM, schedule: ScheduleConfig):
     trainer.runtime.sync_grads()
     grads = [unit.main_grad.storage.clone() for unit in trainer.runtime.units]
     trainer.runtime.detach()
-    return grads, trainer.runtime.scheduler.told
+    return grads, trainer.runtime.scheduler.params.told
 
 
 def check_every_ring_and_depth() -> None:

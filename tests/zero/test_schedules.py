@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from megatron_asynchzp.zero.scheduler import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.zero.schedule import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.ranks import run_ranks
 

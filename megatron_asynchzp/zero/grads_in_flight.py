@@ -1,0 +1,154 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the gradients in flight: in which slot a unit's are collected, which are on their way, and
+who waits for them. Must not know autograd or parameters.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron_asynchzp.comm.collectives import new_shards
+from megatron_asynchzp.comm.ring import Slot
+from megatron_asynchzp.comm.task import Steps
+from megatron_asynchzp.comm.worker import Job
+from megatron_asynchzp.zero.schedule import ScheduleConfig
+from megatron_asynchzp.zero.unit import HZPUnit
+from megatron_asynchzp.zero.unit_rings import UnitRings
+from megatron_asynchzp.zero.unit_tasks import UnitTasks
+
+Update = Callable[[HZPUnit], None]
+
+
+class GradsInFlight:
+    """Collects the gradients of units and takes them away.
+
+        main        | B u2 | B u1 | ...
+        reduce             | u2 | u1 |                                     gradient ring
+        grad-sync               | u2 | u1 |                                last micro-batch
+
+    scale: factor on the summed gradients.
+    """
+
+    def __init__(
+        self, units: Sequence[HZPUnit], config: ScheduleConfig, tasks: UnitTasks, scale: float
+    ):
+        self._tasks, self._scale = tasks, scale
+        self._device = tasks.device
+        self._slots: dict[HZPUnit, tuple[Slot, set[int]]] = {}
+        self._reductions: deque[tuple[HZPUnit, Slot, Job]] = deque()
+        self._last_reduction: dict[HZPUnit, Job] = {}
+        self._syncs: dict[HZPUnit, Job] = {}
+        self.rings = UnitRings(
+            units,
+            lambda unit: unit.is_trained and not unit.reduces_in_place,
+            config.grad_slots,
+            _new_slot,
+        )
+
+    # ---- one micro-batch
+
+    def take(self, unit: HZPUnit, index: int) -> None:
+        """Take the gradient of parameter `index`, which is complete for this call of its module."""
+        if unit.reduces_in_place:
+            unit.take_grad(index, unit.main_grad.storage, adds=True)
+            return
+        slot, written = self._slot_of(unit)
+        if unit.take_grad(index, slot.storage, adds=index in written):
+            written.add(index)
+
+    def _slot_of(self, unit: HZPUnit) -> tuple[Slot, set[int]]:
+        """fp32 memory for this micro-batch's full gradients of `unit`, and which are there."""
+        if unit not in self._slots:
+            ring = self.rings.ring_of(unit)
+            while (slot := ring.acquire()) is None:
+                self._await_oldest_reduction()
+            self._slots[unit] = slot, set()
+        return self._slots[unit]
+
+    def has_pending(self, unit: HZPUnit) -> bool:
+        """Whether gradients of this micro-batch were accumulated and not sent away."""
+        return unit in self._slots
+
+    def start_reduction(self, unit: HZPUnit) -> None:
+        """Send the gradients of `unit` away; they are added to main_grad when they arrive."""
+        if unit in self._syncs:
+            raise RuntimeError(
+                f"{unit.name}: a gradient came after the one of the last micro-batch; leave the "
+                "no_sync() context only for the last one"
+            )
+        if unit.reduces_in_place:
+            return
+        slot, written = self._slot_of(unit)
+        del self._slots[unit]
+        unit.zero_rest(slot.storage, written)
+        job = self._tasks.submit(
+            "reduce", unit, unit.groups.grad_reduce,
+            lambda: unit.reduce_steps(slot.storage, slot.scratch),
+            ready=(self._device.record_event(),),
+        )  # fmt: skip
+        self._reductions.append((unit, slot, job))
+        self._last_reduction[unit] = job
+
+    def _await_oldest_reduction(self) -> None:
+        unit, slot, job = self._reductions.popleft()
+        job.wait()
+        self.rings.ring_of(unit).release(slot)
+
+    # ---- the last micro-batch
+
+    def is_syncing(self, unit: HZPUnit) -> bool:
+        """Whether this step's reduction over the whole sharding group was submitted."""
+        return unit in self._syncs
+
+    def start_sync(
+        self, unit: HZPUnit, update: Update | None = None, after: Sequence[Job | None] = ()
+    ) -> Job:
+        """Reduce what all micro-batches added up over the whole sharding group.
+
+        update: called with the unit when that is done, and with it after `after`.
+        """
+        axes = (*unit.groups.grad_sync, *unit.groups.replica_sync)
+
+        def steps() -> Steps:
+            yield from unit.sync_grad_steps(self._scale)
+            if update is not None:
+                update(unit)
+
+        self._syncs[unit] = self._tasks.submit(
+            "grad-sync", unit, axes, steps,
+            after=[self._last_reduction.get(unit), *after],
+            ready=(self._device.record_event(),),
+        )  # fmt: skip
+        return self._syncs[unit]
+
+    # ---- the step
+
+    def _finish_reductions(self) -> None:
+        while self._reductions:
+            self._await_oldest_reduction()
+
+    def _await_syncs(self) -> None:
+        for job in self._syncs.values():
+            job.wait()
+
+    def finish(self) -> None:
+        """Return when whatever was sent away has arrived."""
+        self._finish_reductions()
+        self._await_syncs()
+
+    def begin_step(self) -> None:
+        """A step begins, or begins again: of the last one nothing is left in flight or in slots."""
+        self._finish_reductions()
+        for unit, (slot, _) in self._slots.items():
+            self.rings.ring_of(unit).release(slot)
+        self._slots.clear()
+        self._await_syncs()
+        self._syncs.clear()
+        self._last_reduction.clear()
+
+
+def _new_slot(unit: HZPUnit) -> Slot:
+    full = torch.zeros(unit.layout.padded_numel, dtype=torch.float32, device=unit.device)
+    return Slot(full, new_shards(full, unit.groups.grad_reduce))

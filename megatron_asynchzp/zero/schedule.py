@@ -1,0 +1,38 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what can be chosen about a schedule. Must not know what it does."""
+
+from dataclasses import dataclass
+
+SCHEDULES = ("inline", "main-thread", "threaded")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How collectives are driven.
+
+    kind: one of SCHEDULES; prefetch_depth: units gathered ahead of the one that computes;
+    param_slots: full parameters of equal units in memory, 0 for as many as the depth can use;
+    grad_slots: full gradients of equal units in flight; time_limit_s: after which a collective
+    that has not finished is an error; checks_order: compare the ranks' orders once per step.
+    """
+
+    kind: str = "threaded"
+    prefetch_depth: int = 1
+    param_slots: int = 0
+    grad_slots: int = 2
+    time_limit_s: float = 600.0
+    checks_order: bool = True
+
+    def __post_init__(self):
+        if self.kind not in SCHEDULES:
+            raise ValueError(f"schedule {self.kind!r} is not one of {', '.join(SCHEDULES)}")
+        if self.prefetch_depth < 0 or self.param_slots < 0 or self.grad_slots < 1:
+            raise ValueError(
+                "prefetch depth and parameter slots must be at least 0, gradient slots at least 1"
+            )
+
+    @property
+    def depth(self) -> int:
+        """Nothing is gathered ahead where nothing runs beside the computation."""
+        return 0 if self.kind == "inline" else self.prefetch_depth
