@@ -130,11 +130,14 @@ def _pretrain(argv: list[str]):
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils, arguments, global_vars, training
     from megatron_asynchzp.mcore import cpu_platform
+    from megatron_asynchzp.mcore.save_queue import return_results_in_process
 
     with mock.patch.object(sys, "argv", ["run_pretrain", *argv]):
         args = arguments.parse_args()
     cpu_platform.apply_cpu_defaults(args)
     arguments.validate_args(args, {})
+    if args.save and not args.async_save:
+        return_results_in_process()
     global_vars.set_global_variables(args)
     model_config = argument_utils.gpt_config_from_args(args)
     model_config.pre_wrap_hooks.append(seed_parameters)
@@ -276,6 +279,8 @@ def _tear_down():
     from megatron.training import training
 
     training.destroy_global_state()
+    if writer := sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async"):
+        writer._results_queue = None  # with it goes the process of its manager, where it has one
     groups = dist.distributed_c10d._world.pg_map
     for group in [group for group in groups if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
