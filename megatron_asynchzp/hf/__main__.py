@@ -11,11 +11,12 @@ import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_asynchzp.hf.shape import ConversionError
 
-# As argparse exits for a wrong command line.
-_EXIT_USAGE = 2
+# As argparse exits for a wrong command line, and a shell tells of SIGINT.
+_EXIT_FAILURE, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(argv: list[str]) -> None:
@@ -28,11 +29,16 @@ def main(argv: list[str]) -> None:
         _require("transformers", "safetensors")
         args.run(args)
     except ConversionError as error:
-        print(f"megatron_asynchzp: {error}", file=sys.stderr, flush=True)
-        sys.exit(_EXIT_USAGE)
+        _end(str(error), _EXIT_USAGE)
+    except OSError as error:
+        _end(f"{error}; nothing was written", _EXIT_FAILURE)
     except KeyboardInterrupt:
-        print("megatron_asynchzp: interrupted, nothing was written", file=sys.stderr, flush=True)
-        sys.exit(130)
+        _end("interrupted, nothing was written", _EXIT_INTERRUPTED)
+
+
+def _end(text: str, status: int) -> NoReturn:
+    print(f"megatron_asynchzp: {text}", file=sys.stderr, flush=True)
+    sys.exit(status)
 
 
 def _parser() -> argparse.ArgumentParser:

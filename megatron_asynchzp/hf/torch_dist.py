@@ -154,8 +154,11 @@ def write_checkpoint(
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
     checkpoint.mkdir(parents=True)
-    dcp.save({}, storage_writer=dcp.FileSystemWriter(checkpoint),
-             planner=_OneByOne(tensors, objects), no_dist=True)  # fmt: skip
+    writer, planner = dcp.FileSystemWriter(checkpoint), _OneByOne(tensors, objects)
+    try:
+        dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    except dcp.CheckpointException as error:  # wraps whatever happened, an interrupt too
+        raise error.failures[0][0] from None
     save_config(CheckpointingConfig("torch_dist", 1), str(checkpoint))
 
 
