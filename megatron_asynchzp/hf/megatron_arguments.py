@@ -112,8 +112,11 @@ def _family(args: Namespace) -> str:
 
 
 def write_arguments(shape: ModelShape) -> Namespace:
-    """The arguments that a checkpoint of this model keeps: read_arguments gives the shape back,
-    and Megatron's --use-checkpoint-args finds what it looks for."""
+    """The arguments that a checkpoint of this model keeps: read_arguments gives the shape back.
+
+    Megatron's --use-checkpoint-args finds all it looks for, but does not look for the epsilon of
+    the norms nor for scaled rotary positions.
+    """
     is_gpt2 = shape.family == "gpt2"
     return Namespace(
         num_layers=shape.num_layers,
