@@ -9,10 +9,10 @@ import importlib.util
 import logging
 import sys
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from megatron_asynchzp.hf.progress import show_progress
 from megatron_asynchzp.hf.shape import ConversionError
 
 # As argparse exits for a wrong command line, and a shell tells of SIGINT.
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
                      help="rows of the embedding that are no padding, where the tokenizer's size "
                      "is not in the checkpoint")  # fmt: skip
     out.add_argument("--max-file-gb", type=float, default=5.0, metavar="GB",
-                     help="largest weight file, and the memory that is used (default: 5)")  # fmt: skip
+                     help="largest weight file, and so the memory used (default: 5)")  # fmt: skip
     out.set_defaults(run=_export)
     into = commands.add_parser("import", help="Hugging Face directory -> Megatron checkpoint")
     into.add_argument("--load", type=Path, required=True, metavar="HFDIR")
@@ -86,9 +86,10 @@ def _export(args: argparse.Namespace) -> None:
         dtype=_dtype(args.dtype),
         vocab_size=args.vocab_size,
         max_file_nbytes=int(args.max_file_gb * 10**9),
-        progress=_show_progress,
+        progress=show_progress,
     )
-    print(f"{args.output}: {shape.family}, {shape.num_layers} layers, vocabulary {shape.vocab_size}")
+    sizes = f"{shape.num_layers} layers, vocabulary {shape.vocab_size}"
+    print(f"{args.output}: {shape.family}, {sizes}")
     if shape.vocab_size == shape.padded_vocab_size and args.vocab_size is None:
         print(
             "All rows of the embedding were exported. If some are padding, say --vocab-size N, the "
@@ -105,7 +106,7 @@ def _import(args: argparse.Namespace) -> None:
         args.save,
         dtype=_dtype(args.dtype),
         vocab_multiple=args.make_vocab_size_divisible_by,
-        progress=_show_progress,
+        progress=show_progress,
     )
     print(f"{args.save}: {shape.family}, to be loaded with")
     flags = [f"--load {args.save}", "--finetune", "--ckpt-format torch_dist", *command_line(shape)]
@@ -117,18 +118,10 @@ def _import(args: argparse.Namespace) -> None:
     print("    " + " \\\n    ".join(flags))
 
 
-def _dtype(word: str | None) -> "torch.dtype | None":  # noqa: F821
+def _dtype(word: str | None) -> Any:
     import torch
 
     return {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}[word]
-
-
-def _show_progress(steps: Iterable, total: int) -> Iterable:
-    from rich.console import Console
-    from rich.progress import track
-
-    is_seen = sys.stderr.isatty()
-    return track(steps, "tensors", total, console=Console(stderr=True), disable=not is_seen)
 
 
 if __name__ == "__main__":

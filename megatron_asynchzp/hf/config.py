@@ -12,7 +12,9 @@ import torch
 
 from megatron_asynchzp.hf.shape import LLAMA3_SCALING, ConversionError, ModelShape
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "gpt2": "GPT2LMHeadModel"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "gpt2": "GPT2LMHeadModel",
+}  # fmt: skip
 
 # Spellings of the tanh approximation in transformers.
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
@@ -74,8 +76,9 @@ def write_config(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _rope_parameters(shape: ModelShape) -> dict[str, Any]:
-    scaling = {"rope_type": "llama3", **LLAMA3_SCALING} if shape.is_rope_scaled else {"rope_type": "default"}
-    return {"rope_theta": float(shape.rotary_base), **scaling}
+    scaling = {"rope_type": "llama3", **LLAMA3_SCALING}
+    kind = scaling if shape.is_rope_scaled else {"rope_type": "default"}
+    return {"rope_theta": float(shape.rotary_base), **kind}
 
 
 def _spell_rope_twice(path: Path, shape: ModelShape) -> None:
@@ -106,7 +109,9 @@ def read_config(folder: Path, vocab_multiple: int) -> ModelShape:
     for name, allowed in _PLAIN[family].items():
         value = getattr(config, name, allowed[0])
         if value not in allowed:
-            raise ConversionError(f"{name} = {value} does not map to Megatron (only {allowed[0]} does)")
+            raise ConversionError(
+                f"{name} = {value} does not map to Megatron (only {allowed[0]} does)"
+            )
     vocab = config.vocab_size
     heads, hidden = config.num_attention_heads, config.hidden_size
     common: dict[str, Any] = {

@@ -4,7 +4,7 @@
 stores its tensors.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,16 +14,15 @@ from megatron_asynchzp.hf.config import write_config
 from megatron_asynchzp.hf.mapping import OTHER_KEYS, TensorRule, rules_of
 from megatron_asynchzp.hf.megatron_arguments import read_arguments
 from megatron_asynchzp.hf.output_folder import complete_or_absent, refuse_occupied
+from megatron_asynchzp.hf.progress import Progress, no_progress
 from megatron_asynchzp.hf.safetensors_folder import write_folder
-from megatron_asynchzp.hf.shape import ConversionError, ModelShape
+from megatron_asynchzp.hf.shape import ConversionError, ModelShape, describe_difference
 from megatron_asynchzp.hf.torch_dist import TensorReader, find_checkpoint, read_arguments_of
 
 MAX_FILE_NBYTES = 5 * 10**9
 
 # What a checkpoint keeps beside the model.
 _NOT_THE_MODEL = ("optimizer.", "chained_", "rng_state", "rerun_state", "asynchzp.")
-
-type Progress = Callable[[Iterable, int], Iterable]
 
 
 def export_model(
@@ -34,7 +33,7 @@ def export_model(
     dtype: torch.dtype | None = None,
     vocab_size: int | None = None,
     max_file_nbytes: int = MAX_FILE_NBYTES,
-    progress: Progress = lambda steps, total: steps,
+    progress: Progress = no_progress,
 ) -> ModelShape:
     """Write the model of a Megatron checkpoint as a Hugging Face directory.
 
@@ -105,15 +104,3 @@ def _match_keys(reader: TensorReader, shape: ModelShape) -> dict[str, str]:
     if missing or foreign:
         raise ConversionError(describe_difference("the checkpoint", shape, missing, foreign))
     return found
-
-
-def describe_difference(
-    where: str, shape: ModelShape, missing: list[str], foreign: list[str]
-) -> str:
-    """One line about tensors that lack and tensors that do not belong."""
-    told = []
-    for names, verb in ((missing, "lacks"), (foreign, "has, and no rule maps,")):
-        if names:
-            rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            told.append(f"{verb} {', '.join(names[:3])}{rest}")
-    return f"{where} is not the {shape.family} model it says: it {'; it '.join(told)}"

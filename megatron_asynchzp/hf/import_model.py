@@ -4,7 +4,7 @@
 stores its tensors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron_asynchzp.hf.config import read_config
-from megatron_asynchzp.hf.export_model import describe_difference
 from megatron_asynchzp.hf.mapping import LAYERS, STATEFUL_MODULES, TensorRule, rules_of
 from megatron_asynchzp.hf.megatron_arguments import write_arguments
 from megatron_asynchzp.hf.output_folder import complete_or_absent, refuse_occupied
+from megatron_asynchzp.hf.progress import Progress, no_progress
 from megatron_asynchzp.hf.safetensors_folder import FolderReader
-from megatron_asynchzp.hf.shape import ConversionError, ModelShape
+from megatron_asynchzp.hf.shape import ConversionError, ModelShape, describe_difference
 from megatron_asynchzp.hf.torch_dist import TRACKER, TensorToWrite, write_checkpoint
 
 # Tensors that older directories hold, and that a model computes itself.
@@ -33,7 +33,7 @@ def import_model(
     *,
     dtype: torch.dtype | None = None,
     vocab_multiple: int = 128,
-    progress: Any = lambda steps, total: steps,
+    progress: Progress = no_progress,
 ) -> ModelShape:
     """Write the model of a Hugging Face directory as a release checkpoint that Megatron loads.
 
@@ -46,7 +46,7 @@ def import_model(
     refuse_occupied(save)
     shape = read_config(load, vocab_multiple)
     with FolderReader(load) as reader:
-        prefix = _match_names(reader, shape)
+        prefix = _match_names(reader, shape, is_cast=dtype is not None)
         num_tensors = sum(shape.num_layers if r.is_per_layer else 1 for r in rules_of(shape))
         ticks = iter(progress(range(num_tensors), num_tensors))
 
@@ -73,9 +73,10 @@ def import_model(
     return shape
 
 
-def _match_names(reader: FolderReader, shape: ModelShape) -> Any:
+def _match_names(reader: FolderReader, shape: ModelShape, is_cast: bool) -> Callable[[str], str]:
     """The function from a rule's name to the directory's. Raises ConversionError, one line, unless
-    the directory's tensors are exactly those of the rules, in their sizes."""
+    the directory's tensors are exactly those of the rules, in their sizes and of one dtype (of any
+    where they will be cast)."""
     # GPT-2's first directories hold the model without the head that transformers puts around it.
     is_bare = shape.family == "gpt2" and not any(n.startswith("transformer.") for n in reader.names)
 
@@ -91,7 +92,6 @@ def _match_names(reader: FolderReader, shape: ModelShape) -> Any:
     there = {name for name in reader.names if not name.endswith(_COMPUTED)}
     if shape.is_tied:
         there.discard("lm_head.weight")  # a copy of the embedding
-    # A bias c_attn.bias ends like the mask of old directories, which is named h.0.attn.bias.
     missing, foreign = sorted(set(wanted) - reader.names), sorted(there - set(wanted))
     if missing or foreign:
         raise ConversionError(describe_difference("the directory", shape, missing, foreign))
@@ -103,10 +103,13 @@ def _match_names(reader: FolderReader, shape: ModelShape) -> Any:
                 f"{name} has size {list(info.size)}, but config.json says {list(size)}"
             )
         if info.dtype is None:
-            raise ConversionError(f"{name} is neither fp32, bf16 nor fp16: quantised models do not map")
+            raise ConversionError(
+                f"{name} is neither fp32, bf16 nor fp16: quantised models do not map"
+            )
         dtypes.add(info.dtype)
-    if len(dtypes) > 1:
-        raise ConversionError(f"the directory mixes {', '.join(sorted(map(str, dtypes)))}")
+    if len(dtypes) > 1 and not is_cast:
+        told = ", ".join(sorted(map(str, dtypes)))
+        raise ConversionError(f"the directory mixes {told}; choose one with --dtype")
     return prefix
 
 

@@ -106,7 +106,8 @@ def _drop_padding(table: Tensor, shape: ModelShape) -> tuple[Tensor, ...]:
 
 def _pad(parts: tuple[Tensor, ...], shape: ModelShape) -> Tensor:
     table = parts[0]
-    return torch.cat([table, table.new_zeros(shape.padded_vocab_size - len(table), *table.shape[1:])])
+    padding = table.new_zeros(shape.padded_vocab_size - len(table), *table.shape[1:])
+    return torch.cat([table, padding])
 
 
 def _rule(
@@ -124,7 +125,8 @@ _VOCABULARY = (_drop_padding, _pad)
 _ATTN, _MLP = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
 
 _LLAMA = (
-    _rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab hidden", *_VOCABULARY),
+    _rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab hidden",
+          *_VOCABULARY),
     _rule(f"{_QKV}layer_norm_weight", "model.layers.{}.input_layernorm.weight", "hidden"),
     _rule(f"{_QKV}weight", f"{_ATTN}q_proj.weight {_ATTN}k_proj.weight {_ATTN}v_proj.weight",
           "qkv hidden", split_qkv, join_qkv),
@@ -147,7 +149,8 @@ _CONV = (_transpose, _transpose_back)
 _CONV_QKV = (_to_conv_qkv, _from_conv_qkv)
 
 _GPT2 = (
-    _rule("embedding.word_embeddings.weight", "transformer.wte.weight", "vocab hidden", *_VOCABULARY),
+    _rule("embedding.word_embeddings.weight", "transformer.wte.weight", "vocab hidden",
+          *_VOCABULARY),
     _rule("embedding.position_embeddings.weight", "transformer.wpe.weight", "positions hidden"),
     _rule(f"{_QKV}layer_norm_weight", f"{_H}ln_1.weight", "hidden"),
     _rule(f"{_QKV}layer_norm_bias", f"{_H}ln_1.bias", "hidden"),

@@ -59,7 +59,8 @@ def read_arguments(args: Namespace, vocab_size: int | None = None) -> ModelShape
     factor = getattr(args, "rope_scaling_factor", LLAMA3_SCALING["factor"])
     if is_scaled and factor != LLAMA3_SCALING["factor"]:
         raise ConversionError(
-            f"rope_scaling_factor = {factor} does not map: Megatron 0.19 computes with 8 all the same"
+            f"rope_scaling_factor = {factor} does not map: Megatron 0.19 computes with 8 all the "
+            "same"
         )
     family = _family(args)
     is_rotary = family != "gpt2"

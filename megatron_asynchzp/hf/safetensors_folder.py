@@ -87,7 +87,8 @@ def write_folder(
     flow = iter(tensors)
     weight_map = {}
     for index, group in enumerate(groups):
-        file = f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else _ONE_FILE
+        numbered = f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors"
+        file = numbered if len(groups) > 1 else _ONE_FILE
         held = {}
         for expected in group:
             name, held[expected] = next(flow)

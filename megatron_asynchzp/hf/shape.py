@@ -54,7 +54,8 @@ class ModelShape:
     def __post_init__(self):
         if self.num_heads % self.num_query_groups:
             raise ConversionError(
-                f"{self.num_heads} attention heads do not divide into {self.num_query_groups} query groups"
+                f"{self.num_heads} attention heads do not divide into {self.num_query_groups} "
+                "query groups"
             )
         if self.family == "gpt2" and self.num_query_groups != self.num_heads:
             raise ConversionError("GPT-2 in transformers has no grouped queries")
@@ -87,3 +88,15 @@ class ModelShape:
             "vocab": self.padded_vocab_size,
             "positions": self.max_positions,
         }[dim]
+
+
+def describe_difference(
+    where: str, shape: ModelShape, missing: list[str], foreign: list[str]
+) -> str:
+    """One line about tensors that lack and tensors that do not belong."""
+    told = []
+    for names, verb in ((missing, "lacks"), (foreign, "has, and no rule maps,")):
+        if names:
+            rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            told.append(f"{verb} {', '.join(names[:3])}{rest}")
+    return f"{where} is not the {shape.family} model it says: it {'; it '.join(told)}"

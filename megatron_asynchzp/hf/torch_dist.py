@@ -4,6 +4,7 @@
 process without a process group. Must not know what the tensors mean.
 """
 
+import functools
 import io
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -46,7 +47,9 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
     else:
         tracker = folder / TRACKER
         if not tracker.is_file():
-            raise ConversionError(f"{folder} has no {TRACKER}: it is no checkpoint folder of Megatron")
+            raise ConversionError(
+                f"{folder} has no {TRACKER}: it is no checkpoint folder of Megatron"
+            )
         told = tracker.read_text().strip()
         name = f"iter_{int(told):07d}" if told.isdigit() else told
     checkpoint = folder / name
@@ -55,7 +58,8 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
     for needed in ("metadata.json", ".metadata"):
         if not (checkpoint / needed).is_file():
             raise ConversionError(
-                f"{checkpoint} has no {needed}: only finished checkpoints of --ckpt-format torch_dist are read"
+                f"{checkpoint} has no {needed}: only finished checkpoints of --ckpt-format "
+                "torch_dist are read"
             )
     return checkpoint
 
@@ -78,7 +82,7 @@ class TensorReader:
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
-    @property
+    @functools.cached_property
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """Every tensor's size and dtype, by key."""
         entries = self._metadata.state_dict_metadata
@@ -112,7 +116,8 @@ class _IntoTensor(dcp.DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         piece = self._target
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+        ranges = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        for dim, (start, length) in enumerate(ranges):
             piece = piece.narrow(dim, start, length)
         return piece
 
@@ -143,7 +148,8 @@ class TensorToWrite:
         for layer in range(self.num_layers or 1):
             offsets = torch.Size([layer, *[0] * (len(size) - 1)])
             data = TensorWriteData(ChunkStorageMetadata(offsets, size), properties, whole)
-            item = WriteItem(MetadataIndex(self.key, offsets), WriteItemType.SHARD, tensor_data=data)
+            index = MetadataIndex(self.key, offsets)
+            item = WriteItem(index, WriteItemType.SHARD, tensor_data=data)
             yield item, lambda layer=layer, size=size: self.make(layer).view(size)
 
 

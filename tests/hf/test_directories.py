@@ -107,7 +107,7 @@ def test_norms_that_a_checkpoint_keeps_by_themselves_are_found(llama):
 def test_gpt2_directories_without_the_outer_module_are_read(tmp_path):
     model = random_model("gpt2")
     model.save_pretrained(tmp_path / "hf")
-    bare = {name.removeprefix("transformer."): t.clone() for name, t in model.transformer.state_dict().items()}
+    bare = {name: tensor.clone() for name, tensor in model.transformer.state_dict().items()}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)  # the causal mask, as old directories have it
     save_file(bare, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     import_model(tmp_path / "hf", tmp_path / "megatron")
@@ -123,7 +123,7 @@ def _change_weights(folder: Path, change) -> None:
 
 @pytest.mark.parametrize("change, told", [
     (lambda w: w.pop("model.norm.weight"), r"lacks model\.norm\.weight"),
-    (lambda w: w.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}), r"q_norm\.weight"),
+    (lambda w: w.update({"model.layers.0.q_norm.weight": torch.ones(16)}), r"q_norm\.weight"),
     (lambda w: w.update({"model.norm.weight": torch.ones(63)}), r"\[63\].*\[64\]"),
     (lambda w: w.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}), "quantised"),
     (lambda w: w.update({"model.norm.weight": torch.ones(64).bfloat16()}), "mixes"),
@@ -146,12 +146,14 @@ def test_a_checkpoint_with_other_tensors_is_refused_and_nothing_is_written(chang
     shape, reader = shapes()["llama"], TensorReader(llama / "megatron" / "release")
     args = write_arguments(shape)
     vars(args).update(change)
-    keys = list(reader.tensors)
     tensors = [
-        TensorToWrite(key, reader.tensors[key].size, torch.float32, None, lambda _, key=key: reader.read(key))
-        for key in keys
+        TensorToWrite(
+            key, reader.tensors[key].size, torch.float32, None, lambda _, key=key: reader.read(key)
+        )
+        for key in reader.tensors
     ]
-    write_checkpoint(llama / "other" / "iter_0000001", tensors, {"common_state/shard_0_1": {"args": args}})
+    objects = {"common_state/shard_0_1": {"args": args}}
+    write_checkpoint(llama / "other" / "iter_0000001", tensors, objects)
     with pytest.raises(ConversionError, match=told) as refusal:
         export_model(llama / "other", llama / "new", step=1)
     assert "\n" not in str(refusal.value)
@@ -195,7 +197,9 @@ def test_the_commands_convert_and_print_the_flags_of_the_model(llama, capsys):
     told = capsys.readouterr().out
     for flag in ("--num-layers 2", "--num-query-groups 2", "--finetune", "--vocab-size 101"):
         assert flag in told
-    command.main(["export", "--load", f"{llama}/new", "--output", f"{llama}/out", "--dtype", "fp32"])
+    command.main(
+        ["export", "--load", f"{llama}/new", "--output", f"{llama}/out", "--dtype", "fp32"]
+    )
     assert "llama, 2 layers, vocabulary 101" in capsys.readouterr().out
     assert load_model(llama / "out").dtype == torch.float32
 

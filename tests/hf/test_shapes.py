@@ -42,7 +42,8 @@ def test_megatrons_fused_gelu_is_the_approximation_that_gelu_new_names():
     from transformers.activations import ACT2FN
 
     x = torch.linspace(-6, 6, 1001)
-    torch.testing.assert_close(bias_gelu(torch.zeros(()), x), ACT2FN["gelu_new"](x), rtol=0, atol=1e-6)
+    fused, named = bias_gelu(torch.zeros(()), x), ACT2FN["gelu_new"](x)
+    torch.testing.assert_close(fused, named, rtol=0, atol=1e-6)
 
 
 def test_transformers_4_finds_the_base_of_the_rotary_positions_too(tmp_path):
@@ -87,7 +88,8 @@ def test_a_megatron_model_of_no_family_is_refused_in_one_line(name, changes, tol
     ("llama", {"model_type": "mixtral"}, "model_type = mixtral"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act = gelu"),
     ("llama", {"attention_bias": True}, "attention_bias = True"),
-    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "linear"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+     "linear"),
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4 + 0.5}}, "10000.5"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
     ("gpt2", {"activation_function": "relu"}, "activation_function = relu"),

@@ -46,9 +46,9 @@ def load_imported(name: str, folder: Path) -> torch.Tensor | None:
     """The logits of an imported model, loaded with the flags that the import prints."""
     flags = " ".join(command_line(shapes()[name])).split()
     parallel = _TENSOR_PARALLEL if shapes()[name].num_query_groups > 1 else []
-    args = gpt_args(*_SIZES, *flags, *parallel, "--load", str(folder), "--finetune", "--ckpt-format",
-                    "torch_dist", "--train-iters", "1", "--lr", "0", "--min-lr", "0",
-                    "--lr-warmup-iters", "0")  # fmt: skip
+    args = gpt_args(*_SIZES, *flags, *parallel, "--load", str(folder), "--finetune",
+                    "--ckpt-format", "torch_dist", "--train-iters", "1", "--lr", "0",
+                    "--min-lr", "0", "--lr-warmup-iters", "0")  # fmt: skip
     return run_pretrain(args, _logits).inspected
 
 
