@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
     except ConversionError as error:
         _end(str(error), _EXIT_USAGE)
     except OSError as error:
-        _end(f"{error}; nothing was written", _EXIT_FAILURE)
+        _end(str(error), _EXIT_FAILURE)
     except KeyboardInterrupt:
         _end("interrupted, nothing was written", _EXIT_INTERRUPTED)
 
