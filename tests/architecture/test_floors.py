@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_asynchzp"
 FLOORS = {
     "config": 0, "device": 0, "sharding": 1, "attention": 1, "planner": 1,
     "comm": 2, "zero": 3, "mcore": 4, "launch": 5,
+    "hf": 5,  # reads and writes Megatron's checkpoints through megatron.core.dist_checkpointing
 }  # fmt: skip
 
 
@@ -74,10 +75,11 @@ def test_threads_devices_and_kernels_are_named_in_one_place_each_below_the_adapt
                 assert is_home or word not in path.read_text(), f"{path}: {word}"
 
 
-def test_importing_the_package_loads_neither_megatron_nor_triton_nor_torch():
+def test_importing_the_package_loads_neither_megatron_nor_triton_nor_torch_nor_transformers():
     code = (
-        "import sys, megatron_asynchzp; "
-        "print([m for m in ('megatron', 'triton', 'torch') if m in sys.modules])"
+        "import sys, megatron_asynchzp, megatron_asynchzp.hf; "
+        "heavy = ('megatron', 'triton', 'torch', 'transformers', 'safetensors'); "
+        "print([m for m in heavy if m in sys.modules])"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "[]"

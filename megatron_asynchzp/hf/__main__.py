@@ -1,0 +1,128 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m megatron_asynchzp.hf export | import`. Owns the command line, in one process without
+torchrun; knows nothing of what is converted.
+"""
+
+import argparse
+import importlib.util
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_asynchzp.hf.progress import show_progress
+from megatron_asynchzp.hf.shape import ConversionError
+
+# As argparse exits for a wrong command line, and a shell tells of SIGINT.
+_EXIT_FAILURE, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
+
+
+def main(argv: list[str]) -> None:
+    """Run one command; ends with one line and a status for what cannot be converted."""
+    args = _parser().parse_args(argv)
+    # Megatron and torch tell of every kernel that is not installed, none of which is used here.
+    warnings.filterwarnings("ignore")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    try:
+        _require("transformers", "safetensors")
+        args.run(args)
+    except ConversionError as error:
+        _end(str(error), _EXIT_USAGE)
+    except OSError as error:
+        _end(str(error), _EXIT_FAILURE)
+    except KeyboardInterrupt:
+        _end("interrupted, nothing was written", _EXIT_INTERRUPTED)
+
+
+def _end(text: str, status: int) -> NoReturn:
+    print(f"megatron_asynchzp: {text}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_asynchzp.hf",
+        description="Convert models between Megatron checkpoints and Hugging Face directories.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="export|import")
+    out = commands.add_parser("export", help="Megatron checkpoint -> Hugging Face directory")
+    out.add_argument("--load", type=Path, required=True, metavar="DIR", help="Megatron's --save")
+    out.add_argument("--ckpt-step", type=int, metavar="N", help="iteration (default: the latest)")
+    out.add_argument("--output", type=Path, required=True, metavar="HFDIR", help="new directory")
+    out.add_argument("--vocab-size", type=int, metavar="N",
+                     help="rows of the embedding that are no padding, where the tokenizer's size "
+                     "is not in the checkpoint")  # fmt: skip
+    out.add_argument("--max-file-gb", type=float, default=5.0, metavar="GB",
+                     help="largest weight file, and so the memory used (default: 5)")  # fmt: skip
+    out.set_defaults(run=_export)
+    into = commands.add_parser("import", help="Hugging Face directory -> Megatron checkpoint")
+    into.add_argument("--load", type=Path, required=True, metavar="HFDIR")
+    into.add_argument("--save", type=Path, required=True, metavar="DIR", help="Megatron's --load")
+    into.add_argument("--make-vocab-size-divisible-by", type=int, default=128, metavar="N",
+                      help="as in Megatron (default: 128)")  # fmt: skip
+    into.set_defaults(run=_import)
+    for command in (out, into):
+        command.add_argument("--dtype", choices=("bf16", "fp32"), help="default: as it is stored")
+    return parser
+
+
+def _require(*modules: str) -> None:
+    lacking = [name for name in modules if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise ConversionError(
+            f"{' and '.join(lacking)} not installed: pip install 'megatron_asynchzp[hf]'"
+        )
+
+
+def _export(args: argparse.Namespace) -> None:
+    from megatron_asynchzp.hf.export_model import export_model
+
+    shape = export_model(
+        args.load,
+        args.output,
+        step=args.ckpt_step,
+        dtype=_dtype(args.dtype),
+        vocab_size=args.vocab_size,
+        max_file_nbytes=int(args.max_file_gb * 10**9),
+        progress=show_progress,
+    )
+    sizes = f"{shape.num_layers} layers, vocabulary {shape.vocab_size}"
+    print(f"{args.output}: {shape.family}, {sizes}")
+    if shape.vocab_size == shape.padded_vocab_size and args.vocab_size is None:
+        print(
+            "All rows of the embedding were exported. If some are padding, say --vocab-size N, the "
+            "size of the tokenizer."
+        )
+
+
+def _import(args: argparse.Namespace) -> None:
+    from megatron_asynchzp.hf.import_model import import_model
+    from megatron_asynchzp.hf.megatron_arguments import command_line
+
+    shape = import_model(
+        args.load,
+        args.save,
+        dtype=_dtype(args.dtype),
+        vocab_multiple=args.make_vocab_size_divisible_by,
+        progress=show_progress,
+    )
+    print(f"{args.save}: {shape.family}, to be loaded with")
+    flags = [f"--load {args.save}", "--finetune", "--ckpt-format torch_dist", *command_line(shape)]
+    if any((args.load / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        flags += ["--tokenizer-type HuggingFaceTokenizer", f"--tokenizer-model {args.load}"]
+    else:
+        flags += ["--tokenizer-type NullTokenizer", f"--vocab-size {shape.vocab_size}"]
+    flags += [f"--make-vocab-size-divisible-by {args.make_vocab_size_divisible_by}"]
+    print("    " + " \\\n    ".join(flags))
+
+
+def _dtype(word: str | None) -> Any:
+    import torch
+
+    return {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}[word]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,164 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns how a config.json of transformers spells a model, and the refusal of those that Megatron
+does not compute. Must not know of tensors.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_asynchzp.hf.shape import LLAMA3_SCALING, ConversionError, ModelShape
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "gpt2": "GPT2LMHeadModel",
+}  # fmt: skip
+
+# Spellings of the tanh approximation in transformers.
+_GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+
+# Entry of config.json -> values with which Megatron computes the model, by family.
+_PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
+    "llama": {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+    "qwen2": {"hidden_act": ("silu",), "use_sliding_window": (False,)},
+    "gpt2": {
+        "activation_function": ("gelu", *_GELU_TANH),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+}
+
+
+def write_config(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
+    """Write the config.json of this model into `folder`."""
+    from transformers import GPT2Config, LlamaConfig, Qwen2Config
+
+    common: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[shape.family]],
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.is_tied,
+        "dtype": dtype,
+        # Those of a tokenizer, of which a checkpoint knows nothing.
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if shape.family == "gpt2":
+        config = GPT2Config(
+            n_layer=shape.num_layers,
+            n_embd=shape.hidden_size,
+            n_inner=shape.ffn_hidden_size,
+            n_head=shape.num_heads,
+            n_positions=shape.max_positions,
+            layer_norm_epsilon=shape.norm_eps,
+            activation_function="gelu_new" if shape.is_gelu_tanh else "gelu",
+            **common,
+        )
+        config.save_pretrained(folder)
+        return
+    if shape.family == "llama":
+        common["head_dim"] = shape.head_dim
+    config = {"llama": LlamaConfig, "qwen2": Qwen2Config}[shape.family](
+        num_hidden_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_query_groups,
+        max_position_embeddings=shape.max_positions,
+        rms_norm_eps=shape.norm_eps,
+        rope_parameters=_rope_parameters(shape),
+        **common,
+    )
+    config.save_pretrained(folder)
+    _spell_rope_twice(folder / "config.json", shape)
+
+
+def _rope_parameters(shape: ModelShape) -> dict[str, Any]:
+    scaling = {"rope_type": "llama3", **LLAMA3_SCALING}
+    kind = scaling if shape.is_rope_scaled else {"rope_type": "default"}
+    return {"rope_theta": float(shape.rotary_base), **kind}
+
+
+def _spell_rope_twice(path: Path, shape: ModelShape) -> None:
+    """Add the entries of transformers 4, which would take its defaults without a word."""
+    entries = json.loads(path.read_text())
+    entries["rope_theta"] = float(shape.rotary_base)
+    if shape.is_rope_scaled:
+        entries["rope_scaling"] = {"rope_type": "llama3", **LLAMA3_SCALING}
+    path.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
+
+
+def read_config(folder: Path, vocab_multiple: int) -> ModelShape:
+    """The shape of the model that `folder` holds.
+
+    vocab_multiple: the embedding is padded to a multiple of this many rows in Megatron.
+    Raises ConversionError for what Megatron does not compute, naming the entry.
+    """
+    from transformers import AutoConfig
+
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConversionError(f"{folder} has no config.json: it is no Hugging Face model")
+    family = json.loads(path.read_text()).get("model_type")
+    if family not in _ARCHITECTURES:
+        known = ", ".join(_ARCHITECTURES)
+        raise ConversionError(f"model_type = {family} does not map (only {known} do)")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    for name, allowed in _PLAIN[family].items():
+        value = getattr(config, name, allowed[0])
+        if value not in allowed:
+            raise ConversionError(
+                f"{name} = {value} does not map to Megatron (only {allowed[0]} does)"
+            )
+    vocab = config.vocab_size
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    common: dict[str, Any] = {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "vocab_size": vocab,
+        "padded_vocab_size": -(-vocab // vocab_multiple) * vocab_multiple,
+        "max_positions": config.max_position_embeddings,
+        "is_tied": config.tie_word_embeddings,
+    }
+    if family == "gpt2":
+        return ModelShape(
+            family="gpt2",
+            ffn_hidden_size=config.n_inner or 4 * hidden,
+            num_query_groups=heads,
+            head_dim=hidden // heads,
+            norm_eps=config.layer_norm_epsilon,
+            is_gelu_tanh=config.activation_function in _GELU_TANH,
+            **common,
+        )
+    base, is_scaled = _read_rope(config.rope_parameters)
+    return ModelShape(
+        family=family,
+        ffn_hidden_size=config.intermediate_size,
+        num_query_groups=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or hidden // heads,
+        norm_eps=config.rms_norm_eps,
+        rotary_base=base,
+        is_rope_scaled=is_scaled,
+        **common,
+    )
+
+
+def _read_rope(parameters: dict[str, Any]) -> tuple[int, bool]:
+    """Base, and whether the frequencies are scaled."""
+    base, kind = parameters["rope_theta"], parameters.get("rope_type", "default")
+    if base != int(base):
+        raise ConversionError(f"rope_theta = {base} does not map: --rotary-base is a whole number")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConversionError("partial_rotary_factor does not map: it must be 1")
+    if kind == "default":
+        return int(base), False
+    scaling = {name: parameters.get(name) for name in LLAMA3_SCALING}
+    if kind != "llama3" or scaling != LLAMA3_SCALING:
+        raise ConversionError(
+            f"rope_type = {kind} with {scaling} does not map: Megatron 0.19 computes default and "
+            f"llama3 with {LLAMA3_SCALING} only"
+        )
+    return int(base), True

@@ -1,0 +1,127 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the way from a Hugging Face directory to a Megatron checkpoint. Must not know how either
+stores its tensors.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_asynchzp.hf.config import read_config
+from megatron_asynchzp.hf.mapping import LAYERS, STATEFUL_MODULES, TensorRule, rules_of
+from megatron_asynchzp.hf.megatron_arguments import write_arguments
+from megatron_asynchzp.hf.output_folder import complete_or_absent, refuse_occupied
+from megatron_asynchzp.hf.progress import Progress, no_progress
+from megatron_asynchzp.hf.safetensors_folder import FolderReader
+from megatron_asynchzp.hf.shape import ConversionError, ModelShape, describe_difference
+from megatron_asynchzp.hf.torch_dist import TRACKER, TensorToWrite, write_checkpoint
+
+# Tensors that older directories hold, and that a model computes itself.
+_COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+RELEASE = "release"
+
+
+def import_model(
+    load: Path,
+    save: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    vocab_multiple: int = 128,
+    progress: Progress = no_progress,
+) -> ModelShape:
+    """Write the model of a Hugging Face directory as a release checkpoint that Megatron loads.
+
+    load: the directory. save: Megatron's --load folder to be.
+    dtype: cast to it; by default every tensor keeps its own.
+    vocab_multiple: the embedding is padded with zero rows to a multiple of this.
+    Memory holds one tensor. Raises ConversionError for a model that does not map and for a `save`
+    that is not empty; then nothing is written.
+    """
+    refuse_occupied(save)
+    shape = read_config(load, vocab_multiple)
+    with FolderReader(load) as reader:
+        prefix = _match_names(reader, shape, is_cast=dtype is not None)
+        num_tensors = sum(shape.num_layers if r.is_per_layer else 1 for r in rules_of(shape))
+        ticks = iter(progress(range(num_tensors), num_tensors))
+
+        def make(rule: TensorRule, layer: int) -> Tensor:
+            next(ticks, None)
+            parts = tuple(reader.read(prefix(name)) for name in rule.names_of(layer))
+            whole = rule.to_megatron(parts, shape)
+            return whole.to(dtype or whole.dtype)
+
+        tensors = [
+            TensorToWrite(
+                rule.key,
+                rule.megatron_size(shape),
+                dtype or reader.info(prefix(rule.names_of(0)[0])).dtype,
+                shape.num_layers if rule.is_per_layer else None,
+                partial(make, rule),
+            )
+            for rule in rules_of(shape)
+        ]
+        with complete_or_absent(save) as folder:
+            write_checkpoint(folder / RELEASE, tensors, dict(_objects(shape)))
+            (folder / TRACKER).write_text(RELEASE)
+            next(ticks, None)
+    return shape
+
+
+def _match_names(reader: FolderReader, shape: ModelShape, is_cast: bool) -> Callable[[str], str]:
+    """The function from a rule's name to the directory's. Raises ConversionError, one line, unless
+    the directory's tensors are exactly those of the rules, in their sizes and of one dtype (of any
+    where they will be cast)."""
+    # GPT-2's first directories hold the model without the head that transformers puts around it.
+    is_bare = shape.family == "gpt2" and not any(n.startswith("transformer.") for n in reader.names)
+
+    def prefix(name: str) -> str:
+        return name.removeprefix("transformer.") if is_bare else name
+
+    wanted = {
+        prefix(name): size
+        for rule in rules_of(shape)
+        for layer in range(shape.num_layers if rule.is_per_layer else 1)
+        for name, size in zip(rule.names_of(layer), rule.hf_sizes(shape), strict=True)
+    }
+    there = {name for name in reader.names if not name.endswith(_COMPUTED)}
+    if shape.is_tied:
+        there.discard("lm_head.weight")  # a copy of the embedding
+    missing, foreign = sorted(set(wanted) - reader.names), sorted(there - set(wanted))
+    if missing or foreign:
+        raise ConversionError(describe_difference("the directory", shape, missing, foreign))
+    dtypes = set()
+    for name, size in wanted.items():
+        info = reader.info(name)
+        if info.size != size:
+            raise ConversionError(
+                f"{name} has size {list(info.size)}, but config.json says {list(size)}"
+            )
+        if info.dtype is None:
+            raise ConversionError(
+                f"{name} is neither fp32, bf16 nor fp16: quantised models do not map"
+            )
+        dtypes.add(info.dtype)
+    if len(dtypes) > 1 and not is_cast:
+        told = ", ".join(sorted(map(str, dtypes)))
+        raise ConversionError(f"the directory mixes {told}; choose one with --dtype")
+    return prefix
+
+
+def _objects(shape: ModelShape) -> Iterator[tuple[str, Any]]:
+    """What a checkpoint keeps beside tensors, by Megatron's key."""
+    yield "common_state/shard_0_1", {
+        "args": write_arguments(shape),
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+    }
+    for module in STATEFUL_MODULES:
+        num_states = shape.num_layers if module.startswith(LAYERS) else 1
+        for index in range(num_states):
+            yield f"{module}._extra_state/shard_{index}_{num_states}", None

@@ -1,0 +1,194 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the tables that pair Megatron's tensors with those of transformers, and the functions that
+turn one into the other without changing a bit. Must not know where tensors are stored.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_asynchzp.hf.shape import Family, ModelShape
+
+LAYERS = "decoder.layers."
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """One tensor of Megatron and what it is made of in transformers.
+
+    key: in a torch_dist checkpoint; those below LAYERS hold all layers, stacked in dimension 0.
+    names: in a Hugging Face directory; "{}" stands for the layer.
+    dims: names of the dimensions of one layer's tensor in Megatron, see ModelShape.size_of.
+    to_hf, to_megatron: inverse of each other; both also take meta tensors.
+    """
+
+    key: str
+    names: tuple[str, ...]
+    dims: tuple[str, ...]
+    to_hf: Callable[[Tensor, ModelShape], tuple[Tensor, ...]]
+    to_megatron: Callable[[tuple[Tensor, ...], ModelShape], Tensor]
+
+    @property
+    def is_per_layer(self) -> bool:
+        return self.key.startswith(LAYERS)
+
+    def names_of(self, layer: int) -> tuple[str, ...]:
+        return tuple(name.format(layer) for name in self.names)
+
+    def megatron_size(self, shape: ModelShape) -> torch.Size:
+        """Size of the tensor, of one layer's where there are layers."""
+        return torch.Size(shape.size_of(dim) for dim in self.dims)
+
+    def hf_sizes(self, shape: ModelShape) -> list[torch.Size]:
+        """Sizes of the tensors `names`."""
+        whole = torch.empty(self.megatron_size(shape), device="meta")
+        return [piece.shape for piece in self.to_hf(whole, shape)]
+
+
+def split_qkv(qkv: Tensor, shape: ModelShape) -> tuple[Tensor, ...]:
+    """Rows of q, k and v out of Megatron's linear_qkv, weight or bias.
+
+    One query group after the other, each:  q q .. q k v   (head_dim rows per letter)
+    """
+    group = (shape.num_query_groups, shape.heads_per_group + 2, shape.head_dim)
+    q, k, v = qkv.view(*group, *qkv.shape[1:]).split([shape.heads_per_group, 1, 1], dim=1)
+    return tuple(part.reshape(-1, *qkv.shape[1:]) for part in (q, k, v))
+
+
+def join_qkv(parts: tuple[Tensor, ...], shape: ModelShape) -> Tensor:
+    """Inverse of split_qkv."""
+    by_group = [
+        part.view(shape.num_query_groups, -1, shape.head_dim, *part.shape[1:]) for part in parts
+    ]
+    return torch.cat(by_group, dim=1).view(-1, *parts[0].shape[1:])
+
+
+def _keep(tensor: Tensor, shape: ModelShape) -> tuple[Tensor, ...]:
+    return (tensor,)
+
+
+def _only(parts: tuple[Tensor, ...], shape: ModelShape) -> Tensor:
+    return parts[0]
+
+
+def _transpose(tensor: Tensor, shape: ModelShape) -> tuple[Tensor, ...]:
+    return (tensor.t().contiguous(),)  # transformers' Conv1D computes x @ weight
+
+
+def _transpose_back(parts: tuple[Tensor, ...], shape: ModelShape) -> Tensor:
+    return parts[0].t().contiguous()
+
+
+def _split_gate_up(fc1: Tensor, shape: ModelShape) -> tuple[Tensor, ...]:
+    return tuple(half.contiguous() for half in fc1.chunk(2))
+
+
+def _join_gate_up(parts: tuple[Tensor, ...], shape: ModelShape) -> Tensor:
+    return torch.cat(parts)
+
+
+def _to_conv_qkv(qkv: Tensor, shape: ModelShape) -> tuple[Tensor, ...]:
+    whole = torch.cat(split_qkv(qkv, shape))
+    return (whole.t().contiguous() if whole.dim() == 2 else whole,)
+
+
+def _from_conv_qkv(parts: tuple[Tensor, ...], shape: ModelShape) -> Tensor:
+    whole = parts[0].t().contiguous() if parts[0].dim() == 2 else parts[0]
+    return join_qkv(whole.chunk(3), shape)
+
+
+def _drop_padding(table: Tensor, shape: ModelShape) -> tuple[Tensor, ...]:
+    return (table[: shape.vocab_size].contiguous(),)
+
+
+def _pad(parts: tuple[Tensor, ...], shape: ModelShape) -> Tensor:
+    table = parts[0]
+    padding = table.new_zeros(shape.padded_vocab_size - len(table), *table.shape[1:])
+    return torch.cat([table, padding])
+
+
+def _rule(
+    key: str, names: str, dims: str, to_hf: Callable = _keep, to_megatron: Callable = _only
+) -> TensorRule:
+    return TensorRule(key, tuple(names.split()), tuple(dims.split()), to_hf, to_megatron)
+
+
+_QKV = f"{LAYERS}self_attention.linear_qkv."
+_PROJ = f"{LAYERS}self_attention.linear_proj."
+_FC1 = f"{LAYERS}mlp.linear_fc1."
+_FC2 = f"{LAYERS}mlp.linear_fc2."
+_VOCABULARY = (_drop_padding, _pad)
+
+_ATTN, _MLP = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
+
+_LLAMA = (
+    _rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab hidden",
+          *_VOCABULARY),
+    _rule(f"{_QKV}layer_norm_weight", "model.layers.{}.input_layernorm.weight", "hidden"),
+    _rule(f"{_QKV}weight", f"{_ATTN}q_proj.weight {_ATTN}k_proj.weight {_ATTN}v_proj.weight",
+          "qkv hidden", split_qkv, join_qkv),
+    _rule(f"{_PROJ}weight", f"{_ATTN}o_proj.weight", "hidden heads"),
+    _rule(f"{_FC1}layer_norm_weight", "model.layers.{}.post_attention_layernorm.weight", "hidden"),
+    _rule(f"{_FC1}weight", f"{_MLP}gate_proj.weight {_MLP}up_proj.weight",
+          "gate_up hidden", _split_gate_up, _join_gate_up),
+    _rule(f"{_FC2}weight", f"{_MLP}down_proj.weight", "hidden ffn"),
+    _rule("decoder.final_layernorm.weight", "model.norm.weight", "hidden"),
+)  # fmt: skip
+
+_QWEN2 = (
+    *_LLAMA,
+    _rule(f"{_QKV}bias", f"{_ATTN}q_proj.bias {_ATTN}k_proj.bias {_ATTN}v_proj.bias",
+          "qkv", split_qkv, join_qkv),
+)  # fmt: skip
+
+_H = "transformer.h.{}."
+_CONV = (_transpose, _transpose_back)
+_CONV_QKV = (_to_conv_qkv, _from_conv_qkv)
+
+_GPT2 = (
+    _rule("embedding.word_embeddings.weight", "transformer.wte.weight", "vocab hidden",
+          *_VOCABULARY),
+    _rule("embedding.position_embeddings.weight", "transformer.wpe.weight", "positions hidden"),
+    _rule(f"{_QKV}layer_norm_weight", f"{_H}ln_1.weight", "hidden"),
+    _rule(f"{_QKV}layer_norm_bias", f"{_H}ln_1.bias", "hidden"),
+    _rule(f"{_QKV}weight", f"{_H}attn.c_attn.weight", "qkv hidden", *_CONV_QKV),
+    _rule(f"{_QKV}bias", f"{_H}attn.c_attn.bias", "qkv", *_CONV_QKV),
+    _rule(f"{_PROJ}weight", f"{_H}attn.c_proj.weight", "hidden heads", *_CONV),
+    _rule(f"{_PROJ}bias", f"{_H}attn.c_proj.bias", "hidden"),
+    _rule(f"{_FC1}layer_norm_weight", f"{_H}ln_2.weight", "hidden"),
+    _rule(f"{_FC1}layer_norm_bias", f"{_H}ln_2.bias", "hidden"),
+    _rule(f"{_FC1}weight", f"{_H}mlp.c_fc.weight", "ffn hidden", *_CONV),
+    _rule(f"{_FC1}bias", f"{_H}mlp.c_fc.bias", "ffn"),
+    _rule(f"{_FC2}weight", f"{_H}mlp.c_proj.weight", "hidden ffn", *_CONV),
+    _rule(f"{_FC2}bias", f"{_H}mlp.c_proj.bias", "hidden"),
+    _rule("decoder.final_layernorm.weight", "transformer.ln_f.weight", "hidden"),
+    _rule("decoder.final_layernorm.bias", "transformer.ln_f.bias", "hidden"),
+)  # fmt: skip
+
+_OUTPUT = _rule("output_layer.weight", "lm_head.weight", "vocab hidden", *_VOCABULARY)
+
+_TABLES: dict[Family, tuple[TensorRule, ...]] = {"llama": _LLAMA, "qwen2": _QWEN2, "gpt2": _GPT2}
+
+# Where a checkpoint keeps a norm by itself instead of with the matrix that follows it.
+OTHER_KEYS = {
+    f"{where}layer_norm_{kind}": f"{LAYERS}{norm}.{kind}"
+    for where, norm in ((_QKV, "input_layernorm"), (_FC1, "pre_mlp_layernorm"))
+    for kind in ("weight", "bias")
+}
+
+# Modules that keep a state beside their tensors; for one of our families it is always empty, but
+# Megatron asks for it. Those of core_attention and the final norm are Transformer Engine's.
+STATEFUL_MODULES = (
+    *(where.removesuffix(".") for where in (_QKV, _PROJ, _FC1, _FC2)),
+    f"{LAYERS}self_attention.core_attention",
+    "decoder.final_layernorm",
+)
+
+
+def rules_of(shape: ModelShape) -> tuple[TensorRule, ...]:
+    """The table of the model's family, with an output layer where it is not tied."""
+    table = _TABLES[shape.family]
+    return table if shape.is_tied else (*table, _OUTPUT)

@@ -1,0 +1,183 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns how Megatron's arguments spell a model, and the refusal of those that no family of
+transformers here computes. Must not know of tensors.
+"""
+
+from argparse import Namespace
+from typing import Any
+
+from megatron_asynchzp.hf.shape import LLAMA3_SCALING, ConversionError, ModelShape
+
+_NOTHING = (None, False, 0)
+
+# Argument of Megatron -> values with which the model is one of the families, and the words for
+# every other. Arguments a checkpoint does not know count as the first value.
+_PLAIN: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_experts": (_NOTHING, "a mixture of experts"),
+    "multi_latent_attention": (_NOTHING, "multi-latent attention"),
+    "is_hybrid_model": (_NOTHING, "a hybrid model"),
+    "hybrid_layer_pattern": (_NOTHING, "a hybrid model"),
+    "heterogeneous_layers_config_path": (_NOTHING, "layers that differ"),
+    "heterogeneous_layers_config_encoded_json": (_NOTHING, "layers that differ"),
+    "experimental_attention_variant": (_NOTHING, "another attention"),
+    "linear_attention_freq": (_NOTHING, "linear attention"),
+    "mtp_num_layers": (_NOTHING, "multi-token prediction"),
+    "spec": (_NOTHING, "a layer specification of its own"),
+    "qk_layernorm": (_NOTHING, "norms of queries and keys"),
+    "qk_l2_norm": (_NOTHING, "norms of queries and keys"),
+    "attention_output_gate": (_NOTHING, "gated attention"),
+    "window_size": (_NOTHING, "sliding windows"),
+    "softmax_type": (("vanilla",), "another softmax"),
+    "squared_relu": (_NOTHING, "squared ReLU"),
+    "quick_geglu": (_NOTHING, "quick GEGLU"),
+    "use_te_activation_func": (_NOTHING, "Transformer Engine's activations"),
+    "glu_linear_offset": (_NOTHING, "an offset in its gated MLP"),
+    "activation_func_clamp_value": (_NOTHING, "clamped activations"),
+    "apply_residual_connection_post_layernorm": (_NOTHING, "residuals after the norm"),
+    "layernorm_zero_centered_gamma": (_NOTHING, "norm weights centred at zero"),
+    "rotary_interleaved": (_NOTHING, "interleaved rotary positions"),
+    "rotary_percent": ((1.0,), "rotary positions on a part of each head"),
+    "rotary_seq_len_interpolation_factor": ((None, 1), "interpolated rotary positions"),
+    "no_rope_freq": (_NOTHING, "layers without rotary positions"),
+    "use_mup": (_NOTHING, "muP scaling"),
+}
+
+
+def read_arguments(args: Namespace, vocab_size: int | None = None) -> ModelShape:
+    """The shape of a model that was trained with these arguments (as Megatron's validation left
+    them, or as a checkpoint keeps them).
+
+    vocab_size: true size of the vocabulary, where the arguments do not tell it.
+    Raises ConversionError for a model of no family, naming the argument.
+    """
+    for name, (allowed, words) in _PLAIN.items():
+        value = getattr(args, name, allowed[0])
+        if value not in allowed:
+            raise ConversionError(f"the model has {words} ({name} = {value}), which does not map")
+    is_scaled = bool(getattr(args, "use_rope_scaling", False))
+    factor = getattr(args, "rope_scaling_factor", LLAMA3_SCALING["factor"])
+    if is_scaled and factor != LLAMA3_SCALING["factor"]:
+        raise ConversionError(
+            f"rope_scaling_factor = {factor} does not map: Megatron 0.19 computes with 8 all the "
+            "same"
+        )
+    family = _family(args)
+    is_rotary = family != "gpt2"
+    return ModelShape(
+        family=family,
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_heads=args.num_attention_heads,
+        num_query_groups=(
+            args.num_query_groups if args.group_query_attention else args.num_attention_heads
+        ),
+        head_dim=args.kv_channels,
+        vocab_size=vocab_size or args.vocab_size or args.padded_vocab_size,
+        padded_vocab_size=args.padded_vocab_size,
+        max_positions=args.max_position_embeddings,
+        norm_eps=getattr(args, "layernorm_epsilon", 1e-5),
+        is_tied=not args.untie_embeddings_and_output_weights,
+        rotary_base=args.rotary_base if is_rotary else 10000,
+        is_rope_scaled=is_rotary and is_scaled,
+        # Megatron's fused kernel is the approximation, its unfused function is not.
+        is_gelu_tanh=not is_rotary and bool(args.bias_gelu_fusion),
+    )
+
+
+def _family(args: Namespace) -> str:
+    has_biases = args.add_bias_linear
+    has_qkv_bias = has_biases or getattr(args, "add_qkv_bias", False)
+    spelled = {
+        "normalization": args.normalization,
+        "position_embedding_type": args.position_embedding_type,
+        "swiglu": bool(args.swiglu),
+        "add_bias_linear": bool(has_biases),
+    }
+    if spelled == {
+        "normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True,
+        "add_bias_linear": False,
+    }:  # fmt: skip
+        return "qwen2" if has_qkv_bias else "llama"
+    if spelled == {
+        "normalization": "LayerNorm", "position_embedding_type": "learned_absolute",
+        "swiglu": False, "add_bias_linear": True,
+    }:  # fmt: skip
+        return "gpt2"
+    told = ", ".join(f"{name} = {value}" for name, value in spelled.items())
+    raise ConversionError(
+        f"{told} is neither Llama (RMSNorm, rope, SwiGLU, no bias) nor GPT-2 (LayerNorm, "
+        "learned_absolute, GELU, biases)"
+    )
+
+
+def write_arguments(shape: ModelShape) -> Namespace:
+    """The arguments that a checkpoint of this model keeps: read_arguments gives the shape back.
+
+    Megatron's --use-checkpoint-args finds all it looks for, but does not look for the epsilon of
+    the norms nor for scaled rotary positions.
+    """
+    is_gpt2 = shape.family == "gpt2"
+    return Namespace(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_heads,
+        group_query_attention=shape.num_query_groups != shape.num_heads,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.head_dim,
+        seq_length=shape.max_positions,
+        max_position_embeddings=shape.max_positions,
+        position_embedding_type="learned_absolute" if is_gpt2 else "rope",
+        add_position_embedding=True,
+        use_rotary_position_embeddings=not is_gpt2,
+        rotary_base=shape.rotary_base,
+        rotary_percent=1.0,
+        rotary_interleaved=False,
+        use_rope_scaling=shape.is_rope_scaled,
+        rope_scaling_factor=LLAMA3_SCALING["factor"],
+        normalization="LayerNorm" if is_gpt2 else "RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        swiglu=not is_gpt2,
+        squared_relu=False,
+        bias_gelu_fusion=shape.is_gelu_tanh,
+        add_bias_linear=is_gpt2,
+        add_qkv_bias=shape.family != "llama",
+        untie_embeddings_and_output_weights=not shape.is_tied,
+        vocab_size=shape.vocab_size,
+        padded_vocab_size=shape.padded_vocab_size,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        ckpt_format="torch_dist",
+    )
+
+
+def command_line(shape: ModelShape) -> list[str]:
+    """Flags, each with its value, that make Megatron build this model; not those of a tokenizer."""
+    flags = [
+        f"--num-layers {shape.num_layers}",
+        f"--hidden-size {shape.hidden_size}",
+        f"--ffn-hidden-size {shape.ffn_hidden_size}",
+        f"--num-attention-heads {shape.num_heads}",
+        f"--kv-channels {shape.head_dim}",
+        f"--seq-length {shape.max_positions}",
+        f"--max-position-embeddings {shape.max_positions}",
+        f"--norm-epsilon {shape.norm_eps!r}",
+    ]
+    if shape.num_query_groups != shape.num_heads:
+        flags += ["--group-query-attention", f"--num-query-groups {shape.num_query_groups}"]
+    if shape.family == "gpt2":
+        flags += ["--normalization LayerNorm", "--position-embedding-type learned_absolute"]
+        if not shape.is_gelu_tanh:
+            flags += ["--no-bias-gelu-fusion"]
+    else:
+        flags += ["--normalization RMSNorm", "--position-embedding-type rope"]
+        flags += [f"--rotary-base {shape.rotary_base}", "--swiglu", "--disable-bias-linear"]
+        if shape.is_rope_scaled:
+            flags += ["--use-rope-scaling"]
+        if shape.family == "qwen2":
+            flags += ["--add-qkv-bias"]
+    if not shape.is_tied:
+        flags += ["--untie-embeddings-and-output-weights"]
+    return flags

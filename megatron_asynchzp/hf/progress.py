@@ -1,0 +1,22 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""How far a conversion is, on a terminal. Must not know what is converted."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+
+# Passes on the steps it is given, of which there are as many as the second argument says.
+type Progress = Callable[[Iterable, int], Iterable]
+
+
+def no_progress(steps: Iterable, total: int) -> Iterable:
+    return steps
+
+
+def show_progress(steps: Iterable, total: int) -> Iterator:
+    """A bar on stderr where that is a terminal, and nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import track
+
+    is_seen = sys.stderr.isatty()
+    yield from track(steps, "tensors", total, console=Console(stderr=True), disable=not is_seen)

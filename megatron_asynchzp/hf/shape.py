@@ -1,0 +1,102 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what a model is, apart from its weights: family and sizes. Must not know how Megatron or
+transformers spell any of it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Family = Literal["llama", "qwen2", "gpt2"]
+
+# The one scaling of rotary frequencies that Megatron 0.19 computes (Llama 3.1). Its
+# --rope-scaling-factor does not reach the model, which always uses this factor.
+LLAMA3_SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+class ConversionError(ValueError):
+    """A model or a directory that cannot be converted. The message is one line, for the user."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model of one of three families.
+
+    llama: RMSNorm, SwiGLU, rotary positions, no biases. qwen2: the same with biases on q, k and v.
+    gpt2: LayerNorm, GELU, learned positions, biases everywhere.
+
+    vocab_size, padded_vocab_size: rows of the embedding in transformers and in Megatron.
+    is_gelu_tanh: gpt2 only; the tanh approximation in place of the exact function.
+    rotary_base, is_rope_scaled: llama and qwen2 only; scaled as LLAMA3_SCALING says.
+    """
+
+    family: Family
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_query_groups: int
+    head_dim: int
+    vocab_size: int
+    padded_vocab_size: int
+    max_positions: int
+    norm_eps: float
+    is_tied: bool
+    rotary_base: int = 10000
+    is_rope_scaled: bool = False
+    is_gelu_tanh: bool = False
+
+    def __post_init__(self):
+        if self.num_heads % self.num_query_groups:
+            raise ConversionError(
+                f"{self.num_heads} attention heads do not divide into {self.num_query_groups} "
+                "query groups"
+            )
+        if self.family == "gpt2" and self.num_query_groups != self.num_heads:
+            raise ConversionError("GPT-2 in transformers has no grouped queries")
+        # Llama alone may say its head size, but refuses a hidden size that heads do not divide.
+        is_free = self.family == "llama" and self.hidden_size % self.num_heads == 0
+        if self.head_dim * self.num_heads != self.hidden_size and not is_free:
+            raise ConversionError(
+                f"heads of size {self.head_dim} x {self.num_heads} are not the hidden size "
+                f"{self.hidden_size}, which {self.family} in transformers requires"
+            )
+        if self.vocab_size > self.padded_vocab_size:
+            raise ConversionError(
+                f"a vocabulary of {self.vocab_size} is larger than the {self.padded_vocab_size} "
+                "rows of the embedding"
+            )
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads that share one key and value head."""
+        return self.num_heads // self.num_query_groups
+
+    def size_of(self, dim: str) -> int:
+        """The size of a dimension of one of Megatron's tensors, by the name mapping.py gives it."""
+        return {
+            "hidden": self.hidden_size,
+            "heads": self.num_heads * self.head_dim,
+            "qkv": (self.num_heads + 2 * self.num_query_groups) * self.head_dim,
+            "ffn": self.ffn_hidden_size,
+            "gate_up": 2 * self.ffn_hidden_size,
+            "vocab": self.padded_vocab_size,
+            "positions": self.max_positions,
+        }[dim]
+
+
+def describe_difference(
+    where: str, shape: ModelShape, missing: list[str], foreign: list[str]
+) -> str:
+    """One line about tensors that lack and tensors that do not belong."""
+    told = []
+    for names, verb in ((missing, "lacks"), (foreign, "has, and no rule maps,")):
+        if names:
+            rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            told.append(f"{verb} {', '.join(names[:3])}{rest}")
+    return f"{where} is not the {shape.family} model it says: it {'; it '.join(told)}"

@@ -1,0 +1,202 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns Megatron's torch_dist checkpoints as a store of single tensors, read and written in one
+process without a process group. Must not know what the tensors mean.
+"""
+
+import functools
+import io
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_asynchzp.hf.shape import ConversionError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def find_checkpoint(folder: Path, step: int | None = None) -> Path:
+    """The checkpoint of `step`, or the one the tracker file names, below Megatron's --load folder.
+
+    Raises ConversionError where there is none, or none in the format torch_dist.
+    """
+    if step is not None:
+        name = f"iter_{step:07d}"
+    else:
+        tracker = folder / TRACKER
+        if not tracker.is_file():
+            raise ConversionError(
+                f"{folder} has no {TRACKER}: it is no checkpoint folder of Megatron"
+            )
+        told = tracker.read_text().strip()
+        name = f"iter_{int(told):07d}" if told.isdigit() else told
+    checkpoint = folder / name
+    if not checkpoint.is_dir():
+        raise ConversionError(f"{checkpoint}: no such checkpoint")
+    for needed in ("metadata.json", ".metadata"):
+        if not (checkpoint / needed).is_file():
+            raise ConversionError(
+                f"{checkpoint} has no {needed}: only finished checkpoints of --ckpt-format "
+                "torch_dist are read"
+            )
+    return checkpoint
+
+
+def read_arguments_of(checkpoint: Path) -> Namespace:
+    """Megatron's arguments that a checkpoint keeps. Raises ConversionError where it keeps none."""
+    from megatron.core.dist_checkpointing import load_common_state_dict
+
+    args = load_common_state_dict(str(checkpoint)).get("args")
+    if args is None:
+        raise ConversionError(f"{checkpoint} keeps no arguments of the model")
+    return args
+
+
+class TensorReader:
+    """Tensors of one checkpoint, read one at a time."""
+
+    def __init__(self, checkpoint: Path):
+        self._reader = dcp.FileSystemReader(checkpoint)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """Every tensor's size and dtype, by key."""
+        entries = self._metadata.state_dict_metadata
+        return {key: it for key, it in entries.items() if isinstance(it, TensorStorageMetadata)}
+
+    def read(self, key: str, layer: int | None = None) -> Tensor:
+        """The tensor `key`, or [layer] of it, in the dtype it was saved in.
+
+        Other pieces of the tensor than those that overlap are not read.
+        """
+        stored = self.tensors[key]
+        size, offsets = list(stored.size), [0] * len(stored.size)
+        if layer is not None:
+            size[0], offsets[0] = 1, layer
+        target = torch.empty(size, dtype=stored.properties.dtype)
+        chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(size))
+        items = create_read_items_for_chunk_list(key, stored, [chunk])
+        num_read = sum(item.lengths.numel() for item in items)
+        if num_read != target.numel():
+            raise ConversionError(f"the checkpoint holds only a part of {key}")
+        self._reader.read_data(LoadPlan(items), _IntoTensor(target)).wait()
+        return target if layer is None else target[0]
+
+
+class _IntoTensor(dcp.DefaultLoadPlanner):
+    """Loads the pieces of one tensor into it."""
+
+    def __init__(self, target: Tensor):
+        super().__init__()
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        piece = self._target
+        ranges = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        for dim, (start, length) in enumerate(ranges):
+            piece = piece.narrow(dim, start, length)
+        return piece
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class TensorToWrite:
+    """One tensor of a new checkpoint.
+
+    size: of one layer's tensor where num_layers is given, for then the key holds all, stacked.
+    make: makes the tensor of a layer (of layer 0 where there are none), called once for each.
+    """
+
+    key: str
+    size: torch.Size
+    dtype: torch.dtype
+    num_layers: int | None
+    make: Callable[[int], Tensor]
+
+    def write_items(self) -> Iterator[tuple[WriteItem, Callable[[], Tensor]]]:
+        properties = TensorProperties(dtype=self.dtype)
+        if self.num_layers is None:
+            whole = size = self.size
+        else:
+            whole, size = torch.Size([self.num_layers, *self.size]), torch.Size([1, *self.size])
+        for layer in range(self.num_layers or 1):
+            offsets = torch.Size([layer, *[0] * (len(size) - 1)])
+            data = TensorWriteData(ChunkStorageMetadata(offsets, size), properties, whole)
+            index = MetadataIndex(self.key, offsets)
+            item = WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+            yield item, lambda layer=layer, size=size: self.make(layer).view(size)
+
+
+def write_checkpoint(
+    checkpoint: Path, tensors: list[TensorToWrite], objects: dict[str, Any]
+) -> None:
+    """Write a torch_dist checkpoint, a tensor at a time. objects: pickled, by key."""
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+    checkpoint.mkdir(parents=True)
+    writer, planner = dcp.FileSystemWriter(checkpoint), _OneByOne(tensors, objects)
+    try:
+        dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+    except dcp.CheckpointException as error:  # wraps whatever happened, an interrupt too
+        raise error.failures[0][0] from None
+    save_config(CheckpointingConfig("torch_dist", 1), str(checkpoint))
+
+
+class _OneByOne(dcp.DefaultSavePlanner):
+    """Makes every tensor when it is written, instead of holding a state dict of them."""
+
+    def __init__(self, tensors: list[TensorToWrite], objects: dict[str, Any]):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._makers: dict[tuple[str, torch.Size | None], Callable[[], Any]] = {}
+        self._items: list[WriteItem] = []
+        for tensor in tensors:
+            for item, make in tensor.write_items():
+                self._add(item, make)
+        for key, value in objects.items():
+            saved = _pickled(value)
+            data = BytesIOWriteData(nbytes=len(saved))
+            item = WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO, bytes_io_data=data)
+            self._add(item, lambda saved=saved: io.BytesIO(saved))
+
+    def _add(self, item: WriteItem, make: Callable[[], Any]) -> None:
+        self._items.append(item)
+        self._makers[item.index.fqn, item.index.offset] = make
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(self._items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        return self._makers[write_item.index.fqn, write_item.index.offset]()
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save([value], buffer)  # Megatron keeps an object as a list of one
+    return buffer.getvalue()

@@ -1,0 +1,217 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Directories in and out: nothing is lost, nothing is left half done, what does not fit is told."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_asynchzp.hf import __main__ as command
+from megatron_asynchzp.hf.export_model import export_model
+from megatron_asynchzp.hf.import_model import import_model
+from megatron_asynchzp.hf.mapping import OTHER_KEYS, rules_of
+from megatron_asynchzp.hf.megatron_arguments import write_arguments
+from megatron_asynchzp.hf.shape import ConversionError
+from megatron_asynchzp.hf.torch_dist import TensorReader, TensorToWrite, write_checkpoint
+from tests.hf.models import NAMES, load_model, random_model, shapes
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found.update(load_file(path))
+    return found
+
+
+def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]):
+    assert set(left) == set(right)
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype, name
+        assert torch.equal(tensor, right[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_export_of_an_import_gives_the_same_bits(name, dtype, tmp_path):
+    random_model(name).to(dtype).save_pretrained(tmp_path / "hf")
+    assert import_model(tmp_path / "hf", tmp_path / "megatron") == shapes()[name]
+    assert export_model(tmp_path / "megatron", tmp_path / "again") == shapes()[name]
+    assert_same_bits(weights_of(tmp_path / "again"), weights_of(tmp_path / "hf"))
+    again, before = load_model(tmp_path / "again"), load_model(tmp_path / "hf")
+    assert type(again) is type(before) and again.dtype == dtype
+    assert_same_bits(again.state_dict(), before.state_dict())
+
+
+@pytest.fixture
+def llama(tmp_path) -> Path:
+    """A folder with a directory `hf` and the checkpoint `megatron` made of it."""
+    random_model("llama").save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "megatron")
+    return tmp_path
+
+
+def test_large_models_are_written_in_several_files_with_an_index(llama):
+    export_model(llama / "megatron", llama / "again", max_file_nbytes=60_000)
+    index = json.loads((llama / "again" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (llama / "again").glob("*.safetensors"))
+    assert len(files) > 2 and files == sorted(set(index["weight_map"].values()))
+    assert all((llama / "again" / file).stat().st_size < 62_000 for file in files)
+    assert_same_bits(weights_of(llama / "again"), weights_of(llama / "hf"))
+    load_model(llama / "again")
+    import_model(llama / "again", llama / "once more")  # read through the index
+    left, right = (TensorReader(llama / name / "release") for name in ("once more", "megatron"))
+    assert_same_bits(*({key: one.read(key) for key in one.tensors} for one in (left, right)))
+
+
+def test_the_dtype_can_be_chosen_both_ways(llama):
+    export_model(llama / "megatron", llama / "bf16", dtype=torch.bfloat16)
+    assert {t.dtype for t in weights_of(llama / "bf16").values()} == {torch.bfloat16}
+    assert load_model(llama / "bf16").dtype == torch.bfloat16
+    import_model(llama / "bf16", llama / "fp32", dtype=torch.float32)
+    stored = TensorReader(llama / "fp32" / "release").tensors
+    assert {it.properties.dtype for it in stored.values()} == {torch.float32}
+
+
+def test_the_vocabulary_is_padded_with_zeros_on_import_and_cut_on_export(llama):
+    table = TensorReader(llama / "megatron" / "release").read("embedding.word_embeddings.weight")
+    assert table.shape == (128, 64) and not table[101:].any() and table[:101].any(dim=1).all()
+    shape = export_model(llama / "megatron", llama / "smaller", vocab_size=90)
+    assert shape.vocab_size == 90
+    assert load_model(llama / "smaller").get_input_embeddings().weight.shape == (90, 64)
+
+
+def test_norms_that_a_checkpoint_keeps_by_themselves_are_found(llama):
+    shape, reader = shapes()["llama"], TensorReader(llama / "megatron" / "release")
+
+    def tensor(rule) -> TensorToWrite:
+        layers = shape.num_layers if rule.is_per_layer else None
+        return TensorToWrite(
+            OTHER_KEYS.get(rule.key, rule.key), rule.megatron_size(shape), torch.float32, layers,
+            lambda layer: reader.read(rule.key, layer if layers else None),
+        )  # fmt: skip
+
+    write_checkpoint(
+        llama / "other" / "iter_0000007",
+        [tensor(rule) for rule in rules_of(shape)],
+        {"common_state/shard_0_1": {"args": write_arguments(shape)}},
+    )
+    export_model(llama / "other", llama / "again", step=7)
+    assert_same_bits(weights_of(llama / "again"), weights_of(llama / "hf"))
+
+
+def test_gpt2_directories_without_the_outer_module_are_read(tmp_path):
+    model = random_model("gpt2")
+    model.save_pretrained(tmp_path / "hf")
+    bare = {name: tensor.clone() for name, tensor in model.transformer.state_dict().items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)  # the causal mask, as old directories have it
+    save_file(bare, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    import_model(tmp_path / "hf", tmp_path / "megatron")
+    export_model(tmp_path / "megatron", tmp_path / "again")
+    assert_same_bits(load_model(tmp_path / "again").state_dict(), model.state_dict())
+
+
+def _change_weights(folder: Path, change) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("change, told", [
+    (lambda w: w.pop("model.norm.weight"), r"lacks model\.norm\.weight"),
+    (lambda w: w.update({"model.layers.0.q_norm.weight": torch.ones(16)}), r"q_norm\.weight"),
+    (lambda w: w.update({"model.norm.weight": torch.ones(63)}), r"\[63\].*\[64\]"),
+    (lambda w: w.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}), "quantised"),
+    (lambda w: w.update({"model.norm.weight": torch.ones(64).bfloat16()}), "mixes"),
+])  # fmt: skip
+def test_a_directory_with_other_tensors_is_refused_and_nothing_is_written(change, told, llama):
+    _change_weights(llama / "hf", change)
+    with pytest.raises(ConversionError, match=told) as refusal:
+        import_model(llama / "hf", llama / "new")
+    assert "\n" not in str(refusal.value)
+    assert sorted(os.listdir(llama)) == ["hf", "megatron"]
+
+
+@pytest.mark.parametrize("change, told", [
+    ({"num_layers": 3}, r"\[2, 64\].*\[3, 64\]"),
+    ({"untie_embeddings_and_output_weights": False}, r"no rule maps, output_layer\.weight"),
+    ({"add_qkv_bias": True}, r"lacks decoder\.layers\.self_attention\.linear_qkv\.bias"),
+    ({"num_experts": 4}, "mixture of experts"),
+])  # fmt: skip
+def test_a_checkpoint_with_other_tensors_is_refused_and_nothing_is_written(change, told, llama):
+    shape, reader = shapes()["llama"], TensorReader(llama / "megatron" / "release")
+    args = write_arguments(shape)
+    vars(args).update(change)
+    tensors = [
+        TensorToWrite(
+            key, reader.tensors[key].size, torch.float32, None, lambda _, key=key: reader.read(key)
+        )
+        for key in reader.tensors
+    ]
+    objects = {"common_state/shard_0_1": {"args": args}}
+    write_checkpoint(llama / "other" / "iter_0000001", tensors, objects)
+    with pytest.raises(ConversionError, match=told) as refusal:
+        export_model(llama / "other", llama / "new", step=1)
+    assert "\n" not in str(refusal.value)
+    assert sorted(os.listdir(llama)) == ["hf", "megatron", "other"]
+
+
+def test_folders_that_hold_no_checkpoint_are_refused(tmp_path):
+    with pytest.raises(ConversionError, match="latest_checkpointed_iteration"):
+        export_model(tmp_path, tmp_path / "out")
+    with pytest.raises(ConversionError, match="iter_0000005: no such checkpoint"):
+        export_model(tmp_path, tmp_path / "out", step=5)
+    (tmp_path / "iter_0000005").mkdir()
+    with pytest.raises(ConversionError, match=r"metadata\.json.*torch_dist"):
+        export_model(tmp_path, tmp_path / "out", step=5)
+
+
+def test_what_is_there_already_is_never_written_over(llama):
+    (llama / "taken").mkdir()
+    (llama / "taken" / "mine").touch()
+    with pytest.raises(ConversionError, match="not empty"):
+        export_model(llama / "megatron", llama / "taken")
+    with pytest.raises(ConversionError, match="not empty"):
+        import_model(llama / "hf", llama / "taken")
+    assert os.listdir(llama / "taken") == ["mine"]
+
+
+def test_a_conversion_that_breaks_off_leaves_nothing(llama):
+    def breaking(steps, total):
+        yield next(iter(steps))
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        export_model(llama / "megatron", llama / "new", progress=breaking)
+    with pytest.raises(OSError, match="disk full"):
+        import_model(llama / "hf", llama / "new", progress=breaking)
+    assert sorted(os.listdir(llama)) == ["hf", "megatron"]
+
+
+def test_the_commands_convert_and_print_the_flags_of_the_model(llama, capsys):
+    command.main(["import", "--load", f"{llama}/hf", "--save", f"{llama}/new", "--dtype", "bf16"])
+    told = capsys.readouterr().out
+    for flag in ("--num-layers 2", "--num-query-groups 2", "--finetune", "--vocab-size 101"):
+        assert flag in told
+    command.main(
+        ["export", "--load", f"{llama}/new", "--output", f"{llama}/out", "--dtype", "fp32"]
+    )
+    assert "llama, 2 layers, vocabulary 101" in capsys.readouterr().out
+    assert load_model(llama / "out").dtype == torch.float32
+
+
+def test_the_commands_end_with_one_line_and_a_status(llama, capsys, monkeypatch):
+    with pytest.raises(SystemExit) as end:
+        command.main(["export", "--load", f"{llama}/megatron", "--output", f"{llama}/hf"])
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and told.count("\n") == 1
+    assert told.startswith("megatron_asynchzp: ") and "not empty" in told
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        command.main(["export", "--load", f"{llama}/megatron", "--output", f"{llama}/out"])
+    assert "pip install 'megatron_asynchzp[hf]'" in capsys.readouterr().err

@@ -1,0 +1,111 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""How Megatron and transformers spell a model, and what is refused."""
+
+import dataclasses
+import json
+from argparse import Namespace
+
+import pytest
+import torch
+
+from megatron_asynchzp.hf.config import read_config, write_config
+from megatron_asynchzp.hf.megatron_arguments import read_arguments, write_arguments
+from megatron_asynchzp.hf.shape import ConversionError
+from tests.hf.models import NAMES, configs, shapes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shape_survives_megatrons_arguments_and_the_config_of_transformers(name, tmp_path):
+    shape = shapes()[name]
+    assert read_arguments(write_arguments(shape)) == shape
+    write_config(shape, tmp_path, torch.float32)
+    assert read_config(tmp_path, 128) == shape
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_of_transformers_has_the_shape_of_its_model(name, tmp_path):
+    configs()[name].save_pretrained(tmp_path)
+    assert read_config(tmp_path, 128) == shapes()[name]
+
+
+def test_both_spellings_of_gelu_survive(tmp_path):
+    shape = dataclasses.replace(shapes()["gpt2"], is_gelu_tanh=True)
+    assert read_arguments(write_arguments(shape)) == shape
+    write_config(shape, tmp_path, torch.float32)
+    assert json.loads((tmp_path / "config.json").read_text())["activation_function"] == "gelu_new"
+    assert read_config(tmp_path, 128) == shape
+
+
+def test_megatrons_fused_gelu_is_the_approximation_that_gelu_new_names():
+    from megatron.core.fusions.fused_bias_gelu import bias_gelu
+    from transformers.activations import ACT2FN
+
+    x = torch.linspace(-6, 6, 1001)
+    fused, named = bias_gelu(torch.zeros(()), x), ACT2FN["gelu_new"](x)
+    torch.testing.assert_close(fused, named, rtol=0, atol=1e-6)
+
+
+def test_transformers_4_finds_the_base_of_the_rotary_positions_too(tmp_path):
+    write_config(shapes()["llama-tied-scaled-rope"], tmp_path, torch.float32)
+    entries = json.loads((tmp_path / "config.json").read_text())
+    assert entries["rope_theta"] == 500000
+    assert entries["rope_scaling"]["rope_type"] == "llama3"
+
+
+def _arguments(name: str, **changes: object) -> Namespace:
+    return Namespace(**{**vars(write_arguments(shapes()[name])), **changes})
+
+
+@pytest.mark.parametrize("name, changes, told", [
+    ("llama", {"num_experts": 8}, "mixture of experts"),
+    ("llama", {"multi_latent_attention": True}, "multi-latent"),
+    ("llama", {"hybrid_layer_pattern": "M*-"}, "hybrid"),
+    ("llama", {"rotary_interleaved": True}, "rotary_interleaved"),
+    ("llama", {"rotary_percent": 0.5}, "rotary_percent = 0.5"),
+    ("llama", {"qk_layernorm": True}, "qk_layernorm"),
+    ("llama", {"window_size": (128, 0)}, "window"),
+    ("llama", {"mtp_num_layers": 1}, "mtp_num_layers"),
+    ("llama", {"layernorm_zero_centered_gamma": True}, "centred at zero"),
+    ("llama", {"swiglu": False}, "swiglu = False"),
+    ("llama", {"normalization": "LayerNorm"}, "normalization = LayerNorm"),
+    ("llama", {"add_bias_linear": True}, "add_bias_linear = True"),
+    ("llama-tied-scaled-rope", {"rope_scaling_factor": 32.0}, "rope_scaling_factor = 32.0"),
+    ("qwen2", {"kv_channels": 32}, "hidden size"),
+    ("gpt2", {"squared_relu": True}, "squared ReLU"),
+    ("gpt2", {"position_embedding_type": "rope"}, "position_embedding_type = rope"),
+    ("gpt2", {"group_query_attention": True, "num_query_groups": 2}, "grouped queries"),
+    ("gpt2", {"kv_channels": 32}, "hidden size"),
+    ("gpt2", {"vocab_size": 200}, "vocabulary of 200"),
+])  # fmt: skip
+def test_a_megatron_model_of_no_family_is_refused_in_one_line(name, changes, told):
+    with pytest.raises(ConversionError, match=told) as refusal:
+        read_arguments(_arguments(name, **changes))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name, changes, told", [
+    ("llama", {"model_type": "mixtral"}, "model_type = mixtral"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act = gelu"),
+    ("llama", {"attention_bias": True}, "attention_bias = True"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+     "linear"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4 + 0.5}}, "10000.5"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function = relu"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+])  # fmt: skip
+def test_a_model_of_transformers_that_megatron_does_not_compute_is_refused_in_one_line(
+    name, changes, told, tmp_path
+):
+    configs()[name].save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ConversionError, match=told) as refusal:
+        read_config(tmp_path, 128)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_directory_without_config_is_refused(tmp_path):
+    with pytest.raises(ConversionError, match=r"no config\.json"):
+        read_config(tmp_path, 128)

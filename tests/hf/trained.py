@@ -1,0 +1,93 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What stock Megatron computes on gloo ranks: models it trained and saved, and models it loaded
+from an import. One set of ranks for all of them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_asynchzp.hf.megatron_arguments import command_line
+from tests.hf.models import POSITIONS, VOCABULARY, shapes, tokens
+from tests.support.megatron_runs import UNTIED, gpt_args, run_pretrain
+
+_SIZES = ["--vocab-size", str(VOCABULARY), "--make-vocab-size-divisible-by", "16"]
+_LLAMA = ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--ffn-hidden-size",
+          "96", "--position-embedding-type", "rope"]  # fmt: skip
+_GROUPED = ["--group-query-attention", "--num-query-groups", "2"]
+_TENSOR_PARALLEL = ["--tensor-model-parallel-size", "2"]
+# Large steps, so that norms and biases are far from what they start as.
+_TRAIN = ["--train-iters", "3", "--lr", "3e-2", "--min-lr", "1e-2", "--lr-warmup-iters", "0"]
+
+TRAINED: dict[str, list[str]] = {
+    "llama, grouped queries, untied, TP 2": [*_LLAMA, *_GROUPED, *UNTIED, *_TENSOR_PARALLEL],
+    "llama, tied, scaled rope, PP 2": [
+        *_LLAMA, "--use-rope-scaling", "--rotary-base", "500000",
+        "--pipeline-model-parallel-size", "2",
+    ],
+    "gpt2, tied, TP 2": [*_TENSOR_PARALLEL],
+    "gpt2, untied, distributed optimizer": [*UNTIED, "--use-distributed-optimizer"],
+    "qwen2, grouped queries, untied": [*_LLAMA, *_GROUPED, *UNTIED, "--add-qkv-bias"],
+}  # fmt: skip
+
+
+def train_and_save(name: str, folder: Path) -> torch.Tensor | None:
+    """Train a few steps and save below `folder`; the logits of the last stage, as in logits_of."""
+    args = gpt_args(*_SIZES, *TRAINED[name], *_TRAIN, "--save", str(folder), "--save-interval",
+                    "1000", "--ckpt-format", "torch_dist")  # fmt: skip
+    logits = run_pretrain(args, _logits).inspected
+    _end_helper_process()
+    return logits
+
+
+def load_imported(name: str, folder: Path) -> torch.Tensor | None:
+    """The logits of an imported model, loaded with the flags that the import prints."""
+    flags = " ".join(command_line(shapes()[name])).split()
+    parallel = _TENSOR_PARALLEL if shapes()[name].num_query_groups > 1 else []
+    args = gpt_args(*_SIZES, *flags, *parallel, "--load", str(folder), "--finetune",
+                    "--ckpt-format", "torch_dist", "--train-iters", "1", "--lr", "0",
+                    "--min-lr", "0", "--lr-warmup-iters", "0")  # fmt: skip
+    return run_pretrain(args, _logits).inspected
+
+
+def _logits(model: list, optimizer: Any) -> torch.Tensor | None:
+    """[2, POSITIONS, VOCABULARY] of the test's tokens, on the last pipeline stage."""
+    from megatron.core import parallel_state
+
+    stage, num_stages = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    group = parallel_state.get_pipeline_model_parallel_group()
+    chunk = model[0].eval()
+    positions = torch.arange(POSITIONS).expand(2, POSITIONS)
+    with torch.no_grad():
+        if stage > 0:
+            hidden = torch.empty(POSITIONS, 2, 64)
+            torch.distributed.recv(hidden, group=group, group_src=stage - 1)
+            chunk.module.set_input_tensor(hidden)
+        output = chunk(tokens(), positions, None, runtime_gather_output=True)
+        if stage < num_stages - 1:
+            torch.distributed.send(output, group=group, group_dst=stage + 1)
+    chunk.train()
+    return output[..., :VOCABULARY].float().numpy() if stage == num_stages - 1 else None
+
+
+def _end_helper_process():
+    """Megatron starts a process for every rank that saves, and ends it with Python only: these
+    ranks end without."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if (queue := filesystem_async._results_queue) is not None:
+        queue._manager.shutdown()
+        filesystem_async._results_queue = None
+
+
+def train_and_load(trained: dict[str, Path], imported: dict[str, Path]) -> dict[str, Any]:
+    """Body of a rank: the logits of all models, by name, None on stages without."""
+    return {
+        **{name: train_and_save(name, folder) for name, folder in trained.items()},
+        **{name: load_imported(name, folder) for name, folder in imported.items()},
+    }
