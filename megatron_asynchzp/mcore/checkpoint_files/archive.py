@@ -1,0 +1,136 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the check of one item of a data file: a zip archive as torch.save writes it. torch stores a
+CRC-32 of every record in it and does not look at it when it loads. Must not know what is stored.
+
+    item:  header data.pkl  header .format_version ... header data/0  directory  end
+                  |________________________________________|               |
+             each covered by a CRC-32 that lies in the directory, covered by the seal
+"""
+
+import hashlib
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass
+from io import BytesIO
+from typing import BinaryIO
+
+from megatron_asynchzp.mcore.checkpoint_files.errors import Damage
+
+_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
+_LONGEST_DESCRIPTOR = 24  # what may follow a record: signature, CRC-32, two sizes of 8 bytes
+_END_NBYTES = 22
+_CHUNK_NBYTES = 4 << 20
+# The directory is read with one read of this many bytes from the end, where that is enough.
+_TAIL_NBYTES = 4096
+
+
+@dataclass(frozen=True)
+class Item:
+    """Where an archive lies in its file, and how long its tensor is (None: it is no tensor)."""
+
+    offset: int
+    length: int
+    tensor_nbytes: int | None = None
+
+
+class _Slice(BytesIO):
+    """The end of an archive as a seekable file: positions count from the archive's own start."""
+
+    def __init__(self, tail: bytes, start: int):
+        super().__init__(tail)
+        self._start = start
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        if whence == 0:
+            if offset < self._start:
+                raise Damage("its zip directory is longer than the item")
+            return super().seek(offset - self._start) + self._start
+        return super().seek(offset, whence) + self._start
+
+    def tell(self) -> int:
+        return super().tell() + self._start
+
+
+def read_directory(file: BinaryIO, item: Item) -> tuple[list[zipfile.ZipInfo], int, bytes]:
+    """The records of an archive in the order they lie in, where its directory starts, and the
+    directory's bytes up to the end of the item. Raises Damage, or OSError."""
+    start = max(0, item.length - _TAIL_NBYTES)
+    while True:
+        file.seek(item.offset + start)
+        tail = file.read(item.length - start)
+        if len(tail) != item.length - start or tail[-_END_NBYTES:][:4] != b"PK\x05\x06":
+            raise Damage("an item does not end where it should")
+        try:
+            with zipfile.ZipFile(_Slice(tail, start)) as archive:
+                records, directory_start = archive.infolist(), archive.start_dir
+            break
+        except Damage:
+            if start == 0:
+                raise
+            start = 0  # a directory of many records: read the whole item, once
+        except Exception as error:  # zipfile raises five kinds, struct.error among them
+            raise Damage(f"the zip directory of an item is damaged ({type(error).__name__})") from None
+    stated = int.from_bytes(tail[-6:-2], "little")
+    if stated not in (directory_start, 0xFFFFFFFF):
+        raise Damage("the zip directory of an item is not where its end says")
+    records.sort(key=lambda record: record.header_offset)
+    return records, directory_start, tail[directory_start - start :]
+
+
+def check_archive(file: BinaryIO, item: Item) -> bytes:
+    """Read the whole archive in pieces and return its directory. Raises Damage, or OSError."""
+    records, directory_start, directory = read_directory(file, item)
+    buffer = memoryview(bytearray(min(_CHUNK_NBYTES, item.length)))
+    end, data_nbytes = 0, 0
+    for record in records:
+        if not end <= record.header_offset <= end + (_LONGEST_DESCRIPTOR if end else 0):
+            raise Damage("records of an item are not where its zip directory says")
+        end = _check_record(file, item, record, buffer)
+        if record.orig_filename.partition("/")[2].startswith("data/"):
+            data_nbytes += record.file_size
+    if not records or not end <= directory_start <= end + _LONGEST_DESCRIPTOR:
+        raise Damage("records of an item do not reach its zip directory")
+    if item.tensor_nbytes is not None and data_nbytes < item.tensor_nbytes:
+        raise Damage(f"a tensor has {data_nbytes} of {item.tensor_nbytes} bytes")
+    return directory
+
+
+def _check_record(file: BinaryIO, item: Item, record: zipfile.ZipInfo, buffer: memoryview) -> int:
+    """Where the record's data ends, which torch finds by the header in front of it."""
+    file.seek(item.offset + record.header_offset)
+    header = file.read(_HEADER.size)
+    if len(header) != _HEADER.size:
+        raise Damage("an item is cut short")
+    signature, name_length, extra_length = _HEADER.unpack(header)
+    name = record.orig_filename.encode("utf-8", "surrogateescape")
+    if signature != b"PK\x03\x04" or file.read(name_length) != name:
+        raise Damage("the header of a record is damaged")
+    if record.compress_type or record.compress_size != record.file_size:
+        raise Damage("a record is not stored as torch stores it")
+    position = record.header_offset + _HEADER.size + name_length + extra_length
+    end = position + record.file_size
+    if end > item.length:
+        raise Damage("a record reaches beyond its item")
+    file.seek(item.offset + position)
+    crc, left = 0, record.file_size
+    while left:
+        num_read = file.readinto(buffer[: min(left, len(buffer))])
+        if not num_read:
+            raise Damage("an item is cut short")
+        crc = zlib.crc32(buffer[:num_read], crc)
+        left -= num_read
+    if crc != record.CRC:
+        raise Damage(f"the checksum of record {record.orig_filename} is wrong")
+    return end
+
+
+def seal_of(directories: list[bytes]) -> str:
+    """One checksum for a file, of the directories of its items in their order. Through the CRC-32s
+    in them it stands for the data, which need not be read again to make it."""
+    digest = hashlib.sha256()
+    for directory in directories:
+        digest.update(len(directory).to_bytes(8, "little"))
+        digest.update(directory)
+    return digest.hexdigest()
