@@ -18,7 +18,8 @@ from typing import BinaryIO
 
 from megatron_asynchzp.mcore.checkpoint_files.errors import Damage
 
-_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
+# Signature, version and flags, method, time, date, CRC-32, two sizes, lengths of name and extra.
+_HEADER = struct.Struct("<4s4sHHHIIIHH")
 _LONGEST_DESCRIPTOR = 24  # what may follow a record: signature, CRC-32, two sizes of 8 bytes
 _END_NBYTES = 22
 _CHUNK_NBYTES = 4 << 20
@@ -103,9 +104,10 @@ def _check_record(file: BinaryIO, item: Item, record: zipfile.ZipInfo, buffer: m
     header = file.read(_HEADER.size)
     if len(header) != _HEADER.size:
         raise Damage("an item is cut short")
-    signature, name_length, extra_length = _HEADER.unpack(header)
+    signature, version_and_flags, *told, name_length, extra_length = _HEADER.unpack(header)
     name = record.orig_filename.encode("utf-8", "surrogateescape")
-    if signature != b"PK\x03\x04" or file.read(name_length) != name:
+    is_right = signature == b"PK\x03\x04" and file.read(name_length) == name
+    if not is_right or version_and_flags != _version_and_flags(record) or not _agrees(told, record):
         raise Damage("the header of a record is damaged")
     if record.compress_type or record.compress_size != record.file_size:
         raise Damage("a record is not stored as torch stores it")
@@ -124,6 +126,21 @@ def _check_record(file: BinaryIO, item: Item, record: zipfile.ZipInfo, buffer: m
     if crc != record.CRC:
         raise Damage(f"the checksum of record {record.orig_filename} is wrong")
     return end
+
+
+def _version_and_flags(record: zipfile.ZipInfo) -> bytes:
+    return struct.pack("<HH", record.extract_version, record.flag_bits)
+
+
+def _agrees(told: list[int], record: zipfile.ZipInfo) -> bool:
+    """Whether a header says of its record what the directory does. What was not known when the
+    header was written is 0 there, or all ones where it is in the extra field."""
+    method, time, date, crc, *sizes = told
+    year, month, day, hour, minute, second = record.date_time
+    is_date = date == (year - 1980) << 9 | month << 5 | day
+    is_time = time == hour << 11 | minute << 5 | second // 2
+    is_size = all(size in (0, record.file_size, 0xFFFFFFFF) for size in sizes)
+    return method == 0 and is_date and is_time and crc in (0, record.CRC) and is_size
 
 
 def seal_of(directories: list[bytes]) -> str:
