@@ -275,17 +275,7 @@ def _tear_down():
     from megatron.training import training
 
     training.destroy_global_state()
-    close_writers()
     groups = dist.distributed_c10d._world.pg_map
     for group in [group for group in groups if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
     gc.collect()  # models are cycles: hooks hold them
-
-
-def close_writers():
-    """End the process that Megatron starts for the results of its first save; nobody else does
-    where a rank ends by os._exit, and it would outlive the test."""
-    module = sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async")
-    if module is not None and module._results_queue is not None:
-        module._results_queue._manager.shutdown()
-        module._results_queue = None
