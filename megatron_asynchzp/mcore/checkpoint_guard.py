@@ -43,7 +43,7 @@ from megatron_asynchzp.mcore.checkpoint_files.saving import (
     save_error,
 )
 
-# Where Megatron logs what became of a write; the exception it then raises only says that one failed.
+# Where Megatron logs what became of a write; the exception that follows does not say it.
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 # What the reading of files can end in. A RuntimeError may also be a peer's death, or ours.
@@ -194,8 +194,11 @@ def guard_load_checkpoint(load: Callable[[], Any], args: Namespace, load_arg: st
 
 
 def guard_load_args(load: Callable[[], Any], args: Namespace, load_dir: str | None) -> Any:
-    """Call Megatron's load_args_from_checkpoint, which each rank does by itself."""
-    choice = choose_checkpoint(load_dir, args.ckpt_step or None) if load_dir else None
+    """Call Megatron's load_args_from_checkpoint, which each rank does by itself: hence without a
+    look at the tensors, which all ranks together take before they load them."""
+    choice = None
+    if load_dir:
+        choice = choose_checkpoint(load_dir, args.ckpt_step or None, is_thorough=False)
     return _load_choice(load, args, load_dir, choice)
 
 

@@ -6,17 +6,21 @@ import contextlib
 import os
 import resource
 import signal
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_asynchzp.mcore.checkpoint_files.choice import TRACKER, choose_checkpoint
+from megatron_asynchzp.mcore import checkpoint_guard
+from megatron_asynchzp.mcore.checkpoint_files.choice import TRACKER, Choice, choose_checkpoint
 from megatron_asynchzp.mcore.checkpoint_files.errors import CheckpointError, SaveError
 from megatron_asynchzp.mcore.checkpoint_files.manifest import MANIFEST
 from megatron_asynchzp.mcore.checkpoint_files.ownership import OWNER, Ownership
+from megatron_asynchzp.mcore.checkpoint_guard import chosen_metadata
 from tests.support import ranks
 from tests.support.checkpoint_damage import DATA, HARMFUL, NEWER, OLDER
 from tests.support.megatron_runs import RunRecord, gpt_args, run_pretrain
@@ -44,8 +48,7 @@ def _guarded() -> Iterator[None]:
 
 
 def _run(*flags: str) -> RunRecord:
-    if "--async-save" not in flags:
-        write_in_this_process()
+    write_in_this_process(is_it="--async-save" not in flags)
     with _guarded():
         return run_pretrain(gpt_args("--train-iters", "4", *flags))
 
@@ -80,6 +83,8 @@ def _train_damage_and_resume(folder: str) -> dict:
     told["tracker"] = (place / TRACKER).read_text()
     told["chosen"] = choose_checkpoint(place).iteration
     told["saved again"] = read_state(place / NEWER)
+    dist.barrier()
+    _on_rank_0(lambda: (place / TRACKER).write_text("-7"))
     step = _run("--load", folder, "--ckpt-step", "2")
     told["from step 2"] = step.losses
     return told
@@ -127,23 +132,39 @@ def _async_save(folder: str) -> tuple[list[bool], str]:
     return manifests, (Path(folder) / TRACKER).read_text()
 
 
-def test_a_run_goes_on_from_the_newest_intact_checkpoint_as_if_it_had_not_stopped(tmp_path):
-    told = on_ranks(_train_damage_and_resume, 2, str(tmp_path))[0]
-    assert told["manifests"] == [True, True]
-    assert told["resumed"] == told["whole"][2:] == told["from step 2"]
-    assert f"{tmp_path}: {NEWER} is skipped: " in told["log"]
-    assert f"{TRACKER} now names {OLDER}" in told["log"]
-    assert told["tracker"] == "4" and told["chosen"] == 4
-    model = [name for name in told["saved"] if "state" not in name and "rng" not in name]
+def _all_bodies(folder: str) -> dict:
+    """Starting Megatron costs more than these runs: one set of ranks for all of them."""
+    told = {}
+    for body in (_train_damage_and_resume, _refused_loads, _full_disk, _async_save):
+        place = Path(folder, body.__name__)
+        told[body.__name__] = str(place), body(str(place))
+        dist.barrier()
+    return told
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> list[dict]:
+    """What each body found, in which folder, by rank."""
+    return on_ranks(_all_bodies, 2, str(tmp_path_factory.mktemp("runs")))
+
+
+def test_a_run_goes_on_from_the_newest_intact_checkpoint_as_if_it_had_not_stopped(told):
+    place, found = told[0]["_train_damage_and_resume"]
+    assert found["manifests"] == [True, True]
+    assert found["resumed"] == found["whole"][2:] == found["from step 2"]
+    assert f"{place}: {NEWER} is skipped: " in found["log"]
+    assert f"{TRACKER} now names {OLDER}" in found["log"]
+    assert found["tracker"] == "4" and found["chosen"] == 4
+    model = [name for name in found["saved"] if "state" not in name and "rng" not in name]
     assert len(model) > 10
-    assert all(told["saved"][name] == told["saved again"][name] for name in model)
+    assert all(found["saved"][name] == found["saved again"][name] for name in model)
 
 
-def test_what_cannot_be_loaded_is_one_line_on_every_rank(tmp_path):
-    every = on_ranks(_refused_loads, 2, str(tmp_path))
-    assert every[0] == every[1]
-    hidden, layers, vocabulary, ffn, step, missing, schedule, damaged = every[0]
-    another = f"CheckpointError: {tmp_path / NEWER} is of another model: "
+def test_what_cannot_be_loaded_is_one_line_on_every_rank(told):
+    (place, lines), (_, others) = (one["_refused_loads"] for one in told)
+    assert lines == others
+    hidden, layers, vocabulary, ffn, step, missing, schedule, damaged = lines
+    another = f"CheckpointError: {place}/{NEWER} is of another model: "
     assert hidden == f"{another}--hidden-size is 64 in the checkpoint and 32 in this run"
     assert layers == f"{another}--num-layers is 2 in the checkpoint and 4 in this run"
     assert vocabulary == f"{another}--vocab-size is 127 in the checkpoint and 200 in this run"
@@ -155,16 +176,16 @@ def test_what_cannot_be_loaded_is_one_line_on_every_rank(tmp_path):
     assert "has no intact checkpoint" in damaged and DATA[1] in damaged
 
 
-def test_a_full_disk_ends_the_run_in_one_line_and_leaves_the_older_checkpoint(tmp_path):
-    told, iteration, tracker = on_ranks(_full_disk, 2, str(tmp_path))[0]
-    for line in told:
-        assert line.startswith(f"SaveError: {tmp_path / NEWER} could not be saved: "), line
-    assert "File too large" in told[1] and "rank 1 could not write" in told[0]
+def test_a_full_disk_ends_the_run_in_one_line_and_leaves_the_older_checkpoint(told):
+    place, (lines, iteration, tracker) = told[0]["_full_disk"]
+    for line in lines:
+        assert line.startswith(f"SaveError: {place}/{NEWER} could not be saved: "), line
+    assert "File too large" in lines[1] and "rank 1 could not write" in lines[0]
     assert iteration == 2 and tracker == "2"
 
 
-def test_an_asynchronous_save_is_complete_before_the_tracker_names_it(tmp_path):
-    assert on_ranks(_async_save, 2, str(tmp_path))[0] == ([True, True], "4")
+def test_an_asynchronous_save_is_complete_before_the_tracker_names_it(told):
+    assert told[0]["_async_save"][1] == ([True, True], "4")
 
 
 # --- one run at a time -------------------------------------------------------------------------
@@ -204,6 +225,51 @@ def test_a_save_directory_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="--save .*/file/run: Not a directory"):
         Ownership.claim(tmp_path / "file" / "run")
+
+
+def _two_empty(folder: Path, tracker: str) -> tuple[Namespace, Choice]:
+    (folder / TRACKER).write_text(tracker)
+    args = Namespace(ckpt_step=None, exit_on_missing_checkpoint=False)
+    return args, Choice(4, False, folder / NEWER, ())
+
+
+def test_a_tracker_that_cannot_be_written_does_not_stop_the_load(tmp_path):
+    args, choice = _two_empty(tmp_path, "garbage")
+    loaded = []
+    checkpoint_guard._load_choice(
+        lambda: loaded.append((args.ckpt_step, chosen_metadata(tmp_path / TRACKER))),
+        args,
+        str(tmp_path),
+        choice,
+    )
+    assert loaded == [(4, (4, False))]
+    assert args.ckpt_step is None and chosen_metadata(tmp_path / TRACKER) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [SystemExit(), SystemExit(0), KeyError("optimizer"), AssertionError("a\nb"), EOFError()]
+    + [RuntimeError("PytorchStreamReader failed"), CheckpointException("read", {})],
+)
+def test_no_way_of_giving_up_is_a_success_or_a_traceback(tmp_path, error):
+    def load():
+        raise error
+
+    args, choice = _two_empty(tmp_path, "4")
+    with pytest.raises(CheckpointError) as refused:
+        checkpoint_guard._load_choice(load, args, str(tmp_path), choice)
+    assert "\n" not in str(refused.value) and str(choice.folder) in str(refused.value)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), RuntimeError("Connection closed"), TypeError()])
+def test_what_is_not_about_files_passes(tmp_path, error):
+    def load():
+        raise error
+
+    args, choice = _two_empty(tmp_path, "4")
+    with pytest.raises(type(error)) as passed:
+        checkpoint_guard._load_choice(load, args, str(tmp_path), choice)
+    assert passed.value is error
 
 
 def test_both_ends_are_reported_in_one_line():

@@ -30,12 +30,12 @@ def save_two(folder: str) -> None:
         Path(folder, "latest_checkpointed_iteration.txt").write_text("4")
 
 
-def write_in_this_process() -> None:
+def write_in_this_process(is_it: bool = True) -> None:
     """Spare a rank the process that Megatron starts, in seconds, to pass on the results of its
-    writers: synchronous ones need none."""
+    writers: synchronous ones need none. `is_it` False takes that back."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    filesystem_async._results_queue = queue.SimpleQueue()
+    filesystem_async._results_queue = queue.SimpleQueue() if is_it else None
 
 
 def _state(iteration: int) -> dict:
@@ -67,7 +67,9 @@ def read_state(iteration_dir: Path) -> dict[str, bytes]:
     state: dict = {}
     for name, told in reader.read_metadata().state_dict_metadata.items():
         is_tensor = isinstance(told, TensorStorageMetadata)
-        state[name] = torch.empty(told.size, dtype=told.properties.dtype) if is_tensor else BytesIO()
+        state[name] = BytesIO()
+        if is_tensor:
+            state[name] = torch.empty(told.size, dtype=told.properties.dtype)
     checkpoint.load(state, storage_reader=reader, no_dist=True)
     return {name: _bytes(value) for name, value in state.items()}
 

@@ -72,7 +72,8 @@ def read_directory(file: BinaryIO, item: Item) -> tuple[list[zipfile.ZipInfo], i
                 raise
             start = 0  # a directory of many records: read the whole item, once
         except Exception as error:  # zipfile raises five kinds, struct.error among them
-            raise Damage(f"the zip directory of an item is damaged ({type(error).__name__})") from None
+            told = type(error).__name__
+            raise Damage(f"the zip directory of an item is damaged ({told})") from None
     stated = int.from_bytes(tail[-6:-2], "little")
     if stated not in (directory_start, 0xFFFFFFFF):
         raise Damage("the zip directory of an item is not where its end says")

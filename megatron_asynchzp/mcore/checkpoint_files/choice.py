@@ -127,22 +127,26 @@ def _saved_at(folder: Path, only_by_manifest: bool = False) -> float | None:
 
 
 def choose_checkpoint(
-    load_dir: Path | str, wanted_step: int | None = None, peers: Peers | None = None
+    load_dir: Path | str,
+    wanted_step: int | None = None,
+    peers: Peers | None = None,
+    is_thorough: bool = True,
 ) -> Choice | None:
     """The newest complete and uncorrupted checkpoint; None where there is no trace of one.
 
     wanted_step: only this iteration will do. peers: the ranks that share the reading; a collective
-    call then, with the same result on all. Raises CheckpointError, on all.
+    call then, with the same result on all. is_thorough: tensors are read too, not only objects.
+    Raises CheckpointError, on all.
     """
     load_dir, peers = Path(load_dir), peers or Alone()
     candidates = peers.tell(lambda: _list_or_error(load_dir))
     if isinstance(candidates, str):
         raise CheckpointError(f"--load {load_dir}: {candidates}")
     if wanted_step is not None:
-        return _choose_step(load_dir, wanted_step, candidates, peers)
+        return _choose_step(load_dir, wanted_step, candidates, peers, is_thorough)
     skipped = []
     for name in candidates:
-        reason = find_fault(load_dir / name, peers)
+        reason = find_fault(load_dir / name, peers, is_thorough)
         if reason is None:
             told = tuple(f"{load_dir}: {one} is skipped: {why}" for one, why in skipped)
             return _choice(load_dir, name, told)
@@ -158,10 +162,14 @@ def choose_checkpoint(
     return None
 
 
-def _choose_step(load_dir: Path, step: int, candidates: list[str], peers: Peers) -> Choice:
+def _choose_step(
+    load_dir: Path, step: int, candidates: list[str], peers: Peers, is_thorough: bool
+) -> Choice:
     name = f"iter_{step:07d}"
     is_there = name in candidates
-    reason = find_fault(load_dir / name, peers) if is_there else "there is no such directory"
+    reason = "there is no such directory"
+    if is_there:
+        reason = find_fault(load_dir / name, peers, is_thorough)
     if reason is None:
         return _choice(load_dir, name, ())
     for other in candidates:
@@ -185,14 +193,14 @@ def _choice(load_dir: Path, name: str, told: tuple[str, ...]) -> Choice:
     return Choice(0 if is_release else _number(name), is_release, load_dir / name, told)
 
 
-def find_fault(iteration_dir: Path, peers: Peers) -> str | None:
+def find_fault(iteration_dir: Path, peers: Peers, is_thorough: bool = True) -> str | None:
     """The first thing that is wrong with a checkpoint, its data included; None where it is intact.
     Each rank reads a share of the data files."""
     contents = peers.tell(lambda: _contents_or_reason(iteration_dir))
     if isinstance(contents, str):
         return contents
     mine = list(contents.files)[peers.rank :: peers.size]
-    reasons = peers.gather(find_corruption(iteration_dir, contents.files, mine))
+    reasons = peers.gather(find_corruption(iteration_dir, contents.files, mine, is_thorough))
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -212,5 +220,6 @@ def repair_tracker(load_dir: Path | str, choice: Choice) -> str | None:
     try:
         replace_file(load_dir / TRACKER, choice.tracker_text)
     except OSError as error:
-        return f"{load_dir}: {TRACKER} does not name {choice.folder.name}, and stays so: {error.strerror}"
+        told = f"{TRACKER} does not name {choice.folder.name}, and stays so"
+        return f"{load_dir}: {told}: {error.strerror}"
     return f"{load_dir}: {TRACKER} now names {choice.folder.name}"

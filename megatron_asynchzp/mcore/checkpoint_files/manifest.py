@@ -16,7 +16,11 @@ from pathlib import Path
 from megatron_asynchzp.mcore.checkpoint_files.archive import Item, read_directory, seal_of
 from megatron_asynchzp.mcore.checkpoint_files.errors import Damage
 from megatron_asynchzp.mcore.checkpoint_files.inventory import CONFIG, METADATA, read_inventory
-from megatron_asynchzp.mcore.checkpoint_files.small_file import hash_file, read_small, replace_file
+from megatron_asynchzp.mcore.checkpoint_files.small_file import (
+    hash_file,
+    read_small,
+    replace_file,
+)
 
 MANIFEST = "asynchzp_manifest.json"
 _FORMAT = 1
@@ -76,7 +80,7 @@ def write_manifest(iteration_dir: Path | str, seals: Mapping[str, str] | None = 
 
 
 def read_manifest(iteration_dir: Path) -> Manifest | None:
-    """The manifest, or None where there is none. Raises Damage, for this directory to be skipped."""
+    """The manifest, or None where there is none. Raises Damage where it cannot be believed."""
     data = read_small(iteration_dir / MANIFEST)
     if data is None:
         return None
