@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_asynchzp.mcore.checkpoint_files.choice import choose_checkpoint, repair_tracker
 from megatron_asynchzp.mcore.checkpoint_files.errors import CheckpointError
@@ -31,7 +32,7 @@ from tests.support.saved_state import read_state, save_two
 from tests.support.world import on_ranks
 
 # What no one can know of a checkpoint without our manifest: that its files belong together.
-_NEEDS_MANIFEST = ("older", "exchanged", "forged", "copy", "locator", "an end's", "64-bit")
+_NEEDS_MANIFEST = ("older", "exchanged", "forged", "copy")
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +121,11 @@ def test_stock_checkpoints_are_judged_by_their_data_alone(originals, tmp_path, t
 
 
 _SLOWER = settings(
-    deadline=None, max_examples=400, suppress_health_check=list(HealthCheck), database=None
+    deadline=None,
+    max_examples=400,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    database=None,
 )
 
 
@@ -155,7 +160,7 @@ def _judge_stock(folder: Path, truth: dict) -> None:
     choice = choose_checkpoint(folder)
     try:
         found = read_state(choice.folder)
-    except Exception:  # torch's own checks; nothing was loaded
+    except (Exception, CheckpointException):  # torch's own checks; nothing was loaded
         return
     expected = truth[choice.folder.name]
     assert {name: expected[name] for name in found if name in expected} == {

@@ -270,6 +270,9 @@ HARMFUL: dict[str, Damage] = {
         METADATA, lambda data: b"cos\nsystem\n(S'touch damaged'\ntR."
     ),
     f"{METADATA} a directory's number changed": _edit(METADATA, _flip_at(b"_0.distcp", 1)),
+    f"{METADATA} a NUL in a file's name": _edit(
+        METADATA, lambda data: data.replace(b"__0_0", b"__0\0_")
+    ),
     f"{METADATA} a tensor's name changed": _edit(METADATA, _flip_at(b"weight", 2)),
     f"{METADATA} a dtype changed": _edit(METADATA, lambda d: d.replace(b"float32", b"float64")),
     f"{CONFIG} no JSON": _edit(CONFIG, lambda data: b"\xff{" + data),

@@ -21,7 +21,10 @@ from megatron_asynchzp.mcore.checkpoint_files.errors import Damage
 # Signature, version and flags, method, time, date, CRC-32, two sizes, lengths of name and extra.
 _HEADER = struct.Struct("<4s4sHHHIIIHH")
 _LONGEST_DESCRIPTOR = 24  # what may follow a record: signature, CRC-32, two sizes of 8 bytes
-_END_NBYTES = 22
+# Signature, two disks, two numbers of records, size and start of the directory, comment.
+_END = struct.Struct("<4sHHHHIIH")
+_LONG_END = struct.Struct("<4sQHHIIQQQQ")  # in front of the disks its size and two versions
+_LOCATOR = struct.Struct("<4sIQI")
 _CHUNK_NBYTES = 4 << 20
 # The directory is read with one read of this many bytes from the end, where that is enough.
 _TAIL_NBYTES = 4096
@@ -61,7 +64,7 @@ def read_directory(file: BinaryIO, item: Item) -> tuple[list[zipfile.ZipInfo], i
     while True:
         file.seek(item.offset + start)
         tail = file.read(item.length - start)
-        if len(tail) != item.length - start or tail[-_END_NBYTES:][:4] != b"PK\x05\x06":
+        if len(tail) != item.length - start or tail[-_END.size :][:4] != b"PK\x05\x06":
             raise Damage("an item does not end where it should")
         try:
             with zipfile.ZipFile(_Slice(tail, start)) as archive:
@@ -74,11 +77,27 @@ def read_directory(file: BinaryIO, item: Item) -> tuple[list[zipfile.ZipInfo], i
         except Exception as error:  # zipfile raises five kinds, struct.error among them
             told = type(error).__name__
             raise Damage(f"the zip directory of an item is damaged ({told})") from None
-    stated = int.from_bytes(tail[-6:-2], "little")
-    if stated not in (directory_start, 0xFFFFFFFF):
-        raise Damage("the zip directory of an item is not where its end says")
+    if not _is_end(tail, len(records), directory_start, item.length):
+        raise Damage("the end of an item does not say where its zip directory is")
     records.sort(key=lambda record: record.header_offset)
     return records, directory_start, tail[directory_start - start :]
+
+
+def _is_end(tail: bytes, num_records: int, directory_start: int, length: int) -> bool:
+    """Whether the end, which zipfile reads leniently, agrees with the directory it found. torch
+    writes it twice: with numbers of 64 bits, the place of that, and with shorter ones."""
+    *_, here, total, _, start, comment = _END.unpack(tail[-_END.size :])
+    is_short = {here, total} <= {num_records, 0xFFFF} and start in (directory_start, 0xFFFFFFFF)
+    is_short = is_short and comment == 0
+    long = tail[-_END.size - _LOCATOR.size - _LONG_END.size : -_END.size]
+    if long[-_LOCATOR.size :][:4] != b"PK\x06\x07":
+        return is_short and 0xFFFF not in (here, total) and start != 0xFFFFFFFF
+    if len(long) != _LOCATOR.size + _LONG_END.size:
+        return False
+    _, _, long_start, _ = _LOCATOR.unpack(long[_LONG_END.size :])
+    signature, *_, here, total, _, start = _LONG_END.unpack(long[: _LONG_END.size])
+    is_found = signature == b"PK\x06\x06" and long_start == length - _END.size - len(long)
+    return is_short and is_found and here == total == num_records and start == directory_start
 
 
 def check_archive(file: BinaryIO, item: Item) -> bytes:

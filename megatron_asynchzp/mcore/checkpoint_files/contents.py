@@ -65,6 +65,10 @@ def read_contents(iteration_dir: Path | str) -> Contents:
             files[name] = DataFile(items, records[name].seal if manifest else None)
     except OSError as error:
         raise Damage(f"{Path(error.filename or iteration_dir).name}: {error.strerror}") from None
+    except ValueError as error:
+        if isinstance(error, Damage):
+            raise
+        raise Damage(f"a name in {METADATA} cannot be one of a file") from None  # a NUL in it
     return Contents(manifest, inventory, files)
 
 
@@ -100,6 +104,8 @@ def find_corruption(
             return f"{name}: {damage}"
         except OSError as error:
             return f"{name}: {error.strerror}"
+        except Exception as error:  # peers wait for a verdict, whatever the bytes lead to
+            return f"{name} cannot be read ({type(error).__name__})"
     return None
 
 
