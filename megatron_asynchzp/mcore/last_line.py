@@ -3,6 +3,7 @@
 """Owns what a rank that ends before its time says, and that end. Must not know why it ends."""
 
 import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -49,7 +50,10 @@ class LastLine:
 
 def leave(status: int) -> NoReturn:
     """End this process now. Python's own end would wait, in the destructors of process groups, for
-    peers that are gone."""
+    peers that are gone. Children go too, as they do at Python's own end: a process that Megatron
+    starts to write checkpoints would otherwise live on and keep the job's output open."""
+    for child in multiprocessing.active_children():
+        child.kill()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

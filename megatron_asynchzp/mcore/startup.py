@@ -19,6 +19,7 @@ from types import TracebackType
 from megatron_asynchzp.comm.order import OrderMismatch
 from megatron_asynchzp.comm.task import CollectiveFailure
 from megatron_asynchzp.mcore.arguments import add_device_argument
+from megatron_asynchzp.mcore.checkpoint_files.errors import SaveError
 from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.last_line import EXIT_FAILURE, EXIT_INTERRUPTED, LastLine, leave
 from megatron_asynchzp.mcore.patches import PATCHES
@@ -30,7 +31,7 @@ from megatron_asynchzp.sharding.topology import ShardSizeError
 OWN_ERRORS = (ConfigurationError, IncompatibleMegatron, ShardSizeError)
 
 # Ends of training that need no traceback.
-_LAST_WORDS = (CollectiveFailure, OrderMismatch, KeyboardInterrupt)
+_LAST_WORDS = (CollectiveFailure, OrderMismatch, SaveError, KeyboardInterrupt)
 
 # How long the other ranks of a node leave the word to its first one. torchrun ends them as soon
 # as that one has failed; a rank that fails alone speaks after this time.

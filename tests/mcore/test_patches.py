@@ -235,6 +235,12 @@ def _replacement(attribute: str, original: _Recorder):
         ("wrap_model_chunks_with_ddp", ([], "config", "ddp"), {"DP": 1, "pg_collection": None}),
         ("get_megatron_optimizer", ("config", []), {"config_overrides": None}),
         ("build_module", ("spec", 1), {"submodules": 2}),
+        ("save_checkpoint", (10, [], "optimizer", None, 0), {"release": True}),
+        ("save", ({}, "folder"), {"async_sharded_save": True}),
+        ("load_checkpoint", ([], "optimizer", None), {"strict": False}),
+        ("load_args_from_checkpoint", (Namespace(),), {"load_arg": "load"}),
+        ("read_metadata", ("tracker",), {}),
+        ("_load_global_dist_base_checkpoint", ("a", 1, False, {}, 4, False), {"dp_cp_group": 1}),
     ],
 )
 @pytest.mark.parametrize("run", [None, Namespace(), Namespace(use_asynchzp=False)])

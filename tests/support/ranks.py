@@ -67,6 +67,8 @@ def _rank_main(
     except BaseException:  # the parent must hear of SystemExit and KeyboardInterrupt too
         out.send((False, traceback.format_exc()))
     out.close()
+    for child in multiprocessing.active_children():  # Megatron's writers would outlive the test
+        child.kill()
     os._exit(0)  # a peer may be gone already: no teardown that could wait for it
 
 

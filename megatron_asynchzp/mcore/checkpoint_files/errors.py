@@ -1,0 +1,23 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the two ways in which checkpoints end a run. Each message is one line for the user."""
+
+from megatron_asynchzp.mcore.unsupported import ConfigurationError
+
+
+class CheckpointError(ConfigurationError):
+    """A run that cannot start from, or write to, the checkpoint directory it was given."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint that could not be written while training; the earlier ones are as they were."""
+
+
+class Damage(ValueError):
+    """What is wrong with the files of one checkpoint. The message completes `it is skipped: ...`"""
+
+
+def one_line(error: BaseException, limit: int = 200) -> str:
+    """What an error says, on one line of bounded length."""
+    told = " ".join(str(error).split()) or type(error).__name__
+    return told if len(told) <= limit else f"{told[:limit]}..."

@@ -1,0 +1,279 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The guard around Megatron's saving and loading, in Megatron's own pretrain() on two ranks."""
+
+import contextlib
+import os
+import resource
+import signal
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_asynchzp.mcore import checkpoint_guard
+from megatron_asynchzp.mcore.checkpoint_files.choice import TRACKER, Choice, choose_checkpoint
+from megatron_asynchzp.mcore.checkpoint_files.errors import CheckpointError, SaveError
+from megatron_asynchzp.mcore.checkpoint_files.manifest import MANIFEST
+from megatron_asynchzp.mcore.checkpoint_files.ownership import OWNER, Ownership
+from megatron_asynchzp.mcore.checkpoint_guard import chosen_metadata
+from tests.support import ranks
+from tests.support.checkpoint_damage import DATA, HARMFUL, NEWER, OLDER
+from tests.support.megatron_runs import RunRecord, gpt_args, run_pretrain
+from tests.support.saved_state import read_state, write_in_this_process
+from tests.support.world import on_ranks
+
+_GUARDED = ("save_checkpoint", "save", "load_checkpoint", "load_args_from_checkpoint")
+_GUARDED += ("read_metadata", "_load_global_dist_base_checkpoint")
+
+
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    """The guard around a run of stock Megatron: it must not depend on whose states are saved."""
+    from megatron.training import get_args
+    from megatron_asynchzp.mcore import patches
+
+    rows = [patch for patch in patches.PATCHES if patch.attribute in _GUARDED]
+    with mock.patch.object(patches, "_training_args", lambda flag="": get_args()):
+        patches.apply_patches(rows)
+        try:
+            yield
+        finally:
+            patches.remove_patches(rows)
+            Ownership.release_all()
+
+
+def _run(*flags: str) -> RunRecord:
+    write_in_this_process(is_it="--async-save" not in flags)
+    with _guarded():
+        return run_pretrain(gpt_args("--train-iters", "4", *flags))
+
+
+def _refusal(*flags: str) -> str:
+    """What the run is refused with, and that it is one line."""
+    try:
+        _run(*flags)
+    except (CheckpointError, SaveError) as error:
+        assert "\n" not in str(error)
+        return f"{type(error).__name__}: {error}"
+    return "it was not refused"
+
+
+def _on_rank_0(act) -> None:
+    if dist.get_rank() == 0:
+        act()
+    dist.barrier()
+
+
+def _train_damage_and_resume(folder: str) -> dict:
+    place, saving = Path(folder), ("--save", folder, "--save-interval", "2")
+    whole = _run(*saving)
+    told = {"whole": whole.losses}
+    told["manifests"] = [(place / name / MANIFEST).exists() for name in (OLDER, NEWER)]
+    told["saved"] = read_state(place / NEWER)
+    dist.barrier()
+    _on_rank_0(lambda: HARMFUL["data files exchanged"](place))
+    _on_rank_0(lambda: (place / TRACKER).write_text("what?"))
+    again = _run("--load", folder, *saving)
+    told |= {"resumed": again.losses, "log": again.log}
+    told["tracker"] = (place / TRACKER).read_text()
+    told["chosen"] = choose_checkpoint(place).iteration
+    told["saved again"] = read_state(place / NEWER)
+    dist.barrier()
+    _on_rank_0(lambda: (place / TRACKER).write_text("-7"))
+    step = _run("--load", folder, "--ckpt-step", "2")
+    told["from step 2"] = step.losses
+    return told
+
+
+def _refused_loads(folder: str) -> list[str]:
+    _run("--save", folder, "--save-interval", "4")
+    load = ("--load", folder)
+    told = [
+        _refusal(*load, "--hidden-size", "32"),
+        _refusal(*load, "--num-layers", "4"),
+        _refusal(*load, "--vocab-size", "200"),
+        _refusal(*load, "--ffn-hidden-size", "128"),
+        _refusal(*load, "--ckpt-step", "3"),
+        _refusal("--load", f"{folder}/nothing", "--exit-on-missing-checkpoint"),
+        _refusal(*load, "--lr-warmup-iters", "1"),
+    ]
+    dist.barrier()
+    _on_rank_0(lambda: HARMFUL[f"{DATA[1]} cut to 0.500"](Path(folder)))
+    return [*told, _refusal(*load)]
+
+
+def _full_disk(folder: str) -> tuple[list[str], int, str]:
+    """The last save exceeds what rank 1 may write to one file."""
+    _run("--save", folder, "--save-interval", "2")
+    dist.barrier()
+    _on_rank_0(lambda: HARMFUL["the directory removed"](Path(folder)))
+    _on_rank_0(lambda: (Path(folder) / TRACKER).write_text("2"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        told = _refusal("--load", folder, "--save", folder, "--save-interval", "2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    all_told = [None, None]
+    dist.all_gather_object(all_told, told)
+    return all_told, choose_checkpoint(folder).iteration, (Path(folder) / TRACKER).read_text()
+
+
+def _async_save(folder: str) -> tuple[list[bool], str]:
+    _run("--save", folder, "--save-interval", "2", "--async-save", "--async-strategy", "mcore")
+    manifests = [(Path(folder) / name / MANIFEST).exists() for name in (OLDER, NEWER)]
+    return manifests, (Path(folder) / TRACKER).read_text()
+
+
+def _all_bodies(folder: str) -> dict:
+    """Starting Megatron costs more than these runs: one set of ranks for all of them."""
+    told = {}
+    for body in (_train_damage_and_resume, _refused_loads, _full_disk, _async_save):
+        place = Path(folder, body.__name__)
+        told[body.__name__] = str(place), body(str(place))
+        dist.barrier()
+    return told
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> list[dict]:
+    """What each body found, in which folder, by rank."""
+    return on_ranks(_all_bodies, 2, str(tmp_path_factory.mktemp("runs")))
+
+
+def test_a_run_goes_on_from_the_newest_intact_checkpoint_as_if_it_had_not_stopped(told):
+    place, found = told[0]["_train_damage_and_resume"]
+    assert found["manifests"] == [True, True]
+    assert found["resumed"] == found["whole"][2:] == found["from step 2"]
+    assert f"{place}: {NEWER} is skipped: " in found["log"]
+    assert f"{TRACKER} now names {OLDER}" in found["log"]
+    assert found["tracker"] == "4" and found["chosen"] == 4
+    model = [name for name in found["saved"] if "state" not in name and "rng" not in name]
+    assert len(model) > 10
+    assert all(found["saved"][name] == found["saved again"][name] for name in model)
+
+
+def test_what_cannot_be_loaded_is_one_line_on_every_rank(told):
+    (place, lines), (_, others) = (one["_refused_loads"] for one in told)
+    assert lines == others
+    hidden, layers, vocabulary, ffn, step, missing, schedule, damaged = lines
+    another = f"CheckpointError: {place}/{NEWER} is of another model: "
+    assert hidden == f"{another}--hidden-size is 64 in the checkpoint and 32 in this run"
+    assert layers == f"{another}--num-layers is 2 in the checkpoint and 4 in this run"
+    assert vocabulary == f"{another}--vocab-size is 127 in the checkpoint and 200 in this run"
+    assert ffn.startswith(f"{another}--ffn-hidden-size is 256 in the checkpoint and 128 in this")
+    assert " (tensor decoder." in ffn
+    assert step.endswith("there is no such directory; the newest intact one is --ckpt-step 4")
+    assert "no checkpoint in" in missing and "--exit-on-missing-checkpoint" in missing
+    assert "could not be loaded: OptimizerParamScheduler" in schedule
+    assert "has no intact checkpoint" in damaged and DATA[1] in damaged
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_leaves_the_older_checkpoint(told):
+    place, (lines, iteration, tracker) = told[0]["_full_disk"]
+    for line in lines:
+        assert line.startswith(f"SaveError: {place}/{NEWER} could not be saved: "), line
+    assert "File too large" in lines[1] and "rank 1 could not write" in lines[0]
+    assert iteration == 2 and tracker == "2"
+
+
+def test_an_asynchronous_save_is_complete_before_the_tracker_names_it(told):
+    assert told[0]["_async_save"][1] == ([True, True], "4")
+
+
+# --- one run at a time -------------------------------------------------------------------------
+
+
+def _claim_and_wait(folder: str, out) -> None:
+    out.send(Ownership.claim(folder))
+    if os.fork() == 0:  # as Megatron's writers, which may outlive the run
+        signal.pause()
+    signal.pause()
+
+
+@pytest.fixture
+def owner(tmp_path):
+    """A process that owns the directory, with a child."""
+    receiver, sender = ranks._CONTEXT.Pipe(duplex=False)
+    process = ranks._CONTEXT.Process(target=_claim_and_wait, args=(str(tmp_path), sender))
+    process.start()
+    assert receiver.recv() is None
+    yield process
+    process.kill()
+    Ownership.release_all()
+
+
+def test_a_second_run_is_refused_until_the_first_is_gone_however_it_went(tmp_path, owner):
+    with pytest.raises(CheckpointError, match="another run is saving there") as refused:
+        Ownership.claim(tmp_path)
+    assert f"process {owner.pid} on " in str(refused.value) and "\n" not in str(refused.value)
+    owner.kill()
+    owner.join()
+    assert Ownership.claim(tmp_path) is None
+    assert Ownership.claim(tmp_path) is None  # again is the same as once
+    assert (tmp_path / OWNER).read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_a_save_directory_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="--save .*/file/run: Not a directory"):
+        Ownership.claim(tmp_path / "file" / "run")
+
+
+def _two_empty(folder: Path, tracker: str) -> tuple[Namespace, Choice]:
+    (folder / TRACKER).write_text(tracker)
+    args = Namespace(ckpt_step=None, exit_on_missing_checkpoint=False)
+    return args, Choice(4, False, folder / NEWER, ())
+
+
+def test_a_tracker_that_cannot_be_written_does_not_stop_the_load(tmp_path):
+    args, choice = _two_empty(tmp_path, "garbage")
+    loaded = []
+    checkpoint_guard._load_choice(
+        lambda: loaded.append((args.ckpt_step, chosen_metadata(tmp_path / TRACKER))),
+        args,
+        str(tmp_path),
+        choice,
+    )
+    assert loaded == [(4, (4, False))]
+    assert args.ckpt_step is None and chosen_metadata(tmp_path / TRACKER) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [SystemExit(), SystemExit(0), KeyError("optimizer"), AssertionError("a\nb"), EOFError()]
+    + [RuntimeError("PytorchStreamReader failed"), CheckpointException("read", {})],
+)
+def test_no_way_of_giving_up_is_a_success_or_a_traceback(tmp_path, error):
+    def load():
+        raise error
+
+    args, choice = _two_empty(tmp_path, "4")
+    with pytest.raises(CheckpointError) as refused:
+        checkpoint_guard._load_choice(load, args, str(tmp_path), choice)
+    assert "\n" not in str(refused.value) and str(choice.folder) in str(refused.value)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), RuntimeError("Connection closed"), TypeError()])
+def test_what_is_not_about_files_passes(tmp_path, error):
+    def load():
+        raise error
+
+    args, choice = _two_empty(tmp_path, "4")
+    with pytest.raises(type(error)) as passed:
+        checkpoint_guard._load_choice(load, args, str(tmp_path), choice)
+    assert passed.value is error
+
+
+def test_both_ends_are_reported_in_one_line():
+    from megatron_asynchzp.mcore import startup
+
+    assert issubclass(CheckpointError, startup.OWN_ERRORS)
+    assert issubclass(SaveError, startup._LAST_WORDS)

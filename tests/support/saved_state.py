@@ -1,0 +1,79 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Two small checkpoints that Megatron itself writes, and what torch reads back from a directory.
+Uses none of the code that judges directories.
+"""
+
+import queue
+from io import BytesIO
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def save_two(folder: str) -> None:
+    """On two ranks: iterations 2 and 4 of a model without a meaning, as save_checkpoint does."""
+    from megatron.core import dist_checkpointing
+    from megatron_asynchzp.mcore import cpu_platform
+
+    cpu_platform.install()
+    write_in_this_process()
+    for iteration in (2, 4):
+        target = Path(folder, f"iter_{iteration:07d}")
+        if dist.get_rank() == 0:
+            target.mkdir()
+        dist.barrier()
+        dist_checkpointing.save(_state(iteration), str(target))
+        dist.barrier()
+    if dist.get_rank() == 0:
+        Path(folder, "latest_checkpointed_iteration.txt").write_text("4")
+
+
+def write_in_this_process(is_it: bool = True) -> None:
+    """Spare a rank the process that Megatron starts, in seconds, to pass on the results of its
+    writers: synchronous ones need none. `is_it` False takes that back."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.SimpleQueue() if is_it else None
+
+
+def _state(iteration: int) -> dict:
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    rank = dist.get_rank()
+    numbers = torch.Generator().manual_seed(100 * iteration + rank)
+    tensors = {
+        "weight": torch.randn(8, 16, generator=numbers),
+        "bias": torch.randn(16, generator=numbers).bfloat16(),
+        "other.weight": torch.randn(8, 16, generator=numbers),
+        "steps": torch.randint(0, 9, (4,), generator=numbers),
+    }
+    state = {
+        name: ShardedTensor.from_rank_offsets(name, tensor, (0, rank, 2))
+        for name, tensor in tensors.items()
+    }
+    state["rng"] = ShardedObject("rng", {"rank": rank, "iteration": iteration}, (2,), (rank,))
+    return state | {"iteration": iteration, "notes": "common to all ranks"}
+
+
+def read_state(iteration_dir: Path) -> dict[str, bytes]:
+    """Every tensor and object in a checkpoint as torch loads it, as bytes, without our help."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = FileSystemReader(iteration_dir)
+    state: dict = {}
+    for name, told in reader.read_metadata().state_dict_metadata.items():
+        is_tensor = isinstance(told, TensorStorageMetadata)
+        state[name] = BytesIO()
+        if is_tensor:
+            state[name] = torch.empty(told.size, dtype=told.properties.dtype)
+    checkpoint.load(state, storage_reader=reader, no_dist=True)
+    return {name: _bytes(value) for name, value in state.items()}
+
+
+def _bytes(value: object) -> bytes:
+    is_tensor = isinstance(value, torch.Tensor)
+    return value.view(torch.uint8).numpy().tobytes() if is_tensor else repr(value).encode()
