@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.utils import unwrap_model
 
 from megatron_asynchzp.comm.collectives import all_gather_steps, run_steps
-from megatron_asynchzp.mcore.unsupported import ConfigurationError
+from megatron_asynchzp.mcore.checkpoint_files.errors import CheckpointError
 from megatron_asynchzp.sharding.boxes import cut_into_boxes
 from megatron_asynchzp.sharding.topology import Range
 from megatron_asynchzp.zero.runtime import HZPRuntime
@@ -34,10 +34,6 @@ from megatron_asynchzp.zero.unit import HZPUnit
 
 SHARDS_KEY = "asynchzp_shards"
 """Where the shards are in the state dict of a model chunk or an optimizer, in place of tensors."""
-
-
-class CheckpointError(ConfigurationError):
-    """A checkpoint that cannot be written or read as asked. The message is one line."""
 
 
 @dataclass(frozen=True)

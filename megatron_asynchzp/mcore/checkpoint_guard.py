@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_asynchzp.mcore import checkpoint_mismatch
+from megatron_asynchzp.mcore.checkpoint_aliases import name_main_params
 from megatron_asynchzp.mcore.checkpoint_files.choice import (
     RELEASE,
     Alone,
@@ -42,6 +43,7 @@ from megatron_asynchzp.mcore.checkpoint_files.saving import (
     prepare_directory,
     save_error,
 )
+from megatron_asynchzp.mcore.save_queue import return_results_in_process
 
 # Where Megatron logs what became of a write; the exception that follows does not say it.
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
@@ -109,6 +111,8 @@ def _claim(save_dir: str) -> str | CheckpointError | None:
 def guard_save_checkpoint(save: Callable[[], Any], args: Namespace, iteration: Any) -> Any:
     """Call Megatron's save_checkpoint. Raises SaveError for whatever keeps files from the disk."""
     claim_save_directory(args)
+    if not args.async_save:
+        return_results_in_process()
     with _telling_why_not(Path(args.save or ".", f"iter_{int(iteration):07d}")):
         return save()
 
@@ -120,12 +124,13 @@ def guard_save(save: Callable[[], Any], iteration_dir: Path | str) -> Any:
     prepare_directory(iteration_dir, peers)
     with _telling_why_not(iteration_dir):
         request = save()
+    complete = partial(complete_directory, iteration_dir, peers, name_main_params)
     if request is None:
-        complete_directory(iteration_dir, peers)
+        complete()
     else:
         # Megatron appends the function that names this checkpoint as the latest after these.
         guarded = [_telling(fn, iteration_dir) for fn in request.finalize_fns]
-        request.finalize_fns[:] = [*guarded, partial(complete_directory, iteration_dir, peers)]
+        request.finalize_fns[:] = [*guarded, complete]
     return request
 
 

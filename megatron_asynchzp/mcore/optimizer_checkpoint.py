@@ -27,10 +27,10 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys as _ID
 
 from megatron_asynchzp.mcore.checkpoint import (
     SHARDS_KEY,
-    CheckpointError,
     ChunkCheckpoint,
     fill,
 )
+from megatron_asynchzp.mcore.checkpoint_files.errors import CheckpointError
 from megatron_asynchzp.zero.unit import HZPUnit
 
 _SHARDING_TYPE = "fully_reshardable"

@@ -38,7 +38,6 @@ def train_and_save(name: str, folder: Path) -> torch.Tensor | None:
     args = gpt_args(*_SIZES, *TRAINED[name], *_TRAIN, "--save", str(folder), "--save-interval",
                     "1000", "--ckpt-format", "torch_dist")  # fmt: skip
     logits = run_pretrain(args, _logits).inspected
-    _end_helper_process()
     return logits
 
 
@@ -73,16 +72,6 @@ def _logits(model: list, optimizer: Any) -> torch.Tensor | None:
             torch.distributed.send(output, group=group, group_dst=stage + 1)
     chunk.train()
     return output[..., :VOCABULARY].float().numpy() if stage == num_stages - 1 else None
-
-
-def _end_helper_process():
-    """Megatron starts a process for every rank that saves, and ends it with Python only: these
-    ranks end without."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    if (queue := filesystem_async._results_queue) is not None:
-        queue._manager.shutdown()
-        filesystem_async._results_queue = None
 
 
 def train_and_load(trained: dict[str, Path], imported: dict[str, Path]) -> dict[str, Any]:

@@ -49,10 +49,6 @@ class Job:
                 *("--save-interval", "1000"),
             )
         )
-        if dist.get_rank() == 0 and self.sizes:
-            from megatron_asynchzp.mcore.checkpoint_aliases import name_main_params
-            name_main_params(target / "iter_0000003")
-        dist.barrier()
 
 
 def state_of(chunks: Sequence, optimizer) -> list[torch.Tensor]:

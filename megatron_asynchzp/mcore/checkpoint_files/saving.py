@@ -24,13 +24,23 @@ def prepare_directory(iteration_dir: Path | str, peers: Peers | None = None) -> 
     _on_rank_0(lambda: _remove_leftovers(Path(iteration_dir)), iteration_dir, peers or Alone())
 
 
-def complete_directory(iteration_dir: Path | str, peers: Peers | None = None) -> None:
+def complete_directory(
+    iteration_dir: Path | str,
+    peers: Peers | None = None,
+    amend: Callable[[Path], None] = lambda _: None,
+) -> None:
     """Write the manifest, when all data is on disk and before anything names the checkpoint as
-    the latest. Raises SaveError, on all ranks."""
+    the latest. Raises SaveError, on all ranks.
+
+    amend: called on rank 0 before, for what is to be changed in the directory.
+    """
     iteration_dir, peers = Path(iteration_dir), peers or Alone()
-    items_of = _on_rank_0(
-        lambda: read_inventory(iteration_dir, is_trusted=True).files, iteration_dir, peers
-    )
+
+    def list_items() -> dict[str, Any]:
+        amend(iteration_dir)
+        return read_inventory(iteration_dir, is_trusted=True).files
+
+    items_of = _on_rank_0(list_items, iteration_dir, peers)
     try:
         names = list(items_of)[peers.rank :: peers.size]
         mine: Any = {name: seal_file(iteration_dir / name, items_of[name]) for name in names}
