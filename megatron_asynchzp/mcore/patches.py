@@ -4,6 +4,7 @@
 the replacements do beyond calling the adapter. Nothing happens on import.
 """
 
+import functools
 import os
 import sys
 from argparse import ArgumentParser, Namespace

@@ -138,7 +138,7 @@ def _check_cover(name: str, told: TensorStorageMetadata) -> Iterator[tuple[tuple
 
 
 def _list_files(storage: Any, parts: dict[tuple, int | None]) -> dict[str, tuple[Item, ...]]:
-    files: dict[str, list[Item]] = {}
+    named: dict[str, set[Item]] = {}
     for index, place in storage.items():
         key = index.fqn, None if index.offset is None else tuple(index.offset)
         if key not in parts:
@@ -148,11 +148,14 @@ def _list_files(storage: Any, parts: dict[tuple, int | None]) -> dict[str, tuple
             raise Damage(f"{METADATA} names a file outside its directory")
         if not (type(item.offset) is int and type(item.length) is int) or item.offset < 0:
             raise Damage(f"{METADATA}: {index.fqn} lies nowhere")
-        files.setdefault(name, []).append(item)
+        named.setdefault(name, set()).add(item)  # an item may have several names
     if parts:
         raise Damage(f"{METADATA}: a part of {next(iter(parts))[0]} lies in no file")
+    files = {
+        name: sorted(items, key=lambda item: (item.offset, item.length))
+        for name, items in named.items()
+    }
     for name, items in files.items():
-        items.sort(key=lambda item: (item.offset, item.length))
         for item, following in zip(items, items[1:]):
             if item.offset + item.length > following.offset:
                 raise Damage(f"{METADATA}: items of {name} overlap")
