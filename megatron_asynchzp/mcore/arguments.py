@@ -8,6 +8,7 @@ import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
 
@@ -337,6 +338,17 @@ def refuse_missing_data(args: Namespace) -> None:
             )
 
 
+def refuse_missing_writer(args: Namespace) -> None:
+    """Raise ConfigurationError for --async-save without the package that writes, now rather than
+    at the first save."""
+    asks = args.async_save and args.use_persistent_ckpt_worker and args.async_strategy == "nvrx"
+    if asks and find_spec("nvidia_resiliency_ext") is None:
+        raise ConfigurationError(
+            "--async-save: its writer is not installed; install nvidia-resiliency-ext, or add "
+            "--async-strategy mcore"
+        )
+
+
 def _argument_files(args: Namespace) -> list[tuple[str, str]]:
     names = ("data_args_path", "per_split_data_args_path", "per_dataset_sequences_path")
     return [(_flag(name), getattr(args, name)) for name in names if getattr(args, name)]
@@ -370,6 +382,7 @@ def prepare_args(args: Namespace) -> list[str]:
     resolve_trace(args)
     sizes = resolve_shard_sizes(args, sharding_group_size(args), sharding_ranks_per_node(args))
     refuse_missing_data(args)
+    refuse_missing_writer(args)
     for state in _STATES:
         setattr(args, f"asynchzp_{state}_shard_size", getattr(sizes, state))
     return normalize_args(args)

@@ -39,7 +39,8 @@ def name_main_params(directory: str | Path) -> None:
 
 def _aliases(index: Metadata) -> dict[str, str]:
     """New name -> name under which the tensor is stored."""
-    stored = {k for k, v in index.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+    entries = index.state_dict_metadata.items()
+    stored = {key for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
     moments = {key.removeprefix(f"{_STATE}exp_avg.") for key in stored if ".exp_avg." in key}
     mains = {key.removeprefix(f"{_STATE}fp32_param.") for key in stored if ".fp32_param." in key}
     added = {}

@@ -138,7 +138,8 @@ class OptimizerCheckpoint:
         self._asked = {}
         forms = _forms(state_dict)
         self._load_groups([group for form in forms for group in _groups_of(form)])
-        self._load_step(next((step for form in forms if (step := _step_of(form)) is not None), None))
+        steps = [step for form in forms if (step := _step_of(form)) is not None]
+        self._load_step(steps[0] if steps else None)
         if self.grad_scaler is not None and "grad_scaler" in forms[0]:
             self.grad_scaler.load_state_dict(forms[0]["grad_scaler"])
 
@@ -168,8 +169,8 @@ def _refuse_buckets(metadata: Mapping) -> None:
     kind = metadata.get(_SHARDING_TYPE_KEY, _SHARDING_TYPE)
     if kind != _SHARDING_TYPE:
         raise CheckpointError(
-            f"the checkpoint holds the optimizer state in the form {kind!r}, which only runs of the "
-            "same kind can read; save it once more from its own run with "
+            f"the checkpoint holds the optimizer state in the form {kind!r}, which only runs of "
+            "the same kind can read; save it once more from its own run with "
             "--dist-ckpt-optim-fully-reshardable, or pass --no-load-optim"
         )
 

@@ -149,7 +149,7 @@ REFUSALS: tuple[Refusal, ...] = (
         _DROP,
     ),
     Refusal(
-        "--ckpt-format torch",
+        "--ckpt-format torch --save checkpoints",
         lambda args: args.ckpt_format != "torch_dist" and bool(args.save or args.load),
         "only that format can hold sharded states of any sizes",
         "use --ckpt-format torch_dist",

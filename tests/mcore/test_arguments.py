@@ -288,6 +288,16 @@ def test_a_yaml_configuration_cannot_drop_use_asynchzp_silently(flag):
     arguments.refuse_yaml(flag.split(), "--use-asynchzp")
 
 
+def test_saving_beside_training_needs_its_writer(parse, monkeypatch):
+    flags = "--async-save --use-persistent-ckpt-worker"
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match="^--async-save: .* add --async-strategy mcore$"):
+        arguments.refuse_missing_writer(parse(flags))
+    arguments.refuse_missing_writer(parse(f"{flags} --async-strategy mcore"))
+    monkeypatch.setattr(arguments, "find_spec", lambda name: object())
+    arguments.refuse_missing_writer(parse(flags))
+
+
 def test_the_documentation_lists_every_refusal_normalisation_and_patch_point():
     told = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
     words = [refusal.flag for refusal in REFUSALS] + [refusal.reason for refusal in REFUSALS]

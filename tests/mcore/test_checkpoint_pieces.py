@@ -23,7 +23,9 @@ def whole(data: torch.Tensor) -> ShardedTensor:
 
 def layer_of_three(data: torch.Tensor) -> ShardedTensor:
     """As a transformer block stores its second layer: one more axis in front."""
-    return ShardedTensor.from_rank_offsets("w", data, (0, 1, 3), prepend_axis_num=1, replica_id=(0, 0, 0))
+    return ShardedTensor.from_rank_offsets(
+        "w", data, (0, 1, 3), prepend_axis_num=1, replica_id=(0, 0, 0)
+    )
 
 
 def second_tensor_rank(data: torch.Tensor) -> ShardedTensor:
@@ -62,8 +64,8 @@ def written(entries: list[ShardedTensor]) -> torch.Tensor:
     stored = torch.full(entries[0].global_shape, torch.nan)
     for entry in entries:
         view = stored
-        for dim, offset in enumerate(entry.global_offset):
-            size = 1 if dim < entry.prepend_axis_num else entry.local_shape[dim - entry.prepend_axis_num]
+        shape = (1,) * entry.prepend_axis_num + entry.local_shape
+        for dim, (offset, size) in enumerate(zip(entry.global_offset, shape, strict=True)):
             view = view.narrow(dim, offset, size)
         assert bool(view.isnan().all()), "written twice"
         view.copy_(entry.data.view(view.shape))
