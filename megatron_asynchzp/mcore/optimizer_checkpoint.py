@@ -126,7 +126,7 @@ class OptimizerCheckpoint:
         """Steps taken: torch's optimizers count per parameter, fused ones per group."""
         for state in self.optimizer.state.values():
             if "step" in state:
-                return state["step"]
+                return torch.as_tensor(state["step"], device="cpu")
         return next((g["step"] for g in self.optimizer.param_groups if "step" in g), None)
 
     # ---- reading
@@ -158,8 +158,9 @@ class OptimizerCheckpoint:
         if step is None:
             return
         if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            for state in self.optimizer.state.values():
-                state["step"] = torch.tensor(float(step))
+            for fragment, state in self.optimizer.state.items():
+                # Each its own, and where torch's fused kernel wants it.
+                state["step"] = torch.tensor(float(step), device=fragment.device)
         elif not isinstance(self.optimizer, torch.optim.SGD):
             for group in self.optimizer.param_groups:
                 group["step"] = int(step)

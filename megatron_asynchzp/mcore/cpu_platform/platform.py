@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _MEGATRON_PARTS = (
     "core.datasets.utils", "core.transformer.moe.moe_utils", "core.parallel_state",
-    "core.optimizer.distrib_optimizer",
+    "core.optimizer.distrib_optimizer", "core.dist_checkpointing.strategies.async_utils",
 )  # fmt: skip
 
 # The interpreter has one torch, so its replaced attributes are state of the process.
@@ -127,12 +127,15 @@ def _replace_megatron(
     moe_utils: ModuleType,
     parallel_state: ModuleType,
     distrib_optimizer: ModuleType,
+    async_utils: ModuleType,
 ):
     ledger.replace(datasets_utils, "compile_helpers", _check_helpers)
     ledger.replace(moe_utils, "maybe_move_tensor_to_cpu", _as_split_sizes)
     # NCCL's options would be handed to a gloo group.
     ledger.replace(parallel_state, "get_nccl_options", lambda *_, **__: None)
     _replace_checkpoints(ledger, distrib_optimizer.DistributedOptimizer)
+    writer = async_utils.PersistentAsyncCaller
+    ledger.replace(writer, "async_loop", staticmethod(_write_on_cpu))
 
 
 def _replace_checkpoints(ledger: Ledger, optimizer: type):
@@ -163,6 +166,15 @@ def _replace_checkpoints(ledger: Ledger, optimizer: type):
     ledger.replace(optimizer, "load_state_dict", load_state_dict)
     ledger.replace(optimizer, "sharded_state_dict", sharded_state_dict)
     ledger.replace(optimizer, "_set_main_param_and_optimizer_states", set_states)
+
+
+def _write_on_cpu(*args: Any) -> None:
+    """For the loop of the process that writes checkpoints beside training: it is a new interpreter,
+    in which nobody has installed the platform, and asks for its CUDA device."""
+    writer = _import("core.dist_checkpointing.strategies.async_utils").PersistentAsyncCaller
+    loop = writer.async_loop
+    install()
+    loop(*args)
 
 
 def _import(name: str) -> ModuleType:
