@@ -25,7 +25,6 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.utils import unwrap_model
 
-from megatron_asynchzp.comm.collectives import all_gather_steps, run_steps
 from megatron_asynchzp.mcore.checkpoint_files.errors import CheckpointError
 from megatron_asynchzp.sharding.boxes import cut_into_boxes
 from megatron_asynchzp.sharding.topology import Range
@@ -208,15 +207,15 @@ class ChunkCheckpoint:
         fill(self._asked, rest.pop(SHARDS_KEY, {}))
         self._asked = {}
         self._load_rest(rest)
-        for unit in self._runtime.units:
-            own = unit.model_param.view(unit.optim_range)
-            run_steps(all_gather_steps(own, unit.model_param.storage, unit.groups.param_sync))
+        self._runtime.complete_params()
 
     def _load_rest(self, state_dict: dict[str, Any]) -> None:
         """Buffers and extra states, which every rank has whole."""
         own = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         missing, unexpected = self._model.load_state_dict(state_dict, strict=False)
-        missing = sorted(set(missing) - own)
+        # Transformer Engine's extra states come and go with its versions; Megatron lets them.
+        missing = [n for n in missing if n not in own and not n.endswith("_extra_state")]
+        unexpected = [name for name in unexpected if not name.endswith("_extra_state")]
         if missing or unexpected:
             what = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}, which is no part of"
             raise CheckpointError(f"the checkpoint {what} the model")
@@ -224,7 +223,15 @@ class ChunkCheckpoint:
 
 @torch.no_grad()
 def fill(asked: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> None:
-    """Copy what was loaded where it was loaded to another place than it was asked for."""
+    """Copy what was loaded where it was loaded to another place than it was asked for.
+
+    Raises CheckpointError where some was not loaded at all.
+    """
+    if lacking := len(asked.keys() - loaded.keys()):
+        raise CheckpointError(
+            f"the checkpoint lacks {lacking} of {len(asked)} shards; loading a part is not "
+            "possible with --use-asynchzp (--dist-ckpt-strictness)"
+        )
     for key, target in asked.items():
         if loaded[key].data_ptr() != target.data_ptr():
             target.copy_(loaded[key].view(target.shape))

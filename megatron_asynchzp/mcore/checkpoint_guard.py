@@ -43,6 +43,7 @@ from megatron_asynchzp.mcore.checkpoint_files.saving import (
     prepare_directory,
     save_error,
 )
+from megatron_asynchzp.mcore.checkpoint_progress import bytes_in, bytes_read, tell_progress
 from megatron_asynchzp.mcore.save_queue import return_results_in_process
 
 # Where Megatron logs what became of a write; the exception that follows does not say it.
@@ -122,7 +123,11 @@ def guard_save(save: Callable[[], Any], iteration_dir: Path | str) -> Any:
     for an asynchronous save is when all ranks have written. Raises SaveError."""
     peers = _peers()
     prepare_directory(iteration_dir, peers)
-    with _telling_why_not(iteration_dir):
+    written = partial(bytes_in, iteration_dir)
+    with (
+        _telling_why_not(iteration_dir),
+        tell_progress(f"writing {iteration_dir}", written, peers.rank == 0),
+    ):
         request = save()
     complete = partial(complete_directory, iteration_dir, peers, name_main_params)
     if request is None:
@@ -191,11 +196,12 @@ def guard_load_checkpoint(load: Callable[[], Any], args: Namespace, load_arg: st
     claim_save_directory(args)
     peers = _peers()
     load_dir = getattr(args, load_arg)
-    choice = _choose(load_dir, args, peers)
-    if choice is None and getattr(args, "pretrained_checkpoint", None):
-        load_dir = args.pretrained_checkpoint
+    with tell_progress(f"reading {load_dir}", bytes_read, peers.rank == 0):
         choice = _choose(load_dir, args, peers)
-    return _load_choice(load, args, load_dir, choice)
+        if choice is None and getattr(args, "pretrained_checkpoint", None):
+            load_dir = args.pretrained_checkpoint
+            choice = _choose(load_dir, args, peers)
+        return _load_choice(load, args, load_dir, choice)
 
 
 def guard_load_args(load: Callable[[], Any], args: Namespace, load_dir: str | None) -> Any:

@@ -208,7 +208,7 @@ class ParamsInFlight:
         later units are on their way, and gather the first units again."""
         self.forget_guesses()
         self._restart_order(self._training_order)
-        self._shards_written = self._device.record_event()
+        self.note_written()
         in_order = self._order.first_uses()
         first = self._order.upcoming(self._depth)
         for unit in dict.fromkeys([*in_order, *self._units]):
@@ -235,6 +235,10 @@ class ParamsInFlight:
             job.wait()
         self._syncs.clear()
         # From here on a gather cannot wait for the jobs themselves any more.
+        self.note_written()
+
+    def note_written(self) -> None:
+        """Parameter shards were written on the current stream: gathers come after that."""
         self._shards_written = self._device.record_event()
 
     # ---- steps

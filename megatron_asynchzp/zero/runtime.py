@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_asynchzp.comm.collectives import run_steps
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.timeline import COMPUTE, Timeline
 from megatron_asynchzp.comm.worker import Driver, OnFailure, new_driver
@@ -235,6 +236,15 @@ class HZPRuntime:
         """Return when nothing is in flight: the units' states may be read or written now."""
         self.scheduler.driver.raise_failure()
         self.scheduler.settle()
+
+    def complete_params(self) -> None:
+        """Rebuild the parameter shards from their O ranges, which somebody has written.
+
+        Between `settle` and the next forward. Collective over the sharding groups.
+        """
+        for unit in self.units:
+            run_steps(unit.complete_param_steps())
+        self.scheduler.params.note_written()
 
     def close(self) -> None:
         """Finish what is in flight and end the threads, unless the driver was handed in.

@@ -273,9 +273,14 @@ class HZPUnit:
     @torch.no_grad()
     def sync_param_steps(self) -> Iterator:
         """Once per step: cast main_param to the model dtype and gather it into the P shard."""
-        own = self.model_param.view(self.optim_range)
         if not self.is_main_param_aliased:
-            own.copy_(self.main_param.storage)
+            self.model_param.view(self.optim_range).copy_(self.main_param.storage)
+        yield from self.complete_param_steps()
+
+    @torch.no_grad()
+    def complete_param_steps(self) -> Iterator:
+        """Gather the P shard from what the ranks hold of it in their O ranges."""
+        own = self.model_param.view(self.optim_range)
         yield from all_gather_steps(own, self.model_param.storage, self.groups.param_sync)
 
     def state_nbytes(self) -> dict[str, int]:

@@ -1,0 +1,59 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the lines that say how far a long save or load is. Must not know what is saved."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_EVERY_S = 10.0
+_PROCESS_IO = Path("/proc/self/io")
+
+
+@contextmanager
+def tell_progress(
+    what: str, count_bytes: Callable[[], int], is_told: bool = True, every_s: float = _EVERY_S
+) -> Iterator[None]:
+    """While the body runs, print how many bytes are done, every `every_s` seconds.
+
+    what: "writing DIR"; count_bytes: bytes done since any fixed moment, called in a thread of its
+    own; is_told: whether this rank is the one to say it. Short bodies print nothing.
+    """
+    if not is_told:
+        yield
+        return
+    is_done, start_s, start = threading.Event(), time.monotonic(), _count(count_bytes)
+
+    def watch() -> None:
+        while not is_done.wait(every_s):
+            gib = (_count(count_bytes) - start) / 2**30
+            seconds = time.monotonic() - start_s
+            print(f"megatron_asynchzp: {what}: {gib:.2f} GiB after {seconds:.0f} s", flush=True)
+
+    watcher = threading.Thread(target=watch, name="asynchzp-progress", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        watcher.join()
+
+
+def _count(count_bytes: Callable[[], int]) -> int:
+    try:
+        return count_bytes()
+    except (OSError, ValueError):  # a file that was renamed just now; no such system
+        return 0
+
+
+def bytes_in(directory: Path | str) -> int:
+    """Size of all files in `directory`: on a shared file system, what all ranks have written."""
+    return sum(path.stat().st_size for path in Path(directory).iterdir())
+
+
+def bytes_read() -> int:
+    """What this process has read from files, where the system counts it."""
+    words = _PROCESS_IO.read_text().split()
+    return int(words[words.index("rchar:") + 1])

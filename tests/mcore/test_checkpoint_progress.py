@@ -1,0 +1,44 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""A long save or load says how far it is; a short one says nothing, and nothing stays behind."""
+
+import re
+import threading
+import time
+
+from megatron_asynchzp.mcore.checkpoint_progress import bytes_in, bytes_read, tell_progress
+
+
+def test_a_body_that_takes_longer_tells_the_bytes_that_were_done_meanwhile(tmp_path, capsys):
+    (tmp_path / "old").write_bytes(bytes(1 << 20))
+    with tell_progress("writing it", lambda: bytes_in(tmp_path) << 10, every_s=0.05):
+        (tmp_path / "new").write_bytes(bytes(2 << 20))
+        time.sleep(0.3)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    for line in lines:
+        assert re.fullmatch(r"megatron_asynchzp: writing it: 2\.00 GiB after \d+ s", line)
+
+
+def test_a_short_body_and_other_ranks_say_nothing(tmp_path, capsys):
+    with tell_progress("writing it", lambda: 0):
+        pass
+    with tell_progress("writing it", lambda: 0, is_told=False, every_s=0.01):
+        time.sleep(0.1)
+    assert capsys.readouterr().out == ""
+
+
+def test_no_thread_outlives_the_body_however_it_ends(capsys):
+    try:
+        with tell_progress("reading it", bytes_read, every_s=0.01):
+            time.sleep(0.05)
+            raise OSError("gone")
+    except OSError:
+        pass
+    assert not [thread for thread in threading.enumerate() if thread.name == "asynchzp-progress"]
+
+
+def test_a_count_that_fails_does_not_disturb_the_body(tmp_path, capsys):
+    with tell_progress("writing it", lambda: bytes_in(tmp_path / "none"), every_s=0.02):
+        time.sleep(0.1)
+    assert "0.00 GiB" in capsys.readouterr().out
