@@ -195,3 +195,30 @@ def test_a_stock_checkpoint_goes_through_asynchzp_and_back_bit_by_bit(names, tmp
                 assert ours_or_back == pytest.approx(
                     whole, rel=HALF_TOLERANCE if is_half else TOLERANCE
                 ), name
+
+
+def change_padding(folder: Path) -> dict[str, list[float]]:
+    """Megatron pads the vocabulary to a multiple that grows with the tensor parallel size."""
+    padded = ("--make-vocab-size-divisible-by", "128")
+    narrow, wide = folder / "narrow", folder / "wide"
+    Job(None, padded).train_and_save(narrow)
+    Job((2, 2, 2), (*padded, *TENSOR)).train_and_save(wide)
+    return {
+        "stock, wider": Job(None, (*padded, *TENSOR)).resume(narrow).losses,
+        "ours, wider": Job((1, 2, 2), (*padded, *TENSOR)).resume(narrow).losses,
+        "ours, wider, in two stages": Job((1, 1, 1), (*padded, *TENSOR, *PIPELINE))
+        .resume(narrow)
+        .losses,
+        "stock, narrower": Job(None, padded).resume(wide).losses,
+        "ours, narrower": Job((2, 2, 4), padded).resume(wide).losses,
+    }
+
+
+@pytest.mark.slow
+def test_a_vocabulary_padded_to_another_size_is_read_as_stock_megatron_reads_it(tmp_path):
+    for losses in on_ranks(change_padding, 4, tmp_path):
+        assert losses["ours, wider"] == pytest.approx(losses["stock, wider"], rel=TOLERANCE)
+        assert losses["ours, wider, in two stages"] == pytest.approx(
+            losses["stock, wider"], rel=TOLERANCE
+        )
+        assert losses["ours, narrower"] == pytest.approx(losses["stock, narrower"], rel=TOLERANCE)
