@@ -1,0 +1,63 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a user sees of a checkpoint that is refused: one line and an exit status of the launcher."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoint_damage import DATA, NEWER, OLDER
+from tests.support.launches import Launch, launch
+
+_SCRIPT = Path(__file__).parents[1] / "support" / "legacy_pretrain.py"
+_LINE = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
+    "--max-position-embeddings 16 --tokenizer-type NullTokenizer --vocab-size 63 --mock-data "
+    "--micro-batch-size 1 --global-batch-size 2 --train-iters 4 --lr 1e-3 --lr-decay-iters 4 "
+    "--eval-iters 0 --eval-interval 100 --log-interval 1 --split 90,5,5 --save-interval 2 "
+    "--use-asynchzp --asynchzp-device cpu"
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A directory with two checkpoints of two ranks."""
+    folder = tmp_path_factory.mktemp("saved")
+    ended = launch(folder, _SCRIPT, f"{_LINE} --save {folder / 'run'}", world_size=2)
+    assert [one.status for one in ended] == [0, 0], ended
+    return folder / "run"
+
+
+def check_refusal(folder: Path, line: str, told: str) -> None:
+    """The launch ends with status 2 and one line, the last that its first rank says. The other
+    one, which torchrun would end now, is not awaited."""
+    run = Launch(folder, _SCRIPT, f"{_LINE} {line}", world_size=2)
+    first = run.end(is_awaited=lambda rank: rank == 0)[0]
+    assert first.status == 2, first.text[-3000:]
+    assert first.own_lines[-1].startswith(f"megatron_asynchzp: {told}")
+    assert first.text.endswith(first.own_lines[-1] + "\n")
+    assert "Traceback" not in first.text and "lm loss" not in first.text
+
+
+def test_a_checkpoint_of_another_model_is_named_with_both_values(tmp_path, saved):
+    told = f"{saved / NEWER} is of another model: --num-layers is 1 in the checkpoint and 2 in this"
+    check_refusal(tmp_path, f"--load {saved} --num-layers 2", told)
+
+
+def test_a_directory_without_an_intact_checkpoint_is_no_beginning_from_scratch(tmp_path, saved):
+    damaged = tmp_path / "run"
+    shutil.copytree(saved, damaged)
+    for name in (OLDER, NEWER):
+        (damaged / name / DATA[1]).unlink()
+    check_refusal(tmp_path, f"--load {damaged}", f"{damaged} has no intact checkpoint")
+
+
+def test_a_second_run_into_the_directory_of_a_running_one_is_refused(tmp_path):
+    place, logs = tmp_path / "run", tmp_path / "second"
+    logs.mkdir()
+    line = f"{_LINE} --train-iters 100000 --save-interval 100000 --save {place}"
+    first = Launch(tmp_path, _SCRIPT, line, world_size=2)
+    first.await_text(" iteration        1/")
+    check_refusal(logs, f"--save {place}", f"--save {place}: another run is saving there")
+    assert [one.status for one in first.end(0.0)] == [-9, -9]  # it was still training
