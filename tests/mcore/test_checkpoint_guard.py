@@ -35,15 +35,15 @@ _GUARDED += ("read_metadata", "_load_global_dist_base_checkpoint")
 def _guarded() -> Iterator[None]:
     """The guard around a run of stock Megatron: it must not depend on whose states are saved."""
     from megatron.training import get_args
-    from megatron_asynchzp.mcore import patches
+    from megatron_asynchzp.mcore import patches, patching
 
     rows = [patch for patch in patches.PATCHES if patch.attribute in _GUARDED]
     with mock.patch.object(patches, "_training_args", lambda flag="": get_args()):
-        patches.apply_patches(rows)
+        patching.apply_patches(rows)
         try:
             yield
         finally:
-            patches.remove_patches(rows)
+            patching.remove_patches(rows)
             Ownership.release_all()
 
 
