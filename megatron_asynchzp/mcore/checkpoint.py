@@ -190,8 +190,8 @@ class ChunkCheckpoint:
 
     def as_state(self, shards: Sequence[ShardedTensor]) -> dict[str, Any]:
         """`shards` as a part of a state dict; empty without shards."""
-        if self._snapshots:
-            shards = [replace(shard, data=shard.data.clone()) for shard in shards]
+        own = torch.clone if self._snapshots else _with_own_storage
+        shards = [replace(shard, data=own(shard.data)) for shard in shards]
         return {SHARDS_KEY: {str(i): shard for i, shard in enumerate(shards)}} if shards else {}
 
     # ---- what was read
@@ -219,6 +219,12 @@ class ChunkCheckpoint:
         if missing or unexpected:
             what = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}, which is no part of"
             raise CheckpointError(f"the checkpoint {what} the model")
+
+
+def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor whose storage ends where it ends. Megatron's writer copies a
+    tensor of the host that is a part of a larger storage, because torch would write all of that."""
+    return torch.from_dlpack(view.detach()) if view.device.type == "cpu" else view
 
 
 @torch.no_grad()

@@ -15,7 +15,6 @@ import gc
 import json
 import os
 import platform
-import resource
 import shlex
 import statistics
 import sys
@@ -34,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megatron_asynchzp.comm.trace import captured_trace  # noqa: E402
 from scripts.bench.contenders import CONTENDERS, Contender, Engine  # noqa: E402
+from scripts.bench.cpu_usage import CpuUsage  # noqa: E402
 from scripts.bench.delayed_model import ModelSize  # noqa: E402
 from scripts.testbed.counters import total  # noqa: E402
 from scripts.testbed.network import Network  # noqa: E402
@@ -175,7 +175,7 @@ def measure(settings: Settings) -> tuple[dict[str, Result], float]:
             progress.advance(task)
         gc.collect()
         gc.freeze()  # a collection in one contender's step would be the garbage of all
-        usage = _CpuUsage()
+        usage = CpuUsage()
         for repetition in range(settings.repetitions):
             progress.update(task, description=f"repetition {repetition + 1}")
             for name, contender in contenders.items():
@@ -224,34 +224,6 @@ def _over_ranks(settings: Settings, result: Result) -> Result:
     dist.all_reduce(by_node)
     mean = (losses / dist.get_world_size()).tolist()
     return replace(result, losses=mean, node_nbytes=by_node.max().item())
-
-
-class _CpuUsage:
-    """Processor time of the whole machine and of the ranks, from now on."""
-
-    def __init__(self):
-        self._begin = time.perf_counter(), _machine_cpu_s(), _own_cpu_s()
-
-    def foreign_share(self) -> float:
-        """What neither this run nor idling used, of all cores. Collective."""
-        wall_s, machine_s, own_s = (
-            now - then
-            for now, then in zip((time.perf_counter(), _machine_cpu_s(), _own_cpu_s()), self._begin)
-        )
-        own = torch.tensor([own_s], dtype=torch.float64)
-        dist.all_reduce(own)
-        return max(0.0, machine_s - own.item()) / wall_s / (os.cpu_count() or 1)
-
-
-def _machine_cpu_s() -> float:
-    with open("/proc/stat") as file:
-        ticks = [int(field) for field in file.readline().split()[1:9]]
-    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # without idle, iowait
-
-
-def _own_cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 # ---- what is told

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from megatron_asynchzp.mcore.checkpoint import find_pieces
+from megatron_asynchzp.mcore.checkpoint import SHARDS_KEY, ChunkCheckpoint, find_pieces
 from megatron_asynchzp.mcore.checkpoint_files.errors import CheckpointError
 from megatron_asynchzp.sharding.topology import Range
 
@@ -104,3 +104,17 @@ def test_a_form_that_computes_something_else_of_the_same_size_is_refused():
     factory = ShardedTensorFactory("w", PARAM, build, torch.cat, (0, 0, 0))
     with pytest.raises(CheckpointError, match="w is stored in a form that cannot be sharded"):
         find_pieces(factory, PARAM)
+
+
+def test_a_shard_of_the_host_is_saved_from_where_it_lies():
+    model = torch.nn.Linear(2, 2)
+    model.sharded_state_dict = dict
+    whole_buffer = torch.arange(12.0)
+    part = ShardedTensor.from_rank_offsets("w", whole_buffer[2:8])
+    (told,) = ChunkCheckpoint(None, model).as_state([part])[SHARDS_KEY].values()
+    # Else Megatron's writer copies it.
+    assert told.data.untyped_storage().nbytes() == told.data.numel() * told.data.itemsize
+    assert told.data.data_ptr() == whole_buffer[2:].data_ptr()
+    (copied,) = ChunkCheckpoint(None, model, snapshots=True).as_state([part])[SHARDS_KEY].values()
+    whole_buffer.zero_()
+    assert not told.data.any() and copied.data.all()

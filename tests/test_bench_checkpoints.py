@@ -1,0 +1,87 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the benchmark of checkpoints that need no ranks: options, order, memory, the check
+that a load brought back what was saved, and the tables.
+"""
+
+import pytest
+import torch
+
+from scripts.bench.bench_checkpoints import CONTENDERS, in_turns, parse_args
+from scripts.bench.checkpoint_turn import fingerprint
+from scripts.bench.process_memory import ResidentMemory
+from scripts.report.checkpoint_table import tables
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (["--contenders", "paper"], "--contenders paper: not one of stock DDP"),
+        (["--repetitions", "0"], "--repetitions must be at least 1"),
+        (["--saves", "1"], "--saves must be at least 2: a first one and a later one"),
+        (["--directory", "/nowhere"], "--directory /nowhere: there is no such directory"),
+    ],
+)
+def test_a_wrong_option_is_one_clear_line(options, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_args(options)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_every_contender_is_first_once_in_as_many_repetitions():
+    orders = [in_turns(list(CONTENDERS), repetition) for repetition in range(len(CONTENDERS))]
+    assert sorted(order[0] for order in orders) == sorted(CONTENDERS)
+    assert all(sorted(order) == sorted(CONTENDERS) for order in orders)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fingerprint_sees_one_bit_and_an_exchange(dtype):
+    values = torch.randn(5, 7).to(dtype)
+    before = fingerprint([values])
+    assert fingerprint([values.clone()]) == before
+    changed = values.clone()
+    changed.view(-1).view(torch.int16)[3] ^= 1
+    assert fingerprint([changed]) != before
+    assert fingerprint([values.flip(0)]) != before
+
+
+def test_the_resident_peak_counts_what_was_freed_again():
+    memory = ResidentMemory()
+    block = bytearray(64 * MIB)
+    del block
+    peak = memory.peak()
+    assert 60 * MIB < peak.beyond_nbytes < 80 * MIB
+    assert ResidentMemory().peak().beyond_nbytes < 30 * MIB
+
+
+def record(contender: str, seconds: list[float], parts_s: dict[str, float]) -> dict:
+    acts = {
+        name: {
+            "seconds": one, "resident_nbytes": 2 * MIB, "total_nbytes": 100 * MIB,
+            "tensor_nbytes": MIB, "foreign_cpu": 0.25,
+            "parts_s": parts_s,
+        }
+        for name, one in zip(
+            ("first save", "save 2", "save 3", "cold load", "load 2"), seconds, strict=True
+        )
+    }  # fmt: skip
+    return {"contender": contender, "acts": acts, "disk_nbytes": 10 * MIB, "num_files": 6}
+
+
+def test_the_tables_pool_later_saves_and_mark_what_is_above_the_limit():
+    told = tables(
+        [
+            record("stock DDP", [9.0, 1.0, 3.0, 2.0, 1.0], {}),
+            record("AsyncHZP 2,2,4", [1.0, 2.0, 2.0, 1.0, 1.2], {"choose_checkpoint": 0.125}),
+        ]
+    )
+    assert "others used 25% of the machine" in told
+    times = "| stock DDP | 9.00 (9.00 to 9.00) | 2.00 (1.00 to 3.00) | 2.00 (2.00 to 2.00) |"
+    assert times in told
+    assert "| AsyncHZP 2,2,4 | later save, seconds | 1.00 (2.00) |" in told
+    assert "| AsyncHZP 2,2,4 | load, seconds | **1.20** (1.20) |" in told
+    assert "| AsyncHZP 2,2,4 | load | 1.20 | choose_checkpoint 0.125 |" in told
+    assert "| stock DDP | 2 | 1 | 100 | 2 | 1 | 100 |" in told
