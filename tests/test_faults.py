@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -84,16 +85,27 @@ class Job:
             complete = max([complete, *map(_iteration, attempt.saved)])
             begun = max([begun, *map(_iteration, attempt.saving)])
 
+    def interrupted_saves(self) -> tuple[int, int]:
+        """How many saves no rank saw the end of, and how many of them nobody went on from."""
+        interrupted = skipped = 0
+        for attempt, later in pairwise(self.attempts):
+            folders = set(attempt.saving) - set(attempt.saved)
+            interrupted += len(folders)
+            is_skipped = later.began is not None
+            skipped += sum(is_skipped and _iteration(one) > later.began for one in folders)
+        return interrupted, skipped
+
     def summary(self) -> str:
         faults = [one.struck[0] for one in self.attempts if one.struck]
         kinds = ", ".join(f"{kind} {faults.count(kind)}" for kind in _AT_MOST if kind in faults)
-        interrupted = sum(len(set(one.saving) - set(one.saved)) for one in self.attempts)
+        interrupted, skipped = self.interrupted_saves()
+        told = len(re.findall(r"iter_[0-9]+ is skipped: ", self.text))
         lost = self.lost_steps()
         return (
             f"faults: {len(faults)} ({kinds}) | restarts: {len(self.attempts) - 1} | steps lost: "
             f"{sum(lost)} of {len(self.losses)}, {sum(lost) / len(faults):.2f} per fault, at most "
             f"{max(lost)} | saves interrupted: {interrupted} | incomplete directories skipped: "
-            f"{len(re.findall(r'iter_[0-9]+ is skipped: ', self.text))} | {self.seconds:.0f} s"
+            f"{skipped}, {told} of them with a line | {self.seconds:.0f} s"
         )
 
 
