@@ -293,7 +293,21 @@ def normalize_args(args: Namespace) -> list[str]:
         args.accumulate_allreduce_grads_in_fp32 = True
         if args.fp16:  # Megatron does the same for bf16 by itself
             lines.append("accumulate_allreduce_grads_in_fp32 = True: gradients are reduced in fp32")
+    if args.save and not args.exit_signal_handler and _can_gather_signals():
+        args.exit_signal_handler = True
+        lines.append(
+            "exit_signal_handler = True: SIGTERM lets the step end, saves and ends the run with "
+            "status 0 (--exit-signal-handler)"
+        )
     return lines
+
+
+def _can_gather_signals() -> bool:
+    """Megatron's handler asks all ranks with nccl or gloo, and fails with Ascend's hccl."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is None or accelerator.type != "npu"
 
 
 # --- what must be right before training --------------------------------------------------------

@@ -21,7 +21,13 @@ from megatron_asynchzp.comm.task import CollectiveFailure
 from megatron_asynchzp.mcore.arguments import add_device_argument
 from megatron_asynchzp.mcore.checkpoint_files.errors import SaveError
 from megatron_asynchzp.mcore.communication import Communication
-from megatron_asynchzp.mcore.last_line import EXIT_FAILURE, EXIT_INTERRUPTED, LastLine, leave
+from megatron_asynchzp.mcore.last_line import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    LastLine,
+    leave,
+    obey_sigterm,
+)
 from megatron_asynchzp.mcore.patches import PATCHES
 from megatron_asynchzp.mcore.patching import IncompatibleMegatron, apply_patches, check_version
 from megatron_asynchzp.mcore.unsupported import ConfigurationError
@@ -103,6 +109,7 @@ def _tell_platform(reason: str, replaced: list[str]) -> None:
 
 def report(error: BaseException) -> None:
     """Print one of OWN_ERRORS as one line on stderr, once per node."""
+    obey_sigterm()
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_FIRST_RANK_SPEAKS_S)
     print(f"megatron_asynchzp: {error}", file=sys.stderr, flush=True)
@@ -118,6 +125,7 @@ def end_training(error: Exception | KeyboardInterrupt) -> None:
     communication = Communication.current()
     if communication is None and not isinstance(error, _LAST_WORDS):
         return
+    obey_sigterm()
     # Around an excepthook torch.distributed collects stderr, and this process will not come back.
     sys.stderr = sys.__stderr__ or sys.stderr
     if isinstance(error, KeyboardInterrupt):

@@ -118,6 +118,16 @@ def test_gradients_of_fp16_runs_are_reduced_in_fp32(parse):
     assert args.accumulate_allreduce_grads_in_fp32
 
 
+def test_a_run_that_saves_has_megatrons_handler_of_sigterm(parse):
+    args = parse("--save dir --save-interval 10")
+    told = arguments.normalize_args(args)
+    assert args.exit_signal_handler
+    assert sum(line.startswith("exit_signal_handler = True: SIGTERM ") for line in told) == 1
+    args = parse()
+    assert "exit_signal_handler" not in " ".join(arguments.normalize_args(args))
+    assert not args.exit_signal_handler
+
+
 def test_arguments_are_left_alone_when_the_run_is_refused(parse):
     args = parse("--use-distributed-optimizer --qk-clip")
     before = dict(vars(args))

@@ -7,6 +7,6 @@ from typing import Any
 import pytest
 
 
-def slow_unless(is_fast: bool, *values: Any) -> Any:
+def slow_unless(is_fast: bool, *values: Any, id: str | None = None) -> Any:
     """One case for pytest.mark.parametrize."""
-    return pytest.param(*values, marks=() if is_fast else pytest.mark.slow)
+    return pytest.param(*values, marks=() if is_fast else pytest.mark.slow, id=id)

@@ -1,0 +1,169 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""legacy_pretrain.py with signals from within. $INTERRUPT is `SIGNAL RANK PLACE COUNT`, or the
+name of a file of such lines, of which the restarts by torchrun take one each: which signal which
+rank (or `all`) sends to itself, at which of the PLACES and when it has been there how often; for
+the place `time`, how many milliseconds after training began.
+
+What happens is noted in $JOURNAL/RESTART.RANK, a line each that is there even after SIGKILL:
+`began ITERATION`, `step ITERATION LOSS` (all its bits), `saving FOLDER`, `saved FOLDER`,
+`struck PLACE`.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import wraps
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+PLACES = ("start", "load", "forward", "gather", "reduce", "write", "manifest", "tracker")
+"""Before anything; before the states are filled in; before a module computes; with a collective
+issued and not completed (parameters, gradients); in a data file; before the manifest; after it."""
+
+_RANK, _RESTART = os.environ["RANK"], int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+_PID = os.getpid()
+
+
+def note(*words: Any) -> None:
+    if "JOURNAL" in os.environ:
+        with open(Path(os.environ["JOURNAL"], f"{_RESTART}.{_RANK}"), "a") as journal:
+            print(*words, file=journal)
+
+
+class Plan:
+    """What this rank is to do to itself."""
+
+    def __init__(self):
+        told = os.environ.get("INTERRUPT", "")
+        if told and Path(told).is_file():
+            lines = Path(told).read_text().splitlines()
+            told = lines[_RESTART] if _RESTART < len(lines) else ""
+        kind, rank, self.place, count = told.split() if told else ("SIGTERM", "none", "", "0")
+        self._signal, self.count = signal.Signals[kind], int(count)
+        self.is_mine = rank in ("all", _RANK)
+        self._visits, self._lock = 0, threading.Lock()
+
+    def visit(self, place: str) -> None:
+        """The process is at `place`."""
+        if not self.is_mine or place != self.place or os.getpid() != _PID:
+            return
+        with self._lock:
+            self._visits += 1
+            is_time = self._visits == self.count
+        if is_time:
+            self.strike()
+
+    def strike(self) -> None:
+        note("struck", self.place)
+        os.kill(_PID, self._signal)
+
+    def start_clock(self) -> None:
+        if self.is_mine and self.place == "time":
+            threading.Thread(target=self._strike_later, daemon=True).start()
+
+    def _strike_later(self) -> None:
+        time.sleep(self.count / 1e3)
+        self.strike()
+
+
+PLAN = Plan()
+
+
+def _before(owner: Any, name: str, place: str) -> None:
+    """Visit `place` whenever owner.name is called."""
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def visiting(*args: Any, **kwargs: Any) -> Any:
+        PLAN.visit(place)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, visiting)
+
+
+def _amid(owner: Any, name: str, place: str) -> None:
+    """Visit `place` whenever the generator owner.name has issued a collective."""
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def visiting(*args: Any, **kwargs: Any) -> Iterator:
+        for work in original(*args, **kwargs):
+            PLAN.visit(place)
+            yield work
+
+    setattr(owner, name, visiting)
+
+
+def _noting_saves(guard: Any) -> None:
+    save, complete = guard.guard_save, guard.complete_directory
+
+    def noted_save(call: Callable, folder: Any) -> Any:
+        note("saving", Path(folder).name)
+        return save(call, folder)
+
+    def noted_complete(folder: Any, *rest: Any) -> None:
+        PLAN.visit("manifest")
+        complete(folder, *rest)
+        note("saved", Path(folder).name)
+        PLAN.visit("tracker")
+
+    guard.guard_save, guard.complete_directory = noted_save, noted_complete
+
+
+def _noting_steps(training: Any) -> None:
+    log, train = training.training_log, training.train
+    words = signature(log)
+
+    def noted_log(*args: Any, **kwargs: Any) -> Any:
+        told = words.bind(*args, **kwargs).arguments
+        note("step", told["iteration"], float(told["loss_dict"]["lm loss"]).hex())
+        return log(*args, **kwargs)
+
+    def noted_train(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        note("began", get_args().iteration)
+        PLAN.start_clock()
+        return train(*args, **kwargs)
+
+    training.training_log, training.train = noted_log, noted_train
+
+
+def prepare() -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.training import training
+
+    from megatron_asynchzp.mcore import checkpoint_guard
+    from megatron_asynchzp.mcore.checkpoint import ChunkCheckpoint
+    from megatron_asynchzp.zero.unit import HZPUnit
+
+    for place in ("gather", "reduce"):
+        _amid(HZPUnit, f"{place}_steps", place)
+    _before(ChunkCheckpoint, "load_state_dict", "load")
+    _before(filesystem_async, "_write_item", "write")
+    _noting_saves(checkpoint_guard)
+    _noting_steps(training)
+
+
+if __name__ == "__main__":
+    PLAN.visit("start")
+    prepare()
+    from tests.support import legacy_pretrain
+
+    _before(legacy_pretrain, "forward_step", "forward")
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    pretrain(
+        pretrain_cfg_container_from_args(parse_and_validate_args()),
+        legacy_pretrain.build_datasets,
+        ModelType.encoder_or_decoder,
+        legacy_pretrain.forward_step,
+        legacy_pretrain.provide_model,
+    )

@@ -1,0 +1,187 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""A run under `torchrun --max-restarts` whose ranks are killed again and again comes to the same
+end as one that nobody disturbs, and loses no step but those since its last checkpoint.
+"""
+
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.support.journal import Attempt, read_journal
+from tests.support.launches import Launch
+
+_ROOT = Path(__file__).parents[1]
+_SCRIPT = _ROOT / "tests" / "support" / "interrupted_pretrain.py"
+_WORLD_SIZE = 2
+_INTERVAL = 2
+_LINE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
+    "--max-position-embeddings 16 --tokenizer-type NullTokenizer --vocab-size 63 --mock-data "
+    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --lr-decay-iters 100 --num-workers 0 "
+    "--eval-iters 0 --eval-interval 100000 --log-interval 1 --split 90,5,5 --hidden-dropout 0 "
+    "--use-asynchzp --asynchzp-device cpu"
+)
+
+# How often the process has been at a place when it is killed there, at most: within a few steps.
+_AT_MOST = {"forward": 10, "gather": 40, "reduce": 20, "write": 60, "manifest": 2, "tracker": 2}
+_AT_MOST |= {"load": 1, "time": 1500}
+
+
+def make_plan(num_faults: int, seed: int) -> list[str]:
+    """A random rank at a random moment each time, and every kind of moment about as often."""
+    numbers = random.Random(seed)
+    kinds = (list(_AT_MOST) * num_faults)[: num_faults - 1]
+    numbers.shuffle(kinds)
+    # There is something to load once the first has run to its fifth step.
+    moments = [("forward", 9)] + [(kind, numbers.randint(1, _AT_MOST[kind])) for kind in kinds]
+    ranks = [numbers.randrange(_WORLD_SIZE) for _ in moments]
+    return [f"SIGKILL {rank} {kind} {at}" for rank, (kind, at) in zip(ranks, moments)]
+
+
+@dataclass
+class Job:
+    """A run that was killed as often as its plan has lines."""
+
+    attempts: list[Attempt]
+    text: str
+    status: int
+    left: list[str]
+    seconds: float
+
+    @property
+    def losses(self) -> dict[int, str]:
+        """By step, every attempt's checked against those before."""
+        found: dict[int, str] = {}
+        for attempt in self.attempts:
+            for step, loss in attempt.losses.items():
+                assert found.setdefault(step, loss) == loss, step
+        return found
+
+    def lost_steps(self) -> list[int]:
+        """For each attempt that trained, how many steps it makes again."""
+        reached, lost = 0, []
+        for attempt in self.attempts:
+            if attempt.began is not None:
+                lost.append(reached - attempt.began)
+                reached = attempt.last_step
+        return lost[1:]
+
+    def check_origins(self) -> None:
+        """Every attempt goes on from the newest checkpoint: the last that was complete, or one
+        that became so when the rank died before it could note it."""
+        complete, begun = 0, 0
+        for attempt in self.attempts:
+            if attempt.began is not None:
+                assert complete <= attempt.began <= begun
+            complete = max([complete, *map(_iteration, attempt.saved)])
+            begun = max([begun, *map(_iteration, attempt.saving)])
+
+    def interrupted_saves(self) -> tuple[int, int]:
+        """How many saves no rank saw the end of, and how many of them nobody went on from."""
+        interrupted = skipped = 0
+        for attempt, later in pairwise(self.attempts):
+            folders = set(attempt.saving) - set(attempt.saved)
+            interrupted += len(folders)
+            is_skipped = later.began is not None
+            skipped += sum(is_skipped and _iteration(one) > later.began for one in folders)
+        return interrupted, skipped
+
+    def summary(self) -> str:
+        faults = [one.struck[0] for one in self.attempts if one.struck]
+        kinds = ", ".join(f"{kind} {faults.count(kind)}" for kind in _AT_MOST if kind in faults)
+        interrupted, skipped = self.interrupted_saves()
+        told = len(re.findall(r"iter_[0-9]+ is skipped: ", self.text))
+        lost = self.lost_steps()
+        return (
+            f"faults: {len(faults)} ({kinds}) | restarts: {len(self.attempts) - 1} | steps lost: "
+            f"{sum(lost)} of {len(self.losses)}, {sum(lost) / len(faults):.2f} per fault, at most "
+            f"{max(lost)} | saves interrupted: {interrupted} | incomplete directories skipped: "
+            f"{skipped}, {told} of them with a line | {self.seconds:.0f} s"
+        )
+
+
+def _iteration(folder: str) -> int:
+    return int(folder.removeprefix("iter_"))
+
+
+def _processes_with(words: str) -> list[str]:
+    """Command lines of the processes that have `words` in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if words.encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            pass  # it has ended, or is another user's
+    return found
+
+
+def run_job(folder: Path, plan: list[str], train_iters: int) -> Job:
+    """Train under torchrun, and be killed according to `plan`."""
+    journal, place, log = folder / "journal", folder / "checkpoints", folder / "log"
+    journal.mkdir()
+    (folder / "plan").write_text("\n".join(plan))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(_WORLD_SIZE), "--max-restarts", str(len(plan) + 5)]
+    command += ["-m", "megatron_asynchzp.launch", str(_SCRIPT), *_LINE.split()]
+    command += ["--train-iters", str(train_iters), "--load", str(place), "--save", str(place)]
+    command += ["--save-interval", str(_INTERVAL)]
+    env = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "JOURNAL": str(journal)}
+    env |= {"INTERRUPT": str(folder / "plan"), "GLOO_SOCKET_IFNAME": "lo"}
+    # Else ranks that are started again meet, in the store of torchrun, their dead predecessors.
+    env |= {"PYTHONWARNINGS": "ignore", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    start_s = time.monotonic()
+    with open(log, "wb") as out:
+        torchrun = subprocess.Popen(
+            command, stdout=out, stderr=out, cwd=folder, env=env, start_new_session=True
+        )
+    try:
+        status = torchrun.wait(timeout=120 + 60 * len(plan))
+    finally:
+        torchrun.terminate()  # where it still runs, it ends its ranks
+        torchrun.wait(timeout=90)
+    seconds = time.monotonic() - start_s
+    left = _processes_with(f"JOURNAL={journal}")
+    return Job(read_journal(journal), log.read_text(), status, left, seconds)
+
+
+def run_undisturbed(folder: Path, train_iters: int) -> dict[int, str]:
+    """The loss of each step, with all its bits."""
+    journal = folder / "undisturbed"
+    journal.mkdir()
+    line = f"{_LINE} --train-iters {train_iters}"
+    ended = Launch(folder, _SCRIPT, line, _WORLD_SIZE, {"JOURNAL": str(journal)}).end()
+    assert [one.status for one in ended] == [0] * _WORLD_SIZE, ended[0].text[-3000:]
+    return read_journal(journal)[0].losses
+
+
+def check_job(job: Job, plan: list[str], whole: dict[int, str]) -> None:
+    assert job.status == 0, job.text[-5000:]
+    print(f"\n{job.summary()}")
+    assert [one.struck for one in job.attempts] == [[line.split()[2]] for line in plan] + [[]]
+    assert job.losses == whole
+    job.check_origins()
+    # A step that was made, and the one in which the next save would have come.
+    assert all(0 <= lost <= _INTERVAL for lost in job.lost_steps())
+    assert job.left == []
+
+
+def test_a_run_killed_in_a_step_and_in_a_save_ends_as_if_it_had_not_been(tmp_path):
+    plan = ["SIGKILL 1 write 50", "SIGKILL 0 gather 20"]
+    check_job(run_job(tmp_path, plan, 8), plan, run_undisturbed(tmp_path, 8))
+
+
+@pytest.mark.slow
+def test_thirty_random_kills_change_no_bit_of_the_losses(tmp_path):
+    plan = make_plan(30, seed=1234)
+    assert {line.split()[2] for line in plan} == set(_AT_MOST)
+    check_job(run_job(tmp_path, plan, 120), plan, run_undisturbed(tmp_path, 120))

@@ -1,0 +1,125 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""SIGTERM, as schedulers send it: a run that saves ends the step, saves, and ends with status 0."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_asynchzp.mcore.checkpoint_files.choice import choose_checkpoint
+from tests.support.journal import Attempt, read_journal
+from tests.support.launches import Ended, Launch
+from tests.support.selection import slow_unless
+
+_ROOT = Path(__file__).parents[1]
+_SCRIPT = _ROOT / "tests" / "support" / "interrupted_pretrain.py"
+_LAST = 8
+# Two micro-batches a step. Dropout of hidden states draws, on the CPU platform, from the generator
+# that a DataLoader draws from at its start.
+_LINE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
+    "--max-position-embeddings 16 --tokenizer-type NullTokenizer --vocab-size 63 --mock-data "
+    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --lr-decay-iters 100 --num-workers 1 "
+    "--eval-iters 0 --eval-interval 100000 --log-interval 1 --split 90,5,5 "
+    f"--hidden-dropout 0 --train-iters {_LAST} --use-asynchzp --asynchzp-device cpu"
+)
+
+
+def _start(folder: Path, interrupt: str, flags: str) -> tuple[list[Ended], Attempt]:
+    """Run two ranks to their end in `folder`, which is made."""
+    folder.mkdir()
+    journal = folder / "journal"
+    journal.mkdir()
+    env = {"INTERRUPT": interrupt, "JOURNAL": str(journal)}
+    ended = Launch(folder, _SCRIPT, f"{_LINE} {flags}", 2, env).end()
+    return ended, (read_journal(journal) or [Attempt()])[0]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict[int, str]:
+    """The loss of each step of a run that nobody interrupts and that saves nothing."""
+    ended, attempt = _start(tmp_path_factory.mktemp("whole") / "run", "", "")
+    assert [one.status for one in ended] == [0, 0], ended[0].text[-3000:]
+    assert "exit_signal_handler" not in " ".join(ended[0].own_lines)
+    assert list(attempt.losses) == list(range(1, _LAST + 1))
+    return attempt.losses
+
+
+@pytest.mark.parametrize(
+    "interrupt, saved_at",
+    [
+        pytest.param("1 forward 5", 3, id="one rank, in a step"),
+        slow_unless(False, "all gather 20", None, id="all ranks, in a step"),
+        slow_unless(False, "0 write 3", 5, id="one rank, in a save"),
+        pytest.param("all write 3", 5, id="all ranks, in a save"),
+        slow_unless(False, "1 manifest 1", 5, id="before the manifest"),
+        slow_unless(False, "0 forward 15", 8, id="in the last step"),
+    ],
+)
+def test_sigterm_saves_the_step_in_progress_and_the_run_goes_on_from_it(
+    tmp_path, whole, interrupt, saved_at
+):
+    place = tmp_path / "checkpoints"
+    saving = f"--save {place} --save-interval 4"
+    ended, first = _start(tmp_path / "first", f"SIGTERM {interrupt}", saving)
+    for one in ended:
+        assert one.status == 0, one.text[-3000:]
+        assert "Traceback" not in one.text
+        assert not [line for line in one.own_lines if " rank " in line]
+    assert first.struck == [interrupt.split()[1]]
+    assert sum("exit_signal_handler = True" in line for line in ended[0].own_lines) == 1
+    last = first.last_step
+    assert last == saved_at or saved_at is None and last < _LAST
+    choice = choose_checkpoint(place)
+    assert (choice.iteration, choice.told) == (last, ())
+    assert (place / "latest_checkpointed_iteration.txt").read_text() == str(last)
+    ended, second = _start(tmp_path / "second", "", f"{saving} --load {place}")
+    assert [one.status for one in ended] == [0, 0], ended[0].text[-3000:]
+    assert second.began == last
+    assert first.losses | second.losses == whole
+
+
+def test_sigterm_before_the_arguments_are_read_ends_the_process_as_ever(tmp_path):
+    flags = f"--save {tmp_path / 'checkpoints'} --save-interval 4"
+    ended, attempt = _start(tmp_path / "run", "SIGTERM all start 1", flags)
+    assert [one.status for one in ended] == [-signal.SIGTERM] * 2
+    assert attempt.began is None and not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_sigterm_while_a_checkpoint_is_loaded_saves_after_the_first_step(tmp_path, whole):
+    saving = f"--save {tmp_path / 'checkpoints'} --save-interval 4"
+    _start(tmp_path / "first", "SIGTERM 0 forward 1", saving)
+    flags = f"{saving} --load {tmp_path / 'checkpoints'}"
+    ended, attempt = _start(tmp_path / "second", "SIGTERM all load 1", flags)
+    assert [one.status for one in ended] == [0, 0]
+    assert (attempt.began, attempt.losses) == (1, {2: whole[2]})
+    assert choose_checkpoint(tmp_path / "checkpoints").iteration == 2
+
+
+@pytest.mark.slow
+def test_torchrun_hands_sigterm_on_and_waits_for_the_save(tmp_path):
+    """It ends with a status of its own, whatever that of the ranks is."""
+    place, log = tmp_path / "checkpoints", tmp_path / "log"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "megatron_asynchzp.launch", str(_SCRIPT)]
+    command += f"{_LINE} --train-iters 100000 --save {place} --save-interval 100000".split()
+    env = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+    env |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+    with open(log, "wb") as out:
+        torchrun = subprocess.Popen(command, stdout=out, stderr=out, cwd=tmp_path, env=env)
+    deadline = time.monotonic() + 180
+    while " iteration        3/" not in log.read_text():
+        assert time.monotonic() < deadline and torchrun.poll() is None, log.read_text()
+        time.sleep(0.1)
+    torchrun.send_signal(signal.SIGTERM)
+    assert torchrun.wait(timeout=60) == 1
+    text = log.read_text()
+    assert "exiting program after receiving SIGTERM" in text and "SignalException" in text
+    choice = choose_checkpoint(place)
+    assert choice.iteration >= 3 and choice.told == ()
