@@ -28,6 +28,7 @@ from megatron_asynchzp.mcore.checkpoint_files.choice import (
     Choice,
     Peers,
     choose_checkpoint,
+    list_unfinished,
     read_tracker,
     repair_tracker,
 )
@@ -217,7 +218,10 @@ def _choose(load_dir: str | None, args: Namespace, peers: Peers) -> Choice | Non
     if load_dir is None:
         return None
     choice = choose_checkpoint(load_dir, args.ckpt_step or None, peers)
-    if choice is not None:
+    if choice is None:
+        left = peers.tell(partial(list_unfinished, load_dir))
+        _tell([f"{load_dir}: {one} is left of a save that was interrupted" for one in left], peers)
+    else:
         _tell(choice.told, peers)
         if not args.ckpt_step:
             line = peers.tell(partial(repair_tracker, load_dir, choice))

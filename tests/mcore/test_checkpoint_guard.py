@@ -106,7 +106,8 @@ def _full_disk(folder: str) -> tuple[list[str], int, str]:
 
 
 def _async_save(folder: str) -> tuple[list[bool], str]:
-    _run("--save", folder, "--save-interval", "2", "--async-save", "--async-strategy", "mcore")
+    beside = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
+    _run("--save", folder, "--save-interval", "2", *beside)
     manifests = [(Path(folder) / name / MANIFEST).exists() for name in (OLDER, NEWER)]
     return manifests, (Path(folder) / TRACKER).read_text()
 

@@ -13,7 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_asynchzp.mcore.checkpoint_files.choice import choose_checkpoint, repair_tracker
+from megatron_asynchzp.mcore.checkpoint_files.choice import (
+    choose_checkpoint,
+    list_unfinished,
+    repair_tracker,
+)
 from megatron_asynchzp.mcore.checkpoint_files.errors import CheckpointError
 from megatron_asynchzp.mcore.checkpoint_files.manifest import MANIFEST, write_manifest
 from tests.support.checkpoint_damage import (
@@ -91,6 +95,29 @@ def test_damage_to_the_only_checkpoint_is_one_line_with_the_reason(folder, kind)
     told = str(refused.value)
     assert "\n" not in told and str(folder) in told and len(told) < 600
     assert "remove" in told
+
+
+_LEFTOVERS = ("a newer empty directory", "a newer save with half a file",
+              "a newer save without metadata", "a newer save without its last file")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", _LEFTOVERS)
+def test_an_interrupted_newer_save_is_told(folder, truth, kind):
+    HARMLESS[kind](folder)
+    (line,) = choose_checkpoint(folder).told
+    assert line == f"{folder}: iter_0000006 is skipped: its save was interrupted"
+
+
+@pytest.mark.parametrize("kind", _LEFTOVERS)
+def test_a_run_that_died_in_its_first_save_starts_from_scratch(folder, kind):
+    HARMLESS[kind](folder)
+    for gone in (folder / OLDER, folder / NEWER):
+        shutil.rmtree(gone)
+    with pytest.raises(CheckpointError, match="no intact checkpoint"):
+        choose_checkpoint(folder)  # the tracker tells of a checkpoint that was there
+    (folder / TRACKER).unlink()
+    assert choose_checkpoint(folder) is None
+    assert list_unfinished(folder) == ["iter_0000006"]
 
 
 @pytest.mark.parametrize("kind", HARMLESS)

@@ -17,12 +17,13 @@ from megatron_asynchzp.mcore.checkpoint_files.contents import (
 )
 from megatron_asynchzp.mcore.checkpoint_files.errors import CheckpointError, Damage, one_line
 from megatron_asynchzp.mcore.checkpoint_files.inventory import CONFIG
-from megatron_asynchzp.mcore.checkpoint_files.manifest import read_manifest
+from megatron_asynchzp.mcore.checkpoint_files.manifest import MANIFEST, read_manifest
 from megatron_asynchzp.mcore.checkpoint_files.small_file import replace_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
+_INTERRUPTED = "its save was interrupted"
 _REMEDY = "remove these directories to start from scratch, or give another --load"
 
 
@@ -126,13 +127,30 @@ def _saved_at(folder: Path, only_by_manifest: bool = False) -> float | None:
         return 0.0
 
 
+def list_unfinished(load_dir: Path | str) -> list[str]:
+    """Names of directories in which a save never came to its end: they lack all that makes a
+    checkpoint complete, so nothing that was once there is lost. Highest iteration first."""
+    load_dir = Path(load_dir)
+    try:
+        names = [path.name for path in load_dir.iterdir() if _ITERATION.fullmatch(path.name)]
+    except OSError:
+        return []
+    unfinished = [
+        name
+        for name in names
+        if (load_dir / name).is_dir()
+        and not any((load_dir / name / last).exists() for last in (CONFIG, MANIFEST))
+    ]
+    return sorted(unfinished, key=_number, reverse=True)
+
+
 def choose_checkpoint(
     load_dir: Path | str,
     wanted_step: int | None = None,
     peers: Peers | None = None,
     is_thorough: bool = True,
 ) -> Choice | None:
-    """The newest complete and uncorrupted checkpoint; None where there is no trace of one.
+    """The newest complete and uncorrupted checkpoint; None where there has never been one.
 
     wanted_step: only this iteration will do. peers: the ranks that share the reading; a collective
     call then, with the same result on all. is_thorough: tensors are read too, not only objects.
@@ -148,14 +166,22 @@ def choose_checkpoint(
     for name in candidates:
         reason = find_fault(load_dir / name, peers, is_thorough)
         if reason is None:
+            looked_at = {one for one, _ in skipped}
+            for other in peers.tell(lambda: list_unfinished(load_dir)):
+                if other not in looked_at and name != RELEASE and _number(other) > _number(name):
+                    skipped.append((other, _INTERRUPTED))
             told = tuple(f"{load_dir}: {one} is skipped: {why}" for one, why in skipped)
             return _choice(load_dir, name, told)
         skipped.append((name, reason))
+    has_tracker = peers.tell((load_dir / TRACKER).exists)
+    unfinished = peers.tell(lambda: list_unfinished(load_dir))
+    if skipped and not has_tracker and {name for name, _ in skipped} <= set(unfinished):
+        return None  # the run died in its first save: there is nothing to go on from
     if skipped:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3])
         more = f"; and {len(skipped) - 3} more" if len(skipped) > 3 else ""
         raise CheckpointError(f"{load_dir} has no intact checkpoint: {reasons}{more}; {_REMEDY}")
-    if peers.tell((load_dir / TRACKER).exists):
+    if has_tracker:
         raise CheckpointError(
             f"{load_dir} has {TRACKER}, but no checkpoint; remove that file to start from scratch"
         )
