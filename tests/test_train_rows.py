@@ -165,6 +165,13 @@ def test_ascend_rows_use_layers_that_need_no_transformer_engine():
     assert "--moe-grouped-gemm" not in flags
 
 
+def test_ascend_without_torch_npu_ends_in_one_line():
+    command = [sys.executable, str(_TRAIN / "on_ascend.py"), str(_TRAIN / "pretrain_gpt.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("on_ascend: torch_npu cannot be imported")
+
+
 def test_data_of_yours_replaces_mock_data():
     row = load_row("node-9b-hzp")
     assert "--mock-data" in row.flags()

@@ -7,13 +7,15 @@ Needs no device and no other rank; takes seconds. Usually through scripts/train/
     scripts/train/launch.sh table2-36b-hzp --dry-run [-- more Megatron flags]
     scripts/train/launch.sh --all                # one line per row
 
-Exit status: 0; 1 where the states do not fit into a device; 2 for a row that cannot run.
+Exit status: 0; 1 where states and rings do not fit into a device; 2 for a row that cannot run.
 """
 
 import argparse
+import functools
 import io
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,30 +45,51 @@ class Machine:
         )
 
 
-class Report:
-    """Everything that is told of one row; raises RowError or Refused while it is made.
+@dataclass(frozen=True)
+class Measured:
+    """What a command line gives. kinds: the groups of rank 0 (mesh.GroupKind); stages: the
+    StageStates of each pipeline stage; lines: what --use-asynchzp changed."""
 
-    stages: StageStates of each pipeline stage; kinds: the groups of rank 0.
+    args: argparse.Namespace
+    lines: list[str]
+    kinds: list
+    stages: list
+
+
+def measure(flags: tuple[str, ...], ranks: int, ranks_per_node: int) -> Measured:
+    """Raises Refused for what cannot run."""
+    # Here and not above: a wrong name of a row is told without importing Megatron.
+    from scripts.train import pretended_world
+
+    pretended_world.patch_megatron()
+    from scripts.train import mesh, states
+
+    args, lines = pretended_world.parse(list(flags), ranks, ranks_per_node)
+    sizes = states.shard_sizes(args) if args.use_asynchzp else None
+    measured = Measured(args, lines, [], [])
+    for stage in pretended_world.stages(args):
+        if not measured.kinds:
+            measured.kinds.extend(mesh.group_kinds(stage, args, sizes))
+        measured.stages.append(states.stage_states(stage, args, ranks_per_node))
+    return measured
+
+
+class Report:
+    """Everything that is told of one row; raises RowError (Refused) while it is made.
+
+    extra: more Megatron flags; ranks: in place of the row's; measure: the function above.
     """
 
-    def __init__(self, row: Row, machine: Machine, extra: list[str], ranks: int | None = None):
-        # Here and not above: a wrong name of a row is told without importing Megatron.
-        from scripts.train import pretended_world
-
-        pretended_world.patch_megatron()
-        from scripts.train import mesh, states
-
+    def __init__(
+        self, row: Row, machine: Machine, extra: list[str], ranks: int | None, measure: Callable
+    ):
         self.row, self.machine = row, machine
         self.ranks = ranks or row.ranks
         self.ranks_per_node = min(machine.ranks_per_node, self.ranks)
         self.flags = row.flags(machine.platform, extra)
-        self.args, self.lines = pretended_world.parse(self.flags, self.ranks, self.ranks_per_node)
-        self.sizes = states.shard_sizes(self.args) if self.args.use_asynchzp else None
-        self.stages: list[states.StageStates] = []
-        self.kinds: list[mesh.GroupKind] = []
-        for stage in pretended_world.stages(self.args):
-            self.kinds = self.kinds or mesh.group_kinds(stage, self.args, self.sizes)
-            self.stages.append(states.stage_states(stage, self.args, self.ranks_per_node))
+        measured = measure(tuple(self.flags), self.ranks, self.ranks_per_node)
+        self.args, self.lines = measured.args, measured.lines
+        self.kinds, self.stages = measured.kinds, measured.stages
 
     @property
     def parameters(self) -> int:
@@ -85,13 +108,13 @@ class Report:
         held, there = self.largest_gib, self.machine.device_memory_gib
         if not self.fits:
             return (
-                f"{self.row.name}: does not fit: a rank holds {held:.1f} GiB of states and rings, a "
-                f"device has {there:g}"
+                f"{self.row.name}: does not fit: a rank holds {held:.1f} GiB of states and rings, "
+                f"a device has {there:g}"
             )
         return (
             f"{self.row.name}: states and rings fit: {held:.1f} of {there:g} GiB on the fullest "
-            f"rank; {there - held:.1f} remain for activations, temporaries and the libraries, of which "
-            "no estimate is included"
+            f"rank; {there - held:.1f} remain for activations, temporaries and the libraries, of "
+            "which no estimate is included"
         )
 
     def as_json(self) -> dict:
@@ -231,24 +254,25 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv[:cut])
     if (asked.row is None) != asked.all:
         parser.error("give the name of a row, or --all")
-    if min(asked.ranks or 1, asked.ranks_per_node or 1) < 1:
+    if any(number is not None and number < 1 for number in (asked.ranks, asked.ranks_per_node)):
         parser.error("--ranks and --ranks-per-node are at least 1")
-    machine, reports = Machine.of(asked), []
+    machine, reports, is_refused = Machine.of(asked), [], False
+    once = functools.cache(measure)  # rows of different tables are often the same run
     for name in row_names() if asked.all else [asked.row]:
         try:
-            reports.append(Report(load_row(name), machine, argv[cut + 1 :], asked.ranks))
+            report = Report(load_row(name), machine, argv[cut + 1 :], asked.ranks, once)
         except RowError as error:
             print(f"scripts/train: {error}", file=sys.stderr)
-            if not asked.all:
-                return _EXIT_REFUSED
+            is_refused = True
             continue
-        print(_summary(reports[-1]) if asked.all else reports[-1].text(), flush=True)
-    if asked.json:
+        reports.append(report)
+        print(_summary(report) if asked.all else report.text(), flush=True)
+    if asked.json and reports:
         asked.json.write_text(json.dumps([report.as_json() for report in reports], indent=1) + "\n")
     if too_large := [report for report in reports if not report.fits]:
         print(f"scripts/train: {too_large[0].verdict()}", file=sys.stderr)
         return _EXIT_TOO_LARGE
-    return 0
+    return _EXIT_REFUSED if is_refused else 0
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sourced by launch.sh and launch.slurm for NVIDIA GPUs, with the row's flags as arguments:
 #     source scripts/train/env_cuda.sh "${flags[@]}"
-# What is set already stays. None of it has been measured by us yet (docs/schedule.md says why each).
+# What is set already stays. docs/schedule.md says why each; none has been measured by us yet.
 
 RANKS_PER_NODE="${RANKS_PER_NODE:-8}"
 
-# Below Blackwell Megatron refuses tensor or context parallelism without one hardware queue. It makes
-# a gather that waits hold up computation that does not need it, so nobody else gets it.
+# Below Blackwell Megatron refuses tensor or context parallelism without one hardware queue. It
+# makes a gather that waits hold up computation that does not need it, so nobody else gets it.
 case " $* " in
     *" --tensor-model-parallel-size "* | *" --context-parallel-size "*)
         export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}" ;;

@@ -4,7 +4,7 @@
 # Trains one row of the paper's tables, or one 8-GPU node, with torchrun. On every node:
 #
 #   one node     scripts/train/launch.sh node-9b-hzp -- --data-path PREFIX --tokenizer-type ...
-#   many nodes   NODE_RANK=<0..N-1> MASTER_ADDR=<host of node 0> scripts/train/launch.sh ROW [-- ...]
+#   many nodes   NODE_RANK=<0..N-1> MASTER_ADDR=<first host> scripts/train/launch.sh ROW [-- ...]
 #   Slurm        sbatch --nodes=N scripts/train/launch.slurm ROW [-- ...]
 #   no node      scripts/train/launch.sh ROW --dry-run       what it would be, on a laptop
 #
@@ -50,7 +50,8 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 words=(0 --context-parallel-size 8) # for all rows at once, the environment that most of them need
 if [[ -n "$row" ]]; then
-    told="$("$PYTHON" -m scripts.train.rows "$row" --platform "$platform" -- "${extra[@]}")" || exit 2
+    told="$("$PYTHON" -m scripts.train.rows "$row" --platform "$platform" -- "${extra[@]}")" ||
+        exit 2
     mapfile -t words <<<"$told" # the number of ranks, then the flags
 fi
 RUN_WITH=()
@@ -65,7 +66,8 @@ ranks="${words[0]}" per_node="$RANKS_PER_NODE"
 ((per_node <= ranks)) || per_node="$ranks"
 nodes="${NNODES:-$((ranks / per_node))}"
 ((nodes * per_node == ranks)) ||
-    fail "$row has $ranks ranks, but NNODES=$nodes x RANKS_PER_NODE=$per_node are $((nodes * per_node))"
+    fail "$row has $ranks ranks, but NNODES=$nodes x RANKS_PER_NODE=$per_node are" \
+        "$((nodes * per_node))"
 rendezvous=(--standalone)
 if ((nodes > 1)); then
     if [[ "$mode" == run ]]; then

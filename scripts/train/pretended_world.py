@@ -132,9 +132,10 @@ def parse(flags: list[str], world_size: int, ranks_per_node: int) -> tuple[Names
 
 
 def _set_padded_vocabulary(args: Namespace) -> None:
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    """As the run will: from the tokenizer, except where its builder needs no more than the flag."""
+    if args.padded_vocab_size is None and args.tokenizer_type != "NullTokenizer":
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-    if args.padded_vocab_size is None:
         build_tokenizer(args)
 
 

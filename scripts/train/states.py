@@ -23,6 +23,7 @@ from megatron_asynchzp.mcore.start_table import (
 )
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.unit import HZPUnit
 from megatron_asynchzp.zero.unit_rings import UnitRings
 from scripts.train.pretended_world import Stage
@@ -125,15 +126,8 @@ def _asynchzp_states(
     }
     units = [HZPUnit(plan.name, plan.params, groups[plan.group_key]) for plan in plans]
     rings = _ring_nbytes(units, args)
-    keys = dict(zip(units, (plan.group_key for plan in plans), strict=True))
-    chunk = SimpleNamespace(
-        units=units,
-        groups=groups,
-        runtime=SimpleNamespace(
-            group_keys=keys, scheduler=SimpleNamespace(ring_nbytes=lambda: rings)
-        ),
-    )
-    table = format_start_table([chunk], ranks_per_node, args.optimizer)
+    is_shown = stage.index == 0  # rank 0's, as in a run
+    table = _start_table(units, plans, groups, rings, args, ranks_per_node) if is_shown else ""
     return StageStates(
         *common,
         state_nbytes_by_formula(units, args.optimizer),
@@ -141,6 +135,21 @@ def _asynchzp_states(
         rings,
         table,
     )
+
+
+def _start_table(
+    units: list[HZPUnit],
+    plans: list[UnitPlan],
+    groups: dict[str, ShardGroups],
+    rings: dict[str, int],
+    args: Namespace,
+    ranks_per_node: int,
+) -> str:
+    keys = dict(zip(units, (plan.group_key for plan in plans), strict=True))
+    scheduler = SimpleNamespace(ring_nbytes=lambda: rings)
+    runtime = SimpleNamespace(group_keys=keys, scheduler=scheduler)
+    chunk = SimpleNamespace(units=units, groups=groups, runtime=runtime)
+    return format_start_table([chunk], ranks_per_node, args.optimizer)
 
 
 def _ring_nbytes(units: list[HZPUnit], args: Namespace) -> dict[str, int]:
