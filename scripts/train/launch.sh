@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+# Trains one row of the paper's tables, or one 8-GPU node, with torchrun. On every node:
+#
+#   one node     scripts/train/launch.sh node-9b-hzp -- --data-path PREFIX --tokenizer-type ...
+#   many nodes   NODE_RANK=<0..N-1> MASTER_ADDR=<first host> scripts/train/launch.sh ROW [-- ...]
+#   Slurm        sbatch --nodes=N scripts/train/launch.slurm ROW [-- ...]
+#   no node      scripts/train/launch.sh ROW --dry-run       what it would be, on a laptop
+#
+#   --list              the rows                  --print     the command, without running it
+#   --all               dry run of all rows       --platform  cuda (default) or ascend
+#   -- FLAGS            more Megatron flags, which win; without data among them, mock data
+#   after --dry-run     --ranks N, --device-memory-gib G, --json FILE
+#
+# NNODES (default: the row's ranks / RANKS_PER_NODE), RANKS_PER_NODE (8; Ascend 16), MASTER_PORT.
+# MEGATRON_LM=/path/to/checkout runs its pretrain_gpt.py in place of ours. ASYNCHZP_PYTHON: the
+# interpreter of your environment. Exit status: torchrun's; 2 for what cannot be started.
+set -euo pipefail
+
+fail() {
+    printf 'scripts/train: %s\n' "$*" >&2
+    exit 2
+}
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+row="" mode=run platform=cuda extra=() dry_run=()
+while (($#)); do
+    case "$1" in
+        --) shift; extra=("$@"); break ;;
+        --list | --all | --dry-run | --print) mode="${1#--}" ;;
+        --platform) [[ $# -ge 2 ]] || fail "--platform: cuda or ascend"; platform="$2"; shift ;;
+        -h | --help) sed -n '4,20s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        --ranks | --device-memory-gib | --json)
+            [[ $# -ge 2 ]] || fail "$1: a value is missing"; dry_run+=("$1" "$2"); shift ;;
+        -*) fail "$1: no such option (--help lists them; Megatron's flags come after --)" ;;
+        *) [[ -z "$row" ]] || fail "$1: one row at a time, $row was given"; row="$1" ;;
+    esac
+    shift
+done
+[[ "$platform" == cuda || "$platform" == ascend ]] || fail "--platform $platform: cuda or ascend"
+[[ -n "$row" || "$mode" == list || "$mode" == all ]] || fail "give a row (--list) or see --help"
+[[ -z "$row" || "$mode" != all ]] || fail "--all is for all rows, $row was given"
+[[ ${#dry_run[@]} -eq 0 || "$mode" == dry-run || "$mode" == all ]] ||
+    fail "${dry_run[0]} belongs to --dry-run"
+
+source "$root/scripts/environment.sh"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+[[ "$mode" != list ]] || exec "$PYTHON" -m scripts.train.rows
+
+words=(0 --context-parallel-size 8) # for all rows at once, the environment that most of them need
+if [[ -n "$row" ]]; then
+    told="$("$PYTHON" -m scripts.train.rows "$row" --platform "$platform" -- "${extra[@]}")" ||
+        exit 2
+    mapfile -t words <<<"$told" # the number of ranks, then the flags
+fi
+RUN_WITH=()
+source "$root/scripts/train/env_$platform.sh" "${words[@]:1}"
+if [[ "$mode" == dry-run || "$mode" == all ]]; then
+    [[ "$mode" == dry-run ]] || row=--all
+    exec "$PYTHON" -m scripts.train.dry_run "$row" --platform "$platform" \
+        --ranks-per-node "$RANKS_PER_NODE" "${dry_run[@]}" -- "${extra[@]}"
+fi
+
+ranks="${words[0]}" per_node="$RANKS_PER_NODE"
+((per_node <= ranks)) || per_node="$ranks"
+nodes="${NNODES:-$((ranks / per_node))}"
+((nodes * per_node == ranks)) ||
+    fail "$row has $ranks ranks, but NNODES=$nodes x RANKS_PER_NODE=$per_node are" \
+        "$((nodes * per_node))"
+rendezvous=(--standalone)
+if ((nodes > 1)); then
+    if [[ "$mode" == run ]]; then
+        [[ -n "${MASTER_ADDR:-}" ]] || fail "$nodes nodes: set MASTER_ADDR to the host of node 0"
+        [[ -n "${NODE_RANK:-}" ]] || fail "$nodes nodes: set NODE_RANK to 0 ... $((nodes - 1))"
+    fi
+    rendezvous=(--node-rank "${NODE_RANK:-\$NODE_RANK}"
+        --master-addr "${MASTER_ADDR:-\$MASTER_ADDR}" --master-port "${MASTER_PORT:-29500}")
+fi
+script=("$root/scripts/train/pretrain_gpt.py")
+if [[ -n "${MEGATRON_LM:-}" ]]; then
+    [[ -f "$MEGATRON_LM/pretrain_gpt.py" ]] || fail "MEGATRON_LM=$MEGATRON_LM: no pretrain_gpt.py"
+    script=("$MEGATRON_LM/pretrain_gpt.py")
+    ((${#RUN_WITH[@]})) || RUN_WITH=(-m megatron_asynchzp.launch)
+fi
+command=("$PYTHON" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$per_node"
+    "${rendezvous[@]}" "${RUN_WITH[@]}" "${script[@]}" "${words[@]:1}")
+if [[ "$mode" == print ]]; then
+    printf 'CUDA_DEVICE_MAX_CONNECTIONS=%s' "$CUDA_DEVICE_MAX_CONNECTIONS"
+    printf ' %q' "${command[@]}"
+    printf '\n'
+    exit 0
+fi
+exec "${command[@]}"

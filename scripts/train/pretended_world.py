@@ -1,0 +1,207 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the pretence of a cluster in one process without a device: Megatron's own parser and
+validation, its process groups over torch's fake backend, and its models on the meta device.
+Must not know what is asked of them.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import sys
+import traceback
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from scripts.train.rows import RowError
+
+# Megatron asks more of the environment (CUDA_DEVICE_MAX_CONNECTIONS) of Hopper and older.
+_CAPABILITY = (9, 0)
+
+# How our lines begin in what validation prints.
+_OURS = "megatron_asynchzp: "
+
+
+class Refused(RowError):
+    """A command line that cannot run."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage as its first rank has it, valid while its world is there.
+
+    model: on the meta device, in the dtype of training; groups: Megatron's ProcessGroupCollection;
+    rank: the global rank; num_ranks: of the stage.
+    """
+
+    index: int
+    model: torch.nn.Module
+    groups: object
+    rank: int
+    num_ranks: int
+
+
+@contextlib.contextmanager
+def _answers_of_a_gpu() -> Iterator[None]:
+    """What Megatron asks torch.cuda while it parses and builds."""
+    from megatron_asynchzp.mcore.cpu_platform.inert_cuda import InertStream
+
+    properties = SimpleNamespace(major=_CAPABILITY[0], minor=_CAPABILITY[1])
+    with mock.patch.multiple(
+        torch.cuda,
+        device_count=lambda: 1,
+        get_device_properties=lambda *_: properties,
+        get_device_capability=lambda *_: _CAPABILITY,
+        current_device=lambda: torch.device("meta"),
+        Stream=InertStream,
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[io.StringIO]:
+    """Everything that is printed, logged or warned of goes into one text."""
+    text = io.StringIO()
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield text
+    finally:
+        logging.disable(level)
+
+
+def _one_line(error: BaseException, printed: str) -> str:
+    """What was wrong: the message, what argparse printed last, or the assertion that failed."""
+    if isinstance(error, SystemExit):
+        return (printed.strip().splitlines() or ["the command line was refused"])[-1]
+    if text := " ".join(str(error).split()):
+        return text
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in {os.path.basename(frame.filename)}: {frame.line}"
+
+
+def patch_megatron() -> None:
+    """Import Megatron, without its advice on what is not installed here, and patch it. Idempotent.
+
+    Raises Refused for a Megatron that we do not know.
+    """
+    with _silence():
+        from megatron_asynchzp.mcore.patches import PATCHES
+        from megatron_asynchzp.mcore.patching import IncompatibleMegatron, apply_patches
+
+        try:
+            apply_patches(PATCHES)
+        except IncompatibleMegatron as error:
+            raise Refused(str(error)) from error
+
+
+def parse(flags: list[str], world_size: int, ranks_per_node: int) -> tuple[Namespace, list[str]]:
+    """Megatron's validated arguments of rank 0 of such a run, and the lines that we log of them.
+
+    Raises Refused for what Megatron or --use-asynchzp refuses.
+    """
+    patch_megatron()
+    from megatron.training import arguments
+
+    world = {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(ranks_per_node)}
+    with (
+        mock.patch.dict(os.environ, world),
+        mock.patch.object(sys, "argv", ["pretrain_gpt.py", *flags]),
+        _answers_of_a_gpu(),
+        _silence() as printed,
+    ):
+        try:
+            args = arguments.parse_args()
+            arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
+            _set_padded_vocabulary(args)
+        except (Exception, SystemExit) as error:
+            raise Refused(_one_line(error, printed.getvalue())) from error
+    told = [line for line in printed.getvalue().splitlines() if line.startswith(_OURS)]
+    return args, [line.removeprefix(_OURS) for line in told]
+
+
+def _set_padded_vocabulary(args: Namespace) -> None:
+    """As the run will: from the tokenizer, except where its builder needs no more than the flag."""
+    if args.padded_vocab_size is None and args.tokenizer_type != "NullTokenizer":
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+        build_tokenizer(args)
+
+
+def stages(args: Namespace) -> Iterator[Stage]:
+    """Each pipeline stage in turn, in a world of its first rank. args: as `parse` returns them.
+
+    The layers are Megatron's local ones: their parameters have the shapes of Transformer
+    Engine's, which need not be installed here.
+    """
+    num_stages = args.pipeline_model_parallel_size
+    num_ranks = args.world_size // num_stages
+    apart = num_ranks
+    if args.use_tp_pp_dp_mapping:
+        apart = args.tensor_model_parallel_size * args.context_parallel_size
+    for index in range(num_stages):
+        with _world(args, index * apart) as groups:
+            try:
+                with _answers_of_a_gpu(), _silence():
+                    model = _build(args, groups)
+            except Exception as error:
+                raise Refused(_one_line(error, "")) from error
+            yield Stage(index, model, groups, index * apart, num_ranks)
+
+
+@contextlib.contextmanager
+def _world(args: Namespace, rank: int) -> Iterator[object]:
+    """Megatron's process groups as `rank` sees them; nothing is ever sent."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=args.world_size, store=FakeStore())
+    try:
+        with _silence():
+            parallel_state.initialize_model_parallel(
+                args.tensor_model_parallel_size,
+                args.pipeline_model_parallel_size,
+                context_parallel_size=args.context_parallel_size,
+                expert_model_parallel_size=args.expert_model_parallel_size,
+                expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+                order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+                create_gloo_process_groups=False,
+            )
+        yield ProcessGroupCollection.use_mpu_process_groups()
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _build(args: Namespace, groups: object) -> torch.nn.Module:
+    """This stage's model with Megatron's own builder, without memory and without values."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    from megatron_asynchzp.mcore.cpu_platform.arguments import CPU_VALUES
+
+    without_kernels = CPU_VALUES | {"perform_initialization": False}
+    config = gpt_config_from_args(Namespace(**(vars(args) | without_kernels)))
+    # Checked by now, and refused by the local layers; it changes no shape.
+    config.transformer.sequence_parallel = False
+
+    def without_checks(self: torch.nn.Module, *_: object, **__: object) -> None:
+        torch.nn.Module.__init__(self)  # the core attention has no parameters
+
+    with mock.patch.object(DotProductAttention, "__init__", without_checks):
+        with torch.device("meta"):
+            model = config.get_builder_cls()(config).build_model(groups)
+    # As Float16Module does.
+    return model.bfloat16() if args.bf16 else model.half() if args.fp16 else model

@@ -1,0 +1,256 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What scripts/train can launch: every row through Megatron's own parser and on the meta device, in
+this process; and the shell scripts as far as they go without a cluster."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.train import dry_run
+from scripts.train.rows import RowError, load_row, row_names
+
+_ROOT = Path(__file__).parents[1]
+_TRAIN = _ROOT / "scripts" / "train"
+
+# A model's name is rounded: 36 stands for 36.15, and the padded vocabulary adds to it.
+_NAMED_WITHIN = 0.02
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_hardware_queue() -> Iterator[None]:
+    """What env_cuda.sh exports; and Megatron is left as it was."""
+    before = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    yield
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS")
+    if before is not None:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = before
+    from megatron_asynchzp.mcore.patches import PATCHES
+    from megatron_asynchzp.mcore.patching import remove_patches
+
+    remove_patches(PATCHES)
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """The numbers of every row, by its name, from one dry run of all."""
+    path = tmp_path_factory.mktemp("rows") / "rows.json"
+    assert dry_run.main(["--all", "--json", str(path)]) == 0
+    return {report["row"]: report for report in json.loads(path.read_text())}
+
+
+def test_every_row_runs_dry(reports):
+    assert list(reports) == row_names()
+
+
+def test_every_row_of_tables_2_to_5_is_there():
+    expected = {
+        2: {"9b-hzp", "9b-nd", "36b-hzp", "36b-nd", "moe-hzp", "moe-nd"},
+        3: {"pp8-async", "pp8-vanilla", "cp8-async", "cp8-vanilla"},
+        4: {f"{length}-{system}" for length in ("8k", "32k", "128k") for system in ("hzp", "nd")},
+        5: {"256-hzp", "512-hzp", "1024-hzp", "1024-nd"},
+    }
+    for table, names in expected.items():
+        assert {f"table{table}-{name}" for name in names} <= set(row_names())
+
+
+def test_the_models_are_as_large_as_the_paper_says(reports):
+    for report in reports.values():
+        assert report["parameters"] == pytest.approx(
+            report["expected_parameters"], rel=_NAMED_WITHIN
+        )
+
+
+def test_both_systems_train_the_same_model(reports):
+    """Tensor parallelism pads the vocabulary further; nothing else differs."""
+    for table in ("table2-9b", "table2-36b", "table2-moe", "table4-8k"):
+        ours, theirs = (reports[f"{table}-{system}"]["parameters"] for system in ("hzp", "nd"))
+        assert 0 <= theirs - ours <= 2 * 8 * 128 * 5120
+
+
+def _over_ranks(report: dict, state: str, kind: str = "formula") -> float:
+    return sum(stage[kind][state] * stage["ranks"] for stage in report["stages"])
+
+
+def test_optimizer_bytes_of_all_ranks_are_the_replicas_times_12_n(reports):
+    for report in reports.values():
+        row = load_row(report["row"])
+        held = _over_ranks(report, "main_param") + _over_ranks(report, "optimizer_moments")
+        stage_ranks = row.ranks // row.pp // row.tp
+        replicas = stage_ranks / (row.optim or stage_ranks)
+        assert held == pytest.approx(replicas * 12 * report["parameters"], rel=1e-3)
+
+
+def test_parameters_and_gradients_of_all_ranks_are_their_replicas_times_2_n_and_4_n(reports):
+    for report in reports.values():
+        row = load_row(report["row"])
+        group = row.ranks // row.pp // row.tp
+        for state, size, nbytes in (("model_param", row.param, 2), ("main_grad", row.grad, 4)):
+            # Experts of the baseline have fewer replicas, by the expert parallel size.
+            wanted = sum(
+                stage["ranks"] * nbytes * sum(stage["numel"].values()) / (size or 1)
+                for stage in report["stages"]
+            )
+            assert _over_ranks(report, state) == pytest.approx(wanted, rel=1e-9)
+        if row.ep == 1 and row.tp == 1:
+            copies = group // (row.grad or 1)
+            wanted = copies * 4 * report["parameters"]
+            assert _over_ranks(report, "main_grad") == pytest.approx(wanted, rel=1e-9)
+
+
+def test_padding_adds_less_than_a_thousandth(reports):
+    for report in reports.values():
+        for stage in report["stages"]:
+            allocated, formula = (sum(stage[kind].values()) for kind in ("allocated", "formula"))
+            assert formula <= allocated * (1 + 1e-9) and allocated <= 1.001 * formula
+
+
+def test_groups_of_each_kind_hold_all_ranks_once(reports):
+    for report in reports.values():
+        assert {size * count for size, count in report["groups"].values()} == {report["ranks"]}
+        row = load_row(report["row"])
+        for state in ("param", "grad", "optim"):
+            if row.is_asynchzp:
+                assert report["groups"][f"{state} shards"][0] == getattr(row, state)
+
+
+def test_the_text_of_a_row_names_flags_groups_and_what_is_assumed(capsys):
+    assert dry_run.main(["table2-36b-hzp"]) == 0
+    told = capsys.readouterr().out
+    for words in ("--asynchzp-optim-shard-size 64", "optim shards", "assumed: ", "reduce-scatter",
+                  "36,151,104,512 parameters", "of which no estimate is included"):  # fmt: skip
+        assert words in told
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["no-such-row"], "no-such-row: no such row"),
+        (["table2-9b-hzp", "--ranks", "100"], "100 ranks are not a multiple"),
+        (["table2-9b-hzp", "--", "--asynchzp-optim-shard-size", "48"], "--asynchzp-optim-shard"),
+        (["table2-9b-hzp", "--", "--use-megatron-fsdp"], "--use-megatron-fsdp is not supported"),
+        (["table2-9b-hzp", "--", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["table2-9b-hzp", "--", "--data-path", "nowhere"], "nowhere: no dataset there"),
+        (["table2-36b-nd", "--", "--num-layers", "63"], "divisible"),
+        (["table2-9b-nd", "--platform", "ascend"], "table2-9b-nd on ascend: --sequence-parallel"),
+    ],
+)
+def test_a_broken_row_is_refused_in_one_line_with_status_2(capsys, words, told):
+    assert dry_run.main(words) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith("scripts/train: ") and told in printed.err
+
+
+def test_what_does_not_fit_into_a_device_ends_in_one_line_with_status_1(capsys):
+    assert dry_run.main(["table3-cp8-async", "--device-memory-gib", "16"]) == 1
+    assert "does not fit" in capsys.readouterr().err
+
+
+def test_megatron_itself_asks_for_one_hardware_queue(capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    assert dry_run.main(["table2-9b-hzp"]) == 2
+    assert "CUDA_DEVICE_MAX_CONNECTIONS to 1" in capsys.readouterr().err
+
+
+def test_ascend_rows_use_layers_that_need_no_transformer_engine():
+    flags = " ".join(load_row("table2-moe-hzp").flags("ascend"))
+    assert "--transformer-impl local --use-pasa-attention" in flags
+    assert "--moe-grouped-gemm" not in flags
+
+
+def test_ascend_without_torch_npu_ends_in_one_line():
+    command = [sys.executable, str(_TRAIN / "on_ascend.py"), str(_TRAIN / "pretrain_gpt.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("on_ascend: torch_npu cannot be imported")
+
+
+def test_data_of_yours_replaces_mock_data():
+    row = load_row("node-9b-hzp")
+    assert "--mock-data" in row.flags()
+    assert "--mock-data" not in row.flags(extra=["--data-path=mine"])
+    with pytest.raises(RowError, match="no such row"):
+        load_row("node-9b")
+
+
+# --- the shell scripts -------------------------------------------------------------------------
+
+
+def _shell(script: str, *words: str, **env: str) -> subprocess.CompletedProcess:
+    kept = {"PATH": os.environ["PATH"], "ASYNCHZP_PYTHON": sys.executable}
+    return subprocess.run(
+        ["bash", str(_TRAIN / script), *words], env=kept | env, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["launch.sh", "launch.slurm", "env_cuda.sh", "env_ascend.sh"])
+def test_shell_scripts_parse_and_begin_with_how_to_use_them(name):
+    assert subprocess.run(["bash", "-n", str(_TRAIN / name)]).returncode == 0
+    head = (_TRAIN / name).read_text().split("\n\n")[0]
+    assert "SPDX-License-Identifier" in head and f"scripts/train/{name}" in head
+
+
+def test_the_command_of_every_node_is_printed_without_running_it():
+    ended = _shell("launch.sh", "table2-36b-hzp", "--print", MASTER_ADDR="node0", NODE_RANK="7")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 ")
+    for words in ("--nnodes 32 --nproc-per-node 8 --node-rank 7 --master-addr node0",
+                  "scripts/train/pretrain_gpt.py --num-layers 64", "--use-asynchzp"):  # fmt: skip
+        assert words in ended.stdout
+
+
+def test_one_node_needs_no_address_and_keeps_its_hardware_queues():
+    ended = _shell("launch.sh", "node-9b-hzp", "--print", "--", "--data-path", "my data")
+    assert "--standalone" in ended.stdout and ended.stdout.endswith("--data-path my\\ data\n")
+    assert ended.stdout.startswith("CUDA_DEVICE_MAX_CONNECTIONS=32 ")
+
+
+def test_ascend_goes_through_the_mapping_of_torch_npu():
+    ended = _shell("launch.sh", "table2-36b-hzp", "--print", "--platform", "ascend")
+    assert "--nnodes 16 --nproc-per-node 16" in ended.stdout
+    assert "on_ascend.py " in ended.stdout and "--use-pasa-attention" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    "words, env, told",
+    [
+        ((), {}, "give a row"),
+        (("table2-9b-hzp", "table2-9b-nd"), {}, "one row at a time"),
+        (("table2-9b-hzp", "--no-such"), {}, "--no-such: no such option"),
+        (("no-such-row",), {}, "no-such-row: no such row"),
+        (("table2-9b-hzp",), {}, "32 nodes: set MASTER_ADDR"),
+        (("table2-9b-hzp", "--print"), {"NNODES": "3"}, "NNODES=3 x RANKS_PER_NODE=8 are 24"),
+        (("node-9b-hzp", "--print"), {"MEGATRON_LM": "/nowhere"}, "no pretrain_gpt.py"),
+    ],
+)
+def test_what_cannot_be_started_is_told_in_one_line_with_status_2(words, env, told):
+    ended = _shell("launch.sh", *words, **env)
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert ended.stderr.startswith("scripts/train: ") and ended.stderr.count("\n") == 1
+    assert told in ended.stderr
+
+
+def test_slurm_outside_of_a_job_says_how_to_start_it():
+    ended = _shell("launch.slurm", "table2-36b-hzp")
+    assert ended.returncode == 2 and "sbatch --nodes=N" in ended.stderr
+
+
+def test_slurm_starts_the_launcher_once_per_node(tmp_path):
+    for name, body in (("scontrol", "echo node0; echo node1"), ("srun", 'printf "%s\\n" "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_NUM_NODES": "32", "SLURM_JOB_ID": "7",
+           "SLURM_SUBMIT_DIR": str(_ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}  # fmt: skip
+    ended = _shell("launch.slurm", "table2-36b-hzp", "--", "--seed", "1", **job)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.endswith("launch.sh\ntable2-36b-hzp\n--\n--seed\n1\n")
+    refused = _shell("launch.slurm", "table2-36b-hzp", **(job | {"SLURM_JOB_NUM_NODES": "2"}))
+    assert refused.returncode == 2 and "NNODES=2" in refused.stderr
