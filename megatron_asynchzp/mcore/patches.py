@@ -4,7 +4,6 @@
 the replacements do beyond calling the adapter. Nothing happens on import.
 """
 
-import functools
 import os
 import sys
 from argparse import ArgumentParser, Namespace
@@ -12,20 +11,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from megatron_asynchzp.mcore.patching import Patch
+from megatron_asynchzp.mcore.checkpoint_patches import CHECKPOINT_PATCHES
+from megatron_asynchzp.mcore.patching import Patch, run_args
 
 # --- replacements: each falls through to the original unless its flag was given -----------------
-
-
-def _training_args(flag: str = "use_asynchzp") -> Namespace | None:
-    """Megatron's global arguments if `flag` was given to this run, else None."""
-    from megatron.training import get_args
-
-    try:
-        args = get_args()
-    except AssertionError:  # a library user who never parsed arguments
-        return None
-    return args if getattr(args, flag, False) else None
 
 
 def _make_add_arguments(original: Callable) -> Callable:
@@ -111,7 +100,7 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
 
 def _make_ddp_wrap(original: Callable) -> Callable:
     def _ddp_wrap(model, data_parallel_random_init, ddp_config, *rest, pg_collection, **options):
-        args = _training_args()
+        args = run_args()
         if args is None:
             return original(
                 model,
@@ -130,7 +119,7 @@ def _make_wrap_chunks(original: Callable) -> Callable:
     def wrap_model_chunks_with_ddp(
         model_chunks, config, ddp_config, *, pg_collection=None, **options
     ):
-        args = _training_args()
+        args = run_args()
         if args is None:
             return original(
                 model_chunks, config, ddp_config, pg_collection=pg_collection, **options
@@ -142,7 +131,7 @@ def _make_wrap_chunks(original: Callable) -> Callable:
 
 def _make_get_optimizer(original: Callable) -> Callable:
     def get_megatron_optimizer(config, model_chunks, config_overrides=None, *rest, **options):
-        if _training_args() is None:
+        if run_args() is None:
             return original(config, model_chunks, config_overrides, *rest, **options)
         from megatron_asynchzp.mcore.optimizer import get_asynchzp_optimizer
 
@@ -179,7 +168,7 @@ def _make_destroy_process_group(original: Callable) -> Callable:
 
 def _make_build_module(original: Callable) -> Callable:
     def build_module(spec_or_module, *args, **kwargs):
-        if (run := _training_args("use_pasa_attention")) is not None:
+        if (run := run_args("use_pasa_attention")) is not None:
             from megatron_asynchzp.mcore.attention import use_pasa_in
             from megatron_asynchzp.mcore.attention_arguments import pasa_options
 
@@ -187,89 +176,6 @@ def _make_build_module(original: Callable) -> Callable:
         return original(spec_or_module, *args, **kwargs)
 
     return build_module
-
-
-def _make_save_checkpoint(original: Callable) -> Callable:
-    def save_checkpoint(iteration, *rest, **options):
-        args = _training_args()
-        if args is None or options.get("non_persistent_ckpt", False):
-            return original(iteration, *rest, **options)
-        from megatron_asynchzp.mcore.checkpoint_guard import guard_save_checkpoint
-
-        call = functools.partial(original, iteration, *rest, **options)
-        return guard_save_checkpoint(call, args, iteration)
-
-    return save_checkpoint
-
-
-def _make_save(original: Callable) -> Callable:
-    def save(sharded_state_dict, checkpoint_dir, *rest, **options):
-        call = functools.partial(original, sharded_state_dict, checkpoint_dir, *rest, **options)
-        if _training_args() is None:
-            return call()
-        from megatron_asynchzp.mcore.checkpoint_guard import guard_save
-
-        return guard_save(call, checkpoint_dir)
-
-    return save
-
-
-def _make_load_checkpoint(original: Callable) -> Callable:
-    def load_checkpoint(
-        ddp_model, optimizer, opt_param_scheduler, load_arg="load", *rest, **options
-    ):
-        call = functools.partial(
-            original, ddp_model, optimizer, opt_param_scheduler, load_arg, *rest, **options
-        )
-        args = _training_args()
-        if args is None:
-            return call()
-        from megatron_asynchzp.mcore.checkpoint_guard import guard_load_checkpoint
-
-        return guard_load_checkpoint(call, args, load_arg)
-
-    return load_checkpoint
-
-
-def _make_load_args(original: Callable) -> Callable:
-    def load_args_from_checkpoint(args, load_arg="load", *rest, **options):
-        call = functools.partial(original, args, load_arg, *rest, **options)
-        if not getattr(args, "use_asynchzp", False):
-            return call()
-        from megatron_asynchzp.mcore.checkpoint_guard import guard_load_args
-
-        return guard_load_args(call, args, getattr(args, load_arg))
-
-    return load_args_from_checkpoint
-
-
-def _make_read_metadata(original: Callable) -> Callable:
-    def read_metadata(tracker_filename):
-        # No flag is asked: a choice exists only while a guarded function loads.
-        from megatron_asynchzp.mcore.checkpoint_guard import chosen_metadata
-
-        chosen = chosen_metadata(tracker_filename)
-        return original(tracker_filename) if chosen is None else chosen
-
-    return read_metadata
-
-
-def _make_load_global(original: Callable) -> Callable:
-    def _load_global_dist_base_checkpoint(
-        load_dir, args, rank0, sharded_state_dict, iteration, release, *rest, **options
-    ):
-        if not rank0 and sharded_state_dict is not None and _training_args() is not None:
-            from megatron.training.checkpointing import get_checkpoint_name
-
-            from megatron_asynchzp.mcore.checkpoint_guard import refuse_another_model
-
-            folder = get_checkpoint_name(load_dir, iteration, release, return_base_dir=True)
-            refuse_another_model(args, folder, sharded_state_dict)
-        return original(
-            load_dir, args, rank0, sharded_state_dict, iteration, release, *rest, **options
-        )
-
-    return _load_global_dist_base_checkpoint
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -364,110 +270,5 @@ PATCHES: tuple[Patch, ...] = (
         "spec that is built here",
         "Megatron lets a flag name a core attention",
     ),
-    Patch(
-        "megatron.training.checkpointing",
-        "save_checkpoint",
-        (
-            "iteration",
-            "model",
-            "optimizer",
-            "opt_param_scheduler",
-            "num_floating_point_operations_so_far",
-            "checkpointing_context",
-            "pipeline_rank",
-            "expert_rank",
-            "tensor_rank",
-            "pipeline_parallel",
-            "expert_parallel",
-            "non_persistent_ckpt",
-            "train_data_iterator",
-            "preprocess_common_state_dict_fn",
-            "release",
-            "tp_group",
-            "pp_group",
-            "dp_cp_group",
-            "dp_group",
-            "expt_dp_group",
-            "rng_state_key_prefix",
-        ),
-        _make_save_checkpoint,
-        "one run at a time saves into a directory, and a full disk ends a run in one line",
-        "Megatron does both",
-    ),
-    Patch(
-        "megatron.core.dist_checkpointing.serialization",
-        "save",
-        (
-            "sharded_state_dict",
-            "checkpoint_dir",
-            "sharded_strategy",
-            "validate_access_integrity",
-            "async_sharded_save",
-            "preprocess_common_before_consistancy_check",
-            "content_metadata",
-            "async_strategy",
-            "verify_integrity",
-        ),
-        _make_save,
-        "what an earlier save left in the directory is removed before, and a manifest that makes "
-        "the checkpoint complete is written after, but before Megatron's tracker names it",
-        "Megatron's integrity.json needs no second reading of the data",
-    ),
-    Patch(
-        "megatron.training.checkpointing",
-        "load_checkpoint",
-        (
-            "ddp_model",
-            "optimizer",
-            "opt_param_scheduler",
-            "load_arg",
-            "strict",
-            "checkpointing_context",
-            "skip_load_to_model_and_opt",
-            "tp_group",
-            "pp_group",
-            "dp_cp_group",
-            "dp_group",
-            "expt_dp_group",
-            "rng_state_key_prefix",
-        ),
-        _make_load_checkpoint,
-        "the newest checkpoint that is complete and intact is loaded, and whatever keeps it from "
-        "being loaded is one line and an exit status",
-        "Megatron looks at the files before it believes the tracker",
-    ),
-    Patch(
-        "megatron.training.checkpointing",
-        "load_args_from_checkpoint",
-        ("args", "load_arg", "checkpointing_context"),
-        _make_load_args,
-        "`--use-checkpoint-args` reads the same checkpoint",
-        "as above",
-    ),
-    Patch(
-        "megatron.training.checkpointing",
-        "read_metadata",
-        ("tracker_filename",),
-        _make_read_metadata,
-        "the tracker is a hint: while a checkpoint is loaded it says which one was chosen",
-        "as above",
-    ),
-    Patch(
-        "megatron.training.checkpointing",
-        "_load_global_dist_base_checkpoint",
-        (
-            "load_dir",
-            "args",
-            "rank0",
-            "sharded_state_dict",
-            "iteration",
-            "release",
-            "checkpointing_context",
-            "dp_cp_group",
-            "expt_dp_group",
-        ),
-        _make_load_global,
-        "a checkpoint of another model is refused before anything of this one is overwritten",
-        "Megatron compares on all ranks before it loads",
-    ),
+    *CHECKPOINT_PATCHES,
 )

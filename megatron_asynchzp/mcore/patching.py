@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -17,6 +18,17 @@ EXPECTED_VERSION = "0.19."
 # A replacement carries itself under this name. functools.wraps copies attributes, so only a
 # function whose mark is the function itself is ours, and not somebody's wrapper around it.
 _MARK = "_asynchzp_replacement"
+
+
+def run_args(flag: str = "use_asynchzp") -> Namespace | None:
+    """Megatron's global arguments if `flag` was given to this run, else None."""
+    from megatron.training import get_args
+
+    try:
+        args = get_args()
+    except AssertionError:  # a library user who never parsed arguments
+        return None
+    return args if getattr(args, flag, False) else None
 
 
 class IncompatibleMegatron(RuntimeError):
