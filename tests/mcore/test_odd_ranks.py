@@ -21,7 +21,7 @@ def run_with_nothing_on_the_last_rank() -> list[int]:
 
     def add_unless_last(self: ShardedParameters, unit) -> None:
         if dist.get_rank() < dist.get_world_size() - 1:
-            add(self, unit)
+            add(self, chunk, unit)
 
     steps = []
     with mock.patch.object(ShardedParameters, "_add", add_unless_last):
