@@ -19,7 +19,7 @@ def run_with_nothing_on_the_last_rank() -> list[int]:
 
     add = ShardedParameters._add
 
-    def add_unless_last(self: ShardedParameters, unit) -> None:
+    def add_unless_last(self: ShardedParameters, chunk, unit) -> None:
         if dist.get_rank() < dist.get_world_size() - 1:
             add(self, chunk, unit)
 
