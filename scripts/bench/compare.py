@@ -132,7 +132,8 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # Megatron-FSDP refuses 1
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    preload(["tests.support.preload"])
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    preload(["tests.support.preload"] + ["deepspeed"] * (not missing("deepspeed")))
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "records.jsonl"
     file.unlink(missing_ok=True)

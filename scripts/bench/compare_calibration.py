@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns what is measured before the contenders are: what computing takes alone, what communicating
 takes alone, whether the network is as slow as it says, and what others do to the machine meanwhile.
-Must not know contenders.
+Must not know what the contenders are.
 """
 
 import statistics
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import torch.distributed as dist
 
+from scripts.bench.compare_contenders import size_flags
 from scripts.bench.megatron_run import train_megatron
 from scripts.bench.workload import RankReport, Workload
 from scripts.testbed.cluster import Cluster
@@ -116,9 +117,7 @@ def calibrate(cluster: Cluster, workload: Workload, timeout_s: float) -> Calibra
 
 
 def _sharded(p: int, g: int, o: int) -> tuple[str, ...]:
-    sizes = zip(("param", "grad", "optim"), (p, g, o))
-    return ("--use-asynchzp",
-            *(text for state, n in sizes for text in (f"--asynchzp-{state}-shard-size", str(n))))  # fmt: skip
+    return ("--use-asynchzp", *size_flags(p, g, o))
 
 
 def probe_all_gather(network: Network) -> float:

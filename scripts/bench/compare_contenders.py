@@ -8,11 +8,16 @@ from dataclasses import dataclass
 
 from scripts.bench.workload import Workload
 
-OURS, ND, SHARDED = "AsyncHZP", "stock ND", "sharded peer"  # as scripts.report reads them
+# As scripts/report/compare_rows.py reads them.
+OURS, ND, SHARDED = "AsyncHZP", "stock ND", "sharded peer"
 
 _DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 _FSDP = (*_DISTRIBUTED, "--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor",
          "--data-parallel-sharding-strategy", "optim_grads_params")  # fmt: skip
+_NO_STREAMS = (
+    "DeepSpeed has no streams on a CPU, so it waits for what it reduces; what it gathers it "
+    "gathers ahead. On an accelerator it would hide more."
+)
 _TENSOR = ("--tensor-model-parallel-size", "2")
 _PIPELINE = ("--pipeline-model-parallel-size", "2")
 
@@ -20,7 +25,7 @@ _PIPELINE = ("--pipeline-model-parallel-size", "2")
 @dataclass(frozen=True)
 class Contender:
     """One row. micro_batch: samples; torch_system: run without Megatron's loop, by torch_run.py;
-    reason: why it is not run; sizes: P, G, O of ours."""
+    reason: why it is not run; note: what to know when reading its row."""
 
     name: str
     family: str
@@ -57,8 +62,10 @@ def contenders(nodes: int, ranks_per_node: int, workload: Workload) -> list[Cont
         Contender("Megatron-FSDP HSDP", SHARDED, batch, (*_FSDP, *unit, *instances)),
         Contender("FSDP2 ZeRO-3", SHARDED, batch, torch_system="fsdp2"),
         Contender("FSDP2 HSDP", SHARDED, batch, torch_system="hsdp"),
-        Contender("DeepSpeed ZeRO-3", SHARDED, batch, torch_system="deepspeed"),
-        Contender("DeepSpeed ZeRO-3 hpZ", SHARDED, batch, torch_system="deepspeed-hpz"),
+        Contender("DeepSpeed ZeRO-3", SHARDED, batch, torch_system="deepspeed", note=_NO_STREAMS),
+        Contender(
+            "DeepSpeed ZeRO-3 hpZ", SHARDED, batch, torch_system="deepspeed-hpz", note=_NO_STREAMS
+        ),
         _ours(batch, node, node, world),
         _ours(batch, node, node, node),
         _ours(batch, world, world, world),
@@ -70,9 +77,15 @@ def contenders(nodes: int, ranks_per_node: int, workload: Workload) -> list[Cont
 
 
 def _ours(batch: int, p: int, g: int, o: int, schedule: str = "threaded") -> Contender:
-    sizes = zip(("param", "grad", "optim"), (p, g, o))
-    flags = [text for state, size in sizes for text in (f"--asynchzp-{state}-shard-size", str(size))]
     return Contender(
         f"AsyncHZP {schedule} ({p},{g},{o})", OURS, batch,
-        ("--use-asynchzp", "--asynchzp-schedule", schedule, *flags),
+        ("--use-asynchzp", "--asynchzp-schedule", schedule, *size_flags(p, g, o)),
     )  # fmt: skip
+
+
+def size_flags(p: int, g: int, o: int) -> list[str]:
+    """Ranks that share parameters, gradients and optimizer states."""
+    flags = []
+    for state, size in zip(("param", "grad", "optim"), (p, g, o)):
+        flags += [f"--asynchzp-{state}-shard-size", str(size)]
+    return flags

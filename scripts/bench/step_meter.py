@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the measuring of steps on one rank: times, bytes on the network, tensor memory. Must not know
-what a step does.
+"""Owns the measuring of steps on one rank: times, bytes on the network, tensor memory. Must not
+know what a step does.
 """
 
 import gc
 import time
+from collections.abc import Callable
 
 from scripts.bench.workload import RankReport, Workload
 from scripts.testbed import lane
@@ -20,8 +21,15 @@ class StepMeter:
     """Is told of the begin of every step; the last one told of is not measured any more, so that
     what a step leaves in flight is part of some measured step."""
 
-    def __init__(self, network: Network, workload: Workload):
-        self._network, self._workload = network, workload
+    def __init__(
+        self,
+        network: Network,
+        workload: Workload,
+        take_exposed_s: Callable[[], float] = lambda: 0.0,
+    ):
+        """take_exposed_s: seconds since its last call for which the main thread waited for other
+        threads of its own, which in turn wait for the network."""
+        self._network, self._workload, self._take_exposed_s = network, workload, take_exposed_s
         self._begins_s: list[float] = []
         self._memory = install_memory_count()
         self.report = RankReport()
@@ -52,6 +60,7 @@ class StepMeter:
             self._memory.reset_peak()
         self._bytes = self._network.counters.snapshot()
         self._waits, self._blocked_s = host_waits(), lane.blocked_s()
+        self._take_exposed_s()
         self._cpu_s = own_cpu_s(), machine_cpu_s()
 
     def _end_measuring(self) -> None:
@@ -60,7 +69,8 @@ class StepMeter:
         report.step_s = [after - before for before, after in zip(begins, begins[1:])]
         report.wall_s = begins[-1] - begins[0]
         report.node_nbytes = total(self._network.counters.since(self._bytes).values()).node_nbytes
-        report.exposed_s = (lane.blocked_s() - self._blocked_s) / steps
+        waited_s = lane.blocked_s() - self._blocked_s + self._take_exposed_s()
+        report.exposed_s = waited_s / steps
         report.host_waits = host_waits() - self._waits
         report.own_cpu_s = own_cpu_s() - self._cpu_s[0]
         report.machine_cpu_s = machine_cpu_s() - self._cpu_s[1]

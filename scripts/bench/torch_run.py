@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Trains Megatron's GPT, without Megatron's loop, by torch's FSDP2 or by DeepSpeed, on one rank of an
-emulated cluster, and measures its steps. Must not know how the steps are compared.
+"""Trains Megatron's GPT, without Megatron's loop, by torch's FSDP2 or by DeepSpeed, on one rank of
+an emulated cluster, and measures its steps. Must not know how the steps are compared.
 """
 
 import os
@@ -130,7 +130,7 @@ def _deepspeed(
 ) -> Stepper:
     """ZeRO-3, what it prefetches and keeps scaled to a model of this size as its defaults are to
     large ones: one layer ahead, one layer kept. node_copies: hpZ's ranks of a secondary copy."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
     batch = workload.samples // dist.get_world_size()

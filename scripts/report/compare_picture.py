@@ -31,14 +31,16 @@ def draw(records: Iterable[dict], file: Path) -> None:
     found = comparisons(records)
     rows = [max(1, sum(not row.reason for row in comparison.rows)) for comparison in found]
     figure, axes = pyplot.subplots(
-        len(found), 3, figsize=(13, 1.6 + sum(0.31 * count + 1.1 for count in rows)), squeeze=False,
-        width_ratios=[2.2, 1, 1], height_ratios=rows, sharey="row", layout="constrained",
+        len(found), 3, figsize=(13, 1.6 + sum(0.31 * count + 1.1 for count in rows)),
+        squeeze=False, width_ratios=[2.2, 1, 1], height_ratios=rows, sharey="row",
+        layout="constrained",
     )  # fmt: skip
     for comparison, of_study in zip(found, axes):
         _draw_study(comparison, of_study)
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     figure.legend(handles, list(COLOURS), loc="outside upper right", ncols=3, frameon=False)
-    figure.suptitle("The same GPT and batches on an emulated cluster", x=0.01, ha="left", fontsize=12)
+    title = "The same GPT and batches on an emulated cluster"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
 
@@ -63,18 +65,21 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
         memory.barh(place, row.state_mb or 0.0, color=colour, height=0.7)
     if (told := comparison.calibration) is not None:
         times.axvline(told["compute_ms"], color=_INK, linewidth=1, linestyle=":")
-        times.annotate("compute only", (told["compute_ms"], 1), xycoords=("data", "axes fraction"),
-                       xytext=(3, 2), textcoords="offset points", fontsize=8, color=_INK)  # fmt: skip
+        times.annotate(
+            "compute only", (told["compute_ms"], 1), xycoords=("data", "axes fraction"),
+            xytext=(3, 2), textcoords="offset points", fontsize=8, color=_INK,
+        )  # fmt: skip
     times.set_yticks(places, names, fontsize=9)
     nodes, ranks = comparison.nodes, comparison.ranks_per_node
     times.set_title(f"{nodes} nodes x {ranks} ranks, {comparison.profile['name']}\n",
                     loc="left", fontsize=10, fontweight="bold")  # fmt: skip
     times.set_xlabel("step (ms): median, shortest and longest", fontsize=9)
-    traffic.set_xlabel("sent off the fullest node (MB per step)", fontsize=9)
-    memory.set_xlabel("tensors on a rank (MB): between steps, pale: peak", fontsize=9)
+    traffic.set_xlabel("off a node (MB per step)", fontsize=9)
+    memory.set_xlabel("tensors (MB): state, pale: peak", fontsize=9)
     missing = [row.name for row in comparison.rows if row.reason]
     if missing:
-        traffic.set_title("not run: " + ", ".join(missing) + "\n", fontsize=7, color=_INK, loc="left")
+        told = "not run: " + ", ".join(missing)
+        traffic.set_title(f"{told}\n", fontsize=7, color=_INK, loc="left")
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(axis="x", color="#dddddd", linewidth=0.6)

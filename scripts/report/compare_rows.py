@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what the records of compare.py amount to: one row per contender and cluster, whose losses were
-right and by how much one is ahead of another. Must not know how rows are shown.
+"""Owns what the records of compare.py amount to: one row per contender and cluster, whose losses
+were right and by how much one is ahead of another. Must not know how rows are shown.
 """
 
 import statistics
@@ -33,6 +33,7 @@ class Row:
     state_mb: float | None = None
     peak_mb: float | None = None
     loss: float | None = None
+    note: str = ""
     host_waits: float = 0.0
     foreign: float = 0.0
 
@@ -125,6 +126,7 @@ def _row(runs: Sequence[dict], reference: Sequence[float] | None) -> Row:
         state_mb=middle("state_nbytes", 1e-6),
         peak_mb=middle("peak_nbytes", 1e-6),
         loss=done[0]["losses"][-1],
+        note=first.get("note", ""),
         host_waits=middle("host_waits") or 0.0,
         foreign=max(run["foreign"] for run in done),
     )

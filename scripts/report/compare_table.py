@@ -57,8 +57,8 @@ def markdown(records: Iterable[dict]) -> str:
     if machine is not None:
         told = ", ".join(f"{k} {v or '(none)'}" for k, v in machine["versions"].items())
         parts.append(
-            f"{machine['date']}, {machine['cpus']} cores, no GPU, Python {machine['python']}, {told}; "
-            f"`{machine['command']}`\n"
+            f"{machine['date']}, {machine['cpus']} cores, no GPU, Python {machine['python']}, "
+            f"{told}; `{machine['command']}`\n"
         )
     return "\n".join([*parts, NOTES])
 
@@ -80,7 +80,8 @@ def _section(comparison: Comparison) -> str:
         lines += [*calibration_lines(comparison.calibration), ""]
     lines += ["| " + " | ".join(_HEAD) + " |", "|---|---|" + "---:|" * (len(_HEAD) - 2)]
     lines += ["| " + " | ".join(cells(row, comparison.best_nd)) + " |" for row in comparison.rows]
-    lines += ["", *verdict(comparison), ""]
+    notes = dict.fromkeys(row.note for row in comparison.rows if row.note)
+    lines += ["", *verdict(comparison), *(f"- {note}" for note in notes), ""]
     return "\n".join(lines)
 
 
@@ -127,7 +128,8 @@ def verdict(comparison: Comparison) -> list[str]:
         lines.append(f"- {ours.name} is {ahead(best, ours):.2f} x as fast as {best.name}, the best "
                      "stock ND configuration.")  # fmt: skip
     if (optimizer := comparison.row("distributed optimizer")) is not None:
-        lines.append(f"- It is {ahead(optimizer, ours):.2f} x as fast as the distributed optimizer.")
+        speed = ahead(optimizer, ours)
+        lines.append(f"- It is {speed:.2f} x as fast as the distributed optimizer.")
     told = [f"{peer.name} {ahead(peer, ours):.2f} x" for peer in state_peers(comparison)]
     if told:
         lines.append(f"- Against the sharded peers with at most {STATE_MARGIN:g} x its state: "

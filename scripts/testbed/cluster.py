@@ -13,6 +13,7 @@ a cluster starts in about a second, whatever the run before it did to its proces
 
 import multiprocessing
 import os
+import re
 import threading
 import time
 import traceback
@@ -26,6 +27,7 @@ from typing import Any
 from scripts.testbed.profile import NetworkProfile
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+_RAISED = re.compile(r"[\w.]+(Error|Exception|Exit|Interrupt)\b")  # a traceback's last line
 _LAST_WORDS_S = 3.0  # after one rank has failed the others may still tell the same fault
 
 
@@ -33,8 +35,10 @@ class ClusterFailure(RuntimeError):
     """A rank raised, died or took too long. `reason`: one line; the message: all tracebacks."""
 
     def __init__(self, told: dict[int, str]):
-        lines = [text.strip().splitlines()[-1] for text in told.values()]
-        self.reason = next((line for line in lines if "FabricError" not in line), lines[0])
+        lines = [line for text in told.values() for line in text.splitlines() if line.strip()]
+        raised = [line for line in lines if _RAISED.match(line)] or lines
+        # A rank that lost a peer says so; the peer's own error says why.
+        self.reason = next((line for line in raised if "FabricError" not in line), raised[0])
         super().__init__("\n".join(f"--- rank {r} ---\n{t}" for r, t in sorted(told.items())))
 
 
