@@ -159,10 +159,11 @@ def state_peers(comparison: Comparison) -> list[Row]:
 
 
 def orders(comparison: Comparison, places: int = 3) -> list[tuple[str, ...]]:
-    """The fastest contenders of each repetition, in order."""
+    """The fastest contenders of each repetition, in order; of those repeated most often."""
     timed = [row for row in comparison.rows if row.is_timed]
-    repetitions = min((len(row.medians_ms) for row in timed), default=0)
+    repetitions = max((len(row.medians_ms) for row in timed), default=0)
+    repeated = [row for row in timed if len(row.medians_ms) == repetitions]
     return [
-        tuple(row.name for row in sorted(timed, key=lambda row: row.medians_ms[i])[:places])
+        tuple(row.name for row in sorted(repeated, key=lambda row: row.medians_ms[i])[:places])
         for i in range(repetitions)
     ]
