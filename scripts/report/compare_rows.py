@@ -11,14 +11,16 @@ from dataclasses import dataclass
 
 OURS, ND, SHARDED = "AsyncHZP", "stock ND", "sharded peer"
 LOSS_TOLERANCE = 1e-5  # relative, of every step, in fp32
+FOREIGN_LIMIT = 0.2  # of the machine: a run in which others used more is left out where possible
 STATE_MARGIN = 1.25  # a sharded peer with more than this many times our state is another trade
 
 
 @dataclass(frozen=True)
 class Row:
     """One contender. is_red: its losses are not the reference's, so its times are not to be shown;
-    reason: why there is no measurement; step_ms: all timed steps of all repetitions; medians_ms: of
-    each repetition; other numbers: medians over the repetitions, None where not known.
+    reason: why there is no measurement; step_ms: all timed steps of all repetitions in which others
+FOREIGN_LIMIT = 0.2  # of the machine: runs in which others used more are left out where possible
+    in these at most; medians_ms: of every repetition; other numbers: medians, None where not known.
     """
 
     name: str
@@ -99,7 +101,7 @@ def _comparison(records: Sequence[dict]) -> Comparison:
     rows.sort(key=lambda row: row.median_ms if row.is_timed else float("inf"))
     return Comparison(
         first["nodes"], first["ranks_per_node"], first["profile"], first["workload"],
-        next((record for record in records if record["kind"] == "calibration"), None),
+        next((record for record in records[::-1] if record["kind"] == "calibration"), None),
         tuple(rows),
     )  # fmt: skip
 
@@ -110,15 +112,17 @@ def _row(runs: Sequence[dict], reference: Sequence[float] | None) -> Row:
     if not done:
         return Row(first["name"], first["family"], reason=first["reason"])
 
+    quiet = [run for run in done if run["foreign"] <= FOREIGN_LIMIT] or done
+
     def middle(key: str, scale: float = 1.0) -> float | None:
-        values = [run[key] for run in done if run[key] is not None]
+        values = [run[key] for run in quiet if run[key] is not None]
         return scale * statistics.median(values) if values else None
 
     return Row(
         name=first["name"],
         family=first["family"],
         is_red=not all(losses_agree(run["losses"], reference) for run in done),
-        step_ms=tuple(value for run in done for value in run["step_ms"]),
+        step_ms=tuple(value for run in quiet for value in run["step_ms"]),
         medians_ms=tuple(statistics.median(run["step_ms"]) for run in done),
         tokens=first["workload"]["samples"] * first["workload"]["seq_length"],
         exposed_ms=middle("exposed_ms"),
@@ -128,7 +132,7 @@ def _row(runs: Sequence[dict], reference: Sequence[float] | None) -> Row:
         loss=done[0]["losses"][-1],
         note=first.get("note", ""),
         host_waits=middle("host_waits") or 0.0,
-        foreign=max(run["foreign"] for run in done),
+        foreign=max(run["foreign"] for run in quiet),
     )
 
 

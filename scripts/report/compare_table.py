@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.report.compare_rows import (  # noqa: E402
+    FOREIGN_LIMIT,
     STATE_MARGIN,
     Comparison,
     Row,
@@ -23,7 +24,6 @@ from scripts.report.compare_rows import (  # noqa: E402
     state_peers,
 )
 
-_FOREIGN_LIMIT = 0.2
 _HEAD = [
     "contender", "kind", "step ms", "min", "max", "tokens/s", "x best ND", "waits ms",
     "MB off node", "state MB", "peak MB", "loss",
@@ -139,10 +139,10 @@ def verdict(comparison: Comparison) -> list[str]:
         lines.append(f"- The first three of {len(found)} repetitions: "
                      + ("always " + ", ".join(found[0]) if same
                         else "; ".join(", ".join(order) for order in found)) + ".")  # fmt: skip
-    foreign = max((row.foreign for row in comparison.rows), default=0.0)
-    lines.append(f"- Others used at most {foreign:.0%} of the machine during a run."
-                 + (" **A busy machine: times are not to be quoted.**"
-                    if foreign > _FOREIGN_LIMIT else ""))  # fmt: skip
+    busy = [row.name for row in comparison.rows if row.foreign > FOREIGN_LIMIT]
+    lines.append(f"- Others used more than {FOREIGN_LIMIT:.0%} of the machine in no run shown."
+                 if not busy else f"- Others used more than {FOREIGN_LIMIT:.0%} of the machine in "
+                 f"every run of: {', '.join(busy)}. These times are not to be quoted.")  # fmt: skip
     return lines
 
 

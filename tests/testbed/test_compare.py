@@ -94,6 +94,15 @@ def test_the_order_of_each_repetition_is_told():
     assert first[1] == OURS_NAME and second[1] == "PP 2"
 
 
+def test_a_run_on_a_busy_machine_is_left_out_where_there_is_another():
+    busy = run("DDP", ND, [5000.0], foreign=0.5)
+    (row,) = comparisons([busy, run("DDP", ND, [1000.0, 1002.0])])[0].rows
+    assert row.median_ms == 1001.0 and row.foreign == 0.01 and len(row.medians_ms) == 2
+    (row,) = comparisons([busy])[0].rows
+    assert row.median_ms == 5000.0 and row.foreign == 0.5
+    assert "not to be quoted" in markdown([busy, *RECORDS[2:3]])
+
+
 def test_the_picture_is_drawn_with_red_and_absent_rows(tmp_path):
     draw(RECORDS, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
