@@ -42,9 +42,8 @@ real arithmetic, the optimizer, Python; four ranks on two cores) is in *compute 
   exposed communication, for pipelines the bubble too.
 - *MB off node*: sent by the fullest node to others, per step. *state*: all tensors between two
   steps, fixed buffers included; *peak*: their most within a step; fullest rank.
-- Megatron-FSDP, FSDP2: each layer a unit, the next one gathered ahead. Where one puts arithmetic on
-  a side stream the bed does it on the host after what it waits for; a row marked * did, and would
-  hide more on an accelerator.
+- Megatron-FSDP, FSDP2: each layer a unit, the next one gathered ahead. A row marked * had an
+  operation on a side stream that the host had to wait for, and would hide more on an accelerator.
 - The first of ours is the default; (P,G,O) are the ranks that share parameters, gradients, states.
 """
 
