@@ -6,6 +6,7 @@ tell of their end. Must not know what an operation does.
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,18 @@ from torch.distributed import Work
 
 from scripts.testbed.streams import current_stream
 from scripts.testbed.wire import FabricError
+
+
+class _Thread(threading.local):
+    blocked_s = 0.0
+
+
+_THREAD = _Thread()
+
+
+def blocked_s() -> float:
+    """Seconds for which this thread has waited for operations of the network, ever."""
+    return _THREAD.blocked_s
 
 
 class FabricWork(Work):
@@ -42,7 +55,10 @@ class FabricWork(Work):
 
         Without a limit of its own this ends when the lane does: each operation has a limit there.
         """
-        if not self._finished.wait(timeout_s):
+        begin_s = time.perf_counter()
+        is_finished = self._finished.wait(timeout_s)
+        _THREAD.blocked_s += time.perf_counter() - begin_s
+        if not is_finished:
             raise FabricError(f"{self._name}: not finished within {timeout_s:.3g} s")
         if self._error is not None:
             raise FabricError(f"{self._name}: {self._error}") from self._error

@@ -69,6 +69,11 @@ PROFILES = {
         NetworkProfile("nvlink-over-infiniband", inter_gbit=1.0, intra_gbit=9.0),
         NetworkProfile("pcie-over-roce", inter_gbit=1.0, intra_gbit=2.5),
         NetworkProfile("uniform-1g", inter_gbit=1.0, intra_gbit=1.0),
+        # For models of a few million parameters. Nine to one is eight links of 400 Gbit/s against
+        # NVLink; half of that between nodes; and so fast that a step has little to hide.
+        NetworkProfile("slow-between-nodes", 0.125, 1.125, 100.0, 20.0),
+        NetworkProfile("slower-between-nodes", 0.0625, 1.125, 100.0, 20.0),
+        NetworkProfile("fast", 1.25, 4.5, 20.0, 10.0),
     )
 }
 

@@ -10,12 +10,15 @@ host. Here only collectives are asynchronous; tensor operations run on the host 
                                                               recorded or waited for on that
                                                               stream later comes after it
 
-and a tensor operation on a side stream with something noted first waits for that on the host
-(counted, see host_waits): slower than an accelerator, never wrong. The current stream belongs to
-a thread, as on CUDA; background threads that know no streams simply block.
+A tensor operation in place on a side stream with something noted is noted too: a thread of the
+stream does it after that. Any other operation there first waits on the host (counted, see
+host_waits): slower than an accelerator, never wrong. The current stream belongs to a thread, as on
+CUDA; background threads that know no streams simply block.
 """
 
+import queue
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -34,6 +37,37 @@ class Waitable(Protocol):
         """Return when it has finished; raise what it failed with."""
 
 
+class _Deferred:
+    """A tensor operation that a stream will do."""
+
+    def __init__(self, run: Callable[[], Any], after: list[Waitable]):
+        self._run, self._after = run, after
+        self._finished, self._error = threading.Event(), None
+
+    @torch.no_grad()  # threads do not inherit it
+    def do(self) -> None:
+        """For the thread of the stream."""
+        try:
+            for work in self._after:
+                work.block()
+            self._run()
+        except BaseException as error:  # whoever waits must hear of it
+            self._error = error
+        del self._run, self._after
+        self._finished.set()
+
+    def is_completed(self) -> bool:
+        return self._finished.is_set()
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def block(self) -> None:
+        self._finished.wait()
+        if self._error is not None:
+            raise self._error
+
+
 class Stream:
     """Side stream; see [Note: what waiting means]. `priority` and `device` change nothing."""
 
@@ -42,6 +76,7 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0, **_: Any):
         self._mutex = threading.Lock()
         self._noted: list[Waitable] = []
+        self._deferred: queue.SimpleQueue | None = None
 
     def pending(self) -> list[Waitable]:
         """What work issued on this stream now has to wait for.
@@ -56,6 +91,15 @@ class Stream:
         """Everything issued on this stream from now on comes after `works`."""
         with self._mutex:
             self._noted += [work for work in works if work not in self._noted]
+
+    def defer(self, run: Callable[[], Any]) -> None:
+        """Do `run` after everything noted so far, which it joins."""
+        if self._deferred is None:
+            self._deferred = queue.SimpleQueue()
+            threading.Thread(target=_do_all, args=(self._deferred,), daemon=True).start()
+        operation = _Deferred(run, self.pending())
+        self.wait_for([operation])
+        self._deferred.put(operation)
 
     def wait_stream(self, stream: "Stream") -> None:
         self.wait_for(stream.pending())
@@ -140,6 +184,9 @@ class _HostGuard(TorchDispatchMode):
         # A view moves no data, nor does an operation that has no tensor to read.
         is_harmless = getattr(func, "is_view", False) or not _has_tensor(args)
         if not is_harmless and (stream := _THREAD.current).pending():
+            if _is_in_place(func, args):
+                stream.defer(lambda: func(*args, **(kwargs or {})))
+                return args[0]
             _THREAD.host_waits += 1
             stream.synchronize()
         return func(*args, **(kwargs or {}))
@@ -196,6 +243,19 @@ def install_streams() -> InstalledStreams:
     for name in _REPLACED:
         setattr(torch.cpu, name, globals()[name])
     return installed
+
+
+def _do_all(operations: queue.SimpleQueue) -> None:
+    while True:
+        operations.get().do()
+
+
+def _is_in_place(func: Any, args: tuple) -> bool:
+    """Whether the operation changes its first argument and returns nothing else. Storage is not
+    data: to resize a tensor has an effect on the host at once."""
+    name = func._schema.name.removeprefix("aten::")
+    is_named = name.endswith("_") and not name.startswith(("_", "resize", "set_"))
+    return is_named and bool(args) and isinstance(args[0], torch.Tensor)
 
 
 def _failed(work: Waitable) -> bool:

@@ -121,3 +121,31 @@ def test_installing_can_be_undone(installed):
     assert torch.cpu.Stream is not streams.Stream
     assert torch.cpu.Stream.__module__ == "torch.cpu"
     installed.undo()
+
+
+def test_an_operation_in_place_comes_after_what_its_stream_waits_for_and_holds_nobody_up():
+    task, side, total = Task(), torch.cpu.Stream(), torch.zeros(2)
+    brought = torch.zeros(2)
+    waits = streams.host_waits()
+    side.wait_for([task])
+    with torch.cpu.stream(side):
+        total += brought  # returns at once: what is brought is not there yet
+        total.mul_(2)
+        event = side.record_event()
+    brought.fill_(3.0)
+    assert not event.query() and streams.host_waits() == waits
+    assert blocks(event.synchronize, task)
+    assert total.tolist() == [6.0, 6.0]
+
+
+def test_a_failure_reaches_who_waits_for_an_operation_after_it():
+    task, side, total = Task(), torch.cpu.Stream(), torch.zeros(2)
+    side.wait_for([task])
+    with torch.cpu.stream(side):
+        total += 1
+        event = side.record_event()
+    task.error = ValueError("lost")
+    task.finished.set()
+    with pytest.raises(ValueError, match="lost"):
+        event.synchronize()
+    assert total.tolist() == [0.0, 0.0]

@@ -83,8 +83,9 @@ def train_on_both() -> dict[str, tuple[list[float], list[float], int]]:
 def test_ddp_fsdp2_and_hsdp_learn_what_they_learn_on_gloo():
     told = run_ranks(train_on_both, 4)[0]
     for name, (on_gloo, on_fabric, num_waits) in told.items():
-        # Accumulating sharded gradients reads what a collective brings; nothing else does.
-        assert (num_waits > 0) == (name != "ddp")
+        # Accumulating sharded gradients reads what a collective brings, in place; casting does so
+        # out of place.
+        assert num_waits == 0 or "bf16" in name
         assert on_fabric == pytest.approx(on_gloo, rel=1e-3 if "bf16" in name else 1e-6), name
 
 

@@ -1,0 +1,202 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Side by side: one GPT trained by Megatron's data, tensor and pipeline parallelism, by other
+sharded systems and by AsyncHZP, on an emulated cluster. Writes JSON lines, a table and a picture.
+
+    python scripts/bench/compare.py --out runs/compare              # 2 x 2, slow and fast network
+    python scripts/bench/compare.py --nodes 2 4 --repetitions 3     # the long form
+    python scripts/bench/compare.py --quick                         # one network, one repetition
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import Progress
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from scripts.bench.compare_calibration import calibrate, foreign_of  # noqa: E402
+from scripts.bench.compare_contenders import Contender, contenders  # noqa: E402
+from scripts.bench.megatron_run import train_megatron  # noqa: E402
+from scripts.bench.torch_run import missing, train_torch  # noqa: E402
+from scripts.bench.workload import RankReport, Workload  # noqa: E402
+from scripts.report.compare_picture import draw  # noqa: E402
+from scripts.report.compare_table import markdown  # noqa: E402
+from scripts.testbed.cluster import Cluster, ClusterFailure, preload  # noqa: E402
+from scripts.testbed.profile import PROFILES, NetworkProfile, named_profile  # noqa: E402
+
+_RUN_LIMIT_S = 120.0  # of one contender's run: it takes about 15 on an idle machine
+
+
+@dataclass(frozen=True)
+class Study:
+    """One cluster, one network, one workload."""
+
+    cluster: Cluster
+    workload: Workload
+    repetitions: int
+
+    def run(self, file: Path, names: list[str], deadline_s: float) -> list[dict]:
+        """Calibrate, then all contenders in turns, appending a record of each run to `file`."""
+        log = file.with_suffix(".log")
+        records: list[dict] = []
+
+        def keep(record: dict) -> None:
+            records.append(record | self._described())
+            with file.open("a") as out:
+                out.write(json.dumps(records[-1]) + "\n")
+
+        nodes, ranks = self.cluster.nodes, self.cluster.ranks_per_node
+        chosen = [
+            one
+            for one in contenders(nodes, ranks, self.workload)
+            if not names or any(name.lower() in one.name.lower() for name in names)
+        ]
+        console = Console(stderr=True)
+        with Progress(console=console) as progress:
+            task = progress.add_task("calibrating", total=1 + self.repetitions * len(chosen))
+            calibration = calibrate(self.cluster, self.workload, _RUN_LIMIT_S)
+            keep({"kind": "calibration"} | calibration.record())
+            progress.console.print(*calibration.lines(), sep="\n", highlight=False)
+            progress.advance(task)
+            broken: dict[str, str] = {}
+            for repetition in range(self.repetitions):
+                for one in chosen:
+                    progress.update(task, description=f"{one.name}, {repetition + 1}")
+                    reason = one.reason or missing(one.torch_system) or broken.get(one.name, "")
+                    if not reason and time.monotonic() > deadline_s:
+                        reason = "not run: the time limit was reached"
+                    record = {"kind": "run", "repetition": repetition} | asdict(one)
+                    if not reason:
+                        measured = self._measured(one, log)
+                        broken[one.name] = reason = measured.get("reason", "")
+                        record |= measured
+                    keep(record | {"reason": reason})
+                    progress.advance(task)
+        return records
+
+    def _described(self) -> dict:
+        return {
+            "bench": "compare", "nodes": self.cluster.nodes,
+            "ranks_per_node": self.cluster.ranks_per_node,
+            "profile": asdict(self.cluster.profile), "workload": asdict(self.workload),
+        }  # fmt: skip
+
+    def _measured(self, one: Contender, log: Path) -> dict:
+        """What one run told, or the reason why there is nothing."""
+        if one.torch_system:
+            call = train_torch, self.workload, one.torch_system
+        else:
+            call = train_megatron, self.workload, one.micro_batch, one.flags
+        try:
+            reports = self.cluster.run(*call, timeout_s=_RUN_LIMIT_S, log=log)
+        except ClusterFailure as failure:
+            with log.open("a") as file:
+                file.write(f"{one.name}\n{failure}\n")
+            return {"reason": f"failed: {failure.reason[:160]}"}
+        return self._summed(reports)
+
+    def _summed(self, reports: list[RankReport]) -> dict:
+        """Of all ranks: times of the first, the fullest node and the fullest rank."""
+        ranks, steps = self.cluster.ranks_per_node, self.workload.steps
+        by_node = [
+            sum(report.node_nbytes for report in reports[first : first + ranks])
+            for first in range(0, len(reports), ranks)
+        ]
+        counted = [r for r in reports if r.state_nbytes is not None]
+        exposed = [r.exposed_s for r in reports if r.exposed_s is not None]
+        return {
+            "step_ms": [1e3 * value for value in reports[0].step_s],
+            "losses": next(r.losses for r in reports if None not in r.losses),
+            "node_nbytes": max(by_node) / steps,
+            "state_nbytes": max((r.state_nbytes for r in counted), default=None),
+            "peak_nbytes": max((r.peak_nbytes for r in counted), default=None),
+            "exposed_ms": 1e3 * max(exposed) if exposed else None,
+            "host_waits": max(r.host_waits for r in reports) / steps,
+            "foreign": foreign_of(reports),
+        }
+
+
+def main() -> None:
+    args = parse_args(sys.argv[1:])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # Megatron-FSDP refuses 1
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    preload(["tests.support.preload"] + ["deepspeed"] * (not missing("deepspeed")))
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / "records.jsonl"
+    file.unlink(missing_ok=True)
+    deadline_s = time.monotonic() + 60 * args.time_limit
+    records: list[dict] = [_machine()]
+    file.write_text(json.dumps(records[0]) + "\n")
+    for nodes in args.nodes:
+        for profile in args.profiles:
+            workload = replace(Workload(), samples=2 * nodes * args.ranks, steps=args.steps)
+            study = Study(Cluster(nodes, args.ranks, profile), workload, args.repetitions)
+            Console(stderr=True).print(f"{nodes} nodes x {args.ranks} ranks, {profile.name}")
+            records += study.run(file, args.only, deadline_s)
+    text = markdown(records)
+    (args.out / "table.md").write_text(text)
+    draw(records, args.out / "compare.png")
+    Console(width=None if sys.stdout.isatty() else 200).print(Markdown(text))
+    print(f"{args.out}/: records.jsonl, table.md, compare.png")
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one network, one repetition")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[2], help="sizes of clusters")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks per node")
+    parser.add_argument("--profiles", nargs="+", default=["slow-between-nodes", "fast"],
+                        metavar="NAME", help=", ".join(PROFILES))  # fmt: skip
+    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6, help="timed steps of a run")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT",
+                        help="contenders whose name contains one of these")  # fmt: skip
+    parser.add_argument("--time-limit", type=float, default=60.0, help="minutes for all runs")
+    parser.add_argument("--out", type=Path, default=Path("runs/compare"), metavar="FOLDER")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.profiles, args.repetitions, args.nodes = args.profiles[:1], 1, args.nodes[:1]
+        args.time_limit = min(args.time_limit, 10.0)
+    for name in ("ranks", "repetitions", "steps"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    if min(args.nodes) < 1 or any(nodes * args.ranks % 4 for nodes in args.nodes):
+        parser.error("--nodes x --ranks must be a multiple of 4: TP 2 x PP 2 needs as many")
+    profiles: list[NetworkProfile] = []
+    for name in args.profiles:
+        if name not in PROFILES:
+            parser.error(f"--profiles {name}: not one of {', '.join(PROFILES)}")
+        profiles.append(named_profile(name))
+    args.profiles = profiles
+    return args
+
+
+def _machine() -> dict:
+    versions = {}
+    for name in ("torch", "megatron-core", "deepspeed"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return {
+        "kind": "machine", "machine": platform.machine(), "cpus": os.cpu_count(),
+        "python": platform.python_version(), "versions": versions,
+        "command": shlex.join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what the records of compare.py amount to: one row per contender and cluster, whose losses
+were right and by how much one is ahead of another. Must not know how rows are shown.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+OURS, ND, SHARDED = "AsyncHZP", "stock ND", "sharded peer"
+LOSS_TOLERANCE = 1e-5  # relative, of every step, in fp32
+FOREIGN_LIMIT = 0.2  # of the machine: a run in which others used more is left out where possible
+STATE_MARGIN = 1.25  # a sharded peer with more than this many times our state is another trade
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender. is_red: its losses are not the reference's, so its times are not to be shown;
+    reason: why there is no measurement; step_ms: all timed steps of all repetitions in which others
+FOREIGN_LIMIT = 0.2  # of the machine: runs in which others used more are left out where possible
+    in these at most; medians_ms: of every repetition; other numbers: medians, None where not known.
+    """
+
+    name: str
+    family: str
+    reason: str = ""
+    is_red: bool = False
+    step_ms: tuple[float, ...] = ()
+    medians_ms: tuple[float, ...] = ()
+    tokens: int = 0
+    exposed_ms: float | None = None
+    node_mb: float | None = None
+    state_mb: float | None = None
+    peak_mb: float | None = None
+    loss: float | None = None
+    note: str = ""
+    host_waits: float = 0.0
+    foreign: float = 0.0
+
+    @property
+    def is_timed(self) -> bool:
+        return bool(self.step_ms) and not self.is_red
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.step_ms)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1e3 * self.tokens / self.median_ms
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All rows of one cluster on one network, fastest first, those without times last."""
+
+    nodes: int
+    ranks_per_node: int
+    profile: dict
+    workload: dict
+    calibration: dict | None
+    rows: tuple[Row, ...]
+
+    @property
+    def best_nd(self) -> Row | None:
+        """The fastest of Megatron's own parallelisms."""
+        return next((row for row in self.rows if row.family == ND and row.is_timed), None)
+
+    def row(self, name: str) -> Row | None:
+        return next((row for row in self.rows if row.name == name and row.is_timed), None)
+
+    @property
+    def ours(self) -> Row | None:
+        """Threaded, parameters and gradients in a node, states everywhere: the default."""
+        node, world = self.ranks_per_node, self.nodes * self.ranks_per_node
+        return self.row(f"AsyncHZP threaded ({node},{node},{world})")
+
+
+def comparisons(records: Iterable[dict]) -> list[Comparison]:
+    """One per cluster and network, in the order of the records."""
+    studies: dict[tuple, list[dict]] = defaultdict(list)
+    for record in records:
+        if record["kind"] != "machine":
+            key = record["nodes"], record["ranks_per_node"], record["profile"]["name"]
+            studies[key].append(record)
+    return [_comparison(of_study) for of_study in studies.values()]
+
+
+def _comparison(records: Sequence[dict]) -> Comparison:
+    first = records[0]
+    runs: dict[str, list[dict]] = defaultdict(list)
+    for record in records:
+        if record["kind"] == "run":
+            runs[record["name"]].append(record)
+    reference = next(
+        (run["losses"] for of_one in runs.values() for run in of_one if not run["reason"]), None
+    )
+    rows = [_row(of_one, reference) for of_one in runs.values()]
+    rows.sort(key=lambda row: row.median_ms if row.is_timed else float("inf"))
+    return Comparison(
+        first["nodes"], first["ranks_per_node"], first["profile"], first["workload"],
+        next((record for record in records[::-1] if record["kind"] == "calibration"), None),
+        tuple(rows),
+    )  # fmt: skip
+
+
+def _row(runs: Sequence[dict], reference: Sequence[float] | None) -> Row:
+    first = runs[0]
+    done = [run for run in runs if not run["reason"]]
+    if not done:
+        return Row(first["name"], first["family"], reason=first["reason"])
+
+    quiet = [run for run in done if run["foreign"] <= FOREIGN_LIMIT] or done
+
+    def middle(key: str, scale: float = 1.0) -> float | None:
+        values = [run[key] for run in quiet if run[key] is not None]
+        return scale * statistics.median(values) if values else None
+
+    return Row(
+        name=first["name"],
+        family=first["family"],
+        is_red=not all(losses_agree(run["losses"], reference) for run in done),
+        step_ms=tuple(value for run in quiet for value in run["step_ms"]),
+        medians_ms=tuple(statistics.median(run["step_ms"]) for run in done),
+        tokens=first["workload"]["samples"] * first["workload"]["seq_length"],
+        exposed_ms=middle("exposed_ms"),
+        node_mb=middle("node_nbytes", 1e-6),
+        state_mb=middle("state_nbytes", 1e-6),
+        peak_mb=middle("peak_nbytes", 1e-6),
+        loss=done[0]["losses"][-1],
+        note=first.get("note", ""),
+        host_waits=middle("host_waits") or 0.0,
+        foreign=max(run["foreign"] for run in quiet),
+    )
+
+
+def losses_agree(losses: Sequence[float], reference: Sequence[float] | None) -> bool:
+    """Whether every step's loss is the reference's within LOSS_TOLERANCE; NaN never is."""
+    if reference is None or len(losses) != len(reference):
+        return False
+    pairs = zip(losses, reference)
+    return all(abs(mine - theirs) <= LOSS_TOLERANCE * abs(theirs) for mine, theirs in pairs)
+
+
+def ahead(slower: Row, faster: Row) -> float:
+    """How many times as fast `faster` is."""
+    return slower.median_ms / faster.median_ms
+
+
+def state_peers(comparison: Comparison) -> list[Row]:
+    """The sharded peers that were timed and hold at most STATE_MARGIN x our state."""
+    ours = comparison.ours
+    if ours is None or ours.state_mb is None:
+        return []
+    return [
+        row
+        for row in comparison.rows
+        if row.family == SHARDED and row.is_timed and row.state_mb is not None
+        and row.state_mb <= STATE_MARGIN * ours.state_mb
+    ]  # fmt: skip
+
+
+def orders(comparison: Comparison, places: int = 3) -> list[tuple[str, ...]]:
+    """The fastest contenders of each repetition, in order; of those repeated most often."""
+    timed = [row for row in comparison.rows if row.is_timed]
+    repetitions = max((len(row.medians_ms) for row in timed), default=0)
+    repeated = [row for row in timed if len(row.medians_ms) == repetitions]
+    return [
+        tuple(row.name for row in sorted(repeated, key=lambda row: row.medians_ms[i])[:places])
+        for i in range(repetitions)
+    ]

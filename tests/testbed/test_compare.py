@@ -1,0 +1,192 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison's arithmetic: no speed without the right losses, and what the calibration says."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.compare import parse_args
+from scripts.bench.compare_calibration import emulated_ms, ring_all_gather_ms
+from scripts.bench.compare_contenders import ND, OURS, SHARDED, contenders
+from scripts.bench.workload import Workload
+from scripts.report.compare_picture import draw
+from scripts.report.compare_rows import comparisons, losses_agree, orders, state_peers
+from scripts.report.compare_table import cells, markdown
+from scripts.testbed.cluster import Cluster, ClusterFailure
+from scripts.testbed.cpu_usage import foreign_share
+from scripts.testbed.profile import NetworkProfile
+
+LOSSES = [4.9, 4.6, 4.4]
+
+
+def run(name: str, family: str, step_ms: list[float], **more) -> dict:
+    record = {
+        "kind": "run", "nodes": 2, "ranks_per_node": 2, "name": name, "family": family,
+        "profile": {"name": "slow", "inter_gbit": 0.1, "intra_gbit": 1.0,
+                    "inter_latency_us": 0.0, "intra_latency_us": 0.0},
+        "workload": {"layers": 8, "hidden": 128, "samples": 8, "seq_length": 64, "layer_ms": 19.0},
+        "reason": "", "step_ms": step_ms, "losses": LOSSES, "node_nbytes": 1e6, "exposed_ms": 5.0,
+        "state_nbytes": 1e7, "peak_nbytes": 2e7, "host_waits": 0.0, "foreign": 0.01,
+    }  # fmt: skip
+    return record | more
+
+
+OURS_NAME = "AsyncHZP threaded (2,2,4)"
+RECORDS = [
+    run("DDP", ND, [1200.0, 1300.0, 1250.0]),
+    run("PP 2", ND, [1100.0, 1150.0]),
+    run(OURS_NAME, OURS, [1000.0, 990.0, 1010.0]),
+    run("ZeRO-3", SHARDED, [1500.0, 1510.0], state_nbytes=1.2e7),
+    run("everything twice", SHARDED, [900.0], state_nbytes=1.3e7),
+    run("cheat", SHARDED, [100.0, 101.0], losses=[4.9, 4.6, 4.5]),
+    run("absent", SHARDED, [], reason="not installed"),
+]
+
+
+def test_a_row_with_wrong_losses_is_red_and_shows_no_speed():
+    text = markdown(RECORDS)
+    line = next(line for line in text.splitlines() if "cheat" in line)
+    assert "RED" in line and "100" not in line and "101" not in line and "4.500000" in line
+    comparison = comparisons(RECORDS)[0]
+    assert comparison.row("cheat") is None
+    assert [row.name for row in comparison.rows[:2]] == ["everything twice", OURS_NAME]
+    assert all(row.name != "cheat" for row in state_peers(comparison))
+
+
+@pytest.mark.parametrize(
+    "losses, agree",
+    [
+        (LOSSES, True),
+        ([loss * (1 + 9e-6) for loss in LOSSES], True),
+        ([4.9, 4.6, 4.4001], False),
+        ([4.9, 4.6, float("nan")], False),
+        ([4.9, 4.6], False),
+    ],
+)
+def test_losses_agree_within_the_tolerance_in_every_step(losses, agree):
+    assert losses_agree(losses, LOSSES) is agree
+
+
+def test_a_contender_that_cannot_run_is_a_row_with_the_reason():
+    line = next(line for line in markdown(RECORDS).splitlines() if "absent" in line)
+    assert "not run: not installed" in line
+    head = next(line for line in markdown(RECORDS).splitlines() if line.startswith("| contender"))
+    assert line.count("|") == head.count("|")
+
+
+def test_the_verdict_is_against_the_best_stock_layout_and_peers_with_as_little_state():
+    comparison = comparisons(RECORDS)[0]
+    assert comparison.best_nd.name == "PP 2"
+    assert [row.name for row in state_peers(comparison)] == ["ZeRO-3"]
+    text = markdown(RECORDS)
+    assert "1.12 x as fast as PP 2" in text and "ZeRO-3 1.50 x" in text
+    ours = comparison.row(OURS_NAME)
+    assert cells(ours, comparison.best_nd)[5:7] == ["512", "1.12"]
+
+
+def test_the_order_of_each_repetition_is_told():
+    again = [*RECORDS[:5], *(one | {"step_ms": [ms + 200 * (one["name"] == OURS_NAME)
+             for ms in one["step_ms"]]} for one in RECORDS[:5])]  # fmt: skip
+    first, second = orders(comparisons(again)[0])
+    assert first[1] == OURS_NAME and second[1] == "PP 2"
+
+
+def test_a_run_on_a_busy_machine_is_left_out_where_there_is_another():
+    busy = run("DDP", ND, [5000.0], foreign=0.5)
+    (row,) = comparisons([busy, run("DDP", ND, [1000.0, 1002.0])])[0].rows
+    assert row.median_ms == 1001.0 and row.foreign == 0.01 and len(row.medians_ms) == 2
+    (row,) = comparisons([busy])[0].rows
+    assert row.median_ms == 5000.0 and row.foreign == 0.5
+    assert "not to be quoted" in markdown([busy, *RECORDS[2:3]])
+
+
+def test_the_picture_is_drawn_with_red_and_absent_rows(tmp_path):
+    draw(RECORDS, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_a_rings_time_is_that_of_its_slowest_link():
+    slow = NetworkProfile("p", inter_gbit=1.0, intra_gbit=8.0, ranks_per_node=2)
+    assert ring_all_gather_ms(slow, 2, 1_000_000) == pytest.approx(3 * 8.0)
+    shared = NetworkProfile("p", inter_gbit=100.0, intra_gbit=1.0, ranks_per_node=2)
+    assert ring_all_gather_ms(shared, 2, 1_000_000) == pytest.approx(3 * 8.0)
+    assert ring_all_gather_ms(shared, 1, 1_000_000) == pytest.approx(8.0)
+
+
+def test_every_layout_computes_as_long():
+    workload = Workload(layers=8, samples=8, layer_ms=10.0)
+    assert emulated_ms(workload, 4) == 3 * 8 * 2 * 10.0
+
+
+def test_foreign_work_is_what_the_machine_did_without_us():
+    assert foreign_share(3.0, 1.0, 1.0) == 2.0 / (os.cpu_count() or 1)
+    assert foreign_share(1.0, 1.5, 1.0) == 0.0
+
+
+def test_a_batch_is_the_same_samples_for_every_contender():
+    workload = Workload()
+    for one in contenders(2, 2, workload):
+        tensor = 2 if "--tensor-model-parallel-size" in one.flags else 1
+        pipeline = 2 if "--pipeline-model-parallel-size" in one.flags else 1
+        assert workload.samples % (one.micro_batch * 4 // (tensor * pipeline)) == 0, one.name
+    names = [one.name for one in contenders(2, 2, workload)]
+    assert len(set(names)) == len(names) and names[0] == "DDP"
+
+
+def test_wrong_options_are_one_line(capsys):
+    for options, told in (
+        (["--profiles", "pigeons"], "--profiles pigeons: not one of unlimited"),
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--nodes", "3", "--ranks", "1"], "must be a multiple of 4"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            parse_args(options)
+        assert ended.value.code == 2
+        assert told in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+# ---- the cluster
+
+
+def _fails_on_one(network, folder: str) -> None:
+    import torch.distributed as dist
+
+    Path(folder, str(os.getpid())).touch()
+    if dist.get_rank() == 1:
+        raise ValueError("a fault of one rank")
+    dist.barrier()
+    time.sleep(60)
+
+
+def _sleeps(network, folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    "fn, limit_s, told",
+    [(_fails_on_one, 60.0, "a fault of one rank"), (_sleeps, 8.0, "not finished after 8 s")],
+)
+def test_a_failure_is_told_and_no_rank_runs_afterwards(fn, limit_s, told, tmp_path):
+    cluster = Cluster(2, 1, NetworkProfile())
+    begin_s = time.monotonic()
+    with pytest.raises(ClusterFailure) as failure:
+        cluster.run(fn, str(tmp_path), timeout_s=limit_s)
+    assert told in failure.value.reason and time.monotonic() - begin_s < 30
+    for file in tmp_path.iterdir():
+        assert not Path("/proc", file.name).exists()
+
+
+def _world(network) -> tuple[int, int, int]:
+    import torch.distributed as dist
+
+    return dist.get_rank(), dist.get_world_size(), network.profile.ranks_per_node
+
+
+def test_ranks_are_joined_or_alone():
+    cluster = Cluster(2, 2, NetworkProfile())
+    assert cluster.run(_world, timeout_s=60) == [(rank, 4, 2) for rank in range(4)]
+    assert cluster.run(_world, timeout_s=60, is_joined=False) == [(0, 1, 2)] * 4
