@@ -175,6 +175,7 @@ def check_job(job: Job, plan: list[str], whole: dict[int, str]) -> None:
     assert job.left == []
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_a_step_and_in_a_save_ends_as_if_it_had_not_been(tmp_path):
     plan = ["SIGKILL 1 write 50", "SIGKILL 0 gather 20"]
     check_job(run_job(tmp_path, plan, 8), plan, run_undisturbed(tmp_path, 8))
