@@ -18,7 +18,6 @@ from tests.support.parity import Sizes, Variant, size_flags
 from tests.support.world import on_ranks
 
 FAST = [
-    (Variant("fp32, 3 micro-batches", samples_per_rank=3), (2, 2, 4)),
     (Variant("interleaved pipeline, recomputed", (*INTERLEAVED, *FULL_RECOMPUTE), 4, 2), (2, 2, 2)),
     (Variant("experts on 2 ranks, bf16", (*TWO_EXPERT_RANKS, *BF16), 2), (2, 4, 4)),
 ]
