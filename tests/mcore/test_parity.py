@@ -88,10 +88,6 @@ def run(cases, world_size: int, timeout_s: float = 600) -> None:
     assert_equal_runs(on_ranks(compare, world_size, cases, timeout_s=timeout_s)[0])
 
 
-def test_every_third_nesting_on_4_ranks_prints_what_stock_ddp_prints():
-    run([(ACCUMULATED, nested_sizes(4)[::3])], 4)
-
-
 def test_every_precision_recompute_and_loss_on_4_ranks_is_stock_ddp():
     others = [
         v for v in ONE_RANK_MODELS
