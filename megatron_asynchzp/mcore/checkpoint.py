@@ -42,12 +42,11 @@ class Piece:
     Most parameters are one piece. Where Megatron stores one as several (the two halves of a gated
     MLP, so that each can be split anew over tensor-parallel ranks) there are more.
 
-    entry: key, shape and offset in the checkpoint, without data; shape: of this piece; start: its
-    first element, in elements of the parameter.
+    entry: key, shape and offset in the checkpoint, without data; start: the first element, in
+    elements of the parameter.
     """
 
     entry: ShardedTensor
-    shape: tuple[int, ...]
     start: int
 
     def shards(
@@ -58,10 +57,11 @@ class Piece:
         held: the elements of the parameter that `values` are; replica: 0 on the one rank among
         those with the same elements that writes them; prefix: before the key.
         """
-        own = Range(self.start, self.start + prod(self.shape))
+        own = Range(self.start, self.start + prod(self.entry.local_shape))
         part = held.intersect(own)
         leading = self.entry.prepend_axis_num  # a layer's index is no dim of its parameter
-        for box in cut_into_boxes(self.shape, part.within(own) if part.numel else Range(0, 0)):
+        inside = part.within(own) if part.numel else Range(0, 0)
+        for box in cut_into_boxes(self.entry.local_shape, inside):
             start = own.start + box.range.start - held.start
             shape = (1,) * leading + box.shape
             offset = (0,) * leading + box.offset
@@ -114,7 +114,7 @@ def _contiguous_pieces(
             entry, data=None, local_shape=shape, global_offset=global_offset,
             axis_fragmentations=None,
         )  # fmt: skip
-        yield Piece(moved, shape, view.storage_offset())
+        yield Piece(moved, view.storage_offset())
         return
     for index in range(view.shape[0]):
         yield from _contiguous_pieces(entry, view[index], (*offset, index))

@@ -19,7 +19,7 @@ from scripts.bench.step_meter import StepMeter
 from scripts.bench.workload import RankReport, Workload
 from scripts.testbed import streams
 from scripts.testbed.network import Network
-from tests.support.tiny_gpt import LineDataset, seed_parameters
+from tests.support.megatron_runs import pretrain
 
 
 def train_megatron(
@@ -81,63 +81,6 @@ def _gather_without_stream() -> None:
     pipeline = param_and_grad_buffer.AllGatherPipeline
     begin = pipeline.__init__
     pipeline.__init__ = lambda self, buffer, ag_stream=None: begin(self, buffer)
-
-
-def pretrain(argv: list[str]) -> None:
-    """Megatron's own training of a GPT whose weights are drawn from their names."""
-    from megatron.core.enums import ModelType
-    from megatron.training import argument_utils, training
-
-    args = initialized_args(argv)
-    model_config = argument_utils.gpt_config_from_args(args)
-    model_config.pre_wrap_hooks.append(seed_parameters)
-    training.pretrain(
-        argument_utils.pretrain_cfg_container_from_args(args, model_config),
-        datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
-    )
-
-
-def initialized_args(argv: list[str]) -> Any:
-    """Megatron's arguments, checked and made its global ones."""
-    from megatron.training import arguments, global_vars
-    from megatron_asynchzp.mcore import cpu_platform
-
-    with mock.patch.object(sys, "argv", ["compare", *argv]):
-        args = arguments.parse_args()
-    cpu_platform.apply_cpu_defaults(args)
-    arguments.validate_args(args, {})
-    global_vars.set_global_variables(args)
-    return args
-
-
-def datasets(num_samples: Any, vp_stage: int | None = None) -> tuple:
-    from megatron.training import get_args
-
-    args = get_args()
-    return LineDataset(args.seq_length, args.vocab_size, seed=1), None, None
-
-
-datasets.is_distributed = True  # every tensor parallel rank reads its own copy: no broadcast
-
-
-def forward_step(data_iterator: Iterator, model: torch.nn.Module) -> tuple:
-    """One micro-batch: the output and what makes a loss of it."""
-    from megatron.core.utils import get_attr_wrapped_model
-
-    batch = next(data_iterator)
-    is_edge = [get_attr_wrapped_model(model, name) for name in ("pre_process", "post_process")]
-    if not any(is_edge):
-        batch = dict.fromkeys(batch)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, _sum_loss
-
-
-def _sum_loss(losses: torch.Tensor) -> tuple:
-    total, num_tokens = losses.float().sum(), torch.tensor(losses.numel(), dtype=torch.int)
-    report = torch.stack([total.detach(), num_tokens.float()])
-    return total, num_tokens, {"lm loss": report}
 
 
 @contextlib.contextmanager

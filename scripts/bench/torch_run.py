@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from scripts.bench.layer_delay import layers_take
-from scripts.bench.megatron_run import initialized_args
 from scripts.bench.step_meter import StepMeter
 from scripts.bench.workload import RankReport, Workload
 from scripts.testbed.network import Network
 from scripts.testbed.streams import install_streams
+from tests.support.megatron_runs import initialized_args
 from tests.support.tiny_gpt import LineDataset, seed_parameters
 
 DEEPSPEED = "deepspeed==0.19.8"

@@ -19,7 +19,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.megatron_runs import BF16, FP16, FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED
 from tests.support.parity import HALF_TOLERANCE
-from tests.support.selection import slow_unless
+from tests.support.selection import slow_unless, some_and_rest
 from tests.support.world import on_ranks
 
 SWIGLU = ("--swiglu", "--group-query-attention", "--num-query-groups", "2", "--disable-bias-linear")
@@ -58,13 +58,7 @@ def resume_all(names: list[str], folder: Path) -> dict[str, tuple]:
 FAST_SAME_SIZES = ["bf16, dropout", "experts on 2 ranks, bf16"]
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(FAST_SAME_SIZES, id="some"),
-        slow_unless(False, [name for name in SAME_SIZES if name not in FAST_SAME_SIZES]),
-    ],
-)
+@pytest.mark.parametrize("names", some_and_rest(SAME_SIZES, FAST_SAME_SIZES))
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(names, tmp_path):
     for told in on_ranks(resume_all, 4, names, tmp_path):
         for name, (whole, rest, is_same_state) in told.items():
@@ -178,13 +172,7 @@ def round_trip(names: list[str], folder: Path) -> dict[str, tuple]:
     return told
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(FAST_STOCK, id="some"),
-        slow_unless(False, [name for name in STOCK if name not in FAST_STOCK]),
-    ],
-)
+@pytest.mark.parametrize("names", some_and_rest(STOCK, FAST_STOCK))
 def test_a_stock_checkpoint_goes_through_asynchzp_and_back_bit_by_bit(names, tmp_path):
     for told in on_ranks(round_trip, 4, names, tmp_path):
         for name, (lost_in_ours, lost_on_return, losses) in told.items():

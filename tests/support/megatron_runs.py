@@ -112,7 +112,7 @@ def run_pretrain(argv: list[str], inspect: Callable[[list, Any], Any] | None = N
     record, told, start_s = RunRecord(), io.StringIO(), time.perf_counter()
     try:
         with contextlib.redirect_stdout(told), _patched(argv), _recording(record, inspect):
-            _pretrain(argv)
+            pretrain(argv)
             _close_communication()
         _fill_in_losses(record)
         dist.barrier()  # nobody closes a group that a peer still uses
@@ -126,19 +126,29 @@ def run_pretrain(argv: list[str], inspect: Callable[[list, Any], Any] | None = N
     return record
 
 
-def _pretrain(argv: list[str]):
-    from megatron.core.enums import ModelType
-    from megatron.training import argument_utils, arguments, global_vars, training
+def initialized_args(argv: list[str]) -> Any:
+    """Megatron's arguments, checked and made its global ones."""
+    from megatron.training import arguments, global_vars
     from megatron_asynchzp.mcore import cpu_platform
-    from megatron_asynchzp.mcore.save_queue import return_results_in_process
 
     with mock.patch.object(sys, "argv", ["run_pretrain", *argv]):
         args = arguments.parse_args()
     cpu_platform.apply_cpu_defaults(args)
     arguments.validate_args(args, {})
+    global_vars.set_global_variables(args)
+    return args
+
+
+def pretrain(argv: list[str]) -> None:
+    """Megatron's own training of a GPT whose weights are drawn from their names. Records nothing
+    and takes nothing down; the CPU platform is in place, and the plugin's patches if asked for."""
+    from megatron.core.enums import ModelType
+    from megatron.training import argument_utils, training
+    from megatron_asynchzp.mcore.save_queue import return_results_in_process
+
+    args = initialized_args(argv)
     if args.save and not args.async_save:
         return_results_in_process()
-    global_vars.set_global_variables(args)
     model_config = argument_utils.gpt_config_from_args(args)
     model_config.pre_wrap_hooks.append(seed_parameters)
     training.pretrain(

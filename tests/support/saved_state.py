@@ -4,7 +4,6 @@
 Uses none of the code that judges directories.
 """
 
-import queue
 from io import BytesIO
 from pathlib import Path
 
@@ -16,9 +15,10 @@ def save_two(folder: str) -> None:
     """On two ranks: iterations 2 and 4 of a model without a meaning, as save_checkpoint does."""
     from megatron.core import dist_checkpointing
     from megatron_asynchzp.mcore import cpu_platform
+    from megatron_asynchzp.mcore.save_queue import return_results_in_process
 
     cpu_platform.install()
-    write_in_this_process()
+    return_results_in_process()
     for iteration in (2, 4):
         target = Path(folder, f"iter_{iteration:07d}")
         if dist.get_rank() == 0:
@@ -28,14 +28,6 @@ def save_two(folder: str) -> None:
         dist.barrier()
     if dist.get_rank() == 0:
         Path(folder, "latest_checkpointed_iteration.txt").write_text("4")
-
-
-def write_in_this_process(is_it: bool = True) -> None:
-    """Spare a rank the process that Megatron starts, in seconds, to pass on the results of its
-    writers: synchronous ones need none. `is_it` False takes that back."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async._results_queue = queue.SimpleQueue() if is_it else None
 
 
 def _state(iteration: int) -> dict:
