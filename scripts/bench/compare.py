@@ -10,13 +10,9 @@ sharded systems and by AsyncHZP, on an emulated cluster. Writes JSON lines, a ta
 
 import argparse
 import json
-import os
-import platform
-import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rich.console import Console
@@ -25,17 +21,20 @@ from rich.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.bench.compare_calibration import calibrate, foreign_of  # noqa: E402
-from scripts.bench.compare_contenders import Contender, contenders  # noqa: E402
-from scripts.bench.megatron_run import train_megatron  # noqa: E402
-from scripts.bench.torch_run import missing, train_torch  # noqa: E402
-from scripts.bench.workload import RankReport, Workload  # noqa: E402
+from scripts.bench.compare_calibration import calibrate  # noqa: E402
+from scripts.bench.compare_contenders import contenders  # noqa: E402
+from scripts.bench.compare_measure import (  # noqa: E402
+    RUN_LIMIT_S,
+    machine_record,
+    measure,
+    prepare_environment,
+)
+from scripts.bench.torch_run import missing  # noqa: E402
+from scripts.bench.workload import Workload  # noqa: E402
 from scripts.report.compare_picture import draw  # noqa: E402
 from scripts.report.compare_table import markdown  # noqa: E402
-from scripts.testbed.cluster import Cluster, ClusterFailure, preload  # noqa: E402
+from scripts.testbed.cluster import Cluster  # noqa: E402
 from scripts.testbed.profile import PROFILES, NetworkProfile, named_profile  # noqa: E402
-
-_RUN_LIMIT_S = 120.0  # of one contender's run: it takes about 15 on an idle machine
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Study:
         console = Console(stderr=True)
         with Progress(console=console) as progress:
             task = progress.add_task("calibrating", total=1 + self.repetitions * len(chosen))
-            calibration = calibrate(self.cluster, self.workload, _RUN_LIMIT_S)
+            calibration = calibrate(self.cluster, self.workload, RUN_LIMIT_S)
             keep({"kind": "calibration"} | calibration.record())
             progress.console.print(*calibration.lines(), sep="\n", highlight=False)
             progress.advance(task)
@@ -78,7 +77,7 @@ class Study:
                         reason = "not run: the time limit was reached"
                     record = {"kind": "run", "repetition": repetition} | asdict(one)
                     if not reason:
-                        measured = self._measured(one, log)
+                        measured = measure(self.cluster, self.workload, one, RUN_LIMIT_S, log)
                         broken[one.name] = reason = measured.get("reason", "")
                         record |= measured
                     keep(record | {"reason": reason})
@@ -92,53 +91,15 @@ class Study:
             "profile": asdict(self.cluster.profile), "workload": asdict(self.workload),
         }  # fmt: skip
 
-    def _measured(self, one: Contender, log: Path) -> dict:
-        """What one run told, or the reason why there is nothing."""
-        if one.torch_system:
-            call = train_torch, self.workload, one.torch_system
-        else:
-            call = train_megatron, self.workload, one.micro_batch, one.flags
-        try:
-            reports = self.cluster.run(*call, timeout_s=_RUN_LIMIT_S, log=log)
-        except ClusterFailure as failure:
-            with log.open("a") as file:
-                file.write(f"{one.name}\n{failure}\n")
-            return {"reason": f"failed: {failure.reason[:160]}"}
-        return self._summed(reports)
-
-    def _summed(self, reports: list[RankReport]) -> dict:
-        """Of all ranks: times of the first, the fullest node and the fullest rank."""
-        ranks, steps = self.cluster.ranks_per_node, self.workload.steps
-        by_node = [
-            sum(report.node_nbytes for report in reports[first : first + ranks])
-            for first in range(0, len(reports), ranks)
-        ]
-        counted = [r for r in reports if r.state_nbytes is not None]
-        exposed = [r.exposed_s for r in reports if r.exposed_s is not None]
-        return {
-            "step_ms": [1e3 * value for value in reports[0].step_s],
-            "losses": next(r.losses for r in reports if None not in r.losses),
-            "node_nbytes": max(by_node) / steps,
-            "state_nbytes": max((r.state_nbytes for r in counted), default=None),
-            "peak_nbytes": max((r.peak_nbytes for r in counted), default=None),
-            "exposed_ms": 1e3 * max(exposed) if exposed else None,
-            "host_waits": max(r.host_waits for r in reports) / steps,
-            "foreign": foreign_of(reports),
-        }
-
 
 def main() -> None:
     args = parse_args(sys.argv[1:])
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # Megatron-FSDP refuses 1
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    preload(["tests.support.preload"] + ["deepspeed"] * (not missing("deepspeed")))
+    prepare_environment()
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "records.jsonl"
     file.unlink(missing_ok=True)
     deadline_s = time.monotonic() + 60 * args.time_limit
-    records: list[dict] = [_machine()]
+    records: list[dict] = [machine_record()]
     file.write_text(json.dumps(records[0]) + "\n")
     for nodes in args.nodes:
         for profile in args.profiles:
@@ -182,20 +143,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         profiles.append(named_profile(name))
     args.profiles = profiles
     return args
-
-
-def _machine() -> dict:
-    versions = {}
-    for name in ("torch", "megatron-core", "deepspeed"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    return {
-        "kind": "machine", "machine": platform.machine(), "cpus": os.cpu_count(),
-        "python": platform.python_version(), "versions": versions,
-        "command": shlex.join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"),
-    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ STATE_MARGIN = 1.25  # a sharded peer with more than this many times our state i
 class Row:
     """One contender. is_red: its losses are not the reference's, so its times are not to be shown;
     reason: why there is no measurement; step_ms: all timed steps of all repetitions in which others
-FOREIGN_LIMIT = 0.2  # of the machine: runs in which others used more are left out where possible
-    in these at most; medians_ms: of every repetition; other numbers: medians, None where not known.
+    used at most FOREIGN_LIMIT of the machine, or of all where there is none; foreign: the most that
+    others used in these; medians_ms: of every repetition; other numbers: medians, None where not
+    known.
     """
 
     name: str

@@ -1,0 +1,83 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns one run of one contender on an emulated cluster, and what is said of the machine beside it.
+Must not know what runs are compared for.
+"""
+
+import os
+import platform
+import shlex
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from scripts.bench.compare_calibration import foreign_of
+from scripts.bench.compare_contenders import Contender
+from scripts.bench.megatron_run import train_megatron
+from scripts.bench.torch_run import missing, train_torch
+from scripts.bench.workload import RankReport, Workload
+from scripts.testbed.cluster import Cluster, ClusterFailure, preload
+
+RUN_LIMIT_S = 120.0  # of one contender's run: it takes about 15 on an idle machine
+
+
+def prepare_environment() -> None:
+    """What all ranks inherit. Before the first run of a process."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # Megatron-FSDP refuses 1
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    preload(["tests.support.preload"] + ["deepspeed"] * (not missing("deepspeed")))
+
+
+def measure(
+    cluster: Cluster, workload: Workload, one: Contender, timeout_s: float, log: Path
+) -> dict:
+    """What one run told, or {"reason": why there is nothing}. log: gets what the ranks print."""
+    if one.torch_system:
+        call = train_torch, workload, one.torch_system
+    else:
+        call = train_megatron, workload, one.micro_batch, one.flags
+    try:
+        reports = cluster.run(*call, timeout_s=timeout_s, log=log)
+    except ClusterFailure as failure:
+        with log.open("a") as file:
+            file.write(f"{one.name}\n{failure}\n")
+        return {"reason": f"failed: {failure.reason[:160]}"}
+    return _summed(reports, cluster.ranks_per_node, workload.steps)
+
+
+def _summed(reports: list[RankReport], ranks: int, steps: int) -> dict:
+    """Of all ranks: times of the first, the fullest node and the fullest rank."""
+    by_node = [
+        sum(report.node_nbytes for report in reports[first : first + ranks])
+        for first in range(0, len(reports), ranks)
+    ]
+    counted = [r for r in reports if r.state_nbytes is not None]
+    exposed = [r.exposed_s for r in reports if r.exposed_s is not None]
+    return {
+        "step_ms": [1e3 * value for value in reports[0].step_s],
+        "losses": next(r.losses for r in reports if None not in r.losses),
+        "node_nbytes": max(by_node) / steps,
+        "state_nbytes": max((r.state_nbytes for r in counted), default=None),
+        "peak_nbytes": max((r.peak_nbytes for r in counted), default=None),
+        "exposed_ms": 1e3 * max(exposed) if exposed else None,
+        "host_waits": max(r.host_waits for r in reports) / steps,
+        "foreign": foreign_of(reports),
+    }
+
+
+def machine_record() -> dict:
+    """The first line of every file of records."""
+    versions = {}
+    for name in ("torch", "megatron-core", "deepspeed"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return {
+        "kind": "machine", "machine": platform.machine(), "cpus": os.cpu_count(),
+        "python": platform.python_version(), "versions": versions,
+        "command": shlex.join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
