@@ -113,19 +113,25 @@ class DDP(WithOptimizer):
 
 
 class FSDP2(WithOptimizer):
-    """fully_shard over all ranks (ZeRO-3), one block prefetched each way."""
+    """fully_shard over all ranks (ZeRO-3), one unit prefetched each way."""
+
+    halves = False
 
     def new_mesh(self) -> dist.DeviceMesh:
         return dist.init_device_mesh("cpu", (self.mesh.size(),))
 
     def build(self) -> None:
         mesh, blocks = self.new_mesh(), list(self.model.blocks)
-        for block in blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        units = [unit for block in blocks for unit in ([block, block.down][: 1 + self.halves])]
+        for unit in reversed(units):  # inner ones first
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True)
         fully_shard(self.model, mesh=mesh)
-        for block, following in zip(blocks, blocks[1:]):
-            block.set_modules_to_forward_prefetch([following])
-            following.set_modules_to_backward_prefetch([block])
+        for unit, following in zip(units, units[1:]):
+            unit.set_modules_to_forward_prefetch([following])
+        # Backward meets a block before what is in it.
+        units = [unit for block in blocks for unit in ([block.down, block][1 - self.halves :])]
+        for unit, following in zip(units, units[1:]):
+            following.set_modules_to_backward_prefetch([unit])
         self.add_optimizer(self.model.parameters())
 
     @staticmethod
@@ -142,6 +148,10 @@ class HSDP(FSDP2):
         return self.mesh
 
 
+class HalvesHSDP(HSDP):
+    halves = True
+
+
 class Baseline(Contender):
     volume = staticmethod(hierarchical_volume)
 
@@ -156,7 +166,7 @@ class Baseline(Contender):
 class Engine(Contender):
     """Our engine: parameters and gradients over a node's ranks, optimizer state over all."""
 
-    kind, updates_in_backward = "threaded", False
+    kind, updates_in_backward, halves = "threaded", False, False
     volume = staticmethod(hierarchical_volume)
 
     def build(self) -> None:
@@ -164,7 +174,8 @@ class Engine(Contender):
         sizes = ShardSizes(in_node, in_node, world_size)
         topology = ShardTopology(world_size, dist.get_rank(), sizes)
         groups = ShardGroups.create(topology, list(range(world_size)))
-        plans = plan_units(self.model, list(self.model.blocks))
+        blocks = list(self.model.blocks)
+        plans = plan_units(self.model, blocks + [block.down for block in blocks if self.halves])
         schedule = ScheduleConfig(self.kind, prefetch_depth=1)
         self.runtime = HZPRuntime(
             self.model, plans, {"dense": groups}, schedule, grad_scale=1.0 / world_size
@@ -194,6 +205,16 @@ class EarlyEngine(Engine):
     updates_in_backward = True
 
 
+class HalvesEngine(Engine):
+    """Units of half a block."""
+
+    halves = True
+
+
+class EarlyHalvesEngine(EarlyEngine):
+    halves = True
+
+
 class MainThreadEngine(Engine):
     kind = "main-thread"
 
@@ -215,11 +236,14 @@ CONTENDERS: dict[str, type[Contender]] = {
     "compute only": ComputeOnly,
     "communication only": CommunicationOnly,
     "ours early": EarlyEngine,
+    "ours early, halves": EarlyHalvesEngine,
     "ours threaded": Engine,
+    "ours threaded, halves": HalvesEngine,
     "ours main-thread": MainThreadEngine,
     "ours inline": InlineEngine,
     "baseline": Baseline,
     "hsdp": HSDP,
+    "hsdp, halves": HalvesHSDP,
     "fsdp2": FSDP2,
     "ddp": DDP,
 }

@@ -19,11 +19,12 @@ def tables(records: list[dict]) -> str:
     by_cluster: dict[tuple, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         cluster = record["nodes"], record["ranks_per_node"], record["profile"]["name"]
+        cluster += (record["model"]["hidden"],)
         by_cluster[cluster][record["contender"]].append(record)
     return "\n".join(_table(*cluster, runs) for cluster, runs in by_cluster.items())
 
 
-def _table(nodes: int, ranks: int, network: str, runs: dict[str, list[dict]]) -> str:
+def _table(nodes: int, ranks: int, network: str, hidden: int, runs: dict[str, list[dict]]) -> str:
     some = next(iter(runs.values()))
     medians = {
         name: statistics.median(record["median_ms"] for record in records)
@@ -32,7 +33,7 @@ def _table(nodes: int, ranks: int, network: str, runs: dict[str, list[dict]]) ->
     floor_ms = max((medians[name] for name in FLOORS if name in medians), default=None)
     foreign = statistics.median(record["foreign_cpu"] for record in some)
     lines = [
-        f"### {nodes} nodes x {ranks} ranks, {network}",
+        f"### {nodes} nodes x {ranks} ranks, {network}, hidden size {hidden}",
         "",
         f"{len(some)} runs of {some[0]['repetitions']} repetitions of {some[0]['steps']} steps; "
         f"{some[0]['model']['block_ms']:g} ms a block; others used {foreign:.0%} of the machine.",
