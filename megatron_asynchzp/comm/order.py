@@ -43,14 +43,11 @@ class UseOrder:
         self._is_followed = expected == unit
         return None if self._is_followed else expected
 
-    def upcoming(self, count: int) -> list[Hashable]:
-        """The next `count` uses, as far as they are known."""
+    def upcoming(self, most: int) -> Iterator[Hashable]:
+        """The next uses, as far as they are known, at most that many."""
         position = len(self._used)
-        return self._expected[position : position + count] if self._is_followed else []
-
-    def first_uses(self) -> list[Hashable]:
-        """The expected units, each once, in the order of their first use."""
-        return list(dict.fromkeys(self._expected))
+        end = min(position + most, len(self._expected)) if self._is_followed else position
+        return (self._expected[place] for place in range(position, end))
 
 
 class OrderMismatch(RuntimeError):

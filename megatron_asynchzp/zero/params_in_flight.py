@@ -5,7 +5,7 @@ rebuilt, and who waits for what. Must not know hooks or gradients.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -32,7 +32,9 @@ class ParamsInFlight:
     A gather that nobody has used yet, and a unit kept gathered at the turn from forward to
     backward, are guesses: their slots can be taken from them.
 
-    told: what was said once already, by topic.
+    told: what was said once already, by topic. _used: units of this training step in the order of
+    their first use, those included that are never gathered. Nothing that is iterated is a set: its
+    order would differ between ranks.
     """
 
     def __init__(self, units: Sequence[HZPUnit], config: ScheduleConfig, tasks: UnitTasks):
@@ -41,10 +43,11 @@ class ParamsInFlight:
         self._device = tasks.device
         self._training_order, self._evaluation_order = UseOrder(), UseOrder()
         self._order = self._training_order
+        self._used: dict[HZPUnit, None] = {}
         self.told: set[str] = set()
         self._slots: dict[HZPUnit, Slot] = {}
         self._gathers: dict[HZPUnit, Job] = {}
-        self._kept: set[HZPUnit] = set()
+        self._kept: dict[HZPUnit, None] = {}
         self._syncs: dict[HZPUnit, Job] = {}
         self._updates: dict[HZPUnit, Job] = {}
         self._synced_early: set[HZPUnit] = set()
@@ -60,6 +63,8 @@ class ParamsInFlight:
 
     def use(self, unit: HZPUnit) -> None:
         """Make the full parameters of `unit` readable on the current stream."""
+        if self._order is self._training_order:
+            self._used.setdefault(unit)
         if unit.is_always_unsharded:
             if (sync := self._syncs.pop(unit, None)) is not None:
                 sync.wait()
@@ -68,7 +73,7 @@ class ParamsInFlight:
             return
         self._visit(unit)
         if unit in self._kept:
-            self._kept.discard(unit)
+            self._kept.pop(unit, None)
         else:
             if unit not in self._gathers:
                 self._start_gather(unit, self._acquire_slot(unit))
@@ -90,11 +95,26 @@ class ParamsInFlight:
         """The computation with `unit` has been issued; its slot may be used again."""
         if unit.is_always_unsharded or unit.phase is not Phase.UNSHARDED or unit in self._kept:
             return
-        if self._order.upcoming(1) == [unit]:
-            self._kept.add(unit)  # the turn from forward to backward: needed next
-            return
-        self._drop(unit)
+        if self._is_next(unit):
+            self._kept.setdefault(unit)  # the turn from forward to backward
+        else:
+            self._drop(unit)
         self._prefetch()
+
+    def _is_next(self, unit: HZPUnit) -> bool:
+        """Whether `unit` is used again before anything that is not gathered yet."""
+        for following in self._upcoming():
+            if following is unit:
+                return True
+            if not self._is_gathered(following):
+                return False
+        return False
+
+    def _is_gathered(self, unit: HZPUnit) -> bool:
+        return unit in self._gathers or unit.phase is Phase.UNSHARDED
+
+    def _upcoming(self) -> Iterator[HZPUnit]:
+        return self._order.upcoming(len(self._units))
 
     def release_all(self) -> None:
         """Whatever was computed with is not used again."""
@@ -103,7 +123,7 @@ class ParamsInFlight:
                 self._drop(unit)
 
     def _drop(self, unit: HZPUnit) -> None:
-        self._kept.discard(unit)
+        self._kept.pop(unit, None)
         unit.reshard()
         slot = self._slots[unit]
         if slot.is_viewed():
@@ -164,17 +184,24 @@ class ParamsInFlight:
             ready=(self._shards_written, slot.free_event),  # the last write, the last reader
         )
 
-    def _prefetch(self) -> None:
-        for unit in self._order.upcoming(self._depth):
-            if not self._is_gathered(unit) and not self._start_guess(unit):
+    def _prefetch(self, among: Collection[HZPUnit] | None = None) -> None:
+        """Gather what is used next, in that order, as far as slots are free and the depth allows
+        it, which is counted for each size of unit: a small one does not hold up a layer.
+
+        among: whose shards can be read, or will be by what was submitted; None for all.
+        """
+        for unit in self._upcoming():
+            if self._is_gathered(unit):
+                continue
+            if (among is not None and unit not in among) or not self._start_guess(unit):
                 return
 
-    def _is_gathered(self, unit: HZPUnit) -> bool:
-        return unit in self._gathers or unit.phase is Phase.UNSHARDED
-
     def _start_guess(self, unit: HZPUnit) -> bool:
-        """Gather `unit` if a slot is free. Returns whether one was."""
-        slot = self.rings.ring_of(unit).acquire()
+        """Gather `unit` if a slot is free for it. Returns whether one was."""
+        ring = self.rings.ring_of(unit)
+        if sum(self.rings.ring_of(guess) is ring for guess in self._gathers) >= self._depth:
+            return False
+        slot = ring.acquire()
         if slot is not None:
             self._start_gather(unit, slot)
         return slot is not None
@@ -200,26 +227,22 @@ class ParamsInFlight:
         (grad-sync). So where both take as long as the computation, a third of param-sync has its
         place in backward: that of the units which the next forward needs last.
         """
-        trained = [unit for unit in self._training_order.first_uses() if unit.is_trained]
+        trained = [unit for unit in self._used if unit.is_trained]
         return trained[len(trained) - len(trained) // 3 :]
 
     def start_syncs(self) -> None:
-        """Rebuild the shards in the order of first use, so that the next forward can start while
-        later units are on their way, and gather the first units again."""
+        """Rebuild the shards in the order in which this step first used them, so that the next
+        forward can start while later units are on their way, and gather the first units again."""
         self.forget_guesses()
         self._restart_order(self._training_order)
         self.note_written()
-        in_order = self._order.first_uses()
-        first = self._order.upcoming(self._depth)
-        for unit in dict.fromkeys([*in_order, *self._units]):
-            if not unit.is_trained:
-                continue
-            if unit not in self._synced_early:
+        synced = {unit for unit in self._units if not unit.is_trained} | self._synced_early
+        for unit in dict.fromkeys([*self._used, *self._units]):
+            if unit not in synced:
                 self._start_sync(unit)
-            if unit in first and not self._is_gathered(unit):
-                self._start_guess(unit)
+                synced.add(unit)
+            self._prefetch(synced)
         self._synced_early.clear()
-        self._prefetch()
 
     def _start_sync(self, unit: HZPUnit) -> None:
         self._syncs[unit] = self._tasks.submit(
@@ -250,6 +273,7 @@ class ParamsInFlight:
     def begin_step(self) -> None:
         """A step begins, or begins again: what updated the shards in the last one has ended."""
         self._updates.clear()
+        self._used.clear()
         self._restart_order(self._training_order)
         self._prefetch()
 

@@ -124,13 +124,17 @@ def test_the_trace_has_every_reduction_and_one_sync_of_each_kind(runs, kind):
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_a_layer_is_gathered_between_any_two_of_its_computations(runs, kind):
+def test_a_layer_is_gathered_at_most_once_before_each_of_its_computations(runs, kind):
     for layer in [unit for unit in runs[kind].units if "layers" in unit]:
         events = [span for span in runs[kind].spans if span.name.split(" ")[-1] == layer]
         events = [span for span in events if span.lane in ("gather", COMPUTE)]
         lanes = [span.lane for span in sorted(events, key=lambda span: span.start)]
-        assert lanes.count("gather") == lanes.count(COMPUTE) == 2 * MICRO_BATCHES
-        assert all(lane != following for lane, following in zip(lanes, lanes[1:]))
+        assert lanes.count(COMPUTE) == 2 * MICRO_BATCHES
+        if kind == "inline":
+            assert lanes == ["gather", COMPUTE] * (2 * MICRO_BATCHES)
+        # Ahead of time it stays gathered where nothing else has to be gathered before its next use.
+        assert lanes.count("gather") >= MICRO_BATCHES
+        assert ("gather", "gather") not in zip(lanes, lanes[1:])
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
@@ -146,7 +150,7 @@ def test_a_unit_never_computes_while_it_is_gathered(runs, kind):
 def test_the_jobs_of_one_lane_never_overlap_in_the_threaded_schedule(runs):
     for lane in LANES:
         jobs = runs["threaded"].lane(lane)
-        assert len(jobs) > 1 or lane == "order"
+        assert len(jobs) > 1 or lane in ("order", "param-sync")  # mostly in the step before
         for job, following in zip(jobs, jobs[1:]):
             assert job.end <= following.start, (lane, job, following)
 

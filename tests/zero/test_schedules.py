@@ -67,3 +67,54 @@ def test_the_three_schedules_are_bitwise_equal_on_8_ranks():
 @pytest.mark.slow
 def test_the_three_schedules_are_bitwise_equal_where_gradients_are_sharded_less_than_parameters():
     run_ranks(compare_schedules, 4, [(4, 2, 4)], 6)
+
+
+def submissions_of_a_step(sizes: tuple) -> tuple[list[str], list[str]]:
+    """Of the third step: the units in the order of their first use, and what was submitted, with
+    `use UNIT` wherever a unit is used."""
+    trainer = EngineTrainer(build_toy(depth=5), sizes)
+    scheduler, events = trainer.runtime.scheduler, []
+    submit, use = scheduler.driver.submit, scheduler.params.use
+
+    def noted_submit(task):
+        events.append(f"{task.lane} {task.unit}")
+        return submit(task)
+
+    def noted_use(unit):
+        events.append(f"use {unit.name}")
+        use(unit)
+
+    scheduler.driver.submit, scheduler.params.use = noted_submit, noted_use
+    for step in range(3):
+        events.clear()
+        trainer.step(step, 2)
+    trainer.runtime.detach()
+    used = [event.removeprefix("use ") for event in events if event.startswith("use ")]
+    return list(dict.fromkeys(used)), events
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 4), (1, 2, 4), (2, 2, 4), (2, 4, 4)])
+def test_parameter_shards_are_rebuilt_in_the_order_of_their_first_use(sizes):
+    """A unit that is never gathered waits for its own shard only, not for those of the whole
+    model: whoever comes last in the module tree may be used first."""
+    for used, events in run_ranks(submissions_of_a_step, 4, sizes):
+        synced = [event.removeprefix("param-sync ") for event in events if "param-sync" in event]
+        assert synced == used
+
+
+def test_what_comes_before_the_first_layer_does_not_hold_up_its_gather():
+    """Small units have slots of their own: the gathers of all that the next step begins with are
+    submitted with the rebuilding of their shards."""
+    for used, events in run_ranks(submissions_of_a_step, 4, (2, 2, 4)):
+        after_step = events[events.index(f"param-sync {used[0]}") :]
+        gathered = [event.removeprefix("gather ") for event in after_step if "gather" in event]
+        assert used[1] != "blocks.0" and gathered == used[: used.index("blocks.0") + 1]
+
+
+def test_a_unit_stays_gathered_until_something_else_has_to_be_gathered_first():
+    """At the turn from forward to backward, where the output comes between."""
+    for _, events in run_ranks(submissions_of_a_step, 4, (2, 2, 4)):
+        calls = [event for event in events if event.split()[0] in ("use", "gather")]
+        turn = calls[calls.index("use output") :]
+        assert "use blocks.4" in turn[: turn.index("use blocks.3")]
+        assert "gather blocks.4" not in turn[: turn.index("use blocks.3")]
