@@ -6,6 +6,8 @@ contenders.
 
 from dataclasses import dataclass, field
 
+_WORDS = 128  # the vocabulary, padded
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -31,6 +33,16 @@ class Workload:
         return 12 * self.hidden**2 + 13 * self.hidden
 
     @property
+    def embedding_numel(self) -> int:
+        """Parameters of the embeddings of words and positions."""
+        return (_WORDS + self.seq_length) * self.hidden
+
+    @property
+    def head_numel(self) -> int:
+        """Parameters of the last norm and the output layer."""
+        return (_WORDS + 2) * self.hidden
+
+    @property
     def tokens(self) -> int:
         return self.samples * self.seq_length
 
@@ -39,7 +51,7 @@ class Workload:
         flags = {
             "num-layers": self.layers, "hidden-size": self.hidden, "num-attention-heads": 4,
             "seq-length": self.seq_length, "max-position-embeddings": self.seq_length,
-            "tokenizer-type": "NullTokenizer", "vocab-size": 127,
+            "tokenizer-type": "NullTokenizer", "vocab-size": _WORDS - 1,
             "make-vocab-size-divisible-by": 64, "attention-dropout": 0, "hidden-dropout": 0,
             "micro-batch-size": micro_batch, "global-batch-size": self.samples,
             "train-iters": self.warm_up + self.steps + 1, "lr": self.learning_rate,
