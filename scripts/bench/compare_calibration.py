@@ -89,16 +89,29 @@ def foreign_of(reports: Sequence[RankReport]) -> float:
     return foreign_share(reports[0].machine_cpu_s, own_s, reports[0].wall_s)
 
 
+def busy_of(reports: Sequence[RankReport]) -> float:
+    """The share of the machine that was used in the timed steps of a run, by anybody."""
+    return foreign_share(reports[0].machine_cpu_s, 0.0, reports[0].wall_s)
+
+
+def compute_alone(
+    cluster: Cluster, workload: Workload, micro_batch: int, timeout_s: float
+) -> list[RankReport]:
+    """A step of every rank without communication."""
+    # Ranks that do not know each other begin at different times: none may be timed while another
+    # one still starts.
+    samples, warm_up = workload.samples // cluster.num_ranks, 3 * workload.warm_up
+    alone = replace(workload, samples=samples, warm_up=warm_up)
+    return cluster.run(
+        train_megatron, alone, micro_batch, (), timeout_s=timeout_s, is_joined=False
+    )
+
+
 def calibrate(cluster: Cluster, workload: Workload, timeout_s: float) -> Calibration:
     """Four short runs on the cluster that the contenders will have."""
     idle, world, node = idle_foreign_share(), cluster.num_ranks, cluster.ranks_per_node
     batch = workload.samples // world
-    # Ranks that do not know each other begin at different times: none may be timed while another
-    # one still starts.
-    alone = replace(workload, samples=batch, warm_up=3 * workload.warm_up)
-    computing = cluster.run(
-        train_megatron, alone, batch, (), timeout_s=timeout_s, is_joined=False
-    )
+    computing = compute_alone(cluster, workload, batch, timeout_s)
     instant = replace(workload, layer_ms=0.0)
     flat, hierarchical = (
         cluster.run(train_megatron, instant, batch, _sharded(*sizes), timeout_s=timeout_s)

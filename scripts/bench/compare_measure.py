@@ -12,7 +12,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from scripts.bench.compare_calibration import foreign_of
+from scripts.bench.compare_calibration import busy_of, foreign_of
 from scripts.bench.compare_contenders import Contender
 from scripts.bench.megatron_run import train_megatron
 from scripts.bench.torch_run import missing, train_torch
@@ -65,6 +65,7 @@ def _summed(reports: list[RankReport], ranks: int, steps: int) -> dict:
         "exposed_ms": 1e3 * max(exposed) if exposed else None,
         "host_waits": max(r.host_waits for r in reports) / steps,
         "foreign": foreign_of(reports),
+        "busy": busy_of(reports),
     }
 
 

@@ -98,7 +98,7 @@ def _comparison(records: Sequence[dict]) -> Comparison:
     reference = next(
         (run["losses"] for of_one in runs.values() for run in of_one if not run["reason"]), None
     )
-    rows = [_row(of_one, reference) for of_one in runs.values()]
+    rows = [row_of(of_one, reference) for of_one in runs.values()]
     rows.sort(key=lambda row: row.median_ms if row.is_timed else float("inf"))
     return Comparison(
         first["nodes"], first["ranks_per_node"], first["profile"], first["workload"],
@@ -107,7 +107,8 @@ def _comparison(records: Sequence[dict]) -> Comparison:
     )  # fmt: skip
 
 
-def _row(runs: Sequence[dict], reference: Sequence[float] | None) -> Row:
+def row_of(runs: Sequence[dict], reference: Sequence[float] | None) -> Row:
+    """What all repetitions of one contender amount to. reference: the losses to have."""
     first = runs[0]
     done = [run for run in runs if not run["reason"]]
     if not done:

@@ -1,0 +1,176 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the JSON lines of scaling.py, of one or more runs, into Markdown: for each axis the step of
+every contender, measured or modelled, and what leaves a node and what a rank holds.
+
+    python scripts/report/scaling_table.py runs/scaling/records.jsonl
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from scripts.report.compare_rows import FOREIGN_LIMIT, Row  # noqa: E402
+from scripts.report.scaling_rows import (  # noqa: E402
+    AxisRows,
+    Modelled,
+    Place,
+    RecordsError,
+    axes_of,
+    errors,
+)
+
+NOTES = """\
+How to read it. All contenders of a point train the same GPT in fp32 on the same batches, by
+Megatron's `pretrain()`; where one's losses differ from the first one's by more than 1e-5 in any
+step it is RED and has no time.
+
+- *step ms*: median (shortest to longest) of all timed steps, and after it measured over modelled.
+  Places marked *modelled* were not run: their numbers are the cost model's, in italics.
+- *compute only*: a step of ranks that do not communicate (median; one value per rank), and the part
+  of it that is emulated. The rest is real arithmetic, the optimizer and Python. Where the model
+  stands beside a measurement it is told this; beyond, the emulated time alone.
+- *busy*: the most of the machine's cores that was used in a run. The more, the more the ranks keep
+  each other waiting, which the model knows nothing of.
+- *MB off a node*: sent by the fullest node to others, per step; *state MB*: all tensors of the
+  fullest rank between two steps, fixed buffers included. In brackets: modelled.
+"""
+
+
+def markdown(records: Iterable[dict]) -> str:
+    """Everything that the runs have to say. Raises RecordsError."""
+    records = list(records)
+    axes = axes_of(records)
+    parts = [_settings(next(one for one in records if one["kind"] != "machine"))] if axes else []
+    parts += [_section(axis) for axis in axes]
+    parts += ["\n".join([*_verdict(axes), ""])]
+    for machine in (record for record in records if record["kind"] == "machine"):
+        told = ", ".join(f"{k} {v}" for k, v in machine["versions"].items() if v)
+        parts.append(
+            f"{machine['date']}, {machine['cpus']} cores, no GPU, Python {machine['python']}, "
+            f"{told}; `{machine['command']}`\n"
+        )
+    return "\n".join([*parts, NOTES])
+
+
+def _settings(record: dict) -> str:
+    profile, slow = record["profile"], record["slow_motion"]
+    return (
+        f"Network {profile['name']}: {profile['inter_gbit']:g} Gbit/s and "
+        f"{profile['inter_latency_us']:g} us between nodes, {profile['intra_gbit']:g} Gbit/s and "
+        f"{profile['intra_latency_us']:g} us inside; {record['layer_ms']:g} ms forward of a layer "
+        f"for a sample at the base; all of it {slow:g} times slower (slow motion).\n"
+    )
+
+
+def _section(axis: AxisRows) -> str:
+    steps = _table(
+        [axis.name, "compute only", "busy", *axis.contenders],
+        [[_at(place), _alone(place), _busy(place), *_cells(place, axis, step_cell)]
+         for place in axis.places],
+    )  # fmt: skip
+    sizes = _table(
+        [axis.name, *axis.contenders],
+        [[_at(place), *_cells(place, axis, size_cell)] for place in axis.places],
+    )
+    return "\n".join([
+        f"### {axis.name}", "", "Step ms:", "", steps, "MB off a node per step; state MB:", "",
+        sizes, *_reasons(axis),
+    ])  # fmt: skip
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---:"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _cells(
+    place: Place, axis: AxisRows, cell: Callable[[Row | None, Modelled | None], str]
+) -> list[str]:
+    return [cell(place.measured.get(name), place.modelled.get(name)) for name in axis.contenders]
+
+
+def _at(place: Place) -> str:
+    return f"{place.at}" if place.is_measured else f"{place.at}, modelled"
+
+
+def _alone(place: Place) -> str:
+    emulated = f"{place.emulated_ms:.0f} emulated"
+    if not place.alone_ms:
+        return emulated
+    return f"{statistics.median(place.alone_ms):.0f}, of which {emulated}"
+
+
+def _busy(place: Place) -> str:
+    return f"{place.busy:.0%}" if place.busy else ""
+
+
+def step_cell(row: Row | None, model: Modelled | None) -> str:
+    """What is measured wherever anything was to be; else what is modelled, in italics."""
+    if row is None:
+        return f"*{model.step_ms:.0f}*" if model else ""
+    if row.reason:
+        return "not run"
+    if row.is_red:
+        return "RED: wrong losses"
+    told = f"{row.median_ms:.0f} ({min(row.step_ms):.0f} to {max(row.step_ms):.0f})"
+    return f"{told} {row.median_ms / model.step_ms:.2f}" if model else told
+
+
+def size_cell(row: Row | None, model: Modelled | None) -> str:
+    """Bytes between nodes and state; red ones too, whose bytes are not in doubt."""
+    if row is None:
+        return f"*{model.node_mb:.2f}*; *{model.state_mb:.2f}*" if model else ""
+    if row.reason:
+        return "not run"
+    state = "?" if row.state_mb is None else f"{row.state_mb:.2f}"
+    if model is None:
+        return f"{row.node_mb:.2f}; {state}"
+    return f"{row.node_mb:.2f} ({model.node_mb:.2f}); {state} ({model.state_mb:.2f})"
+
+
+def _reasons(axis: AxisRows) -> list[str]:
+    """Why cells are empty, and which are not to be quoted."""
+    lines = []
+    for place in axis.places:
+        for name, row in place.measured.items():
+            if row.reason:
+                lines.append(f"- {axis.name} {place.at}, {name}: {row.reason}.")
+            if row.foreign > FOREIGN_LIMIT:
+                lines.append(f"- {axis.name} {place.at}, {name}: others used {row.foreign:.0%} of "
+                             "the machine: not to be quoted.")  # fmt: skip
+    return [*lines, ""] if lines else []
+
+
+def _verdict(axes: Iterable[AxisRows]) -> list[str]:
+    """How far the model is off, contender by contender."""
+    lines = []
+    for name, of_one in errors(axes).items():
+        lines.append(
+            f"- {name}: measured / modelled {statistics.median(of_one):.2f} in the median of "
+            f"{len(of_one)} points, {min(of_one):.2f} to {max(of_one):.2f}."
+        )
+    return lines or ["Nothing was measured: all numbers are the cost model's."]
+
+
+def read(files: Iterable[Path]) -> list[dict]:
+    """All records of all files."""
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def main() -> None:
+    files = [Path(name) for name in sys.argv[1:]]
+    if not files or not all(file.is_file() for file in files):
+        sys.exit("usage: scaling_table.py FILE...    FILE: records.jsonl of scaling.py")
+    try:
+        print(markdown(read(files)))
+    except RecordsError as error:
+        sys.exit(f"scaling_table: {error}")
+
+
+if __name__ == "__main__":
+    main()
