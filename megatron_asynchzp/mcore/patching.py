@@ -110,12 +110,15 @@ def _check_signature(patch: Patch, original: Callable) -> None:
         )
 
 
-def _replace_everywhere(old: Callable, new: Callable) -> None:
-    """Set every module-level name that is `old`, as `from module import f` leaves copies."""
+def _replace_everywhere(pairs: Sequence[tuple[Callable, Callable]]) -> None:
+    """Set every module-level name that is the first of a pair to the second, as `from module import
+    f` leaves copies. All pairs at once: to look through every module takes long."""
+    new_by_id = {id(old): new for old, new in pairs}
     for module in list(sys.modules.values()):
         names = vars(module) if isinstance(module, ModuleType) else {}
-        for name in [name for name, value in list(names.items()) if value is old]:
-            setattr(module, name, new)
+        for name, value in list(names.items()):
+            if id(value) in new_by_id:
+                setattr(module, name, new_by_id[id(value)])
 
 
 def apply_patches(patches: Sequence[Patch]) -> None:
@@ -130,14 +133,17 @@ def apply_patches(patches: Sequence[Patch]) -> None:
         if _find_replacement(current) is None:
             _check_signature(patch, current)
             pending.append((patch, current))
+    pairs = []
     for patch, original in pending:
         replacement = functools.wraps(original)(patch.make(original))
         setattr(replacement, _MARK, replacement)
-        _replace_everywhere(original, replacement)
+        pairs.append((original, replacement))
+    _replace_everywhere(pairs)
 
 
 def remove_patches(patches: Sequence[Patch]) -> None:
     """Put every original back, also where a copy was imported after patching."""
+    pairs = []
     for patch in patches:
         _, current = _load(patch)
         replacement = _find_replacement(current)
@@ -145,4 +151,5 @@ def remove_patches(patches: Sequence[Patch]) -> None:
             continue
         if replacement is not current:
             raise RuntimeError(f"{patch.target} was wrapped again after it was patched; undo that")
-        _replace_everywhere(replacement, replacement.__wrapped__)
+        pairs.append((replacement, replacement.__wrapped__))
+    _replace_everywhere(pairs)
