@@ -14,8 +14,8 @@ from argparse import ArgumentParser
 # Megatron imports these when it builds a tokenizer, an optimizer or a table of the start; the first
 # imports transformers, which takes longer than a whole run of the tiny GPT.
 _LATE = (
-    "megatron.core.tokenizers.text", "megatron.core.models.mimo", "megatron.core.datasets.helpers_cpp",
-    "rich.console", "rich.table", "einops", "pytest",
+    "megatron.core.tokenizers.text", "megatron.core.models.mimo",
+    "megatron.core.datasets.helpers_cpp", "rich.console", "rich.table", "einops", "pytest",
 )  # fmt: skip
 
 
