@@ -29,8 +29,9 @@ def parity_table(lines: list[str]) -> str:
             for r in records
         )
         rows.append(f"| {variant} | {len(records)} | {loss:.1e} | {norm:.1e} | {allowed:.0e} | {bad} |")
-    total = sum(map(len, by_variant.values()))
-    return "\n".join([*rows, "", f"{total} comparisons of 20 steps each."])
+    compared = [record for records in by_variant.values() for record in records]
+    steps = " or ".join(str(number) for number in sorted({record["steps"] for record in compared}))
+    return "\n".join([*rows, "", f"{len(compared)} comparisons of {steps} steps each."])
 
 
 if __name__ == "__main__":

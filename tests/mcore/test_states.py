@@ -2,15 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a --use-asynchzp run holds after its last step: bytes, step counts, groups, replicas."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support.megatron_runs import BF16, MIXTURE_OF_EXPERTS, gpt_args, run_pretrain
 from tests.support.parity import size_flags
 from tests.support.world import on_ranks
 
-STEPS = ("--train-iters", "5")
+NUM_STEPS = 3
+STEPS = ("--train-iters", str(NUM_STEPS))
 WIDE = ("--hidden-size", "128", "--vocab-size", "1023")  # so that padding is a small part
 
 
@@ -34,8 +37,6 @@ def held_nbytes(chunks: list, optimizer: Any) -> dict[str, int]:
         add(unit.model_param.storage)
     placeholders = sum(n for n in storages.values() if n <= 4)
     return {"held": sum(storages.values()) - placeholders}
-
-
 
 
 def inspect_states(chunks: list, optimizer: Any) -> dict[str, Any]:
@@ -67,38 +68,6 @@ def run_and_inspect(flags: tuple[str, ...], sizes: tuple[int, int, int]) -> dict
     return run_pretrain(argv, inspect=inspect_states).inspected
 
 
-def inspect_many(cases: list[tuple]) -> list[dict[str, Any]]:
-    return [run_and_inspect(*case) for case in cases]
-
-
-def test_bytes_at_rest_follow_the_formula_within_one_percent_on_every_rank():
-    cases = [(tuple(BF16), s) for s in ((1, 1, 4), (2, 2, 4), (1, 2, 4), (4, 2, 4), (4, 4, 4))]
-    cases += [((), (2, 4, 4)), ((*BF16, *MIXTURE_OF_EXPERTS), (2, 2, 4))]
-    for of_rank in on_ranks(inspect_many, 4, cases):
-        for (flags, sizes), told in zip(cases, of_rank, strict=True):
-            bytes_per_element = told["formula"] / told["dense_numel"]
-            assert abs(told["held"] - told["allocated"]) <= 4096, (flags, sizes)  # step counters
-            assert told["held"] >= 0.99 * told["formula"], (flags, sizes)
-            stated_padding = bytes_per_element * told["padding"]
-            assert told["held"] <= 1.01 * told["formula"] + stated_padding, (flags, sizes)
-            if flags == tuple(BF16):
-                param, grad, optim = sizes
-                law = 2 / param + 4 / grad + 12 / optim
-                assert abs(told["formula"] - law * told["dense_numel"]) < 1
-            assert told["phases"] <= {"sharded"}
-
-
-def test_every_fragment_was_stepped_once_per_iteration_and_decays_as_in_stock():
-    (sharded,) = [on_ranks(inspect_many, 4, [(tuple(BF16), (2, 2, 4))])]
-    assert all(told["steps"] == {5.0} for (told,) in sharded)
-    stock = on_ranks(stock_groups, 4)[0]
-    summed: dict[float, int] = {}
-    for (told,) in sharded:
-        for mult, numel in told["wd_mults"]:
-            summed[mult] = summed.get(mult, 0) + numel
-    assert summed == dict(stock)
-
-
 def stock_groups() -> list[tuple[float, int]]:
     def groups(_chunks: list, optimizer: Any) -> list[tuple[float, int]]:
         return [
@@ -107,13 +76,6 @@ def stock_groups() -> list[tuple[float, int]]:
         ]
 
     return run_pretrain(gpt_args(*STEPS, *WIDE, *BF16), inspect=groups).inspected
-
-
-def test_the_start_table_names_groups_nodes_states_and_units():
-    ((told,), *_) = on_ranks(inspect_many, 4, [(tuple(BF16), (2, 2, 4))])
-    for fragment in ("between nodes", "in one node", "main_param", "optimizer_moments", "by formula",
-                     "allocated", "decoder.layers.0", "once per step", "0 2", "0 1"):  # fmt: skip
-        assert fragment in told["table"], fragment
 
 
 def memory_of_steps() -> list[tuple[list[str], int]]:
@@ -137,9 +99,77 @@ def memory_of_steps() -> list[tuple[list[str], int]]:
     return seen
 
 
-def test_after_every_backward_only_what_the_next_forward_starts_with_is_gathered():
-    for seen in on_ranks(memory_of_steps, 4):
-        assert seen and {pending for _, pending in seen} == {0}
+Case = tuple[tuple[str, ...], tuple[int, int, int]]
+TYPICAL: Case = (tuple(BF16), (2, 2, 4))
+CASES: list[Case] = [
+    TYPICAL,
+    (tuple(BF16), (1, 2, 4)),
+    (tuple(BF16), (4, 2, 4)),
+    ((), (2, 4, 4)),
+    ((*BF16, *MIXTURE_OF_EXPERTS), (2, 2, 4)),
+]
+
+
+def inspect_many(cases: Sequence[Case]) -> dict[Case, dict[str, Any]]:
+    return {case: run_and_inspect(*case) for case in cases}
+
+
+def all_runs() -> tuple[dict[Case, dict[str, Any]], list, list]:
+    return inspect_many(CASES), stock_groups(), memory_of_steps()
+
+
+@pytest.fixture(scope="module")
+def told() -> list[tuple[dict[Case, dict[str, Any]], list, list]]:
+    """What all runs held, by rank; one set of ranks runs them all."""
+    return on_ranks(all_runs, 4)
+
+
+def assert_bytes_follow_the_formula(of_rank: dict[Case, dict[str, Any]]) -> None:
+    for (flags, sizes), told in of_rank.items():
+        bytes_per_element = told["formula"] / told["dense_numel"]
+        assert abs(told["held"] - told["allocated"]) <= 4096, (flags, sizes)  # step counters
+        assert told["held"] >= 0.99 * told["formula"], (flags, sizes)
+        stated_padding = bytes_per_element * told["padding"]
+        assert told["held"] <= 1.01 * told["formula"] + stated_padding, (flags, sizes)
+        if flags == tuple(BF16):
+            param, grad, optim = sizes
+            law = 2 / param + 4 / grad + 12 / optim
+            assert abs(told["formula"] - law * told["dense_numel"]) < 1
+        assert told["phases"] <= {"sharded"}
+
+
+def test_bytes_at_rest_follow_the_formula_within_one_percent_on_every_rank(told):
+    for states, _, _ in told:
+        assert list(states) == CASES
+        assert_bytes_follow_the_formula(states)
+
+
+@pytest.mark.slow
+def test_bytes_at_rest_follow_the_formula_where_all_or_nothing_is_sharded():
+    for states in on_ranks(inspect_many, 4, [(tuple(BF16), s) for s in ((1, 1, 4), (4, 4, 4))]):
+        assert_bytes_follow_the_formula(states)
+
+
+def test_every_fragment_was_stepped_once_per_iteration_and_decays_as_in_stock(told):
+    summed: dict[float, int] = {}
+    for states, _, _ in told:
+        assert states[TYPICAL]["steps"] == {float(NUM_STEPS)}
+        for mult, numel in states[TYPICAL]["wd_mults"]:
+            summed[mult] = summed.get(mult, 0) + numel
+    _, stock, _ = told[0]
+    assert summed == dict(stock)
+
+
+def test_the_start_table_names_groups_nodes_states_and_units(told):
+    table = told[0][0][TYPICAL]["table"]
+    for fragment in ("between nodes", "in one node", "main_param", "optimizer_moments", "by formula",
+                     "allocated", "decoder.layers.0", "once per step", "0 2", "0 1"):  # fmt: skip
+        assert fragment in table, fragment
+
+
+def test_after_every_backward_only_what_the_next_forward_starts_with_is_gathered(told):
+    for _, _, seen in told:
+        assert len(seen) == 2 * NUM_STEPS and {pending for _, pending in seen} == {0}
         # Within a step the next micro-batch is known; after the last one nothing is left.
         first = ["module.embedding", "module.embedding.word_embeddings.weight", "root"]
         assert [names for names, _ in seen[2:4]] == [first, []]

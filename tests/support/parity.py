@@ -52,6 +52,7 @@ class Comparison:
     grad_norm_error: float
     tolerance: float
     ranks: int
+    steps: int
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -89,7 +90,10 @@ def compare_records(
         _worst(ours.grad_norms, stock.grad_norms),
         variant.tolerance,
         dist.get_world_size(),
+        len(stock.steps),
     )
+    if "--eval-iters" in variant.flags and stock.validation_loss is None:
+        result.faults.append("the stock run evaluated nothing")
     if stock.validation_loss is not None:
         error = _worst([ours.validation_loss], [stock.validation_loss])
         result.loss_error = max(result.loss_error, error)
@@ -111,7 +115,7 @@ def compare_records(
 
 
 def compare(
-    cases: Sequence[tuple[Variant, Sequence[Sizes]]], iterations: int = 20
+    cases: Sequence[tuple[Variant, Sequence[Sizes]]], iterations: int
 ) -> list[Comparison]:
     """Run every variant once with stock DDP and once per sizes. For all ranks of a world."""
     results = []
