@@ -12,4 +12,10 @@ if [[ "${1:-}" == --all ]]; then
     shift
 fi
 source scripts/environment.sh
+# The tests start many interpreters. Where no bytecode may be written beside the sources, each would
+# compile torch, Megatron and transformers again, which takes 10 s: it goes to a folder of its own.
+if [[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]]; then
+    unset PYTHONDONTWRITEBYTECODE
+    export PYTHONPYCACHEPREFIX="$PWD/.pytest_cache/bytecode"
+fi
 exec "$PYTHON" -m pytest "${selection[@]}" --durations=10 "$@"

@@ -4,8 +4,8 @@
 
 import json
 import os
+import runpy
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from scripts import prepare_data
 from scripts.prepare_data import BYTE_EOD, ByteEncoder, InputError, write_dataset
+from tests.support import ranks
 
 SCRIPT = Path(prepare_data.__file__)
 
@@ -149,22 +150,29 @@ def test_stopping_it_midway_leaves_nothing(stop, tmp_path):
     # A named pipe that nobody closes keeps the script in the middle of its work.
     write_files(tmp_path, [b"some text"])
     os.mkfifo(tmp_path / "endless.txt")
-    out = tmp_path / "out"
+    out, log = tmp_path / "out", tmp_path / "log"
     arguments = [tmp_path / "000.txt", tmp_path / "endless.txt", "--output-prefix", out / "c"]
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, *arguments], stderr=subprocess.PIPE, text=True
-    )
+    process = ranks._CONTEXT.Process(target=_run_script, args=(list(map(str, arguments)), log))
+    process.start()
     try:
         deadline = time.monotonic() + 60
         while not (out.exists() and list(out.iterdir())) and time.monotonic() < deadline:
             time.sleep(0.05)
-        process.send_signal(stop)
-        _, told = process.communicate(timeout=30)
+        assert list(out.iterdir())
+        os.kill(process.pid, stop)
+        process.join(30)
     finally:
         process.kill()
-    assert process.returncode == 130
-    assert "prepare_data: interrupted" in told
+    assert process.exitcode == 130
+    assert "prepare_data: interrupted" in log.read_text()
     assert not list(out.iterdir())
+
+
+def _run_script(arguments: list[str], log: Path) -> None:
+    """As `python scripts/prepare_data.py`, in a process that has imported Megatron already."""
+    sys.argv = [str(SCRIPT), *arguments]
+    with open(log, "w") as sys.stderr:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
 def test_ids_fit_the_vocabulary_that_the_printed_flags_declare():

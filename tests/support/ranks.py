@@ -162,7 +162,7 @@ def _start(
     num_survivors: int | None,
     join: Callable,
 ) -> tuple[dict[int, Any], dict[int, str], bool]:
-    """As `_collect`, once. The last is False where a rank could not join, so `fn` was not called."""
+    """As `_collect`, once. The last is False where a rank could not join: `fn` was not called."""
     ends_together = num_survivors is None
     num_expected = world_size if ends_together else num_survivors
     import torch.distributed as dist

@@ -5,6 +5,7 @@ and one word about what is gathered on demand.
 """
 
 import logging
+from itertools import product
 
 import pytest
 import torch
@@ -67,28 +68,40 @@ def train(program: list, evaluates: bool, schedule: ScheduleConfig, sizes: tuple
     return losses, params, listener.lines
 
 
-def compare_with_inline(sizes: tuple) -> dict:
-    """What was said, by program and schedule, where every bit was that of the inline schedule."""
+Case = tuple[str, bool]  # which program, and whether each step is followed by an evaluation
+ALL_CASES: list[Case] = list(product(PROGRAMS, (False, True)))
+# An evaluation is itself a departure: the fast tests have it after steps with none and with one.
+FAST_CASES: list[Case] = [case for case in ALL_CASES if not case[1]]
+FAST_CASES += [(WITHOUT_DEPARTURE[0], True), ("an early exit", True)]
+
+
+def compare_with_inline(sizes: tuple, cases: list[Case]) -> dict:
+    """What was said, by case and schedule, where every bit was that of the inline schedule."""
     said = {}
-    for name, program in PROGRAMS.items():
-        for evaluates in (False, True):
-            expected_losses, expected, _ = train(
-                program, evaluates, ScheduleConfig("inline"), sizes
-            )  # fmt: skip
-            for kind, depth in (("main-thread", 2), ("threaded", 1), ("threaded", 4)):
-                schedule = ScheduleConfig(kind, prefetch_depth=depth)
-                losses, params, lines = train(program, evaluates, schedule, sizes)
-                assert losses == expected_losses, (name, evaluates, kind, depth)
-                for key in expected:
-                    assert torch.equal(params[key], expected[key]), (name, kind, depth, key)
-                said[name, evaluates, kind, depth] = lines
+    for name, evaluates in cases:
+        program = PROGRAMS[name]
+        expected_losses, expected, _ = train(program, evaluates, ScheduleConfig("inline"), sizes)
+        for kind, depth in (("main-thread", 2), ("threaded", 1), ("threaded", 4)):
+            schedule = ScheduleConfig(kind, prefetch_depth=depth)
+            losses, params, lines = train(program, evaluates, schedule, sizes)
+            assert losses == expected_losses, (name, evaluates, kind, depth)
+            for key in expected:
+                assert torch.equal(params[key], expected[key]), (name, kind, depth, key)
+            said[name, evaluates, kind, depth] = lines
     return said
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2), slow_unless(False, (2, 1, 2))])
-def test_a_departure_changes_no_bit_and_is_told_once_by_rank_0(sizes):
-    first, second = run_ranks(compare_with_inline, 2, sizes)
-    assert len(first) == len(PROGRAMS) * 2 * 3
+@pytest.mark.parametrize(
+    "sizes, cases",
+    [
+        slow_unless(True, (2, 2, 2), FAST_CASES, id="some"),
+        slow_unless(False, (2, 2, 2), ALL_CASES, id="all"),
+        slow_unless(False, (2, 1, 2), ALL_CASES, id="all, fewer gradient shards"),
+    ],
+)
+def test_a_departure_changes_no_bit_and_is_told_once_by_rank_0(sizes, cases):
+    first, second = run_ranks(compare_with_inline, 2, sizes, cases)
+    assert len(first) == len(cases) * 3
     for (name, evaluates, *schedule), lines in first.items():
         if name in WITHOUT_DEPARTURE and not evaluates:
             assert lines == [], (name, schedule)

@@ -14,10 +14,12 @@ from tests.support.ranks import run_ranks
 from tests.support.toy_models import toy_batch, toy_loss
 
 STEPS = 3
+# By name: what the model is made of, and micro-batches of a step.
 MODELS = {
-    "untied": {},
-    "tied": {"is_tied": True},
-    "recomputed": {"recompute": True},
+    "untied": ({}, 1),
+    "untied, 3 micro-batches": ({}, 3),
+    "tied, 2 micro-batches": ({"is_tied": True}, 2),
+    "recomputed, 2 micro-batches": ({"recompute": True}, 2),
 }
 
 
@@ -54,21 +56,24 @@ def fsdp2_losses(micro_batches: int) -> list[float]:
     return train(fully_shard(model, mesh=mesh), micro_batches)
 
 
-def compare_with_ddp(sizes_list: list[tuple[int, int, int]]) -> dict[str, float]:
+def compare_with_ddp(
+    sizes_list: list[tuple[int, int, int]], is_product: bool
+) -> dict[str, float]:
+    """Every model with all sizes; or, without `is_product`, each of the sizes with one model."""
     worst = {}
-    for kind, kwargs in MODELS.items():
-        for micro_batches in (1, 3) if kind == "untied" else (2,):
-            expected, params = ddp_losses(micro_batches, **kwargs)
-            for sizes in sizes_list:
-                trainer = EngineTrainer(build_toy(**kwargs), sizes)
-                losses = [trainer.step(step, micro_batches) for step in range(STEPS)]
-                mine = trainer.full_params()
-                assert mine.keys() == params.keys()
-                # Adam turns a rounding error of a tiny gradient into a part of a step of 1e-2.
-                for name, param in params.items():
-                    torch.testing.assert_close(mine[name], param, rtol=0, atol=1e-4)
-                worst[f"{kind} mb={micro_batches} {sizes}"] = worst_relative(losses, expected)
-                trainer.runtime.detach()
+    for index, (model, (kwargs, micro_batches)) in enumerate(MODELS.items()):
+        expected, params = ddp_losses(micro_batches, **kwargs)
+        for sizes in sizes_list if is_product else sizes_list[index :: len(MODELS)]:
+            trainer = EngineTrainer(build_toy(**kwargs), sizes)
+            losses = [trainer.step(step, micro_batches) for step in range(STEPS)]
+            mine = trainer.full_params()
+            assert mine.keys() == params.keys()
+            # Adam turns a rounding error of a tiny gradient into a part of a step of 1e-2.
+            for name, param in params.items():
+                torch.testing.assert_close(mine[name], param, rtol=0, atol=1e-4)
+            worst[f"{model} {sizes}"] = worst_relative(losses, expected)
+            trainer.runtime.detach()
+    assert len(worst) == len(sizes_list) * (len(MODELS) if is_product else 1)
     return worst
 
 
@@ -92,27 +97,24 @@ def assert_all_close(results: list[dict[str, float]]) -> None:
 
 def test_every_nesting_on_2_and_4_ranks_follows_ddp():
     for world_size in (2, 4):
-        assert_all_close(run_ranks(compare_with_ddp, world_size, nested_sizes(world_size)))
+        assert_all_close(run_ranks(compare_with_ddp, world_size, nested_sizes(world_size), False))
 
 
 def test_three_different_sizes_on_8_ranks_follow_ddp():
     chains = [(2, 4, 8), (4, 2, 8), (1, 2, 8), (2, 2, 4), (8, 8, 8), (1, 1, 8), (4, 4, 4)]
-    assert_all_close(run_ranks(compare_with_ddp, 8, chains))
-
-
-@pytest.mark.slow
-def test_every_nesting_on_8_ranks_follows_ddp():
-    assert_all_close(run_ranks(compare_with_ddp, 8, nested_sizes(8), timeout_s=600))
+    assert_all_close(run_ranks(compare_with_ddp, 8, chains, False))
 
 
 def test_a_world_that_is_no_power_of_two_follows_ddp():
     chains = [(1, 2, 6), (3, 1, 6), (2, 6, 6), (6, 3, 6), (3, 3, 3), (2, 2, 2)]
-    assert_all_close(run_ranks(compare_with_ddp, 6, chains))
+    assert_all_close(run_ranks(compare_with_ddp, 6, chains, False))
 
 
 @pytest.mark.slow
-def test_every_nesting_on_6_ranks_follows_ddp():
-    assert_all_close(run_ranks(compare_with_ddp, 6, nested_sizes(6), timeout_s=600))
+@pytest.mark.parametrize("world_size", [2, 4, 6, 8])
+def test_every_model_with_every_nesting_follows_ddp(world_size):
+    sizes = nested_sizes(world_size)
+    assert_all_close(run_ranks(compare_with_ddp, world_size, sizes, True, timeout_s=600))
 
 
 def test_the_engine_follows_fsdp2():

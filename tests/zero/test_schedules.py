@@ -3,6 +3,7 @@
 """Asynchrony changes no number: inline, main-thread and threaded are bitwise equal, and so is an
 update of each unit within backward."""
 
+from collections.abc import Iterable
 from itertools import product
 
 import pytest
@@ -13,30 +14,37 @@ from tests.support.engine import EngineTrainer, build_toy
 from tests.support.ranks import run_ranks
 
 
-def compare_schedules(sizes_list: list, steps: int) -> None:
-    for sizes in sizes_list:
-        for dtype, kwargs in ((torch.float32, {"is_tied": True}), (torch.bfloat16, {}),
-                              (torch.float32, {"recompute": True})):  # fmt: skip
-            seen = {}
-            for kind, depth, in_backward in product(SCHEDULES, (1, 3), (False, True)):
-                trainer = EngineTrainer(
-                    build_toy(dtype, depth=5, **kwargs), sizes,
-                    schedule=ScheduleConfig(kind, depth, grad_slots=1 + depth % 2),
-                    updates_in_backward=in_backward,
-                )  # fmt: skip
-                losses = [trainer.step(step, 1 + 2 * (step % 2)) for step in range(steps)]
-                params = trainer.full_params()
-                trainer.runtime.detach()
-                seen[kind, depth, in_backward] = losses, params
-            first_losses, first_params = seen["inline", 1, False]
-            for name, (losses, params) in seen.items():
-                assert losses == first_losses, (sizes, name)
-                for key in params:
-                    assert torch.equal(params[key], first_params[key]), (sizes, name, key)
+TIED, BF16, RECOMPUTED = MODELS = [
+    (torch.float32, {"is_tied": True}),
+    (torch.bfloat16, {}),
+    (torch.float32, {"recompute": True}),
+]
+
+
+def compare_schedules(cases: Iterable[tuple], steps: int) -> None:
+    """cases: sizes and model."""
+    for sizes, (dtype, kwargs) in cases:
+        seen = {}
+        for kind, depth, in_backward in product(SCHEDULES, (1, 3), (False, True)):
+            trainer = EngineTrainer(
+                build_toy(dtype, depth=5, **kwargs), sizes,
+                schedule=ScheduleConfig(kind, depth, grad_slots=1 + depth % 2),
+                updates_in_backward=in_backward,
+            )  # fmt: skip
+            losses = [trainer.step(step, 1 + 2 * (step % 2)) for step in range(steps)]
+            params = trainer.full_params()
+            trainer.runtime.detach()
+            seen[kind, depth, in_backward] = losses, params
+        first_losses, first_params = seen["inline", 1, False]
+        for name, (losses, params) in seen.items():
+            assert losses == first_losses, (sizes, name)
+            for key in params:
+                assert torch.equal(params[key], first_params[key]), (sizes, name, key)
 
 
 def test_the_three_schedules_are_bitwise_equal_on_4_ranks():
-    run_ranks(compare_schedules, 4, [(2, 2, 4), (1, 4, 4)], 3)
+    cases = [((2, 2, 4), TIED), ((1, 4, 4), BF16), ((2, 2, 4), RECOMPUTED)]
+    run_ranks(compare_schedules, 4, cases, 3)
 
 
 def train_two_blocks() -> dict[str, list[float]]:
@@ -61,12 +69,13 @@ def test_the_three_schedules_are_equal_where_most_layers_are_frozen():
 
 @pytest.mark.slow
 def test_the_three_schedules_are_bitwise_equal_on_8_ranks():
-    run_ranks(compare_schedules, 8, [(2, 4, 8), (4, 2, 8), (8, 8, 8)], 6)
+    run_ranks(compare_schedules, 8, list(product([(2, 4, 8), (4, 2, 8), (8, 8, 8)], MODELS)), 6)
 
 
 @pytest.mark.slow
-def test_the_three_schedules_are_bitwise_equal_where_gradients_are_sharded_less_than_parameters():
-    run_ranks(compare_schedules, 4, [(4, 2, 4)], 6)
+@pytest.mark.parametrize("sizes", [(2, 2, 4), (1, 4, 4), (4, 2, 4)])
+def test_the_three_schedules_are_bitwise_equal_for_every_model_on_4_ranks(sizes):
+    run_ranks(compare_schedules, 4, list(product([sizes], MODELS)), 6)
 
 
 def submissions_of_a_step(sizes: tuple) -> tuple[list[str], list[str]]:
