@@ -74,8 +74,8 @@ TWO_RANK_MODELS = [
 ]
 # What other variants of the fast tests hold too is left to the slow ones, which run all.
 SLOW_ONE_RANK_MODELS = (
-    "bf16", "untied", "no clipping", "full recompute of both layers at once", "sgd",
-    "loss per token, 3 micro-batches", "experts",
+    "untied", "no clipping", "full recompute of both layers at once", "sgd",
+    "loss per token, 3 micro-batches",
 )  # fmt: skip
 SLOW_TWO_RANK_MODELS = (
     "tensor parallel", "tensor parallel, untied", "pipeline, bf16", "pipeline, 3 micro-batches",
@@ -102,9 +102,7 @@ def test_every_precision_recompute_and_loss_on_4_ranks_is_stock_ddp():
 
 
 def test_experts_on_4_ranks_are_stock_ddp():
-    experts = [
-        v for v in ONE_RANK_MODELS if "experts" in v.name and v.name not in SLOW_ONE_RANK_MODELS
-    ]
+    experts = [v for v in ONE_RANK_MODELS if "experts" in v.name]
     chains = [[(2, 4, 4)], [(1, 2, 4)]]  # the slow tests run every nesting
     run([(v, chains[i % 2]) for i, v in enumerate(experts)], 4)
 
