@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that sleep at random, rings and depths of every size: always the same bits, no slot lost."""
+"""Threads that sleep at random, rings and depths of every size: the same bits, no slot lost."""
 
 import random
 import time
