@@ -19,7 +19,7 @@ its flags:
   --asynchzp-optim-shard-size RANKS   ranks per copy of the optimizer state (default: all)
   --asynchzp-schedule {inline,main-thread,threaded}
                                       who drives the collectives (default: threaded)
-  --asynchzp-prefetch-depth UNITS     units gathered ahead of the one that computes (default: 1)
+  --asynchzp-prefetch-depth UNITS     units of each size gathered ahead (default: 1)
   --no-asynchzp-check-order           do not compare the ranks' order of collectives every step
   --asynchzp-trace FILE               write a Chrome trace of one step
   --asynchzp-device {auto,cpu}        auto: CPU with gloo where there is no accelerator

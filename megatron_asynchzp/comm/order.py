@@ -117,6 +117,10 @@ class OrderCheck:
         self._extremes = torch.stack([told, -told])
         self._job = submit(partial(_spread_steps, self._extremes, groups))
 
+    def wait(self) -> None:
+        """Return when the ranks have met: their communicators are free for other operations."""
+        self._job.wait()
+
     def finish(self) -> None:
         """Raises OrderMismatch, with one message on every rank, where one rank differs."""
         self._job.wait()

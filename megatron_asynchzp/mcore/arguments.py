@@ -52,7 +52,7 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         type=int,
         default=1,
         metavar="UNITS",
-        help="Units whose parameters are gathered ahead of the one that computes. Default: 1.",
+        help="Units of each size that are gathered ahead of the one that computes. Default: 1.",
     )
     group.add_argument(
         "--no-asynchzp-check-order",

@@ -102,7 +102,7 @@ class ParamsInFlight:
         self._prefetch()
 
     def _is_next(self, unit: HZPUnit) -> bool:
-        """Whether `unit` is used again before anything that is not gathered yet."""
+        """Whether `unit` is used again, soon, before anything that is not gathered yet."""
         for following in self._upcoming():
             if following is unit:
                 return True
@@ -114,6 +114,7 @@ class ParamsInFlight:
         return unit in self._gathers or unit.phase is Phase.UNSHARDED
 
     def _upcoming(self) -> Iterator[HZPUnit]:
+        # Far enough for rings that hold a part of the model, which is what they are for.
         return self._order.upcoming(len(self._units))
 
     def release_all(self) -> None:
@@ -274,6 +275,7 @@ class ParamsInFlight:
         """A step begins, or begins again: what updated the shards in the last one has ended."""
         self._updates.clear()
         self._used.clear()
+        self._synced_early.clear()
         self._restart_order(self._training_order)
         self._prefetch()
 

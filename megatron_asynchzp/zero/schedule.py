@@ -11,9 +11,9 @@ SCHEDULES = ("inline", "main-thread", "threaded")
 class ScheduleConfig:
     """How collectives are driven.
 
-    kind: one of SCHEDULES; prefetch_depth: units gathered ahead of the one that computes;
-    param_slots: full parameters of equal units in memory, 0 for as many as the depth can use;
-    grad_slots: full gradients of equal units in flight; time_limit_s: after which a collective
+    kind: one of SCHEDULES; prefetch_depth: units of each size gathered ahead of the one that
+    computes; param_slots: full parameters of equal units in memory, 0 for as many as the depth can
+    use; grad_slots: full gradients of equal units in flight; time_limit_s: after which a collective
     that has not finished is an error; checks_order: compare the ranks' orders once per step.
     """
 

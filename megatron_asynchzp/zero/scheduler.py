@@ -91,6 +91,7 @@ class UnitScheduler:
         """Send the gradients of `unit` away; they are added to main_grad when they arrive."""
         if not unit.is_trained:
             return
+        self._await_order_check()
         self.grads.start_reduction(unit)
         if self.is_last_micro_batch:
             self._start_grad_sync(unit)
@@ -106,6 +107,7 @@ class UnitScheduler:
 
     def sync_grads(self) -> None:
         """Return when every O shard holds the whole sum. Starts what backward did not start."""
+        self._await_order_check()
         for unit in self.units:
             if unit.is_trained and not self.grads.is_syncing(unit):
                 self._start_grad_sync(unit)
@@ -176,6 +178,13 @@ class UnitScheduler:
         self._order_check = log.start_check(axes, device, self.step, submit)
         if self.update is None:
             self._finish_order_check()
+
+    def _await_order_check(self) -> None:
+        # Where its answer is waited for later only: it has the communicators of the gradients, on
+        # which one rank must not reduce what another one still compares. On a CPU each lane issues
+        # by itself, so no order of submission sees to that.
+        if self._order_check is not None:
+            self._order_check.wait()
 
     def _finish_order_check(self) -> None:
         check, self._order_check = self._order_check, None

@@ -3,11 +3,13 @@
 """Asynchrony changes no number: inline, main-thread and threaded are bitwise equal, and so is an
 update of each unit within backward."""
 
+import time
 from collections.abc import Iterable
 from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_asynchzp.zero.schedule import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
@@ -127,3 +129,28 @@ def test_a_unit_stays_gathered_until_something_else_has_to_be_gathered_first():
         turn = calls[calls.index("use output") :]
         assert "use blocks.4" in turn[: turn.index("use blocks.3")]
         assert "gather blocks.4" not in turn[: turn.index("use blocks.3")]
+
+
+def train_with_late_comparisons(kind: str) -> list[float]:
+    """The first rank comes late to every comparison of orders, while the others go on."""
+    from megatron_asynchzp.comm import order
+
+    spread = order._spread_steps
+
+    def late(*args):
+        if dist.get_rank() == 0:
+            time.sleep(0.2)
+        yield from spread(*args)
+
+    order._spread_steps = late
+    schedule = ScheduleConfig(kind)
+    trainer = EngineTrainer(build_toy(), (1, 2, 2), schedule=schedule, updates_in_backward=True)
+    losses = [trainer.local_step(step, 1).item() for step in range(4)]
+    trainer.runtime.detach()
+    return losses
+
+
+def test_a_comparison_that_is_late_never_meets_a_reduction_of_the_next_step():
+    """They share communicators, and where units are updated in backward nobody waits for it."""
+    losses = {kind: run_ranks(train_with_late_comparisons, 2, kind) for kind in SCHEDULES}
+    assert losses["threaded"] == losses["main-thread"] == losses["inline"]
