@@ -277,13 +277,21 @@ class ZeRO3(_MegatronFSDP):
         return self._state_nbytes(self.run.num_ranks)
 
 
-class HSDP(_MegatronFSDP):
-    """Everything over a node, gradients summed over nodes after the last micro-batch."""
-
-    name = "Megatron-FSDP HSDP"
+class _InNode(System):
+    """Parameters and gradients over a node: gathers stay inside it, and each of its shards crosses
+    to the other nodes twice a step, as gradient and as parameter or sum."""
 
     def gather(self, nbytes: int) -> Work:
         return self.run.in_node(nbytes)
+
+    def node_nbytes(self) -> float:
+        return 2 * (self.run.nodes - 1) / self.run.nodes * self.run.nbytes
+
+
+class HSDP(_InNode, _MegatronFSDP):
+    """Everything over a node, gradients summed over nodes after the last micro-batch."""
+
+    name = "Megatron-FSDP HSDP"
 
     def reduce(
         self, program: _Program, computed: _Operation, nbytes: int, is_last: bool
@@ -294,20 +302,14 @@ class HSDP(_MegatronFSDP):
             self._synced.append(program.add("sum", (resource, 2 * length_ms), [reduced]))
         return reduced
 
-    def node_nbytes(self) -> float:
-        return 2 * (self.run.nodes - 1) / self.run.nodes * self.run.nbytes
-
     def state_nbytes(self) -> float:
         return self._state_nbytes(self.run.ranks_per_node)
 
 
-class AsyncHZP(System):
+class AsyncHZP(_InNode):
     """Parameters and gradients over a node, optimizer states over all ranks."""
 
     name = "AsyncHZP (node, node, world)"
-
-    def gather(self, nbytes: int) -> Work:
-        return self.run.in_node(nbytes)
 
     def reduce(
         self, program: _Program, computed: _Operation, nbytes: int, is_last: bool
@@ -324,9 +326,6 @@ class AsyncHZP(System):
             program.add("param-sync", self.run.across_nodes(unit.nbytes), [stepped])
             for unit in self.run.units
         ]
-
-    def node_nbytes(self) -> float:
-        return 2 * (self.run.nodes - 1) / self.run.nodes * self.run.nbytes
 
     def state_nbytes(self) -> float:
         sizes = Counter(unit.nbytes for unit in self.run.units)
