@@ -50,7 +50,7 @@ class ParamsInFlight:
         self._kept: dict[HZPUnit, None] = {}
         self._syncs: dict[HZPUnit, Job] = {}
         self._updates: dict[HZPUnit, Job] = {}
-        self._synced_early: set[HZPUnit] = set()
+        self._synced_early: dict[HZPUnit, None] = {}
         self._shards_written = self._device.record_event()
         self.rings = UnitRings(
             units,
@@ -216,20 +216,21 @@ class ParamsInFlight:
     def note_update(self, unit: HZPUnit, job: Job) -> None:
         """`job` updates main_param of `unit` within backward: what reads the shard comes after."""
         self._updates[unit] = job
-        if unit in self._used_last():
-            self._synced_early.add(unit)
+        if self._has_room_in_backward(unit):
+            self._synced_early[unit] = None
             self._start_sync(unit)
 
-    def _used_last(self) -> list[HZPUnit]:
-        """Units whose parameter shards are rebuilt within backward, if they are updated there.
+    def _has_room_in_backward(self, unit: HZPUnit) -> bool:
+        """Whether the shard of `unit`, just updated in backward, is rebuilt there as well.
 
         Forward takes a third of the computation and sees half of the communication between
         gradient and parameter shards (all of param-sync), backward two thirds and the other half
         (grad-sync). So where both take as long as the computation, a third of param-sync has its
-        place in backward: that of the units which the next forward needs last.
+        place in backward: of every third unit, for what is left then comes as evenly through the
+        next forward as its computation does.
         """
-        trained = [unit for unit in self._used if unit.is_trained]
-        return trained[len(trained) - len(trained) // 3 :]
+        rebuilt = sum(unit.layout.numel for unit in [*self._synced_early, unit])
+        return 3 * rebuilt <= sum(unit.layout.numel for unit in self._updates)
 
     def start_syncs(self) -> None:
         """Rebuild the shards in the order in which this step first used them, so that the next
@@ -237,7 +238,7 @@ class ParamsInFlight:
         self.forget_guesses()
         self._restart_order(self._training_order)
         self.note_written()
-        synced = {unit for unit in self._units if not unit.is_trained} | self._synced_early
+        synced = {unit for unit in self._units if not unit.is_trained} | set(self._synced_early)
         for unit in dict.fromkeys([*self._used, *self._units]):
             if unit not in synced:
                 self._start_sync(unit)

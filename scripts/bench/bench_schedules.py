@@ -201,29 +201,36 @@ def _trace(contender: Engine, path: Path) -> None:
 
 
 def _measure_steps(contender: Contender, steps: int, network: Network, result: Result) -> None:
+    """Time steps that follow another one and are followed by the end of what they left in flight:
+    a step pays for what the one before left to it, and not for the last one's."""
     dist.barrier()
-    before, waits, begin_s = network.counters.snapshot(), host_waits(), time.perf_counter()
+    before, waits = network.counters.snapshot(), host_waits()
+    contender.step()
+    begin_s = time.perf_counter()
     for _ in range(steps):
         contender.step()
+    result.step_ms.append(1e3 * (time.perf_counter() - begin_s) / steps)
     contender.drain()
     gained = total(network.counters.since(before).values())
     dist.barrier()
-    result.step_ms.append(1e3 * (time.perf_counter() - begin_s) / steps)
-    result.node_nbytes = gained.node_nbytes / steps
-    result.busy_ms = 1e3 * gained.busy_s / steps
+    result.node_nbytes = gained.node_nbytes / (steps + 1)
+    result.busy_ms = 1e3 * gained.busy_s / (steps + 1)
     result.host_waits += host_waits() - waits
 
 
 def _over_ranks(settings: Settings, result: Result) -> Result:
-    """Losses averaged over ranks, bytes summed over each node; times are rank 0's, which a
-    barrier makes those of the slowest."""
+    """Losses averaged over ranks, bytes summed over each node, times of the slowest rank."""
+    step_ms = torch.tensor(result.step_ms, dtype=torch.float64)
+    dist.all_reduce(step_ms, dist.ReduceOp.MAX)
     losses = torch.tensor(result.losses, dtype=torch.float64)
     dist.all_reduce(losses)
     by_node = torch.zeros(settings.nodes, dtype=torch.float64)
     by_node[settings.profile.node_of(dist.get_rank())] = result.node_nbytes
     dist.all_reduce(by_node)
     mean = (losses / dist.get_world_size()).tolist()
-    return replace(result, losses=mean, node_nbytes=by_node.max().item())
+    return replace(
+        result, step_ms=step_ms.tolist(), losses=mean, node_nbytes=by_node.max().item()
+    )
 
 
 # ---- what is told

@@ -164,9 +164,12 @@ class Baseline(Contender):
 
 
 class Engine(Contender):
-    """Our engine: parameters and gradients over a node's ranks, optimizer state over all."""
+    """Our engine: parameters and gradients over a node's ranks, optimizer state over all. Each
+    linear is a unit of its own, and is updated as soon as its gradient is complete, while backward
+    goes on.
+    """
 
-    kind, updates_in_backward, halves = "threaded", False, False
+    kind, updates_in_backward, halves = "threaded", True, True
     volume = staticmethod(hierarchical_volume)
 
     def build(self) -> None:
@@ -199,22 +202,6 @@ class Engine(Contender):
         self.runtime.sync_params()
 
 
-class EarlyEngine(Engine):
-    """Each block is updated as soon as its gradient is complete, while backward goes on."""
-
-    updates_in_backward = True
-
-
-class HalvesEngine(Engine):
-    """Units of half a block."""
-
-    halves = True
-
-
-class EarlyHalvesEngine(EarlyEngine):
-    halves = True
-
-
 class MainThreadEngine(Engine):
     kind = "main-thread"
 
@@ -223,7 +210,19 @@ class InlineEngine(Engine):
     kind = "inline"
 
 
-class CommunicationOnly(EarlyEngine):
+class WholeBlocksEngine(Engine):
+    """Units of a whole block, as the baseline's."""
+
+    halves = False
+
+
+class LateEngine(Engine):
+    """Updated after backward, as Megatron does, which clips by the norm of all gradients."""
+
+    updates_in_backward = False
+
+
+class CommunicationOnly(Engine):
     """Our engine around blocks that take no time, on one row."""
 
     trains = False
@@ -235,12 +234,11 @@ class CommunicationOnly(EarlyEngine):
 CONTENDERS: dict[str, type[Contender]] = {
     "compute only": ComputeOnly,
     "communication only": CommunicationOnly,
-    "ours early": EarlyEngine,
-    "ours early, halves": EarlyHalvesEngine,
     "ours threaded": Engine,
-    "ours threaded, halves": HalvesEngine,
     "ours main-thread": MainThreadEngine,
     "ours inline": InlineEngine,
+    "ours, whole blocks": WholeBlocksEngine,
+    "ours, late update": LateEngine,
     "baseline": Baseline,
     "hsdp": HSDP,
     "hsdp, halves": HalvesHSDP,

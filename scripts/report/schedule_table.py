@@ -19,12 +19,14 @@ def tables(records: list[dict]) -> str:
     by_cluster: dict[tuple, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         cluster = record["nodes"], record["ranks_per_node"], record["profile"]["name"]
-        cluster += (record["model"]["hidden"],)
+        cluster += (record["model"]["hidden"], record["model"]["block_ms"])
         by_cluster[cluster][record["contender"]].append(record)
     return "\n".join(_table(*cluster, runs) for cluster, runs in by_cluster.items())
 
 
-def _table(nodes: int, ranks: int, network: str, hidden: int, runs: dict[str, list[dict]]) -> str:
+def _table(
+    nodes: int, ranks: int, network: str, hidden: int, block_ms: float, runs: dict[str, list[dict]]
+) -> str:
     some = next(iter(runs.values()))
     medians = {
         name: statistics.median(record["median_ms"] for record in records)
@@ -33,17 +35,17 @@ def _table(nodes: int, ranks: int, network: str, hidden: int, runs: dict[str, li
     floor_ms = max((medians[name] for name in FLOORS if name in medians), default=None)
     foreign = statistics.median(record["foreign_cpu"] for record in some)
     lines = [
-        f"### {nodes} nodes x {ranks} ranks, {network}, hidden size {hidden}",
+        f"### {nodes} nodes x {ranks} ranks, {network}, hidden size {hidden}, {block_ms:g} ms a block",
         "",
         f"{len(some)} runs of {some[0]['repetitions']} repetitions of {some[0]['steps']} steps; "
-        f"{some[0]['model']['block_ms']:g} ms a block; others used {foreign:.0%} of the machine.",
+        f"others used {foreign:.0%} of the machine.",
         "",
         "| contender | ms per step | min | max | x floor | sent by a node / P | ideal |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, records in runs.items():
         times = [value for record in records for value in record["step_ms"]]
-        ratio = f"{medians[name] / floor_ms:.2f}" if floor_ms and name not in FLOORS else ""
+        ratio = f"{medians[name] / floor_ms:.3f}" if floor_ms and name not in FLOORS else ""
         volume, ideal = records[0]["volume"], records[0]["ideal_volume"]
         lines.append(
             f"| {name} | {medians[name]:.0f} | {min(times):.0f} | {max(times):.0f} | {ratio} "
