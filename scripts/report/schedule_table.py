@@ -35,7 +35,7 @@ def _table(
     floor_ms = max((medians[name] for name in FLOORS if name in medians), default=None)
     foreign = statistics.median(record["foreign_cpu"] for record in some)
     lines = [
-        f"### {nodes} nodes x {ranks} ranks, {network}, hidden size {hidden}, {block_ms:g} ms a block",
+        f"### {nodes} nodes x {ranks} ranks, {network}, {block_ms:g} ms a block, {hidden} wide",
         "",
         f"{len(some)} runs of {some[0]['repetitions']} repetitions of {some[0]['steps']} steps; "
         f"others used {foreign:.0%} of the machine.",
