@@ -223,14 +223,15 @@ class ParamsInFlight:
     def _has_room_in_backward(self, unit: HZPUnit) -> bool:
         """Whether the shard of `unit`, just updated in backward, is rebuilt there as well.
 
-        Forward takes a third of the computation and sees half of the communication between
-        gradient and parameter shards (all of param-sync), backward two thirds and the other half
-        (grad-sync). So where both take as long as the computation, a third of param-sync has its
-        place in backward: of every third unit, for what is left then comes as evenly through the
-        next forward as its computation does.
+        Backward takes two thirds of the computation, and sees all gradients on the links outside a
+        parameter shard; forward a third, and all param-syncs. So where both take as long as the
+        computation, backward has room for two thirds of the sum less the gradients: a third of
+        param-sync in fp32, nothing in bf16, whose gradients are twice as long. Spread over
+        backward: what is left then comes as evenly through the next forward as its computation.
         """
-        rebuilt = sum(unit.layout.numel for unit in [*self._synced_early, unit])
-        return 3 * rebuilt <= sum(unit.layout.numel for unit in self._updates)
+        room = sum(2 * params - grads for params, grads in map(_outer_traffic, self._updates))
+        rebuilt = sum(_outer_traffic(early)[0] for early in [*self._synced_early, unit])
+        return 3 * rebuilt <= room
 
     def start_syncs(self) -> None:
         """Rebuild the shards in the order in which this step first used them, so that the next
@@ -291,3 +292,12 @@ def _new_slot(unit: HZPUnit, device: Device) -> Slot:
     # gather into it is not.
     slot.free_event = device.record_event()
     return slot
+
+
+def _outer_traffic(unit: HZPUnit) -> tuple[float, float]:
+    """Bytes that this rank sends in a step outside its parameter shard: parameters, gradients."""
+    topology, numel = unit.groups.topology, unit.layout.padded_numel
+    param, optim = numel / topology.sizes.param, numel / topology.sizes.optim
+    replicas = topology.world_size / topology.sizes.optim
+    grads = 4 * (param - optim + 2 * optim * (1 - 1 / replicas))
+    return unit.dtype.itemsize * (param - optim), grads

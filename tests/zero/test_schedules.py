@@ -80,10 +80,13 @@ def test_the_three_schedules_are_bitwise_equal_for_every_model_on_4_ranks(sizes)
     run_ranks(compare_schedules, 4, list(product([sizes], MODELS)), 6)
 
 
-def submissions_of_a_step(sizes: tuple) -> tuple[list[str], list[str]]:
+def submissions_of_a_step(
+    sizes: tuple, updates_in_backward: bool = False, dtype: torch.dtype = torch.float32
+) -> tuple[list[str], list[str], dict[str, int]]:
     """Of the third step: the units in the order of their first use, and what was submitted, with
-    `use UNIT` wherever a unit is used."""
-    trainer = EngineTrainer(build_toy(depth=5), sizes)
+    `use UNIT` wherever a unit is used; and the size of each unit."""
+    model = build_toy(dtype, depth=5)
+    trainer = EngineTrainer(model, sizes, updates_in_backward=updates_in_backward)
     scheduler, events = trainer.runtime.scheduler, []
     submit, use = scheduler.driver.submit, scheduler.params.use
 
@@ -101,14 +104,15 @@ def submissions_of_a_step(sizes: tuple) -> tuple[list[str], list[str]]:
         trainer.step(step, 2)
     trainer.runtime.detach()
     used = [event.removeprefix("use ") for event in events if event.startswith("use ")]
-    return list(dict.fromkeys(used)), events
+    numels = {unit.name: unit.layout.numel for unit in trainer.runtime.units}
+    return list(dict.fromkeys(used)), events, numels
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 4), (1, 2, 4), (2, 2, 4), (2, 4, 4)])
 def test_parameter_shards_are_rebuilt_in_the_order_of_their_first_use(sizes):
     """A unit that is never gathered waits for its own shard only, not for those of the whole
     model: whoever comes last in the module tree may be used first."""
-    for used, events in run_ranks(submissions_of_a_step, 4, sizes):
+    for used, events, _ in run_ranks(submissions_of_a_step, 4, sizes):
         synced = [event.removeprefix("param-sync ") for event in events if "param-sync" in event]
         assert synced == used
 
@@ -116,7 +120,7 @@ def test_parameter_shards_are_rebuilt_in_the_order_of_their_first_use(sizes):
 def test_what_comes_before_the_first_layer_does_not_hold_up_its_gather():
     """Small units have slots of their own: the gathers of all that the next step begins with are
     submitted with the rebuilding of their shards."""
-    for used, events in run_ranks(submissions_of_a_step, 4, (2, 2, 4)):
+    for used, events, _ in run_ranks(submissions_of_a_step, 4, (2, 2, 4)):
         after_step = events[events.index(f"param-sync {used[0]}") :]
         gathered = [event.removeprefix("gather ") for event in after_step if "gather" in event]
         assert used[1] != "blocks.0" and gathered == used[: used.index("blocks.0") + 1]
@@ -124,11 +128,39 @@ def test_what_comes_before_the_first_layer_does_not_hold_up_its_gather():
 
 def test_a_unit_stays_gathered_until_something_else_has_to_be_gathered_first():
     """At the turn from forward to backward, where the output comes between."""
-    for _, events in run_ranks(submissions_of_a_step, 4, (2, 2, 4)):
+    for _, events, _ in run_ranks(submissions_of_a_step, 4, (2, 2, 4)):
         calls = [event for event in events if event.split()[0] in ("use", "gather")]
         turn = calls[calls.index("use output") :]
         assert "use blocks.4" in turn[: turn.index("use blocks.3")]
         assert "gather blocks.4" not in turn[: turn.index("use blocks.3")]
+
+
+def test_where_units_are_updated_in_backward_a_third_of_the_shards_is_rebuilt_there_evenly():
+    """As forward has two thirds of the time for them, and then meets them at an even pace."""
+    for used, events, numels in run_ranks(submissions_of_a_step, 4, (2, 2, 4), True):
+        in_backward, updated, rebuilt = [], 0, 0
+        moves = [event.split() for event in events if event.split()[0].endswith("-sync")]
+        last_update = max(i for i, (lane, _) in enumerate(moves) if lane == "grad-sync")
+        for lane, unit in moves[: last_update + 1]:
+            if lane == "grad-sync":
+                assert 0 <= updated - 3 * rebuilt < 3 * max(numels.values())
+                updated += numels[unit]
+            else:
+                rebuilt += numels[unit]
+                in_backward.append(unit)
+        assert updated == sum(numels.values()) and in_backward
+        left = [unit for lane, unit in moves[last_update + 1 :]]
+        assert [unit for unit in left if unit not in in_backward] == [
+            unit for unit in used if unit not in in_backward
+        ]
+
+
+def test_no_shard_is_rebuilt_in_backward_where_gradients_are_twice_as_long_as_parameters():
+    """In bf16 the gradients alone take two thirds of the traffic, as backward of the time."""
+    for used, events, _ in run_ranks(submissions_of_a_step, 4, (2, 2, 4), True, torch.bfloat16):
+        moves = [event.split() for event in events if event.split()[0].endswith("-sync")]
+        lanes = [lane for lane, _ in moves]
+        assert lanes == sorted(lanes) and [unit for lane, unit in moves[-len(used) :]] == used
 
 
 def train_with_late_comparisons(kind: str) -> list[float]:
