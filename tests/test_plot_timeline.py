@@ -68,6 +68,22 @@ def test_leaves_are_found_and_numbered_by_micro_batch(micro_batches, recomputes,
         assert told == expected
 
 
+@pytest.mark.parametrize("inner_s, is_drawn", [(0.2, True), (0.8, False)])
+def test_a_module_that_computes_beside_its_inner_unit_is_drawn_as_computing(
+    inner_s, is_drawn, tmp_path
+):
+    """A layer whose experts are a unit of their own, or a layer that is nothing but them."""
+    spans = [
+        Span(CAPTURE, "step", 0.0, 2.0),
+        Span(COMPUTE, "forward layers.7", 0.5, 1.5),
+        Span(COMPUTE, "forward layers.7.experts", 1.0 - inner_s / 2, 1.0 + inner_s / 2),
+    ]
+    trace = read_trace(write(tmp_path / "t.json", spans))
+    assert [trace.computes_itself(outer) for outer in trace.outer] == [is_drawn]
+    bars = [bar for bar in make_figure([trace]).axes[0].patches if bar.get_width() == 1000.0]
+    assert [bar.get_fill() for bar in bars] == [is_drawn]
+
+
 def test_in_a_pipeline_forwards_that_run_ahead_keep_their_micro_batch():
     names = ["forward u", "forward u", "backward u", "forward u", "backward u", "backward u"]
     spans = [Span(COMPUTE, name, i, i + 1) for i, name in enumerate(names)]

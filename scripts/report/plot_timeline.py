@@ -18,8 +18,10 @@ from scripts.report.step_trace import (  # noqa: E402
     Computation,
     Trace,
     TraceError,
+    direction_of,
     read_trace,
     short_names,
+    unit_of,
 )
 
 # Those that move bytes of the model; the comparison of the ranks' orders is too short to be seen.
@@ -71,7 +73,8 @@ class _Panel:
         low, high = axes.get_xlim()
         self._points_per_ms = 72 * (WIDTH_IN - 1.2) / (high - low)
         moved = {span.name for span in trace.spans if span.lane in LANES}
-        self._names = short_names({each.unit for each in trace.computations} | moved)
+        units = {each.unit for each in trace.computations} | set(map(unit_of, trace.outer))
+        self._names = short_names(units | moved)
 
     def draw(self) -> None:
         axes = self.axes
@@ -95,7 +98,12 @@ class _Panel:
 
     def _draw_computations(self, row: float) -> None:
         for span in self.trace.outer:
-            self._add_bar(span, row - 0.46, 0.92, fill=False, edgecolor="#bbbbbb", linewidth=0.6)
+            if self.trace.computes_itself(span):
+                self._add_bar(span, row - 0.4, 0.8, facecolor=COLOURS[direction_of(span)])
+                self._add_label(span, row, self._names[unit_of(span)], FONT, "white")
+            else:
+                style = {"fill": False, "edgecolor": "#bbbbbb", "linewidth": 0.6}
+                self._add_bar(span, row - 0.46, 0.92, **style)
         for each in self.trace.computations:
             light = RECOMPUTED if each.is_recomputed else LIGHTER * (each.batch % 2)
             self._add_bar(each, row - 0.4, 0.8, facecolor=_lighter(each.direction, light))

@@ -34,8 +34,8 @@ class Computation(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """One step. computations: leaves in order; outer: modules that only contain leaves; spans:
-    all of them; seconds count from where the step begins, and what was on its way then is before.
+    """One step. computations: leaves in order; outer: modules that contain leaves; spans: all of
+    them; seconds count from where the step begins, and what was on its way then is before.
     """
 
     name: str
@@ -45,6 +45,11 @@ class Trace:
 
     def lane(self, name: str) -> list[Span]:
         return [span for span in self.spans if span.lane == name]
+
+    def computes_itself(self, outer: Span) -> bool:
+        """Whether most of its time is not that of the leaves in it."""
+        within_s = sum(c.end - c.start for c in self.computations if _contains(outer, c))
+        return within_s < 0.5 * (outer.end - outer.start)
 
     @property
     def step_s(self) -> float:
@@ -95,21 +100,21 @@ def split_leaves(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
     return [span for span in leaves if span not in outer], outer
 
 
-def _contains(outer: Span, inner: Span) -> bool:
+def _contains(outer: Span, inner: Span | Computation) -> bool:
     return outer.start <= inner.start and inner.end <= outer.end
 
 
 def _is_same_module(one: Span, other: Span) -> bool:
     shared = min(one.end, other.end) - max(one.start, other.start)
     longest = max(one.end - one.start, other.end - other.start)
-    return _direction(one) == _direction(other) and shared > _SAME * longest
+    return direction_of(one) == direction_of(other) and shared > _SAME * longest
 
 
-def _direction(span: Span) -> str:
+def direction_of(span: Span) -> str:
     return span.name.partition(" ")[0]
 
 
-def _unit(span: Span) -> str:
+def unit_of(span: Span) -> str:
     return span.name.partition(" ")[2]
 
 
@@ -121,17 +126,17 @@ def number_batches(leaves: Sequence[Span]) -> list[Computation]:
     """
     by_unit: dict[str, list[Span]] = {}
     for span in leaves:
-        by_unit.setdefault(_unit(span), []).append(span)
+        by_unit.setdefault(unit_of(span), []).append(span)
     done: list[Computation] = []
     for unit, spans in by_unit.items():
-        counts = Counter(map(_direction, spans))
+        counts = Counter(map(direction_of, spans))
         recomputes = counts["forward"] > counts["backward"] > 0
         numbers: Counter[str] = Counter()
         for span, following in zip(spans, [*spans[1:], None]):
-            direction = _direction(span)
+            direction = direction_of(span)
             is_again = (
                 recomputes and direction == "forward"
-                and following is not None and _direction(following) == "backward"
+                and following is not None and direction_of(following) == "backward"
             )  # fmt: skip
             counted = "backward" if is_again else direction
             batch = numbers[counted]
