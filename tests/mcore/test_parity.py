@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run with --use-asynchzp prints the losses and gradient norms of stock Megatron DDP."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.support.engine import nested_sizes
@@ -126,7 +128,9 @@ def test_every_variant_with_every_nesting_on_4_ranks_is_stock_ddp(variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ONE_RANK_MODELS, ids=lambda v: v.name)
 def test_every_variant_on_8_ranks_is_stock_ddp(variant):
-    run_all([(variant, EIGHT)], 8)
+    # Here stock DDP and stock distributed optimizer are 2.0e-3 apart after 20 steps in bf16.
+    scale = 2 if variant.tolerance == HALF_TOLERANCE else 1
+    run_all([(replace(variant, tolerance=scale * variant.tolerance), EIGHT)], 8)
 
 
 @pytest.mark.slow
