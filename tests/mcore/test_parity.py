@@ -128,8 +128,9 @@ def test_every_variant_with_every_nesting_on_4_ranks_is_stock_ddp(variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ONE_RANK_MODELS, ids=lambda v: v.name)
 def test_every_variant_on_8_ranks_is_stock_ddp(variant):
-    # Here stock DDP and stock distributed optimizer are 2.0e-3 apart after 20 steps in bf16.
-    scale = 2 if variant.tolerance == HALF_TOLERANCE else 1
+    # After 20 steps on 8 ranks two stock runs differ too: DDP and distributed optimizer in bf16 by
+    # 2.0e-3, and with SGD at a learning rate of 0.1 DDP and DDP with smaller buckets by 7e-7.
+    scale = 2 if variant.tolerance == HALF_TOLERANCE or variant.name == "sgd" else 1
     run_all([(replace(variant, tolerance=scale * variant.tolerance), EIGHT)], 8)
 
 
