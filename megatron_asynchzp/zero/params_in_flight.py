@@ -50,7 +50,8 @@ class ParamsInFlight:
         self._kept: dict[HZPUnit, None] = {}
         self._syncs: dict[HZPUnit, Job] = {}
         self._updates: dict[HZPUnit, Job] = {}
-        self._synced_early: dict[HZPUnit, None] = {}
+        self._synced_early: set[HZPUnit] = set()
+        self._room_in_backward = 0.0
         self._shards_written = self._device.record_event()
         self.rings = UnitRings(
             units,
@@ -216,12 +217,12 @@ class ParamsInFlight:
     def note_update(self, unit: HZPUnit, job: Job) -> None:
         """`job` updates main_param of `unit` within backward: what reads the shard comes after."""
         self._updates[unit] = job
-        if self._has_room_in_backward(unit):
-            self._synced_early[unit] = None
+        if self._takes_room_in_backward(unit):
+            self._synced_early.add(unit)
             self._start_sync(unit)
 
-    def _has_room_in_backward(self, unit: HZPUnit) -> bool:
-        """Whether the shard of `unit`, just updated in backward, is rebuilt there as well.
+    def _takes_room_in_backward(self, unit: HZPUnit) -> bool:
+        """Whether the shard of `unit`, just updated in backward, is to be rebuilt there as well.
 
         Backward takes two thirds of the computation, and sees all gradients on the links outside a
         parameter shard; forward a third, and all param-syncs. So where both take as long as the
@@ -229,9 +230,12 @@ class ParamsInFlight:
         param-sync in fp32, nothing in bf16, whose gradients are twice as long. Spread over
         backward: what is left then comes as evenly through the next forward as its computation.
         """
-        room = sum(2 * params - grads for params, grads in map(_outer_traffic, self._updates))
-        rebuilt = sum(_outer_traffic(early)[0] for early in [*self._synced_early, unit])
-        return 3 * rebuilt <= room
+        params, grads = _outer_traffic(unit)
+        self._room_in_backward += 2 * params - grads
+        if 3 * params > self._room_in_backward:
+            return False
+        self._room_in_backward -= 3 * params
+        return True
 
     def start_syncs(self) -> None:
         """Rebuild the shards in the order in which this step first used them, so that the next
@@ -239,7 +243,7 @@ class ParamsInFlight:
         self.forget_guesses()
         self._restart_order(self._training_order)
         self.note_written()
-        synced = {unit for unit in self._units if not unit.is_trained} | set(self._synced_early)
+        synced = {unit for unit in self._units if not unit.is_trained} | self._synced_early
         for unit in dict.fromkeys([*self._used, *self._units]):
             if unit not in synced:
                 self._start_sync(unit)
@@ -278,6 +282,7 @@ class ParamsInFlight:
         self._updates.clear()
         self._used.clear()
         self._synced_early.clear()
+        self._room_in_backward = 0.0
         self._restart_order(self._training_order)
         self._prefetch()
 
