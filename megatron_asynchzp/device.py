@@ -34,7 +34,7 @@ class CpuDevice:
 
     def record_event(self) -> None:
         """An event after everything issued so far on the current stream."""
-        return None
+        return
 
     def wait_event(self, event: None) -> None:
         """Make the current stream wait for `event`."""

@@ -198,14 +198,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("inputs", nargs="*", type=Path, help="text files and folders of them")
     parser.add_argument("--output-prefix", type=Path, required=True, metavar="PREFIX")
     parser.add_argument(
-        "--tokenizer", default="bytes", metavar="bytes|NAME_OR_PATH",
+        "--tokenizer",
+        default="bytes",
+        metavar="bytes|NAME_OR_PATH",
         help="bytes (default), or a Hugging Face tokenizer",
-    )  # fmt: skip
+    )
     parser.add_argument("--max-bytes", type=_positive, help="stop after this much input")
     parser.add_argument(
-        "--suffix", action="append", metavar=".EXT",
-        help=f"which files of a folder to take; may be repeated (default {' '.join(TEXT_SUFFIXES)})",
-    )  # fmt: skip
+        "--suffix",
+        action="append",
+        metavar=".EXT",
+        help=f"files of a folder to take; may be repeated (default {' '.join(TEXT_SUFFIXES)})",
+    )
     return parser.parse_args(argv)
 
 

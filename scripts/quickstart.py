@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TRAIN_SCRIPT = ROOT / "scripts" / "train" / "pretrain_gpt.py"
 SEQ_LENGTH, LAYERS, HIDDEN = 128, 4, 160
 GLOBAL_BATCH, WARMUP = 32, 20
-# Rounding makes fp32 runs drift apart by far less than this in some hundred steps; a fault does not.
+# Rounding makes fp32 runs drift apart by far less in some hundred steps; a fault by more.
 LOSS_TOLERANCE = 1e-2
 
 
@@ -113,25 +113,33 @@ def training_flags(args: argparse.Namespace, platform: Platform, data: Path) -> 
     All of the text is for training: Megatron never ends building a validation set that got no
     document, and a text may be one document.
     """
+    # fmt: off
     flags = {
         "num-layers": LAYERS, "hidden-size": HIDDEN, "num-attention-heads": 4,
         "seq-length": SEQ_LENGTH, "max-position-embeddings": SEQ_LENGTH,
         "position-embedding-type": "rope", "normalization": "RMSNorm",
         "micro-batch-size": GLOBAL_BATCH // platform.ranks, "global-batch-size": GLOBAL_BATCH,
         "train-iters": args.steps, "lr": 1e-3, "min-lr": 1e-4, "lr-decay-style": "cosine",
-        "lr-warmup-iters": min(WARMUP, args.steps - 1), "weight-decay": 0.1, "clip-grad": 1.0, "adam-beta2": 0.99,
+        "lr-warmup-iters": min(WARMUP, args.steps - 1), "weight-decay": 0.1, "clip-grad": 1.0,
+        "adam-beta2": 0.99,
         "attention-dropout": 0.0, "hidden-dropout": 0.0, "seed": args.seed,
         "data-path": data, "split": "100,0,0", "data-cache-path": data.parent / "cache",
         "make-vocab-size-divisible-by": 32, "num-workers": 0,
         "log-interval": 1, "eval-interval": 10 * args.steps, "eval-iters": 0,
         "distributed-backend": platform.backend, "transformer-impl": "local",
         "sample-prompt": args.prompt, "sample-tokens": 200,
-    }  # fmt: skip
+    }
+    # fmt: on
     switches = [
-        "disable-bias-linear", "swiglu", "no-gradient-accumulation-fusion",
-        "no-masked-softmax-fusion", "no-persist-layer-norm", "no-bias-swiglu-fusion",
-        "no-rope-fusion", "no-bias-dropout-fusion",
-    ]  # fmt: skip
+        "disable-bias-linear",
+        "swiglu",
+        "no-gradient-accumulation-fusion",
+        "no-masked-softmax-fusion",
+        "no-persist-layer-norm",
+        "no-bias-swiglu-fusion",
+        "no-rope-fusion",
+        "no-bias-dropout-fusion",
+    ]
     line = [f"--{switch}" for switch in switches]
     for flag, value in flags.items():
         line += [f"--{flag}", str(value)]
@@ -155,9 +163,15 @@ def prepare_text(args: argparse.Namespace, console: Console) -> Path:
 def training_process(command: list[str], env: dict[str, str]) -> Iterator[subprocess.Popen]:
     """torchrun in a process group of its own, which does not outlive this context."""
     process = subprocess.Popen(
-        command, env=os.environ | env, cwd=ROOT, text=True, errors="replace",
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+        command,
+        env=os.environ | env,
+        cwd=ROOT,
+        text=True,
+        errors="replace",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
         yield process
     finally:
@@ -173,9 +187,12 @@ def follow(lines: Iterable[str], name: str, steps: int, console: Console) -> Ite
     """The steps that a run prints, shown while they come: as a bar on a terminal, else as a line
     for every tenth of the way."""
     columns = (
-        TextColumn(f"{name:<12}"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("{task.fields[told]}"), TimeRemainingColumn(),
-    )  # fmt: skip
+        TextColumn(f"{name:<12}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[told]}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=steps, told="starting")
         for step in filter(None, map(parse_iteration, lines)):
@@ -192,11 +209,13 @@ def train(
     """One training run; its whole output goes to OUTPUT/NAME.log, its report to NAME.json."""
     log, report = output / f"{name}.log", output / f"{name}.json"
     report.unlink(missing_ok=True)
+    # fmt: off
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
         "--nproc-per-node", str(platform.ranks), "-m", "megatron_asynchzp.launch",
         str(TRAIN_SCRIPT), *flags, "--report-json", str(report),
-    ]  # fmt: skip
+    ]
+    # fmt: on
     tail: deque[str] = deque(maxlen=25)
     with log.open("w", buffering=1) as file, training_process(command, platform.env) as process:
         assert process.stdout is not None
@@ -254,17 +273,22 @@ def _median_ms(times: Iterable[float | None]) -> str:
 
 
 def show_results(
-    stock: Result, asynchzp: Result, sizes: dict[str, int], title: str, output: Path,
+    stock: Result,
+    asynchzp: Result,
+    sizes: dict[str, int],
+    title: str,
+    output: Path,
     console: Console,
-) -> None:  # fmt: skip
+) -> None:
     """The table, the picture and the sample; raises when the losses do not agree."""
     told = f"P={sizes['param']} G={sizes['grad']} O={sizes['optim']}"
     picture = output / "loss.png"
     loss_picture.draw(
         loss_picture.Run("Megatron DDP", stock.losses, stock.fullest_rank),
         loss_picture.Run(f"AsyncHZP, {told}", asynchzp.losses, asynchzp.fullest_rank),
-        title, picture,
-    )  # fmt: skip
+        title,
+        picture,
+    )
     console.print(result_table(stock, asynchzp))
     sample = asynchzp.report["sample"]
     text = f"[bold]{escape(sample['prompt'])}[/bold]{escape(sample['text'].rstrip())}"
@@ -274,8 +298,9 @@ def show_results(
     console.print(
         f"{equal} of {len(stock.losses)} losses equal in every printed digit, "
         f"largest relative difference {apart:.1e}\nPicture: {picture}\nLogs:    {output}/*.log",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )
     if not apart <= LOSS_TOLERANCE:
         raise QuickstartError(f"the losses differ by {apart:.1e}, more than {LOSS_TOLERANCE:g}")
 

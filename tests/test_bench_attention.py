@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 _SCRIPTS = Path(__file__).parents[1] / "scripts"
+# fmt: off
 _SMALL = ["--lengths", "128", "--heads", "2", "--groups", "1", "--head-dim", "32",
-          "--dtype", "fp16", "--repetitions", "1", "--device", "cpu"]  # fmt: skip
+          "--dtype", "fp16", "--repetitions", "1", "--device", "cpu"]
+# fmt: on
 
 
 def _load(path: str):

@@ -60,14 +60,17 @@ def test_the_resident_peak_counts_what_was_freed_again():
 def record(contender: str, seconds: list[float], parts_s: dict[str, float]) -> dict:
     acts = {
         name: {
-            "seconds": one, "resident_nbytes": 2 * MIB, "total_nbytes": 100 * MIB,
-            "tensor_nbytes": MIB, "foreign_cpu": 0.25,
+            "seconds": one,
+            "resident_nbytes": 2 * MIB,
+            "total_nbytes": 100 * MIB,
+            "tensor_nbytes": MIB,
+            "foreign_cpu": 0.25,
             "parts_s": parts_s,
         }
         for name, one in zip(
             ("first save", "save 2", "save 3", "cold load", "load 2"), seconds, strict=True
         )
-    }  # fmt: skip
+    }
     return {"contender": contender, "acts": acts, "disk_nbytes": 10 * MIB, "num_files": 6}
 
 

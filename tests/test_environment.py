@@ -28,9 +28,13 @@ def use_environment(checkout: Path, **env: str) -> subprocess.CompletedProcess:
     """Sources the script as the commands do, and prints the Python it chose."""
     script = 'set -euo pipefail; source scripts/environment.sh; echo "chosen: $PYTHON"'
     return subprocess.run(
-        ["bash", "-c", script], cwd=checkout, env={"PATH": "/usr/bin:/bin", "HOME": "/none"} | env,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        ["bash", "-c", script],
+        cwd=checkout,
+        env={"PATH": "/usr/bin:/bin", "HOME": "/none"} | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def shim_folder(checkout: Path, names: tuple[str, ...]) -> Path:
@@ -53,8 +57,12 @@ def bash_only(checkout: Path) -> str:
 
 
 def test_shims_that_run_nothing_end_in_advice_not_in_an_environment(checkout):
-    for path in ("/usr/bin/python3.12", "/usr/bin/python3.13", "/usr/local/bin/python3.12",
-                 "/usr/local/bin/python3.13"):  # fmt: skip
+    for path in (
+        "/usr/bin/python3.12",
+        "/usr/bin/python3.13",
+        "/usr/local/bin/python3.12",
+        "/usr/local/bin/python3.13",
+    ):
         if Path(path).exists():
             pytest.skip(f"{path} works here, so the script rightly finds it")
     shims = shim_folder(checkout, ("python3.12", "python3.13", "python3", "python3.14", "python"))
@@ -94,13 +102,14 @@ def test_a_finished_environment_is_reused_until_its_inputs_change(checkout):
 
 
 @pytest.mark.parametrize(
-    "body, status",
-    [("def test(): pass", 0), ("def test(): assert 0", 1), ("", 5)],
+    "body, status", [("def test(): pass", 0), ("def test(): assert 0", 1), ("", 5)]
 )
 def test_the_test_command_ends_as_its_tests_do(body, status, tmp_path):
     (tmp_path / "test_probe.py").write_text(body + "\n")
     done = subprocess.run(
         ["bash", ROOT / "scripts/test.sh", "-p", "no:cacheprovider", tmp_path / "test_probe.py"],
-        env=os.environ | {"ASYNCHZP_PYTHON": sys.executable}, capture_output=True, timeout=120,
-    )  # fmt: skip
+        env=os.environ | {"ASYNCHZP_PYTHON": sys.executable},
+        capture_output=True,
+        timeout=120,
+    )
     assert done.returncode == status

@@ -29,7 +29,7 @@ def step_spans(micro_batches: int = 2, recomputes: bool = False, exposed_s: floa
         spans.append(Span(COMPUTE, f"{direction} {unit}", now, now + seconds))
         now += seconds
 
-    for batch in range(micro_batches):
+    for _batch in range(micro_batches):
         begin = now
         for unit in LAYERS:
             spans.append(Span("gather", unit, now - 0.005, now + 0.005))
@@ -91,7 +91,10 @@ def test_in_a_pipeline_forwards_that_run_ahead_keep_their_micro_batch():
 
 
 def test_a_layer_and_its_experts_are_one_computation():
-    together = [Span(COMPUTE, "forward layer", 0.0, 1.0), Span(COMPUTE, "forward experts", 0.01, 1.0)]
+    together = [
+        Span(COMPUTE, "forward layer", 0.0, 1.0),
+        Span(COMPUTE, "forward experts", 0.01, 1.0),
+    ]
     leaves, outer = split_leaves(together)
     assert [span.name for span in leaves] == ["forward layer"] and outer == []
 
@@ -102,8 +105,9 @@ def test_every_computation_is_a_leaf_contains_one_or_is_another_units_twin(piece
     leaves, outer = split_leaves(spans)
     assert len(leaves) + len(outer) <= len(spans)
     assert bool(spans) == bool(leaves)
-    assert not any(a is not b and a.start <= b.start and b.end <= a.end
-                   for a in leaves for b in leaves)  # fmt: skip
+    assert not any(
+        a is not b and a.start <= b.start and b.end <= a.end for a in leaves for b in leaves
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,9 +141,11 @@ def bars(axes, colour: str) -> list[tuple[float, float]]:
     return [
         (round(bar.get_x(), 3), round(bar.get_width(), 3))
         for bar in axes.patches
-        if isinstance(bar, Rectangle) and bar.get_zorder() == 2 and bar.get_fill()
+        if isinstance(bar, Rectangle)
+        and bar.get_zorder() == 2
+        and bar.get_fill()
         and to_hex(bar.get_facecolor()).upper() == colour
-    ]  # fmt: skip
+    ]
 
 
 def test_a_panel_shows_rows_units_micro_batches_and_what_was_exposed(tmp_path):
@@ -173,8 +179,9 @@ def test_collectives_that_overlap_in_one_lane_lie_below_each_other(tmp_path):
     (axes,) = panels_of(make_figure([read_trace(write(tmp_path / "t.json", spans))]))
     from matplotlib.colors import to_hex
 
-    same = [bar for bar in axes.patches
-            if to_hex(bar.get_facecolor()).upper() == COLOURS["param-sync"]]  # fmt: skip
+    same = [
+        bar for bar in axes.patches if to_hex(bar.get_facecolor()).upper() == COLOURS["param-sync"]
+    ]
     assert len(same) == 3
     edges = sorted((bar.get_y(), bar.get_y() + bar.get_height()) for bar in same)
     assert all(low[1] <= high[0] + 1e-9 for low, high in zip(edges, edges[1:]))

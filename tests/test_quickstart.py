@@ -174,8 +174,11 @@ def test_the_whole_quickstart_in_a_few_steps(tmp_path):
     out = tmp_path / "out"
     done = subprocess.run(
         [sys.executable, "-m", "scripts.quickstart", *arguments, "--output", out],
-        capture_output=True, text=True, cwd=quickstart.ROOT, timeout=300,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=quickstart.ROOT,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (out / "loss.png").stat().st_size > 10_000
     report = json.loads((out / "asynchzp.json").read_text())

@@ -74,7 +74,7 @@ def test_sigterm_saves_the_step_in_progress_and_the_run_goes_on_from_it(
     assert first.struck == [interrupt.split()[1]]
     assert sum("exit_signal_handler = True" in line for line in ended[0].own_lines) == 1
     last = first.last_step
-    assert last == saved_at or saved_at is None and last < _LAST
+    assert last == saved_at or (saved_at is None and last < _LAST)
     choice = choose_checkpoint(place)
     assert (choice.iteration, choice.told) == (last, ())
     assert (place / "latest_checkpointed_iteration.txt").read_text() == str(last)

@@ -123,8 +123,14 @@ def test_groups_of_each_kind_hold_all_ranks_once(reports):
 def test_the_text_of_a_row_names_flags_groups_and_what_is_assumed(capsys):
     assert dry_run.main(["table2-36b-hzp"]) == 0
     told = capsys.readouterr().out
-    for words in ("--asynchzp-optim-shard-size 64", "optim shards", "assumed: ", "reduce-scatter",
-                  "36,151,104,512 parameters", "of which no estimate is included"):  # fmt: skip
+    for words in (
+        "--asynchzp-optim-shard-size 64",
+        "optim shards",
+        "assumed: ",
+        "reduce-scatter",
+        "36,151,104,512 parameters",
+        "of which no estimate is included",
+    ):
         assert words in told
 
 
@@ -186,9 +192,12 @@ def test_data_of_yours_replaces_mock_data():
 def _shell(script: str, *words: str, **env: str) -> subprocess.CompletedProcess:
     kept = {"PATH": os.environ["PATH"], "ASYNCHZP_PYTHON": sys.executable}
     return subprocess.run(
-        ["bash", str(_TRAIN / script), *words], env=kept | env, capture_output=True, text=True,
+        ["bash", str(_TRAIN / script), *words],
+        env=kept | env,
+        capture_output=True,
+        text=True,
         timeout=120,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("name", ["launch.sh", "launch.slurm", "env_cuda.sh", "env_ascend.sh"])
@@ -202,8 +211,11 @@ def test_the_command_of_every_node_is_printed_without_running_it():
     ended = _shell("launch.sh", "table2-36b-hzp", "--print", MASTER_ADDR="node0", NODE_RANK="7")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 ")
-    for words in ("--nnodes 32 --nproc-per-node 8 --node-rank 7 --master-addr node0",
-                  "scripts/train/pretrain_gpt.py --num-layers 64", "--use-asynchzp"):  # fmt: skip
+    for words in (
+        "--nnodes 32 --nproc-per-node 8 --node-rank 7 --master-addr node0",
+        "scripts/train/pretrain_gpt.py --num-layers 64",
+        "--use-asynchzp",
+    ):
         assert words in ended.stdout
 
 
@@ -247,8 +259,10 @@ def test_slurm_starts_the_launcher_once_per_node(tmp_path):
     for name, body in (("scontrol", "echo node0; echo node1"), ("srun", 'printf "%s\\n" "$@"')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
+    # fmt: off
     job = {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_NUM_NODES": "32", "SLURM_JOB_ID": "7",
-           "SLURM_SUBMIT_DIR": str(_ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}  # fmt: skip
+           "SLURM_SUBMIT_DIR": str(_ROOT), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    # fmt: on
     ended = _shell("launch.slurm", "table2-36b-hzp", "--", "--seed", "1", **job)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.endswith("launch.sh\ntable2-36b-hzp\n--\n--seed\n1\n")

@@ -13,12 +13,7 @@ from dataclasses import replace
 import torch
 
 from megatron_asynchzp.attention.call import AttentionCall, UnsupportedAttention, Vendor
-from megatron_asynchzp.attention.key_shift import (
-    SnapRule,
-    shift_keys,
-    shift_values,
-    zero_unused,
-)
+from megatron_asynchzp.attention.key_shift import SnapRule, shift_keys, shift_values, zero_unused
 from megatron_asynchzp.attention.npu import NpuFusion
 from megatron_asynchzp.attention.vendors import Cudnn, FlashAttn, Sdpa, TransformerEngine
 

@@ -173,9 +173,7 @@ class AttentionMask:
             parts.append(
                 (
                     here,
-                    replace(
-                        self, num_queries=queries, num_keys=keys, chunks=(), allowed=allowed
-                    ),
+                    replace(self, num_queries=queries, num_keys=keys, chunks=(), allowed=allowed),
                 )
             )
             first += queries

@@ -41,10 +41,21 @@ class SavedForward(NamedTuple):
 
 @triton.jit
 def delta_kernel(
-    d_output_ptr, output_ptr, delta_ptr, do_batch, do_head, do_row, o_batch, o_head, o_row,
-    num_heads, num_queries, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    d_output_ptr,
+    output_ptr,
+    delta_ptr,
+    do_batch,
+    do_head,
+    do_row,
+    o_batch,
+    o_head,
+    o_row,
+    num_heads,
+    num_queries,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
-):  # fmt: skip
+):
     """D = rowsum(dO o O), in fp32."""
     batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -60,11 +71,33 @@ def delta_kernel(
 
 @triton.jit
 def _query_tiles(
-    dk, dv, k, v, q_ptr, d_output_ptr, lse_ptr, delta_ptr, psi_ptr, start_ptr, stop_ptr, keys,
-    begin, end, q_row, do_row, num_queries, scale_log2, channels, value_channels,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, HAS_SHIFT: tl.constexpr,
-    PRECISION: tl.constexpr, IS_MASKED: tl.constexpr,
-):  # fmt: skip
+    dk,
+    dv,
+    k,
+    v,
+    q_ptr,
+    d_output_ptr,
+    lse_ptr,
+    delta_ptr,
+    psi_ptr,
+    start_ptr,
+    stop_ptr,
+    keys,
+    begin,
+    end,
+    q_row,
+    do_row,
+    num_queries,
+    scale_log2,
+    channels,
+    value_channels,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
     """Adds what the queries begin <= i < end give; scores are transposed: [keys, queries]."""
     for first_row in range(begin, end, BLOCK_M):
         rows = first_row + tl.arange(0, BLOCK_M)
@@ -91,15 +124,50 @@ def _query_tiles(
 
 @triton.jit
 def backward_kv_kernel(
-    q_ptr, k_ptr, v_ptr, d_output_ptr, lse_ptr, delta_ptr, psi_ptr, dk_ptr, dv_ptr,
-    start_ptr, stop_ptr, row_first_ptr, row_last_ptr,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    do_batch, do_head, do_row, num_heads, num_groups, num_queries, num_keys, num_blocks,
-    range_batch, row_range_batch, scale, scale_log2,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SHIFT_BLOCK: tl.constexpr, HAS_SHIFT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    d_output_ptr,
+    lse_ptr,
+    delta_ptr,
+    psi_ptr,
+    dk_ptr,
+    dv_ptr,
+    start_ptr,
+    stop_ptr,
+    row_first_ptr,
+    row_last_ptr,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    do_batch,
+    do_head,
+    do_row,
+    num_heads,
+    num_groups,
+    num_queries,
+    num_keys,
+    num_blocks,
+    range_batch,
+    row_range_batch,
+    scale,
+    scale_log2,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHIFT_BLOCK: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dK and dV of one tile of keys: over the query heads that share them, and their queries."""
     batch, group = tl.program_id(1) // num_groups, tl.program_id(1) % num_groups
     repeats = num_heads // num_groups
@@ -130,20 +198,89 @@ def backward_kv_kernel(
         lse_at, delta_at = lse_ptr + flat_head * num_queries, delta_ptr + flat_head * num_queries
         psi_at = psi_ptr + (flat_head * num_blocks + first_key // SHIFT_BLOCK) * num_queries
         dk, dv = _query_tiles(
-            dk, dv, k, v, q_at, do_at, lse_at, delta_at, psi_at, start_ptr, stop_ptr, keys, begin,
-            inner_begin, q_row, do_row, num_queries, scale_log2, channels, value_channels,
-            DIM, VALUE_DIM, BLOCK_M, HAS_SHIFT, PRECISION, True,
-        )  # fmt: skip
+            dk,
+            dv,
+            k,
+            v,
+            q_at,
+            do_at,
+            lse_at,
+            delta_at,
+            psi_at,
+            start_ptr,
+            stop_ptr,
+            keys,
+            begin,
+            inner_begin,
+            q_row,
+            do_row,
+            num_queries,
+            scale_log2,
+            channels,
+            value_channels,
+            DIM,
+            VALUE_DIM,
+            BLOCK_M,
+            HAS_SHIFT,
+            PRECISION,
+            True,
+        )
         dk, dv = _query_tiles(
-            dk, dv, k, v, q_at, do_at, lse_at, delta_at, psi_at, start_ptr, stop_ptr, keys,
-            inner_begin, inner_end, q_row, do_row, num_queries, scale_log2, channels,
-            value_channels, DIM, VALUE_DIM, BLOCK_M, HAS_SHIFT, PRECISION, False,
-        )  # fmt: skip
+            dk,
+            dv,
+            k,
+            v,
+            q_at,
+            do_at,
+            lse_at,
+            delta_at,
+            psi_at,
+            start_ptr,
+            stop_ptr,
+            keys,
+            inner_begin,
+            inner_end,
+            q_row,
+            do_row,
+            num_queries,
+            scale_log2,
+            channels,
+            value_channels,
+            DIM,
+            VALUE_DIM,
+            BLOCK_M,
+            HAS_SHIFT,
+            PRECISION,
+            False,
+        )
         dk, dv = _query_tiles(
-            dk, dv, k, v, q_at, do_at, lse_at, delta_at, psi_at, start_ptr, stop_ptr, keys,
-            inner_end, end, q_row, do_row, num_queries, scale_log2, channels, value_channels,
-            DIM, VALUE_DIM, BLOCK_M, HAS_SHIFT, PRECISION, True,
-        )  # fmt: skip
+            dk,
+            dv,
+            k,
+            v,
+            q_at,
+            do_at,
+            lse_at,
+            delta_at,
+            psi_at,
+            start_ptr,
+            stop_ptr,
+            keys,
+            inner_end,
+            end,
+            q_row,
+            do_row,
+            num_queries,
+            scale_log2,
+            channels,
+            value_channels,
+            DIM,
+            VALUE_DIM,
+            BLOCK_M,
+            HAS_SHIFT,
+            PRECISION,
+            True,
+        )
     flat_group = tl.program_id(1).to(tl.int64)
     dk_ptr += flat_group * num_keys * DIM
     dv_ptr += flat_group * num_keys * VALUE_DIM
@@ -153,11 +290,36 @@ def backward_kv_kernel(
 
 @triton.jit
 def _key_tiles(
-    dq, r, q, d_output, lse, delta, k_ptr, v_ptr, psi_ptr, shift_ptr, rows, start, stop, begin,
-    end, k_row, v_row, num_queries, num_keys, scale_log2, channels, value_channels,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SHIFT_BLOCK: tl.constexpr,
-    HAS_SHIFT: tl.constexpr, PRECISION: tl.constexpr, IS_MASKED: tl.constexpr,
-):  # fmt: skip
+    dq,
+    r,
+    q,
+    d_output,
+    lse,
+    delta,
+    k_ptr,
+    v_ptr,
+    psi_ptr,
+    shift_ptr,
+    rows,
+    start,
+    stop,
+    begin,
+    end,
+    k_row,
+    v_row,
+    num_queries,
+    num_keys,
+    scale_log2,
+    channels,
+    value_channels,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHIFT_BLOCK: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
     """Adds what the keys begin <= j < end give to dQ, with r_J (c_J - mean(K)) of each block; with
     one global shift only sums r."""
     for first_key in range(begin, end, BLOCK_N):
@@ -165,9 +327,17 @@ def _key_tiles(
         keys = first_key + tl.arange(0, BLOCK_N)
         k = load_rows(k_ptr, keys, k_row, num_keys, channels, DIM)
         score = tile_scores(
-            q, k, psi_ptr, rows, first_key, num_queries, scale_log2, SHIFT_BLOCK, HAS_SHIFT,
+            q,
+            k,
+            psi_ptr,
+            rows,
+            first_key,
+            num_queries,
+            scale_log2,
+            SHIFT_BLOCK,
+            HAS_SHIFT,
             PRECISION,
-        )  # fmt: skip
+        )
         p = tl.exp2(score - lse[:, None])
         if IS_MASKED:
             is_attended = (start[:, None] <= keys[None, :]) & (keys[None, :] < stop[:, None])
@@ -180,8 +350,9 @@ def _key_tiles(
         if HAS_SHIFT:
             shift = tl.load(
                 shift_ptr + first_key // SHIFT_BLOCK * DIM + channels,
-                mask=channels < DIM, other=0.0,
-            )  # fmt: skip
+                mask=channels < DIM,
+                other=0.0,
+            )
             dq += r_block[:, None] * shift[None, :]
         else:
             r += r_block
@@ -190,15 +361,47 @@ def _key_tiles(
 
 @triton.jit
 def backward_q_kernel(
-    q_ptr, k_ptr, v_ptr, d_output_ptr, lse_ptr, delta_ptr, psi_ptr, shift_ptr, dq_ptr,
-    start_ptr, stop_ptr,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    do_batch, do_head, do_row, num_heads, num_groups, num_queries, num_keys, num_blocks,
-    range_batch, scale, scale_log2,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SHIFT_BLOCK: tl.constexpr, HAS_SHIFT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    d_output_ptr,
+    lse_ptr,
+    delta_ptr,
+    psi_ptr,
+    shift_ptr,
+    dq_ptr,
+    start_ptr,
+    stop_ptr,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    do_batch,
+    do_head,
+    do_row,
+    num_heads,
+    num_groups,
+    num_queries,
+    num_keys,
+    num_blocks,
+    range_batch,
+    scale,
+    scale_log2,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHIFT_BLOCK: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """dQ of one tile of queries of one head."""
     batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
     group = head // (num_heads // num_groups)
@@ -207,9 +410,13 @@ def backward_q_kernel(
     is_row = rows < num_queries
     channels, value_channels = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
     first, inner_begin, inner_end, last, start, stop = key_tiles(
-        start_ptr + batch * range_batch, stop_ptr + batch * range_batch, rows, num_queries,
-        num_keys, BLOCK_N,
-    )  # fmt: skip
+        start_ptr + batch * range_batch,
+        stop_ptr + batch * range_batch,
+        rows,
+        num_queries,
+        num_keys,
+        BLOCK_N,
+    )
     q_ptr += batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head
     k_ptr += batch.to(tl.int64) * k_batch + group.to(tl.int64) * k_head
     v_ptr += batch.to(tl.int64) * v_batch + group.to(tl.int64) * v_head
@@ -224,20 +431,98 @@ def backward_q_kernel(
     dq = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     r = tl.zeros([BLOCK_M], tl.float32)
     dq, r = _key_tiles(
-        dq, r, q, d_output, lse, delta, k_ptr, v_ptr, psi_ptr, shift_ptr, rows, start, stop,
-        first, inner_begin, k_row, v_row, num_queries, num_keys, scale_log2, channels,
-        value_channels, DIM, VALUE_DIM, BLOCK_N, SHIFT_BLOCK, HAS_SHIFT, PRECISION, True,
-    )  # fmt: skip
+        dq,
+        r,
+        q,
+        d_output,
+        lse,
+        delta,
+        k_ptr,
+        v_ptr,
+        psi_ptr,
+        shift_ptr,
+        rows,
+        start,
+        stop,
+        first,
+        inner_begin,
+        k_row,
+        v_row,
+        num_queries,
+        num_keys,
+        scale_log2,
+        channels,
+        value_channels,
+        DIM,
+        VALUE_DIM,
+        BLOCK_N,
+        SHIFT_BLOCK,
+        HAS_SHIFT,
+        PRECISION,
+        True,
+    )
     dq, r = _key_tiles(
-        dq, r, q, d_output, lse, delta, k_ptr, v_ptr, psi_ptr, shift_ptr, rows, start, stop,
-        inner_begin, inner_end, k_row, v_row, num_queries, num_keys, scale_log2, channels,
-        value_channels, DIM, VALUE_DIM, BLOCK_N, SHIFT_BLOCK, HAS_SHIFT, PRECISION, False,
-    )  # fmt: skip
+        dq,
+        r,
+        q,
+        d_output,
+        lse,
+        delta,
+        k_ptr,
+        v_ptr,
+        psi_ptr,
+        shift_ptr,
+        rows,
+        start,
+        stop,
+        inner_begin,
+        inner_end,
+        k_row,
+        v_row,
+        num_queries,
+        num_keys,
+        scale_log2,
+        channels,
+        value_channels,
+        DIM,
+        VALUE_DIM,
+        BLOCK_N,
+        SHIFT_BLOCK,
+        HAS_SHIFT,
+        PRECISION,
+        False,
+    )
     dq, r = _key_tiles(
-        dq, r, q, d_output, lse, delta, k_ptr, v_ptr, psi_ptr, shift_ptr, rows, start, stop,
-        inner_end, last, k_row, v_row, num_queries, num_keys, scale_log2, channels,
-        value_channels, DIM, VALUE_DIM, BLOCK_N, SHIFT_BLOCK, HAS_SHIFT, PRECISION, True,
-    )  # fmt: skip
+        dq,
+        r,
+        q,
+        d_output,
+        lse,
+        delta,
+        k_ptr,
+        v_ptr,
+        psi_ptr,
+        shift_ptr,
+        rows,
+        start,
+        stop,
+        inner_end,
+        last,
+        k_row,
+        v_row,
+        num_queries,
+        num_keys,
+        scale_log2,
+        channels,
+        value_channels,
+        DIM,
+        VALUE_DIM,
+        BLOCK_N,
+        SHIFT_BLOCK,
+        HAS_SHIFT,
+        PRECISION,
+        True,
+    )
     if not HAS_SHIFT:
         shift = tl.load(shift_ptr + channels, mask=channels < DIM, other=0.0)
         dq += r[:, None] * shift[None, :]
@@ -265,11 +550,13 @@ def fused_backward(
     strides = [s for x in (q, k, v, d_output_BHSE) for s in x.stride()[:3]]
     psi = saved.psi_BHJS
     sizes = [heads, groups, queries, keys, 0 if psi is None else psi.shape[2]]
+    # fmt: off
     constants = {
         "DIM": dim, "VALUE_DIM": value_dim, "PADDED_DIM": padded_dim(dim),
         "PADDED_VALUE_DIM": padded_dim(value_dim), "SHIFT_BLOCK": SHIFT_BLOCK,
         "HAS_SHIFT": psi is not None, "PRECISION": precision_of(q.dtype),
-    }  # fmt: skip
+    }
+    # fmt: on
     lse, psi = saved.lse_BHS, delta if psi is None else psi
     scales = [call.scale, call.scale * LOG2_E]
     inputs = [q, k, v, d_output_BHSE, lse, delta, psi]
@@ -281,17 +568,34 @@ def fused_backward(
         kernel[grid](*arguments, **constants, **options)
 
     launch(
-        backward_kv_kernel, BACKWARD_KV,
+        backward_kv_kernel,
+        BACKWARD_KV,
         lambda meta: (triton.cdiv(keys, meta["BLOCK_N"]), batch * groups),
-        *inputs, dk, dv, *ranges, *rows_of_keys, *strides, *sizes,
-        range_stride(ranges), range_stride(rows_of_keys), *scales,
-    )  # fmt: skip
+        *inputs,
+        dk,
+        dv,
+        *ranges,
+        *rows_of_keys,
+        *strides,
+        *sizes,
+        range_stride(ranges),
+        range_stride(rows_of_keys),
+        *scales,
+    )
     shift_BGJD = shifted.gradient_shift_BGJD().contiguous()
     launch(
-        backward_q_kernel, BACKWARD_Q,
+        backward_q_kernel,
+        BACKWARD_Q,
         lambda meta: (triton.cdiv(queries, meta["BLOCK_M"]), batch * heads),
-        *inputs, shift_BGJD, dq, *ranges, *strides, *sizes, range_stride(ranges), *scales,
-    )  # fmt: skip
+        *inputs,
+        shift_BGJD,
+        dq,
+        *ranges,
+        *strides,
+        *sizes,
+        range_stride(ranges),
+        *scales,
+    )
     return AttentionGradients(dq, dk, dv)
 
 
@@ -299,7 +603,15 @@ def _delta(d_output_BHSE: torch.Tensor, output_BHSE: torch.Tensor) -> torch.Tens
     batch, heads, queries, value_dim = output_BHSE.shape
     delta = output_BHSE.new_empty((batch, heads, queries), dtype=torch.float32)
     delta_kernel[(triton.cdiv(queries, 64), batch * heads)](
-        d_output_BHSE, output_BHSE, delta, *d_output_BHSE.stride()[:3], *output_BHSE.stride()[:3],
-        heads, queries, VALUE_DIM=value_dim, PADDED_VALUE_DIM=padded_dim(value_dim), BLOCK_M=64,
-    )  # fmt: skip
+        d_output_BHSE,
+        output_BHSE,
+        delta,
+        *d_output_BHSE.stride()[:3],
+        *output_BHSE.stride()[:3],
+        heads,
+        queries,
+        VALUE_DIM=value_dim,
+        PADDED_VALUE_DIM=padded_dim(value_dim),
+        BLOCK_M=64,
+    )
     return delta

@@ -29,20 +29,50 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _tiles(
-    output, total, maximum, q, k_ptr, v_ptr, psi_ptr, rows, start, stop, begin, end,
-    k_row, v_row, num_queries, num_keys, scale_log2, channels, value_channels,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SHIFT_BLOCK: tl.constexpr,
-    HAS_SHIFT: tl.constexpr, PRECISION: tl.constexpr, IS_MASKED: tl.constexpr,
-):  # fmt: skip
+    output,
+    total,
+    maximum,
+    q,
+    k_ptr,
+    v_ptr,
+    psi_ptr,
+    rows,
+    start,
+    stop,
+    begin,
+    end,
+    k_row,
+    v_row,
+    num_queries,
+    num_keys,
+    scale_log2,
+    channels,
+    value_channels,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHIFT_BLOCK: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
     """Online softmax over the keys begin <= j < end, in steps of BLOCK_N."""
     for first_key in range(begin, end, BLOCK_N):
         first_key = tl.multiple_of(first_key, BLOCK_N)
         keys = first_key + tl.arange(0, BLOCK_N)
         k = load_rows(k_ptr, keys, k_row, num_keys, channels, DIM)
         score = tile_scores(
-            q, k, psi_ptr, rows, first_key, num_queries, scale_log2, SHIFT_BLOCK, HAS_SHIFT,
+            q,
+            k,
+            psi_ptr,
+            rows,
+            first_key,
+            num_queries,
+            scale_log2,
+            SHIFT_BLOCK,
+            HAS_SHIFT,
             PRECISION,
-        )  # fmt: skip
+        )
         if IS_MASKED:
             is_attended = (start[:, None] <= keys[None, :]) & (keys[None, :] < stop[:, None])
             score = tl.where(is_attended, score, float("-inf"))
@@ -61,13 +91,40 @@ def _tiles(
 
 @triton.jit
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, psi_ptr, output_ptr, lse_ptr, start_ptr, stop_ptr,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    num_heads, num_groups, num_queries, num_keys, num_blocks, range_batch, scale_log2,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SHIFT_BLOCK: tl.constexpr, HAS_SHIFT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    psi_ptr,
+    output_ptr,
+    lse_ptr,
+    start_ptr,
+    stop_ptr,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    num_heads,
+    num_groups,
+    num_queries,
+    num_keys,
+    num_blocks,
+    range_batch,
+    scale_log2,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SHIFT_BLOCK: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """One tile of queries of one head. lse is in base 2 and in the frame of the shifted keys, +inf
     where nothing is attended: exp2(score - lse) is then zero in backward."""
     batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
@@ -89,20 +146,89 @@ def forward_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     output, total, maximum = _tiles(
-        output, total, maximum, q, k_ptr, v_ptr, psi_ptr, rows, start, stop, first, inner_begin,
-        k_row, v_row, num_queries, num_keys, scale_log2, channels, value_channels,
-        DIM, VALUE_DIM, BLOCK_N, SHIFT_BLOCK, HAS_SHIFT, PRECISION, True,
-    )  # fmt: skip
+        output,
+        total,
+        maximum,
+        q,
+        k_ptr,
+        v_ptr,
+        psi_ptr,
+        rows,
+        start,
+        stop,
+        first,
+        inner_begin,
+        k_row,
+        v_row,
+        num_queries,
+        num_keys,
+        scale_log2,
+        channels,
+        value_channels,
+        DIM,
+        VALUE_DIM,
+        BLOCK_N,
+        SHIFT_BLOCK,
+        HAS_SHIFT,
+        PRECISION,
+        True,
+    )
     output, total, maximum = _tiles(
-        output, total, maximum, q, k_ptr, v_ptr, psi_ptr, rows, start, stop, inner_begin,
-        inner_end, k_row, v_row, num_queries, num_keys, scale_log2, channels, value_channels,
-        DIM, VALUE_DIM, BLOCK_N, SHIFT_BLOCK, HAS_SHIFT, PRECISION, False,
-    )  # fmt: skip
+        output,
+        total,
+        maximum,
+        q,
+        k_ptr,
+        v_ptr,
+        psi_ptr,
+        rows,
+        start,
+        stop,
+        inner_begin,
+        inner_end,
+        k_row,
+        v_row,
+        num_queries,
+        num_keys,
+        scale_log2,
+        channels,
+        value_channels,
+        DIM,
+        VALUE_DIM,
+        BLOCK_N,
+        SHIFT_BLOCK,
+        HAS_SHIFT,
+        PRECISION,
+        False,
+    )
     output, total, maximum = _tiles(
-        output, total, maximum, q, k_ptr, v_ptr, psi_ptr, rows, start, stop, inner_end, last,
-        k_row, v_row, num_queries, num_keys, scale_log2, channels, value_channels,
-        DIM, VALUE_DIM, BLOCK_N, SHIFT_BLOCK, HAS_SHIFT, PRECISION, True,
-    )  # fmt: skip
+        output,
+        total,
+        maximum,
+        q,
+        k_ptr,
+        v_ptr,
+        psi_ptr,
+        rows,
+        start,
+        stop,
+        inner_end,
+        last,
+        k_row,
+        v_row,
+        num_queries,
+        num_keys,
+        scale_log2,
+        channels,
+        value_channels,
+        DIM,
+        VALUE_DIM,
+        BLOCK_N,
+        SHIFT_BLOCK,
+        HAS_SHIFT,
+        PRECISION,
+        True,
+    )
     is_empty = total == 0.0
     output = output / tl.where(is_empty, 1.0, total)[:, None]
     lse = tl.where(is_empty, float("inf"), maximum + tl.log2(tl.where(is_empty, 1.0, total)))
@@ -140,14 +266,33 @@ def fused_forward(
     if is_tuned:
         kernel, options = autotuned(forward_kernel, config), {}
     kernel[lambda meta: (triton.cdiv(queries, meta["BLOCK_M"]), batch * heads)](
-        q, k, v, lse if psi is None else psi, output, lse, ranges.start_BS, ranges.stop_BS,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        heads, groups, queries, keys, 0 if psi is None else psi.shape[2],
-        range_stride(ranges), call.scale * LOG2_E,
-        DIM=dim, VALUE_DIM=value_dim, PADDED_DIM=padded_dim(dim),
-        PADDED_VALUE_DIM=padded_dim(value_dim), SHIFT_BLOCK=SHIFT_BLOCK,
-        HAS_SHIFT=psi is not None, PRECISION=precision_of(q.dtype), **options,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        lse if psi is None else psi,
+        output,
+        lse,
+        ranges.start_BS,
+        ranges.stop_BS,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        heads,
+        groups,
+        queries,
+        keys,
+        0 if psi is None else psi.shape[2],
+        range_stride(ranges),
+        call.scale * LOG2_E,
+        DIM=dim,
+        VALUE_DIM=value_dim,
+        PADDED_DIM=padded_dim(dim),
+        PADDED_VALUE_DIM=padded_dim(value_dim),
+        SHIFT_BLOCK=SHIFT_BLOCK,
+        HAS_SHIFT=psi is not None,
+        PRECISION=precision_of(q.dtype),
+        **options,
+    )
     return output, lse, psi
 
 

@@ -127,16 +127,25 @@ def store_rows(ptr, rows, stride, limit, channels, value, DIM: tl.constexpr):
 
 @triton.jit
 def tile_scores(
-    q, k, psi_ptr, rows, first_key, num_queries, scale_log2, SHIFT_BLOCK: tl.constexpr,
-    HAS_SHIFT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    psi_ptr,
+    rows,
+    first_key,
+    num_queries,
+    scale_log2,
+    SHIFT_BLOCK: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """[queries, keys] in base 2, unmasked. The backward repeats what the forward computed: lse is
     that of these very numbers."""
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
     if HAS_SHIFT:
         psi = tl.load(
             psi_ptr + first_key // SHIFT_BLOCK * num_queries + rows,
-            mask=rows < num_queries, other=0.0,
-        )  # fmt: skip
+            mask=rows < num_queries,
+            other=0.0,
+        )
         score += psi[:, None]
     return score

@@ -190,7 +190,5 @@ class TransformerEngine:
             attn_mask_type="causal_bottom_right" if call.mask.is_causal else "no_mask",
             softmax_scale=call.scale,
         )
-        q, k, v = (
-            x.transpose(1, 2).contiguous() for x in (call.q_BHSD, call.k_BGTD, call.v_BGTE)
-        )
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (call.q_BHSD, call.k_BGTD, call.v_BGTE))
         return attention(q, k, v).unflatten(-1, (heads, -1)).transpose(1, 2)

@@ -49,10 +49,7 @@ class ShardGroups:
 
     @classmethod
     def create(
-        cls,
-        topology: ShardTopology,
-        global_ranks: Sequence[int],
-        timeout: timedelta | None = None,
+        cls, topology: ShardTopology, global_ranks: Sequence[int], timeout: timedelta | None = None
     ) -> "ShardGroups":
         """Create the groups of all ranks. Collective over the world.
 

@@ -129,7 +129,14 @@ def chrome_trace(spans: Iterable[Span], lanes: Sequence[str], rank: int) -> dict
         events.append({**where, "name": "thread_sort_index", "args": {"sort_index": track}})
     for span in spans:
         events.append(
-            {"ph": "X", "name": span.name, "cat": span.lane, "pid": rank, "tid": tracks[span.lane],
-             "ts": 1e6 * span.start, "dur": 1e6 * (span.end - span.start)}
-        )  # fmt: skip
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.lane,
+                "pid": rank,
+                "tid": tracks[span.lane],
+                "ts": 1e6 * span.start,
+                "dur": 1e6 * (span.end - span.start),
+            }
+        )
     return {"displayTimeUnit": "ms", "traceEvents": events}

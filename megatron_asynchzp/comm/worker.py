@@ -366,10 +366,7 @@ class ThreadDriver(Driver):
 
 
 def new_driver(
-    kind: str,
-    timeline: Timeline,
-    limit_s: float = 600.0,
-    on_failure: OnFailure | None = None,
+    kind: str, timeline: Timeline, limit_s: float = 600.0, on_failure: OnFailure | None = None
 ) -> Driver:
     """The driver of a schedule: "inline", "main-thread" or "threaded"."""
     if kind == "threaded":

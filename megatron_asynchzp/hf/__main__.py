@@ -51,17 +51,31 @@ def _parser() -> argparse.ArgumentParser:
     out.add_argument("--load", type=Path, required=True, metavar="DIR", help="Megatron's --save")
     out.add_argument("--ckpt-step", type=int, metavar="N", help="iteration (default: the latest)")
     out.add_argument("--output", type=Path, required=True, metavar="HFDIR", help="new directory")
-    out.add_argument("--vocab-size", type=int, metavar="N",
-                     help="rows of the embedding that are no padding, where the tokenizer's size "
-                     "is not in the checkpoint")  # fmt: skip
-    out.add_argument("--max-file-gb", type=float, default=5.0, metavar="GB",
-                     help="largest weight file, and so the memory used (default: 5)")  # fmt: skip
+    out.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="rows of the embedding that are no padding, where the tokenizer's size "
+        "is not in the checkpoint",
+    )
+    out.add_argument(
+        "--max-file-gb",
+        type=float,
+        default=5.0,
+        metavar="GB",
+        help="largest weight file, and so the memory used (default: 5)",
+    )
     out.set_defaults(run=_export)
     into = commands.add_parser("import", help="Hugging Face directory -> Megatron checkpoint")
     into.add_argument("--load", type=Path, required=True, metavar="HFDIR")
     into.add_argument("--save", type=Path, required=True, metavar="DIR", help="Megatron's --load")
-    into.add_argument("--make-vocab-size-divisible-by", type=int, default=128, metavar="N",
-                      help="as in Megatron (default: 128)")  # fmt: skip
+    into.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        default=128,
+        metavar="N",
+        help="as in Megatron (default: 128)",
+    )
     into.set_defaults(run=_import)
     for command in (out, into):
         command.add_argument("--dtype", choices=("bf16", "fp32"), help="default: as it is stored")

@@ -13,8 +13,10 @@ import torch
 from megatron_asynchzp.hf.shape import LLAMA3_SCALING, ConversionError, ModelShape
 
 _ARCHITECTURES = {
-    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "gpt2": "GPT2LMHeadModel",
-}  # fmt: skip
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
 
 # Spellings of the tanh approximation in transformers.
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")

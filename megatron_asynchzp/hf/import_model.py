@@ -115,12 +115,18 @@ def _match_names(reader: FolderReader, shape: ModelShape, is_cast: bool) -> Call
 
 def _objects(shape: ModelShape) -> Iterator[tuple[str, Any]]:
     """What a checkpoint keeps beside tensors, by Megatron's key."""
-    yield "common_state/shard_0_1", {
-        "args": write_arguments(shape),
-        "checkpoint_version": 3.0,
-        "iteration": 0,
-        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
-    }
+    yield (
+        "common_state/shard_0_1",
+        {
+            "args": write_arguments(shape),
+            "checkpoint_version": 3.0,
+            "iteration": 0,
+            "content_metadata": {
+                "singleton_local_shards": False,
+                "chained_optim_avoid_prefix": True,
+            },
+        },
+    )
     for module in STATEFUL_MODULES:
         num_states = shape.num_layers if module.startswith(LAYERS) else 1
         for index in range(num_states):

@@ -124,6 +124,7 @@ _VOCABULARY = (_drop_padding, _pad)
 
 _ATTN, _MLP = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
 
+# fmt: off
 _LLAMA = (
     _rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab hidden",
           *_VOCABULARY),
@@ -136,21 +137,25 @@ _LLAMA = (
           "gate_up hidden", _split_gate_up, _join_gate_up),
     _rule(f"{_FC2}weight", f"{_MLP}down_proj.weight", "hidden ffn"),
     _rule("decoder.final_layernorm.weight", "model.norm.weight", "hidden"),
-)  # fmt: skip
+)
+# fmt: on
 
+# fmt: off
 _QWEN2 = (
     *_LLAMA,
     _rule(f"{_QKV}bias", f"{_ATTN}q_proj.bias {_ATTN}k_proj.bias {_ATTN}v_proj.bias",
           "qkv", split_qkv, join_qkv),
-)  # fmt: skip
+)
+# fmt: on
 
 _H = "transformer.h.{}."
 _CONV = (_transpose, _transpose_back)
 _CONV_QKV = (_to_conv_qkv, _from_conv_qkv)
 
 _GPT2 = (
-    _rule("embedding.word_embeddings.weight", "transformer.wte.weight", "vocab hidden",
-          *_VOCABULARY),
+    _rule(
+        "embedding.word_embeddings.weight", "transformer.wte.weight", "vocab hidden", *_VOCABULARY
+    ),
     _rule("embedding.position_embeddings.weight", "transformer.wpe.weight", "positions hidden"),
     _rule(f"{_QKV}layer_norm_weight", f"{_H}ln_1.weight", "hidden"),
     _rule(f"{_QKV}layer_norm_bias", f"{_H}ln_1.bias", "hidden"),
@@ -166,7 +171,7 @@ _GPT2 = (
     _rule(f"{_FC2}bias", f"{_H}mlp.c_proj.bias", "hidden"),
     _rule("decoder.final_layernorm.weight", "transformer.ln_f.weight", "hidden"),
     _rule("decoder.final_layernorm.bias", "transformer.ln_f.bias", "hidden"),
-)  # fmt: skip
+)
 
 _OUTPUT = _rule("output_layer.weight", "lm_head.weight", "vocab hidden", *_VOCABULARY)
 

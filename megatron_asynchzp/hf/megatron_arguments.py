@@ -96,14 +96,18 @@ def _family(args: Namespace) -> str:
         "add_bias_linear": bool(has_biases),
     }
     if spelled == {
-        "normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True,
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "swiglu": True,
         "add_bias_linear": False,
-    }:  # fmt: skip
+    }:
         return "qwen2" if has_qkv_bias else "llama"
     if spelled == {
-        "normalization": "LayerNorm", "position_embedding_type": "learned_absolute",
-        "swiglu": False, "add_bias_linear": True,
-    }:  # fmt: skip
+        "normalization": "LayerNorm",
+        "position_embedding_type": "learned_absolute",
+        "swiglu": False,
+        "add_bias_linear": True,
+    }:
         return "gpt2"
     told = ", ".join(f"{name} = {value}" for name, value in spelled.items())
     raise ConversionError(

@@ -40,7 +40,7 @@ class FolderReader:
             if not (folder / name).is_file():
                 raise ConversionError(f"{folder} has no {name}, which its index names")
         self._opened = [safe_open(folder / name, framework="pt") for name in files]
-        self._file_of = {name: file for file in self._opened for name in file.keys()}
+        self._file_of = {name: file for file in self._opened for name in file}
 
     def __enter__(self) -> "FolderReader":
         return self
@@ -65,10 +65,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def write_folder(
-    folder: Path,
-    sizes: dict[str, int],
-    tensors: Iterable[tuple[str, Tensor]],
-    max_file_nbytes: int,
+    folder: Path, sizes: dict[str, int], tensors: Iterable[tuple[str, Tensor]], max_file_nbytes: int
 ) -> None:
     """Write `tensors`, which come in the order of `sizes` (bytes, by name), in files of at most
     max_file_nbytes where no single tensor is larger. One file's tensors are in memory at a time.

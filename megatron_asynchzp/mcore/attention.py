@@ -29,11 +29,7 @@ from megatron_asynchzp.mcore.unsupported import ConfigurationError
 # Megatron's own attentions, whose place PASA may take. Others compute something else.
 _REPLACEABLE = ("DotProductAttention", "TEDotProductAttention")
 
-_CAUSAL = (
-    AttnMaskType.causal,
-    AttnMaskType.padding_causal,
-    AttnMaskType.causal_bottom_right,
-)
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
 
 def use_pasa_in(spec: Any, options: PasaOptions) -> Any:

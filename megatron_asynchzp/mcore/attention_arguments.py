@@ -100,10 +100,7 @@ PASA_REFUSALS: tuple[PasaRefusal, ...] = (
         _DROP,
     ),
     PasaRefusal(
-        "--qk-clip",
-        _is_given("qk_clip"),
-        "the largest unshifted score is not computed",
-        _DROP,
+        "--qk-clip", _is_given("qk_clip"), "the largest unshifted score is not computed", _DROP
     ),
     PasaRefusal(
         "--log-max-attention-logit",

@@ -111,9 +111,12 @@ def _contiguous_pieces(
             a + b for a, b in zip(entry.global_offset, leading + inner, strict=True)
         )
         moved = replace(
-            entry, data=None, local_shape=shape, global_offset=global_offset,
+            entry,
+            data=None,
+            local_shape=shape,
+            global_offset=global_offset,
             axis_fragmentations=None,
-        )  # fmt: skip
+        )
         yield Piece(moved, view.storage_offset())
         return
     for index in range(view.shape[0]):

@@ -32,11 +32,7 @@ from megatron_asynchzp.mcore.checkpoint_files.choice import (
     read_tracker,
     repair_tracker,
 )
-from megatron_asynchzp.mcore.checkpoint_files.errors import (
-    CheckpointError,
-    Damage,
-    one_line,
-)
+from megatron_asynchzp.mcore.checkpoint_files.errors import CheckpointError, Damage, one_line
 from megatron_asynchzp.mcore.checkpoint_files.inventory import read_inventory
 from megatron_asynchzp.mcore.checkpoint_files.ownership import Ownership
 from megatron_asynchzp.mcore.checkpoint_files.saving import (

@@ -36,9 +36,7 @@ class Communication:
 
     _open: ClassVar[weakref.WeakSet["Communication"]] = weakref.WeakSet()
 
-    def __init__(
-        self, schedule: ScheduleConfig, device: Device, trace: TraceRequest | None = None
-    ):
+    def __init__(self, schedule: ScheduleConfig, device: Device, trace: TraceRequest | None = None):
         self.schedule = schedule
         self._trace = trace
         self._logged_step = 0

@@ -90,9 +90,13 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         grad_scale = 1.0 if config.calculate_per_token_loss else 1.0 / self.dp_cp_group.size()
         self.communication = communication
         self.runtime = HZPRuntime(
-            module, plan_megatron_units(module), groups,
-            communication.schedule, communication.driver, grad_scale,
-        )  # fmt: skip
+            module,
+            plan_megatron_units(module),
+            groups,
+            communication.schedule,
+            communication.driver,
+            grad_scale,
+        )
         communication.runtimes.append(self.runtime)
         self.checkpoint = ChunkCheckpoint(self.runtime, module, takes_snapshots)
         self._provide_main_grads()

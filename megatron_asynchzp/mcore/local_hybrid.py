@@ -36,10 +36,7 @@ def _local_hybrid_stack_spec() -> ModuleSpec:
     whole = get_gpt_layer_local_submodules()
     attention = replace(whole, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
     mlp = replace(
-        whole,
-        input_layernorm=IdentityOp,
-        self_attention=IdentityOp,
-        self_attn_bda=IdentityFuncOp,
+        whole, input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp
     )
     return ModuleSpec(
         module=LocalHybridStack,

@@ -25,11 +25,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer import param_group_identifier_keys as _IDENTITY
 
-from megatron_asynchzp.mcore.checkpoint import (
-    SHARDS_KEY,
-    ChunkCheckpoint,
-    fill,
-)
+from megatron_asynchzp.mcore.checkpoint import SHARDS_KEY, ChunkCheckpoint, fill
 from megatron_asynchzp.mcore.checkpoint_files.errors import CheckpointError
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -197,4 +193,3 @@ def _step_of(form: Mapping) -> torch.Tensor | int | None:
     if step is None:
         step = next((group["step"] for group in _groups_of(form) if "step" in group), None)
     return step
-

@@ -22,9 +22,7 @@ OPTIMIZER_STATE_NBYTES = {"adam": 8, "sgd": 4}  # per element: two fp32 moments,
 _MAX_RANKS_SHOWN = 8
 
 
-def state_nbytes_by_formula(
-    units: Sequence[HZPUnit], optimizer: str = "adam"
-) -> dict[str, float]:
+def state_nbytes_by_formula(units: Sequence[HZPUnit], optimizer: str = "adam") -> dict[str, float]:
     """AsyncHZP section 3 without padding: b N/P, 4 N/G, 4 N/O and m N/O for the moments.
 
     b is the element size of the model, m that of OPTIMIZER_STATE_NBYTES; an fp32 model has no
@@ -88,10 +86,7 @@ def _groups_table(groups: dict[str, ShardGroups], ranks_per_node: int) -> Table:
 
 
 def _states_table(
-    units: Sequence[HZPUnit],
-    groups: dict[str, ShardGroups],
-    optimizer: str,
-    rings: dict[str, int],
+    units: Sequence[HZPUnit], groups: dict[str, ShardGroups], optimizer: str, rings: dict[str, int]
 ) -> Table:
     formula = state_nbytes_by_formula(units, optimizer)
     allocated = state_nbytes_allocated(units, optimizer)

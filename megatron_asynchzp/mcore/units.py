@@ -38,7 +38,7 @@ def _tied_weights(root: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, ...]]:
 
 
 def plan_megatron_units(root: nn.Module) -> list[UnitPlan]:
-    """Units of a model chunk: each layer, its experts, the embedding, the output layer, the rest."""
+    """Units of a model chunk: layers, their experts, the embedding, the output layer, the rest."""
     layers = [m for m in root.modules() if isinstance(m, (BaseTransformerLayer, MambaLayer))]
     edges: list[nn.Module] = []
     for model in _language_models(root):

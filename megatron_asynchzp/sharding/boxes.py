@@ -52,9 +52,7 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int, base: int = 0) -> Iter
     yield from _in_row(shape, last, last * row_numel, stop, base)
 
 
-def _in_row(
-    shape: tuple[int, ...], row: int, start: int, stop: int, base: int
-) -> Iterator[Box]:
+def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int, base: int) -> Iterator[Box]:
     offset = row * prod(shape[1:])
     for box in _boxes(shape[1:], start - offset, stop - offset, base + offset):
         yield Box((row, *box.offset), (1, *box.shape), box.range)

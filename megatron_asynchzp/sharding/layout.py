@@ -43,9 +43,7 @@ class FlatLayout:
     padded_numel: int
 
     @classmethod
-    def build(
-        cls, params: Iterable[tuple[str, tuple[int, ...]]], num_shards: int
-    ) -> "FlatLayout":
+    def build(cls, params: Iterable[tuple[str, tuple[int, ...]]], num_shards: int) -> "FlatLayout":
         """Lay out (name, shape) pairs; raises ValueError for a repeated name."""
         slices, offset, numel = [], 0, 0
         for name, shape in params:

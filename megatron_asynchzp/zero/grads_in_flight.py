@@ -84,10 +84,12 @@ class GradsInFlight:
         del self._slots[unit]
         unit.zero_rest(slot.storage, written)
         job = self._tasks.submit(
-            "reduce", unit, unit.groups.grad_reduce,
+            "reduce",
+            unit,
+            unit.groups.grad_reduce,
             lambda: unit.reduce_steps(slot.storage, slot.scratch),
             ready=(self._device.record_event(),),
-        )  # fmt: skip
+        )
         self._reductions.append((unit, slot, job))
         self._last_reduction[unit] = job
 
@@ -117,10 +119,13 @@ class GradsInFlight:
                 update(unit)
 
         self._syncs[unit] = self._tasks.submit(
-            "grad-sync", unit, axes, steps,
+            "grad-sync",
+            unit,
+            axes,
+            steps,
             after=[self._last_reduction.get(unit), *after],
             ready=(self._device.record_event(),),
-        )  # fmt: skip
+        )
         return self._syncs[unit]
 
     # ---- the step

@@ -97,9 +97,7 @@ def attach_unit_hooks(
     ]
 
 
-def attach_grad_hooks(
-    unit: HZPUnit, events: UnitEvents
-) -> list[torch.utils.hooks.RemovableHandle]:
+def attach_grad_hooks(unit: HZPUnit, events: UnitEvents) -> list[torch.utils.hooks.RemovableHandle]:
     """Hook the trained parameters of `unit`: each gradient is taken as soon as it is complete."""
 
     def hook_of(index: int):

@@ -253,9 +253,13 @@ class ParamsInFlight:
 
     def _start_sync(self, unit: HZPUnit) -> None:
         self._syncs[unit] = self._tasks.submit(
-            "param-sync", unit, unit.groups.param_sync, unit.sync_param_steps,
-            after=[self._updates.get(unit)], ready=(self._shards_written,),
-        )  # fmt: skip
+            "param-sync",
+            unit,
+            unit.groups.param_sync,
+            unit.sync_param_steps,
+            after=[self._updates.get(unit)],
+            ready=(self._shards_written,),
+        )
 
     def join_syncs(self) -> None:
         """Return when every parameter shard is up to date."""

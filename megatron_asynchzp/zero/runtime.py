@@ -39,9 +39,7 @@ class _MicroBatch:
 
 
 def start_driver(
-    schedule: ScheduleConfig,
-    device: Device,
-    on_failure: OnFailure | None = None,
+    schedule: ScheduleConfig, device: Device, on_failure: OnFailure | None = None
 ) -> Driver:
     """The driver that a schedule asks for, with a timeline of its own."""
     return new_driver(schedule.kind, Timeline(device), schedule.time_limit_s, on_failure)

@@ -57,9 +57,7 @@ class SavedViews:
         unit = self._units_by_storage.get(pointer)
         if unit is None or not unit.is_gathered_at(pointer):
             return tensor
-        return SavedView(
-            unit, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-        )
+        return SavedView(unit, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
         if not isinstance(saved, SavedView):

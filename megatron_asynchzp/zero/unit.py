@@ -31,10 +31,7 @@ class Phase(enum.Enum):
     """The full parameters are in memory and every parameter is a view of them."""
 
 
-LEGAL_TRANSITIONS = {
-    Phase.SHARDED: {Phase.UNSHARDED},
-    Phase.UNSHARDED: {Phase.SHARDED},
-}
+LEGAL_TRANSITIONS = {Phase.SHARDED: {Phase.UNSHARDED}, Phase.UNSHARDED: {Phase.SHARDED}}
 
 
 class IllegalTransition(RuntimeError):
@@ -58,10 +55,7 @@ class HZPUnit:
     """
 
     def __init__(
-        self,
-        name: str,
-        params: Sequence[tuple[str, torch.nn.Parameter]],
-        groups: ShardGroups,
+        self, name: str, params: Sequence[tuple[str, torch.nn.Parameter]], groups: ShardGroups
     ):
         self.name = name
         self.groups = groups

@@ -61,9 +61,9 @@ def ways(call: AttentionCall) -> Iterator[Way]:
         yield Way(
             f"block, shift {shift}{suffix}",
             True,
-            lambda one, shift=shift: block_attention(
-                one, shift=shift, is_fused=is_fused, is_tuned=is_fused
-            ).output_BHSE,
+            lambda one, shift=shift: (
+                block_attention(one, shift=shift, is_fused=is_fused, is_tuned=is_fused).output_BHSE
+            ),
         )
 
 
@@ -124,12 +124,14 @@ def bench(options) -> Iterator[dict]:
             is_right = errors["O"] <= TOLERANCE[options.dtype]
             if way.has_shift:
                 is_right = is_right and errors["dQ"] <= TOLERANCE[options.dtype]
+            # fmt: off
             line = {
                 "way": way.name, "length": length, "dtype": options.dtype, "is_right": is_right,
                 "head_dim": options.head_dim, "heads": options.heads, "groups": options.groups,
                 "batch": options.batch, "causal": options.causal, "device": _device_name(options),
                 "errors_at_k_bias_10": errors,
-            }  # fmt: skip
+            }
+            # fmt: on
             if is_right:
                 line |= measure(way, call, options.repetitions)
                 line |= _tflops(line, options, length)

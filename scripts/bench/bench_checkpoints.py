@@ -20,17 +20,16 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.bench.checkpoint_turn import Turn, TurnResult  # noqa: E402
-from scripts.testbed.memory import install_memory_count  # noqa: E402
-from tests.support.megatron_runs import gpt_args, run_pretrain  # noqa: E402
-from tests.support.parity import size_flags  # noqa: E402
-from tests.support.ranks import run_ranks  # noqa: E402
+from scripts.bench.checkpoint_turn import Turn, TurnResult
+from scripts.testbed.memory import install_memory_count
+from tests.support.megatron_runs import gpt_args, run_pretrain
+from tests.support.parity import size_flags
+from tests.support.ranks import run_ranks
 
 NUM_RANKS = 4
 _DISTRIBUTED = ["--use-distributed-optimizer"]
@@ -38,12 +37,13 @@ CONTENDERS = {
     "stock DDP": [],
     "stock distributed optimizer": _DISTRIBUTED,
     "stock distributed optimizer, fully reshardable": [
-        *_DISTRIBUTED, "--dist-ckpt-optim-fully-reshardable",
+        *_DISTRIBUTED,
+        "--dist-ckpt-optim-fully-reshardable",
     ],
     "AsyncHZP 2,2,4": size_flags((2, 2, 4)),
     "AsyncHZP 4,4,4": size_flags((4, 4, 4)),
     "AsyncHZP 1,1,4": size_flags((1, 1, 4)),
-}  # fmt: skip
+}
 
 
 def main() -> None:
@@ -57,9 +57,14 @@ def main() -> None:
             # A process set of its own for each, with all contenders: none inherits a heap that
             # the repetitions before it have grown.
             results = run_ranks(
-                measure, NUM_RANKS, args, folder, repetition,
-                timeout_s=args.time_limit, env={"OMP_NUM_THREADS": "1"},
-            )[0]  # fmt: skip
+                measure,
+                NUM_RANKS,
+                args,
+                folder,
+                repetition,
+                timeout_s=args.time_limit,
+                env={"OMP_NUM_THREADS": "1"},
+            )[0]
             for name, result in results.items():
                 record = told | {"contender": name, "repetition": repetition} | asdict(result)
                 record |= {"model": _model(args), "file_system": _file_system(folder)}
@@ -110,11 +115,23 @@ def measure(args: argparse.Namespace, folder: Path, repetition: int) -> dict[str
         target = folder / f"{repetition}-{list(CONTENDERS).index(name)}"
         turn = Turn(target, args.saves, count)
         argv = gpt_args(
-            "--bf16", "--num-layers", str(args.layers), "--hidden-size", str(args.hidden),
-            "--num-attention-heads", "8", "--vocab-size", str(args.vocab - 1),
-            "--global-batch-size", str(NUM_RANKS), "--train-iters", "1", "--lr-warmup-iters", "0",
+            "--bf16",
+            "--num-layers",
+            str(args.layers),
+            "--hidden-size",
+            str(args.hidden),
+            "--num-attention-heads",
+            "8",
+            "--vocab-size",
+            str(args.vocab - 1),
+            "--global-batch-size",
+            str(NUM_RANKS),
+            "--train-iters",
+            "1",
+            "--lr-warmup-iters",
+            "0",
             *CONTENDERS[name],
-        )  # fmt: skip
+        )
         results[name] = run_pretrain(argv, inspect=turn.measure).inspected
         if dist.get_rank() == 0:
             shutil.rmtree(target)
@@ -129,9 +146,12 @@ def _model(args: argparse.Namespace) -> dict:
 def _machine() -> dict:
     names = ("torch", "megatron-core")
     return {
-        "machine": platform.machine(), "cpus": os.cpu_count(), "python": platform.python_version(),
-        **{name: version(name) for name in names}, "command": shlex.join(["python", *sys.argv]),
-    }  # fmt: skip
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in names},
+        "command": shlex.join(["python", *sys.argv]),
+    }
 
 
 def _file_system(folder: Path) -> str:

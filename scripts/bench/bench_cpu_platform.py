@@ -19,16 +19,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.support.megatron_runs import gpt_args, run_pretrain  # noqa: E402
-from tests.support.ranks import run_ranks  # noqa: E402
+from tests.support.megatron_runs import gpt_args, run_pretrain
+from tests.support.ranks import run_ranks
 
+# fmt: off
 SIZES = {
     "2 layers, hidden 64, seq 32": [],
     "4 layers, hidden 256, seq 128": [
         "--num-layers", "4", "--hidden-size", "256",
         "--seq-length", "128", "--max-position-embeddings", "128",
     ],
-}  # fmt: skip
+}
+# fmt: on
 ROUNDS, STEPS = 5, 24
 BLOCK = 4  # steps in a row of one kind; the first block of each round warms up, uncounted
 

@@ -31,21 +31,16 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megatron_asynchzp.comm.trace import captured_trace  # noqa: E402
-from scripts.bench.contenders import CONTENDERS, Contender, Engine  # noqa: E402
-from scripts.bench.cpu_usage import CpuUsage  # noqa: E402
-from scripts.bench.delayed_model import ModelSize  # noqa: E402
-from scripts.testbed.counters import total  # noqa: E402
-from scripts.testbed.network import Network  # noqa: E402
-from scripts.testbed.profile import (  # noqa: E402
-    PROFILES,
-    NetworkProfile,
-    ProfileError,
-    named_profile,
-)
-from scripts.testbed.streams import host_waits, install_streams  # noqa: E402
-from tests.support.fabric import replace_default_group  # noqa: E402
-from tests.support.ranks import run_ranks  # noqa: E402
+from megatron_asynchzp.comm.trace import captured_trace
+from scripts.bench.contenders import CONTENDERS, Contender, Engine
+from scripts.bench.cpu_usage import CpuUsage
+from scripts.bench.delayed_model import ModelSize
+from scripts.testbed.counters import total
+from scripts.testbed.network import Network
+from scripts.testbed.profile import PROFILES, NetworkProfile, ProfileError, named_profile
+from scripts.testbed.streams import host_waits, install_streams
+from tests.support.fabric import replace_default_group
+from tests.support.ranks import run_ranks
 
 _LAUNCHED = "RANK" in os.environ
 LOSS_STEPS = 3  # compared between contenders; they also warm up
@@ -86,10 +81,14 @@ def main() -> None:
     machine = _machine()
     for nodes in args.nodes:
         settings = Settings(
-            nodes, replace(args.profile, ranks_per_node=args.ranks),
+            nodes,
+            replace(args.profile, ranks_per_node=args.ranks),
             ModelSize(args.hidden, args.blocks, args.rows, args.block_ms),
-            tuple(args.contenders), args.repetitions, args.steps, args.traces,
-        )  # fmt: skip
+            tuple(args.contenders),
+            args.repetitions,
+            args.steps,
+            args.traces,
+        )
         console.print(f"{nodes} nodes x {args.ranks} ranks")
         if _LAUNCHED:
             torch.set_num_threads(1)
@@ -97,9 +96,12 @@ def main() -> None:
             results, foreign = measure(settings)
         else:
             results, foreign = run_ranks(
-                measure, nodes * args.ranks, settings, timeout_s=args.time_limit,
+                measure,
+                nodes * args.ranks,
+                settings,
+                timeout_s=args.time_limit,
                 env={"OMP_NUM_THREADS": "1"},
-            )[0]  # fmt: skip
+            )[0]
         if int(os.environ.get("RANK", "0")) > 0:
             return
         records = [_record(settings, name, result) for name, result in results.items()]
@@ -228,9 +230,7 @@ def _over_ranks(settings: Settings, result: Result) -> Result:
     by_node[settings.profile.node_of(dist.get_rank())] = result.node_nbytes
     dist.all_reduce(by_node)
     mean = (losses / dist.get_world_size()).tolist()
-    return replace(
-        result, step_ms=step_ms.tolist(), losses=mean, node_nbytes=by_node.max().item()
-    )
+    return replace(result, step_ms=step_ms.tolist(), losses=mean, node_nbytes=by_node.max().item())
 
 
 # ---- what is told
@@ -240,6 +240,7 @@ def _record(settings: Settings, name: str, result: Result) -> dict:
     size, profile = settings.size, settings.profile
     params_nbytes = 4 * size.blocks * (12 * size.hidden**2 + 9 * size.hidden)
     ideal = CONTENDERS[name].volume(settings.nodes, profile.ranks_per_node)
+    # fmt: off
     return {
         "bench": "schedules", "contender": name, "nodes": settings.nodes,
         "ranks_per_node": profile.ranks_per_node, "profile": asdict(profile),
@@ -250,15 +251,19 @@ def _record(settings: Settings, name: str, result: Result) -> dict:
         "node_nbytes": result.node_nbytes, "volume": result.node_nbytes / params_nbytes,
         "ideal_volume": ideal, "busy_ms": result.busy_ms, "host_waits": result.host_waits,
         "losses": result.losses, "trains": CONTENDERS[name].trains,
-    }  # fmt: skip
+    }
+    # fmt: on
 
 
 def _machine() -> dict:
     return {
-        "machine": platform.machine(), "cpus": os.cpu_count(), "python": platform.python_version(),
-        "torch": torch.__version__, "command": shlex.join(["python", *sys.argv]),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "command": shlex.join(["python", *sys.argv]),
         "load_before": os.getloadavg()[0],
-    }  # fmt: skip
+    }
 
 
 def _table(settings: Settings, records: list[dict], foreign: float) -> Table:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,10 +24,13 @@ from scripts.testbed.memory import MemoryCount
 # What of AsyncHZP's own is timed within a save and a load, where it is looked up.
 _PARTS = {
     "megatron_asynchzp.mcore.checkpoint_guard": (
-        "prepare_directory", "complete_directory", "name_main_params", "choose_checkpoint",
+        "prepare_directory",
+        "complete_directory",
+        "name_main_params",
+        "choose_checkpoint",
         "refuse_another_model",
-    ),
-}  # fmt: skip
+    )
+}
 
 
 @dataclass
@@ -78,8 +81,14 @@ class Turn:
         for number in range(1, self._num_saves + 1):
             name = "first save" if number == 1 else f"save {number}"
             result.acts[name] = self._act(
-                lambda: checkpointing.save_checkpoint(
-                    number, chunks, optimizer, None, 0, checkpointing_context=context
+                partial(
+                    checkpointing.save_checkpoint,
+                    number,
+                    chunks,
+                    optimizer,
+                    None,
+                    0,
+                    checkpointing_context=context,
                 )
             )
         newest = self._folder / f"iter_{self._num_saves:07d}"

@@ -21,20 +21,15 @@ from rich.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.bench.compare_calibration import calibrate  # noqa: E402
-from scripts.bench.compare_contenders import contenders  # noqa: E402
-from scripts.bench.compare_measure import (  # noqa: E402
-    RUN_LIMIT_S,
-    machine_record,
-    measure,
-    prepare_environment,
-)
-from scripts.bench.torch_run import missing  # noqa: E402
-from scripts.bench.workload import Workload  # noqa: E402
-from scripts.report.compare_picture import draw  # noqa: E402
-from scripts.report.compare_table import markdown  # noqa: E402
-from scripts.testbed.cluster import Cluster  # noqa: E402
-from scripts.testbed.profile import PROFILES, NetworkProfile, named_profile  # noqa: E402
+from scripts.bench.compare_calibration import calibrate
+from scripts.bench.compare_contenders import contenders
+from scripts.bench.compare_measure import RUN_LIMIT_S, machine_record, measure, prepare_environment
+from scripts.bench.torch_run import missing
+from scripts.bench.workload import Workload
+from scripts.report.compare_picture import draw
+from scripts.report.compare_table import markdown
+from scripts.testbed.cluster import Cluster
+from scripts.testbed.profile import PROFILES, NetworkProfile, named_profile
 
 
 @dataclass(frozen=True)
@@ -86,10 +81,12 @@ class Study:
 
     def _described(self) -> dict:
         return {
-            "bench": "compare", "nodes": self.cluster.nodes,
+            "bench": "compare",
+            "nodes": self.cluster.nodes,
             "ranks_per_node": self.cluster.ranks_per_node,
-            "profile": asdict(self.cluster.profile), "workload": asdict(self.workload),
-        }  # fmt: skip
+            "profile": asdict(self.cluster.profile),
+            "workload": asdict(self.workload),
+        }
 
 
 def main() -> None:
@@ -119,12 +116,22 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one network, one repetition")
     parser.add_argument("--nodes", type=int, nargs="+", default=[2], help="sizes of clusters")
     parser.add_argument("--ranks", type=int, default=2, help="ranks per node")
-    parser.add_argument("--profiles", nargs="+", default=["slow-between-nodes", "fast"],
-                        metavar="NAME", help=", ".join(PROFILES))  # fmt: skip
+    parser.add_argument(
+        "--profiles",
+        nargs="+",
+        default=["slow-between-nodes", "fast"],
+        metavar="NAME",
+        help=", ".join(PROFILES),
+    )
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6, help="timed steps of a run")
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT",
-                        help="contenders whose name contains one of these")  # fmt: skip
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="contenders whose name contains one of these",
+    )
     parser.add_argument("--time-limit", type=float, default=60.0, help="minutes for all runs")
     parser.add_argument("--out", type=Path, default=Path("runs/compare"), metavar="FOLDER")
     args = parser.parse_args(argv)

@@ -102,9 +102,7 @@ def compute_alone(
     # one still starts.
     samples, warm_up = workload.samples // cluster.num_ranks, 3 * workload.warm_up
     alone = replace(workload, samples=samples, warm_up=warm_up)
-    return cluster.run(
-        train_megatron, alone, micro_batch, (), timeout_s=timeout_s, is_joined=False
-    )
+    return cluster.run(train_megatron, alone, micro_batch, (), timeout_s=timeout_s, is_joined=False)
 
 
 def calibrate(cluster: Cluster, workload: Workload, timeout_s: float) -> Calibration:

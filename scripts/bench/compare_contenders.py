@@ -12,8 +12,10 @@ from scripts.bench.workload import Workload
 OURS, ND, SHARDED = "AsyncHZP", "stock ND", "sharded peer"
 
 _DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+# fmt: off
 _FSDP = (*_DISTRIBUTED, "--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor",
-         "--data-parallel-sharding-strategy", "optim_grads_params")  # fmt: skip
+         "--data-parallel-sharding-strategy", "optim_grads_params")
+# fmt: on
 _NO_STREAMS = (
     "DeepSpeed has no streams on a CPU, so it waits for what it reduces; what it gathers it "
     "gathers ahead. On an accelerator it would hide more."
@@ -47,6 +49,7 @@ def contenders(nodes: int, ranks_per_node: int, workload: Workload) -> list[Cont
     batch = workload.samples // world
     unit = ("--suggested-communication-unit-size", str(2 * workload.layer_numel))
     instances = ("--num-distributed-optimizer-instances", str(nodes))
+    # fmt: off
     return [
         Contender("DDP", ND, batch, ("--overlap-grad-reduce",)),
         Contender("distributed optimizer", ND, batch, _DISTRIBUTED),
@@ -73,14 +76,17 @@ def contenders(nodes: int, ranks_per_node: int, workload: Workload) -> list[Cont
         _ours(batch, 1, 1, world),
         _ours(batch, node, node, world, "main-thread"),
         _ours(batch, node, node, world, "inline"),
-    ]  # fmt: skip
+    ]
+    # fmt: on
 
 
 def _ours(batch: int, p: int, g: int, o: int, schedule: str = "threaded") -> Contender:
     return Contender(
-        f"AsyncHZP {schedule} ({p},{g},{o})", OURS, batch,
+        f"AsyncHZP {schedule} ({p},{g},{o})",
+        OURS,
+        batch,
         ("--use-asynchzp", "--asynchzp-schedule", schedule, *size_flags(p, g, o)),
-    )  # fmt: skip
+    )
 
 
 def size_flags(p: int, g: int, o: int) -> list[str]:

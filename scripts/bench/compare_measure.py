@@ -77,8 +77,10 @@ def machine_record() -> dict:
             versions[name] = version(name)
         except PackageNotFoundError:
             versions[name] = None
+    # fmt: off
     return {
         "kind": "machine", "machine": platform.machine(), "cpus": os.cpu_count(),
         "python": platform.python_version(), "versions": versions,
         "command": shlex.join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"),
-    }  # fmt: skip
+    }
+    # fmt: on

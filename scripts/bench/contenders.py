@@ -26,11 +26,16 @@ from scripts.bench.hierarchical_baseline import HierarchicalBaseline
 class Contender:
     """A system that trains: `update` runs after each backward.
 
-    nodes, ranks: of the cluster. trains: whether its losses must be those of the others.
+    trains: whether its losses must be those of the others.
+    halves: each Linear is a unit, with the norm before it, not each block.
+    updates_in_backward: a unit is updated as soon as its gradient is complete, while backward goes
+    on; otherwise after backward, as Megatron does, which clips by the norm of all gradients.
     volume(n, r): bytes that leave a node in one step, in units of the fp32 parameters.
     """
 
     trains = True
+    halves = False
+    updates_in_backward = False
 
     def __init__(self, size: ModelSize, mesh: dist.DeviceMesh):
         self.size, self.mesh = size, mesh
@@ -113,9 +118,11 @@ class DDP(WithOptimizer):
 
 
 class FSDP2(WithOptimizer):
-    """fully_shard over all ranks (ZeRO-3), one unit prefetched each way."""
+    """fully_shard over all ranks (ZeRO-3), one unit prefetched each way, updated after backward.
 
-    halves = False
+    torch can run an optimizer per parameter within backward; the emulated streams cannot order it
+    after a reduction, so it is not measured.
+    """
 
     def new_mesh(self) -> dist.DeviceMesh:
         return dist.init_device_mesh("cpu", (self.mesh.size(),))
@@ -148,15 +155,18 @@ class HSDP(FSDP2):
         return self.mesh
 
 
-class HalvesHSDP(HSDP):
-    halves = True
-
-
 class Baseline(Contender):
+    """Two threads and an optimizer per unit, with the sharding of the engine."""
+
     volume = staticmethod(hierarchical_volume)
 
     def build(self) -> None:
-        self.baseline = HierarchicalBaseline(self.model, self.mesh)
+        units = [
+            unit
+            for block in self.model.blocks
+            for unit in ([(block.norm, block.up), (block.down,)] if self.halves else [(block,)])
+        ]
+        self.baseline = HierarchicalBaseline(units, self.mesh, self.updates_in_backward)
         self.drain = self.baseline.drain
 
     def update(self) -> None:
@@ -164,12 +174,9 @@ class Baseline(Contender):
 
 
 class Engine(Contender):
-    """Our engine: parameters and gradients over a node's ranks, optimizer state over all. Each
-    linear is a unit of its own, and is updated as soon as its gradient is complete, while backward
-    goes on.
-    """
+    """Our engine: parameters and gradients over a node's ranks, optimizer state over all."""
 
-    kind, updates_in_backward, halves = "threaded", True, True
+    kind = "threaded"
     volume = staticmethod(hierarchical_volume)
 
     def build(self) -> None:
@@ -210,38 +217,36 @@ class InlineEngine(Engine):
     kind = "inline"
 
 
-class WholeBlocksEngine(Engine):
-    """Units of a whole block, as the baseline's."""
-
-    halves = False
-
-
-class LateEngine(Engine):
-    """Updated after backward, as Megatron does, which clips by the norm of all gradients."""
-
-    updates_in_backward = False
-
-
 class CommunicationOnly(Engine):
-    """Our engine around blocks that take no time, on one row."""
+    """Our engine at its fastest around blocks that take no time, on one row."""
 
-    trains = False
+    trains, halves, updates_in_backward = False, True, True
 
     def __init__(self, size: ModelSize, mesh: dist.DeviceMesh):
         super().__init__(replace(size, block_ms=0.0, rows=1), mesh)
 
 
+def _variants(name: str, system: type[Contender]) -> dict[str, type[Contender]]:
+    """`system` with units of whole and of half blocks; updated after backward, as Megatron does,
+    and, where the system can, within it."""
+    updates = (False, True) if issubclass(system, Engine | Baseline) else (False,)
+    return {
+        f"{name}{', halves' if halves else ''}{', early update' if early else ''}": type(
+            system.__name__, (system,), {"halves": halves, "updates_in_backward": early}
+        )
+        for early in updates
+        for halves in (False, True)
+    }
+
+
 CONTENDERS: dict[str, type[Contender]] = {
     "compute only": ComputeOnly,
     "communication only": CommunicationOnly,
-    "ours threaded": Engine,
-    "ours main-thread": MainThreadEngine,
-    "ours inline": InlineEngine,
-    "ours, whole blocks": WholeBlocksEngine,
-    "ours, late update": LateEngine,
-    "baseline": Baseline,
-    "hsdp": HSDP,
-    "hsdp, halves": HalvesHSDP,
-    "fsdp2": FSDP2,
+    **_variants("threaded", Engine),
+    **_variants("main-thread", MainThreadEngine),
+    **_variants("inline", InlineEngine),
+    **_variants("baseline", Baseline),
+    **_variants("hsdp", HSDP),
+    **_variants("fsdp2", FSDP2),
     "ddp": DDP,
 }

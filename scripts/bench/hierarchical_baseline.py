@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the least that hierarchical ZeRO with threads needs: parameters and gradients sharded inside
-a node, optimizer state over all ranks. A baseline for the engine, not a part of it: it knows one
-kind of model (blocks in a list, trained whole, one micro-batch per step).
+"""The least that hierarchical ZeRO with threads needs: parameters and gradients sharded inside a
+node, optimizer state over all ranks. A baseline for the engine, not a part of it: it knows one kind
+of model (units that run one after the other, trained whole, one micro-batch per step).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scripts.bench.delayed_model import DelayedModel, new_adamw
+from scripts.bench.delayed_model import new_adamw
 
 
-class _BlockState:
-    """Memory of one block: `full` exists while the block computes, `shard` is the node's part,
+class _UnitState:
+    """Memory of one unit: `full` exists while the unit computes, `shard` is the node's part,
     `main` this rank's part of that."""
 
-    def __init__(self, block: nn.Module, mesh: dist.DeviceMesh):
-        self.params = list(block.parameters())
+    def __init__(self, modules: Sequence[nn.Module], mesh: dist.DeviceMesh):
+        self.params = [param for module in modules for param in module.parameters()]
         self.inter, self.intra = (mesh.get_group(name) for name in ("inter", "intra"))
         ranks = mesh.size()
         self.numel = sum(param.numel() for param in self.params)
@@ -50,19 +50,31 @@ class _BlockState:
 
 
 class HierarchicalBaseline:
-    """Gathers one block ahead in one thread, reduces and updates over nodes in another."""
+    """Gathers one unit ahead in one thread, reduces and updates over nodes in another.
 
-    def __init__(self, model: DelayedModel, mesh: dist.DeviceMesh):
-        self._blocks = [_BlockState(block, mesh) for block in model.blocks]
+    units: each the modules, in the order of their calls, whose parameters are gathered together.
+    updates_in_backward: each unit is updated as soon as its gradient is reduced; every third unit's
+    parameters are then rebuilt at once, the others' after backward, as in the engine.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Sequence[nn.Module]],
+        mesh: dist.DeviceMesh,
+        updates_in_backward: bool = False,
+    ):
+        self._units = [_UnitState(modules, mesh) for modules in units]
+        self._updates_in_backward = updates_in_backward
         self._intra_thread, self._inter_thread = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        for index, block in enumerate(model.blocks):
-            block.register_forward_pre_hook(lambda *_, i=index: self._use(i, i + 1))
-            block.register_forward_hook(lambda *_, i=index: self._after_forward(i))
-            block.register_full_backward_pre_hook(lambda *_, i=index: self._use(i, i - 1))
-            for param in block.parameters():
+        for index, modules in enumerate(units):
+            first, last = modules[0], modules[-1]
+            first.register_forward_pre_hook(lambda *_, i=index: self._use(i, i + 1))
+            last.register_forward_hook(lambda *_, i=index: self._after_forward(i))
+            last.register_full_backward_pre_hook(lambda *_, i=index: self._use(i, i - 1))
+            for param in self._units[index].params:
                 param.register_post_accumulate_grad_hook(lambda _, i=index: self._grad_ready(i))
 
-    def _start_gather(self, state: _BlockState) -> None:
+    def _start_gather(self, state: _UnitState) -> None:
         if state.gather is not None:
             return
         state.full.untyped_storage().resize_(state.nbytes)
@@ -76,24 +88,25 @@ class HierarchicalBaseline:
         state.gather = self._intra_thread.submit(gather)
 
     def _use(self, index: int, following: int) -> None:
-        self._start_gather(self._blocks[index])
-        if 0 <= following < len(self._blocks):
-            self._start_gather(self._blocks[following])
-        state = self._blocks[index]
+        self._start_gather(self._units[index])
+        if 0 <= following < len(self._units):
+            self._start_gather(self._units[following])
+        state = self._units[index]
         if not state.is_full:
             state.gather.result()
             state.is_full = True
 
     def _after_forward(self, index: int) -> None:
-        if index < len(self._blocks) - 1:
-            self._blocks[index].free()
+        if index < len(self._units) - 1:
+            self._units[index].free()
 
     def _grad_ready(self, index: int) -> None:
-        state = self._blocks[index]
+        state = self._units[index]
         state.grads_missing -= 1
         if state.grads_missing:
             return
         state.grads_missing = len(state.params)
+        state.update = None  # the one that the gathers of this step waited for
         grad = torch.zeros(state.full.numel())
         torch.cat([param.grad.view(-1) for param in state.params], out=grad[: state.numel])
         for param in state.params:
@@ -101,20 +114,35 @@ class HierarchicalBaseline:
         state.free()
         of_node = self._intra_thread.submit(_reduce_scattered, state.intra, lambda: grad)
         state.reduction = self._inter_thread.submit(_reduce_scattered, state.inter, of_node.result)
+        if self._updates_in_backward:
+            self._inter_thread.submit(self._update, state)
+            if index % 3 == 0:
+                self._start_rebuild(state)
 
     def step_optimizer(self) -> None:
-        """After backward: update each block as its gradient arrives, send the result on its way."""
-        for state in self._blocks:
-            state.main.grad = state.reduction.result()
-            state.optimizer.step()
-            state.main.grad = state.reduction = None
-            state.update = self._inter_thread.submit(
-                dist.all_gather_single, state.shard, state.main.data, group=state.inter
-            )
+        """After backward: update all units that are not, and rebuild their parameters."""
+        if not self._updates_in_backward:
+            for state in self._units:
+                state.reduction.result()  # Megatron clips by the norm of all gradients first
+            for state in self._units:
+                self._update(state)
+        for state in self._units:
+            if state.update is None:
+                self._start_rebuild(state)
+
+    def _update(self, state: _UnitState) -> None:
+        state.main.grad = state.reduction.result()
+        state.optimizer.step()
+        state.main.grad = state.reduction = None
+
+    def _start_rebuild(self, state: _UnitState) -> None:
+        state.update = self._inter_thread.submit(
+            dist.all_gather_single, state.shard, state.main.data, group=state.inter
+        )
 
     def drain(self) -> None:
         """Return when all parameters are up to date."""
-        for state in self._blocks:
+        for state in self._units:
             if state.update is not None:
                 state.update.result()
 

@@ -23,19 +23,10 @@ from rich.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.bench.compare_calibration import (  # noqa: E402
-    busy_of,
-    compute_alone,
-    emulated_ms,
-    foreign_of,
-)
-from scripts.bench.compare_contenders import Contender  # noqa: E402
-from scripts.bench.compare_measure import (  # noqa: E402
-    machine_record,
-    measure,
-    prepare_environment,
-)
-from scripts.bench.scaling_points import (  # noqa: E402
+from scripts.bench.compare_calibration import busy_of, compute_alone, emulated_ms, foreign_of
+from scripts.bench.compare_contenders import Contender
+from scripts.bench.compare_measure import machine_record, measure, prepare_environment
+from scripts.bench.scaling_points import (
     AXES,
     SAMPLES,
     Plan,
@@ -45,13 +36,13 @@ from scripts.bench.scaling_points import (  # noqa: E402
     runners,
     slowed,
 )
-from scripts.bench.step_model import SYSTEMS, ModelledRun  # noqa: E402
-from scripts.bench.workload import Workload  # noqa: E402
-from scripts.report.compare_rows import FOREIGN_LIMIT  # noqa: E402
-from scripts.report.scaling_picture import draw  # noqa: E402
-from scripts.report.scaling_table import markdown  # noqa: E402
-from scripts.testbed.cluster import Cluster, ClusterFailure  # noqa: E402
-from scripts.testbed.profile import PROFILES, NetworkProfile, named_profile  # noqa: E402
+from scripts.bench.step_model import SYSTEMS, ModelledRun
+from scripts.bench.workload import Workload
+from scripts.report.compare_rows import FOREIGN_LIMIT
+from scripts.report.scaling_picture import draw
+from scripts.report.scaling_table import markdown
+from scripts.testbed.cluster import Cluster, ClusterFailure
+from scripts.testbed.profile import PROFILES, NetworkProfile, named_profile
 
 _START_S = 120.0  # for starting and ending a run, with 16 ranks on two busy cores
 _TIME_OVER = "not run: the time limit was reached"
@@ -131,8 +122,11 @@ class Study:
         # Of every rank: they are not in step, and the first one may be the last one.
         step_ms = [1e3 * statistics.median(report.step_s) for report in reports]
         foreign = foreign_of(reports)
-        self._keep(point, record | {"reason": "", "step_ms": step_ms, "foreign": foreign,
-                                    "busy": busy_of(reports)})  # fmt: skip
+        self._keep(
+            point,
+            record
+            | {"reason": "", "step_ms": step_ms, "foreign": foreign, "busy": busy_of(reports)},
+        )
         if foreign <= FOREIGN_LIMIT:
             self._computed.add(point)
         self._keep_modelled(point, statistics.median(step_ms), "measured")
@@ -144,9 +138,7 @@ class Study:
         told: dict = {"kind": "run", "repetition": repetition} | asdict(one)
         if not reason:
             limit_s = self._limit_s(point, work.warm_up + work.steps)
-            told |= measure(
-                self._cluster(point), work, one, limit_s, self.file.with_suffix(".log")
-            )
+            told |= measure(self._cluster(point), work, one, limit_s, self.file.with_suffix(".log"))
             reason = self._broken[point, one.name] = told.get("reason", "")
         self._keep(point, told | {"reason": reason})
         return reason or f"{statistics.median(told['step_ms']):.0f} ms"
@@ -155,25 +147,35 @@ class Study:
 
     def _keep_modelled(self, point: Point, compute_ms: float, compute: str) -> None:
         run = self._modelled_run(point, compute_ms)
-        names = {one.name for one in runners(point, self._workload(point), self.only)
-                 if not one.reason}  # fmt: skip
+        names = {
+            one.name for one in runners(point, self._workload(point), self.only) if not one.reason
+        }
         for system in SYSTEMS:
             if system.name in names:
                 one = system(run)
-                self._keep(point, {
-                    "kind": "modelled", "name": one.name, "compute": compute,
-                    "compute_ms": compute_ms, "step_ms": one.step_ms(),
-                    "node_nbytes": one.node_nbytes(), "state_nbytes": one.state_nbytes(),
-                })  # fmt: skip
+                self._keep(
+                    point,
+                    {
+                        "kind": "modelled",
+                        "name": one.name,
+                        "compute": compute,
+                        "compute_ms": compute_ms,
+                        "step_ms": one.step_ms(),
+                        "node_nbytes": one.node_nbytes(),
+                        "state_nbytes": one.state_nbytes(),
+                    },
+                )
 
     def _keep(self, point: Point, record: dict) -> None:
         work = self._workload(point)
+        # fmt: off
         described = {
             "bench": "scaling", "point": asdict(point), "layer_ms": self.layer_ms,
             "axes": self.plan.measured.get(point) or self.plan.modelled[point],
             "emulated_ms": emulated_ms(work, point.num_ranks), "slow_motion": self.slow_motion,
             "profile": asdict(self.profile), "workload": asdict(work),
-        }  # fmt: skip
+        }
+        # fmt: on
         with self.file.open("a") as out:
             out.write(json.dumps(record | described) + "\n")
 
@@ -185,9 +187,14 @@ def main() -> None:
     file = args.out / "records.jsonl"
     file.write_text(json.dumps(machine_record()) + "\n")
     study = Study(
-        plan(args.axes, args.ranks, args.max_ranks), args.profile, args.layer_ms,
-        args.slow_motion, args.steps, args.only, file,
-    )  # fmt: skip
+        plan(args.axes, args.ranks, args.max_ranks),
+        args.profile,
+        args.layer_ms,
+        args.slow_motion,
+        args.steps,
+        args.only,
+        file,
+    )
     study.model_all()
     try:
         study.measure_all(args.repetitions, time.monotonic() + 60 * args.time_limit)
@@ -205,17 +212,29 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     names = [axis.name for axis in AXES]
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--axes", nargs="+", default=names, metavar="AXIS", help=", ".join(names))
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT",
-                        help="contenders whose name contains one of these")  # fmt: skip
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="contenders whose name contains one of these",
+    )
     parser.add_argument("--ranks", type=int, default=2, help="ranks per node")
     parser.add_argument("--max-ranks", type=int, default=16, help="beyond: modelled only")
-    parser.add_argument("--profile", default="slow-between-nodes", metavar="NAME",
-                        help=", ".join(PROFILES))  # fmt: skip
-    parser.add_argument("--layer-ms", type=float, default=19.0,
-                        help="forward of a layer for one sample at the base")  # fmt: skip
-    parser.add_argument("--slow-motion", type=float, default=4.0, metavar="FACTOR",
-                        help="computing and the network this much slower, so that what the "
-                        "machine really computes weighs as much less")  # fmt: skip
+    parser.add_argument(
+        "--profile", default="slow-between-nodes", metavar="NAME", help=", ".join(PROFILES)
+    )
+    parser.add_argument(
+        "--layer-ms", type=float, default=19.0, help="forward of a layer for one sample at the base"
+    )
+    parser.add_argument(
+        "--slow-motion",
+        type=float,
+        default=4.0,
+        metavar="FACTOR",
+        help="computing and the network this much slower, so that what the "
+        "machine really computes weighs as much less",
+    )
     parser.add_argument("--repetitions", type=int, default=2, help="0: the model alone")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a run")
     parser.add_argument("--time-limit", type=float, default=180.0, help="minutes for all runs")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from scripts.bench.compare_contenders import Contender, contenders
-from scripts.bench.step_model import SYSTEMS, AsyncHZP, HSDP, ModelledRun
+from scripts.bench.step_model import HSDP, SYSTEMS, AsyncHZP, ModelledRun
 from scripts.bench.workload import Workload
 from scripts.testbed.profile import NetworkProfile
 
@@ -37,9 +37,13 @@ class Point:
         rank has the same samples, however many ranks there are."""
         base = Workload(seq_length=Point.seq_length, hidden=Point.hidden)
         work = Workload(
-            layers=self.layers, hidden=self.hidden, seq_length=self.seq_length,
-            samples=SAMPLES * self.micro_batches * self.num_ranks, warm_up=WARM_UP, steps=steps,
-        )  # fmt: skip
+            layers=self.layers,
+            hidden=self.hidden,
+            seq_length=self.seq_length,
+            samples=SAMPLES * self.micro_batches * self.num_ranks,
+            warm_up=WARM_UP,
+            steps=steps,
+        )
         size = work.layer_numel / base.layer_numel * work.seq_length / base.seq_length
         return replace(work, layer_ms=layer_ms * size)
 
@@ -103,10 +107,16 @@ def modelled_run(point: Point, profile: NetworkProfile, compute_ms: float) -> Mo
     """compute_ms: of a step at `point` without communication, however it was found out."""
     work = point.workload(0.0, 1)
     return ModelledRun(
-        profile, point.nodes, point.ranks_per_node, point.layers, work.layer_numel,
-        compute_ms / (3 * point.layers * point.micro_batches), point.micro_batches,
-        work.embedding_numel, work.head_numel,
-    )  # fmt: skip
+        profile,
+        point.nodes,
+        point.ranks_per_node,
+        point.layers,
+        work.layer_numel,
+        compute_ms / (3 * point.layers * point.micro_batches),
+        point.micro_batches,
+        work.embedding_numel,
+        work.head_numel,
+    )
 
 
 def runners(point: Point, workload: Workload, only: Iterable[str] = ()) -> list[Contender]:

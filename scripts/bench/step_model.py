@@ -112,9 +112,7 @@ class _Program:
 
     lanes: dict[str, list[_Operation]] = field(default_factory=lambda: defaultdict(list))
 
-    def add(
-        self, lane: str, work: Work, after: Iterable[_Operation | None] = ()
-    ) -> _Operation:
+    def add(self, lane: str, work: Work, after: Iterable[_Operation | None] = ()) -> _Operation:
         operation = _Operation(lane, *work, [one for one in after if one is not None])
         self.lanes[lane].append(operation)
         return operation
@@ -123,7 +121,7 @@ class _Program:
         """Give every operation its end: whoever is ready first gets the resource."""
         free: dict[str, float] = defaultdict(float)
         lane_end: dict[str, float] = defaultdict(float)
-        heads = {lane: 0 for lane in self.lanes}
+        heads = dict.fromkeys(self.lanes, 0)
         for _ in range(sum(map(len, self.lanes.values()))):
             ready = []
             for lane, head in heads.items():
@@ -220,17 +218,14 @@ class DistributedOptimizer(System):
 
     name, gathers = "distributed optimizer", False
 
-    def reduce(
-        self, program: _Program, computed: _Operation, nbytes: int, is_last: bool
-    ) -> None:
+    def reduce(self, program: _Program, computed: _Operation, nbytes: int, is_last: bool) -> None:
         if is_last:
             self._synced.append(program.add("reduce", self.run.flat(nbytes), [computed]))
 
     def update(self, program: _Program, computed: _Operation) -> list[_Operation]:
         (stepped, *_) = super().update(program, computed)
         return [
-            program.add("gather", self.run.flat(unit.nbytes), [stepped])
-            for unit in self.run.units
+            program.add("gather", self.run.flat(unit.nbytes), [stepped]) for unit in self.run.units
         ]
 
     def node_nbytes(self) -> float:

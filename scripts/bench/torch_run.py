@@ -59,6 +59,7 @@ def _built_model(workload: Workload) -> nn.Module:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.initialize import initialize_megatron
+
     from megatron_asynchzp.mcore import cpu_platform
 
     cpu_platform.install()
@@ -135,19 +136,24 @@ def _deepspeed(
 
     batch = workload.samples // dist.get_world_size()
     zero = {
-        "stage": 3, "overlap_comm": True, "contiguous_gradients": True,
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
         "reduce_bucket_size": workload.layer_numel,
         "stage3_prefetch_bucket_size": workload.layer_numel,
         "stage3_max_live_parameters": 3 * workload.layer_numel,
         "stage3_max_reuse_distance": workload.layer_numel,
         "stage3_param_persistence_threshold": 0,
         "zero_hpz_partition_size": node_copies,
-    }  # fmt: skip
+    }
     config = {
-        "train_micro_batch_size_per_gpu": batch, "gradient_accumulation_steps": 1,
-        "gradient_clipping": workload.clip_grad, "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True, "steps_per_print": 1 << 30,
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": workload.clip_grad,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1 << 30,
+    }
     engine = deepspeed.initialize(
         model=model, optimizer=_adamw(model.parameters(), workload), config=config
     )[0]

@@ -48,6 +48,7 @@ class Workload:
 
     def argv(self, micro_batch: int) -> list[str]:
         """Megatron's command line, without any parallelism."""
+        # fmt: off
         flags = {
             "num-layers": self.layers, "hidden-size": self.hidden, "num-attention-heads": 4,
             "seq-length": self.seq_length, "max-position-embeddings": self.seq_length,
@@ -59,10 +60,13 @@ class Workload:
             "clip-grad": self.clip_grad, "init-method-std": 0.05, "seed": 1234, "eval-iters": 0,
             "eval-interval": 1000, "log-interval": 1000, "distributed-timeout-minutes": 1,
             "logging-level": 40, "ddp-bucket-size": self.layer_numel,
-        }  # fmt: skip
+        }
+        # fmt: on
         pairs = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+        # fmt: off
         return [*pairs, "--mock-data", "--no-create-attention-mask-in-dataloader",
-                "--untie-embeddings-and-output-weights", "--no-one-logger"]  # fmt: skip
+                "--untie-embeddings-and-output-weights", "--no-one-logger"]
+        # fmt: on
 
 
 @dataclass

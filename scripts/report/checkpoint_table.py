@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns the JSON lines of bench_checkpoints.py, of one or more runs, into Markdown tables.
 
-    python scripts/report/checkpoint_table.py runs/checkpoints.jsonl
+python scripts/report/checkpoint_table.py runs/checkpoints.jsonl
 """
 
 import json

@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.report.compare_rows import ND, OURS, SHARDED, Comparison, comparisons  # noqa: E402
+from scripts.report.compare_rows import ND, OURS, SHARDED, Comparison, comparisons
 
 # Okabe and Ito's colours, told apart with any colour vision and in grey.
 COLOURS = {OURS: "#B03A00", ND: "#0072B2", SHARDED: "#56B4E9"}
@@ -31,10 +31,15 @@ def draw(records: Iterable[dict], file: Path) -> None:
     found = comparisons(records)
     rows = [max(1, sum(not row.reason for row in comparison.rows)) for comparison in found]
     figure, axes = pyplot.subplots(
-        len(found), 3, figsize=(13, 1.6 + sum(0.31 * count + 1.1 for count in rows)),
-        squeeze=False, width_ratios=[2.2, 1, 1], height_ratios=rows, sharey="row",
+        len(found),
+        3,
+        figsize=(13, 1.6 + sum(0.31 * count + 1.1 for count in rows)),
+        squeeze=False,
+        width_ratios=[2.2, 1, 1],
+        height_ratios=rows,
+        sharey="row",
         layout="constrained",
-    )  # fmt: skip
+    )
     for comparison, of_study in zip(found, axes):
         _draw_study(comparison, of_study)
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
@@ -54,10 +59,23 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
         colour = COLOURS[row.family]
         if row.is_timed:
             low, high = row.median_ms - min(row.step_ms), max(row.step_ms) - row.median_ms
-            times.barh(place, row.median_ms, color=colour, height=0.7, xerr=[[low], [high]],
-                       error_kw={"ecolor": _INK, "elinewidth": 1, "capsize": 2})  # fmt: skip
-            times.text(12, place, f"{row.median_ms:.0f}", va="center", color="white",
-                       fontsize=8, weight="bold")  # fmt: skip
+            times.barh(
+                place,
+                row.median_ms,
+                color=colour,
+                height=0.7,
+                xerr=[[low], [high]],
+                error_kw={"ecolor": _INK, "elinewidth": 1, "capsize": 2},
+            )
+            times.text(
+                12,
+                place,
+                f"{row.median_ms:.0f}",
+                va="center",
+                color="white",
+                fontsize=8,
+                weight="bold",
+            )
         else:
             times.text(12, place, "wrong losses: no speed", va="center", color=_RED, fontsize=8)
         traffic.barh(place, row.node_mb or 0.0, color=colour, height=0.7)
@@ -66,13 +84,22 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
     if (told := comparison.calibration) is not None:
         times.axvline(told["compute_ms"], color=_INK, linewidth=1, linestyle=":")
         times.annotate(
-            "compute only", (told["compute_ms"], 1), xycoords=("data", "axes fraction"),
-            xytext=(3, 2), textcoords="offset points", fontsize=8, color=_INK,
-        )  # fmt: skip
+            "compute only",
+            (told["compute_ms"], 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, 2),
+            textcoords="offset points",
+            fontsize=8,
+            color=_INK,
+        )
     times.set_yticks(places, names, fontsize=9)
     nodes, ranks = comparison.nodes, comparison.ranks_per_node
-    times.set_title(f"{nodes} nodes x {ranks} ranks, {comparison.profile['name']}\n",
-                    loc="left", fontsize=10, fontweight="bold")  # fmt: skip
+    times.set_title(
+        f"{nodes} nodes x {ranks} ranks, {comparison.profile['name']}\n",
+        loc="left",
+        fontsize=10,
+        fontweight="bold",
+    )
     times.set_xlabel("step (ms): median, shortest and longest", fontsize=9)
     traffic.set_xlabel("off a node (MB per step)", fontsize=9)
     memory.set_xlabel("tensors (MB): state, pale: peak", fontsize=9)

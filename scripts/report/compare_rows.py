@@ -101,10 +101,13 @@ def _comparison(records: Sequence[dict]) -> Comparison:
     rows = [row_of(of_one, reference) for of_one in runs.values()]
     rows.sort(key=lambda row: row.median_ms if row.is_timed else float("inf"))
     return Comparison(
-        first["nodes"], first["ranks_per_node"], first["profile"], first["workload"],
+        first["nodes"],
+        first["ranks_per_node"],
+        first["profile"],
+        first["workload"],
         next((record for record in records[::-1] if record["kind"] == "calibration"), None),
         tuple(rows),
-    )  # fmt: skip
+    )
 
 
 def row_of(runs: Sequence[dict], reference: Sequence[float] | None) -> Row:
@@ -159,9 +162,11 @@ def state_peers(comparison: Comparison) -> list[Row]:
     return [
         row
         for row in comparison.rows
-        if row.family == SHARDED and row.is_timed and row.state_mb is not None
+        if row.family == SHARDED
+        and row.is_timed
+        and row.state_mb is not None
         and row.state_mb <= STATE_MARGIN * ours.state_mb
-    ]  # fmt: skip
+    ]
 
 
 def orders(comparison: Comparison, places: int = 3) -> list[tuple[str, ...]]:

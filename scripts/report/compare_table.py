@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.report.compare_rows import (  # noqa: E402
+from scripts.report.compare_rows import (
     FOREIGN_LIMIT,
     STATE_MARGIN,
     Comparison,
@@ -24,10 +24,12 @@ from scripts.report.compare_rows import (  # noqa: E402
     state_peers,
 )
 
+# fmt: off
 _HEAD = [
     "contender", "kind", "step ms", "min", "max", "tokens/s", "x best ND", "waits ms",
     "MB off node", "state MB", "peak MB", "loss",
-]  # fmt: skip
+]
+# fmt: on
 NOTES = """\
 How to read it. All contenders train the same GPT in fp32 with gradients in fp32, from the same
 weights, over the same global batches, with Adam and clipping; a row whose losses differ from DDP's
@@ -124,24 +126,37 @@ def verdict(comparison: Comparison) -> list[str]:
         return ["AsyncHZP threaded was not measured: no verdict."]
     lines = []
     if best is not None:
-        lines.append(f"- {ours.name} is {ahead(best, ours):.2f} x as fast as {best.name}, the best "
-                     "stock ND configuration.")  # fmt: skip
+        lines.append(
+            f"- {ours.name} is {ahead(best, ours):.2f} x as fast as {best.name}, the best "
+            "stock ND configuration."
+        )
     if (optimizer := comparison.row("distributed optimizer")) is not None:
         speed = ahead(optimizer, ours)
         lines.append(f"- It is {speed:.2f} x as fast as the distributed optimizer.")
     told = [f"{peer.name} {ahead(peer, ours):.2f} x" for peer in state_peers(comparison)]
     if told:
-        lines.append(f"- Against the sharded peers with at most {STATE_MARGIN:g} x its state: "
-                     f"{', '.join(told)}.")  # fmt: skip
+        lines.append(
+            f"- Against the sharded peers with at most {STATE_MARGIN:g} x its state: "
+            f"{', '.join(told)}."
+        )
     if len(found := orders(comparison)) > 1:
         same = len(set(found)) == 1
-        lines.append(f"- The first three of {len(found)} repetitions: "
-                     + ("always " + ", ".join(found[0]) if same
-                        else "; ".join(", ".join(order) for order in found)) + ".")  # fmt: skip
+        lines.append(
+            f"- The first three of {len(found)} repetitions: "
+            + (
+                "always " + ", ".join(found[0])
+                if same
+                else "; ".join(", ".join(order) for order in found)
+            )
+            + "."
+        )
     busy = [row.name for row in comparison.rows if row.foreign > FOREIGN_LIMIT]
-    lines.append(f"- Others used more than {FOREIGN_LIMIT:.0%} of the machine in no run shown."
-                 if not busy else f"- Others used more than {FOREIGN_LIMIT:.0%} of the machine in "
-                 f"every run of: {', '.join(busy)}. These times are not to be quoted.")  # fmt: skip
+    lines.append(
+        f"- Others used more than {FOREIGN_LIMIT:.0%} of the machine in no run shown."
+        if not busy
+        else f"- Others used more than {FOREIGN_LIMIT:.0%} of the machine in "
+        f"every run of: {', '.join(busy)}. These times are not to be quoted."
+    )
     return lines
 
 

@@ -49,16 +49,23 @@ def _draw_differences(axes, baseline: Run, candidate: Run) -> None:
     axes.scatter(steps, shown, s=9, color=CANDIDATE, linewidths=0)
     axes.axhline(digit, color=INK, linewidth=0.8, linestyle=":")
     axes.annotate(
-        "last\nprinted\ndigit", (1, digit), xycoords=("axes fraction", "data"), xytext=(2, 0),
-        textcoords="offset points", va="center", fontsize=7, color=INK,
-    )  # fmt: skip
+        "last\nprinted\ndigit",
+        (1, digit),
+        xycoords=("axes fraction", "data"),
+        xytext=(2, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=7,
+        color=INK,
+    )
     axes.set_yscale("log")
     axes.set_ylim(digit / 5, max(30 * digit, 3 * top))
     equal = sum(value == 0 for value in apart)
     axes.set_title(
         f"{equal} of {len(apart)} printed losses equal in every digit (drawn at the bottom)",
-        loc="left", fontsize=9,
-    )  # fmt: skip
+        loc="left",
+        fontsize=9,
+    )
     axes.set_ylabel("|difference|\n(nats per byte)")
     axes.set_xlabel("training step")
 
@@ -71,16 +78,26 @@ def _draw_states(axes, runs: Sequence[Run]) -> None:
         if not any(heights):  # fp32 has no separate main parameters
             continue
         axes.bar(
-            range(len(runs)), heights, bottom=bottoms, width=0.55, color=colour,
-            edgecolor="white", label=label,
-        )  # fmt: skip
+            range(len(runs)),
+            heights,
+            bottom=bottoms,
+            width=0.55,
+            color=colour,
+            edgecolor="white",
+            label=label,
+        )
         for i, height in enumerate(heights):
             if height > 0.06 * max(totals) / 2**20:
                 dark = state in ("model_param",)
                 axes.text(
-                    i, bottoms[i] + height / 2, f"{height:.2f}", ha="center", va="center",
-                    fontsize=8, color="white" if dark else INK,
-                )  # fmt: skip
+                    i,
+                    bottoms[i] + height / 2,
+                    f"{height:.2f}",
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color="white" if dark else INK,
+                )
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     for i, total in enumerate(totals):
         axes.text(i, bottoms[i], f"{total / 2**20:.2f}\n", ha="center", va="center", weight="bold")
@@ -101,8 +118,11 @@ def draw(baseline: Run, candidate: Run, title: str, file: Path) -> None:
 
     figure, axes = pyplot.subplot_mosaic(
         [["loss", "state"], ["difference", "state"]],
-        figsize=(11, 5.6), width_ratios=[1.8, 1], height_ratios=[2, 1], layout="constrained",
-    )  # fmt: skip
+        figsize=(11, 5.6),
+        width_ratios=[1.8, 1],
+        height_ratios=[2, 1],
+        layout="constrained",
+    )
     axes["loss"].sharex(axes["difference"])
     axes["loss"].tick_params(labelbottom=False)
     _draw_losses(axes["loss"], baseline, candidate)

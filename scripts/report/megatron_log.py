@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-# iteration        7/     300 | ... | elapsed time per iteration (ms): 93.1 | ... | lm loss: 5.1E+00 |
+# iteration      7/   300 | ... | elapsed time per iteration (ms): 93.1 | ... | lm loss: 5.1E+00 |
 _ITERATION = re.compile(r"\biteration +(\d+)/ *(\d+) \|")
 _FIELD = re.compile(r"\| ([^:|]+): +(\S+) (?=\|)")
 
 
 class Iteration(NamedTuple):
-    """One printed training step. grad_norm is None where Megatron prints none, and what --use-asynchzp
-    adds, milliseconds that computation waited and the rest of communication in %, in other runs.
+    """One printed training step. grad_norm is None where Megatron prints none; so are, without
+    --use-asynchzp, milliseconds that computation waited and the rest of communication in %.
     """
 
     number: int

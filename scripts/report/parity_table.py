@@ -28,7 +28,9 @@ def parity_table(lines: list[str]) -> str:
             not max(r["loss_error"], r["grad_norm_error"]) <= allowed or bool(r["faults"])
             for r in records
         )
-        rows.append(f"| {variant} | {len(records)} | {loss:.1e} | {norm:.1e} | {allowed:.0e} | {bad} |")
+        rows.append(
+            f"| {variant} | {len(records)} | {loss:.1e} | {norm:.1e} | {allowed:.0e} | {bad} |"
+        )
     compared = [record for records in by_variant.values() for record in records]
     steps = " or ".join(str(number) for number in sorted({record["steps"] for record in compared}))
     return "\n".join([*rows, "", f"{len(compared)} comparisons of {steps} steps each."])

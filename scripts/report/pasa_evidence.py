@@ -140,10 +140,12 @@ def train(
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
+    # fmt: off
     return {
         "way": way.name, "k_bias": k_bias, "v_bias": v_bias, "losses": losses, "errors": errors,
         "every": every,
-    }  # fmt: skip
+    }
+    # fmt: on
 
 
 def draw(runs: list[dict], path: Path) -> None:
@@ -156,8 +158,10 @@ def draw(runs: list[dict], path: Path) -> None:
     figure, axes = pyplot.subplots(
         2, len(settings), figsize=(5.5 * len(settings), 7), squeeze=False, layout="constrained"
     )
+    # fmt: off
     colors = {"fp32": "black", "standard": "tab:red", "PASA": "tab:blue", "too": "tab:green",
-              "rounded": "lightgray"}  # fmt: skip
+              "rounded": "lightgray"}
+    # fmt: on
     for column, (k_bias, v_bias) in enumerate(settings):
         above, below = axes[0, column], axes[1, column]
         for run in runs:
@@ -165,9 +169,10 @@ def draw(runs: list[dict], path: Path) -> None:
                 continue
             color = next(c for end, c in colors.items() if run["way"].endswith(end))
             style = {
-                "color": color, "label": run["way"],
+                "color": color,
+                "label": run["way"],
                 "linestyle": "--" if run["way"].startswith("bf16") else "-",
-            }  # fmt: skip
+            }
             smooth = torch.tensor(run["losses"]).unfold(0, 10, 1).mean(1)
             above.plot(smooth, linewidth=1, **style)
             if run["errors"]:
@@ -193,11 +198,13 @@ def main(argv: list[str]) -> int:
             runs.append(train(way, k_bias, v_bias, options.steps, seed=options.seed))
             last, errors = runs[-1]["losses"][-50:], sorted(runs[-1]["errors"])
             told = {
-                "way": way.name, "k_bias": k_bias, "v_bias": v_bias,
+                "way": way.name,
+                "k_bias": k_bias,
+                "v_bias": v_bias,
                 "loss_of_last_50_steps": sum(last) / len(last),
                 "median_error": errors[len(errors) // 2] if errors else None,
                 "largest_error": errors[-1] if errors else None,
-            }  # fmt: skip
+            }
             print(json.dumps(told), flush=True)
     if options.picture:
         draw(runs, options.picture)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megatron_asynchzp.comm.timeline import COMPUTE, WAIT, Span  # noqa: E402
-from scripts.report.step_trace import (  # noqa: E402
+from megatron_asynchzp.comm.timeline import COMPUTE, WAIT, Span
+from scripts.report.step_trace import (
     Computation,
     Trace,
     TraceError,
@@ -28,10 +28,12 @@ from scripts.report.step_trace import (  # noqa: E402
 LANES = ("gather", "reduce", "grad-sync", "param-sync")
 ROWS = {COMPUTE: "main thread", WAIT: "wait"} | {lane: lane for lane in LANES}
 # Okabe and Ito's colours, told apart with any colour vision; every other micro-batch is lighter.
+# fmt: off
 COLOURS = {
     "forward": "#0072B2", "backward": "#009E73", WAIT: "#D62728", "gather": "#56B4E9",
     "reduce": "#E69F00", "grad-sync": "#CC79A7", "param-sync": "#9A9A9A",
-}  # fmt: skip
+}
+# fmt: on
 INK = "#333333"
 LIGHTER, RECOMPUTED = 0.35, 0.6  # shares of white: every other micro-batch, recomputations
 WIDTH_IN, ROW_IN, DPI, FONT = 13.0, 0.34, 130, 6.5
@@ -92,9 +94,7 @@ class _Panel:
         axes.set_ylim(len(self.rows) - 0.5, -1.1)
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.set_title(
-            title_of(self.trace), loc="left", fontsize=10, fontweight="bold", color=INK
-        )
+        axes.set_title(title_of(self.trace), loc="left", fontsize=10, fontweight="bold", color=INK)
 
     def _draw_computations(self, row: float) -> None:
         for span in self.trace.outer:
@@ -143,9 +143,15 @@ class _Panel:
         if 0.62 * size * len(text) + 2 > size_ms * self._points_per_ms:
             return False
         self.axes.text(
-            1e3 * span.start + size_ms / 2, at, text, ha="center", va="center_baseline",
-            fontsize=size, color=ink, zorder=3,
-        )  # fmt: skip
+            1e3 * span.start + size_ms / 2,
+            at,
+            text,
+            ha="center",
+            va="center_baseline",
+            fontsize=size,
+            color=ink,
+            zorder=3,
+        )
         return True
 
 
@@ -185,15 +191,22 @@ def _add_legend(figure, traces: Sequence[Trace], rows: Sequence[str]) -> None:
     if any(each.is_recomputed for trace in traces for each in trace.computations):
         handles.append(Patch(color=_lighter("forward", RECOMPUTED), label="recomputation"))
     meaning = {
-        WAIT: "main thread waits", "gather": "parameters (all-gather)",
-        "reduce": "gradients (reduce-scatter)", "grad-sync": "gradient shards, once a step",
+        WAIT: "main thread waits",
+        "gather": "parameters (all-gather)",
+        "reduce": "gradients (reduce-scatter)",
+        "grad-sync": "gradient shards, once a step",
         "param-sync": "parameter shards, once a step",
-    }  # fmt: skip
+    }
     handles += [Patch(color=COLOURS[row], label=meaning[row]) for row in rows if row != COMPUTE]
     figure.legend(
-        handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=8,
-        handlelength=1.2, columnspacing=1.4,
-    )  # fmt: skip
+        handles=handles,
+        loc="outside upper left",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=8,
+        handlelength=1.2,
+        columnspacing=1.4,
+    )
 
 
 # ---- the command

@@ -14,15 +14,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.report.compare_rows import Row  # noqa: E402
-from scripts.report.scaling_rows import (  # noqa: E402
-    AxisRows,
-    Modelled,
-    Place,
-    RecordsError,
-    axes_of,
-)
-from scripts.report.scaling_table import read  # noqa: E402
+from scripts.report.compare_rows import Row
+from scripts.report.scaling_rows import AxisRows, Modelled, Place, RecordsError, axes_of
+from scripts.report.scaling_table import read
 
 # Okabe and Ito's colours, told apart with any colour vision; markers tell them apart in grey.
 _STYLES = {
@@ -35,9 +29,12 @@ _INK = "#333333"
 _DODGE = 0.09  # of an octave: contenders at one place stand side by side
 _WIDE = 6.0  # a panel in which something grows more than that is logarithmic
 _LABELS = {
-    "ranks": "ranks", "micro-batches": "micro-batches", "layers": "layers",
-    "sequence-length": "tokens of a sample", "hidden-size": "hidden size",
-}  # fmt: skip
+    "ranks": "ranks",
+    "micro-batches": "micro-batches",
+    "layers": "layers",
+    "sequence-length": "tokens of a sample",
+    "hidden-size": "hidden size",
+}
 
 
 @dataclass(frozen=True)
@@ -113,8 +110,14 @@ def _draw(plot: Any, axis: AxisRows, panel: Panel) -> None:
         style = {"color": colour, "markersize": 4.5, "linewidth": 0.9, "zorder": 3}
         for is_measured, shape in ((True, ""), (False, marker)):
             at, values = _modelled(axis, name, panel, is_measured)
-            plot.plot([shift * x for x in at], values, linestyle="--", marker=shape,
-                      markerfacecolor="white", **style)  # fmt: skip
+            plot.plot(
+                [shift * x for x in at],
+                values,
+                linestyle="--",
+                marker=shape,
+                markerfacecolor="white",
+                **style,
+            )
         for place in axis.places:
             if name in place.measured:
                 row, at = place.measured[name], place.at * shift
@@ -122,8 +125,16 @@ def _draw(plot: Any, axis: AxisRows, panel: Panel) -> None:
                 plot.plot([at] * len(values[1:]), values[1:], **style)
                 plot.plot([at] * len(values[:1]), values[:1], marker=marker, **style)
                 if row.is_red and panel is PANELS[0]:
-                    plot.text(at, 0.02, "wrong losses", rotation=90, fontsize=7, ha="center",
-                              color=colour, transform=plot.get_xaxis_transform())  # fmt: skip
+                    plot.text(
+                        at,
+                        0.02,
+                        "wrong losses",
+                        rotation=90,
+                        fontsize=7,
+                        ha="center",
+                        color=colour,
+                        transform=plot.get_xaxis_transform(),
+                    )
     _set_scale(plot, _grows(axis, panel), panel.bottom)
     if axis.border is not None:
         plot.axvline(axis.border, color=_INK, linewidth=0.8)
@@ -149,8 +160,11 @@ def _modelled(
 def _grows(axis: AxisRows, panel: Panel) -> bool:
     """Whether anything grows many times along the axis."""
     for name in axis.contenders:
-        told = [value for is_measured in (True, False)
-                for value in _modelled(axis, name, panel, is_measured)[1]]  # fmt: skip
+        told = [
+            value
+            for is_measured in (True, False)
+            for value in _modelled(axis, name, panel, is_measured)[1]
+        ]
         if told and 0 < _WIDE * told[0] < told[-1]:
             return True
     return False
@@ -182,9 +196,17 @@ def _say_what_is_measured(plot: Any, axis: AxisRows) -> None:
     if axis.border is None:
         return
     for words, side, x in (("measured ", "right", -2), (" modelled", "left", 2)):
-        plot.annotate(words, (axis.border, 1), xycoords=("data", "axes fraction"),
-                      xytext=(x, 1), textcoords="offset points", ha=side, va="bottom",
-                      fontsize=8, color=_INK)  # fmt: skip
+        plot.annotate(
+            words,
+            (axis.border, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(x, 1),
+            textcoords="offset points",
+            ha=side,
+            va="bottom",
+            fontsize=8,
+            color=_INK,
+        )
 
 
 def _label(plot: Any, axis: AxisRows) -> None:
@@ -200,25 +222,49 @@ def _add_legend(figure: Any, axes: list[AxisRows]) -> None:
 
     names = axes[0].contenders if axes else ()
     handles = [
-        Line2D([], [], color=_STYLES[name][0], marker=_STYLES[name][1], linestyle="none",
-               markersize=5, label=name)
+        Line2D(
+            [],
+            [],
+            color=_STYLES[name][0],
+            marker=_STYLES[name][1],
+            linestyle="none",
+            markersize=5,
+            label=name,
+        )
         for name in names
     ]
     handles += [
-        Line2D([], [], color=_INK, marker="o", linestyle="none", markersize=5,
-               label="measured, shortest to longest"),
-        Line2D([], [], color=_INK, marker="o", linestyle="--", markersize=5, linewidth=0.9,
-               markerfacecolor="white", label="cost model"),
+        Line2D(
+            [],
+            [],
+            color=_INK,
+            marker="o",
+            linestyle="none",
+            markersize=5,
+            label="measured, shortest to longest",
+        ),
+        Line2D(
+            [],
+            [],
+            color=_INK,
+            marker="o",
+            linestyle="--",
+            markersize=5,
+            linewidth=0.9,
+            markerfacecolor="white",
+            label="cost model",
+        ),
         Line2D([], [], color=_INK, linestyle=":", linewidth=1, label="computation alone"),
-    ]  # fmt: skip
+    ]
     figure.legend(handles=handles, loc="outside upper left", ncols=4, frameon=False, fontsize=9)
 
 
 def main() -> None:
     files, end = [Path(name) for name in sys.argv[1:-2]], sys.argv[-2:]
     if not files or end[0] != "--output" or not all(file.is_file() for file in files):
-        sys.exit("usage: scaling_picture.py FILE... --output PNG    FILE: records.jsonl of "
-                 "scaling.py")  # fmt: skip
+        sys.exit(
+            "usage: scaling_picture.py FILE... --output PNG    FILE: records.jsonl of scaling.py"
+        )
     try:
         draw(read(files), Path(end[1]))
     except RecordsError as error:

@@ -129,9 +129,12 @@ def _place(point: tuple[int, ...], at: int, records: Sequence[dict]) -> Place:
 
 def _modelled(record: dict) -> Modelled:
     return Modelled(
-        record["step_ms"], 1e-6 * record["node_nbytes"], 1e-6 * record["state_nbytes"],
-        record["compute_ms"], record["compute"],
-    )  # fmt: skip
+        record["step_ms"],
+        1e-6 * record["node_nbytes"],
+        1e-6 * record["state_nbytes"],
+        record["compute_ms"],
+        record["compute"],
+    )
 
 
 def errors(axes: Iterable[AxisRows]) -> dict[str, list[float]]:

@@ -14,15 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from scripts.report.compare_rows import FOREIGN_LIMIT, Row  # noqa: E402
-from scripts.report.scaling_rows import (  # noqa: E402
-    AxisRows,
-    Modelled,
-    Place,
-    RecordsError,
-    axes_of,
-    errors,
-)
+from scripts.report.compare_rows import FOREIGN_LIMIT, Row
+from scripts.report.scaling_rows import AxisRows, Modelled, Place, RecordsError, axes_of, errors
 
 NOTES = """\
 How to read it. All contenders of a point train the same GPT in fp32 on the same batches, by
@@ -70,17 +63,28 @@ def _settings(record: dict) -> str:
 def _section(axis: AxisRows) -> str:
     steps = _table(
         [axis.name, "compute only", "busy", *axis.contenders],
-        [[_at(place), _alone(place), _busy(place), *_cells(place, axis, step_cell)]
-         for place in axis.places],
-    )  # fmt: skip
+        [
+            [_at(place), _alone(place), _busy(place), *_cells(place, axis, step_cell)]
+            for place in axis.places
+        ],
+    )
     sizes = _table(
         [axis.name, *axis.contenders],
         [[_at(place), *_cells(place, axis, size_cell)] for place in axis.places],
     )
-    return "\n".join([
-        f"### {axis.name}", "", "Step ms:", "", steps, "MB off a node per step; state MB:", "",
-        sizes, *_reasons(axis),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"### {axis.name}",
+            "",
+            "Step ms:",
+            "",
+            steps,
+            "MB off a node per step; state MB:",
+            "",
+            sizes,
+            *_reasons(axis),
+        ]
+    )
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -141,8 +145,10 @@ def _reasons(axis: AxisRows) -> list[str]:
             if row.reason:
                 lines.append(f"- {axis.name} {place.at}, {name}: {row.reason}.")
             if row.foreign > FOREIGN_LIMIT:
-                lines.append(f"- {axis.name} {place.at}, {name}: others used {row.foreign:.0%} of "
-                             "the machine: not to be quoted.")  # fmt: skip
+                lines.append(
+                    f"- {axis.name} {place.at}, {name}: others used {row.foreign:.0%} of "
+                    "the machine: not to be quoted."
+                )
     return [*lines, ""] if lines else []
 
 

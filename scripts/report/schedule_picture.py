@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 COMPUTE, COMMUNICATION = "compute only", "communication only"
 GOAL = 1.1
 # Okabe and Ito's colours, told apart with any colour vision; markers tell them apart in grey.
+# fmt: off
 _STYLES = (
     ("#B03A00", "o"), ("#0072B2", "s"), ("#009E73", "D"), ("#56B4E9", "^"), ("#CC79A7", "v"),
     ("#E69F00", "P"), ("#000000", "X"), ("#999999", "*"),
-)  # fmt: skip
+)
+# fmt: on
 
 
 class Point(NamedTuple):
@@ -60,8 +62,15 @@ def make_figure(records: Iterable[dict]) -> Any:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     plot = figure.subplots()
     for (name, points), (colour, marker) in zip(curves(records).items(), _STYLES):
-        plot.plot([point.load for point in points], [point.ratio for point in points],
-                  color=colour, marker=marker, markersize=5, linewidth=1.2, label=name)  # fmt: skip
+        plot.plot(
+            [point.load for point in points],
+            [point.ratio for point in points],
+            color=colour,
+            marker=marker,
+            markersize=5,
+            linewidth=1.2,
+            label=name,
+        )
     plot.axhline(1.0, color="#333333", linewidth=0.8)
     plot.axhline(GOAL, color="#333333", linewidth=0.8, linestyle=":")
     plot.axvline(1.0, color="#bbbbbb", linewidth=0.8)
@@ -75,8 +84,9 @@ def make_figure(records: Iterable[dict]) -> Any:
 
 def main() -> None:
     if len(sys.argv) != 4 or sys.argv[2] != "--output" or not Path(sys.argv[1]).is_file():
-        sys.exit("usage: schedule_picture.py FILE --output PNG    FILE: the --out of "
-                 "bench_schedules.py")  # fmt: skip
+        sys.exit(
+            "usage: schedule_picture.py FILE --output PNG    FILE: the --out of bench_schedules.py"
+        )
     records = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
     try:
         make_figure(records).savefig(sys.argv[3], dpi=120)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns the JSON lines of bench_schedules.py, of one or more runs, into Markdown tables.
 
-    python scripts/report/schedule_table.py runs/schedules.jsonl
+python scripts/report/schedule_table.py runs/schedules.jsonl
 """
 
 import json

@@ -94,9 +94,10 @@ def split_leaves(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
         if not any(_is_same_module(span, other) for other in leaves[-8:]):
             leaves.append(span)
     outer = [
-        span for span in leaves
+        span
+        for span in leaves
         if any(other is not span and _contains(span, other) for other in leaves)
-    ]  # fmt: skip
+    ]
     return [span for span in leaves if span not in outer], outer
 
 
@@ -135,9 +136,11 @@ def number_batches(leaves: Sequence[Span]) -> list[Computation]:
         for span, following in zip(spans, [*spans[1:], None]):
             direction = direction_of(span)
             is_again = (
-                recomputes and direction == "forward"
-                and following is not None and direction_of(following) == "backward"
-            )  # fmt: skip
+                recomputes
+                and direction == "forward"
+                and following is not None
+                and direction_of(following) == "backward"
+            )
             counted = "backward" if is_again else direction
             batch = numbers[counted]
             numbers[counted] += not is_again

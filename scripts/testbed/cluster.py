@@ -102,10 +102,14 @@ class _Rank:
             os.dup2(file.fileno(), 2)
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
         os.environ.update(
-            RANK=str(self.rank), LOCAL_RANK=str(self.rank), WORLD_SIZE=str(self.world_size),
-            LOCAL_WORLD_SIZE=str(self.profile.ranks_per_node), MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(self.port), GLOO_SOCKET_IFNAME="lo",
-        )  # fmt: skip
+            RANK=str(self.rank),
+            LOCAL_RANK=str(self.rank),
+            WORLD_SIZE=str(self.world_size),
+            LOCAL_WORLD_SIZE=str(self.profile.ranks_per_node),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(self.port),
+            GLOO_SOCKET_IFNAME="lo",
+        )
         try:
             import torch
             import torch.distributed as dist
@@ -116,9 +120,12 @@ class _Rank:
             store = dist.TCPStore("127.0.0.1", self.port, is_master=False)
             network = fabric.register(self.profile)
             dist.init_process_group(
-                fabric.BACKEND, store=store, rank=self.rank, world_size=self.world_size,
+                fabric.BACKEND,
+                store=store,
+                rank=self.rank,
+                world_size=self.world_size,
                 timeout=timedelta(seconds=60),
-            )  # fmt: skip
+            )
             result = fn(network, *args)
             dist.barrier()
             out.send((True, result))
@@ -174,7 +181,7 @@ def _collect(
         for process in processes:
             process.join()
     if waiting and not errors:
-        errors = {index: f"not finished after {timeout_s:.0f} s" for index in waiting.values()}
+        errors = dict.fromkeys(waiting.values(), f"not finished after {timeout_s:.0f} s")
     if errors:
         raise ClusterFailure(errors)
     return [results[index] for index in range(len(ranks))]

@@ -233,15 +233,12 @@ class FabricGroup(LaneGroup):
                 f"got {', '.join(described([piece]) for piece in pieces)}"
             )
 
-    def _split_numels(
-        self, name: str, tensor: torch.Tensor, splits: Sequence[int]
-    ) -> list[int]:
+    def _split_numels(self, name: str, tensor: torch.Tensor, splits: Sequence[int]) -> list[int]:
         """Elements for each rank of an all-to-all; rows are split, evenly where not told."""
         rows = tensor.shape[0] if tensor.dim() else 1
         splits = list(splits) or [rows // self._size] * self._size
         if len(splits) != self._size or sum(splits) != rows:
             raise ValueError(
-                f"all_to_all: {rows} rows of {name} do not split into {self._size} parts "
-                f"{splits}"
+                f"all_to_all: {rows} rows of {name} do not split into {self._size} parts {splits}"
             )
         return [size * (tensor.numel() // max(rows, 1)) for size in splits]

@@ -90,11 +90,13 @@ def compiled_library() -> Path:
 
 def _compile(compiler: str, library: Path) -> None:
     torch_folder = Path(torch.__file__).parent
+    # fmt: off
     command = [
         compiler, "-std=c++20", "-O2", "-shared", "-fPIC", str(_SOURCE), "-o", str(library),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10",
-    ]  # fmt: skip
+    ]
+    # fmt: on
     told = subprocess.run(command, capture_output=True, text=True)
     if told.returncode:
         reason = next((line for line in told.stderr.splitlines() if "error" in line), told.stderr)

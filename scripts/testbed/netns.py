@@ -180,11 +180,17 @@ def run_ranks(args: argparse.Namespace) -> int:
 def _start_rank(args: argparse.Namespace, rank: int) -> subprocess.Popen:
     node, local_rank = divmod(rank, args.ranks)
     env = os.environ | {
-        "RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(node),
-        "WORLD_SIZE": str(args.nodes * args.ranks), "LOCAL_WORLD_SIZE": str(args.ranks),
-        "MASTER_ADDR": _address(0), "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": "eth0",
-        "OMP_NUM_THREADS": "1", "ASYNCHZP_NETNS": f"{args.inter} {args.intra or ''}".strip(),
-    }  # fmt: skip
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "GROUP_RANK": str(node),
+        "WORLD_SIZE": str(args.nodes * args.ranks),
+        "LOCAL_WORLD_SIZE": str(args.ranks),
+        "MASTER_ADDR": _address(0),
+        "MASTER_PORT": "29511",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "1",
+        "ASYNCHZP_NETNS": f"{args.inter} {args.intra or ''}".strip(),
+    }
     # Ranks that wander between cores measure the scheduler.
     pin = [] if args.no_pin else ["taskset", "-c", str(rank % len(os.sched_getaffinity(0)))]
     command = ["ip", "netns", "exec", f"node{node}", *pin, *args.command]

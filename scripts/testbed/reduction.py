@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+# fmt: off
 _COMBINE: dict[str, Callable] = {
     "SUM": torch.add, "AVG": torch.add, "PREMUL_SUM": torch.add, "PRODUCT": torch.mul,
     "MIN": torch.minimum, "MAX": torch.maximum,
     "BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor,
-}  # fmt: skip
+}
+# fmt: on
 
 
 class Reduction(NamedTuple):

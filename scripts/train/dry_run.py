@@ -163,17 +163,21 @@ class Report:
         return "\n".join(parts)
 
     def _mesh_table(self) -> str:
+        # fmt: off
         rows = [
             (kind.name, kind.shares, str(kind.size), str(kind.count), _some(kind.first),
              kind.link(self.ranks_per_node))
             for kind in self.kinds
-        ]  # fmt: skip
+        ]
+        # fmt: on
         columns = ("groups", "share", "ranks", "how many", "the first", "link")
         return _table("Mesh", columns, rows)
 
     def _stages_table(self) -> str:
+        # fmt: off
         columns = ("stage", "ranks", "parameters on a rank", "params", "grads", "main params",
-                   "moments", "rings", "all, GiB")  # fmt: skip
+                   "moments", "rings", "all, GiB")
+        # fmt: on
         rows = []
         for stage in self.stages:
             held = [stage.allocated[state] for state in stage.formula] + [sum(stage.rings.values())]

@@ -77,11 +77,10 @@ def _shard_kinds(
     ranks: Sequence[int] = dist.get_process_group_ranks(group)
     topology = ShardTopology(len(ranks), group.rank(), sizes)
     made = []
-    for state, size in (
-        ("param", sizes.param), ("grad", sizes.grad), ("optim", sizes.optim)
-    ):  # fmt: skip
+    for state, size in (("param", sizes.param), ("grad", sizes.grad), ("optim", sizes.optim)):
         owners = tuple(ranks[member] for member in topology.owner_ranks(size))
         shares = f"one copy of the {prefix}{state} state"
-        made.append(GroupKind(f"{prefix}{state} shards", shares, size,
-                              args.world_size // size, owners))  # fmt: skip
+        made.append(
+            GroupKind(f"{prefix}{state} shards", shares, size, args.world_size // size, owners)
+        )
     return made

@@ -7,7 +7,6 @@
 launch.sh --platform ascend does it. Not run by us on a device yet.
 """
 
-import runpy
 import sys
 from pathlib import Path
 

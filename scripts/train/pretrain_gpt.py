@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pretrain a GPT with nothing but the wheels: Megatron's flags, plus --use-asynchzp and its own.
 
-    torchrun --nproc-per-node 4 scripts/train/pretrain_gpt.py --use-asynchzp [Megatron's flags]
+torchrun --nproc-per-node 4 scripts/train/pretrain_gpt.py --use-asynchzp [Megatron's flags]
 """
 
 import megatron_asynchzp.mcore.adaptor  # noqa: F401  before Megatron: chooses platform, patches it
@@ -127,9 +127,7 @@ def main() -> None:
     )
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     report = RunReport()
-    pretrain(
-        config, build_datasets, ModelType.encoder_or_decoder, report.watch(forward_step)
-    )
+    pretrain(config, build_datasets, ModelType.encoder_or_decoder, report.watch(forward_step))
     report.finish(args)
 
 

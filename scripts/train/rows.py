@@ -18,10 +18,12 @@ _TABLES = tomllib.loads(Path(__file__).with_name("rows.toml").read_text())
 PLATFORMS = tuple(_TABLES["platforms"])
 
 # Whoever brings one of these brings data, and its vocabulary.
+# fmt: off
 _DATA_FLAGS = {
     "--mock-data", "--data-path", "--train-data-path", "--data-args-path",
     "--per-split-data-args-path", "--tokenizer-type",
-}  # fmt: skip
+}
+# fmt: on
 
 
 class RowError(ValueError):

@@ -24,10 +24,17 @@ STUCK_AFTER = 24  # the same token so many times in a row: a greedy sample will 
 
 def add_report_arguments(parser: ArgumentParser) -> ArgumentParser:
     group = parser.add_argument_group(title="run report")
-    group.add_argument("--report-json", type=Path, metavar="FILE",
-                       help="at the end rank 0 writes what the run held and sampled")  # fmt: skip
-    group.add_argument("--sample-prompt", metavar="TEXT",
-                       help="continue this text greedily at the end, into --report-json")  # fmt: skip
+    group.add_argument(
+        "--report-json",
+        type=Path,
+        metavar="FILE",
+        help="at the end rank 0 writes what the run held and sampled",
+    )
+    group.add_argument(
+        "--sample-prompt",
+        metavar="TEXT",
+        help="continue this text greedily at the end, into --report-json",
+    )
     group.add_argument("--sample-tokens", type=int, default=200, metavar="N")
     return parser
 

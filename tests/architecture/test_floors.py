@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "megatron_asynchzp"
+# fmt: off
 FLOORS = {
     "config": 0, "device": 0, "sharding": 1, "attention": 1, "planner": 1,
     "comm": 2, "zero": 3, "mcore": 4, "launch": 5,
     "hf": 5,  # reads and writes Megatron's checkpoints through megatron.core.dist_checkpointing
-}  # fmt: skip
+}
+# fmt: on
 
 
 def imported_modules(path: Path) -> set[str]:

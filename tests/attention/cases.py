@@ -27,8 +27,10 @@ def normal_inputs(
     """Standard normal q, k, v, dO in fp64."""
     generator = torch.Generator().manual_seed(seed)
     queries, keys, value_dim = mask.num_queries, mask.num_keys, value_dim or dim
+    # fmt: off
     shapes = [(heads, queries, dim), (groups, keys, dim), (groups, keys, value_dim),
-              (heads, queries, value_dim)]  # fmt: skip
+              (heads, queries, value_dim)]
+    # fmt: on
     return Inputs(
         *(torch.randn(batch, *s, generator=generator, dtype=torch.float64) for s in shapes)
     )
@@ -86,9 +88,11 @@ def masks(queries: int = 70, keys: int = 90) -> dict[str, AttentionMask]:
     first, second = keys // 3, keys - keys // 3
     packed = PackedSequences(cumulative(first, second), cumulative(first, second))
     padded = PackedSequences(
-        packed.cu_seqlens_q, packed.cu_seqlens_k,
-        torch.tensor([first - 4, second - 7]), torch.tensor([first - 4, second - 7]),
-    )  # fmt: skip
+        packed.cu_seqlens_q,
+        packed.cu_seqlens_k,
+        torch.tensor([first - 4, second - 7]),
+        torch.tensor([first - 4, second - 7]),
+    )
     generator = torch.Generator().manual_seed(5)
     return {
         "full": AttentionMask(queries, keys),
@@ -102,7 +106,9 @@ def masks(queries: int = 70, keys: int = 90) -> dict[str, AttentionMask]:
         "packed, padded": AttentionMask(keys, keys, is_causal=True, packed=padded),
         "padding": AttentionMask(queries, keys, key_lengths_B=torch.tensor([keys // 2])),
         "chunks": AttentionMask(
-            2 * (keys // 4), keys, is_causal=True,
+            2 * (keys // 4),
+            keys,
+            is_causal=True,
             chunks=((keys // 4, keys // 4), (keys // 4, keys)),
         ),
         "arbitrary": AttentionMask(

@@ -42,11 +42,13 @@ class Usage(NamedTuple):
 def compile_for_sm90(kernel: str, dim: int, *, has_shift: bool, dtype: str = "fp16") -> Usage:
     function, table = KERNELS[kernel]
     options = as_options(table[max(64, padded_dim(dim))])
+    # fmt: off
     constants = {
         "DIM": dim, "VALUE_DIM": dim, "PADDED_DIM": padded_dim(dim),
         "PADDED_VALUE_DIM": padded_dim(dim), "SHIFT_BLOCK": SHIFT_BLOCK, "HAS_SHIFT": has_shift,
         "PRECISION": "tf32", "BLOCK_M": options["BLOCK_M"], "BLOCK_N": options["BLOCK_N"],
-    }  # fmt: skip
+    }
+    # fmt: on
     signature, divisible = {}, {}
     for index, name in enumerate(function.arg_names):
         signature[name] = _type_of(name, dtype, constants)

@@ -119,9 +119,11 @@ def test_the_error_of_dq_does_not_depend_on_the_bias_of_k(dtype, is_causal):
         q, k, v, d_output = inputs
         true = exact_backward(d_output, q, k, v, mask, SCALE).dq_BHSD
         ways = {
-            "block": shift_keys(k, 128), "global": shift_keys(k), "none": centred_only(k),
+            "block": shift_keys(k, 128),
+            "global": shift_keys(k),
+            "none": centred_only(k),
             "control": unshifted(k),
-        }  # fmt: skip
+        }
         for name, keys in ways.items():
             found[name, bias] = relative_rmse(gradients(inputs, keys, mask).dq_BHSD, true)
     assert found["block", 30.0] <= 1.5 * found["block", 0.0], found

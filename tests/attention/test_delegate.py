@@ -165,7 +165,8 @@ NPU_CASES = {
     "full": (AttentionMask(8, 8), {"sparse_mode": 0, "inner_precise": 0}),
     "causal": (AttentionMask(8, 8, is_causal=True), {"sparse_mode": 3, "inner_precise": 0}),
     "causal, more queries": (
-        AttentionMask(8, 6, is_causal=True), {"sparse_mode": 3, "inner_precise": 2},
+        AttentionMask(8, 6, is_causal=True),
+        {"sparse_mode": 3, "inner_precise": 2},
     ),
     "band": (
         AttentionMask(8, 8, window=(2, 1)),
@@ -179,7 +180,7 @@ NPU_CASES = {
         AttentionMask(8, 8, is_causal=True, packed=PACKED),
         {"sparse_mode": 3, "actual_seq_qlen": [3, 8], "actual_seq_kvlen": [3, 8]},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NPU_CASES)
@@ -225,8 +226,11 @@ def test_flash_attn_is_called_with_its_layout_and_names(monkeypatch, is_packed):
     output = vendors.FlashAttn().run(AttentionCall(*inputs[:3], mask, 1.0))
     ((args, options),) = function.calls
     assert options == {
-        "dropout_p": 0.0, "softmax_scale": 1.0, "causal": True, "window_size": (4, -1),
-    }  # fmt: skip
+        "dropout_p": 0.0,
+        "softmax_scale": 1.0,
+        "causal": True,
+        "window_size": (4, -1),
+    }
     if is_packed:
         assert [x.tolist() if torch.is_tensor(x) else x for x in args] == [[0, 3, 8]] * 2 + [5, 5]
     true = exact_forward(*inputs[:3], AttentionMask(8, 8), 1.0).output_BHSE

@@ -49,14 +49,19 @@ def by_block(
 ) -> list[torch.Tensor]:
     q, k, v, d_output = inputs
     used = mask.used_keys_BT() if mask.has_unused_keys else None
-    shifted = shift_keys(
-        k, None if is_global else BLOCK, beta=beta, rule=rule, used_BT=used
-    )
+    shifted = shift_keys(k, None if is_global else BLOCK, beta=beta, rule=rule, used_BT=used)
     forward = block.block_forward(q, shifted, v, mask, SCALE, tile=BLOCK)
     gradients = block.block_backward(
-        d_output, q, shifted, v, forward.result.output_BHSE, forward.shifted_lse_BHS, mask, SCALE,
+        d_output,
+        q,
+        shifted,
+        v,
+        forward.result.output_BHSE,
+        forward.shifted_lse_BHS,
+        mask,
+        SCALE,
         tile=BLOCK,
-    )  # fmt: skip
+    )
     return [*forward.result, *gradients]
 
 

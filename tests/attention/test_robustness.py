@@ -42,10 +42,7 @@ def by_paper(inputs: Inputs, mask: AttentionMask):
 def exact(inputs: Inputs, mask: AttentionMask):
     q, k, v, d_output = inputs
     scale = 1 / sqrt(q.shape[-1])
-    return [
-        *exact_forward(q, k, v, mask, scale),
-        *exact_backward(d_output, q, k, v, mask, scale),
-    ]
+    return [*exact_forward(q, k, v, mask, scale), *exact_backward(d_output, q, k, v, mask, scale)]
 
 
 def test_65536_flat_keys_with_values_around_30_neither_overflow_nor_drift():

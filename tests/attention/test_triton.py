@@ -26,10 +26,7 @@ def interpreted():
 
 def exact(inputs: Inputs, mask: AttentionMask, scale: float = SCALE) -> list[torch.Tensor]:
     q, k, v, d_output = inputs
-    return [
-        *exact_forward(q, k, v, mask, scale),
-        *exact_backward(d_output, q, k, v, mask, scale),
-    ]
+    return [*exact_forward(q, k, v, mask, scale), *exact_backward(d_output, q, k, v, mask, scale)]
 
 
 def biased(mask: AttentionMask, dtype: torch.dtype, bias: float = 8.0, **sizes) -> Inputs:
@@ -61,9 +58,7 @@ def test_in_fp16_the_kernels_are_as_accurate_as_the_reference(interpreted, name,
         assert relative_rmse(one, true) <= 1.3 * relative_rmse(other, true) + 1e-6
 
 
-@pytest.mark.parametrize(
-    "dim", [64, 96, 128, pytest.param(192, marks=pytest.mark.slow), 256]
-)
+@pytest.mark.parametrize("dim", [64, 96, 128, pytest.param(192, marks=pytest.mark.slow), 256])
 def test_every_head_dimension_has_tiles_that_work(interpreted, dim):
     mask = AttentionMask(40, 140, is_causal=True)
     inputs = biased(mask, torch.float16, heads=1, groups=1, dim=dim)

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton: pip install megatron_asynchzp[triton]")
 
-from tests.attention.sm90 import KERNELS, compile_for_sm90  # noqa: E402
+from tests.attention.sm90 import KERNELS, compile_for_sm90
 
 SHARED_BYTES = 227 * 1024  # of one block on sm_90
 

@@ -32,9 +32,7 @@ def gather_and_reduce_everything(all_sizes: list[tuple[int, int, int]]) -> int:
 
         own = topology.shard_range(topology.sizes.param, numel)
         full = torch.full((numel,), float("nan"))
-        run_steps(
-            all_gather_steps(values[own.start : own.stop].clone(), full, groups.unshard)
-        )
+        run_steps(all_gather_steps(values[own.start : own.stop].clone(), full, groups.unshard))
         assert torch.equal(full, values), sizes
 
         scattered = reduce_scatter(values * (rank + 1), groups.grad_reduce)

@@ -12,10 +12,12 @@ from megatron_asynchzp.hf.shape import LLAMA3_SCALING, ModelShape
 VOCABULARY, POSITIONS = 101, 32
 
 _SIZES = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None}
+# fmt: off
 _LLAMA_SIZES = {
     **_SIZES, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": POSITIONS,
-}  # fmt: skip
+}
+# fmt: on
 _GPT2_SIZES = {**_SIZES, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}
 _SCALED = {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3_SCALING}
 
@@ -65,10 +67,12 @@ def tokens() -> torch.Tensor:
 
 def shapes() -> dict[str, ModelShape]:
     """The shapes of configs(), by name."""
+    # fmt: off
     sizes = {
         "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_heads": 4, "head_dim": 16,
         "vocab_size": VOCABULARY, "padded_vocab_size": 128, "max_positions": POSITIONS,
-    }  # fmt: skip
+    }
+    # fmt: on
     llama = {**sizes, "family": "llama", "norm_eps": 1e-6}
     gpt2 = {**sizes, "family": "gpt2", "norm_eps": 1e-5, "num_query_groups": 4}
     return {

@@ -91,9 +91,12 @@ def test_norms_that_a_checkpoint_keeps_by_themselves_are_found(llama):
     def tensor(rule) -> TensorToWrite:
         layers = shape.num_layers if rule.is_per_layer else None
         return TensorToWrite(
-            OTHER_KEYS.get(rule.key, rule.key), rule.megatron_size(shape), torch.float32, layers,
+            OTHER_KEYS.get(rule.key, rule.key),
+            rule.megatron_size(shape),
+            torch.float32,
+            layers,
             lambda layer: reader.read(rule.key, layer if layers else None),
-        )  # fmt: skip
+        )
 
     write_checkpoint(
         llama / "other" / "iter_0000007",
@@ -121,13 +124,16 @@ def _change_weights(folder: Path, change) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("change, told", [
-    (lambda w: w.pop("model.norm.weight"), r"lacks model\.norm\.weight"),
-    (lambda w: w.update({"model.layers.0.q_norm.weight": torch.ones(16)}), r"q_norm\.weight"),
-    (lambda w: w.update({"model.norm.weight": torch.ones(63)}), r"\[63\].*\[64\]"),
-    (lambda w: w.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}), "quantised"),
-    (lambda w: w.update({"model.norm.weight": torch.ones(64).bfloat16()}), "mixes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (lambda w: w.pop("model.norm.weight"), r"lacks model\.norm\.weight"),
+        (lambda w: w.update({"model.layers.0.q_norm.weight": torch.ones(16)}), r"q_norm\.weight"),
+        (lambda w: w.update({"model.norm.weight": torch.ones(63)}), r"\[63\].*\[64\]"),
+        (lambda w: w.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}), "quantised"),
+        (lambda w: w.update({"model.norm.weight": torch.ones(64).bfloat16()}), "mixes"),
+    ],
+)
 def test_a_directory_with_other_tensors_is_refused_and_nothing_is_written(change, told, llama):
     _change_weights(llama / "hf", change)
     with pytest.raises(ConversionError, match=told) as refusal:
@@ -136,12 +142,15 @@ def test_a_directory_with_other_tensors_is_refused_and_nothing_is_written(change
     assert sorted(os.listdir(llama)) == ["hf", "megatron"]
 
 
-@pytest.mark.parametrize("change, told", [
-    ({"num_layers": 3}, r"\[2, 64\].*\[3, 64\]"),
-    ({"untie_embeddings_and_output_weights": False}, r"no rule maps, output_layer\.weight"),
-    ({"add_qkv_bias": True}, r"lacks decoder\.layers\.self_attention\.linear_qkv\.bias"),
-    ({"num_experts": 4}, "mixture of experts"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ({"num_layers": 3}, r"\[2, 64\].*\[3, 64\]"),
+        ({"untie_embeddings_and_output_weights": False}, r"no rule maps, output_layer\.weight"),
+        ({"add_qkv_bias": True}, r"lacks decoder\.layers\.self_attention\.linear_qkv\.bias"),
+        ({"num_experts": 4}, "mixture of experts"),
+    ],
+)
 def test_a_checkpoint_with_other_tensors_is_refused_and_nothing_is_written(change, told, llama):
     shape, reader = shapes()["llama"], TensorReader(llama / "megatron" / "release")
     args = write_arguments(shape)

@@ -39,10 +39,11 @@ def megatron_logits(folder, request) -> dict[str, torch.Tensor]:
         random_model(name).save_pretrained(folder / "hf" / name)
         import_model(folder / "hf" / name, folder / "imported" / name)
     ranks = run_ranks(
-        train_and_load, 2,
+        train_and_load,
+        2,
         {name: folder / "trained" / name for name in names if name in TRAINED},
         {name: folder / "imported" / name for name in imported},
-    )  # fmt: skip
+    )
 
     def told(name: str) -> Any:
         return next(rank[name] for rank in reversed(ranks) if rank[name] is not None)
@@ -67,12 +68,18 @@ def test_a_model_of_transformers_has_the_same_logits_in_megatron_with_the_flags_
     assert_same_logits(logits_of(random_model(name)), megatron_logits[name], record_property)
 
 
-@pytest.mark.parametrize("name, changes", [
-    ("llama-tied-scaled-rope", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
-    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 10100.0}}),
-    ("llama", {"rms_norm_eps": 1e-5}),
-    ("gpt2", {"activation_function": "gelu_new"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        (
+            "llama-tied-scaled-rope",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        ),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 10100.0}}),
+        ("llama", {"rms_norm_eps": 1e-5}),
+        ("gpt2", {"activation_function": "gelu_new"}),
+    ],
+)
 def test_a_config_that_is_slightly_wrong_shows_in_the_logits(name, changes):
     model = random_model(name)
     other = type(model)(type(model.config)(**{**model.config.to_dict(), **changes})).eval()

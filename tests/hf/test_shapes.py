@@ -57,44 +57,57 @@ def _arguments(name: str, **changes: object) -> Namespace:
     return Namespace(**{**vars(write_arguments(shapes()[name])), **changes})
 
 
-@pytest.mark.parametrize("name, changes, told", [
-    ("llama", {"num_experts": 8}, "mixture of experts"),
-    ("llama", {"multi_latent_attention": True}, "multi-latent"),
-    ("llama", {"hybrid_layer_pattern": "M*-"}, "hybrid"),
-    ("llama", {"rotary_interleaved": True}, "rotary_interleaved"),
-    ("llama", {"rotary_percent": 0.5}, "rotary_percent = 0.5"),
-    ("llama", {"qk_layernorm": True}, "qk_layernorm"),
-    ("llama", {"window_size": (128, 0)}, "window"),
-    ("llama", {"mtp_num_layers": 1}, "mtp_num_layers"),
-    ("llama", {"layernorm_zero_centered_gamma": True}, "centred at zero"),
-    ("llama", {"swiglu": False}, "swiglu = False"),
-    ("llama", {"normalization": "LayerNorm"}, "normalization = LayerNorm"),
-    ("llama", {"add_bias_linear": True}, "add_bias_linear = True"),
-    ("llama-tied-scaled-rope", {"rope_scaling_factor": 32.0}, "rope_scaling_factor = 32.0"),
-    ("qwen2", {"kv_channels": 32}, "hidden size"),
-    ("gpt2", {"squared_relu": True}, "squared ReLU"),
-    ("gpt2", {"position_embedding_type": "rope"}, "position_embedding_type = rope"),
-    ("gpt2", {"group_query_attention": True, "num_query_groups": 2}, "grouped queries"),
-    ("gpt2", {"kv_channels": 32}, "hidden size"),
-    ("gpt2", {"vocab_size": 200}, "vocabulary of 200"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, changes, told",
+    [
+        ("llama", {"num_experts": 8}, "mixture of experts"),
+        ("llama", {"multi_latent_attention": True}, "multi-latent"),
+        ("llama", {"hybrid_layer_pattern": "M*-"}, "hybrid"),
+        ("llama", {"rotary_interleaved": True}, "rotary_interleaved"),
+        ("llama", {"rotary_percent": 0.5}, "rotary_percent = 0.5"),
+        ("llama", {"qk_layernorm": True}, "qk_layernorm"),
+        ("llama", {"window_size": (128, 0)}, "window"),
+        ("llama", {"mtp_num_layers": 1}, "mtp_num_layers"),
+        ("llama", {"layernorm_zero_centered_gamma": True}, "centred at zero"),
+        ("llama", {"swiglu": False}, "swiglu = False"),
+        ("llama", {"normalization": "LayerNorm"}, "normalization = LayerNorm"),
+        ("llama", {"add_bias_linear": True}, "add_bias_linear = True"),
+        ("llama-tied-scaled-rope", {"rope_scaling_factor": 32.0}, "rope_scaling_factor = 32.0"),
+        ("qwen2", {"kv_channels": 32}, "hidden size"),
+        ("gpt2", {"squared_relu": True}, "squared ReLU"),
+        ("gpt2", {"position_embedding_type": "rope"}, "position_embedding_type = rope"),
+        ("gpt2", {"group_query_attention": True, "num_query_groups": 2}, "grouped queries"),
+        ("gpt2", {"kv_channels": 32}, "hidden size"),
+        ("gpt2", {"vocab_size": 200}, "vocabulary of 200"),
+    ],
+)
 def test_a_megatron_model_of_no_family_is_refused_in_one_line(name, changes, told):
     with pytest.raises(ConversionError, match=told) as refusal:
         read_arguments(_arguments(name, **changes))
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("name, changes, told", [
-    ("llama", {"model_type": "mixtral"}, "model_type = mixtral"),
-    ("llama", {"hidden_act": "gelu"}, "hidden_act = gelu"),
-    ("llama", {"attention_bias": True}, "attention_bias = True"),
-    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-     "linear"),
-    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4 + 0.5}}, "10000.5"),
-    ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
-    ("gpt2", {"activation_function": "relu"}, "activation_function = relu"),
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, changes, told",
+    [
+        ("llama", {"model_type": "mixtral"}, "model_type = mixtral"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act = gelu"),
+        ("llama", {"attention_bias": True}, "attention_bias = True"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "linear",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4 + 0.5}},
+            "10000.5",
+        ),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function = relu"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ],
+)
 def test_a_model_of_transformers_that_megatron_does_not_compute_is_refused_in_one_line(
     name, changes, told, tmp_path
 ):

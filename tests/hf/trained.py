@@ -14,13 +14,16 @@ from tests.hf.models import POSITIONS, VOCABULARY, shapes, tokens
 from tests.support.megatron_runs import UNTIED, gpt_args, run_pretrain
 
 _SIZES = ["--vocab-size", str(VOCABULARY), "--make-vocab-size-divisible-by", "16"]
+# fmt: off
 _LLAMA = ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--ffn-hidden-size",
-          "96", "--position-embedding-type", "rope"]  # fmt: skip
+          "96", "--position-embedding-type", "rope"]
+# fmt: on
 _GROUPED = ["--group-query-attention", "--num-query-groups", "2"]
 _TENSOR_PARALLEL = ["--tensor-model-parallel-size", "2"]
 # Large steps, so that norms and biases are far from what they start as.
 _TRAIN = ["--train-iters", "3", "--lr", "3e-2", "--min-lr", "1e-2", "--lr-warmup-iters", "0"]
 
+# fmt: off
 TRAINED: dict[str, list[str]] = {
     "llama, grouped queries, untied, TP 2": [*_LLAMA, *_GROUPED, *UNTIED, *_TENSOR_PARALLEL],
     "llama, tied, scaled rope, PP 2": [
@@ -30,24 +33,48 @@ TRAINED: dict[str, list[str]] = {
     "gpt2, tied, TP 2": [*_TENSOR_PARALLEL],
     "gpt2, untied, distributed optimizer": [*UNTIED, "--use-distributed-optimizer"],
     "qwen2, grouped queries, untied": [*_LLAMA, *_GROUPED, *UNTIED, "--add-qkv-bias"],
-}  # fmt: skip
+}
+# fmt: on
 
 
 def train_and_save(name: str, folder: Path) -> torch.Tensor | None:
     """Train a few steps and save below `folder`; the logits of the last stage, as in logits_of."""
-    args = gpt_args(*_SIZES, *TRAINED[name], *_TRAIN, "--save", str(folder), "--save-interval",
-                    "1000", "--ckpt-format", "torch_dist")  # fmt: skip
-    logits = run_pretrain(args, _logits).inspected
-    return logits
+    args = gpt_args(
+        *_SIZES,
+        *TRAINED[name],
+        *_TRAIN,
+        "--save",
+        str(folder),
+        "--save-interval",
+        "1000",
+        "--ckpt-format",
+        "torch_dist",
+    )
+    return run_pretrain(args, _logits).inspected
 
 
 def load_imported(name: str, folder: Path) -> torch.Tensor | None:
     """The logits of an imported model, loaded with the flags that the import prints."""
     flags = " ".join(command_line(shapes()[name])).split()
     parallel = _TENSOR_PARALLEL if shapes()[name].num_query_groups > 1 else []
-    args = gpt_args(*_SIZES, *flags, *parallel, "--load", str(folder), "--finetune",
-                    "--ckpt-format", "torch_dist", "--train-iters", "1", "--lr", "0",
-                    "--min-lr", "0", "--lr-warmup-iters", "0")  # fmt: skip
+    args = gpt_args(
+        *_SIZES,
+        *flags,
+        *parallel,
+        "--load",
+        str(folder),
+        "--finetune",
+        "--ckpt-format",
+        "torch_dist",
+        "--train-iters",
+        "1",
+        "--lr",
+        "0",
+        "--min-lr",
+        "0",
+        "--lr-warmup-iters",
+        "0",
+    )
     return run_pretrain(args, _logits).inspected
 
 

@@ -43,7 +43,7 @@ def measured(count: Any, name: str, peaks: list[int]):
 
 
 def sizes_of(chunks: list, optimizer: Any) -> tuple[int, int, int]:
-    """Bytes of this rank's shards in a checkpoint, of the largest unit, and of all ranks' shards."""
+    """Bytes of this rank's shards in a checkpoint, of the largest unit, of all ranks' shards."""
     units = [unit for chunk in chunks for unit in chunk.units]
     own = sum(unit.model_param.view(unit.optim_range).nbytes for unit in units)
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):

@@ -39,9 +39,13 @@ def gated(axis: int, prepend: int = 0) -> ShardedTensorFactory:
         layer = [(0, 1, 3)] if prepend else []
         return [
             ShardedTensor.from_rank_offsets(
-                key, half, *layer, (axis + prepend, rank, 4), replica_id=replica_id,
+                key,
+                half,
+                *layer,
+                (axis + prepend, rank, 4),
+                replica_id=replica_id,
                 prepend_axis_num=prepend,
-            )  # fmt: skip
+            )
             for rank, half in zip((1, 3), torch.chunk(data, 2, dim=axis), strict=True)
         ]
 

@@ -67,7 +67,9 @@ def test_install_is_idempotent_and_tells_what_it_replaced(platform):
 
 
 def test_megatron_can_be_imported_while_the_platform_is_there():
-    told = subprocess.run([sys.executable, "-c", _IMPORT_AFTERWARDS], capture_output=True, text=True)
+    told = subprocess.run(
+        [sys.executable, "-c", _IMPORT_AFTERWARDS], capture_output=True, text=True
+    )
     assert (told.returncode, told.stdout.split()) == (0, ["cpu", "4.0"]), told.stderr
 
 
@@ -89,12 +91,14 @@ def test_uninstall_without_install_does_nothing():
 
 def _snapshot() -> dict[tuple[str, str], Any]:
     """Every attribute of everything that the platform may touch (kept alive: ids stay unique)."""
+    # fmt: off
     owners = {
         "torch": torch, "cuda": torch.cuda, "random": torch.cuda.random, "nvtx": torch.cuda.nvtx,
         "accelerator": torch.accelerator, "Tensor": torch.Tensor, "Module": torch.nn.Module,
         "dist": dist, "c10d": dist.distributed_c10d, "_C": torch._C,
         "DeviceContext": torch.utils._device.DeviceContext,
-    }  # fmt: skip
+    }
+    # fmt: on
     owners |= {name: module for name, module in sys.modules.items() if name.startswith("megatron.")}
     return {
         (owner_name, name): value

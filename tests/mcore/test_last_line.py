@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""One line per rank, whoever speaks: the main thread, or a background thread that it leaves alone."""
+"""One line per rank, from the main thread or from a background thread that outlives it."""
 
 import pytest
 

@@ -23,10 +23,12 @@ FP16_OVERFLOW = (
 TWO_EXPERT_RANKS = (*MIXTURE_OF_EXPERTS, "--expert-model-parallel-size", "2")
 TENSOR = ("--tensor-model-parallel-size", "2")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
+# fmt: off
 SHARED_EXPERT = (
     *MIXTURE_OF_EXPERTS, "--moe-shared-expert-intermediate-size", "64",
     "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01",
-)  # fmt: skip
+)
+# fmt: on
 INTERLEAVED = (*PIPELINE, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 EVALUATION = ("--eval-iters", "2", "--eval-interval", "4")
 SELECTIVE_RECOMPUTE = ("--recompute-granularity", "selective")
@@ -76,13 +78,18 @@ TWO_RANK_MODELS = [
 ]
 # What other variants of the fast tests hold too is left to the slow ones, which run all.
 SLOW_ONE_RANK_MODELS = (
-    "untied", "no clipping", "full recompute of both layers at once", "sgd",
+    "untied",
+    "no clipping",
+    "full recompute of both layers at once",
+    "sgd",
     "loss per token, 3 micro-batches",
-)  # fmt: skip
+)
+# fmt: off
 SLOW_TWO_RANK_MODELS = (
     "tensor parallel", "tensor parallel, untied", "pipeline, bf16", "pipeline, 3 micro-batches",
     "pipeline, untied, recomputed", "interleaved pipeline",
-)  # fmt: skip
+)
+# fmt: on
 EIGHT = [(2, 4, 8), (1, 2, 8), (2, 2, 4), (8, 8, 8), (1, 1, 8)]
 
 
@@ -96,9 +103,10 @@ def run_all(cases, world_size: int) -> None:
 
 def test_every_precision_recompute_and_loss_on_4_ranks_is_stock_ddp():
     others = [
-        v for v in ONE_RANK_MODELS
+        v
+        for v in ONE_RANK_MODELS
         if v is not ACCUMULATED and "experts" not in v.name and v.name not in SLOW_ONE_RANK_MODELS
-    ]  # fmt: skip
+    ]
     chains = [[(2, 2, 4)], [(1, 2, 4)], [(4, 4, 4)], [(2, 1, 2)]]
     run([(v, chains[i % len(chains)]) for i, v in enumerate(others)], 4)
 

@@ -17,17 +17,23 @@ BLOCK = [*PASA, "--pasa-mode", "block"]
 ROPE = ["--position-embedding-type", "rope"]
 GROUPED = ["--group-query-attention", "--num-query-groups", "2"]
 WINDOW = ["--window-size", "7,0", "--window-attn-skip-freq", "2"]
+# fmt: off
 LATENT = ["--multi-latent-attention", "--q-lora-rank", "32", "--kv-lora-rank", "16",
           "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "12", *ROPE,
-          "--disable-bias-linear"]  # fmt: skip
+          "--disable-bias-linear"]
+# fmt: on
 MODELS = {
     "gpt": [],
     "grouped queries, rotary": [*GROUPED, *ROPE],
     "experts": [*MIXTURE_OF_EXPERTS],
     "selective recompute": ["--recompute-granularity", "selective"],
-    "query-key layer scaling": ["--apply-query-key-layer-scaling", "--fp16",
-                                "--initial-loss-scale", "1024"],
-}  # fmt: skip
+    "query-key layer scaling": [
+        "--apply-query-key-layer-scaling",
+        "--fp16",
+        "--initial-loss-scale",
+        "1024",
+    ],
+}
 
 
 def _worst(found: list[float], true: list[float]) -> float:
@@ -81,8 +87,10 @@ def test_every_kind_of_layer_trains_as_with_the_local_attention():
 
 def _latent() -> dict[str, list[float]]:
     argv = gpt_args("--global-batch-size", "2", *LATENT)
-    return {"delegate": run_pretrain([*argv, *PASA]).losses,
-            "block": run_pretrain([*argv, *BLOCK]).losses}  # fmt: skip
+    return {
+        "delegate": run_pretrain([*argv, *PASA]).losses,
+        "block": run_pretrain([*argv, *BLOCK]).losses,
+    }
 
 
 def test_latent_attention_trains_which_the_local_attention_cannot():
@@ -147,9 +155,13 @@ def _attention(cls, mask_type, options=None, **config):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
-        num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2,
-        attention_dropout=0.0, **config,
-    )  # fmt: skip
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        attention_dropout=0.0,
+        **config,
+    )
     groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1), cp=None)
     more = {"options": options} if options else {}
     return cls(config, 1, mask_type, "self", pg_collection=groups, **more)
@@ -164,6 +176,7 @@ def _masked() -> dict[str, float]:
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
+
     from megatron_asynchzp.mcore import cpu_platform
     from megatron_asynchzp.mcore.attention import PasaAttention
     from megatron_asynchzp.mcore.attention_arguments import PasaOptions
@@ -205,6 +218,7 @@ def test_masks_mean_what_they_mean_to_the_local_attention():
 def _packed() -> float:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
+
     from megatron_asynchzp.mcore.attention import PasaAttention
 
     ours = _attention(PasaAttention, AttnMaskType.padding_causal).eval()
@@ -224,6 +238,7 @@ def test_packed_sequences_do_not_see_each_other():
 def _foreign() -> str:
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
+
     from megatron_asynchzp.mcore.attention import use_pasa_in
     from megatron_asynchzp.mcore.attention_arguments import PasaOptions
     from megatron_asynchzp.mcore.unsupported import ConfigurationError
@@ -261,6 +276,7 @@ def _core_of(layer_spec) -> str:
 
 def _specs() -> list[str]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
     from megatron_asynchzp.mcore.local_hybrid import local_hybrid_stack_spec
 
     layers = [

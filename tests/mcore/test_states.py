@@ -145,9 +145,17 @@ def test_every_fragment_was_stepped_once_per_iteration_and_decays_as_in_stock(to
 def test_the_start_table_names_groups_nodes_states_and_units(told):
     table = told[0][0][TYPICAL]["table"]
     for fragment in (
-        "between nodes", "in one node", "main_param", "optimizer_moments", "by formula",
-        "allocated", "decoder.layers.0", "once per step", "0 2", "0 1",
-    ):  # fmt: skip
+        "between nodes",
+        "in one node",
+        "main_param",
+        "optimizer_moments",
+        "by formula",
+        "allocated",
+        "decoder.layers.0",
+        "once per step",
+        "0 2",
+        "0 1",
+    ):
         assert fragment in table, fragment
 
 

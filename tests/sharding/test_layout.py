@@ -35,9 +35,7 @@ def test_parameters_are_aligned_disjoint_and_in_order_and_the_whole_divides(give
 
 
 @given(shapes, st.integers(1, 6), st.integers(0, 5))
-def test_a_shard_filled_from_parameters_holds_exactly_its_part_of_each(
-    given_shapes, shards, which
-):
+def test_a_shard_filled_from_parameters_holds_exactly_its_part_of_each(given_shapes, shards, which):
     layout = layout_of(given_shapes, shards)
     params = [torch.arange(1.0, 1 + torch.Size(s).numel()).view(s) for s in given_shapes]
     length = layout.padded_numel // shards

@@ -38,7 +38,7 @@ def topologies():
 def test_exactly_the_nested_sizes_are_accepted():
     for world_size in WORLDS:
         accepted = []
-        for sizes in product(range(0, world_size + 2), repeat=3):
+        for sizes in product(range(world_size + 2), repeat=3):
             try:
                 ShardSizes(*sizes).check(world_size)
             except ShardSizeError:

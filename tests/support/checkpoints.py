@@ -14,8 +14,10 @@ from tests.support.megatron_runs import RunRecord, gpt_args, run_pretrain
 from tests.support.parity import Sizes, size_flags
 
 SAVED_AT, NUM_STEPS = 3, 6
+# fmt: off
 RESHARDABLE = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
-               "--dist-ckpt-optim-fully-reshardable"]  # fmt: skip
+               "--dist-ckpt-optim-fully-reshardable"]
+# fmt: on
 
 
 @dataclass(frozen=True)

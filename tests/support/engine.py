@@ -4,7 +4,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import lru_cache
+from functools import cache
 from itertools import product
 
 import torch
@@ -34,7 +34,7 @@ def nested_sizes(world_size: int) -> list[tuple[int, int, int]]:
     return legal
 
 
-@lru_cache(maxsize=None)
+@cache
 def shard_groups(sizes: tuple[int, int, int], time_limit_s: float = 600.0) -> ShardGroups:
     """Communicators over the default group; once per rank, since creating them is slow."""
     topology = ShardTopology(dist.get_world_size(), dist.get_rank(), ShardSizes(*sizes))
@@ -51,9 +51,7 @@ def shard_model(
     """A runtime over the default group; blocks, embedding and output are units."""
     groups = shard_groups(tuple(sizes), schedule.time_limit_s)
     tied = {model.embedding.weight: (model.output,)} if model.is_tied else {}
-    plans = plan_units(
-        model, [*model.blocks, model.embedding, model.output], also_used_by=tied
-    )
+    plans = plan_units(model, [*model.blocks, model.embedding, model.output], also_used_by=tied)
     return HZPRuntime(
         model, plans, {"dense": groups}, schedule, driver, 1.0 / dist.get_world_size()
     )

@@ -41,7 +41,7 @@ class Plan:
         told = os.environ.get("INTERRUPT", "")
         if told and Path(told).is_file():
             lines = Path(told).read_text().splitlines()
-            told = lines[_RESTART] if _RESTART < len(lines) else ""
+            told = lines[_RESTART] if len(lines) > _RESTART else ""
         kind, rank, self.place, count = told.split() if told else ("SIGTERM", "none", "", "0")
         self._signal, self.count = signal.Signals[kind], int(count)
         self.is_mine = rank in ("all", _RANK)

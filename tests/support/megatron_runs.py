@@ -29,32 +29,89 @@ import torch.distributed as dist
 
 from tests.support.tiny_gpt import LineDataset, seed_parameters
 
-BASE_ARGS = """
-    --num-layers 2 --hidden-size 64 --num-attention-heads 4
-    --seq-length 32 --max-position-embeddings 32
-    --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 64
-    --no-create-attention-mask-in-dataloader --mock-data
-    --attention-dropout 0 --hidden-dropout 0
-    --micro-batch-size 1 --global-batch-size 8 --train-iters 6
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-decay-iters 100 --lr-warmup-iters 2
-    --weight-decay 0.1 --clip-grad 1.0 --init-method-std 0.05 --seed 1234
-    --eval-iters 0 --eval-interval 1000 --log-interval 1000 --log-num-zeros-in-grad
-    --no-one-logger --distributed-timeout-minutes 1 --logging-level 40
-""".split()
+BASE_ARGS = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "32",
+    "--max-position-embeddings",
+    "32",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+    "127",
+    "--make-vocab-size-divisible-by",
+    "64",
+    "--no-create-attention-mask-in-dataloader",
+    "--mock-data",
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
+    "--micro-batch-size",
+    "1",
+    "--global-batch-size",
+    "8",
+    "--train-iters",
+    "6",
+    "--lr",
+    "3e-3",
+    "--min-lr",
+    "3e-4",
+    "--lr-decay-style",
+    "cosine",
+    "--lr-decay-iters",
+    "100",
+    "--lr-warmup-iters",
+    "2",
+    "--weight-decay",
+    "0.1",
+    "--clip-grad",
+    "1.0",
+    "--init-method-std",
+    "0.05",
+    "--seed",
+    "1234",
+    "--eval-iters",
+    "0",
+    "--eval-interval",
+    "1000",
+    "--log-interval",
+    "1000",
+    "--log-num-zeros-in-grad",
+    "--no-one-logger",
+    "--distributed-timeout-minutes",
+    "1",
+    "--logging-level",
+    "40",
+]
 
-DISTRIBUTED_OPTIMIZER = ["--use-distributed-optimizer", "--overlap-grad-reduce",
-                         "--overlap-param-gather"]  # fmt: skip
+DISTRIBUTED_OPTIMIZER = [
+    "--use-distributed-optimizer",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+]
+# fmt: off
 MEGATRON_FSDP = [*DISTRIBUTED_OPTIMIZER, "--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor",
-                 "--data-parallel-sharding-strategy", "optim_grads_params"]  # fmt: skip
+                 "--data-parallel-sharding-strategy", "optim_grads_params"]
+# fmt: on
 # Without --overlap-grad-reduce stock HSDP gave wrong gradients behind the CPU platform (gradient
 # norm 0.675 instead of 0.943), so the oracle always has it.
 MEGATRON_HSDP = [*MEGATRON_FSDP, "--num-distributed-optimizer-instances", "2"]
+# fmt: off
 MIXTURE_OF_EXPERTS = ["--num-experts", "4", "--moe-token-dispatcher-type", "alltoall",
                       "--moe-router-topk", "2", "--moe-router-load-balancing-type", "none",
-                      "--disable-bias-linear"]  # fmt: skip
+                      "--disable-bias-linear"]
+# fmt: on
 UNTIED = ["--untie-embeddings-and-output-weights"]
+# fmt: off
 FULL_RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform",
-                  "--recompute-num-layers", "1"]  # fmt: skip
+                  "--recompute-num-layers", "1"]
+# fmt: on
 FP16 = ["--fp16", "--initial-loss-scale", "65536"]
 BF16 = ["--bf16"]
 
@@ -129,6 +186,7 @@ def run_pretrain(argv: list[str], inspect: Callable[[list, Any], Any] | None = N
 def initialized_args(argv: list[str]) -> Any:
     """Megatron's arguments, checked and made its global ones."""
     from megatron.training import arguments, global_vars
+
     from megatron_asynchzp.mcore import cpu_platform
 
     with mock.patch.object(sys, "argv", ["run_pretrain", *argv]):
@@ -144,6 +202,7 @@ def pretrain(argv: list[str]) -> None:
     and takes nothing down; the CPU platform is in place, and the plugin's patches if asked for."""
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils, training
+
     from megatron_asynchzp.mcore.save_queue import return_results_in_process
 
     args = initialized_args(argv)

@@ -114,9 +114,7 @@ def compare_records(
     return result
 
 
-def compare(
-    cases: Sequence[tuple[Variant, Sequence[Sizes]]], iterations: int
-) -> list[Comparison]:
+def compare(cases: Sequence[tuple[Variant, Sequence[Sizes]]], iterations: int) -> list[Comparison]:
     """Run every variant once with stock DDP and once per sizes. For all ranks of a world."""
     results = []
     for variant, all_sizes in cases:

@@ -13,10 +13,12 @@ from argparse import ArgumentParser
 
 # Megatron imports these when it builds a tokenizer, an optimizer or a table of the start; the first
 # imports transformers, which takes longer than a whole run of the tiny GPT.
+# fmt: off
 _LATE = (
     "megatron.core.tokenizers.text", "megatron.core.models.mimo",
     "megatron.core.datasets.helpers_cpp", "rich.console", "rich.table", "einops", "pytest",
-)  # fmt: skip
+)
+# fmt: on
 
 
 def _keep_docstrings() -> None:

@@ -69,10 +69,14 @@ def _rank_main(
     join: Callable,
 ):
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",
-    )  # fmt: skip
+    )
     os.environ.update(env)
     import torch
     import torch.distributed as dist

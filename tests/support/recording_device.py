@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import torch
@@ -26,8 +26,10 @@ Clock = dict[str, int]
 
 DEFAULT_STREAM = "main"
 # These take a tensor for its shape only.
+# fmt: off
 _SHAPE_ONLY = {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros",
-               "new_ones", "new_full", "new_empty_strided"}  # fmt: skip
+               "new_ones", "new_full", "new_empty_strided"}
+# fmt: on
 
 
 class Access(NamedTuple):
@@ -166,8 +168,10 @@ class RecordingDevice:
         self.operate(what, tensor, is_write=True)
 
     def _describe(self, memory: int, first: Access, second: Access) -> str:
-        does = [f"{a.what} {'writes' if a.is_write else 'reads'} it on {a.stream}"
-                for a in (first, second)]  # fmt: skip
+        does = [
+            f"{a.what} {'writes' if a.is_write else 'reads'} it on {a.stream}"
+            for a in (first, second)
+        ]
         name = self._labels.get(memory, "unnamed memory")
         return f"{name}: {does[0]}, {does[1]}, and neither waits for the other"
 
@@ -243,7 +247,7 @@ class RecordingHost(RecordingDevice):
                 return item
 
         class Event(threading.Event):
-            before: Clock = {}
+            before: ClassVar[Clock] = {}
 
             def set(self) -> None:
                 self.before = device.now()

@@ -56,7 +56,7 @@ def _global_names(chunk: torch.nn.Module) -> dict[str, str]:
 
     renames = {}
     for name, module in chunk.named_modules():
-        parent, _, index = name.rpartition(".")
+        parent, _, _index = name.rpartition(".")
         if parent.endswith("layers") and hasattr(module, "layer_number"):
             renames[f"{name}."] = f"{parent}.{module.layer_number - 1}."
         if name.endswith("local_experts"):

@@ -23,6 +23,7 @@ LOSSES = [4.9, 4.6, 4.4]
 
 
 def run(name: str, family: str, step_ms: list[float], **more) -> dict:
+    # fmt: off
     record = {
         "kind": "run", "nodes": 2, "ranks_per_node": 2, "name": name, "family": family,
         "profile": {"name": "slow", "inter_gbit": 0.1, "intra_gbit": 1.0,
@@ -30,7 +31,8 @@ def run(name: str, family: str, step_ms: list[float], **more) -> dict:
         "workload": {"layers": 8, "hidden": 128, "samples": 8, "seq_length": 64, "layer_ms": 19.0},
         "reason": "", "step_ms": step_ms, "losses": LOSSES, "node_nbytes": 1e6, "exposed_ms": 5.0,
         "state_nbytes": 1e7, "peak_nbytes": 2e7, "host_waits": 0.0, "foreign": 0.01,
-    }  # fmt: skip
+    }
+    # fmt: on
     return record | more
 
 
@@ -88,8 +90,10 @@ def test_the_verdict_is_against_the_best_stock_layout_and_peers_with_as_little_s
 
 
 def test_the_order_of_each_repetition_is_told():
+    # fmt: off
     again = [*RECORDS[:5], *(one | {"step_ms": [ms + 200 * (one["name"] == OURS_NAME)
-             for ms in one["step_ms"]]} for one in RECORDS[:5])]  # fmt: skip
+             for ms in one["step_ms"]]} for one in RECORDS[:5])]
+    # fmt: on
     first, second = orders(comparisons(again)[0])
     assert first[1] == OURS_NAME and second[1] == "PP 2"
 

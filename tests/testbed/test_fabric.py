@@ -111,17 +111,28 @@ def operations(dtype: torch.dtype) -> dict:
             return []
         output = torch.full((6,), 99).to(dtype)
         input = whole_numbers(6, dtype, 14)
-        for work in dist.batch_isend_irecv([
-            dist.P2POp(dist.isend, input, group=group, group_peer=(r + 1) % n),
-            dist.P2POp(dist.irecv, output, group=group, group_peer=(r - 1) % n),
-        ]):  # fmt: skip
+        for work in dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, input, group=group, group_peer=(r + 1) % n),
+                dist.P2POp(dist.irecv, output, group=group, group_peer=(r - 1) % n),
+            ]
+        ):
             work.wait()
         return [output]
 
-    named = {f.__name__: f for f in (
-        all_reduce_of_a_transpose, all_gather_flat, all_gather_list, reduce_scatter_list,
-        all_to_all_even, all_to_all_uneven, coalesced, neighbours,
-    )}  # fmt: skip
+    named = {
+        f.__name__: f
+        for f in (
+            all_reduce_of_a_transpose,
+            all_gather_flat,
+            all_gather_list,
+            reduce_scatter_list,
+            all_to_all_even,
+            all_to_all_uneven,
+            coalesced,
+            neighbours,
+        )
+    }
     for op in ops:
         for numel in (0, 1, 2, 7, 24):
             named[f"all_reduce {op} {numel}"] = lambda g, op=op, k=numel: all_reduce(g, op, k)
@@ -370,8 +381,10 @@ def send_out_of_step() -> None:
     n, r = dist.get_world_size(), dist.get_rank()
     works = [
         dist.isend(torch.full((50_000,), 10.0 * r + i), peer, tag=i)
-        for peer in range(n) if peer != r for i in range(2)
-    ]  # fmt: skip
+        for peer in range(n)
+        if peer != r
+        for i in range(2)
+    ]
     for peer in reversed(range(n)):
         if peer != r:
             for i in range(2):

@@ -29,9 +29,11 @@ def new_clocks(profile: NetworkProfile) -> nic.NicClocks:
 
 
 @given(
-    st.sampled_from(sorted(PROFILES)), st.floats(0.1, 100) | st.just(inf), st.integers(1, 64),
+    st.sampled_from(sorted(PROFILES)),
+    st.floats(0.1, 100) | st.just(inf),
+    st.integers(1, 64),
     st.floats(0, 1e4),
-)  # fmt: skip
+)
 def test_a_profile_survives_the_way_through_the_environment(name, gbit, ranks, latency_us):
     profile = named_profile(
         name, intra_gbit=gbit, ranks_per_node=ranks, inter_latency_us=latency_us

@@ -23,14 +23,18 @@ from scripts.testbed.profile import named_profile
 
 ALL = [axis.name for axis in AXES]
 DO, ZERO3, HSDP, OURS = (system.name for system in SYSTEMS)
+# fmt: off
 MACHINE = {"kind": "machine", "date": "2026-01-01", "cpus": 2, "python": "3.12", "command": "c",
-           "versions": {"torch": "2"}}  # fmt: skip
+           "versions": {"torch": "2"}}
+# fmt: on
 
 
 def told(step_ms: float, **more) -> dict:
+    # fmt: off
     run = {"step_ms": [step_ms - 10, step_ms, step_ms + 10], "losses": [4.9, 4.5], "foreign": 0.0,
            "busy": 0.3, "node_nbytes": 5e6, "state_nbytes": 9e6, "peak_nbytes": 2e7,
-           "exposed_ms": 5.0, "host_waits": 0.0}  # fmt: skip
+           "exposed_ms": 5.0, "host_waits": 0.0}
+    # fmt: on
     return run | more
 
 
@@ -68,9 +72,11 @@ def test_the_base_is_measured_first_and_once_and_shown_on_every_axis(study):
     records = measured(study)
     runs = [record for record in records if record["kind"] == "run"]
     of_base = [run for run in runs if set(run["axes"]) == set(ALL)]
-    assert [run["name"] for run in of_base] == [DO, ZERO3, HSDP, OURS] == [
-        run["name"] for run in runs[:4]
-    ]
+    assert (
+        [run["name"] for run in of_base]
+        == [DO, ZERO3, HSDP, OURS]
+        == [run["name"] for run in runs[:4]]
+    )
     text = markdown([MACHINE, *records])
     for axis, place in zip(ALL, (4, 1, 64, 8, 128)):
         assert "5000 (4990 to 5010)" in line_of(text, axis, str(place))
@@ -114,10 +120,13 @@ def test_the_table_tells_modelled_from_measured_and_how_far_they_are_apart(study
     beyond = line_of(text, "ranks", "32, modelled").split(" | ")[3:]
     assert all(cell.strip(" |").startswith("*") for cell in beyond)
     (modelled_ms,) = [
-        record["step_ms"] for record in records
-        if record["kind"] == "modelled" and record["name"] == OURS
-        and record["axes"].get("ranks") == 16 and record["compute"] == "measured"
-    ]  # fmt: skip
+        record["step_ms"]
+        for record in records
+        if record["kind"] == "modelled"
+        and record["name"] == OURS
+        and record["axes"].get("ranks") == 16
+        and record["compute"] == "measured"
+    ]
     assert f"5000 (4990 to 5010) {5000 / modelled_ms:.2f}" in line_of(text, "ranks", "16")
     assert "3700, of which 3648 emulated" in line_of(text, "ranks", "16")
     assert f"{OURS}: measured / modelled" in text and "of 12 points" in text

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from scripts.bench.scaling_points import slowed
 from scripts.bench.step_model import (
+    HSDP,
     SYSTEMS,
     AsyncHZP,
     DistributedOptimizer,
-    HSDP,
     ModelledRun,
     ZeRO3,
 )
@@ -22,15 +22,24 @@ from scripts.testbed.profile import NetworkProfile
 
 speeds = st.floats(0.01, 100)
 profiles = st.builds(
-    NetworkProfile, inter_gbit=speeds, intra_gbit=speeds, inter_latency_us=st.floats(0, 1e3),
+    NetworkProfile,
+    inter_gbit=speeds,
+    intra_gbit=speeds,
+    inter_latency_us=st.floats(0, 1e3),
     intra_latency_us=st.floats(0, 1e3),
-)  # fmt: skip
+)
 runs = st.builds(
-    ModelledRun, profile=profiles, nodes=st.integers(1, 6), ranks_per_node=st.integers(1, 4),
-    layers=st.integers(1, 6), layer_numel=st.integers(1, 10**6), layer_ms=st.floats(0.1, 100),
-    micro_batches=st.integers(1, 3), embedding_numel=st.integers(0, 10**6),
+    ModelledRun,
+    profile=profiles,
+    nodes=st.integers(1, 6),
+    ranks_per_node=st.integers(1, 4),
+    layers=st.integers(1, 6),
+    layer_numel=st.integers(1, 10**6),
+    layer_ms=st.floats(0.1, 100),
+    micro_batches=st.integers(1, 3),
+    embedding_numel=st.integers(0, 10**6),
     head_numel=st.integers(0, 10**6),
-)  # fmt: skip
+)
 systems = st.sampled_from(SYSTEMS)
 
 
@@ -46,10 +55,14 @@ def test_a_step_is_at_most_everything_one_after_the_other(system, run):
     """Nothing is counted twice: the model only overlaps."""
     uses = run.micro_batches * 2 * len(run.units) + 2 * len(run.units)
     slowest_ms = max(
-        length for unit in run.units
-        for _, length in (run.flat(unit.nbytes), run.in_node(unit.nbytes),
-                          run.across_nodes(unit.nbytes))
-    )  # fmt: skip
+        length
+        for unit in run.units
+        for _, length in (
+            run.flat(unit.nbytes),
+            run.in_node(unit.nbytes),
+            run.across_nodes(unit.nbytes),
+        )
+    )
     assert system(run).step_ms() <= (1 + 1e-9) * (run.compute_ms + 2 * uses * slowest_ms)
 
 

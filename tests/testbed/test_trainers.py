@@ -122,12 +122,15 @@ def test_the_engines_schedules_are_bitwise_equal_on_the_fabric(with_streams):
 MEGATRON_RUNS = {
     "distributed optimizer, bf16, overlapped": ["--bf16", *DISTRIBUTED_OPTIMIZER],
     "tensor and pipeline parallel": [
-        "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"
+        "--tensor-model-parallel-size",
+        "2",
+        "--pipeline-model-parallel-size",
+        "2",
     ],
     "experts": [*MIXTURE_OF_EXPERTS, "--expert-model-parallel-size", "2"],
     "Megatron-HSDP": MEGATRON_HSDP,
     "ours": ["--use-asynchzp"],
-}  # fmt: skip
+}
 
 
 def pretrain_on_both() -> dict[str, tuple[list[float], list[float]]]:

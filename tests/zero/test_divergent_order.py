@@ -71,14 +71,17 @@ DIVERGENCES = {
 
 @pytest.mark.parametrize(
     "kind, name",
-    [slow_unless(kind == "threaded" or name == "a module skipped once", kind, name)
-     for kind in SCHEDULES for name in DIVERGENCES],
-)  # fmt: skip
+    [
+        slow_unless(kind == "threaded" or name == "a module skipped once", kind, name)
+        for kind in SCHEDULES
+        for name in DIVERGENCES
+    ],
+)
 def test_one_rank_that_does_something_else_gets_no_number_and_nor_do_its_peers(kind, name):
     routes, micro_batches = DIVERGENCES[name]
     told = observe_ranks(
         diverge, 2, kind, (2, 2, 2), 2.0, 2, routes, micro_batches, num_survivors=2
-    )  # fmt: skip
+    )
     # gloo itself aborts a process whose peer sends more than it expects: the other one is left.
     assert told and set(told) <= {0, 1}
     for text in told.values():

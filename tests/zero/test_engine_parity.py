@@ -56,9 +56,7 @@ def fsdp2_losses(micro_batches: int) -> list[float]:
     return train(fully_shard(model, mesh=mesh), micro_batches)
 
 
-def compare_with_ddp(
-    sizes_list: list[tuple[int, int, int]], is_product: bool
-) -> dict[str, float]:
+def compare_with_ddp(sizes_list: list[tuple[int, int, int]], is_product: bool) -> dict[str, float]:
     """Every model with all sizes; or, without `is_product`, each of the sizes with one model."""
     worst = {}
     for index, (model, (kwargs, micro_batches)) in enumerate(MODELS.items()):

@@ -122,9 +122,12 @@ SIZES_OF |= dict.fromkeys(("grad-sync", "param-sync"), (1, 1, 2))
 
 @pytest.mark.parametrize(
     "kind, lane",
-    [slow_unless(kind == "threaded" or lane == "gather", kind, lane)
-     for kind in SCHEDULES for lane in STEPS_OF],
-)  # fmt: skip
+    [
+        slow_unless(kind == "threaded" or lane == "gather", kind, lane)
+        for kind in SCHEDULES
+        for lane in STEPS_OF
+    ],
+)
 def test_an_exception_in_a_job_reaches_the_main_thread_by_name_and_so_does_its_peer_s_loss(
     kind, lane
 ):
@@ -160,9 +163,12 @@ def lose_peer(kind: str, where: str, how: str, limit_s: float) -> Seen:
 
 @pytest.mark.parametrize(
     "kind, where",
-    [slow_unless(where == "forward", kind, where)
-     for kind in SCHEDULES for where in ("forward", "backward")],
-)  # fmt: skip
+    [
+        slow_unless(where == "forward", kind, where)
+        for kind in SCHEDULES
+        for where in ("forward", "backward")
+    ],
+)
 def test_when_a_peer_dies_the_others_end_by_name_long_before_the_time_limit(kind, where):
     seen = observe_ranks(lose_peer, 4, kind, where, "exit", LONG_LIMIT_S, num_survivors=3)
     assert sorted(seen) == [0, 2, 3]

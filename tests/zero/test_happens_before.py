@@ -85,9 +85,7 @@ THREADED, NO_PREFETCH = ScheduleConfig("threaded", 2, grad_slots=1), ScheduleCon
 # that a step of fewer micro-batches had no use for; after join_param_syncs gathers waited for the
 # optimizer but no longer for the syncs. An update within backward has the same readers to wait for.
 A_RING_GROWS = Program(THREE, (Step(root=0), Step(root=0)), replace(NO_PREFETCH, param_slots=1))
-A_UNIT_IS_SKIPPED = Program(
-    THREE, (Step(), skip(2), Step()), NO_PREFETCH, dtype=torch.float32
-)
+A_UNIT_IS_SKIPPED = Program(THREE, (Step(), skip(2), Step()), NO_PREFETCH, dtype=torch.float32)
 MICRO_BATCHES_VARY = Program(THREE, (Step(2), Step(1), Step(3)), THREADED, dtype=torch.float32)
 A_SYNC_IS_JOINED = Program(
     THREE, (Step(), skip(2, is_applied=False), Step(root=2)), NO_PREFETCH, (2, 1, 4)
@@ -102,7 +100,8 @@ TWO_REDUCTIONS_IN_FLIGHT = Program(
     (1, 2, 2),
 )
 UPDATED_EARLY = [
-    replace(program, updates_in_backward=True) for program in (A_UNIT_IS_SKIPPED, MICRO_BATCHES_VARY)
+    replace(program, updates_in_backward=True)
+    for program in (A_UNIT_IS_SKIPPED, MICRO_BATCHES_VARY)
 ]
 
 

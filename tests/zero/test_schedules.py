@@ -15,7 +15,6 @@ from megatron_asynchzp.zero.schedule import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.ranks import run_ranks
 
-
 TIED, BF16, RECOMPUTED = MODELS = [
     (torch.float32, {"is_tied": True}),
     (torch.bfloat16, {}),
@@ -29,10 +28,11 @@ def compare_schedules(cases: Iterable[tuple], steps: int) -> None:
         seen = {}
         for kind, depth, in_backward in product(SCHEDULES, (1, 3), (False, True)):
             trainer = EngineTrainer(
-                build_toy(dtype, depth=5, **kwargs), sizes,
+                build_toy(dtype, depth=5, **kwargs),
+                sizes,
                 schedule=ScheduleConfig(kind, depth, grad_slots=1 + depth % 2),
                 updates_in_backward=in_backward,
-            )  # fmt: skip
+            )
             losses = [trainer.step(step, 1 + 2 * (step % 2)) for step in range(steps)]
             params = trainer.full_params()
             trainer.runtime.detach()

@@ -14,7 +14,6 @@ from tests.support.live_memory import live_nbytes
 from tests.support.ranks import run_ranks
 from tests.support.toy_models import toy_batch, toy_loss
 
-
 SOME_SIZES = [(1, 1, 4), (2, 1, 2), (1, 2, 4), (2, 2, 4), (4, 4, 4)]
 
 
@@ -95,8 +94,6 @@ def test_bytes_at_rest_are_the_formula_of_the_paper_and_the_rings_on_every_rank(
             placeholders_and_scalars = 4096
             assert formula * 0.99 <= at_rest, sizes
             assert at_rest <= formula * 1.01 + padding + placeholders_and_scalars, sizes
-
-
 
 
 def check_guard() -> None:

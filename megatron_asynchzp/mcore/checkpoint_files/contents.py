@@ -18,11 +18,7 @@ from megatron_asynchzp.mcore.checkpoint_files.inventory import (
     Inventory,
     read_inventory,
 )
-from megatron_asynchzp.mcore.checkpoint_files.manifest import (
-    MANIFEST,
-    Manifest,
-    read_manifest,
-)
+from megatron_asynchzp.mcore.checkpoint_files.manifest import MANIFEST, Manifest, read_manifest
 from megatron_asynchzp.mcore.checkpoint_files.small_file import hash_file, read_small
 
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
@@ -162,8 +158,9 @@ def find_leftovers(iteration_dir: Path) -> list[Path]:
     first = [iteration_dir / name for name in names if (iteration_dir / name).exists()]
     rest = [path for path in iteration_dir.iterdir() if _DATA_FILE.fullmatch(path.name)]
     unfinished = [
-        path for path in iteration_dir.iterdir()
+        path
+        for path in iteration_dir.iterdir()
         if path.name.endswith(".tmp") and path.name.startswith((MANIFEST, METADATA))
-    ]  # fmt: skip
+    ]
     legacy = [path for path in (iteration_dir / "common.pt",) if path.exists()]
     return first + legacy + sorted(rest) + sorted(unfinished)

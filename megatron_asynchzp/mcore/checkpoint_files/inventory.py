@@ -125,7 +125,7 @@ def _check_cover(name: str, told: TensorStorageMetadata) -> Iterator[tuple[tuple
     for chunk in told.chunks:
         offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
         is_inside = len(offsets) == len(sizes) == len(size) and all(
-            0 <= offset and 0 <= extent and offset + extent <= whole
+            offset >= 0 and extent >= 0 and offset + extent <= whole
             for offset, extent, whole in zip(offsets, sizes, size)
         )
         if not is_inside or offsets in seen:

@@ -16,11 +16,7 @@ from pathlib import Path
 from megatron_asynchzp.mcore.checkpoint_files.archive import Item, read_directory, seal_of
 from megatron_asynchzp.mcore.checkpoint_files.errors import Damage
 from megatron_asynchzp.mcore.checkpoint_files.inventory import CONFIG, METADATA, read_inventory
-from megatron_asynchzp.mcore.checkpoint_files.small_file import (
-    hash_file,
-    read_small,
-    replace_file,
-)
+from megatron_asynchzp.mcore.checkpoint_files.small_file import hash_file, read_small, replace_file
 
 MANIFEST = "asynchzp_manifest.json"
 _FORMAT = 1
@@ -66,15 +62,22 @@ def write_manifest(iteration_dir: Path | str, seals: Mapping[str, str] | None = 
         is_small = path.name in (METADATA, CONFIG) or path.suffix == ".pt"
         if path.name in seals or is_small:
             sha256 = None if path.name in seals else hash_file(path)
-            files[path.name] = dict(
-                size=path.stat().st_size, sha256=sha256, seal=seals.get(path.name)
-            )
+            files[path.name] = {
+                "size": path.stat().st_size,
+                "sha256": sha256,
+                "seal": seals.get(path.name),
+            }
     missing = ({METADATA, CONFIG} | set(seals)) - set(files)
     if missing:
         raise Damage(f"{sorted(missing)[0]} is missing")
     with open(iteration_dir / CONFIG, "rb") as config:
         os.fsync(config.fileno())  # Megatron does so for all the others
-    told = dict(format=_FORMAT, iteration=iteration_dir.name, saved_at=time.time(), files=files)
+    told = {
+        "format": _FORMAT,
+        "iteration": iteration_dir.name,
+        "saved_at": time.time(),
+        "files": files,
+    }
     text = json.dumps(told | {"checksum": _checksum(told)}, indent=1)
     replace_file(iteration_dir / MANIFEST, text)
 

@@ -13,12 +13,14 @@ import torch.distributed as dist
 
 _CPU = torch.device("cpu")
 
+# fmt: off
 FACTORIES = (
     "arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full",
     "full_like", "linspace", "logspace", "normal", "ones", "ones_like", "rand", "rand_like",
     "randint", "randint_like", "randn", "randn_like", "randperm", "scalar_tensor", "tensor",
     "tril_indices", "triu_indices", "zeros", "zeros_like",
-)  # fmt: skip
+)
+# fmt: on
 NEW_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 REDUCTIONS = ("all_reduce", "reduce_scatter_tensor")
 

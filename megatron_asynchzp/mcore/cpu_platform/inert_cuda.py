@@ -138,9 +138,15 @@ def _manual_seed_all(seed: int):
 
 def _device_properties(device: Any = None) -> SimpleNamespace:
     return SimpleNamespace(
-        name="cpu", major=_CAPABILITY[0], minor=_CAPABILITY[1], total_memory=_NOMINAL_NBYTES,
-        multi_processor_count=1, warp_size=32, uuid="cpu", gcnArchName="",
-    )  # fmt: skip
+        name="cpu",
+        major=_CAPABILITY[0],
+        minor=_CAPABILITY[1],
+        total_memory=_NOMINAL_NBYTES,
+        multi_processor_count=1,
+        warp_size=32,
+        uuid="cpu",
+        gcnArchName="",
+    )
 
 
 def cuda_attributes() -> dict[str, Any]:
@@ -160,27 +166,50 @@ def cuda_attributes() -> dict[str, Any]:
         "mem_get_info": (_NOMINAL_NBYTES, _NOMINAL_NBYTES),
     }
     answers |= dict.fromkeys(
-        ("set_device", "set_stream", "synchronize", "empty_cache", "ipc_collect", "init",
-         "_lazy_init", "check_error", "reset_peak_memory_stats",
-         "reset_accumulated_memory_stats")
-    )  # fmt: skip
+        (
+            "set_device",
+            "set_stream",
+            "synchronize",
+            "empty_cache",
+            "ipc_collect",
+            "init",
+            "_lazy_init",
+            "check_error",
+            "reset_peak_memory_stats",
+            "reset_accumulated_memory_stats",
+        )
+    )
     answers |= dict.fromkeys(
-        ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
-         "device_memory_used", "utilization", "temperature", "power_draw", "clock_rate"), 0
-    )  # fmt: skip
+        (
+            "memory_allocated",
+            "max_memory_allocated",
+            "memory_reserved",
+            "max_memory_reserved",
+            "device_memory_used",
+            "utilization",
+            "temperature",
+            "power_draw",
+            "clock_rate",
+        ),
+        0,
+    )
     attributes = {name: _answer(value) for name, value in answers.items()}
-    return attributes | rng_attributes() | {
-        "get_device_properties": _device_properties,
-        "Stream": InertStream,
-        "Event": InertEvent,
-        "stream": _stream_context,
-        "device": _InertContext,
-        "device_of": type("_InertDeviceOf", (_InertContext,), {}),
-        "default_generators": (torch.default_generator,),
-        "_lazy_call": _call_now,
-        "memory_stats": lambda device=None: defaultdict(int),
-        "memory_snapshot": lambda *_, **__: [],
-    }  # fmt: skip
+    return (
+        attributes
+        | rng_attributes()
+        | {
+            "get_device_properties": _device_properties,
+            "Stream": InertStream,
+            "Event": InertEvent,
+            "stream": _stream_context,
+            "device": _InertContext,
+            "device_of": type("_InertDeviceOf", (_InertContext,), {}),
+            "default_generators": (torch.default_generator,),
+            "_lazy_call": _call_now,
+            "memory_stats": lambda device=None: defaultdict(int),
+            "memory_snapshot": lambda *_, **__: [],
+        }
+    )
 
 
 def rng_attributes() -> dict[str, Any]:

@@ -54,7 +54,9 @@ class Ledger:
 
     def follow_copies(self) -> int:
         """Replace the by-name copies in the package's loaded modules; returns how many."""
-        swaps = {id(entry.seen): entry.replacement for entry in self._entries if _is_code(entry.seen)}
+        swaps = {
+            id(entry.seen): entry.replacement for entry in self._entries if _is_code(entry.seen)
+        }
         copies = self._find_copies(swaps)
         for module, name, replacement in copies:
             self.replace(module, name, replacement)

@@ -21,9 +21,12 @@ from megatron_asynchzp.mcore.cpu_platform.ledger import Ledger
 logger = logging.getLogger(__name__)
 
 _MEGATRON_PARTS = (
-    "core.datasets.utils", "core.transformer.moe.moe_utils", "core.parallel_state",
-    "core.optimizer.distrib_optimizer", "core.dist_checkpointing.strategies.async_utils",
-)  # fmt: skip
+    "core.datasets.utils",
+    "core.transformer.moe.moe_utils",
+    "core.parallel_state",
+    "core.optimizer.distrib_optimizer",
+    "core.dist_checkpointing.strategies.async_utils",
+)
 
 # The interpreter has one torch, so its replaced attributes are state of the process.
 _installed = Ledger(package="megatron")
@@ -42,9 +45,9 @@ def install() -> list[str]:
     """
     if is_installed():
         return []
-    # Before anything is replaced: importing dynamo builds a table of torch's functions that stand-ins
-    # would upset, and importing Megatron imports dynamo.
-    import torch._dynamo
+    # Before anything is replaced: importing Megatron imports dynamo, which builds a table of
+    # torch's functions that stand-ins would upset.
+    import torch._dynamo  # noqa: F401
 
     parts = [_import(name) for name in _MEGATRON_PARTS]
     try:
