@@ -53,7 +53,7 @@ def run_script(script: Path, arguments: list[str]) -> None:
     # The script's folder comes first, so that a Megatron checkout is what gets patched.
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [str(script), *arguments]
-    from megatron_asynchzp.mcore import startup
+    from megatron_asynchzp.mcore.process import startup
 
     try:
         startup.prepare_process(arguments)

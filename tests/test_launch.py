@@ -28,7 +28,7 @@ _MODEL = (
 _TOY = f"{_MODEL} --mock-data"
 _HYBRID = (
     _TOY.replace("--num-layers 2", "--hybrid-layer-pattern *-*-")
-    + " --spec megatron_asynchzp.mcore.local_hybrid local_hybrid_stack_spec"
+    + " --spec megatron_asynchzp.cpu_platform.local_hybrid local_hybrid_stack_spec"
 )
 
 
@@ -114,7 +114,7 @@ def test_a_checkout_without_compiled_helpers_borrows_those_of_the_wheel(tmp_path
     script = tmp_path / "train.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from megatron_asynchzp.mcore import startup\n"
+        "from megatron_asynchzp.mcore.process import startup\n"
         "startup._lend_dataset_helpers()\n"
         "import megatron.core, megatron.core.datasets.helpers_cpp as helpers\n"
         "print(megatron.core.__file__, helpers.__file__)\n"

@@ -31,8 +31,8 @@ def _one_hardware_queue() -> Iterator[None]:
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS")
     if before is not None:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = before
-    from megatron_asynchzp.mcore.patches import PATCHES
-    from megatron_asynchzp.mcore.patching import remove_patches
+    from megatron_asynchzp.mcore.patches.patch import remove_patches
+    from megatron_asynchzp.mcore.patches.table import PATCHES
 
     remove_patches(PATCHES)
 

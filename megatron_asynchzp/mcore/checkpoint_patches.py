@@ -7,7 +7,7 @@ the replacements do beyond calling the guard. Nothing happens on import.
 import functools
 from collections.abc import Callable
 
-from megatron_asynchzp.mcore.patching import Patch, run_args
+from megatron_asynchzp.mcore.patches.patch import Patch, run_args
 
 
 def _make_save_checkpoint(original: Callable) -> Callable:

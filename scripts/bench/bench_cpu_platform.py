@@ -71,7 +71,7 @@ def measure() -> list[tuple[list[str], dict[str, list[float]]]]:
 
 def _time_loops(model_chunks: list, optimizer: Any) -> dict[str, list[float]]:
     """Called inside a run, while Megatron's groups and generators exist."""
-    from megatron_asynchzp.mcore import cpu_platform
+    from megatron_asynchzp import cpu_platform
 
     step = _plain_step()
     told: dict[str, list[float]] = {"plain loop, no platform": [], "plain loop, platform": []}

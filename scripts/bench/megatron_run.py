@@ -27,7 +27,7 @@ def train_megatron(
 ) -> RankReport:
     """The measured steps of `pretrain()` with these flags. For Cluster.run; the process ends after
     it, so nothing is taken down."""
-    from megatron_asynchzp.mcore import cpu_platform
+    from megatron_asynchzp import cpu_platform
 
     cpu_platform.install()
     argv, told = [*workload.argv(micro_batch), *flags], io.StringIO()
@@ -42,14 +42,14 @@ def train_megatron(
             _recording(meter, workload),
         ):
             if "--use-asynchzp" in flags:
-                from megatron_asynchzp.mcore.patches import PATCHES
-                from megatron_asynchzp.mcore.patching import apply_patches
+                from megatron_asynchzp.mcore.patches.patch import apply_patches
+                from megatron_asynchzp.mcore.patches.table import PATCHES
 
                 apply_patches(PATCHES)
             if "--use-megatron-fsdp" in flags:
                 _gather_without_stream()
             pretrain(argv)
-            if communication := sys.modules.get("megatron_asynchzp.mcore.communication"):
+            if communication := sys.modules.get("megatron_asynchzp.mcore.process.communication"):
                 communication.Communication.close_all()
     except BaseException as error:
         error.add_note(f"{' '.join(flags)}\n{told.getvalue()[-1500:]}")
@@ -58,7 +58,7 @@ def train_megatron(
 
 
 def _take_exposed_s() -> float:
-    from megatron_asynchzp.mcore.communication import Communication
+    from megatron_asynchzp.mcore.process.communication import Communication
 
     return Communication.take_exposed_s()
 

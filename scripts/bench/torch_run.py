@@ -60,7 +60,7 @@ def _built_model(workload: Workload) -> nn.Module:
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.initialize import initialize_megatron
 
-    from megatron_asynchzp.mcore import cpu_platform
+    from megatron_asynchzp import cpu_platform
 
     cpu_platform.install()
     args = initialized_args(workload.argv(workload.samples // dist.get_world_size()))

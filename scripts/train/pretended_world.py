@@ -52,7 +52,7 @@ class Stage:
 @contextlib.contextmanager
 def _answers_of_a_gpu() -> Iterator[None]:
     """What Megatron asks torch.cuda while it parses and builds."""
-    from megatron_asynchzp.mcore.cpu_platform.inert_cuda import InertStream
+    from megatron_asynchzp.cpu_platform.inert_cuda import InertStream
 
     properties = SimpleNamespace(major=_CAPABILITY[0], minor=_CAPABILITY[1])
     with mock.patch.multiple(
@@ -97,8 +97,8 @@ def patch_megatron() -> None:
     Raises Refused for a Megatron that we do not know.
     """
     with _silence():
-        from megatron_asynchzp.mcore.patches import PATCHES
-        from megatron_asynchzp.mcore.patching import IncompatibleMegatron, apply_patches
+        from megatron_asynchzp.mcore.patches.patch import IncompatibleMegatron, apply_patches
+        from megatron_asynchzp.mcore.patches.table import PATCHES
 
         try:
             apply_patches(PATCHES)
@@ -190,7 +190,7 @@ def _build(args: Namespace, groups: object) -> torch.nn.Module:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.training.argument_utils import gpt_config_from_args
 
-    from megatron_asynchzp.mcore.cpu_platform.arguments import CPU_VALUES
+    from megatron_asynchzp.cpu_platform.arguments import CPU_VALUES
 
     without_kernels = CPU_VALUES | {"perform_initialization": False}
     config = gpt_config_from_args(Namespace(**(vars(args) | without_kernels)))

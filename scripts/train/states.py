@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_asynchzp.comm.collectives import new_shards
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.ring import Slot
-from megatron_asynchzp.mcore.arguments import resolve_schedule
+from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
 from megatron_asynchzp.mcore.start_table import (
     OPTIMIZER_STATE_NBYTES,
     format_start_table,

@@ -13,7 +13,7 @@ import pytest
 @pytest.fixture(autouse=True, scope="module")
 def _without_platform_afterwards() -> Iterator[None]:
     """Under torchrun a body runs in pytest's own process and may leave the CPU platform there."""
-    from megatron_asynchzp.mcore import cpu_platform
+    from megatron_asynchzp import cpu_platform
 
     yield
     cpu_platform.uninstall()

@@ -18,7 +18,8 @@ from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
-from megatron_asynchzp.mcore import arguments, data_parallel
+from megatron_asynchzp.mcore import data_parallel
+from megatron_asynchzp.mcore.flags import asynchzp as arguments
 from tests.support import legacy_pretrain
 
 

@@ -163,7 +163,7 @@ def run_pretrain(argv: list[str], inspect: Callable[[list, Any], Any] | None = N
 
     A collective call: all ranks run the same command lines in the same order.
     """
-    from megatron_asynchzp.mcore import cpu_platform
+    from megatron_asynchzp import cpu_platform
 
     cpu_platform.install()
     record, told, start_s = RunRecord(), io.StringIO(), time.perf_counter()
@@ -187,7 +187,7 @@ def initialized_args(argv: list[str]) -> Any:
     """Megatron's arguments, checked and made its global ones."""
     from megatron.training import arguments, global_vars
 
-    from megatron_asynchzp.mcore import cpu_platform
+    from megatron_asynchzp import cpu_platform
 
     with mock.patch.object(sys, "argv", ["run_pretrain", *argv]):
         args = arguments.parse_args()
@@ -256,8 +256,8 @@ def _patched(argv: list[str]) -> Iterator[None]:
     if not {"--use-asynchzp", "--use-pasa-attention"} & set(argv):
         yield
         return
-    from megatron_asynchzp.mcore.patches import PATCHES
-    from megatron_asynchzp.mcore.patching import apply_patches, remove_patches
+    from megatron_asynchzp.mcore.patches.patch import apply_patches, remove_patches
+    from megatron_asynchzp.mcore.patches.table import PATCHES
 
     apply_patches(PATCHES)
     try:
@@ -339,7 +339,7 @@ def _fill_in_losses(record: RunRecord):
 
 def _close_communication():
     """Finish what the last step left in flight while every rank is still here."""
-    if communication := sys.modules.get("megatron_asynchzp.mcore.communication"):
+    if communication := sys.modules.get("megatron_asynchzp.mcore.process.communication"):
         communication.Communication.close_all()
 
 

@@ -15,7 +15,7 @@ def save_two(folder: str) -> None:
     """On two ranks: iterations 2 and 4 of a model without a meaning, as save_checkpoint does."""
     from megatron.core import dist_checkpointing
 
-    from megatron_asynchzp.mcore import cpu_platform
+    from megatron_asynchzp import cpu_platform
     from megatron_asynchzp.mcore.save_queue import return_results_in_process
 
     cpu_platform.install()

@@ -10,15 +10,15 @@ import pytest
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_asynchzp import launch
-from megatron_asynchzp.mcore import arguments
-from megatron_asynchzp.mcore.arguments import NORMALISATIONS, resolve_shard_sizes
-from megatron_asynchzp.mcore.patches import PATCHES
-from megatron_asynchzp.mcore.unsupported import (
+from megatron_asynchzp.mcore.flags import asynchzp as arguments
+from megatron_asynchzp.mcore.flags.asynchzp import NORMALISATIONS, resolve_shard_sizes
+from megatron_asynchzp.mcore.flags.refusals import (
     REFUSALS,
     ConfigurationError,
     UnsupportedConfiguration,
     refuse_unsupported,
 )
+from megatron_asynchzp.mcore.patches.table import PATCHES
 from megatron_asynchzp.sharding.topology import ShardSizes
 
 _PLAIN = "--use-asynchzp --mock-data --micro-batch-size 1 --global-batch-size 8 --bf16"
@@ -309,7 +309,7 @@ def test_saving_beside_training_needs_its_writer(parse, monkeypatch):
 
 
 def test_the_documentation_lists_every_refusal_normalisation_and_patch_point():
-    told = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
+    told = (Path(__file__).parents[3] / "docs" / "megatron.md").read_text()
     words = [refusal.flag for refusal in REFUSALS] + [refusal.reason for refusal in REFUSALS]
     words += [f"| `{rule.name}` | {rule.value} | {rule.reason} |" for rule in NORMALISATIONS]
     words += [f"`{patch.target}`" for patch in PATCHES] + [patch.drop_when for patch in PATCHES]

@@ -12,14 +12,14 @@ from datetime import timedelta
 from typing import Any
 
 from megatron_asynchzp.mcore.checkpoint_patches import CHECKPOINT_PATCHES
-from megatron_asynchzp.mcore.patching import Patch, run_args
+from megatron_asynchzp.mcore.patches.patch import Patch, run_args
 
 # --- replacements: each falls through to the original unless its flag was given -----------------
 
 
 def _make_add_arguments(original: Callable) -> Callable:
-    from megatron_asynchzp.mcore.arguments import add_asynchzp_arguments, refuse_yaml
-    from megatron_asynchzp.mcore.attention_arguments import add_pasa_arguments
+    from megatron_asynchzp.mcore.attention.flags import add_pasa_arguments
+    from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments, refuse_yaml
 
     def add_megatron_arguments(parser: ArgumentParser):
         for flag in ("--use-asynchzp", "--use-pasa-attention"):
@@ -30,8 +30,8 @@ def _make_add_arguments(original: Callable) -> Callable:
 
 
 def _make_validate_args(original: Callable) -> Callable:
-    from megatron_asynchzp.mcore import arguments
-    from megatron_asynchzp.mcore.attention_arguments import refuse_unsupported_attention
+    from megatron_asynchzp.mcore.attention.flags import refuse_unsupported_attention
+    from megatron_asynchzp.mcore.flags import asynchzp as arguments
 
     def validate_args(args: Namespace, defaults: dict = {}):  # noqa: B006, as in Megatron
         is_asynchzp = getattr(args, "use_asynchzp", False)
@@ -51,8 +51,8 @@ def _make_validate_args(original: Callable) -> Callable:
 
 
 def _apply_platform_defaults(args: Namespace) -> list[str]:
-    from megatron_asynchzp.mcore import cpu_platform
-    from megatron_asynchzp.mcore.unsupported import ConfigurationError
+    from megatron_asynchzp import cpu_platform
+    from megatron_asynchzp.mcore.flags.refusals import ConfigurationError
 
     if not cpu_platform.is_installed():
         return []
@@ -64,14 +64,14 @@ def _apply_platform_defaults(args: Namespace) -> list[str]:
 
 
 def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collection: Any) -> list:
-    from megatron_asynchzp.mcore.arguments import (
+    from megatron_asynchzp.mcore.checkpoint_guard import claim_save_directory
+    from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
+    from megatron_asynchzp.mcore.flags.asynchzp import (
         resolve_schedule,
         resolve_shard_sizes,
         resolve_trace,
         sharding_ranks_per_node,
     )
-    from megatron_asynchzp.mcore.checkpoint_guard import claim_save_directory
-    from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
 
     if pg_collection is None:
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -147,7 +147,7 @@ _ITERATION_LINE = "elapsed time per iteration (ms):"
 
 def _make_print_rank_last(original: Callable) -> Callable:
     def print_rank_last(message):
-        from megatron_asynchzp.mcore.communication import Communication
+        from megatron_asynchzp.mcore.process.communication import Communication
 
         if _ITERATION_LINE in str(message) and (communication := Communication.current()):
             message += communication.take_log_text()
@@ -158,7 +158,7 @@ def _make_print_rank_last(original: Callable) -> Callable:
 
 def _make_destroy_process_group(original: Callable) -> Callable:
     def destroy_process_group(group=None):
-        from megatron_asynchzp.mcore.communication import Communication
+        from megatron_asynchzp.mcore.process.communication import Communication
 
         Communication.close_all(group)
         return original(group)
@@ -169,8 +169,8 @@ def _make_destroy_process_group(original: Callable) -> Callable:
 def _make_build_module(original: Callable) -> Callable:
     def build_module(spec_or_module, *args, **kwargs):
         if (run := run_args("use_pasa_attention")) is not None:
-            from megatron_asynchzp.mcore.attention import use_pasa_in
-            from megatron_asynchzp.mcore.attention_arguments import pasa_options
+            from megatron_asynchzp.mcore.attention.core_attention import use_pasa_in
+            from megatron_asynchzp.mcore.attention.flags import pasa_options
 
             spec_or_module = use_pasa_in(spec_or_module, pasa_options(run))
         return original(spec_or_module, *args, **kwargs)

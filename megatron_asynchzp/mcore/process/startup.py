@@ -18,19 +18,19 @@ from types import TracebackType
 
 from megatron_asynchzp.comm.order import OrderMismatch
 from megatron_asynchzp.comm.task import CollectiveFailure
-from megatron_asynchzp.mcore.arguments import add_device_argument
 from megatron_asynchzp.mcore.checkpoint_files.errors import SaveError
-from megatron_asynchzp.mcore.communication import Communication
-from megatron_asynchzp.mcore.last_line import (
+from megatron_asynchzp.mcore.flags.asynchzp import add_device_argument
+from megatron_asynchzp.mcore.flags.refusals import ConfigurationError
+from megatron_asynchzp.mcore.patches.patch import IncompatibleMegatron, apply_patches, check_version
+from megatron_asynchzp.mcore.patches.table import PATCHES
+from megatron_asynchzp.mcore.process.communication import Communication
+from megatron_asynchzp.mcore.process.last_line import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
     LastLine,
     leave,
     obey_sigterm,
 )
-from megatron_asynchzp.mcore.patches import PATCHES
-from megatron_asynchzp.mcore.patching import IncompatibleMegatron, apply_patches, check_version
-from megatron_asynchzp.mcore.unsupported import ConfigurationError
 from megatron_asynchzp.sharding.topology import ShardSizeError
 
 # Errors whose message is a line for the user; anything else keeps its traceback.
@@ -56,7 +56,7 @@ def prepare_process(argv: list[str]) -> None:
     check_version()
     reason = _reason_for_cpu(argv)
     if reason is not None:
-        from megatron_asynchzp.mcore import cpu_platform
+        from megatron_asynchzp import cpu_platform
 
         _lend_dataset_helpers()
         _tell_platform(reason, cpu_platform.install())

@@ -23,8 +23,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
 from megatron_asynchzp.attention.pasa import pasa_attention
-from megatron_asynchzp.mcore.attention_arguments import PasaOptions
-from megatron_asynchzp.mcore.unsupported import ConfigurationError
+from megatron_asynchzp.mcore.attention.flags import PasaOptions
+from megatron_asynchzp.mcore.flags.refusals import ConfigurationError
 
 # Megatron's own attentions, whose place PASA may take. Others compute something else.
 _REPLACEABLE = ("DotProductAttention", "TEDotProductAttention")

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
 
-from megatron_asynchzp.mcore.communication import TraceRequest
-from megatron_asynchzp.mcore.unsupported import ConfigurationError, refuse_unsupported
+from megatron_asynchzp.mcore.flags.refusals import ConfigurationError, refuse_unsupported
+from megatron_asynchzp.mcore.process.communication import TraceRequest
 from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes
 from megatron_asynchzp.zero.schedule import SCHEDULES, ScheduleConfig
 

@@ -7,7 +7,7 @@ A platform for development and tests: it lets a laptop run stock Megatron beside
 compare their numbers. It says nothing about speed on a GPU.
 """
 
-from megatron_asynchzp.mcore.cpu_platform.arguments import apply_cpu_defaults
-from megatron_asynchzp.mcore.cpu_platform.platform import install, is_installed, uninstall
+from megatron_asynchzp.cpu_platform.arguments import apply_cpu_defaults
+from megatron_asynchzp.cpu_platform.platform import install, is_installed, uninstall
 
 __all__ = ["apply_cpu_defaults", "install", "is_installed", "uninstall"]

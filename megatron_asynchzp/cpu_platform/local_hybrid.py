@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A hybrid model's layers without Transformer Engine, which Megatron's own spec needs:
 
-    pretrain_hybrid.py --spec megatron_asynchzp.mcore.local_hybrid local_hybrid_stack_spec ...
+    pretrain_hybrid.py --spec megatron_asynchzp.cpu_platform.local_hybrid local_hybrid_stack_spec
 
 Attention (*) and MLP (-) layers only: Mamba layers need CUDA kernels.
 """

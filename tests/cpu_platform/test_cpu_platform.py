@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.mcore import cpu_platform
+from megatron_asynchzp import cpu_platform
 from tests.support import megatron_runs as runs
 from tests.support.world import on_ranks
 
@@ -41,7 +41,7 @@ def test_importing_the_platform_imports_no_megatron_and_replaces_nothing():
 _IMPORT_ONLY = """
 import sys, torch
 before = {name: id(value) for owner in (torch, torch.cuda) for name, value in vars(owner).items()}
-from megatron_asynchzp.mcore import cpu_platform
+from megatron_asynchzp import cpu_platform
 after = {name: id(value) for owner in (torch, torch.cuda) for name, value in vars(owner).items()}
 print([name for name in sys.modules if name.startswith("megatron.")])
 print(all(after[name] == value for name, value in before.items()))
@@ -74,7 +74,7 @@ def test_megatron_can_be_imported_while_the_platform_is_there():
 
 
 _IMPORT_AFTERWARDS = """
-from megatron_asynchzp.mcore import cpu_platform
+from megatron_asynchzp import cpu_platform
 cpu_platform.install()
 import torch, megatron.training
 from megatron.core.jit import jit_fuser

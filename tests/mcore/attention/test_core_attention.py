@@ -177,9 +177,9 @@ def _masked() -> dict[str, float]:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron_asynchzp.mcore import cpu_platform
-    from megatron_asynchzp.mcore.attention import PasaAttention
-    from megatron_asynchzp.mcore.attention_arguments import PasaOptions
+    from megatron_asynchzp import cpu_platform
+    from megatron_asynchzp.mcore.attention.core_attention import PasaAttention
+    from megatron_asynchzp.mcore.attention.flags import PasaOptions
 
     cpu_platform.install()
     tracker = tensor_parallel.get_cuda_rng_tracker()
@@ -219,7 +219,7 @@ def _packed() -> float:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron_asynchzp.mcore.attention import PasaAttention
+    from megatron_asynchzp.mcore.attention.core_attention import PasaAttention
 
     ours = _attention(PasaAttention, AttnMaskType.padding_causal).eval()
     qkv = [x.squeeze(1) for x in _qkv(12, 1)]
@@ -239,9 +239,9 @@ def _foreign() -> str:
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from megatron_asynchzp.mcore.attention import use_pasa_in
-    from megatron_asynchzp.mcore.attention_arguments import PasaOptions
-    from megatron_asynchzp.mcore.unsupported import ConfigurationError
+    from megatron_asynchzp.mcore.attention.core_attention import use_pasa_in
+    from megatron_asynchzp.mcore.attention.flags import PasaOptions
+    from megatron_asynchzp.mcore.flags.refusals import ConfigurationError
 
     class SparseAttention:
         pass
@@ -263,8 +263,8 @@ def test_an_attention_that_computes_something_else_is_not_replaced():
 
 
 def _core_of(layer_spec) -> str:
-    from megatron_asynchzp.mcore.attention import use_pasa_in
-    from megatron_asynchzp.mcore.attention_arguments import PasaOptions
+    from megatron_asynchzp.mcore.attention.core_attention import use_pasa_in
+    from megatron_asynchzp.mcore.attention.flags import PasaOptions
 
     attention = use_pasa_in(layer_spec.submodules.self_attention, PasaOptions(mode="block"))
     core = attention.submodules.core_attention
@@ -277,7 +277,7 @@ def _core_of(layer_spec) -> str:
 def _specs() -> list[str]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    from megatron_asynchzp.mcore.local_hybrid import local_hybrid_stack_spec
+    from megatron_asynchzp.cpu_platform.local_hybrid import local_hybrid_stack_spec
 
     layers = [
         get_gpt_layer_local_spec(),
@@ -299,22 +299,22 @@ def test_dense_expert_latent_and_hybrid_layers_get_it_and_their_specs_are_not_ch
 def parser():
     from megatron.training import arguments
 
-    from megatron_asynchzp.mcore.attention_arguments import add_pasa_arguments
+    from megatron_asynchzp.mcore.attention.flags import add_pasa_arguments
 
     parser = ArgumentParser(allow_abbrev=False)
     return add_pasa_arguments(arguments.add_megatron_arguments(parser))
 
 
 def _refusals():
-    from megatron_asynchzp.mcore.attention_arguments import PASA_REFUSALS
+    from megatron_asynchzp.mcore.attention.flags import PASA_REFUSALS
 
     return PASA_REFUSALS
 
 
 @pytest.mark.parametrize("refusal", _refusals(), ids=lambda refusal: refusal.flag)
 def test_each_unsupported_flag_is_refused_by_its_own_row_in_one_line(parser, refusal):
-    from megatron_asynchzp.mcore.attention_arguments import refuse_unsupported_attention
-    from megatron_asynchzp.mcore.unsupported import ConfigurationError
+    from megatron_asynchzp.mcore.attention.flags import refuse_unsupported_attention
+    from megatron_asynchzp.mcore.flags.refusals import ConfigurationError
 
     refuse_unsupported_attention(parser.parse_args(["--use-pasa-attention"]))
     args = parser.parse_args(["--use-pasa-attention", *refusal.example.split()])
@@ -328,8 +328,8 @@ def test_each_unsupported_flag_is_refused_by_its_own_row_in_one_line(parser, ref
 
 @pytest.mark.parametrize("flag", ["--yaml-cfg run.yaml", "--yaml-cfg=run.yaml"])
 def test_a_yaml_configuration_cannot_drop_the_flag_silently(flag):
-    from megatron_asynchzp.mcore.arguments import refuse_yaml
-    from megatron_asynchzp.mcore.unsupported import ConfigurationError
+    from megatron_asynchzp.mcore.flags.asynchzp import refuse_yaml
+    from megatron_asynchzp.mcore.flags.refusals import ConfigurationError
 
     with pytest.raises(ConfigurationError, match="--yaml-cfg"):
         refuse_yaml(["--use-pasa-attention", *flag.split()], "--use-pasa-attention")
@@ -340,9 +340,9 @@ def test_the_flags_explain_themselves_and_are_in_the_launchers_usage_and_the_doc
     from pathlib import Path
 
     from megatron_asynchzp import launch
-    from megatron_asynchzp.mcore.attention_arguments import add_pasa_arguments
+    from megatron_asynchzp.mcore.attention.flags import add_pasa_arguments
 
-    told = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
+    told = (Path(__file__).parents[3] / "docs" / "megatron.md").read_text()
     for action in add_pasa_arguments(ArgumentParser(add_help=False))._actions:
         assert action.help and f"  {action.option_strings[0]} " in launch.USAGE
         assert f"`{action.option_strings[0]}" in told

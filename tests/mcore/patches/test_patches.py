@@ -13,15 +13,16 @@ from types import ModuleType
 import pytest
 from megatron.core import package_info
 
-from megatron_asynchzp.mcore import patches, patching
-from megatron_asynchzp.mcore.patches import PATCHES
-from megatron_asynchzp.mcore.patching import (
+from megatron_asynchzp.mcore.flags.refusals import ConfigurationError, UnsupportedConfiguration
+from megatron_asynchzp.mcore.patches import patch as patching
+from megatron_asynchzp.mcore.patches import table as patches
+from megatron_asynchzp.mcore.patches.patch import (
     IncompatibleMegatron,
     Patch,
     apply_patches,
     remove_patches,
 )
-from megatron_asynchzp.mcore.unsupported import ConfigurationError, UnsupportedConfiguration
+from megatron_asynchzp.mcore.patches.table import PATCHES
 
 _PATCH_IDS = [patch.attribute for patch in PATCHES]
 
@@ -309,7 +310,7 @@ def test_validation_refuses_before_megatron_sees_the_arguments(unpatched):
 
 
 def test_what_the_cpu_cannot_do_is_told_in_one_line(monkeypatch):
-    from megatron_asynchzp.mcore import cpu_platform
+    from megatron_asynchzp import cpu_platform
 
     def refuse(args):
         raise ValueError("not possible on the CPU platform:\n  --fp8: needs a GPU")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron_asynchzp.attention.delegate import VENDOR_NAMES
 from megatron_asynchzp.attention.pasa import MODES
-from megatron_asynchzp.mcore.unsupported import Refusal, UnsupportedConfiguration
+from megatron_asynchzp.mcore.flags.refusals import Refusal, UnsupportedConfiguration
 
 
 @dataclass(frozen=True)

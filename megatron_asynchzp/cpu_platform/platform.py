@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.utils._device
 
-from megatron_asynchzp.mcore.cpu_platform import devices, inert_cuda
-from megatron_asynchzp.mcore.cpu_platform.ledger import Ledger
+from megatron_asynchzp.cpu_platform import devices, inert_cuda
+from megatron_asynchzp.replacements import Ledger
 
 logger = logging.getLogger(__name__)
 

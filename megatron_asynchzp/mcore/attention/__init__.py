@@ -1,0 +1,5 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""PASA as the core attention of Megatron's layers, and its flags. How attention is computed is in
+megatron_asynchzp.attention.
+"""
