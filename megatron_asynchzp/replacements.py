@@ -1,23 +1,24 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""A ledger of replaced attributes: what was there, what is there now, how to go back.
-
-Knows nothing of torch or Megatron; the other files of this folder say what to replace.
+"""Replaced names: what was there, what is there now, and the way back. The adapter's patches and
+the CPU platform both replace names of Megatron and torch through this file.
 """
 
 import sys
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any, NamedTuple
 
 _ABSENT = object()
 
 
-class Entry(NamedTuple):
-    """One replaced attribute; `original` is `_ABSENT` when `owner` itself did not hold it."""
+class Replaced(NamedTuple):
+    """One replaced attribute; `original` is `_ABSENT` where `owner` only inherited it."""
 
     owner: Any
     name: str
     original: Any
-    seen: Any  # what getattr returned before: the object that by-name copies hold
+    seen: Any  # what getattr returned before: the object that copies by name hold
     replacement: Any
 
     def __str__(self) -> str:
@@ -28,50 +29,59 @@ class Entry(NamedTuple):
         return f"{module + '.' if module else ''}{owner}.{self.name}"
 
 
-class Ledger:
-    """Replaces attributes and puts every one of them back, by identity.
+class Replacements:
+    """Replaces attributes of modules and classes, and puts every one back by identity.
 
-    Python copies names: after `from torch.cuda import _lazy_call` the importing module keeps the
-    old function whatever happens to `torch.cuda`. `follow_copies` walks the modules of a package
-    and replaces those copies too; `restore` also walks them, because a module imported while the
-    replacements were in place has copied *them*.
+    package: where copies are looked for; "" means every loaded module.
+
+    After `from torch.cuda import _lazy_call` the importing module keeps the old function, whatever
+    happens to `torch.cuda`. `follow_copies` replaces such copies too. `restore` also finds copies
+    of the replacements, which modules imported in the meantime have made.
     """
 
-    def __init__(self, package: str):
-        self._package = package
-        self._entries: list[Entry] = []
+    def __init__(self, package: str = ""):
+        self._prefix = package + "." if package else ""
+        self._entries: list[Replaced] = []
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[Replaced, ...]:
         return tuple(self._entries)
 
-    def replace(self, owner: Any, name: str, replacement: Any):
-        """Set `owner.name`, remembering whether it was owned or inherited."""
+    def replace(self, owner: Any, name: str, replacement: Any) -> None:
+        """Set `owner.name`, and remember whether `owner` held it or inherited it."""
         original = vars(owner).get(name, _ABSENT)
         seen = getattr(owner, name, _ABSENT)
         setattr(owner, name, replacement)
-        self._entries.append(Entry(owner, name, original, seen, replacement))
+        self._entries.append(Replaced(owner, name, original, seen, replacement))
+
+    def contains(self, function: Any) -> bool:
+        """Whether `function` is one of the replacements, or wraps one (functools.wraps)."""
+        ours = {id(entry.replacement) for entry in self._entries}
+        return id(function) in ours or any(id(inner) in ours for inner in _wrapped_by(function))
 
     def follow_copies(self) -> int:
-        """Replace the by-name copies in the package's loaded modules; returns how many."""
-        swaps = {
-            id(entry.seen): entry.replacement for entry in self._entries if _is_code(entry.seen)
-        }
+        """Replace the copies by name in loaded modules; returns how many there were."""
+        swaps = {id(e.seen): e.replacement for e in self._entries if _is_code(e.seen)}
         copies = self._find_copies(swaps)
         for module, name, replacement in copies:
             self.replace(module, name, replacement)
         return len(copies)
 
-    def restore(self):
-        """Undo everything, the newest replacement first."""
-        # `_find_copies` lists modules that still hold a replacement after the recorded ones went
-        # back: they were imported in between.
+    def restore(self) -> None:
+        """Undo everything, the newest replacement first.
+
+        Raises RuntimeError, and undoes nothing, where somebody wrapped a replacement since.
+        """
+        for entry in self._entries:
+            now = getattr(entry.owner, entry.name, None)
+            if any(inner is entry.replacement for inner in _wrapped_by(now)):
+                raise RuntimeError(f"{entry} was wrapped after it was replaced; undo that first")
         originals = {
-            id(entry.replacement): entry.seen
-            for entry in self._entries
-            if _is_code(entry.replacement) and entry.seen is not _ABSENT
+            id(e.replacement): e.seen
+            for e in self._entries
+            if _is_code(e.replacement) and e.seen is not _ABSENT
         }
-        kept_alive = [entry.replacement for entry in self._entries]
+        kept_alive = self.entries  # ids stay unique as long as their objects live
         while self._entries:
             entry = self._entries.pop()
             if entry.original is _ABSENT:
@@ -80,19 +90,24 @@ class Ledger:
                 setattr(entry.owner, entry.name, entry.original)
         for module, name, original in self._find_copies(originals):
             setattr(module, name, original)
-        del kept_alive  # ids stay unique as long as their objects live
+        del kept_alive
 
-    def _find_copies(self, swaps: dict[int, Any]) -> list[tuple[Any, str, Any]]:
-        prefix = self._package + "."
+    def _find_copies(self, swaps: dict[int, Any]) -> list[tuple[ModuleType, str, Any]]:
         return [
             (module, name, swaps[id(value)])
             for module_name, module in list(sys.modules.items())
-            if module is not None and (module_name + ".").startswith(prefix)
+            if isinstance(module, ModuleType) and (module_name + ".").startswith(self._prefix)
             for name, value in list(vars(module).items())
             if id(value) in swaps
         ]
 
 
+def _wrapped_by(function: Any) -> Iterator[Any]:
+    """The functions that `function` wraps (functools.wraps), the outermost first."""
+    while (function := getattr(function, "__wrapped__", None)) is not None:
+        yield function
+
+
 def _is_code(value: Any) -> bool:
-    """Whether identity means something: True, 0 or None are shared by everyone."""
+    """Whether identity means something: True, 0 and None are shared by everyone."""
     return callable(value) and value is not _ABSENT

@@ -32,9 +32,8 @@ def _one_hardware_queue() -> Iterator[None]:
     if before is not None:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = before
     from megatron_asynchzp.mcore.patches.patch import remove_patches
-    from megatron_asynchzp.mcore.patches.table import PATCHES
 
-    remove_patches(PATCHES)
+    remove_patches()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@
 line such a run needs. Megatron is imported by `install()`, never by importing this package.
 
 A platform for development and tests: it lets a laptop run stock Megatron beside AsyncHZP and
-compare their numbers. It says nothing about speed on a GPU.
+compare their numbers. It shows nothing about speed on a GPU.
 """
 
 from megatron_asynchzp.cpu_platform.arguments import apply_cpu_defaults

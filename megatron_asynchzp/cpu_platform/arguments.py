@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of a Megatron run on the CPU: what has no CPU form is switched off, and said;
+"""The command line of a Megatron run on the CPU: what has no CPU form is switched off and logged;
 what the user can only have asked for on purpose is refused.
 """
 
@@ -24,7 +24,7 @@ CPU_VALUES: dict[str, Any] = {
     "moe_grouped_gemm": False,  # SequentialMLP instead
     "no_persist_layer_norm": True,
     "use_cpu_initialization": True,
-    "num_workers": 0,  # worker processes would not know the platform
+    "num_workers": 0,  # worker processes would run without the platform
 }
 
 # Switched on only by hand, and without a CPU form: running on without them would not be the run

@@ -95,8 +95,8 @@ _STREAM = InertStream()
 
 
 def _answer(value: Any) -> Callable[..., Any]:
-    """A new function that returns `value`: a stand-in has to be unique, as the ledger finds what
-    it stands for by its identity."""
+    """A new function that returns `value`: a stand-in has to be unique, as Replacements
+    finds what it stands for by its identity."""
     return lambda *_, **__: value
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.utils._device
 
 from megatron_asynchzp.cpu_platform import devices, inert_cuda
-from megatron_asynchzp.replacements import Ledger
+from megatron_asynchzp.replacements import Replacements
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _MEGATRON_PARTS = (
 )
 
 # The interpreter has one torch, so its replaced attributes are state of the process.
-_installed = Ledger(package="megatron")
+_installed = Replacements(package="megatron")
 
 
 def is_installed() -> bool:
@@ -38,7 +38,7 @@ def is_installed() -> bool:
 
 
 def install() -> list[str]:
-    """Make torch and Megatron believe that the CPU is their CUDA device.
+    """Make the CPU answer as the CUDA device of torch and Megatron.
 
     Idempotent, and as good after Megatron was imported as before. Returns one line per attribute
     replaced (none when the platform was there already); rank 0 logs them at level DEBUG.
@@ -60,12 +60,12 @@ def install() -> list[str]:
         _installed.restore()
         raise
     copies = _installed.follow_copies()
-    told = [str(entry) for entry in _installed.entries[: len(_installed.entries) - copies]]
-    told.append(f"{copies} by-name copies of these in modules of megatron")
+    lines = [str(entry) for entry in _installed.entries[: len(_installed.entries) - copies]]
+    lines.append(f"{copies} by-name copies of these in modules of megatron")
     if os.environ.get("RANK", "0") == "0":
-        logger.info("CPU platform: Megatron runs on the CPU, %d attributes replaced", len(told))
-        logger.debug("CPU platform: replaced\n  %s", "\n  ".join(told))
-    return told
+        logger.info("CPU platform: Megatron runs on the CPU, %d attributes replaced", len(lines))
+        logger.debug("CPU platform: replaced\n  %s", "\n  ".join(lines))
+    return lines
 
 
 def uninstall():
@@ -75,7 +75,7 @@ def uninstall():
         torch.compiler.set_stance("default")
 
 
-def _replace_cuda(ledger: Ledger):
+def _replace_cuda(names: Replacements):
     for owner, attributes in (
         (torch.cuda, inert_cuda.cuda_attributes()),
         (torch.cuda.random, inert_cuda.rng_attributes()),
@@ -83,18 +83,18 @@ def _replace_cuda(ledger: Ledger):
     ):
         for name, replacement in attributes.items():
             if hasattr(owner, name):
-                ledger.replace(owner, name, replacement)
+                names.replace(owner, name, replacement)
     # With a CUDA build of torch these two would answer for a device that nobody may touch; the
     # DataLoader asks them whether to pin memory.
-    ledger.replace(torch.accelerator, "is_available", lambda: False)
-    ledger.replace(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    names.replace(torch.accelerator, "is_available", lambda: False)
+    names.replace(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     if hasattr(torch._C, "_cuda_setRNGState"):
-        ledger.replace(torch._C, "_cuda_setRNGState", torch.default_generator.set_state)
+        names.replace(torch._C, "_cuda_setRNGState", torch.default_generator.set_state)
 
 
-def _replace_tensor_moves(ledger: Ledger):
+def _replace_tensor_moves(names: Replacements):
     def wrap(owner: Any, name: str, wrapper: Callable):
-        ledger.replace(owner, name, wrapper(getattr(owner, name)))
+        names.replace(owner, name, wrapper(getattr(owner, name)))
 
     for name in devices.FACTORIES:
         wrap(torch, name, devices.factory_on_cpu)
@@ -102,46 +102,46 @@ def _replace_tensor_moves(ledger: Ledger):
         wrap(torch.Tensor, name, devices.factory_on_cpu)
     for owner in (torch.Tensor, torch.nn.Module):
         wrap(owner, "to", devices.move_on_cpu)
-        ledger.replace(owner, "cuda", devices.stay)
-    ledger.replace(torch.Tensor, "pin_memory", devices.stay)
-    ledger.replace(torch.Tensor, "record_stream", devices.nothing)
+        names.replace(owner, "cuda", devices.stay)
+    names.replace(torch.Tensor, "pin_memory", devices.stay)
+    names.replace(torch.Tensor, "record_stream", devices.nothing)
     wrap(torch.Tensor, "type", devices.type_as_on_cuda)
     wrap(torch, "load", devices.load_on_cpu)
     wrap(torch.utils._device.DeviceContext, "__init__", devices.context_on_cpu)
 
 
-def _replace_collectives(ledger: Ledger):
+def _replace_collectives(names: Replacements):
     for owner in (dist, dist.distributed_c10d):
         for name in devices.REDUCTIONS:
-            ledger.replace(owner, name, devices.reduction_with_factor(getattr(owner, name)))
-    ledger.replace(dist, "_make_nccl_premul_sum", devices.PreMultipliedSum)
+            names.replace(owner, name, devices.reduction_with_factor(getattr(owner, name)))
+    names.replace(dist, "_make_nccl_premul_sum", devices.PreMultipliedSum)
 
 
-def _replace_compiler(ledger: Ledger):
+def _replace_compiler(names: Replacements):
     """No compilation: dynamo asks the CUDA driver for streams, and its table of torch's functions
     has no room for stand-ins. The stance is for what was compiled before."""
-    ledger.replace(torch, "compile", devices.compile_nothing)
+    names.replace(torch, "compile", devices.compile_nothing)
     torch.compiler.set_stance("force_eager")
 
 
 def _replace_megatron(
-    ledger: Ledger,
+    names: Replacements,
     datasets_utils: ModuleType,
     moe_utils: ModuleType,
     parallel_state: ModuleType,
     distrib_optimizer: ModuleType,
     async_utils: ModuleType,
 ):
-    ledger.replace(datasets_utils, "compile_helpers", _check_helpers)
-    ledger.replace(moe_utils, "maybe_move_tensor_to_cpu", _as_split_sizes)
+    names.replace(datasets_utils, "compile_helpers", _check_helpers)
+    names.replace(moe_utils, "maybe_move_tensor_to_cpu", _as_split_sizes)
     # NCCL's options would be handed to a gloo group.
-    ledger.replace(parallel_state, "get_nccl_options", lambda *_, **__: None)
-    _replace_checkpoints(ledger, distrib_optimizer.DistributedOptimizer)
+    names.replace(parallel_state, "get_nccl_options", lambda *_, **__: None)
+    _replace_checkpoints(names, distrib_optimizer.DistributedOptimizer)
     writer = async_utils.PersistentAsyncCaller
-    ledger.replace(writer, "async_loop", staticmethod(_write_on_cpu))
+    names.replace(writer, "async_loop", staticmethod(_write_on_cpu))
 
 
-def _replace_checkpoints(ledger: Ledger, optimizer: type):
+def _replace_checkpoints(names: Replacements, optimizer: type):
     """Megatron's distributed optimizer cannot load what it saved with torch's Adam, which is all
     there is without Transformer Engine and apex: it asserts that steps were counted before
     anything was loaded, looks for the count among the tensors of the checkpoint, and gives all
@@ -166,9 +166,9 @@ def _replace_checkpoints(ledger: Ledger, optimizer: type):
             if "step" in state:
                 state["step"] = state["step"].clone()
 
-    ledger.replace(optimizer, "load_state_dict", load_state_dict)
-    ledger.replace(optimizer, "sharded_state_dict", sharded_state_dict)
-    ledger.replace(optimizer, "_set_main_param_and_optimizer_states", set_states)
+    names.replace(optimizer, "load_state_dict", load_state_dict)
+    names.replace(optimizer, "sharded_state_dict", sharded_state_dict)
+    names.replace(optimizer, "_set_main_param_and_optimizer_states", set_states)
 
 
 def _write_on_cpu(*args: Any) -> None:

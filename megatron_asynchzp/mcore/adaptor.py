@@ -6,7 +6,8 @@ what `megatron_asynchzp.launch` does. The only module of the package that acts o
 
 import sys
 
-from megatron_asynchzp.mcore.process.startup import prepare_process, report_own_errors
+from megatron_asynchzp.mcore.process.ending import report_own_errors
+from megatron_asynchzp.mcore.process.startup import prepare_process
 
 report_own_errors()
 prepare_process(sys.argv[1:])

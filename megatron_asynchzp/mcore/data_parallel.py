@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the contract of Megatron's data-parallel wrapper: what train_step, the schedules and
-finalize_model_grads ask of a model chunk. Must not know layouts or collectives.
+"""The contract of Megatron's data-parallel wrapper: what train_step, the schedules and
+finalize_model_grads call on a model chunk.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,8 @@ from megatron.core.utils import get_model_config
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.device import device_of
 from megatron_asynchzp.mcore.checkpoint import ChunkCheckpoint
-from megatron_asynchzp.mcore.process.communication import Communication, TraceRequest
+from megatron_asynchzp.mcore.flags.asynchzp import TraceRequest
+from megatron_asynchzp.mcore.process.communication import Communication
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.zero.runtime import HZPRuntime
@@ -188,7 +189,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
 
 def _is_true_anywhere(mine: bool) -> bool:
-    """Whether any rank of the world says so: a pipeline stage may be without experts."""
+    """Whether it is so on any rank of the world: a pipeline stage may be without experts."""
     everyone = [False] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return any(everyone)
@@ -225,11 +226,10 @@ def wrap_model_chunks(
         any(sharding_group_key(p) == "expert" for chunk in model_chunks for p in chunk.parameters())
     )
     groups = create_shard_groups(sizes, pg_collection, has_experts, timeout)
-    device = device_of(next(model_chunks[0].parameters()))
-    communication = Communication(schedule, device, trace)
+    first_param = next(model_chunks[0].parameters())
+    communication = Communication(schedule, device_of(first_param), trace)
     # From an accelerator Megatron's writer makes copies by itself.
-    device_type = next(model_chunks[0].parameters()).device.type
-    takes_snapshots = saves_beside_training and device_type == "cpu"
+    takes_snapshots = saves_beside_training and first_param.device.type == "cpu"
     wrapped = []
     for chunk in model_chunks:
         if data_parallel_random_init:
@@ -240,7 +240,9 @@ def wrap_model_chunks(
                 config, ddp_config, chunk, pg_collection, groups, communication, takes_snapshots
             )
         )
-    # Megatron sets this for --overlap-grad-reduce, which is switched off: it overlaps anyway.
+    # Megatron sets this for --overlap-grad-reduce, which is switched off: it overlaps anyway. The
+    # schedules read it from the first chunk's config, and chunks need not share one.
     no_syncs = [chunk.no_sync for chunk in wrapped]
-    config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
+    for chunk in wrapped:
+        chunk.config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
     return wrapped

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the contract of Megatron's optimizer over sharded main parameters: scaling, norms,
-clipping, the inner step and what follows it. Must not know how the shards move.
+"""The contract of Megatron's optimizer over sharded main parameters: scaling, norms, clipping, the
+inner step and what follows it.
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         # Every element counts on exactly one rank (see counted_parameters), so the sum over the
         # world is the model's.
         self.grad_stats_parallel_group = dist.group.WORLD
-        # Separate norms belong to multi-token prediction, which is refused. Said here because
+        # Separate norms belong to multi-token prediction, which is refused. Set here because
         # Megatron would ask the world on the first clipping, but only on ranks that own elements.
         self._has_grad_norm_group_cache = dict.fromkeys(SEPARATE_GRAD_NORM_GROUPS, False)
         self._parameters = parameters

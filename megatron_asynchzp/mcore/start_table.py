@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what the user sees once at start: groups, units and bytes, by formula and as allocated.
-Must not change anything.
-"""
+"""The table in the log of a start: groups, units and bytes, by formula and as allocated."""
 
 import io
 from collections import Counter

@@ -263,7 +263,7 @@ def _patched(argv: list[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        remove_patches(PATCHES)
+        remove_patches()
 
 
 @contextlib.contextmanager

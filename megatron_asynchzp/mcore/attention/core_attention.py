@@ -1,8 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns PASA as one of Megatron's core attentions: its contract, masks, layouts and context
-parallelism, and where it takes the place of another. Must not know how attention is computed,
-nor the ZeRO engine.
+"""PASA as one of Megatron's core attentions: its contract, masks, layouts and context parallelism,
+and where it takes the place of another.
 """
 
 from contextlib import nullcontext
@@ -23,8 +22,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
 from megatron_asynchzp.attention.pasa import pasa_attention
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.attention.flags import PasaOptions
-from megatron_asynchzp.mcore.flags.refusals import ConfigurationError
 
 # Megatron's own attentions, whose place PASA may take. Others compute something else.
 _REPLACEABLE = ("DotProductAttention", "TEDotProductAttention")
@@ -80,7 +79,7 @@ class PasaAttention(MegatronModule):
         options: PasaOptions = PasaOptions(),
     ):
         super().__init__(config=config)
-        del attention_type, v_channels, cp_comm_type  # the tensors tell; keys are gathered
+        del attention_type, v_channels, cp_comm_type  # the tensors show it; keys are gathered
         if config.softmax_type != "vanilla":
             raise ConfigurationError(
                 f"--softmax-type {config.softmax_type} is not supported with --use-pasa-attention"

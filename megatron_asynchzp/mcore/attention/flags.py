@@ -1,21 +1,19 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the flags of PASA attention and the table of Megatron flags it refuses. Must not know how
-attention is computed, nor the flags of the ZeRO engine.
-"""
+"""The flags of PASA attention and the Megatron flags that it refuses."""
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_asynchzp.attention.delegate import VENDOR_NAMES
 from megatron_asynchzp.attention.pasa import MODES
-from megatron_asynchzp.mcore.flags.refusals import Refusal, UnsupportedConfiguration
+from megatron_asynchzp.mcore.flags.refusals import Refusal, because, equal_to, other_than, refuse
 
 
 @dataclass(frozen=True)
 class PasaOptions:
-    """What the flags say about one run's attention.
+    """What the flags ask of one run's attention.
 
     uses_causal_mask: honour a mask that was given for causal attention (--reset-attention-mask);
     otherwise it is the causal triangle, which need not be read.
@@ -38,19 +36,19 @@ def add_pasa_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--pasa-mode",
         choices=MODES,
         default="delegate",
-        help="One shift per head, computed by the fastest attention present (delegate), or one "
-        "per 128 keys by our own kernels (block).",
+        help="One shift per head, computed by the fastest attention present (delegate, the "
+        "default), or one per 128 keys by our own kernels (block).",
     )
     group.add_argument(
         "--pasa-vendor",
         choices=("auto", *VENDOR_NAMES),
         default="auto",
-        help="The attention that mode delegate hands shifted keys to.",
+        help="The attention that mode delegate hands shifted keys to. Default: the fastest one.",
     )
     group.add_argument(
         "--pasa-shift-values",
         action="store_true",
-        help="Shift values as well: gradients then do not depend on their bias either; keeps one "
+        help="Shift values as well: gradients then do not depend on their bias either. Keeps one "
         "more activation of the size of the attention's output per layer.",
     )
     return parser
@@ -62,93 +60,75 @@ def pasa_options(args: Namespace) -> PasaOptions:
     )
 
 
-@dataclass(frozen=True)
-class PasaRefusal(Refusal):
-    """A Megatron feature that does not work beside `--use-pasa-attention`."""
-
-    def __str__(self) -> str:
-        told = f"{self.flag} is not supported with --use-pasa-attention"
-        return f"{told}: {self.reason}; {self.remedy}"
-
-
-def _is_given(name: str) -> Callable[[Namespace], bool]:
-    return lambda args: bool(getattr(args, name, None))
-
-
-_CHOOSES = "it chooses another attention"
+_because = partial(because, beside="--use-pasa-attention")
 _DROP = "drop one of the two flags"
 
-PASA_REFUSALS: tuple[PasaRefusal, ...] = (
-    PasaRefusal(
-        "--attention-backend flash",
-        lambda args: getattr(args.attention_backend, "name", args.attention_backend) != "auto",
-        _CHOOSES,
+
+def _with_dropout(example: str, name: str, value: object) -> Refusal:
+    return Refusal(
+        example,
+        lambda args: getattr(args, name) == value and args.attention_dropout > 0,
+        "block with attention dropout" if value == "block" else "with attention dropout",
+    )
+
+
+PASA_REFUSALS: tuple[Refusal, ...] = (
+    *_because(
+        "it chooses another attention",
         "use --pasa-vendor instead",
+        Refusal(
+            "--attention-backend flash",
+            lambda args: getattr(args.attention_backend, "name", args.attention_backend) != "auto",
+            "other than auto",
+        ),
     ),
-    PasaRefusal("--use-flash-attn", _is_given("use_flash_attn"), _CHOOSES, _DROP),
-    PasaRefusal("--use-kitchen-attention", _is_given("use_kitchen_attention"), _CHOOSES, _DROP),
-    PasaRefusal(
-        "--experimental-attention-variant dsa",
-        _is_given("experimental_attention_variant"),
-        _CHOOSES,
+    *_because(
+        "it chooses another attention",
         _DROP,
+        "--use-flash-attn",
+        "--use-kitchen-attention",
+        "--experimental-attention-variant dsa",
     ),
-    PasaRefusal(
-        "--softmax-type learnable",
-        lambda args: args.softmax_type != "vanilla",
+    *_because(
         "a sink is a score of its own, which no shift of the keys reaches",
         _DROP,
+        other_than("--softmax-type learnable", "vanilla"),
     ),
-    PasaRefusal(
-        "--qk-clip", _is_given("qk_clip"), "the largest unshifted score is not computed", _DROP
-    ),
-    PasaRefusal(
-        "--log-max-attention-logit",
-        _is_given("log_max_attention_logit"),
+    *_because("the largest unshifted score is not computed", _DROP, "--qk-clip"),
+    *_because(
         "the largest unshifted score is not computed",
         "look at it with python -m megatron_asynchzp.attention.inspect",
+        "--log-max-attention-logit",
     ),
-    PasaRefusal(
-        "--batch-invariant-mode",
-        _is_given("batch_invariant_mode"),
+    *_because(
         "its kernels are not the ones that shifted keys are handed to",
         _DROP,
+        "--batch-invariant-mode",
     ),
-    PasaRefusal(
+    *_because(
+        "keys are gathered over the whole context-parallel group",
+        "use --context-parallel-size alone",
         "--hybrid-context-parallel",
-        _is_given("hybrid_context_parallel"),
-        "keys are gathered over the whole context-parallel group",
-        "use --context-parallel-size alone",
-    ),
-    PasaRefusal(
         "--hierarchical-context-parallel-sizes 2 2",
-        _is_given("hierarchical_context_parallel_sizes"),
-        "keys are gathered over the whole context-parallel group",
-        "use --context-parallel-size alone",
     ),
-    PasaRefusal(
-        "--transformer-impl inference_optimized",
-        lambda args: args.transformer_impl == "inference_optimized",
+    *_because(
         "its attention is called without Megatron's core attention",
         "use local or transformer_engine",
+        equal_to("--transformer-impl inference_optimized"),
     ),
-    PasaRefusal(
-        "--pasa-mode block",
-        lambda args: args.pasa_mode == "block" and args.attention_dropout > 0,
+    *_because(
         "block mode has no attention dropout, which is 0.1 by default",
         "add --attention-dropout 0, or use --pasa-mode delegate",
+        _with_dropout("--pasa-mode block", "pasa_mode", "block"),
     ),
-    PasaRefusal(
-        "--pasa-shift-values",
-        lambda args: args.pasa_shift_values and args.attention_dropout > 0,
+    *_because(
         "dropped weights do not sum to one, so a shift of the values does not cancel",
         "add --attention-dropout 0, or drop the flag",
+        _with_dropout("--pasa-shift-values", "pasa_shift_values", True),
     ),
 )
 
 
 def refuse_unsupported_attention(args: Namespace) -> None:
-    """Raise UnsupportedConfiguration, one line, for the first flag that is not supported."""
-    for refusal in PASA_REFUSALS:
-        if refusal.is_asked(args):
-            raise UnsupportedConfiguration(str(refusal))
+    """Raise ConfigurationError for the first flag that `--use-pasa-attention` does not support."""
+    refuse(PASA_REFUSALS, args)

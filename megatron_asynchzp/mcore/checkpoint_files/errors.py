@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the two ways in which checkpoints end a run. Each message is one line for the user."""
 
-from megatron_asynchzp.mcore.flags.refusals import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError
 
 
 class CheckpointError(ConfigurationError):

@@ -1,23 +1,70 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how a function of Megatron is replaced and put back, and what is checked before. Must not
-know which functions, or by what.
-"""
+"""A function of Megatron that is replaced: its record, the checks before, applying and removing."""
 
 import functools
 import importlib
 import inspect
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
+
+from megatron_asynchzp.replacements import Replacements
 
 EXPECTED_VERSION = "0.19."
 
-# A replacement carries itself under this name. functools.wraps copies attributes, so only a
-# function whose mark is the function itself is ours, and not somebody's wrapper around it.
-_MARK = "_asynchzp_replacement"
+# The interpreter has one Megatron, so its replaced functions are state of the process.
+_applied = Replacements()
+
+
+class IncompatibleMegatron(RuntimeError):
+    """The Megatron that was found is not one that this version can patch."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One function that is replaced, in every module that holds it under its name.
+
+    target: module and name, where Megatron looks the function up when it calls it.
+    parameters: names of its parameters in megatron-core 0.19; anything else is refused.
+    why: what the replacement adds; drop_when: what makes this patch superfluous.
+    call: what runs instead, with the original before the caller's arguments.
+    """
+
+    target: str
+    parameters: tuple[str, ...]
+    why: str
+    drop_when: str
+    call: Callable[..., Any]
+
+    @property
+    def module(self) -> str:
+        return self.target.rpartition(".")[0]
+
+    @property
+    def attribute(self) -> str:
+        return self.target.rpartition(".")[2]
+
+    def make(self, original: Callable) -> Callable:
+        """The replacement of `original`, which it keeps as `__wrapped__`."""
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return self.call(original, *args, **kwargs)
+
+        return replacement
+
+
+def replaces(
+    target: str, parameters: str, *, why: str, drop_when: str
+) -> Callable[[Callable], Patch]:
+    """Make a Patch of the function below. Its first parameter is the original.
+
+    parameters: names with spaces between them; see Patch for the rest.
+    """
+    return lambda call: Patch(target, tuple(parameters.split()), why, drop_when, call)
 
 
 def run_args(flag: str = "use_asynchzp") -> Namespace | None:
@@ -31,30 +78,7 @@ def run_args(flag: str = "use_asynchzp") -> Namespace | None:
     return args if getattr(args, flag, False) else None
 
 
-class IncompatibleMegatron(RuntimeError):
-    """The Megatron that was found is not one that this version can patch."""
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One function of Megatron that is replaced.
-
-    module, attribute: where Megatron looks the function up when it calls it.
-    parameters: names of its parameters in megatron-core 0.19; anything else is refused.
-    make: takes the original, returns the replacement (same parameters).
-    why: what the replacement adds; drop_when: what makes this patch superfluous.
-    """
-
-    module: str
-    attribute: str
-    parameters: tuple[str, ...]
-    make: Callable[[Callable], Callable]
-    why: str
-    drop_when: str
-
-    @property
-    def target(self) -> str:
-        return f"{self.module}.{self.attribute}"
+# --- checks ------------------------------------------------------------------------------------
 
 
 def check_version() -> None:
@@ -81,15 +105,6 @@ def _mismatch(patch: Patch, found: str) -> IncompatibleMegatron:
     )
 
 
-def _find_replacement(function: Callable) -> Callable | None:
-    """Our replacement, if `function` is it or wraps it."""
-    while function is not None:
-        if getattr(function, _MARK, None) is function:
-            return function
-        function = getattr(function, "__wrapped__", None)
-    return None
-
-
 def _load(patch: Patch) -> tuple[ModuleType, Callable]:
     try:
         module = importlib.import_module(patch.module)
@@ -110,46 +125,31 @@ def _check_signature(patch: Patch, original: Callable) -> None:
         )
 
 
-def _replace_everywhere(pairs: Sequence[tuple[Callable, Callable]]) -> None:
-    """Set every module-level name that is the first of a pair to the second, as `from module import
-    f` leaves copies. All pairs at once: to look through every module takes long."""
-    new_by_id = {id(old): new for old, new in pairs}
-    for module in list(sys.modules.values()):
-        names = vars(module) if isinstance(module, ModuleType) else {}
-        for name, value in list(names.items()):
-            if id(value) in new_by_id:
-                setattr(module, name, new_by_id[id(value)])
+# --- applying and removing ---------------------------------------------------------------------
 
 
-def apply_patches(patches: Sequence[Patch]) -> None:
-    """Apply what is not applied yet. Nothing is changed unless every patch fits.
+def apply_patches(patches: Sequence[Patch], names: Replacements = _applied) -> None:
+    """Apply the patches that are not applied yet. Nothing is changed unless every patch fits.
 
-    Raises IncompatibleMegatron naming the symbol, the version expected and the version found.
+    names: where the replacements are remembered, for `remove_patches`.
+    Raises IncompatibleMegatron with the symbol, the version expected and the version found.
     """
     check_version()
     pending = []
     for patch in patches:
-        _, current = _load(patch)
-        if _find_replacement(current) is None:
+        module, current = _load(patch)
+        if not names.contains(current):
             _check_signature(patch, current)
-            pending.append((patch, current))
-    pairs = []
-    for patch, original in pending:
-        replacement = functools.wraps(original)(patch.make(original))
-        setattr(replacement, _MARK, replacement)
-        pairs.append((original, replacement))
-    _replace_everywhere(pairs)
+            pending.append((module, patch, current))
+    for module, patch, original in pending:
+        names.replace(module, patch.attribute, patch.make(original))
+    if pending:
+        names.follow_copies()
 
 
-def remove_patches(patches: Sequence[Patch]) -> None:
-    """Put every original back, also where a copy was imported after patching."""
-    pairs = []
-    for patch in patches:
-        _, current = _load(patch)
-        replacement = _find_replacement(current)
-        if replacement is None:
-            continue
-        if replacement is not current:
-            raise RuntimeError(f"{patch.target} was wrapped again after it was patched; undo that")
-        pairs.append((replacement, replacement.__wrapped__))
-    _replace_everywhere(pairs)
+def remove_patches(names: Replacements = _applied) -> None:
+    """Put every original back, also where a copy was imported after patching.
+
+    Raises RuntimeError, and changes nothing, where somebody wrapped a replacement since.
+    """
+    names.restore()

@@ -1,16 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the beginning and the end of a rank's communication in the background: one driver for all
-its model chunks, ended before the process groups are; and what the user is told of it.
-Must not know what is communicated.
+"""A rank's communication in the background: one driver for all its model chunks, which ends before
+the process groups do, and what the log and the trace report of it.
 """
 
 import atexit
 import sys
 import weakref
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import ClassVar
 
 import torch.distributed as dist
@@ -18,17 +15,10 @@ import torch.distributed as dist
 from megatron_asynchzp.comm.trace import stop_trace
 from megatron_asynchzp.comm.worker import Driver
 from megatron_asynchzp.device import Device
+from megatron_asynchzp.mcore.flags.asynchzp import TraceRequest
 from megatron_asynchzp.mcore.process.last_line import EXIT_FAILURE, LastLine, leave
 from megatron_asynchzp.zero.runtime import HZPRuntime, start_driver
 from megatron_asynchzp.zero.schedule import ScheduleConfig
-
-
-@dataclass(frozen=True)
-class TraceRequest:
-    """Which step, counted from 1, to write where."""
-
-    path: Path
-    step: int
 
 
 class Communication:
@@ -64,8 +54,8 @@ class Communication:
         except OSError as error:
             print(f"megatron_asynchzp: --asynchzp-trace: {error}", file=sys.stderr, flush=True)
         else:
-            told = f"step {self._trace.step} is in {self._trace.path} (chrome://tracing, Perfetto)"
-            print(f"megatron_asynchzp: {told}", flush=True)
+            text = f"step {self._trace.step} is in {self._trace.path} (chrome://tracing, Perfetto)"
+            print(f"megatron_asynchzp: {text}", flush=True)
 
     def take_log_text(self) -> str:
         """For the log line: milliseconds per step that computation waited, and the rest in %."""
@@ -75,11 +65,11 @@ class Communication:
         return f" exposed comm (ms): {exposed_ms:.1f} | overlap (%): {100 * times.overlap:.1f} |"
 
     def describe_position(self) -> str:
-        """Where training is, for an error that is none of ours."""
+        """Where training is, for an error that Megatron or the script raised."""
         step = self.runtimes[0].scheduler.step if self.runtimes else 0
         if (task := self.driver.last_task) is None:
             return f"in step {step}"
-        return f"in step {step}; the last collective that was asked for: {task.title}"
+        return f"in step {step}; the last collective submitted: {task.title}"
 
     def uses(self, group: dist.ProcessGroup) -> bool:
         """Whether collectives of ours run in `group`."""
@@ -106,7 +96,7 @@ class Communication:
 
     @classmethod
     def take_exposed_s(cls) -> float:
-        """Seconds for which computation waited for any of them, since somebody last asked."""
+        """Seconds for which computation waited for any of them, since the last call."""
         return sum(one.driver.timeline.take_times().exposed_s for one in cls._open)
 
     @classmethod
@@ -130,7 +120,7 @@ def _end_quietly(runtimes: list[HZPRuntime], driver: Driver) -> None:
     try:
         _end(runtimes, driver)
     except Exception:
-        pass  # nobody is left who could be told; whoever trains has seen it already
+        pass  # the caller is gone, and the step that failed has raised it already
 
 
 def _close_at_exit(reference: "weakref.ref[Communication]") -> None:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a rank that ends before its time says, and that end. Must not know why it ends."""
+"""The last line of a rank that ends before its time, and that end."""
 
 import logging
 import multiprocessing
@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.task import CollectiveFailure
 
-EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130  # the second as a shell tells of SIGINT
+EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130  # the second is a shell's status for SIGINT
 
-# The main thread, which learns of a failure at once, speaks first: it may have been interrupted,
-# and a peer that ended for the same reason is what a background thread takes for a failure.
+# The main thread, which sees a failure at once, prints first: it may have been interrupted, and a
+# background thread takes a peer that ended for the same reason for a failure.
 _MAIN_SPEAKS_S = 1.0
 # How long after that it may take to end the process itself. It can be stuck in a collective of
 # Megatron's own, whose peer has ended for the same reason.
@@ -25,13 +25,13 @@ _GRACE_S = 10.0
 
 
 class LastLine:
-    """The one line of this rank on stderr, said by whichever thread has reason to first."""
+    """The one line of this rank on stderr, from the first thread that has a reason to print it."""
 
     def __init__(self):
         self._unsaid = [True]  # list.pop is atomic
 
     def say(self, text: str) -> None:
-        """Print `text`, unless something was said before."""
+        """Print `text`, unless a line was printed before."""
         try:
             self._unsaid.pop()
         except IndexError:
@@ -41,7 +41,7 @@ class LastLine:
         print(f"megatron_asynchzp: rank {rank}: {text}", file=sys.stderr, flush=True)
 
     def watch_main(self, failure: CollectiveFailure, wait: Callable[[float], bool]) -> None:
-        """Speak, and then end the process, where the main thread does neither; see OnFailure."""
+        """Print a line and end the process, where the main thread does neither; see OnFailure."""
         if wait(_MAIN_SPEAKS_S):
             return
         self.say(str(failure))

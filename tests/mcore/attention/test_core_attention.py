@@ -3,7 +3,6 @@
 """`--use-pasa-attention` trains as the local attention does, in every kind of layer and with
 context parallelism, which the local attention refuses."""
 
-from argparse import ArgumentParser
 from types import SimpleNamespace
 
 import pytest
@@ -239,9 +238,9 @@ def _foreign() -> str:
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
 
+    from megatron_asynchzp.errors import ConfigurationError
     from megatron_asynchzp.mcore.attention.core_attention import use_pasa_in
     from megatron_asynchzp.mcore.attention.flags import PasaOptions
-    from megatron_asynchzp.mcore.flags.refusals import ConfigurationError
 
     class SparseAttention:
         pass
@@ -290,61 +289,3 @@ def _specs() -> list[str]:
 
 def test_dense_expert_latent_and_hybrid_layers_get_it_and_their_specs_are_not_changed():
     assert set(on_ranks(_specs, 1)[0]) == {"PasaAttention"}
-
-
-# --- flags -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def parser():
-    from megatron.training import arguments
-
-    from megatron_asynchzp.mcore.attention.flags import add_pasa_arguments
-
-    parser = ArgumentParser(allow_abbrev=False)
-    return add_pasa_arguments(arguments.add_megatron_arguments(parser))
-
-
-def _refusals():
-    from megatron_asynchzp.mcore.attention.flags import PASA_REFUSALS
-
-    return PASA_REFUSALS
-
-
-@pytest.mark.parametrize("refusal", _refusals(), ids=lambda refusal: refusal.flag)
-def test_each_unsupported_flag_is_refused_by_its_own_row_in_one_line(parser, refusal):
-    from megatron_asynchzp.mcore.attention.flags import refuse_unsupported_attention
-    from megatron_asynchzp.mcore.flags.refusals import ConfigurationError
-
-    refuse_unsupported_attention(parser.parse_args(["--use-pasa-attention"]))
-    args = parser.parse_args(["--use-pasa-attention", *refusal.example.split()])
-    assert [row.flag for row in _refusals() if row.is_asked(args)] == [refusal.flag]
-    with pytest.raises(ConfigurationError) as refused:
-        refuse_unsupported_attention(args)
-    told = str(refused.value)
-    assert told.startswith(f"{refusal.flag} is not supported with --use-pasa-attention: ")
-    assert refusal.reason in told and refusal.remedy in told and "\n" not in told
-
-
-@pytest.mark.parametrize("flag", ["--yaml-cfg run.yaml", "--yaml-cfg=run.yaml"])
-def test_a_yaml_configuration_cannot_drop_the_flag_silently(flag):
-    from megatron_asynchzp.mcore.flags.asynchzp import refuse_yaml
-    from megatron_asynchzp.mcore.flags.refusals import ConfigurationError
-
-    with pytest.raises(ConfigurationError, match="--yaml-cfg"):
-        refuse_yaml(["--use-pasa-attention", *flag.split()], "--use-pasa-attention")
-    refuse_yaml(flag.split(), "--use-pasa-attention")
-
-
-def test_the_flags_explain_themselves_and_are_in_the_launchers_usage_and_the_documentation():
-    from pathlib import Path
-
-    from megatron_asynchzp import launch
-    from megatron_asynchzp.mcore.attention.flags import add_pasa_arguments
-
-    told = (Path(__file__).parents[3] / "docs" / "megatron.md").read_text()
-    for action in add_pasa_arguments(ArgumentParser(add_help=False))._actions:
-        assert action.help and f"  {action.option_strings[0]} " in launch.USAGE
-        assert f"`{action.option_strings[0]}" in told
-    for refusal in _refusals():
-        assert refusal.flag in told and refusal.reason in told

@@ -13,28 +13,31 @@ from types import ModuleType
 import pytest
 from megatron.core import package_info
 
-from megatron_asynchzp.mcore.flags.refusals import ConfigurationError, UnsupportedConfiguration
-from megatron_asynchzp.mcore.patches import patch as patching
-from megatron_asynchzp.mcore.patches import table as patches
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.patches import model
 from megatron_asynchzp.mcore.patches.patch import (
     IncompatibleMegatron,
     Patch,
     apply_patches,
+    check_version,
     remove_patches,
+    replaces,
 )
 from megatron_asynchzp.mcore.patches.table import PATCHES
+from megatron_asynchzp.replacements import Replacements
 
 _PATCH_IDS = [patch.attribute for patch in PATCHES]
 
 
-def _add_one(original):
-    def replacement(number):
-        return original(number) + 1
-
-    return replacement
+def _add_one(original, number):
+    return original(number) + 1
 
 
-_STUB_PATCH = Patch("asynchzp_stub", "double", ("number",), _add_one, "a test", "never")
+def _stub_patch(target: str = "asynchzp_stub.double", parameters: str = "number") -> Patch:
+    return replaces(target, parameters, why="a test", drop_when="never")(_add_one)
+
+
+_STUB_PATCH = _stub_patch()
 
 
 @pytest.fixture
@@ -50,12 +53,18 @@ def stub(monkeypatch):
 
 
 @pytest.fixture
+def names():
+    """Where the replacements of one test are remembered."""
+    return Replacements()
+
+
+@pytest.fixture
 def unpatched():
     """The real wheel without patches; what another test module applied comes back afterwards."""
     were_applied = _is_applied(PATCHES[0])
-    remove_patches(PATCHES)
+    remove_patches()
     yield
-    remove_patches(PATCHES)
+    remove_patches()
     if were_applied:
         apply_patches(PATCHES)
 
@@ -65,80 +74,80 @@ def _current(patch: Patch):
 
 
 def _is_applied(patch: Patch) -> bool:
-    return patching._find_replacement(_current(patch)) is not None
+    return hasattr(_current(patch), "__wrapped__")
 
 
 # --- stub modules ------------------------------------------------------------------------------
 
 
-def test_a_patch_replaces_the_function_and_every_copy_made_by_name(stub):
-    apply_patches([_STUB_PATCH])
+def test_a_patch_replaces_the_function_and_every_copy_made_by_name(stub, names):
+    apply_patches([_STUB_PATCH], names)
     assert stub.double(3) == stub.reader.double(3) == stub.reader.other_name(3) == 7
 
 
-def test_applying_twice_patches_once(stub):
-    apply_patches([_STUB_PATCH])
+def test_applying_twice_patches_once(stub, names):
+    apply_patches([_STUB_PATCH], names)
     once = stub.double
-    apply_patches([_STUB_PATCH])
+    apply_patches([_STUB_PATCH], names)
     assert stub.double is once and stub.double(3) == 7
 
 
-def test_removing_puts_the_very_same_function_back_everywhere(stub):
+def test_removing_puts_the_very_same_function_back_everywhere(stub, names):
     before = dict(vars(stub)), dict(vars(stub.reader))
-    apply_patches([_STUB_PATCH])
+    apply_patches([_STUB_PATCH], names)
     late = ModuleType("asynchzp_stub_late")
     late.double = stub.double  # imported by name after patching
     sys.modules["asynchzp_stub_late"] = late
     try:
-        remove_patches([_STUB_PATCH])
+        remove_patches(names)
     finally:
         del sys.modules["asynchzp_stub_late"]
     assert (dict(vars(stub)), dict(vars(stub.reader))) == before
     assert late.double is stub.double
 
 
-def test_removing_what_was_never_applied_changes_nothing(stub):
+def test_removing_what_was_never_applied_changes_nothing(stub, names):
     before = stub.double
-    remove_patches([_STUB_PATCH])
+    remove_patches(names)
     assert stub.double is before
 
 
-def test_a_replacement_keeps_name_signature_and_original(stub):
+def test_a_replacement_keeps_name_signature_and_original(stub, names):
     original = stub.double
-    apply_patches([_STUB_PATCH])
+    apply_patches([_STUB_PATCH], names)
     assert stub.double.__wrapped__ is original
     assert stub.double.__name__ == "double"
     assert inspect.signature(stub.double) == inspect.signature(original)
 
 
-def test_a_changed_signature_fails_loudly_and_patches_nothing(stub):
+def test_a_changed_signature_fails_loudly_and_patches_nothing(stub, names):
     before = stub.double
-    changed = Patch("asynchzp_stub", "double", ("number", "factor"), _add_one, "a test", "never")
+    changed = _stub_patch(parameters="number factor")
     with pytest.raises(IncompatibleMegatron) as failed:
-        apply_patches([_STUB_PATCH, changed])
-    told = str(failed.value)
-    assert "asynchzp_stub.double takes (number), not (number, factor)" in told
-    assert "0.19.x" in told and f"found {package_info.__version__}" in told and "\n" not in told
+        apply_patches([_STUB_PATCH, changed], names)
+    line = str(failed.value)
+    assert "asynchzp_stub.double takes (number), not (number, factor)" in line
+    assert "0.19.x" in line and f"found {package_info.__version__}" in line and "\n" not in line
     assert stub.double is before
 
 
 @pytest.mark.parametrize("module, name", [("asynchzp_stub", "gone"), ("megatron.core.gone", "f")])
-def test_a_missing_symbol_fails_loudly_naming_it_and_both_versions(stub, module, name):
+def test_a_missing_symbol_fails_loudly_naming_it_and_both_versions(stub, names, module, name):
     with pytest.raises(IncompatibleMegatron) as failed:
-        apply_patches([Patch(module, name, (), _add_one, "a test", "never")])
-    told = str(failed.value)
-    assert told.startswith(f"{module}.{name} does not exist; ")
-    assert "0.19.x" in told and f"found {package_info.__version__}" in told
+        apply_patches([_stub_patch(f"{module}.{name}", "")], names)
+    line = str(failed.value)
+    assert line.startswith(f"{module}.{name} does not exist; ")
+    assert "0.19.x" in line and f"found {package_info.__version__}" in line
 
 
-def test_a_wrapper_that_somebody_put_on_top_is_not_lost_by_removing(stub):
-    apply_patches([_STUB_PATCH])
+def test_a_wrapper_that_somebody_put_on_top_is_not_lost_by_removing(stub, names):
+    apply_patches([_STUB_PATCH], names)
     ours = stub.double
     stub.double = functools.wraps(ours)(lambda number: -ours(number))
-    apply_patches([_STUB_PATCH])
+    apply_patches([_STUB_PATCH], names)
     assert stub.double(3) == -7  # ours is still below: not applied a second time
-    with pytest.raises(RuntimeError, match="asynchzp_stub.double was wrapped again"):
-        remove_patches([_STUB_PATCH])
+    with pytest.raises(RuntimeError, match="asynchzp_stub.double was wrapped after"):
+        remove_patches(names)
 
 
 @pytest.mark.parametrize("version", ["0.18.0", "0.20.0", "1.19.2"])
@@ -151,10 +160,10 @@ def test_another_megatron_version_is_refused_before_anything_is_patched(
     assert not any(_is_applied(patch) for patch in PATCHES)
 
 
-def test_a_missing_megatron_is_told_with_the_command_that_installs_it(monkeypatch):
+def test_a_missing_megatron_is_reported_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core.package_info", None)
     with pytest.raises(IncompatibleMegatron, match=re.escape("megatron-core[training]==0.19.2")):
-        patching.check_version()
+        check_version()
 
 
 # --- the real wheel ----------------------------------------------------------------------------
@@ -165,6 +174,15 @@ def test_every_patch_fits_the_installed_megatron(unpatched, patch):
     assert tuple(inspect.signature(_current(patch)).parameters) == patch.parameters
 
 
+@pytest.mark.parametrize("patch", PATCHES, ids=_PATCH_IDS)
+def test_a_replacement_takes_every_argument_by_name_as_megatron_may_give_it(patch):
+    if "args" in patch.parameters and "kwargs" in patch.parameters:
+        names = patch.parameters[:-2]  # *args and **kwargs
+    else:
+        names = patch.parameters
+    inspect.signature(patch.call).bind("the original", **dict.fromkeys(names))
+
+
 def test_patching_the_wheel_is_idempotent_and_undone_exactly(unpatched):
     before = [_current(patch) for patch in PATCHES]
     apply_patches(PATCHES)
@@ -172,7 +190,7 @@ def test_patching_the_wheel_is_idempotent_and_undone_exactly(unpatched):
     assert all(now.__wrapped__ is was for now, was in zip(patched, before))
     apply_patches(PATCHES)
     assert all(now is _current(patch) for now, patch in zip(patched, PATCHES))
-    remove_patches(PATCHES)
+    remove_patches()
     assert all(was is _current(patch) for was, patch in zip(before, PATCHES))
 
 
@@ -272,7 +290,7 @@ def test_with_use_asynchzp_the_model_is_wrapped_and_given_its_optimizer(monkeypa
 
     run = Namespace(use_asynchzp=True)
     monkeypatch.setattr(megatron.training, "get_args", lambda: run)
-    monkeypatch.setattr(patches, "_wrap", lambda args, chunks, ddp, groups: (args, chunks, groups))
+    monkeypatch.setattr(model, "_wrap", lambda args, chunks, ddp, groups: (args, chunks, groups))
     monkeypatch.setattr(optimizer, "get_asynchzp_optimizer", lambda *args: args)
     assert data_parallel  # imported: the adapter can be loaded
     never = _Recorder()
@@ -305,11 +323,11 @@ def test_validation_refuses_before_megatron_sees_the_arguments(unpatched):
     # --use-megatron-fsdp without its other flags would end in one of Megatron's assertions.
     args = parser.parse_args(["--use-asynchzp", "--use-megatron-fsdp"])
     args.rank, args.world_size = 0, 1
-    with pytest.raises(UnsupportedConfiguration, match="--use-megatron-fsdp"):
+    with pytest.raises(ConfigurationError, match="--use-megatron-fsdp"):
         arguments.validate_args(args)
 
 
-def test_what_the_cpu_cannot_do_is_told_in_one_line(monkeypatch):
+def test_what_the_cpu_cannot_do_is_one_line(monkeypatch):
     from megatron_asynchzp import cpu_platform
 
     def refuse(args):

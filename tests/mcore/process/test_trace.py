@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.task import LANES
 from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, WAIT, Span
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_trace
-from megatron_asynchzp.mcore.flags.refusals import ConfigurationError
 from megatron_asynchzp.zero.schedule import SCHEDULES
 from scripts.report.megatron_log import parse_log
 from scripts.report.step_trace import read_trace

@@ -1,0 +1,96 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The three shard sizes: their defaults, and the line for sizes that do not nest."""
+
+import os
+from argparse import Namespace
+from collections.abc import Iterable
+from math import gcd
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes
+
+STATES = ("param", "grad", "optim")
+
+
+def sharding_group_size(args: Namespace) -> int:
+    """Ranks over which dense parameters are sharded: data x context parallel."""
+    return args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
+
+
+def sharding_ranks_per_node(args: Namespace) -> int:
+    """How many ranks of one sharding group a node holds, reduced to a divisor of the group.
+
+    Megatron orders ranks tp-cp-dp-pp, or tp-cp-pp-dp with --use-tp-pp-dp-mapping. torchrun tells
+    each rank how many ranks its node has.
+    """
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    pipeline = args.pipeline_model_parallel_size if args.use_tp_pp_dp_mapping else 1
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    group_size = sharding_group_size(args)
+    ranks = (
+        replica * tensor * context * pipeline + part * tensor
+        for replica in range(group_size // context)
+        for part in range(context)
+    )
+    return gcd(sum(rank < local_world_size for rank in ranks), group_size)
+
+
+def resolve_shard_sizes(args: Namespace, group_size: int, ranks_per_node: int) -> ShardSizes:
+    """The three sizes with defaults filled in, for a sharding group of `group_size` ranks.
+
+    A default follows the flags that were given: it is reduced until it nests with them. Experts
+    use `ShardSizes.restricted_to` of their own group.
+
+    Raises ConfigurationError, one line, naming the flag and the values that are valid for it.
+    """
+    given = {state: getattr(args, f"asynchzp_{state}_shard_size") for state in STATES}
+    optim = group_size if given["optim"] is None else given["optim"]
+    on_node = gcd(ranks_per_node, optim)
+    param = _nested_default(on_node, given["grad"]) if given["param"] is None else given["param"]
+    grad = _nested_default(on_node, param) if given["grad"] is None else given["grad"]
+    sizes = ShardSizes(param, grad, optim)
+    try:
+        sizes.check(group_size)
+    except ShardSizeError as error:
+        raise ConfigurationError(_explain(sizes, given, group_size, error)) from error
+    return sizes
+
+
+def _nested_default(default: int, other: int | None) -> int:
+    """`default`, or its common divisor with `other` where neither divides the other."""
+    if other is None or other < 1:
+        return default
+    small, large = sorted((default, other))
+    return default if large % small == 0 else gcd(small, large)
+
+
+def _explain(sizes: ShardSizes, given: dict, group_size: int, error: ShardSizeError) -> str:
+    """One line for the user: which flag to change, and to what."""
+    divisors = [d for d in range(1, group_size + 1) if group_size % d == 0]
+    blamed = [state for state in STATES if given[state] is not None]
+    for state in blamed:
+        if getattr(sizes, state) not in divisors:
+            return _line(state, sizes, f"does not divide the {group_size} ranks", divisors)
+    for state in reversed(blamed):
+        valid = [d for d in divisors if _is_nested(sizes, state, d, group_size)]
+        if valid:
+            return _line(state, sizes, f"does not nest ({error})", valid, group_size)
+    return f"{error} (sharding group of {group_size} ranks)"
+
+
+def _line(state, sizes, fault, valid: Iterable[int], group_size: int | None = None) -> str:
+    where = "" if group_size is None else f" in the {group_size} ranks"
+    return (
+        f"--asynchzp-{state}-shard-size {getattr(sizes, state)} {fault}{where} of the sharding "
+        f"group (data x context parallel); valid values: {', '.join(map(str, valid))}"
+    )
+
+
+def _is_nested(sizes: ShardSizes, state: str, value: int, group_size: int) -> bool:
+    trial = {name: getattr(sizes, name) for name in STATES} | {state: value}
+    try:
+        ShardSizes(**trial).check(group_size)
+    except ShardSizeError:
+        return False
+    return True

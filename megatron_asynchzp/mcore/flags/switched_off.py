@@ -1,0 +1,83 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The Megatron arguments to which `--use-asynchzp` gives one fixed value."""
+
+from argparse import Namespace
+from typing import NamedTuple
+
+from megatron_asynchzp.errors import ConfigurationError
+
+
+class Normalisation(NamedTuple):
+    """A Megatron argument that gets one fixed value, because asynchzp does its job."""
+
+    flag: str
+    name: str
+    value: object
+    reason: str
+
+
+_UNITS = "the engine has units, not buckets"
+
+# fmt: off
+NORMALISATIONS: tuple[Normalisation, ...] = tuple(Normalisation(*row) for row in (
+    ("--use-distributed-optimizer", "use_distributed_optimizer", False,
+     "the optimizer state is sharded by --asynchzp-optim-shard-size"),
+    ("--overlap-grad-reduce", "overlap_grad_reduce", False,
+     "gradients are reduced by the engine after each micro-batch"),
+    ("--overlap-param-gather", "overlap_param_gather", False,
+     "parameters are gathered by the engine, unit by unit"),
+    ("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", False,
+     "gradients are accumulated by the engine, in fp32"),
+    ("--ddp-num-buckets", "ddp_num_buckets", None, _UNITS),
+    ("--ddp-bucket-size", "ddp_bucket_size", None, _UNITS),
+    ("--ddp-pad-buckets-for-high-nccl-busbw", "ddp_pad_buckets_for_high_nccl_busbw", False, _UNITS),
+    ("--ddp-average-in-collective", "ddp_average_in_collective", False,
+     "the engine sums gradients and scales the sum"),
+    ("--ddp-reduce-scatter-with-fp32-accumulation", "ddp_reduce_scatter_with_fp32_accumulation",
+     False, "gradients are always reduced in fp32"),
+    ("--ddp-param-name-patterns-for-fp32-local-accumulation",
+     "ddp_param_name_patterns_for_fp32_local_accumulation", [],
+     "gradients are always accumulated in fp32"),
+    ("--create-all-gather-group", "create_all_gather_group", False,
+     "the engine has process groups of its own for gathering"),
+))
+# fmt: on
+
+
+def normalize_args(args: Namespace) -> list[str]:
+    """Give each argument of NORMALISATIONS its value; return one line for each that changed."""
+    lines = []
+    for rule in NORMALISATIONS:
+        if getattr(args, rule.name) != rule.value:
+            setattr(args, rule.name, rule.value)
+            lines.append(f"{rule.name} = {rule.value}: {rule.reason} ({rule.flag})")
+    if (args.fp16 or args.bf16) and not args.accumulate_allreduce_grads_in_fp32:
+        args.accumulate_allreduce_grads_in_fp32 = True
+        if args.fp16:  # Megatron does the same for bf16 by itself
+            lines.append("accumulate_allreduce_grads_in_fp32 = True: gradients are reduced in fp32")
+    if args.save and not args.exit_signal_handler and _can_gather_signals():
+        args.exit_signal_handler = True
+        lines.append(
+            "exit_signal_handler = True: SIGTERM lets the step end, saves and ends the run with "
+            "status 0 (--exit-signal-handler)"
+        )
+    return lines
+
+
+def refuse_changes(args: Namespace) -> None:
+    """Raise ConfigurationError for what Megatron's validation switched on again."""
+    for rule in NORMALISATIONS:
+        if getattr(args, rule.name) != rule.value:
+            raise ConfigurationError(
+                f"Megatron set {rule.name} to {getattr(args, rule.name)}, which --use-asynchzp "
+                f"needs to be {rule.value}: {rule.reason}"
+            )
+
+
+def _can_gather_signals() -> bool:
+    """Megatron's handler asks all ranks with nccl or gloo, and fails with Ascend's hccl."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is None or accelerator.type != "npu"

@@ -1,0 +1,47 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where Megatron reads and validates its arguments."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+
+from megatron_asynchzp.mcore.attention.flags import add_pasa_arguments, refuse_unsupported_attention
+from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
+from megatron_asynchzp.mcore.flags.checks import confirm_args, prepare_args, refuse_yaml
+from megatron_asynchzp.mcore.patches.patch import replaces
+from megatron_asynchzp.mcore.process.platform import apply_platform_defaults
+
+
+@replaces(
+    "megatron.training.arguments.add_megatron_arguments",
+    "parser",
+    why="scripts that are not ours must understand our flags",
+    drop_when="Megatron reads argument providers from entry points",
+)
+def add_arguments(original: Callable, parser: ArgumentParser) -> ArgumentParser:
+    for flag in ("--use-asynchzp", "--use-pasa-attention"):
+        refuse_yaml(sys.argv[1:], flag)
+    return add_pasa_arguments(add_asynchzp_arguments(original(parser)))
+
+
+@replaces(
+    "megatron.training.arguments.validate_args",
+    "args defaults",
+    why="what asynchzp does not support is refused, and what it replaces is switched off, before "
+    "Megatron's own checks act on it",
+    drop_when="Megatron calls a hook of the plugin before and after its checks",
+)
+def validate_args(original: Callable, args: Namespace, defaults: dict = {}):  # noqa: B006, as in Megatron
+    is_asynchzp = getattr(args, "use_asynchzp", False)
+    if getattr(args, "use_pasa_attention", False):
+        refuse_unsupported_attention(args)
+    lines = prepare_args(args) if is_asynchzp else []
+    lines += apply_platform_defaults(args)
+    result = original(args, defaults)
+    if is_asynchzp:
+        confirm_args(args)
+    if args.rank == 0:
+        for line in lines:
+            print(f"megatron_asynchzp: {line}", flush=True)
+    return result

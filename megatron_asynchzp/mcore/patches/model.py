@@ -1,0 +1,115 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where Megatron wraps a model, builds its optimizer and chooses a layer's attention. Without our
+flag each replacement calls the original with what it was given.
+"""
+
+import os
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from megatron_asynchzp.mcore.flags import asynchzp
+from megatron_asynchzp.mcore.flags.shard_sizes import resolve_shard_sizes, sharding_ranks_per_node
+from megatron_asynchzp.mcore.patches.patch import replaces, run_args
+
+
+@replaces(
+    "megatron.training.models.dist_utils._ddp_wrap",
+    "model data_parallel_random_init ddp_config overlap_param_gather_with_optimizer_step "
+    "use_megatron_fsdp use_torch_fsdp2 pg_collection",
+    why="model builders (pretrain_gpt.py, pretrain_hybrid.py) choose the wrapper here",
+    drop_when="build_distributed_models takes the wrapper's class",
+)
+def ddp_wrap(
+    original: Callable,
+    model: Sequence,
+    data_parallel_random_init: bool,
+    ddp_config: Any,
+    *rest: Any,
+    pg_collection: Any,
+    **options: Any,
+) -> list:
+    if (args := run_args()) is not None:
+        return _wrap(args, model, ddp_config, pg_collection)
+    options["pg_collection"] = pg_collection
+    return original(model, data_parallel_random_init, ddp_config, *rest, **options)
+
+
+@replaces(
+    "megatron.training.training.wrap_model_chunks_with_ddp",
+    "model_chunks config ddp_config use_layer_wise_distributed_optimizer "
+    "use_layer_wise_param_layout DP pg_collection bucket_sizes disable_bucketing_per_chunk",
+    why="scripts that pass a model_provider (get_model) choose the wrapper here",
+    drop_when="Megatron drops get_model",
+)
+def wrap_chunks(
+    original: Callable, model_chunks, config, ddp_config, *, pg_collection=None, **options: Any
+) -> list:
+    if (args := run_args()) is not None:
+        return _wrap(args, model_chunks, ddp_config, pg_collection)
+    return original(model_chunks, config, ddp_config, pg_collection=pg_collection, **options)
+
+
+def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collection: Any) -> list:
+    from megatron_asynchzp.mcore.checkpoint_guard import claim_save_directory
+    from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
+
+    if pg_collection is None:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    claim_save_directory(args)
+    group_size = pg_collection.dp_cp.size()
+    chunks = wrap_model_chunks(
+        model_chunks,
+        ddp_config,
+        pg_collection,
+        resolve_shard_sizes(args, group_size, sharding_ranks_per_node(args)),
+        data_parallel_random_init=args.data_parallel_random_init,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        schedule=asynchzp.resolve_schedule(args),
+        trace=asynchzp.resolve_trace(args),
+        saves_beside_training=args.async_save,
+    )
+    if args.rank == 0:
+        from megatron_asynchzp.mcore.start_table import format_start_table
+
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+        print(format_start_table(chunks, ranks_per_node, args.optimizer), flush=True)
+    return chunks
+
+
+@replaces(
+    "megatron.training.training.get_megatron_optimizer",
+    "config model_chunks config_overrides use_gloo_process_groups pg_collection "
+    "dump_param_to_param_group_map",
+    why="setup_model_and_optimizer builds the optimizer here",
+    drop_when="the wrapper may supply its own optimizer",
+)
+def get_optimizer(
+    original: Callable, config, model_chunks, config_overrides=None, *rest: Any, **options: Any
+) -> Any:
+    if run_args() is None:
+        return original(config, model_chunks, config_overrides, *rest, **options)
+    from megatron_asynchzp.mcore.optimizer import get_asynchzp_optimizer
+
+    pg_collection = options.get("pg_collection")
+    return get_asynchzp_optimizer(config, model_chunks, config_overrides, pg_collection)
+
+
+@replaces(
+    "megatron.core.transformer.spec_utils.build_module",
+    "spec_or_module args kwargs",
+    why="every attention layer, whatever model it belongs to, gets its core attention from the "
+    "spec that is built here",
+    drop_when="Megatron lets a flag name a core attention",
+)
+def build_module(original: Callable, spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
+    if (run := run_args("use_pasa_attention")) is not None:
+        from megatron_asynchzp.mcore.attention.core_attention import use_pasa_in
+        from megatron_asynchzp.mcore.attention.flags import pasa_options
+
+        spec_or_module = use_pasa_in(spec_or_module, pasa_options(run))
+    return original(spec_or_module, *args, **kwargs)

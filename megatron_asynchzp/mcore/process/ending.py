@@ -1,0 +1,99 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""How a process ends after an error: one line for an error of ours or of the communication, the
+traceback and then a line for any other error while ranks train.
+"""
+
+import os
+import signal
+import sys
+import time
+from types import TracebackType
+
+from megatron_asynchzp.comm.order import OrderMismatch
+from megatron_asynchzp.comm.task import CollectiveFailure
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.checkpoint_files.errors import SaveError
+from megatron_asynchzp.mcore.patches.patch import IncompatibleMegatron
+from megatron_asynchzp.mcore.process.communication import Communication
+from megatron_asynchzp.mcore.process.last_line import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    LastLine,
+    leave,
+    obey_sigterm,
+)
+from megatron_asynchzp.sharding.topology import ShardSizeError
+
+# Errors whose message is a line for the user; anything else keeps its traceback.
+OWN_ERRORS = (ConfigurationError, IncompatibleMegatron, ShardSizeError)
+
+# Ends of training that need no traceback.
+_LAST_WORDS = (CollectiveFailure, OrderMismatch, SaveError, KeyboardInterrupt)
+
+# How long the other ranks of a node wait for its first one to print. torchrun ends them as soon as
+# that one has failed; a rank that fails alone prints after this time.
+_FIRST_RANK_SPEAKS_S = 15.0
+
+
+def report(error: BaseException) -> None:
+    """Print one of OWN_ERRORS as one line on stderr, once per node."""
+    obey_sigterm()
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_FIRST_RANK_SPEAKS_S)
+    print(f"megatron_asynchzp: {error}", file=sys.stderr, flush=True)
+
+
+def end_training(error: Exception | KeyboardInterrupt) -> None:
+    """End this process, with one line, for an error that nobody caught while ranks train.
+
+    Every rank prints its line, because each sees another part of what happened. Errors of
+    Megatron or the script keep their traceback, and the line comes after it. Returns where
+    nothing was being trained: Python then goes on as usual.
+    """
+    communication = Communication.current()
+    if communication is None and not isinstance(error, _LAST_WORDS):
+        return
+    obey_sigterm()
+    # Around an excepthook torch.distributed collects stderr, and this process will not come back.
+    sys.stderr = sys.__stderr__ or sys.stderr
+    if isinstance(error, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends it again
+        if communication is None:
+            LastLine().say("interrupted")
+            sys.exit(EXIT_INTERRUPTED)
+        text, status = "interrupted", EXIT_INTERRUPTED
+    elif isinstance(error, _LAST_WORDS):
+        text, status = str(error), EXIT_FAILURE
+    else:
+        sys.__excepthook__(type(error), error, error.__traceback__)
+        text, status = _describe_foreign(error, communication), EXIT_FAILURE
+    last_line = communication.last_line if communication is not None else LastLine()
+    last_line.say(text)
+    leave(status)
+
+
+def _describe_foreign(error: Exception, communication: Communication) -> str:
+    try:
+        communication.driver.raise_failure()
+    except _LAST_WORDS as failure:
+        return str(failure)  # a thread saw it, and what the main thread met followed from it
+    return f"{type(error).__name__} {communication.describe_position()}"
+
+
+def report_own_errors() -> None:
+    """Make uncaught errors of ours print one line in place of a traceback (exit status 1; 130 for
+    an interrupt).
+
+    For scripts that import the adaptor; the launcher catches these errors itself.
+    """
+    previous = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None):
+        if isinstance(error, OWN_ERRORS):
+            report(error)
+        else:
+            end_training(error)
+            previous(kind, error, trace)
+
+    sys.excepthook = excepthook

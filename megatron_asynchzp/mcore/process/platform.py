@@ -1,0 +1,88 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where a process runs: on an accelerator, or on the CPU platform where there is none. No other file
+of the adapter uses the CPU platform.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+import textwrap
+from argparse import ArgumentError, ArgumentParser, Namespace
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.asynchzp import add_device_argument
+
+# Accelerators that Megatron can drive. torch may know more (mps, xpu).
+_ACCELERATORS = ("cuda", "npu")
+
+
+def choose_platform(argv: list[str]) -> None:
+    """Install the CPU platform where --asynchzp-device in `argv`, or the machine, asks for it."""
+    if (reason := _reason_for_cpu(argv)) is None:
+        return
+    from megatron_asynchzp import cpu_platform
+
+    _lend_dataset_helpers()
+    replaced = cpu_platform.install()
+    if replaced and os.environ.get("RANK", "0") == "0":
+        print(f"megatron_asynchzp: {reason}: CPU platform with gloo, replacing", flush=True)
+        text = textwrap.fill(", ".join(replaced), 100, initial_indent="  ", subsequent_indent="  ")
+        print(text, flush=True)
+
+
+def apply_platform_defaults(args: Namespace) -> list[str]:
+    """Give the arguments the values that the CPU platform needs, where it is installed.
+
+    Returns the line to log, if anything changed. Raises ConfigurationError, one line, for a flag
+    that the CPU cannot honour.
+    """
+    from megatron_asynchzp import cpu_platform
+
+    if not cpu_platform.is_installed():
+        return []
+    try:
+        changed = cpu_platform.apply_cpu_defaults(args)
+    except ValueError as error:
+        raise ConfigurationError(" ".join(str(error).split())) from error
+    return [f"CPU platform: {'; '.join(changed)}"] if changed else []
+
+
+def _reason_for_cpu(argv: list[str]) -> str | None:
+    """Why this process runs on the CPU platform; None where an accelerator is used."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_device_argument(parser)
+    try:
+        chosen = parser.parse_known_args(argv)[0].asynchzp_device
+    except ArgumentError:
+        chosen = "auto"  # Megatron's parser, which knows all flags, reports the wrong value
+    if chosen == "cpu":
+        return "--asynchzp-device cpu"
+    return None if _has_accelerator() else "no accelerator found"
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    if not torch.accelerator.is_available():
+        return False
+    return torch.accelerator.current_accelerator().type in _ACCELERATORS
+
+
+def _lend_dataset_helpers() -> None:
+    """Let a Megatron checkout use the compiled dataset helpers of an installed wheel.
+
+    A fresh checkout has none, and the CPU platform does not run its Makefile (which needs a
+    compiler, pybind11 and this Python's python3-config). Modules the checkout has stay its own.
+    """
+    datasets = importlib.import_module("megatron.core.datasets")
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        return
+    for entry in sys.path:
+        folder = Path(entry, "megatron", "core", "datasets")
+        if any((folder / f"helpers_cpp{ending}").is_file() for ending in EXTENSION_SUFFIXES):
+            datasets.__path__.append(str(folder))
+            return

@@ -1,0 +1,73 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the tables of docs/megatron.md, between their markers, from the flags, the refusals and
+the patches in the code: `python -m scripts.report.megatron_tables`.
+"""
+
+import re
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from megatron_asynchzp.mcore.attention.flags import PASA_REFUSALS, add_pasa_arguments
+from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
+from megatron_asynchzp.mcore.flags.refusals import REFUSALS, Refusal
+from megatron_asynchzp.mcore.flags.switched_off import NORMALISATIONS
+from megatron_asynchzp.mcore.patches.table import PATCHES
+
+PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return ["| " + " | ".join(map(str, line)) + " |" for line in lines]
+
+
+def _flags(add_arguments: Callable[[ArgumentParser], ArgumentParser]) -> list[str]:
+    rows = []
+    for action in add_arguments(ArgumentParser(add_help=False))._actions:
+        values = f" {{{','.join(action.choices)}}}" if action.choices else ""
+        metavar = f" {action.metavar}" if action.metavar else values
+        rows.append((f"`{action.option_strings[0]}{metavar}`", action.help))
+    return _table(("flag", "meaning"), rows)
+
+
+def _refusals(refusals: Sequence[Refusal]) -> list[str]:
+    """Flags with one reason and one remedy share a row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for row in refusals:
+        flag = f"`{row.flag}` {row.condition}".rstrip()
+        rows.setdefault((row.reason, row.remedy), []).append(flag)
+    return _table(("flag", "reason", "instead"), ((", ".join(f), *why) for why, f in rows.items()))
+
+
+def tables() -> dict[str, list[str]]:
+    """The lines of every table, by the name in its marker."""
+    switched_off = [(f"`{rule.name}`", rule.value, rule.reason) for rule in NORMALISATIONS]
+    patches = [(i, f"`{p.target}`", p.why, p.drop_when) for i, p in enumerate(PATCHES, 1)]
+    return {
+        "flags": _flags(add_asynchzp_arguments),
+        "attention flags": _flags(add_pasa_arguments),
+        "patches": _table(("#", "what is replaced", "why", "drop when"), patches),
+        "switched off": _table(("argument", "becomes", "because"), switched_off),
+        "refusals": _refusals(REFUSALS),
+        "attention refusals": _refusals(PASA_REFUSALS),
+    }
+
+
+def with_tables(page: str) -> str:
+    """`page` with every table as the code has it. Raises KeyError for an unknown marker."""
+    made = tables()
+
+    def written(found: re.Match) -> str:
+        lines = "\n".join(made.pop(found[1]))
+        return f"<!-- table: {found[1]} -->\n{lines}\n<!-- end -->"
+
+    page = re.sub(r"<!-- table: (.+?) -->\n.*?<!-- end -->", written, page, flags=re.DOTALL)
+    if made:
+        raise KeyError(f"no marker for {', '.join(made)}")
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))

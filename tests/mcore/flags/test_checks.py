@@ -1,0 +1,90 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What is checked before Megatron builds anything."""
+
+import pytest
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags import checks
+
+
+def test_arguments_are_left_alone_when_the_run_is_refused(parse):
+    args = parse("--use-distributed-optimizer --qk-clip")
+    before = dict(vars(args))
+    with pytest.raises(ConfigurationError):
+        checks.prepare_args(args)
+    assert vars(args) == before
+
+
+def test_the_sizes_of_a_valid_run_are_written_into_the_arguments(parse, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    args = parse("--asynchzp-grad-shard-size 2")
+    checks.prepare_args(args)
+    assert args.asynchzp_param_shard_size == 4
+    assert args.asynchzp_grad_shard_size == 2
+    assert args.asynchzp_optim_shard_size == 8
+
+
+@pytest.mark.parametrize(
+    "line, world_size, words",
+    [
+        ("--tensor-model-parallel-size 4", 2, "2 ranks .* start 4 ranks"),
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 6, "= 4; start 4"),
+        ("--global-batch-size 9", 8, "--global-batch-size 9 .* use a multiple of 8"),
+    ],
+)
+def test_a_world_or_batch_that_does_not_divide_is_refused(parse, line, world_size, words):
+    with pytest.raises(ConfigurationError, match=words):
+        checks.prepare_args(parse(line, world_size))
+
+
+def _touch_dataset(folder, name: str) -> str:
+    for ending in (".idx", ".bin"):
+        (folder / (name + ending)).write_bytes(b"")
+    return str(folder / name)
+
+
+@pytest.mark.parametrize("flag", ["--data-path", "--train-data-path", "--valid-data-path"])
+def test_a_dataset_that_is_not_there_is_named_before_training(parse, tmp_path, flag):
+    there, missing = _touch_dataset(tmp_path, "there"), str(tmp_path / "missing")
+    checks.refuse_missing_data(parse(f"{flag} {there}"))
+    checks.refuse_missing_data(parse(f"{flag} 0.5 {there} 0.5 {there}"))
+    with pytest.raises(ConfigurationError, match=f"{flag} {missing}: no dataset there") as refused:
+        checks.refuse_missing_data(parse(f"{flag} 0.5 {there} 0.5 {missing}"))
+    assert "\n" not in str(refused.value)
+
+
+def test_half_a_dataset_is_named_by_the_missing_half(parse, tmp_path):
+    (tmp_path / "half.idx").write_bytes(b"")
+    with pytest.raises(ConfigurationError, match=r"\(.*half.bin missing\)"):
+        checks.refuse_missing_data(parse(f"--data-path {tmp_path}/half"))
+
+
+def test_datasets_listed_in_a_file_are_checked_too(parse, tmp_path):
+    listing = tmp_path / "data.txt"
+    with pytest.raises(ConfigurationError, match="no such file"):
+        checks.refuse_missing_data(parse(f"--data-args-path {listing}"))
+    listing.write_text(f"1.0 {tmp_path}/missing")
+    with pytest.raises(ConfigurationError, match="--data-args-path .*missing: no dataset there"):
+        checks.refuse_missing_data(parse(f"--data-args-path {listing}"))
+
+
+def test_object_storage_is_left_to_megatron(parse):
+    checks.refuse_missing_data(parse("--data-path s3://bucket/prefix"))
+
+
+@pytest.mark.parametrize("flag", ["--yaml-cfg run.yaml", "--yaml-cfg=run.yaml"])
+def test_a_yaml_configuration_cannot_drop_use_asynchzp_silently(flag):
+    with pytest.raises(ConfigurationError, match="--yaml-cfg"):
+        checks.refuse_yaml(["--use-asynchzp", *flag.split()], "--use-asynchzp")
+    checks.refuse_yaml(flag.split(), "--use-asynchzp")
+
+
+def test_saving_beside_training_needs_its_writer(parse, monkeypatch):
+    flags = "--async-save --use-persistent-ckpt-worker"
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match="^--async-save: .* add --async-strategy mcore$"):
+        checks.refuse_missing_writer(parse(flags))
+    checks.refuse_missing_writer(parse(f"{flags} --async-strategy mcore"))
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+    checks.refuse_missing_writer(parse(flags))

@@ -1,0 +1,95 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The three shard sizes: defaults for every group, and the line for sizes that do not nest."""
+
+from itertools import product
+
+import pytest
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.shard_sizes import resolve_shard_sizes, sharding_ranks_per_node
+from megatron_asynchzp.sharding.topology import ShardSizes
+
+
+@pytest.mark.parametrize(
+    "line, group_size, ranks_per_node, expected",
+    [
+        ("", 8, 8, (8, 8, 8)),
+        ("", 16, 8, (8, 8, 16)),
+        ("", 8, 1, (1, 1, 8)),
+        ("--asynchzp-param-shard-size 2", 8, 4, (2, 4, 8)),
+        ("--asynchzp-grad-shard-size 2", 16, 8, (8, 2, 16)),
+        ("--asynchzp-optim-shard-size 2", 8, 8, (2, 2, 2)),
+        ("--asynchzp-grad-shard-size 6", 12, 4, (2, 6, 12)),
+        ("--asynchzp-param-shard-size 1 --asynchzp-optim-shard-size 1", 8, 4, (1, 1, 1)),
+        (
+            "--asynchzp-param-shard-size 2 --asynchzp-grad-shard-size 4 "
+            "--asynchzp-optim-shard-size 8",
+            8,
+            2,
+            (2, 4, 8),
+        ),
+    ],
+)
+def test_defaults_follow_the_node_and_the_flags_that_were_given(
+    parse, line, group_size, ranks_per_node, expected
+):
+    assert resolve_shard_sizes(parse(line), group_size, ranks_per_node) == ShardSizes(*expected)
+
+
+@pytest.mark.parametrize(
+    "line, group_size, flag, valid",
+    [
+        ("--asynchzp-param-shard-size 3", 8, "--asynchzp-param-shard-size 3", "1, 2, 4, 8"),
+        ("--asynchzp-grad-shard-size 0", 4, "--asynchzp-grad-shard-size 0", "1, 2, 4"),
+        ("--asynchzp-optim-shard-size 16", 8, "--asynchzp-optim-shard-size 16", "1, 2, 4, 8"),
+        (
+            "--asynchzp-param-shard-size 4 --asynchzp-optim-shard-size 2",
+            8,
+            "--asynchzp-optim-shard-size 2",
+            "4, 8",
+        ),
+        (
+            "--asynchzp-param-shard-size 2 --asynchzp-grad-shard-size 3",
+            12,
+            "--asynchzp-grad-shard-size 3",
+            "1, 2, 4, 6, 12",
+        ),
+    ],
+)
+def test_sizes_that_do_not_nest_name_the_flag_and_the_valid_values(
+    parse, line, group_size, flag, valid
+):
+    with pytest.raises(ConfigurationError) as refused:
+        resolve_shard_sizes(parse(line), group_size, 4)
+    line = str(refused.value)
+    assert line.startswith(flag) and line.endswith(f"valid values: {valid}")
+    assert f"the {group_size} ranks" in line and "\n" not in line
+
+
+def test_the_defaults_fit_every_group(parse):
+    args = parse()
+    for group_size, ranks_per_node in product(range(1, 25), range(1, 9)):
+        sizes = resolve_shard_sizes(args, group_size, ranks_per_node)
+        sizes.check(group_size)
+        assert sizes.optim == group_size
+
+
+@pytest.mark.parametrize(
+    "line, world_size, local_world_size, expected",
+    [
+        ("", 16, 8, 8),
+        ("--tensor-model-parallel-size 2", 16, 8, 4),
+        ("--tensor-model-parallel-size 8", 16, 8, 1),
+        ("--pipeline-model-parallel-size 2", 16, 8, 8),
+        ("--pipeline-model-parallel-size 4", 16, 8, 4),
+        ("--pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping", 16, 8, 4),
+        ("--context-parallel-size 2", 16, 8, 8),
+        ("", 12, 8, 4),
+    ],
+)
+def test_ranks_per_node_counts_the_sharding_group_in_megatrons_rank_order(
+    parse, monkeypatch, line, world_size, local_world_size, expected
+):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_world_size))
+    assert sharding_ranks_per_node(parse(line, world_size)) == expected

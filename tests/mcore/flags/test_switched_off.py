@@ -1,0 +1,65 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What --use-asynchzp switches off in Megatron, and the lines it logs."""
+
+import pytest
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.checks import confirm_args, prepare_args
+from megatron_asynchzp.mcore.flags.switched_off import NORMALISATIONS, normalize_args
+
+
+@pytest.mark.parametrize("rule", NORMALISATIONS, ids=lambda rule: rule.name)
+def test_each_argument_that_is_switched_off_is_one_that_megatron_has(parser, rule):
+    action = next(action for action in parser._actions if rule.flag in action.option_strings)
+    assert action.dest == rule.name
+
+
+@pytest.mark.parametrize(
+    "line, name",
+    [
+        ("--use-distributed-optimizer", "use_distributed_optimizer"),
+        ("--overlap-grad-reduce", "overlap_grad_reduce"),
+        ("--overlap-param-gather", "overlap_param_gather"),
+        ("--ddp-average-in-collective", "ddp_average_in_collective"),
+        ("--create-all-gather-group", "create_all_gather_group"),
+        ("--ddp-bucket-size 100", "ddp_bucket_size"),
+    ],
+)
+def test_what_asynchzp_replaces_is_switched_off_with_a_line_in_the_log(parse, line, name):
+    args = parse(line)
+    lines = normalize_args(args)
+    assert not getattr(args, name)
+    assert sum(line.startswith(f"{name} = ") for line in lines) == 1
+
+
+def test_a_second_normalisation_changes_nothing_and_says_nothing(parse):
+    args = parse("--use-distributed-optimizer --overlap-grad-reduce")
+    assert normalize_args(args)
+    assert normalize_args(args) == []
+
+
+def test_gradients_of_fp16_runs_are_reduced_in_fp32(parse):
+    args = parse("--fp16")
+    args.bf16 = False
+    lines = normalize_args(args)
+    assert any(line.startswith("accumulate_allreduce_grads_in_fp32 = True") for line in lines)
+    assert args.accumulate_allreduce_grads_in_fp32
+
+
+def test_a_run_that_saves_has_megatrons_handler_of_sigterm(parse):
+    args = parse("--save dir --save-interval 10")
+    line = normalize_args(args)
+    assert args.exit_signal_handler
+    assert sum(line.startswith("exit_signal_handler = True: SIGTERM ") for line in line) == 1
+    args = parse()
+    assert "exit_signal_handler" not in " ".join(normalize_args(args))
+    assert not args.exit_signal_handler
+
+
+def test_what_megatron_switches_on_again_is_noticed(parse):
+    args = parse()
+    prepare_args(args)
+    args.use_distributed_optimizer = True
+    with pytest.raises(ConfigurationError, match="use_distributed_optimizer"):
+        confirm_args(args)
