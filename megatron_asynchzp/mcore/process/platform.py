@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where a process runs: on an accelerator, or on the CPU platform where there is none. No other file
-of the adapter uses the CPU platform.
+"""Where a process runs: on an accelerator, or on the CPU platform where there is none. This file
+alone connects the adapter with the CPU platform.
 """
 
 import importlib
