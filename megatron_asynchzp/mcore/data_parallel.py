@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.device import device_of
-from megatron_asynchzp.mcore.checkpoint import ChunkCheckpoint
+from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
 from megatron_asynchzp.mcore.communication import Communication, TraceRequest
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology

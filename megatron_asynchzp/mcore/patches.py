@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from megatron_asynchzp.mcore.checkpoint_patches import CHECKPOINT_PATCHES
+from megatron_asynchzp.mcore.checkpoint.patches import CHECKPOINT_PATCHES
 from megatron_asynchzp.mcore.patching import Patch, run_args
 
 # --- replacements: each falls through to the original unless its flag was given -----------------
@@ -70,7 +70,7 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
         resolve_trace,
         sharding_ranks_per_node,
     )
-    from megatron_asynchzp.mcore.checkpoint_guard import claim_save_directory
+    from megatron_asynchzp.mcore.checkpoint.guard import claim_save_directory
     from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
 
     if pg_collection is None:

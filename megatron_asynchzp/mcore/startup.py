@@ -16,10 +16,10 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import TracebackType
 
+from megatron_asynchzp.checkpoint_files.errors import CheckpointError, SaveError
 from megatron_asynchzp.comm.order import OrderMismatch
 from megatron_asynchzp.comm.task import CollectiveFailure
 from megatron_asynchzp.mcore.arguments import add_device_argument
-from megatron_asynchzp.mcore.checkpoint_files.errors import SaveError
 from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.last_line import (
     EXIT_FAILURE,
@@ -34,7 +34,7 @@ from megatron_asynchzp.mcore.unsupported import ConfigurationError
 from megatron_asynchzp.sharding.topology import ShardSizeError
 
 # Errors whose message is a line for the user; anything else keeps its traceback.
-OWN_ERRORS = (ConfigurationError, IncompatibleMegatron, ShardSizeError)
+OWN_ERRORS = (ConfigurationError, CheckpointError, IncompatibleMegatron, ShardSizeError)
 
 # Ends of training that need no traceback.
 _LAST_WORDS = (CollectiveFailure, OrderMismatch, SaveError, KeyboardInterrupt)

@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the two ways in which checkpoints end a run. Each message is one line for the user."""
 
-from megatron_asynchzp.mcore.unsupported import ConfigurationError
 
-
-class CheckpointError(ConfigurationError):
+class CheckpointError(ValueError):
     """A run that cannot start from, or write to, the checkpoint directory it was given."""
 
 
@@ -18,6 +16,6 @@ class Damage(ValueError):
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """What an error says, on one line of bounded length."""
-    told = " ".join(str(error).split()) or type(error).__name__
-    return told if len(told) <= limit else f"{told[:limit]}..."
+    """The message of an error, on one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else f"{text[:limit]}..."

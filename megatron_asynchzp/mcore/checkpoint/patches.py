@@ -15,7 +15,7 @@ def _make_save_checkpoint(original: Callable) -> Callable:
         args = run_args()
         if args is None or options.get("non_persistent_ckpt", False):
             return original(iteration, *rest, **options)
-        from megatron_asynchzp.mcore.checkpoint_guard import guard_save_checkpoint
+        from megatron_asynchzp.mcore.checkpoint.guard import guard_save_checkpoint
 
         call = functools.partial(original, iteration, *rest, **options)
         return guard_save_checkpoint(call, args, iteration)
@@ -28,7 +28,7 @@ def _make_save(original: Callable) -> Callable:
         call = functools.partial(original, sharded_state_dict, checkpoint_dir, *rest, **options)
         if run_args() is None:
             return call()
-        from megatron_asynchzp.mcore.checkpoint_guard import guard_save
+        from megatron_asynchzp.mcore.checkpoint.guard import guard_save
 
         return guard_save(call, checkpoint_dir)
 
@@ -45,7 +45,7 @@ def _make_load_checkpoint(original: Callable) -> Callable:
         args = run_args()
         if args is None:
             return call()
-        from megatron_asynchzp.mcore.checkpoint_guard import guard_load_checkpoint
+        from megatron_asynchzp.mcore.checkpoint.guard import guard_load_checkpoint
 
         return guard_load_checkpoint(call, args, load_arg)
 
@@ -57,7 +57,7 @@ def _make_load_args(original: Callable) -> Callable:
         call = functools.partial(original, args, load_arg, *rest, **options)
         if not getattr(args, "use_asynchzp", False):
             return call()
-        from megatron_asynchzp.mcore.checkpoint_guard import guard_load_args
+        from megatron_asynchzp.mcore.checkpoint.guard import guard_load_args
 
         return guard_load_args(call, args, getattr(args, load_arg))
 
@@ -67,7 +67,7 @@ def _make_load_args(original: Callable) -> Callable:
 def _make_read_metadata(original: Callable) -> Callable:
     def read_metadata(tracker_filename):
         # No flag is asked: a choice exists only while a guarded function loads.
-        from megatron_asynchzp.mcore.checkpoint_guard import chosen_metadata
+        from megatron_asynchzp.mcore.checkpoint.guard import chosen_metadata
 
         chosen = chosen_metadata(tracker_filename)
         return original(tracker_filename) if chosen is None else chosen
@@ -82,7 +82,7 @@ def _make_load_global(original: Callable) -> Callable:
         if not rank0 and sharded_state_dict is not None and run_args() is not None:
             from megatron.training.checkpointing import get_checkpoint_name
 
-            from megatron_asynchzp.mcore.checkpoint_guard import refuse_another_model
+            from megatron_asynchzp.mcore.checkpoint.guard import refuse_another_model
 
             folder = get_checkpoint_name(load_dir, iteration, release, return_base_dir=True)
             refuse_another_model(args, folder, sharded_state_dict)
