@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_asynchzp.mcore.checkpoint_files.choice import choose_checkpoint
+from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
 from tests.support.journal import Attempt, read_journal
 from tests.support.launches import Ended, Launch
 from tests.support.selection import slow_unless

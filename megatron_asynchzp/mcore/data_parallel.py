@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.device import device_of
-from megatron_asynchzp.mcore.checkpoint import ChunkCheckpoint
+from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
 from megatron_asynchzp.mcore.flags.asynchzp import TraceRequest
 from megatron_asynchzp.mcore.process.communication import Communication
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key

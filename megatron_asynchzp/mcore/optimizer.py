@@ -30,8 +30,8 @@ from megatron.core.optimizer.optimizer import (
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_asynchzp.mcore.checkpoint.optimizer_state import FragmentPlace, OptimizerCheckpoint
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
-from megatron_asynchzp.mcore.optimizer_checkpoint import FragmentPlace, OptimizerCheckpoint
 from megatron_asynchzp.zero.unit import HZPUnit
 
 

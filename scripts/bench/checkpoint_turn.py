@@ -23,7 +23,7 @@ from scripts.testbed.memory import MemoryCount
 
 # What of AsyncHZP's own is timed within a save and a load, where it is looked up.
 _PARTS = {
-    "megatron_asynchzp.mcore.checkpoint_guard": (
+    "megatron_asynchzp.mcore.checkpoint.guard": (
         "prepare_directory",
         "complete_directory",
         "name_main_params",

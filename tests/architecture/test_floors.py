@@ -10,7 +10,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "megatron_asynchzp"
 # fmt: off
 FLOORS = {
-    "config": 0, "device": 0, "replacements": 0, "sharding": 1, "attention": 1, "planner": 1,
+    "config": 0, "device": 0, "errors": 0, "replacements": 0,
+    "sharding": 1, "attention": 1, "planner": 1, "checkpoint_files": 1,
     "comm": 2, "zero": 3, "mcore": 4, "cpu_platform": 4, "launch": 5,
     "hf": 5,  # reads and writes Megatron's checkpoints through megatron.core.dist_checkpointing
 }

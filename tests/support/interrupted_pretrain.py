@@ -137,15 +137,15 @@ def prepare() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import training
 
-    from megatron_asynchzp.mcore import checkpoint_guard
-    from megatron_asynchzp.mcore.checkpoint import ChunkCheckpoint
+    from megatron_asynchzp.mcore.checkpoint import guard
+    from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
     from megatron_asynchzp.zero.unit import HZPUnit
 
     for place in ("gather", "reduce"):
         _amid(HZPUnit, f"{place}_steps", place)
     _before(ChunkCheckpoint, "load_state_dict", "load")
     _before(filesystem_async, "_write_item", "write")
-    _noting_saves(checkpoint_guard)
+    _noting_saves(guard)
     _noting_steps(training)
 
 

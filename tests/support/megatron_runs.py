@@ -203,7 +203,7 @@ def pretrain(argv: list[str]) -> None:
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils, training
 
-    from megatron_asynchzp.mcore.save_queue import return_results_in_process
+    from megatron_asynchzp.mcore.checkpoint.save_queue import return_results_in_process
 
     args = initialized_args(argv)
     if args.save and not args.async_save:

@@ -53,7 +53,7 @@ def wrap_chunks(
 
 
 def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collection: Any) -> list:
-    from megatron_asynchzp.mcore.checkpoint_guard import claim_save_directory
+    from megatron_asynchzp.mcore.checkpoint.guard import claim_save_directory
     from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
 
     if pg_collection is None:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every function that is replaced, in the order of the documentation."""
 
-from megatron_asynchzp.mcore.checkpoint_patches import CHECKPOINT_PATCHES
+from megatron_asynchzp.mcore.checkpoint.patches import CHECKPOINT_PATCHES
 from megatron_asynchzp.mcore.patches import arguments, model, process
 from megatron_asynchzp.mcore.patches.patch import Patch
 

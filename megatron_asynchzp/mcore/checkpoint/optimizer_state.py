@@ -25,8 +25,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer import param_group_identifier_keys as _IDENTITY
 
-from megatron_asynchzp.mcore.checkpoint import SHARDS_KEY, ChunkCheckpoint, fill
-from megatron_asynchzp.mcore.checkpoint_files.errors import CheckpointError
+from megatron_asynchzp.checkpoint_files.errors import CheckpointError
+from megatron_asynchzp.mcore.checkpoint.shards import SHARDS_KEY, ChunkCheckpoint, fill
 from megatron_asynchzp.zero.unit import HZPUnit
 
 _SHARDING_TYPE = "fully_reshardable"

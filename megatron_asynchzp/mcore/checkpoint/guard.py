@@ -20,9 +20,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_asynchzp.mcore import checkpoint_mismatch
-from megatron_asynchzp.mcore.checkpoint_aliases import name_main_params
-from megatron_asynchzp.mcore.checkpoint_files.choice import (
+from megatron_asynchzp.checkpoint_files.choice import (
     RELEASE,
     Alone,
     Choice,
@@ -32,16 +30,18 @@ from megatron_asynchzp.mcore.checkpoint_files.choice import (
     read_tracker,
     repair_tracker,
 )
-from megatron_asynchzp.mcore.checkpoint_files.errors import CheckpointError, Damage, one_line
-from megatron_asynchzp.mcore.checkpoint_files.inventory import read_inventory
-from megatron_asynchzp.mcore.checkpoint_files.ownership import Ownership
-from megatron_asynchzp.mcore.checkpoint_files.saving import (
+from megatron_asynchzp.checkpoint_files.errors import CheckpointError, Damage, one_line
+from megatron_asynchzp.checkpoint_files.inventory import read_inventory
+from megatron_asynchzp.checkpoint_files.ownership import Ownership
+from megatron_asynchzp.checkpoint_files.saving import (
     complete_directory,
     prepare_directory,
     save_error,
 )
-from megatron_asynchzp.mcore.checkpoint_progress import bytes_in, bytes_read, tell_progress
-from megatron_asynchzp.mcore.save_queue import return_results_in_process
+from megatron_asynchzp.mcore.checkpoint import mismatch
+from megatron_asynchzp.mcore.checkpoint.aliases import name_main_params
+from megatron_asynchzp.mcore.checkpoint.progress import bytes_in, bytes_read, tell_progress
+from megatron_asynchzp.mcore.checkpoint.save_queue import return_results_in_process
 
 # Where Megatron logs what became of a write; the exception that follows does not say it.
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
@@ -273,14 +273,14 @@ def refuse_another_model(args: Namespace, iteration_dir: str, sharded_state_dict
     if isinstance(facts, Damage):
         raise CheckpointError(f"{iteration_dir}: {facts}")
     saved, tensors = facts
-    difference = checkpoint_mismatch.find_different_argument(saved, args, args.finetune)
+    difference = mismatch.find_different_argument(saved, args, args.finetune)
     if difference is None:
         may_miss = args.dist_ckpt_strictness in ("ignore_all", "log_all", "return_all")
-        mine = checkpoint_mismatch.find_different_tensor(tensors, sharded_state_dict, may_miss)
+        mine = mismatch.find_different_tensor(tensors, sharded_state_dict, may_miss)
         difference = next((one for one in peers.gather(mine) if one), None)
         if difference is None:
             return
-        difference = checkpoint_mismatch.explain(difference, saved, args)
+        difference = mismatch.explain(difference, saved, args)
     raise CheckpointError(f"{iteration_dir} is of another model: {difference}")
 
 

@@ -18,6 +18,6 @@ class Damage(ValueError):
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """What an error says, on one line of bounded length."""
-    told = " ".join(str(error).split()) or type(error).__name__
-    return told if len(told) <= limit else f"{told[:limit]}..."
+    """The message of an error, on one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else f"{text[:limit]}..."

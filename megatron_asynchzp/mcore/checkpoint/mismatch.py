@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from megatron_asynchzp.mcore.checkpoint_files.inventory import Tensor
+from megatron_asynchzp.checkpoint_files.inventory import Tensor
 
 # Arguments that Megatron refuses to differ, and then those that explain other tensors.
 _FIXED = ("num_layers", "hidden_size", "num_attention_heads", "add_position_embedding")

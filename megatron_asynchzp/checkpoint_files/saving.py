@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_asynchzp.mcore.checkpoint_files.choice import Alone, Peers
-from megatron_asynchzp.mcore.checkpoint_files.contents import find_leftovers
-from megatron_asynchzp.mcore.checkpoint_files.errors import Damage, SaveError, one_line
-from megatron_asynchzp.mcore.checkpoint_files.inventory import read_inventory
-from megatron_asynchzp.mcore.checkpoint_files.manifest import seal_file, write_manifest
+from megatron_asynchzp.checkpoint_files.choice import Alone, Peers
+from megatron_asynchzp.checkpoint_files.contents import find_leftovers
+from megatron_asynchzp.checkpoint_files.errors import Damage, SaveError, one_line
+from megatron_asynchzp.checkpoint_files.inventory import read_inventory
+from megatron_asynchzp.checkpoint_files.manifest import seal_file, write_manifest
 
 
 def prepare_directory(iteration_dir: Path | str, peers: Peers | None = None) -> None:

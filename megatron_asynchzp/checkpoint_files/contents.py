@@ -10,16 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_asynchzp.mcore.checkpoint_files.archive import Item, check_archive, seal_of
-from megatron_asynchzp.mcore.checkpoint_files.errors import Damage
-from megatron_asynchzp.mcore.checkpoint_files.inventory import (
-    CONFIG,
-    METADATA,
-    Inventory,
-    read_inventory,
-)
-from megatron_asynchzp.mcore.checkpoint_files.manifest import MANIFEST, Manifest, read_manifest
-from megatron_asynchzp.mcore.checkpoint_files.small_file import hash_file, read_small
+from megatron_asynchzp.checkpoint_files.archive import Item, check_archive, seal_of
+from megatron_asynchzp.checkpoint_files.errors import Damage
+from megatron_asynchzp.checkpoint_files.inventory import CONFIG, METADATA, Inventory, read_inventory
+from megatron_asynchzp.checkpoint_files.manifest import MANIFEST, Manifest, read_manifest
+from megatron_asynchzp.checkpoint_files.small_file import hash_file, read_small
 
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 

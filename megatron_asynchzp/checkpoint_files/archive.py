@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import BinaryIO
 
-from megatron_asynchzp.mcore.checkpoint_files.errors import Damage
+from megatron_asynchzp.checkpoint_files.errors import Damage
 
 # Signature, version and flags, method, time, date, CRC-32, two sizes, lengths of name and extra.
 _HEADER = struct.Struct("<4s4sHHHIIIHH")

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-from megatron_asynchzp.mcore.checkpoint_files.errors import CheckpointError
+from megatron_asynchzp.checkpoint_files.errors import CheckpointError
 
 OWNER = "asynchzp_owner.txt"
 

@@ -10,15 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_asynchzp.mcore.checkpoint_files.contents import (
-    Contents,
-    find_corruption,
-    read_contents,
-)
-from megatron_asynchzp.mcore.checkpoint_files.errors import CheckpointError, Damage, one_line
-from megatron_asynchzp.mcore.checkpoint_files.inventory import CONFIG
-from megatron_asynchzp.mcore.checkpoint_files.manifest import MANIFEST, read_manifest
-from megatron_asynchzp.mcore.checkpoint_files.small_file import replace_file
+from megatron_asynchzp.checkpoint_files.contents import Contents, find_corruption, read_contents
+from megatron_asynchzp.checkpoint_files.errors import CheckpointError, Damage, one_line
+from megatron_asynchzp.checkpoint_files.inventory import CONFIG
+from megatron_asynchzp.checkpoint_files.manifest import MANIFEST, read_manifest
+from megatron_asynchzp.checkpoint_files.small_file import replace_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"

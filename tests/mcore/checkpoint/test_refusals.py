@@ -10,7 +10,7 @@ import pytest
 from tests.support.checkpoint_damage import DATA, NEWER, OLDER
 from tests.support.launches import Launch, launch
 
-_SCRIPT = Path(__file__).parents[1] / "support" / "legacy_pretrain.py"
+_SCRIPT = Path(__file__).parents[2] / "support" / "legacy_pretrain.py"
 _LINE = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
     "--max-position-embeddings 16 --tokenizer-type NullTokenizer --vocab-size 63 --mock-data "

@@ -25,10 +25,10 @@ pytestmark = pytest.mark.skipif(
 
 @contextmanager
 def measured(count: Any, name: str, peaks: list[int]):
-    """Note how far above its start each call of checkpoint_guard.`name` gets, in bytes."""
-    from megatron_asynchzp.mcore import checkpoint_guard
+    """Note how far above its start each call of guard.`name` gets, in bytes."""
+    from megatron_asynchzp.mcore.checkpoint import guard
 
-    original: Callable = getattr(checkpoint_guard, name)
+    original: Callable = getattr(guard, name)
 
     @wraps(original)
     def measuring(*args: Any) -> Any:
@@ -38,7 +38,7 @@ def measured(count: Any, name: str, peaks: list[int]):
         peaks.append(count.peak_nbytes - before)
         return result
 
-    with mock.patch.object(checkpoint_guard, name, measuring):
+    with mock.patch.object(guard, name, measuring):
         yield
 
 

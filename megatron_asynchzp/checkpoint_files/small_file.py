@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from megatron_asynchzp.mcore.checkpoint_files.errors import Damage
+from megatron_asynchzp.checkpoint_files.errors import Damage
 
 
 def hash_file(path: Path) -> str:

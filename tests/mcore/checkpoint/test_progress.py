@@ -6,7 +6,7 @@ import re
 import threading
 import time
 
-from megatron_asynchzp.mcore.checkpoint_progress import bytes_in, bytes_read, tell_progress
+from megatron_asynchzp.mcore.checkpoint.progress import bytes_in, bytes_read, tell_progress
 
 
 def test_a_body_that_takes_longer_tells_the_bytes_that_were_done_meanwhile(tmp_path, capsys):

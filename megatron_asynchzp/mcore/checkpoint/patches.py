@@ -22,7 +22,7 @@ def save_checkpoint(original: Callable, iteration: int, *rest: Any, **options: A
     args = run_args()
     if args is None or options.get("non_persistent_ckpt", False):
         return original(iteration, *rest, **options)
-    from megatron_asynchzp.mcore.checkpoint_guard import guard_save_checkpoint
+    from megatron_asynchzp.mcore.checkpoint.guard import guard_save_checkpoint
 
     call = partial(original, iteration, *rest, **options)
     return guard_save_checkpoint(call, args, iteration)
@@ -43,7 +43,7 @@ def save(
     call = partial(original, sharded_state_dict, checkpoint_dir, *rest, **options)
     if run_args() is None:
         return call()
-    from megatron_asynchzp.mcore.checkpoint_guard import guard_save
+    from megatron_asynchzp.mcore.checkpoint.guard import guard_save
 
     return guard_save(call, checkpoint_dir)
 
@@ -71,7 +71,7 @@ def load_checkpoint(
     args = run_args()
     if args is None:
         return call()
-    from megatron_asynchzp.mcore.checkpoint_guard import guard_load_checkpoint
+    from megatron_asynchzp.mcore.checkpoint.guard import guard_load_checkpoint
 
     return guard_load_checkpoint(call, args, load_arg)
 
@@ -86,7 +86,7 @@ def load_args(original: Callable, args, load_arg="load", *rest: Any, **options: 
     call = partial(original, args, load_arg, *rest, **options)
     if not getattr(args, "use_asynchzp", False):
         return call()
-    from megatron_asynchzp.mcore.checkpoint_guard import guard_load_args
+    from megatron_asynchzp.mcore.checkpoint.guard import guard_load_args
 
     return guard_load_args(call, args, getattr(args, load_arg))
 
@@ -99,7 +99,7 @@ def load_args(original: Callable, args, load_arg="load", *rest: Any, **options: 
 )
 def read_metadata(original: Callable, tracker_filename: str) -> Any:
     # No flag is asked: a choice exists only while a guarded function loads.
-    from megatron_asynchzp.mcore.checkpoint_guard import chosen_metadata
+    from megatron_asynchzp.mcore.checkpoint.guard import chosen_metadata
 
     chosen = chosen_metadata(tracker_filename)
     return original(tracker_filename) if chosen is None else chosen
@@ -126,7 +126,7 @@ def load_global(
     if not rank0 and sharded_state_dict is not None and run_args() is not None:
         from megatron.training.checkpointing import get_checkpoint_name
 
-        from megatron_asynchzp.mcore.checkpoint_guard import refuse_another_model
+        from megatron_asynchzp.mcore.checkpoint.guard import refuse_another_model
 
         folder = get_checkpoint_name(load_dir, iteration, release, return_base_dir=True)
         refuse_another_model(args, folder, sharded_state_dict)

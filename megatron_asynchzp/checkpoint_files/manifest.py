@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_asynchzp.mcore.checkpoint_files.archive import Item, read_directory, seal_of
-from megatron_asynchzp.mcore.checkpoint_files.errors import Damage
-from megatron_asynchzp.mcore.checkpoint_files.inventory import CONFIG, METADATA, read_inventory
-from megatron_asynchzp.mcore.checkpoint_files.small_file import hash_file, read_small, replace_file
+from megatron_asynchzp.checkpoint_files.archive import Item, read_directory, seal_of
+from megatron_asynchzp.checkpoint_files.errors import Damage
+from megatron_asynchzp.checkpoint_files.inventory import CONFIG, METADATA, read_inventory
+from megatron_asynchzp.checkpoint_files.small_file import hash_file, read_small, replace_file
 
 MANIFEST = "asynchzp_manifest.json"
 _FORMAT = 1

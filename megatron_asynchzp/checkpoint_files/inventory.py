@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from megatron_asynchzp.mcore.checkpoint_files.archive import Item
-from megatron_asynchzp.mcore.checkpoint_files.errors import Damage
-from megatron_asynchzp.mcore.checkpoint_files.small_file import read_small
+from megatron_asynchzp.checkpoint_files.archive import Item
+from megatron_asynchzp.checkpoint_files.errors import Damage
+from megatron_asynchzp.checkpoint_files.small_file import read_small
 
 METADATA, CONFIG = ".metadata", "metadata.json"
 

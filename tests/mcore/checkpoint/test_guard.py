@@ -12,12 +12,12 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_asynchzp.mcore import checkpoint_guard
-from megatron_asynchzp.mcore.checkpoint_files.choice import TRACKER, Choice, choose_checkpoint
-from megatron_asynchzp.mcore.checkpoint_files.errors import CheckpointError, SaveError
-from megatron_asynchzp.mcore.checkpoint_files.manifest import MANIFEST
-from megatron_asynchzp.mcore.checkpoint_files.ownership import OWNER, Ownership
-from megatron_asynchzp.mcore.checkpoint_guard import chosen_metadata
+from megatron_asynchzp.checkpoint_files.choice import TRACKER, Choice, choose_checkpoint
+from megatron_asynchzp.checkpoint_files.errors import CheckpointError, SaveError
+from megatron_asynchzp.checkpoint_files.manifest import MANIFEST
+from megatron_asynchzp.checkpoint_files.ownership import OWNER, Ownership
+from megatron_asynchzp.mcore.checkpoint import guard
+from megatron_asynchzp.mcore.checkpoint.guard import chosen_metadata
 from tests.support import ranks
 from tests.support.checkpoint_damage import DATA, HARMFUL, NEWER, OLDER
 from tests.support.megatron_runs import RunRecord, gpt_args, run_pretrain
@@ -216,7 +216,7 @@ def _two_empty(folder: Path, tracker: str) -> tuple[Namespace, Choice]:
 def test_a_tracker_that_cannot_be_written_does_not_stop_the_load(tmp_path):
     args, choice = _two_empty(tmp_path, "garbage")
     loaded = []
-    checkpoint_guard._load_choice(
+    guard._load_choice(
         lambda: loaded.append((args.ckpt_step, chosen_metadata(tmp_path / TRACKER))),
         args,
         str(tmp_path),
@@ -237,7 +237,7 @@ def test_no_way_of_giving_up_is_a_success_or_a_traceback(tmp_path, error):
 
     args, choice = _two_empty(tmp_path, "4")
     with pytest.raises(CheckpointError) as refused:
-        checkpoint_guard._load_choice(load, args, str(tmp_path), choice)
+        guard._load_choice(load, args, str(tmp_path), choice)
     assert "\n" not in str(refused.value) and str(choice.folder) in str(refused.value)
 
 
@@ -248,7 +248,7 @@ def test_what_is_not_about_files_passes(tmp_path, error):
 
     args, choice = _two_empty(tmp_path, "4")
     with pytest.raises(type(error)) as passed:
-        checkpoint_guard._load_choice(load, args, str(tmp_path), choice)
+        guard._load_choice(load, args, str(tmp_path), choice)
     assert passed.value is error
 
 

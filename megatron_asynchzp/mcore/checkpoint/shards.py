@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.utils import unwrap_model
 
-from megatron_asynchzp.mcore.checkpoint_files.errors import CheckpointError
+from megatron_asynchzp.checkpoint_files.errors import CheckpointError
 from megatron_asynchzp.sharding.boxes import cut_into_boxes
 from megatron_asynchzp.sharding.topology import Range
 from megatron_asynchzp.zero.runtime import HZPRuntime

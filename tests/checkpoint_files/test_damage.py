@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_asynchzp.mcore.checkpoint_files.choice import (
+from megatron_asynchzp.checkpoint_files.choice import (
     choose_checkpoint,
     list_unfinished,
     repair_tracker,
 )
-from megatron_asynchzp.mcore.checkpoint_files.errors import CheckpointError
-from megatron_asynchzp.mcore.checkpoint_files.manifest import MANIFEST, write_manifest
+from megatron_asynchzp.checkpoint_files.errors import CheckpointError
+from megatron_asynchzp.checkpoint_files.manifest import MANIFEST, write_manifest
 from tests.support.checkpoint_damage import (
     CONFIG,
     DATA,
