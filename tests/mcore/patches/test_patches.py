@@ -14,6 +14,7 @@ import pytest
 from megatron.core import package_info
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.patches import model
 from megatron_asynchzp.mcore.patches.patch import (
     IncompatibleMegatron,
     Patch,
@@ -22,7 +23,7 @@ from megatron_asynchzp.mcore.patches.patch import (
     remove_patches,
     replaces,
 )
-from megatron_asynchzp.mcore.patches.table import PATCHES, model
+from megatron_asynchzp.mcore.patches.table import PATCHES
 from megatron_asynchzp.replacements import Replacements
 
 _PATCH_IDS = [patch.attribute for patch in PATCHES]

@@ -1,0 +1,61 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The wrapper as Megatron's schedules see it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.world import on_ranks
+
+
+def _wrapped_chunks(num_chunks: int, has_one_config: bool) -> list:
+    """Chunks of one rank, with one config each or one for all, wrapped on two ranks."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
+    from megatron_asynchzp.sharding.topology import ShardSizes
+
+    def new_config() -> TransformerConfig:
+        return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+
+    shared, chunks = new_config(), []
+    for _ in range(num_chunks):
+        chunk = MegatronModule(shared if has_one_config else new_config())
+        chunk.linear = torch.nn.Linear(8, 8)
+        chunks.append(chunk)
+    world = dist.group.WORLD
+    groups = SimpleNamespace(dp_cp=world, tp=world, pp=world, expt_dp=world)
+    sizes = ShardSizes(1, 2, 2)
+    return wrap_model_chunks(chunks, DistributedDataParallelConfig(), groups, sizes)
+
+
+def _held_back(num_chunks: int, has_one_config: bool) -> list[list[int]]:
+    """For the config of each chunk: which chunks its no_sync_func holds back."""
+    from megatron.core.utils import get_model_config
+
+    chunks = _wrapped_chunks(num_chunks, has_one_config)
+    found = []
+    for chunk in chunks:
+        functions = get_model_config(chunk).no_sync_func
+        # As the schedules take it: a list for several chunks, one function for one.
+        assert callable(functions) is (num_chunks == 1)
+        functions = [functions] if num_chunks == 1 else functions
+        found.append([chunks.index(function.__self__) for function in functions])
+        for function in functions:
+            with function():
+                pass
+    chunks[0].communication.close()
+    return found
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+@pytest.mark.parametrize("has_one_config", [True, False])
+def test_the_config_of_every_chunk_holds_back_the_last_reduction_of_all(num_chunks, has_one_config):
+    everyone = list(range(num_chunks))
+    ranks = on_ranks(_held_back, 2, num_chunks, has_one_config)
+    assert ranks == [[everyone] * num_chunks] * 2
