@@ -34,9 +34,9 @@ class Replacements:
 
     package: where copies are looked for; "" means every loaded module.
 
-    After `from torch.cuda import _lazy_call` the importing module keeps the old function, whatever
-    happens to `torch.cuda`. `follow_copies` replaces such copies too. `restore` also finds copies
-    of the replacements, which modules imported in the meantime have made.
+    After `from package import name` the importing module keeps the old object, whatever happens to
+    the package. `follow_copies` replaces such copies too. `restore` also finds copies of the
+    replacements, which modules imported in the meantime have made.
     """
 
     def __init__(self, package: str = ""):
@@ -70,7 +70,7 @@ class Replacements:
     def restore(self) -> None:
         """Undo everything, the newest replacement first.
 
-        Raises RuntimeError, and undoes nothing, where somebody wrapped a replacement since.
+        Raises RuntimeError, and undoes nothing, where a replacement was wrapped since.
         """
         for entry in self._entries:
             now = getattr(entry.owner, entry.name, None)

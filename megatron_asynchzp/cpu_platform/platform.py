@@ -84,7 +84,7 @@ def _replace_cuda(names: Replacements):
         for name, replacement in attributes.items():
             if hasattr(owner, name):
                 names.replace(owner, name, replacement)
-    # With a CUDA build of torch these two would answer for a device that nobody may touch; the
+    # With a CUDA build of torch these two would answer for a device that must not be used; the
     # DataLoader asks them whether to pin memory.
     names.replace(torch.accelerator, "is_available", lambda: False)
     names.replace(torch.accelerator, "current_accelerator", lambda check_available=False: None)
@@ -173,7 +173,7 @@ def _replace_checkpoints(names: Replacements, optimizer: type):
 
 def _write_on_cpu(*args: Any) -> None:
     """For the loop of the process that writes checkpoints beside training: it is a new interpreter,
-    in which nobody has installed the platform, and asks for its CUDA device."""
+    without the platform, and asks for its CUDA device."""
     writer = _import("core.dist_checkpointing.strategies.async_utils").PersistentAsyncCaller
     loop = writer.async_loop
     install()

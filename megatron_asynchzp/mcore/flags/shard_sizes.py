@@ -21,8 +21,8 @@ def sharding_group_size(args: Namespace) -> int:
 def sharding_ranks_per_node(args: Namespace) -> int:
     """How many ranks of one sharding group a node holds, reduced to a divisor of the group.
 
-    Megatron orders ranks tp-cp-dp-pp, or tp-cp-pp-dp with --use-tp-pp-dp-mapping. torchrun tells
-    each rank how many ranks its node has.
+    Megatron orders ranks tp-cp-dp-pp, or tp-cp-pp-dp with --use-tp-pp-dp-mapping. torchrun gives
+    each rank the number of ranks on its node.
     """
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     pipeline = args.pipeline_model_parallel_size if args.use_tp_pp_dp_mapping else 1

@@ -150,6 +150,6 @@ def apply_patches(patches: Sequence[Patch], names: Replacements = _applied) -> N
 def remove_patches(names: Replacements = _applied) -> None:
     """Put every original back, also where a copy was imported after patching.
 
-    Raises RuntimeError, and changes nothing, where somebody wrapped a replacement since.
+    Raises RuntimeError, and changes nothing, where a replacement was wrapped since.
     """
     names.restore()

@@ -127,9 +127,9 @@ def _close_at_exit(reference: "weakref.ref[Communication]") -> None:
     """The script has come to its end without destroying the process groups."""
     communication = reference()
     if communication is None or getattr(sys, "last_exc", None) is not None:
-        return  # after an error nobody may be there to finish anything with
+        return  # after an error there may be no peer left to finish anything with
     try:
         communication.close()
     except Exception as failure:
-        communication.last_line.say(str(failure))
+        communication.last_line.print(str(failure))
         leave(EXIT_FAILURE)

@@ -33,19 +33,19 @@ _LAST_WORDS = (CollectiveFailure, OrderMismatch, SaveError, KeyboardInterrupt)
 
 # How long the other ranks of a node wait for its first one to print. torchrun ends them as soon as
 # that one has failed; a rank that fails alone prints after this time.
-_FIRST_RANK_SPEAKS_S = 15.0
+_FIRST_RANK_PRINTS_S = 15.0
 
 
 def report(error: BaseException) -> None:
     """Print one of OWN_ERRORS as one line on stderr, once per node."""
     obey_sigterm()
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(_FIRST_RANK_SPEAKS_S)
+        time.sleep(_FIRST_RANK_PRINTS_S)
     print(f"megatron_asynchzp: {error}", file=sys.stderr, flush=True)
 
 
 def end_training(error: Exception | KeyboardInterrupt) -> None:
-    """End this process, with one line, for an error that nobody caught while ranks train.
+    """End this process, with one line, for an error that was not caught while ranks train.
 
     Every rank prints its line, because each sees another part of what happened. Errors of
     Megatron or the script keep their traceback, and the line comes after it. Returns where
@@ -60,7 +60,7 @@ def end_training(error: Exception | KeyboardInterrupt) -> None:
     if isinstance(error, KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends it again
         if communication is None:
-            LastLine().say("interrupted")
+            LastLine().print("interrupted")
             sys.exit(EXIT_INTERRUPTED)
         text, status = "interrupted", EXIT_INTERRUPTED
     elif isinstance(error, _LAST_WORDS):
@@ -69,7 +69,7 @@ def end_training(error: Exception | KeyboardInterrupt) -> None:
         sys.__excepthook__(type(error), error, error.__traceback__)
         text, status = _describe_foreign(error, communication), EXIT_FAILURE
     last_line = communication.last_line if communication is not None else LastLine()
-    last_line.say(text)
+    last_line.print(text)
     leave(status)
 
 

@@ -18,7 +18,7 @@ EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130  # the second is a shell's status for SI
 
 # The main thread, which sees a failure at once, prints first: it may have been interrupted, and a
 # background thread takes a peer that ended for the same reason for a failure.
-_MAIN_SPEAKS_S = 1.0
+_MAIN_PRINTS_S = 1.0
 # How long after that it may take to end the process itself. It can be stuck in a collective of
 # Megatron's own, whose peer has ended for the same reason.
 _GRACE_S = 10.0
@@ -28,12 +28,12 @@ class LastLine:
     """The one line of this rank on stderr, from the first thread that has a reason to print it."""
 
     def __init__(self):
-        self._unsaid = [True]  # list.pop is atomic
+        self._unprinted = [True]  # list.pop is atomic
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print `text`, unless a line was printed before."""
         try:
-            self._unsaid.pop()
+            self._unprinted.pop()
         except IndexError:
             return
         is_initialized = dist.is_available() and dist.is_initialized()
@@ -42,9 +42,9 @@ class LastLine:
 
     def watch_main(self, failure: CollectiveFailure, wait: Callable[[float], bool]) -> None:
         """Print a line and end the process, where the main thread does neither; see OnFailure."""
-        if wait(_MAIN_SPEAKS_S):
+        if wait(_MAIN_PRINTS_S):
             return
-        self.say(str(failure))
+        self.print(str(failure))
         if not wait(_GRACE_S):
             leave(EXIT_FAILURE)
 

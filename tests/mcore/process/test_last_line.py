@@ -20,23 +20,23 @@ def left(monkeypatch):
     return statuses
 
 
-def test_only_what_is_said_first_is_printed(capsys, left):
+def test_only_the_first_line_is_printed(capsys, left):
     line = LastLine()
-    line.say("interrupted")
-    line.say("something else")
+    line.print("interrupted")
+    line.print("something else")
     assert capsys.readouterr().err == "megatron_asynchzp: rank 3: interrupted\n"
 
 
-def test_a_thread_speaks_and_ends_the_process_where_the_main_thread_does_neither(capsys, left):
+def test_a_thread_prints_and_ends_the_process_where_the_main_thread_does_neither(capsys, left):
     waited = []
     LastLine().watch_main(FAILURE, lambda seconds: bool(waited.append(seconds)))
     assert capsys.readouterr().err == "megatron_asynchzp: rank 3: a gather failed\n"
     assert left == [last_line.EXIT_FAILURE] and len(waited) == 2 and sum(waited) < 15
 
 
-def test_a_thread_adds_nothing_to_what_the_main_thread_said(capsys, left):
+def test_a_thread_adds_nothing_to_the_line_of_the_main_thread(capsys, left):
     line = LastLine()
-    line.say("interrupted")
+    line.print("interrupted")
     line.watch_main(FAILURE, lambda seconds: False)
     assert capsys.readouterr().err.count("megatron_asynchzp") == 1 and left == [1]
 
