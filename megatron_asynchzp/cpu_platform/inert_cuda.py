@@ -149,6 +149,18 @@ def _device_properties(device: Any = None) -> SimpleNamespace:
     )
 
 
+# fmt: off
+_ANSWERED_BY_NONE = (
+    "set_device", "set_stream", "synchronize", "empty_cache", "ipc_collect", "init", "_lazy_init",
+    "check_error", "reset_peak_memory_stats", "reset_accumulated_memory_stats",
+)
+_ANSWERED_BY_ZERO = (
+    "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
+    "device_memory_used", "utilization", "temperature", "power_draw", "clock_rate",
+)
+# fmt: on
+
+
 def cuda_attributes() -> dict[str, Any]:
     """The attributes of `torch.cuda` to replace."""
     answers = {
@@ -165,34 +177,7 @@ def cuda_attributes() -> dict[str, Any]:
         "cudart": _InertRuntime(),
         "mem_get_info": (_NOMINAL_NBYTES, _NOMINAL_NBYTES),
     }
-    answers |= dict.fromkeys(
-        (
-            "set_device",
-            "set_stream",
-            "synchronize",
-            "empty_cache",
-            "ipc_collect",
-            "init",
-            "_lazy_init",
-            "check_error",
-            "reset_peak_memory_stats",
-            "reset_accumulated_memory_stats",
-        )
-    )
-    answers |= dict.fromkeys(
-        (
-            "memory_allocated",
-            "max_memory_allocated",
-            "memory_reserved",
-            "max_memory_reserved",
-            "device_memory_used",
-            "utilization",
-            "temperature",
-            "power_draw",
-            "clock_rate",
-        ),
-        0,
-    )
+    answers |= dict.fromkeys(_ANSWERED_BY_NONE) | dict.fromkeys(_ANSWERED_BY_ZERO, 0)
     attributes = {name: _answer(value) for name, value in answers.items()}
     return (
         attributes

@@ -29,21 +29,7 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         action="store_true",
         help="Train with hierarchical ZeRO in place of DDP and Megatron's optimizer.",
     )
-    node = "the ranks of the sharding group on one node"
-    held = {
-        "param": ("parameters", node),
-        "grad": ("gradients", node),
-        "optim": ("main parameters and optimizer state", "the whole sharding group"),
-    }
-    for state, (what, default) in held.items():
-        group.add_argument(
-            f"--asynchzp-{state}-shard-size",
-            type=int,
-            default=None,
-            metavar="RANKS",
-            help=f"Ranks (data x context parallel) that share one copy of the {what}. "
-            f"Default: {default}.",
-        )
+    _add_shard_sizes(group)
     group.add_argument(
         "--asynchzp-schedule",
         choices=SCHEDULES,
@@ -74,6 +60,24 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     add_device_argument(group)
     return parser
+
+
+def _add_shard_sizes(group) -> None:
+    node = "the ranks of the sharding group on one node"
+    held = {
+        "param": ("parameters", node),
+        "grad": ("gradients", node),
+        "optim": ("main parameters and optimizer state", "the whole sharding group"),
+    }
+    for state, (what, default) in held.items():
+        group.add_argument(
+            f"--asynchzp-{state}-shard-size",
+            type=int,
+            default=None,
+            metavar="RANKS",
+            help=f"Ranks (data x context parallel) that share one copy of the {what}. "
+            f"Default: {default}.",
+        )
 
 
 def add_device_argument(parser) -> None:
