@@ -32,10 +32,10 @@ def platform():
 
 
 def test_importing_the_platform_imports_no_megatron_and_replaces_nothing():
-    told = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-c", _IMPORT_ONLY], capture_output=True, text=True, check=True
     )
-    assert told.stdout.split() == ["[]", "True", "False"]
+    assert ended.stdout.split() == ["[]", "True", "False"]
 
 
 _IMPORT_ONLY = """
@@ -57,20 +57,20 @@ def test_a_module_imported_in_between_is_restored_too():
     assert on_ranks(_copy_made_in_between_is_original, 1) == [True]
 
 
-def test_install_is_idempotent_and_tells_what_it_replaced(platform):
+def test_install_is_idempotent_and_lists_what_it_replaced(platform):
     assert cpu_platform.is_installed()
     assert cpu_platform.install() == []
     cpu_platform.uninstall()
-    told = cpu_platform.install()
-    assert "torch.cuda.is_available" in told
-    assert "megatron.core.datasets.utils.compile_helpers" in told
+    replaced = cpu_platform.install()
+    assert "torch.cuda.is_available" in replaced
+    assert "megatron.core.datasets.utils.compile_helpers" in replaced
 
 
 def test_megatron_can_be_imported_while_the_platform_is_there():
-    told = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-c", _IMPORT_AFTERWARDS], capture_output=True, text=True
     )
-    assert (told.returncode, told.stdout.split()) == (0, ["cpu", "4.0"]), told.stderr
+    assert (ended.returncode, ended.stdout.split()) == (0, ["cpu", "4.0"]), ended.stderr
 
 
 _IMPORT_AFTERWARDS = """
@@ -216,10 +216,10 @@ def _pre_multiplied_sums() -> tuple[list, list, list]:
 # --- arguments ---------------------------------------------------------------------------------
 
 
-def test_cpu_defaults_tell_each_change_and_change_nothing_twice():
+def test_cpu_defaults_list_each_change_and_change_nothing_twice():
     args = argparse.Namespace(distributed_backend="nccl", num_workers=2, masked_softmax_fusion=True)
-    told = cpu_platform.apply_cpu_defaults(args)
-    assert "distributed_backend: 'nccl' -> 'gloo'" in told and len(told) == 3
+    changes = cpu_platform.apply_cpu_defaults(args)
+    assert "distributed_backend: 'nccl' -> 'gloo'" in changes and len(changes) == 3
     assert (args.distributed_backend, args.num_workers) == ("gloo", 0)
     assert cpu_platform.apply_cpu_defaults(args) == []
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a run with --use-asynchzp tells of its time: the trace of a step and the log line."""
+"""The times of a run with --use-asynchzp: the trace of a step and the log line."""
 
 import shutil
 import tempfile
@@ -27,7 +27,7 @@ STEPS, MICRO_BATCHES = 5, 3
 
 
 @dataclass
-class Told:
+class TracedRun:
     """A traced run. spans: of one step on rank 0; logs: of each rank."""
 
     units: list[str]
@@ -74,29 +74,29 @@ def all_runs() -> dict[str, Any]:
     """Starting Megatron takes longer than the steps, so the ranks are started once."""
     folder = [tempfile.mkdtemp(prefix="asynchzp-trace-")]
     dist.broadcast_object_list(folder, src=0)
-    told: dict[str, Any] = {
+    records: dict[str, Any] = {
         kind: traced_run(Path(folder[0], f"{kind}.json"), kind) for kind in SCHEDULES
     }
-    told["untraced"] = [untraced_run(steps) for steps in (4, 9)]
-    told["files"] = sorted(path.name for path in Path(folder[0]).iterdir())
+    records["untraced"] = [untraced_run(steps) for steps in (4, 9)]
+    records["files"] = sorted(path.name for path in Path(folder[0]).iterdir())
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
-    return told
+    return records
 
 
 @pytest.fixture(scope="module")
-def told() -> list[dict[str, Any]]:
+def by_rank() -> list[dict[str, Any]]:
     return on_ranks(all_runs, 4)
 
 
 @pytest.fixture(scope="module")
-def runs(told, tmp_path_factory) -> dict[str, Told]:
+def runs(by_rank, tmp_path_factory) -> dict[str, TracedRun]:
     path, runs = tmp_path_factory.mktemp("trace") / "trace.json", {}
     for kind in SCHEDULES:
-        path.write_text(told[0][kind]["trace"])
-        logs = [rank[kind]["log"] for rank in told]
-        runs[kind] = Told(told[0][kind]["units"], list(read_trace(path).spans), logs)
+        path.write_text(by_rank[0][kind]["trace"])
+        logs = [rank[kind]["log"] for rank in by_rank]
+        runs[kind] = TracedRun(by_rank[0][kind]["units"], list(read_trace(path).spans), logs)
     return runs
 
 
@@ -164,11 +164,11 @@ def test_everything_but_what_began_in_the_step_before_lies_within_the_step(runs,
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_the_log_of_the_last_rank_tells_exposed_communication_and_overlap(runs, kind):
+def test_the_log_of_the_last_rank_has_exposed_communication_and_overlap(runs, kind):
     *others, log = (parse_log(log.splitlines()) for log in runs[kind].logs)
     assert not any(others)
     assert [step.number for step in log] == list(range(1, STEPS + 1))
-    # Each line tells of the step before the last: nothing has to be waited for to know it.
+    # Each line is about the step before the last: nothing has to be waited for to know it.
     assert [(s.exposed_comm_ms, s.overlap_percent) for s in log[:1]] == [(0.0, 100.0)]
     longest_ms = max(step.step_ms for step in log)
     for step in log:
@@ -182,14 +182,14 @@ def test_inline_waits_for_all_of_its_communication(runs):
     assert all(step.overlap_percent < 5.0 for step in log[3:])
 
 
-def test_only_rank_0_writes_and_nothing_is_captured_without_the_flag(told):
-    for rank in told:
+def test_only_rank_0_writes_and_nothing_is_captured_without_the_flag(by_rank):
+    for rank in by_rank:
         assert rank["files"] == sorted(f"{kind}.json" for kind in SCHEDULES)
         assert not any(is_capturing for _, is_capturing in rank["untraced"])
 
 
-def test_the_timeline_does_not_grow_with_steps(told):
-    for rank in told:
+def test_the_timeline_does_not_grow_with_steps(by_rank):
+    for rank in by_rank:
         (after_4_steps, _), (after_9_steps, _) = rank["untraced"]
         # How often the main thread had to wait depends on timing, what was issued does not.
         assert 0 < after_9_steps <= 1.5 * after_4_steps
@@ -203,8 +203,8 @@ def arguments(path: Path, rank: int = 0, train_iters: int | None = 100) -> Names
 def test_a_folder_that_is_not_there_is_refused_in_one_line(place, tmp_path):
     with pytest.raises(ConfigurationError) as refusal:
         resolve_trace(arguments(tmp_path / place))
-    told = str(refusal.value)
-    assert "\n" not in told and str(tmp_path / place) in told and "--asynchzp-trace" in told
+    line = str(refusal.value)
+    assert "\n" not in line and str(tmp_path / place) in line and "--asynchzp-trace" in line
 
 
 def test_rank_0_traces_the_tenth_step_or_the_last_but_one(tmp_path):
