@@ -132,11 +132,12 @@ def format_start_table(
     units = [unit for chunk in chunks for unit in chunk.units]
     used = {chunk.runtime.group_keys[unit] for chunk in chunks for unit in chunk.units}
     groups = {key: group for key, group in chunks[0].groups.items() if key in used}
-    console = Console(file=io.StringIO(), width=118)
+    text = io.StringIO()
+    console = Console(file=text, width=118)
     console.print(_groups_table(groups, ranks_per_node))
     rings: Counter[str] = Counter()
     for chunk in chunks:
         rings.update(chunk.runtime.scheduler.ring_nbytes())
     console.print(_states_table(units, groups, optimizer, rings))
     console.print(_units_table(units))
-    return console.file.getvalue()
+    return text.getvalue()

@@ -111,12 +111,13 @@ def _argument_files(args: Namespace) -> list[tuple[str, str]]:
 def _dataset_prefixes(args: Namespace) -> Iterable[tuple[str, str]]:
     from megatron.core.datasets.utils import get_blend_from_list
 
-    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        if words := getattr(args, name):
-            yield from ((_flag(name), prefix) for prefix in get_blend_from_list(words)[0])
+    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    lists = [(name, getattr(args, name)) for name in names]
     if args.data_args_path:
-        words = Path(args.data_args_path).read_text().split()
-        yield from ((_flag("data_args_path"), p) for p in get_blend_from_list(words)[0])
+        lists.append(("data_args_path", Path(args.data_args_path).read_text().split()))
+    for name, words in lists:
+        if words and (blend := get_blend_from_list(words)) is not None:
+            yield from ((_flag(name), prefix) for prefix in blend[0])
 
 
 def _flag(name: str) -> str:

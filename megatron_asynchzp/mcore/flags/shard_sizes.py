@@ -18,22 +18,26 @@ def sharding_group_size(args: Namespace) -> int:
     return args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
 
 
+def node_size(args: Namespace) -> int:
+    """Ranks on this node, which torchrun gives to each of them; without it there is one node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", str(args.world_size)))
+
+
 def sharding_ranks_per_node(args: Namespace) -> int:
     """How many ranks of one sharding group a node holds, reduced to a divisor of the group.
 
-    Megatron orders ranks tp-cp-dp-pp, or tp-cp-pp-dp with --use-tp-pp-dp-mapping. torchrun gives
-    each rank the number of ranks on its node.
+    Megatron orders ranks tp-cp-dp-pp, or tp-cp-pp-dp with --use-tp-pp-dp-mapping.
     """
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     pipeline = args.pipeline_model_parallel_size if args.use_tp_pp_dp_mapping else 1
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    on_node = node_size(args)
     group_size = sharding_group_size(args)
     ranks = (
         replica * tensor * context * pipeline + part * tensor
         for replica in range(group_size // context)
         for part in range(context)
     )
-    return gcd(sum(rank < local_world_size for rank in ranks), group_size)
+    return gcd(sum(rank < on_node for rank in ranks), group_size)
 
 
 def resolve_shard_sizes(args: Namespace, group_size: int, ranks_per_node: int) -> ShardSizes:

@@ -4,14 +4,17 @@
 flag each replacement calls the original with what it was given.
 """
 
-import os
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from megatron_asynchzp.mcore.flags import asynchzp
-from megatron_asynchzp.mcore.flags.shard_sizes import resolve_shard_sizes, sharding_ranks_per_node
+from megatron_asynchzp.mcore.flags.shard_sizes import (
+    node_size,
+    resolve_shard_sizes,
+    sharding_ranks_per_node,
+)
 from megatron_asynchzp.mcore.patches.patch import replaces, run_args
 
 
@@ -76,8 +79,7 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
     if args.rank == 0:
         from megatron_asynchzp.mcore.start_table import format_start_table
 
-        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
-        print(format_start_table(chunks, ranks_per_node, args.optimizer), flush=True)
+        print(format_start_table(chunks, node_size(args), args.optimizer), flush=True)
     return chunks
 
 

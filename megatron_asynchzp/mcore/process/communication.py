@@ -45,10 +45,13 @@ class Communication:
         """Called before `step`, counted from 1, writes its first gradient."""
         if self._trace is not None and step == self._trace.step:
             self.driver.timeline.start_capture()
-        elif self.driver.timeline.is_capturing:
+        else:
             self._write_trace()
 
     def _write_trace(self) -> None:
+        """Write the step that was captured, if one was."""
+        if self._trace is None or not self.driver.timeline.is_capturing:
+            return
         try:
             stop_trace(self.driver, self._trace.path, dist.get_rank())
         except OSError as error:
@@ -85,7 +88,7 @@ class Communication:
         atexit.unregister(self._at_exit)
         if self._end.detach() is None:
             return
-        if self.driver.timeline.is_capturing and not self.driver.has_failed():
+        if not self.driver.has_failed():
             self._write_trace()
         _end(self.runtimes, self.driver)
 

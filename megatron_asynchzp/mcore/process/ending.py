@@ -44,7 +44,7 @@ def report(error: BaseException) -> None:
     print(f"megatron_asynchzp: {error}", file=sys.stderr, flush=True)
 
 
-def end_training(error: Exception | KeyboardInterrupt) -> None:
+def end_training(error: BaseException) -> None:
     """End this process, with one line, for an error that was not caught while ranks train.
 
     Every rank prints its line, because each sees another part of what happened. Errors of
@@ -67,13 +67,14 @@ def end_training(error: Exception | KeyboardInterrupt) -> None:
         text, status = str(error), EXIT_FAILURE
     else:
         sys.__excepthook__(type(error), error, error.__traceback__)
+        assert communication is not None  # all other errors returned above
         text, status = _describe_foreign(error, communication), EXIT_FAILURE
     last_line = communication.last_line if communication is not None else LastLine()
     last_line.print(text)
     leave(status)
 
 
-def _describe_foreign(error: Exception, communication: Communication) -> str:
+def _describe_foreign(error: BaseException, communication: Communication) -> str:
     try:
         communication.driver.raise_failure()
     except _LAST_WORDS as failure:

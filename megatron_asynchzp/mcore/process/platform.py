@@ -67,9 +67,8 @@ def _reason_for_cpu(argv: list[str]) -> str | None:
 def _has_accelerator() -> bool:
     import torch
 
-    if not torch.accelerator.is_available():
-        return False
-    return torch.accelerator.current_accelerator().type in _ACCELERATORS
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found is not None and found.type in _ACCELERATORS
 
 
 def _lend_dataset_helpers() -> None:
