@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_asynchzp.comm.worker import Job
+    from megatron_asynchzp.comm.driver import Job
 
 LANES = {
     "gather": "all-gather of the parameters",

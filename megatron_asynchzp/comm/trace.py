@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.task import LANES
 from megatron_asynchzp.comm.timeline import chrome_trace
-from megatron_asynchzp.comm.worker import Driver
 
 
 @contextmanager

@@ -7,8 +7,8 @@ to. Must not know why or in which order.
 from collections.abc import Callable, Sequence
 
 from megatron_asynchzp.comm.collectives import AxisGroup
+from megatron_asynchzp.comm.driver import Driver, Job
 from megatron_asynchzp.comm.task import Steps, Task
-from megatron_asynchzp.comm.worker import Driver, Job
 from megatron_asynchzp.zero.unit import HZPUnit
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from megatron_asynchzp.comm.driver import Driver, new_driver
 from megatron_asynchzp.comm.task import LANES, Task
 from megatron_asynchzp.comm.timeline import (
     CAPTURE,
@@ -22,7 +23,6 @@ from megatron_asynchzp.comm.timeline import (
     union_s,
 )
 from megatron_asynchzp.comm.trace import captured_trace
-from megatron_asynchzp.comm.worker import Driver, new_driver
 
 TICK_S = 0.5  # spans of whole halves: sums are exact
 

@@ -261,8 +261,8 @@ class RecordingHost(RecordingDevice):
         names = SimpleNamespace(Event=Event, Thread=threading.Thread, Lock=threading.Lock)
         with (
             super().recording(),
-            mock.patch("megatron_asynchzp.comm.worker.threading", names),
-            mock.patch("megatron_asynchzp.comm.worker.queue", SimpleNamespace(SimpleQueue=Queue)),
+            mock.patch("megatron_asynchzp.comm.driver.threading", names),
+            mock.patch("megatron_asynchzp.comm.driver.queue", SimpleNamespace(SimpleQueue=Queue)),
         ):
             yield
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron_asynchzp.comm.driver import Driver, ThreadDriver, new_driver
 from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.comm.order import IssueLog
+from megatron_asynchzp.comm.order_check import IssueLog
 from megatron_asynchzp.comm.timeline import Timeline
-from megatron_asynchzp.comm.worker import Driver, ThreadDriver, new_driver
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.zero.schedule import ScheduleConfig
-from megatron_asynchzp.zero.scheduler import UnitScheduler
+from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.step import UnitScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.recording_device import Collective, Group, RecordingDevice
 

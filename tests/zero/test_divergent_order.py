@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.order import IssueLog, OrderMismatch
+from megatron_asynchzp.comm.order_check import IssueLog, OrderMismatch
 from megatron_asynchzp.comm.task import CollectiveFailure
-from megatron_asynchzp.zero.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.ranks import observe_ranks, run_ranks
 from tests.support.selection import slow_unless

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.zero.schedule import ScheduleConfig
+from megatron_asynchzp.zero.config import ScheduleConfig
 from tests.support.engine import EngineTrainer
 from tests.support.ranks import run_ranks
 from tests.support.selection import slow_unless

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.task import LANES, CollectiveFailure
-from megatron_asynchzp.zero.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.ranks import observe_ranks, run_ranks
 from tests.support.selection import slow_unless

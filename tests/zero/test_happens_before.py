@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 
+from megatron_asynchzp.comm.driver import Job
 from megatron_asynchzp.comm.task import LANES
-from megatron_asynchzp.comm.worker import Job
-from megatron_asynchzp.zero.params_in_flight import ParamsInFlight
+from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.gathers import ParamsInFlight
 from megatron_asynchzp.zero.plan import plan_units
-from megatron_asynchzp.zero.runtime import HZPRuntime
-from megatron_asynchzp.zero.schedule import ScheduleConfig
-from megatron_asynchzp.zero.scheduler import UnitScheduler
+from megatron_asynchzp.zero.step import UnitScheduler
 from megatron_asynchzp.zero.unit_tasks import UnitTasks
 from tests.support.engine import build_toy, nested_sizes
 from tests.support.recording_device import RecordingDevice, RecordingHost

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from megatron_asynchzp.comm.driver import ThreadDriver
 from megatron_asynchzp.comm.timeline import Timeline
-from megatron_asynchzp.comm.worker import ThreadDriver
 from megatron_asynchzp.device import CpuDevice
-from megatron_asynchzp.zero.schedule import ScheduleConfig
+from megatron_asynchzp.zero.config import ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.ranks import run_ranks
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.zero.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.ranks import run_ranks
 
@@ -165,7 +165,7 @@ def test_no_shard_is_rebuilt_in_backward_where_gradients_are_twice_as_long_as_pa
 
 def train_with_late_comparisons(kind: str) -> list[float]:
     """The first rank comes late to every comparison of orders, while the others go on."""
-    from megatron_asynchzp.comm import order
+    from megatron_asynchzp.comm import order_check as order
 
     spread = order._spread_steps
 

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from megatron_asynchzp.comm.collectives import run_steps
+from megatron_asynchzp.comm.driver import Driver, OnFailure, new_driver
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.timeline import COMPUTE, Timeline
-from megatron_asynchzp.comm.worker import Driver, OnFailure, new_driver
 from megatron_asynchzp.device import Device, device_of
+from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.hooks import attach_grad_hooks, attach_unit_hooks
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.saved_views import SavedViews
-from megatron_asynchzp.zero.schedule import ScheduleConfig
-from megatron_asynchzp.zero.scheduler import UnitScheduler
+from megatron_asynchzp.zero.step import UnitScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
 
 

@@ -6,12 +6,12 @@ the ranks issued. Must not know hooks, autograd or slots.
 
 from collections.abc import Callable, Sequence
 
-from megatron_asynchzp.comm.order import OrderCheck, OrderMismatch
+from megatron_asynchzp.comm.driver import Driver, Job
+from megatron_asynchzp.comm.order_check import OrderCheck, OrderMismatch
 from megatron_asynchzp.comm.task import Steps, Task
-from megatron_asynchzp.comm.worker import Driver, Job
-from megatron_asynchzp.zero.grads_in_flight import GradsInFlight, Update
-from megatron_asynchzp.zero.params_in_flight import ParamsInFlight
-from megatron_asynchzp.zero.schedule import ScheduleConfig
+from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.gathers import ParamsInFlight
+from megatron_asynchzp.zero.reductions import GradsInFlight, Update
 from megatron_asynchzp.zero.unit import HZPUnit
 from megatron_asynchzp.zero.unit_tasks import UnitTasks
 

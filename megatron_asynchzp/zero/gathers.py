@@ -10,11 +10,11 @@ from functools import partial
 
 import torch
 
-from megatron_asynchzp.comm.order import UseOrder
+from megatron_asynchzp.comm.driver import Job
+from megatron_asynchzp.comm.order_check import UseOrder
 from megatron_asynchzp.comm.ring import Slot
-from megatron_asynchzp.comm.worker import Job
 from megatron_asynchzp.device import Device
-from megatron_asynchzp.zero.schedule import ScheduleConfig
+from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit, Phase
 from megatron_asynchzp.zero.unit_rings import UnitRings
 from megatron_asynchzp.zero.unit_tasks import UnitTasks

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_asynchzp.comm.order import IssueLog
+from megatron_asynchzp.comm.order_check import IssueLog
 from megatron_asynchzp.comm.task import LANES, CollectiveFailure, Task, failure_of
 from megatron_asynchzp.comm.timeline import WAIT, Timeline
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_asynchzp.comm.collectives import new_shards
+from megatron_asynchzp.comm.driver import Job
 from megatron_asynchzp.comm.ring import Slot
 from megatron_asynchzp.comm.task import Steps
-from megatron_asynchzp.comm.worker import Job
-from megatron_asynchzp.zero.schedule import ScheduleConfig
+from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit
 from megatron_asynchzp.zero.unit_rings import UnitRings
 from megatron_asynchzp.zero.unit_tasks import UnitTasks
