@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_asynchzp.mcore.communication import TraceRequest
 from megatron_asynchzp.mcore.unsupported import ConfigurationError, refuse_unsupported
 from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes
-from megatron_asynchzp.zero.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 
 _STATES = ("param", "grad", "optim")
 

@@ -15,12 +15,12 @@ from typing import ClassVar
 
 import torch.distributed as dist
 
+from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.trace import stop_trace
-from megatron_asynchzp.comm.worker import Driver
 from megatron_asynchzp.device import Device
 from megatron_asynchzp.mcore.last_line import EXIT_FAILURE, LastLine, leave
-from megatron_asynchzp.zero.runtime import HZPRuntime, start_driver
-from megatron_asynchzp.zero.schedule import ScheduleConfig
+from megatron_asynchzp.zero.autograd import HZPRuntime, start_driver
+from megatron_asynchzp.zero.config import ScheduleConfig
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from megatron_asynchzp.mcore.checkpoint import ChunkCheckpoint
 from megatron_asynchzp.mcore.communication import Communication, TraceRequest
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.zero.runtime import HZPRuntime
-from megatron_asynchzp.zero.schedule import ScheduleConfig
+from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_asynchzp.zero.schedule import SCHEDULES
+from megatron_asynchzp.zero.config import SCHEDULES
 from tests.mcore.test_parity import BF16, INTERLEAVED, PIPELINE, TWO_EXPERT_RANKS
 from tests.support.live_memory import live_nbytes
 from tests.support.megatron_runs import FULL_RECOMPUTE, run_pretrain
@@ -82,7 +82,7 @@ def test_the_three_schedules_are_identical_over_50_steps_of_megatron(world_size)
 
 def memory_by_step(steps: int) -> tuple[list[int], list[int]]:
     """Live bytes and ring bytes at the start of every step."""
-    from megatron_asynchzp.zero.runtime import HZPRuntime
+    from megatron_asynchzp.zero.autograd import HZPRuntime
 
     live, rings = [], []
     zero_grads = HZPRuntime.zero_grads

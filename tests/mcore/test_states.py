@@ -80,7 +80,7 @@ def stock_groups() -> list[tuple[float, int]]:
 def memory_of_steps() -> list[tuple[list[str], int]]:
     """After each backward: units gathered and how many units' gradients have not been sent."""
     seen: list[tuple[list[str], int]] = []
-    from megatron_asynchzp.zero.runtime import HZPRuntime
+    from megatron_asynchzp.zero.autograd import HZPRuntime
 
     original = HZPRuntime._end_backward
 

@@ -17,7 +17,7 @@ from megatron_asynchzp.comm.task import LANES
 from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, WAIT, Span
 from megatron_asynchzp.mcore.arguments import resolve_trace
 from megatron_asynchzp.mcore.unsupported import ConfigurationError
-from megatron_asynchzp.zero.schedule import SCHEDULES
+from megatron_asynchzp.zero.config import SCHEDULES
 from scripts.report.megatron_log import parse_log
 from scripts.report.step_trace import read_trace
 from tests.support.megatron_runs import UNTIED, gpt_args, run_pretrain
