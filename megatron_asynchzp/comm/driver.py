@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns threads and streams, and with them when a collective runs and who learns of its failure.
-Must not know what is moved.
+"""Owns threads and streams: when the collectives of a task run, and how a failure of one reaches
+the main thread.
 
 A task is a generator that issues one collective after another and yields the handle of each. All
-three schedules run the same generators and differ only in who drives them:
+three schedules run the same generators and differ only in which thread drives them:
 
     inline        the caller, to the end, at once
     main-thread   the caller issues early and completes at the wait
@@ -20,113 +20,165 @@ that same order, and waits, as a stream would, for what they depend on.
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_asynchzp.comm.order_check import IssueLog
-from megatron_asynchzp.comm.task import LANES, CollectiveFailure, Task, failure_of
-from megatron_asynchzp.comm.timeline import WAIT, Timeline
+from megatron_asynchzp.comm.collectives import AxisGroup, Steps, ranks_along
+from megatron_asynchzp.comm.timeline import LANES, WAIT, Timeline
 
 _LAUNCH = "launch"
 # After a failure: for all threads together. One may be held by a driver that never returns.
 _ABANDON_S = 5.0
-# How much longer than the limit the main thread waits, whose word is less exact than a lane's.
+# How much longer than the limit the main thread waits, whose message is less exact than a lane's.
 _MARGIN_S = 1.0
+
+
+class CollectiveFailure(RuntimeError):
+    """A collective failed or took too long; the message names operation, unit, ranks and step."""
+
 
 OnFailure = Callable[[CollectiveFailure, Callable[[float], bool]], None]
 """Called with the first failure in the background thread that saw it, which has nothing else to
-do; the second argument waits for so many seconds and says whether the driver was closed."""
+do; the second argument waits for so many seconds and returns whether the driver was closed."""
+
+# torch appends the C++ frames to some of its messages, behind these words.
+_CPP_TRACE = "Exception raised from"
 
 
-class Job:
-    """One submitted task. `wait` is for the main thread."""
+class Task:
+    """Collectives that a driver is asked to run, once, and their results.
 
-    def __init__(self, task: Task, driver: "Driver"):
-        self.task = task
-        self._driver = driver
-        self._usable = threading.Event()
+    lane: one of LANES; unit: a name; axes: which the collectives go over; start: makes the
+    generator; ready: events that must have happened before (None: has happened); after: tasks
+    whose results it reads (None: there is none).
+
+    The driver sets the rest when the task is submitted. step: which step it belongs to; event:
+    after which the results can be read, once there is one.
+    """
+
+    driver: "Driver"
+    step: int = 0
+
+    def __init__(
+        self,
+        lane: str,
+        unit: str,
+        axes: Sequence[AxisGroup],
+        start: Callable[[], Steps],
+        ready: Sequence[Any] = (),
+        after: "Sequence[Task | None]" = (),
+    ):
+        self.lane, self.unit, self.axes = lane, unit, axes
+        self.start = start
+        self.ready = ready
+        self.after = [task for task in after if task is not None]
+        self.event: Any = None
+        self._is_usable = threading.Event()
+        self._steps: Steps = iter(())
         self._work: Any = None
         self._start_mark: Any = None
-        self.event: Any = None
-        driver.log.add(task.lane, task.unit)
 
-    def begin(self) -> None:
+    @property
+    def title(self) -> str:
+        """Operation, unit, ranks and step, for messages."""
+        ranks = ranks_along(self.axes)
+        where = f"over ranks {', '.join(map(str, ranks))}" if ranks else "on this rank"
+        return f"{LANES[self.lane]} of {self.unit} {where} in step {self.step}"
+
+    def failure(self, error: BaseException) -> CollectiveFailure:
+        """`error` as the one line that names this task."""
+        if isinstance(error, CollectiveFailure):
+            return error
+        reason = " ".join(str(error).partition(_CPP_TRACE)[0].split())
+        if not reason or not isinstance(error, (RuntimeError, TimeoutError)):
+            reason = f"{type(error).__name__} {reason}".rstrip()
+        failure = CollectiveFailure(f"{self.title} failed: {reason}")
+        failure.__cause__ = error
+        return failure
+
+    # ---- for the driver, in the thread that runs the task
+
+    def issue(self) -> None:
         """Issue the first collective, after what it depends on."""
-        device = self._driver.timeline.device
-        for event in (*self.task.ready, *(job.event for job in self.task.after)):
+        device = self.driver.device
+        for event in (*self.ready, *(task.event for task in self.after)):
             device.wait_event(event)
         self._start_mark = device.mark()
-        self._steps = self.task.start()
-        self._advance()
-
-    def _advance(self) -> None:
+        self._steps = self.start()
         self._work = next(self._steps, None)
 
     def finish(self) -> None:
-        """Complete what was issued, and issue and complete what is left."""
-        device = self._driver.timeline.device
+        """Complete what was issued, and issue and complete the rest."""
+        device = self.driver.device
         while self._work is not None:
-            device.wait_work(self._work, self._driver.limit_s, self._driver.has_failed)
-            self._advance()
+            device.wait_work(self._work, self.driver.limit_s, self.driver.has_failed)
+            self._work = next(self._steps, None)
         self.event = device.record_event()
-        lane, unit = self.task.lane, self.task.unit
-        self._driver.timeline.add(lane, unit, self._start_mark, device.mark())
-        self._usable.set()
+        self.driver.timeline.add(self.lane, self.unit, self._start_mark, device.mark())
+        self._is_usable.set()
 
-    def give_up(self) -> None:
-        """Let go whoever waits: the driver has failed."""
-        self._usable.set()
+    def abandon(self) -> None:
+        """Let every waiting thread go on: the driver has failed."""
+        self._is_usable.set()
+
+    # ---- for those who need the results
 
     @property
     def is_usable(self) -> bool:
-        return self._usable.is_set()
+        """Whether the results exist or, on a stream, are on their way."""
+        return self._is_usable.is_set()
+
+    def wait_until_usable(self, timeout_s: float) -> bool:
+        """Hold this thread for as long, at most; whether the task is usable then."""
+        return self._is_usable.wait(timeout_s)
 
     def await_usable(self) -> None:
-        """Hold this thread until the results exist or, on a stream, are on their way.
+        """Hold this thread until the task is usable.
 
-        Raises the first failure of the driver, whichever job it was.
+        Raises the first failure of the driver, whichever task it was.
         """
-        self._driver.raise_failure()
-        # The lane has a limit too. This one is for a thread that never came back from issuing.
-        limit_s = self._driver.limit_s
-        if not self._usable.wait(limit_s + _MARGIN_S):
-            late = TimeoutError(f"not issued and finished after {limit_s:g} s")
-            self._driver.fail(failure_of(self.task, late))
-        self._driver.raise_failure()
+        self.driver.complete(self)
 
     def wait(self) -> None:
-        """Let the current stream read the results; the time it waits counts as exposed."""
-        device, timeline = self._driver.timeline.device, self._driver.timeline
+        """Let the current stream read the results; the time it waits counts as exposed.
+
+        For the main thread.
+        """
+        device = self.driver.device
         if self.is_usable and not device.runs_ahead:
             self.await_usable()
             return
         start = device.mark()
         self.await_usable()
         device.wait_event(self.event)
-        timeline.add(WAIT, f"{self.task.lane} {self.task.unit}", start, device.mark())
+        self.driver.timeline.add(WAIT, f"{self.lane} {self.unit}", start, device.mark())
 
 
 class Driver:
     """Runs tasks. This one, `inline`, at once and on the calling thread.
 
-    timeline: where the jobs and the waits are noted; limit_s: seconds a collective may take.
+    timeline: where tasks and waits are recorded; limit_s: seconds a collective may take.
+
+    step: the latest that has begun; submitted: "lane unit" of each task, in order, for whoever
+    compares them, who also empties it; last_task: the latest.
     """
 
     def __init__(self, timeline: Timeline, limit_s: float = 600.0):
-        self.timeline, self.limit_s = timeline, limit_s
-        self.log = IssueLog()
+        self.timeline, self.device, self.limit_s = timeline, timeline.device, limit_s
+        self.step = 0
+        self.submitted: list[str] = []
         self.last_task: Task | None = None
-        self._step = 0
         self._failure: Exception | None = None
 
     def begin_step(self, step: int) -> None:
-        """`step`, counted from 1, begins for one of the runtimes that share this driver."""
-        if step != self._step:
-            self._step = step
+        """`step`, counted from 1, begins for one of the model chunks that share this driver."""
+        if step != self.step:
+            self.step = step
             self.timeline.fold()
 
     def has_failed(self) -> bool:
+        """Whether a task failed."""
         return self._failure is not None
 
     def raise_failure(self) -> None:
@@ -142,70 +194,41 @@ class Driver:
         return True
 
     @contextmanager
-    def naming(self, task: Task) -> Iterator[None]:
+    def failing_as(self, task: Task) -> Generator[None]:
         """Any error within is a failure of `task`."""
         try:
             yield
         except Exception as error:
-            self.fail(failure_of(task, error))
+            self.fail(task.failure(error))
             self.raise_failure()
 
-    def submit(self, task: Task) -> Job:
-        """Raises CollectiveFailure where the task, or one before it, failed."""
+    def submit(self, task: Task) -> Task:
+        """Run `task`, now or later. Raises the failure of this task, or of one before it."""
         self.raise_failure()
-        job = self._new_job(task)
-        self._start(job)
-        return job
-
-    def _new_job(self, task: Task) -> Job:
+        task.driver, task.step = self, self.step
         self.last_task = task
-        return Job(task, self)
+        self.submitted.append(f"{task.lane} {task.unit}")
+        self._start(task)
+        return task
 
-    def _start(self, job: Job) -> None:
-        task = job.task
-        start = self.timeline.device.mark()
-        with self.naming(task):
-            job.begin()
-            job.finish()
-        title = f"{task.lane} {task.unit}"
-        self.timeline.add(WAIT, title, start, self.timeline.device.mark())
+    def _start(self, task: Task) -> None:
+        start = self.device.mark()
+        with self.failing_as(task):
+            task.issue()
+            task.finish()
+        self.timeline.add(WAIT, f"{task.lane} {task.unit}", start, self.device.mark())
 
-    def unfinished_jobs(self, *lanes: str) -> list[Job]:
-        """What is on its way in these lanes, of all who share this driver."""
-        return [job for job in self._list_unfinished() if job.task.lane in lanes]
+    def complete(self, task: Task) -> None:
+        """Return when `task` is usable. Raises the first failure."""
+        self.raise_failure()
 
-    def _list_unfinished(self) -> list[Job]:
+    def unfinished(self) -> list[Task]:
+        """Tasks on their way, of every model chunk that shares this driver."""
         return []
 
     def close(self) -> None:
         """Leave nothing running; after a failure, which is raised again, without waiting."""
         self.raise_failure()
-
-
-class _LateJob(Job):
-    """Issued by the main thread as early as it can be; the rest follows when somebody waits."""
-
-    is_begun = False
-
-    def begin_late(self) -> None:
-        """Complete what this job reads, then issue its first collective."""
-        driver, device = self._driver, self._driver.timeline.device
-        self.is_begun = True
-        for other in self.task.after:
-            other.wait()
-        with device.on_stream(driver.streams[self.task.lane]), driver.naming(self.task):
-            self.begin()
-            if device.runs_ahead:
-                self.finish()
-
-    def await_usable(self) -> None:
-        self._driver.raise_failure()
-        self._driver.finish_before(self)
-        if not self.is_begun:
-            self.begin_late()
-        if not self.is_usable:
-            with self._driver.naming(self.task):
-                self.finish()
 
 
 class MainThreadDriver(Driver):
@@ -217,39 +240,54 @@ class MainThreadDriver(Driver):
 
     def __init__(self, timeline: Timeline, limit_s: float = 600.0):
         super().__init__(timeline, limit_s)
-        self.streams = {lane: timeline.device.new_stream() for lane in LANES}
-        self._unfinished: list[_LateJob] = []
+        self._streams = {lane: self.device.new_stream() for lane in LANES}
+        self._unfinished: list[Task] = []
+        self._postponed: set[Task] = set()
 
-    def _new_job(self, task: Task) -> Job:
-        self.last_task = task
-        return _LateJob(task, self)
-
-    def _start(self, job: Job) -> None:
-        task = job.task
+    def _start(self, task: Task) -> None:
         for other in self._unfinished:
-            if not other.is_begun and any(j.task.lane == task.lane for j in other.task.after):
-                other.begin_late()
-        if self.timeline.device.runs_ahead or all(other.is_usable for other in task.after):
-            job.begin_late()
+            is_due = any(before.lane == task.lane for before in other.after)
+            if is_due and other in self._postponed:
+                self._issue(other)
+        if self.device.runs_ahead or all(other.is_usable for other in task.after):
+            self._issue(task)
+        else:
+            self._postponed.add(task)
         self._unfinished = [other for other in self._unfinished if not other.is_usable]
-        self._unfinished.append(job)
+        self._unfinished.append(task)
 
-    def finish_before(self, job: Job) -> None:
-        """Complete the jobs before `job` in its lane, as on a stream: who waits for the last
-        reduction of a unit wants the results of all of them."""
-        if job.is_usable:
+    def _issue(self, task: Task) -> None:
+        """Complete what `task` reads, then issue its first collective."""
+        self._postponed.discard(task)
+        for other in task.after:
+            other.wait()
+        with self.device.on_stream(self._streams[task.lane]), self.failing_as(task):
+            task.issue()
+            if self.device.runs_ahead:
+                task.finish()
+
+    def complete(self, task: Task) -> None:
+        """As on a stream, every task before it in its lane is completed first: a caller that waits
+        for the last reduction of a unit wants the results of all of them."""
+        self.raise_failure()
+        if task.is_usable:
             return
-        for other in self._unfinished[: self._unfinished.index(job)]:
-            if other.task.lane == job.task.lane:
+        for other in self._unfinished[: self._unfinished.index(task)]:
+            if other.lane == task.lane:
                 other.await_usable()
+        if task in self._postponed:
+            self._issue(task)
+        if not task.is_usable:
+            with self.failing_as(task):
+                task.finish()
 
-    def _list_unfinished(self) -> list[Job]:
+    def unfinished(self) -> list[Task]:
         return list(self._unfinished)
 
     def close(self) -> None:
         self.raise_failure()
-        for job in self._unfinished:
-            job.await_usable()
+        for task in self._unfinished:
+            task.await_usable()
 
 
 class ThreadDriver(Driver):
@@ -274,74 +312,53 @@ class ThreadDriver(Driver):
     ):
         super().__init__(timeline, limit_s)
         self._on_failure, self._delay = on_failure, delay
-        self._streams = {lane: timeline.device.new_stream() for lane in LANES}
+        self._streams = {lane: self.device.new_stream() for lane in LANES}
         self._lock = threading.Lock()
-        self._live: dict[Job, None] = {}  # in the order of submission
+        self._unfinished: dict[Task, None] = {}  # in the order of submission
         self._is_closed = threading.Event()
         self._threads: dict[str, threading.Thread] = {}
-        self._queues: dict[str, queue.SimpleQueue] = {}
-        if timeline.device.runs_ahead:
+        self._queues: dict[str, queue.SimpleQueue[Task | None]] = {}
+        if self.device.runs_ahead:
             self._start_thread(_LAUNCH, self._launch)
         for lane in LANES:
-            self._start_thread(lane, self._watch if timeline.device.runs_ahead else self._run)
+            self._start_thread(lane, self._watch if self.device.runs_ahead else self._run)
 
-    def _start_thread(self, name: str, act: Callable[[Job], None]) -> None:
-        jobs = self._queues[name] = queue.SimpleQueue()
+    def _start_thread(self, name: str, act: Callable[[Task], None]) -> None:
+        tasks = self._queues[name] = queue.SimpleQueue()
         self._threads[name] = threading.Thread(
-            target=self._loop, args=(jobs, act), name=f"asynchzp-{name}", daemon=True
+            target=self._loop, args=(tasks, act), name=f"asynchzp-{name}", daemon=True
         )
         self._threads[name].start()
 
-    def _start(self, job: Job) -> None:
+    # ---- the main thread
+
+    def _start(self, task: Task) -> None:
         if self._is_closed.is_set():
-            raise RuntimeError(f"{job.task.title}: asked for after the communication was closed")
+            raise RuntimeError(f"{task.title}: submitted after the communication was closed")
         with self._lock:
             self.raise_failure()
-            self._live[job] = None
-        self._queues[_LAUNCH if _LAUNCH in self._queues else job.task.lane].put(job)
+            self._unfinished[task] = None
+        self._queues[_LAUNCH if _LAUNCH in self._queues else task.lane].put(task)
 
-    def _list_unfinished(self) -> list[Job]:
+    def complete(self, task: Task) -> None:
+        self.raise_failure()
+        # The lane has a limit too. This one is for a thread that never came back from issuing.
+        if not task.wait_until_usable(self.limit_s + _MARGIN_S):
+            late = TimeoutError(f"not issued and finished after {self.limit_s:g} s")
+            self.fail(task.failure(late))
+        self.raise_failure()
+
+    def unfinished(self) -> list[Task]:
         with self._lock:
-            return list(self._live)
-
-    def _loop(self, jobs: queue.SimpleQueue, act: Callable[[Job], None]) -> None:
-        self.timeline.device.bind_thread()
-        while (job := jobs.get()) is not None:
-            if self._delay is not None:
-                time.sleep(self._delay())
-            try:
-                if self._failure is None:
-                    act(job)
-            except BaseException as error:  # the main thread learns of it where it waits
-                failure = failure_of(job.task, error)
-                if self.fail(failure) and self._on_failure is not None:
-                    self._on_failure(failure, self._is_closed.wait)
-
-    def _launch(self, job: Job) -> None:
-        """Put the whole task into its lane's stream."""
-        self._run(job)
-        self._queues[job.task.lane].put(job)
-
-    def _watch(self, job: Job) -> None:
-        if not self.timeline.device.synchronize(job.event, self.limit_s, self.has_failed):
-            raise TimeoutError(f"not finished after {self.limit_s:g} s")
-
-    def _run(self, job: Job) -> None:
-        for other in job.task.after:
-            other.await_usable()
-        with self.timeline.device.on_stream(self._streams[job.task.lane]):
-            job.begin()
-            job.finish()
-        with self._lock:
-            self._live.pop(job, None)
+            return list(self._unfinished)
 
     def fail(self, failure: Exception) -> bool:
-        """Every unfinished job ends with the first failure: nobody waits for what never comes."""
+        """Every unfinished task ends with the first failure: no thread waits for it any longer."""
         with self._lock:
             is_first = super().fail(failure)
-            unfinished, self._live = list(self._live), {}
-        for job in unfinished:
-            job.give_up()
+            unfinished, self._unfinished = list(self._unfinished), {}
+        for task in unfinished:
+            task.abandon()
         return is_first
 
     def close(self) -> None:
@@ -349,8 +366,8 @@ class ThreadDriver(Driver):
         only end them."""
         self._is_closed.set()
         try:
-            for job in self._list_unfinished():
-                job.await_usable()
+            for task in self.unfinished():
+                task.await_usable()
         except CollectiveFailure:
             pass
         if not self.has_failed():
@@ -358,17 +375,41 @@ class ThreadDriver(Driver):
                 self._queues[name].put(None)  # the launching one, if any, feeds those after it
                 thread.join(self.limit_s)
         deadline = time.monotonic() + _ABANDON_S
-        for jobs in self._queues.values():
-            jobs.put(None)
+        for tasks in self._queues.values():
+            tasks.put(None)
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
         self.raise_failure()
 
+    # ---- the background threads
 
-def new_driver(
-    kind: str, timeline: Timeline, limit_s: float = 600.0, on_failure: OnFailure | None = None
-) -> Driver:
-    """The driver of a schedule: "inline", "main-thread" or "threaded"."""
-    if kind == "threaded":
-        return ThreadDriver(timeline, limit_s, on_failure)
-    return {"inline": Driver, "main-thread": MainThreadDriver}[kind](timeline, limit_s)
+    def _loop(self, tasks: "queue.SimpleQueue[Task | None]", act: Callable[[Task], None]) -> None:
+        self.device.bind_thread()
+        while (task := tasks.get()) is not None:
+            if self._delay is not None:
+                time.sleep(self._delay())
+            try:
+                if not self.has_failed():
+                    act(task)
+            except BaseException as error:  # the main thread raises it where it waits
+                failure = task.failure(error)
+                if self.fail(failure) and self._on_failure is not None:
+                    self._on_failure(failure, self._is_closed.wait)
+
+    def _launch(self, task: Task) -> None:
+        """Put the whole task into its lane's stream."""
+        self._run(task)
+        self._queues[task.lane].put(task)
+
+    def _watch(self, task: Task) -> None:
+        if not self.device.synchronize(task.event, self.limit_s, self.has_failed):
+            raise TimeoutError(f"not finished after {self.limit_s:g} s")
+
+    def _run(self, task: Task) -> None:
+        for other in task.after:
+            other.await_usable()
+        with self.device.on_stream(self._streams[task.lane]):
+            task.issue()
+            task.finish()
+        with self._lock:
+            self._unfinished.pop(task, None)

@@ -1,196 +1,203 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a step asks for, and in which order: parameters, gradients, and the comparison of what
-the ranks issued. Must not know hooks, autograd or slots.
+"""Owns the step of one model chunk: what is gathered, reduced, compared and rebuilt, and in which
+order. Free of hooks and autograd.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
-from megatron_asynchzp.comm.driver import Driver, Job
-from megatron_asynchzp.comm.order_check import OrderCheck, OrderMismatch
-from megatron_asynchzp.comm.task import Steps, Task
+from megatron_asynchzp.comm.collectives import run_steps
+from megatron_asynchzp.comm.driver import Driver
+from megatron_asynchzp.comm.order_check import OrderCheck
+from megatron_asynchzp.device import device_of
 from megatron_asynchzp.zero.config import ScheduleConfig
-from megatron_asynchzp.zero.gathers import ParamsInFlight
-from megatron_asynchzp.zero.reductions import GradsInFlight, Update
+from megatron_asynchzp.zero.gathers import Gathers
+from megatron_asynchzp.zero.reductions import Reductions, Update
 from megatron_asynchzp.zero.unit import HZPUnit
-from megatron_asynchzp.zero.unit_tasks import UnitTasks
 
 
-class UnitScheduler:
-    """Gathers units ahead of their use and takes their gradients away.
+class StepScheduler:
+    """Gathers the units of a model chunk ahead of their use and reduces their gradients.
 
-        gather      | u0 | u1 |      | u2 | ...                            params
+        gather      | u0 | u1 |      | u2 | ...                            gathers
         main        |    | F u0 | F u1 | F u2 | B u2 | B u1 | ...
-        reduce                                       | u2 | u1 |           grads
-        grad-sync   (last micro-batch)                    | u2 | u1 |      grads
-        param-sync  | u0 | u1 | u2 |                                       params
+        reduce                                       | u2 | u1 |           reductions
+        grad-sync   (last micro-batch)                    | u2 | u1 |      reductions
+        param-sync  | u0 | u1 | u2 |                                       gathers
 
     Every decision (what to gather next, which slot) is taken by the main thread from the program
-    order alone, never from timing; so it is the same on every rank.
+    order alone, never from timing; so it is the same on every rank of a sharding group, and so is
+    the order of collectives (law 3).
 
-    units: all units of a runtime, on one device; driver: may be shared with other runtimes of
-    this rank, whose tasks then have one order; grad_scale: factor on the summed gradients.
+    units: all units of the chunk, on one device; driver: may be shared with the other chunks of
+    this rank, whose tasks then have one order (None: one of its own); grad_scale: factor on the
+    summed gradients.
 
-    update: set by whoever wants to update each unit's main_param as soon as its gradient is
-    complete; see HZPRuntime.update_in_backward.
+    step: how many have begun; is_last_micro_batch: whether the gradients of the one that runs are
+    reduced over the whole sharding group, see `no_sync`; update: see `update_in_backward`.
     """
 
     def __init__(
         self,
         units: Sequence[HZPUnit],
         config: ScheduleConfig,
-        driver: Driver,
+        driver: Driver | None = None,
         grad_scale: float = 1.0,
     ):
         self.units = list(units)
-        self.config = config
+        self._owns_driver = driver is None
+        if driver is None:
+            driver = config.start_driver(device_of(self.units[0].model_param.storage))
         self.driver = driver
-        self.update: Update | None = None
+        self.step = 0
         self.is_last_micro_batch = False
-        self._tasks = UnitTasks(driver)
-        self.params = ParamsInFlight(self.units, config, self._tasks)
-        self.grads = GradsInFlight(self.units, config, self._tasks, grad_scale)
-        self._order_check: OrderCheck | None = None
-
-    @property
-    def step(self) -> int:
-        """How many have begun."""
-        return self._tasks.step
-
-    def ring_nbytes(self) -> dict[str, int]:
-        """Bytes of the slots of both kinds, with what the reductions need beside theirs."""
-        return {"param_ring": self.params.rings.nbytes, "grad_ring": self.grads.rings.nbytes}
-
-    def num_slots_in_use(self) -> int:
-        """Slots that hold parameters or gradients now."""
-        return self.params.rings.num_in_use + self.grads.rings.num_in_use
+        self.update: Update | None = None
+        self.gathers = Gathers(self.units, config, driver)
+        self.reductions = Reductions(self.units, config, driver, grad_scale)
+        all_groups = dict.fromkeys(unit.groups for unit in self.units)
+        axes = [axis for groups in all_groups for axis in groups.all_reduce_axes]
+        self._checks_order = config.checks_order
+        self._order_check = OrderCheck(driver, axes, self.units[0].device)
 
     # ---- one micro-batch
 
-    def begin_evaluation(self) -> None:
-        """A forward without backward begins."""
-        self.params.begin_evaluation()
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Around all micro-batches of a step but the last.
 
-    def use(self, unit: HZPUnit) -> None:
-        """Make the full parameters of `unit` readable on the current stream."""
-        self.params.use(unit)
-
-    def release(self, unit: HZPUnit) -> None:
-        """The computation with `unit` has been issued; its slot may be used again."""
-        self.params.release(unit)
-
-    def take_grad(self, unit: HZPUnit, index: int) -> None:
-        """Take the gradient of parameter `index`, which is complete for this call of its module."""
-        self.grads.take(unit, index)
-
-    def has_pending_grads(self, unit: HZPUnit) -> bool:
-        """Whether gradients of this micro-batch were accumulated and not sent away."""
-        return self.grads.has_pending(unit)
+        When it is left, the next micro-batch is the last one: each unit's gradients are then
+        reduced over the whole sharding group while backward goes on. A loop that never enters it
+        gets the same numbers; all of that reduction then happens in `sync_grads`.
+        """
+        self.is_last_micro_batch = False
+        yield
+        self.is_last_micro_batch = True
 
     def reduce(self, unit: HZPUnit) -> None:
-        """Send the gradients of `unit` away; they are added to main_grad when they arrive."""
+        """Reduce the gradients of `unit`, which are complete for this micro-batch."""
         if not unit.is_trained:
             return
-        self._await_order_check()
-        self.grads.start_reduction(unit)
+        # On a CPU each lane issues by itself. A comparison that is still on its way has the
+        # communicators of the gradients, on which one rank must not reduce what another compares.
+        self._order_check.wait()
+        self.reductions.start_reduction(unit)
         if self.is_last_micro_batch:
             self._start_grad_sync(unit)
 
     def _start_grad_sync(self, unit: HZPUnit) -> None:
         if self.update is None:
-            self.grads.start_sync(unit)
+            self.reductions.start_sync(unit)
         else:
-            readers = self.params.readers_of_shard(unit)
-            self.params.note_update(unit, self.grads.start_sync(unit, self.update, readers))
+            readers = self.gathers.readers_of_shard(unit)
+            update = self.reductions.start_sync(unit, self.update, readers)
+            self.gathers.note_update(unit, update)
 
     # ---- one step
 
-    def sync_grads(self) -> None:
-        """Return when every O shard holds the whole sum. Starts what backward did not start."""
-        self._await_order_check()
+    def update_in_backward(self, update: Update) -> None:
+        """Call `update(unit)` as soon as a unit's main_grad fragments are complete.
+
+        It is to apply an optimizer to the unit's `owned_params`, and runs on a background thread
+        while backward goes on; a third of the parameter shards is rebuilt there too. For
+        optimizers that need no norm over all gradients, and steps that are never taken back. Call
+        `sync_grads` and `sync_params` as without it.
+        """
+        self.update = update
+
+    def zero_grads(self) -> None:
+        """Start a step, or start it again: nothing of the last one is in flight any more."""
+        self.driver.raise_failure()
+        self.gathers.release_all()
+        self.reductions.begin_step()
+        self.is_last_micro_batch = False
+        self.step += 1
+        self.driver.begin_step(self.step)
+        self.gathers.begin_step()
         for unit in self.units:
-            if unit.is_trained and not self.grads.is_syncing(unit):
+            unit.zero_grads()
+
+    def sync_grads(self) -> None:
+        """After the last micro-batch: main_grad fragments become the sum over all ranks x scale.
+
+        Starts what backward did not start, waits for it, and compares what the ranks submitted.
+        Collective. Raises OrderMismatch on every rank of a sharding group in which one differs.
+        """
+        self._order_check.wait()
+        for unit in self.units:
+            if unit.is_trained and not self.reductions.is_syncing(unit):
                 self._start_grad_sync(unit)
         if self.update is not None:
-            self.params.start_syncs()
-        self.grads.finish()
+            self.gathers.start_syncs()
+        self.reductions.finish()
         if self.update is None:
             # The optimizer writes next what the syncs of the last step read, where this step did
-            # not use a unit, and what guesses read, where it had fewer micro-batches.
-            self.params.forget_guesses()
-            self.params.join_syncs()
+            # not use a unit, and what spare gathers read, where it had fewer micro-batches.
+            self.gathers.drop_spares()
+            self.gathers.join_syncs()
+        self._check_order()
+
+    def _check_order(self) -> None:
+        if not self._checks_order:
+            self.driver.submitted.clear()
+            return
+        self._order_check.start()
+        # Where units are updated in backward the gradients are used already, and the next
+        # comparison raises: this one would queue behind the parameters of the next step.
+        if self.update is None:
+            self._order_check.finish()
 
     def sync_params(self) -> None:
-        """Rebuild the parameter shards from the optimizer's, and gather the first units again.
-
-        Returns at once. Where units are updated in backward, `sync_grads` has done it.
+        """After the optimizer: rebuild the parameter shards from main_param, in the background, and
+        gather the first units again. Where units are updated in backward, `sync_grads` has done it.
         """
         if self.update is None:
-            self.params.start_syncs()
+            self.gathers.start_syncs()
+
+    # ---- between steps
 
     def settle(self) -> None:
-        """Return when nothing is in flight and every parameter shard is up to date.
-
-        For whoever wants to use the units or their communicators beside this scheduler.
-        """
-        self.params.forget_guesses()
-        self.grads.finish()
-        self.params.join_syncs()
-        self._finish_order_check()
-
-    def restart(self) -> None:
-        """A step begins, or begins again: nothing of the last one is in flight any more."""
+        """Return when nothing is in flight: the units' states and their communicators are free."""
         self.driver.raise_failure()
-        self.params.release_all()
-        self.grads.begin_step()
-        self.is_last_micro_batch = False
-        self._tasks.step += 1
-        self.driver.begin_step(self.step)
-        self.params.begin_step()
+        self.gathers.drop_spares()
+        self.reductions.finish()
+        self.gathers.join_syncs()
+        self._order_check.finish()
 
-    # ---- the order of the ranks
+    def complete_params(self) -> None:
+        """Rebuild the parameter shards from their O ranges, which the caller has written.
 
-    def check_order(self) -> None:
-        """Compare what the ranks of each sharding group issued since the last call.
-
-        Collective. Raises OrderMismatch on every rank of a group in which one differs, and
-        CollectiveFailure where the ranks do not even meet here. Where units are updated in
-        backward the gradients are used already, and the next call raises: the comparison would
-        queue behind the parameters of the next step.
+        Between `settle` and the next forward. Collective over the sharding groups.
         """
-        if not self.config.checks_order:
-            self.driver.log.forget()
-            return
-        self._finish_order_check()
-        all_groups = dict.fromkeys(unit.groups for unit in self.units)
-        axes = [axis.group for groups in all_groups for axis in groups.all_reduce_axes]
-        ranks = [groups.ranks_along(groups.all_reduce_axes) for groups in all_groups]
-        all_ranks = tuple(sorted(set().union(*ranks)))
+        for unit in self.units:
+            run_steps(unit.complete_param_steps())
+        self.gathers.note_written()
 
-        def submit(start: Callable[[], Steps]) -> Job:
-            # Other runtimes of this rank may still use the same communicators.
-            after = tuple(self.driver.unfinished_jobs("reduce", "grad-sync"))
-            ready = (self._tasks.device.record_event(),)
-            task = Task("order", "all units", all_ranks, self.step, start, ready, after)
-            return self.driver.submit(task)
+    def close(self) -> None:
+        """Finish what is in flight and end the threads, unless the driver was handed in.
 
-        log, device = self.driver.log, self.units[0].device
-        self._order_check = log.start_check(axes, device, self.step, submit)
-        if self.update is None:
-            self._finish_order_check()
-
-    def _await_order_check(self) -> None:
-        # Where its answer is waited for later only: it has the communicators of the gradients, on
-        # which one rank must not reduce what another one still compares. On a CPU each lane issues
-        # by itself, so no order of submission sees to that.
-        if self._order_check is not None:
-            self._order_check.wait()
-
-    def _finish_order_check(self) -> None:
-        check, self._order_check = self._order_check, None
+        Raises the failure that the communication ended with, without waiting for anything.
+        """
         try:
-            if check is not None:
-                check.finish()
-        except OrderMismatch as mismatch:
-            self.driver.fail(mismatch)  # this step's gradients are of no use
-            raise
+            self.settle()
+        finally:
+            if self._owns_driver:
+                self.driver.close()
+
+    # ---- memory
+
+    def state_nbytes(self) -> dict[str, int]:
+        """Bytes at rest on this rank, by state, over all units."""
+        total: Counter[str] = Counter()
+        for unit in self.units:
+            total.update(unit.state_nbytes())
+        return dict(total)
+
+    def ring_nbytes(self) -> dict[str, int]:
+        """Bytes of the slots of both kinds, with what the reductions need beside theirs."""
+        return {"param_ring": self.gathers.rings.nbytes, "grad_ring": self.reductions.rings.nbytes}
+
+    def num_slots_in_use(self) -> int:
+        """Slots that hold parameters or gradients now."""
+        return self.gathers.rings.num_in_use + self.reductions.rings.num_in_use

@@ -115,7 +115,7 @@ class EngineTrainer:
     def full_params(self) -> dict[str, torch.Tensor]:
         """Every parameter, gathered. Collective."""
         full = {}
-        self.runtime.scheduler.settle()
+        self.runtime.settle()
         for unit in self.runtime.units:
             unit.unshard()
             for name, param in zip(unit.param_names, unit.params):

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.task import LANES, CollectiveFailure
+from megatron_asynchzp.comm.driver import CollectiveFailure
+from megatron_asynchzp.comm.timeline import LANES
 from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.ranks import observe_ranks, run_ranks
@@ -47,9 +48,9 @@ def train_until_failure(
     """`prepare` is called before each step; a later one must end in a CollectiveFailure."""
     schedule = ScheduleConfig(kind, prefetch_depth=2, time_limit_s=limit_s)
     trainer = EngineTrainer(build_toy(), sizes, schedule=schedule)
-    driver, jobs = trainer.runtime.scheduler.driver, []
+    driver, tasks = trainer.runtime.driver, []
     submit = driver.submit
-    driver.submit = lambda task: (jobs.append(submit(task)), jobs[-1])[1]
+    driver.submit = lambda task: (tasks.append(submit(task)), tasks[-1])[1]
     if kind == "threaded":
         assert len(own_threads()) == len(LANES)  # so that an empty list of them means something
     start_s = time.monotonic()
@@ -64,9 +65,9 @@ def train_until_failure(
         raise AssertionError("nothing failed")
     failed_s = time.monotonic() - start_s
     later = {
-        "submit": lambda: submit(jobs[0].task),
-        "wait for the first job": jobs[0].wait,
-        "wait for the last job": jobs[-1].wait,
+        "submit": lambda: submit(tasks[0]),
+        "wait for the first task": tasks[0].wait,
+        "wait for the last task": tasks[-1].wait,
         "train": lambda: trainer.local_step(NUM_STEPS, 1),
         "detach": trainer.runtime.detach,
     }
@@ -93,7 +94,7 @@ def assert_told(seen: Seen) -> None:
     assert seen.failed_after_s < SOON_S and seen.closed_after_s < SOON_S
 
 
-# --- an exception in a job ---------------------------------------------------------------------
+# --- an exception in a task --------------------------------------------------------------------
 
 STEPS_OF = {
     "gather": "gather_steps",
@@ -103,7 +104,7 @@ STEPS_OF = {
 }
 
 
-def fail_in_job(kind: str, sizes: tuple, lane: str) -> Seen:
+def fail_in_task(kind: str, sizes: tuple, lane: str) -> Seen:
     def broken(*_: object) -> Iterator:
         raise ValueError("a bug\nof two lines")
         yield
@@ -128,10 +129,10 @@ SIZES_OF |= dict.fromkeys(("grad-sync", "param-sync"), (1, 1, 2))
         for lane in STEPS_OF
     ],
 )
-def test_an_exception_in_a_job_reaches_the_main_thread_by_name_and_so_does_its_peer_s_loss(
+def test_an_exception_in_a_task_reaches_the_main_thread_by_name_and_so_does_its_peer_s_loss(
     kind, lane
 ):
-    seen = observe_ranks(fail_in_job, 2, kind, SIZES_OF[lane], lane, num_survivors=2)
+    seen = observe_ranks(fail_in_task, 2, kind, SIZES_OF[lane], lane, num_survivors=2)
     assert sorted(seen) == [0, 1]
     for rank in seen:
         assert_told(seen[rank])
@@ -214,8 +215,8 @@ def fail_after_close() -> str:
 
 
 def test_training_on_after_the_end_is_an_error_and_not_a_hang():
-    for told in run_ranks(fail_after_close, 2):
-        assert "asked for after the communication was closed" in told
+    for message in run_ranks(fail_after_close, 2):
+        assert "submitted after the communication was closed" in message
 
 
 # --- a collective that is never issued ---------------------------------------------------------

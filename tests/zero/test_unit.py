@@ -73,7 +73,7 @@ def check_memory_law(sizes_list: list) -> list[tuple]:
         trainer.step(1, 3)
         trainer.runtime.settle()
         later = live_nbytes() - before
-        rings = sum(trainer.runtime.scheduler.ring_nbytes().values())
+        rings = sum(trainer.runtime.ring_nbytes().values())
         at_rest, later = at_rest - rings, later - rings
         units = trainer.runtime.units
         numel = sum(unit.layout.numel for unit in units)
