@@ -128,7 +128,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     def zero_grad_buffer(self) -> None:
         self.runtime.zero_grads()
         if self.runtime is self.communication.runtimes[0]:
-            self.communication.begin_step(self.runtime.scheduler.step)
+            self.communication.begin_step(self.runtime.step)
 
     def start_grad_sync(self, *unused: Any, **kwargs: Any) -> None:
         """Gradients have left already, micro-batch by micro-batch."""

@@ -16,8 +16,8 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import TracebackType
 
+from megatron_asynchzp.comm.driver import CollectiveFailure
 from megatron_asynchzp.comm.order_check import OrderMismatch
-from megatron_asynchzp.comm.task import CollectiveFailure
 from megatron_asynchzp.mcore.arguments import add_device_argument
 from megatron_asynchzp.mcore.checkpoint_files.errors import SaveError
 from megatron_asynchzp.mcore.communication import Communication

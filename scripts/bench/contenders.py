@@ -193,7 +193,7 @@ class Engine(Contender):
         self.optimizers = {unit: new_adamw(unit.owned_params()) for unit in self.runtime.units}
         if self.updates_in_backward:
             self.runtime.update_in_backward(lambda unit: self.optimizers[unit].step())
-        self.drain = self.runtime.scheduler.settle
+        self.drain = self.runtime.settle
         self.close = self.runtime.close
 
     def begin(self) -> None:

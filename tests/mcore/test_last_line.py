@@ -4,7 +4,7 @@
 
 import pytest
 
-from megatron_asynchzp.comm.task import CollectiveFailure
+from megatron_asynchzp.comm.driver import CollectiveFailure
 from megatron_asynchzp.mcore import last_line
 from megatron_asynchzp.mcore.last_line import LastLine
 

@@ -39,7 +39,7 @@ def checksum(chunks: list, optimizer: Any) -> int:
     """Of this rank's parameter shards, gathered from the optimizer's, and of Adam's moments."""
     total = 0
     for chunk in chunks:
-        chunk.runtime.scheduler.settle()
+        chunk.runtime.settle()
         for unit in chunk.units:
             for state in (unit.model_param, unit.main_param):
                 raw = state.storage.contiguous().view(torch.uint8).numpy()
@@ -90,7 +90,7 @@ def memory_by_step(steps: int) -> tuple[list[int], list[int]]:
     def counted(self: HZPRuntime) -> None:
         zero_grads(self)
         live.append(live_nbytes())
-        rings.append(sum(self.scheduler.ring_nbytes().values()))
+        rings.append(sum(self.ring_nbytes().values()))
 
     variant = Variant("bf16, 3 micro-batches", BF16, 3)
     with mock.patch.object(HZPRuntime, "zero_grads", counted):
