@@ -327,7 +327,8 @@ class SavedViews:
         unit = self._units_by_storage.get(pointer)
         if unit is None or not unit.is_gathered_at(pointer):
             return tensor
-        return SavedView(unit, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        offset = int(tensor.storage_offset())
+        return SavedView(unit, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def _unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
         if not isinstance(saved, SavedView):
