@@ -47,14 +47,14 @@ _CPP_TRACE = "Exception raised from"
 
 
 class Task:
-    """Collectives that a driver is asked to run, once, and their results.
+    """Collectives that a driver runs once, and their results.
 
     lane: one of LANES; unit: a name; axes: which the collectives go over; start: makes the
     generator; ready: events that must have happened before (None: has happened); after: tasks
     whose results it reads (None: there is none).
 
-    The driver sets the rest when the task is submitted. step: which step it belongs to; event:
-    after which the results can be read, once there is one.
+    The driver sets the rest. step: which step it belongs to; usable: set once the results exist or,
+    on a stream, are on their way; event: after which they can be read, from then on.
     """
 
     driver: "Driver"
@@ -73,8 +73,8 @@ class Task:
         self.start = start
         self.ready = ready
         self.after = [task for task in after if task is not None]
+        self.usable = threading.Event()
         self.event: Any = None
-        self._is_usable = threading.Event()
         self._steps: Steps = iter(())
         self._work: Any = None
         self._start_mark: Any = None
@@ -116,22 +116,9 @@ class Task:
             self._work = next(self._steps, None)
         self.event = device.record_event()
         self.driver.timeline.add(self.lane, self.unit, self._start_mark, device.mark())
-        self._is_usable.set()
-
-    def abandon(self) -> None:
-        """Let every waiting thread go on: the driver has failed."""
-        self._is_usable.set()
+        self.usable.set()
 
     # ---- for those who need the results
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether the results exist or, on a stream, are on their way."""
-        return self._is_usable.is_set()
-
-    def wait_until_usable(self, timeout_s: float) -> bool:
-        """Hold this thread for as long, at most; whether the task is usable then."""
-        return self._is_usable.wait(timeout_s)
 
     def await_usable(self) -> None:
         """Hold this thread until the task is usable.
@@ -146,7 +133,7 @@ class Task:
         For the main thread.
         """
         device = self.driver.device
-        if self.is_usable and not device.runs_ahead:
+        if self.usable.is_set() and not device.runs_ahead:
             self.await_usable()
             return
         start = device.mark()
@@ -160,8 +147,8 @@ class Driver:
 
     timeline: where tasks and waits are recorded; limit_s: seconds a collective may take.
 
-    step: the latest that has begun; submitted: "lane unit" of each task, in order, for whoever
-    compares them, who also empties it; last_task: the latest.
+    step: the latest that has begun; submitted: "lane unit" of each task, in order, until the
+    comparison of orders takes it; last_task: the latest.
     """
 
     def __init__(self, timeline: Timeline, limit_s: float = 600.0):
@@ -249,11 +236,11 @@ class MainThreadDriver(Driver):
             is_due = any(before.lane == task.lane for before in other.after)
             if is_due and other in self._postponed:
                 self._issue(other)
-        if self.device.runs_ahead or all(other.is_usable for other in task.after):
+        if self.device.runs_ahead or all(other.usable.is_set() for other in task.after):
             self._issue(task)
         else:
             self._postponed.add(task)
-        self._unfinished = [other for other in self._unfinished if not other.is_usable]
+        self._unfinished = [other for other in self._unfinished if not other.usable.is_set()]
         self._unfinished.append(task)
 
     def _issue(self, task: Task) -> None:
@@ -270,14 +257,14 @@ class MainThreadDriver(Driver):
         """As on a stream, every task before it in its lane is completed first: a caller that waits
         for the last reduction of a unit wants the results of all of them."""
         self.raise_failure()
-        if task.is_usable:
+        if task.usable.is_set():
             return
         for other in self._unfinished[: self._unfinished.index(task)]:
             if other.lane == task.lane:
                 other.await_usable()
         if task in self._postponed:
             self._issue(task)
-        if not task.is_usable:
+        if not task.usable.is_set():
             with self.failing_as(task):
                 task.finish()
 
@@ -343,7 +330,7 @@ class ThreadDriver(Driver):
     def complete(self, task: Task) -> None:
         self.raise_failure()
         # The lane has a limit too. This one is for a thread that never came back from issuing.
-        if not task.wait_until_usable(self.limit_s + _MARGIN_S):
+        if not task.usable.wait(self.limit_s + _MARGIN_S):
             late = TimeoutError(f"not issued and finished after {self.limit_s:g} s")
             self.fail(task.failure(late))
         self.raise_failure()
@@ -358,7 +345,7 @@ class ThreadDriver(Driver):
             is_first = super().fail(failure)
             unfinished, self._unfinished = list(self._unfinished), {}
         for task in unfinished:
-            task.abandon()
+            task.usable.set()
         return is_first
 
     def close(self) -> None:

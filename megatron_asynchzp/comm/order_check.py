@@ -38,7 +38,7 @@ class OrderCheck:
     def start(self) -> None:
         """Begin to compare, and forget what was submitted. Collective.
 
-        Raises as `finish` does for a comparison that nobody has finished.
+        Finishes the comparison before, which may raise.
         """
         self.finish()
         self._mine, self._driver.submitted = self._driver.submitted, []

@@ -29,7 +29,7 @@ TICK_S = 0.5  # spans of whole halves: sums are exact
 
 
 class TickingDevice:
-    """A CPU whose clock moves by one tick each time somebody looks."""
+    """A CPU whose clock moves by one tick each time it is read."""
 
     runs_ahead = False
 

@@ -272,7 +272,7 @@ class FinishedLater:
 
 
 class _Noting(TorchDispatchMode):
-    """Tells the device what every torch operation of this thread reads, writes and allocates."""
+    """Passes on what every torch operation of this thread reads, writes and allocates."""
 
     def __init__(self, device: RecordingDevice):
         super().__init__()

@@ -51,11 +51,11 @@ def diverge(kind: str, sizes: tuple, limit_s: float, num_equal: int, routes: lis
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_two_swapped_modules_of_one_size_are_named_with_one_message_on_all_ranks(kind):
-    """In a first step every collective finds a partner, so that only the comparison can tell."""
+    """In a first step every collective finds a partner, so that only the comparison sees it."""
     routes = [[1, 0, 2, 3], [1, 0, 2, 3]]
-    told = observe_ranks(diverge, 4, kind, (2, 2, 4), 60.0, 0, routes, 2, num_survivors=4)
-    assert sorted(told) == [0, 1, 2, 3]
-    (message,) = set(told.values())
+    messages = observe_ranks(diverge, 4, kind, (2, 2, 4), 60.0, 0, routes, 2, num_survivors=4)
+    assert sorted(messages) == [0, 1, 2, 3]
+    (message,) = set(messages.values())
     assert re.fullmatch(
         r"OrderMismatch: step 1: collective \d+ since the last comparison was 'gather blocks.0' on "
         r"ranks 0, 2, 3 and 'gather blocks.1' on rank 1; every rank must call .*",
@@ -83,12 +83,12 @@ DIVERGENCES = {
 )
 def test_one_rank_that_does_something_else_gets_no_number_and_nor_do_its_peers(kind, name):
     routes, micro_batches = DIVERGENCES[name]
-    told = observe_ranks(
+    messages = observe_ranks(
         diverge, 2, kind, (2, 2, 2), 2.0, 2, routes, micro_batches, num_survivors=2
     )
     # gloo itself aborts a process whose peer sends more than it expects: the other one is left.
-    assert told and set(told) <= {0, 1}
-    for text in told.values():
+    assert messages and set(messages) <= {0, 1}
+    for text in messages.values():
         assert re.match(r"OrderMismatch: step 3: |CollectiveFailure: .* in step [34] failed", text)
         assert "\n" not in text
 

@@ -46,7 +46,7 @@ class Listener(logging.Handler):
 
 
 def train(program: list, evaluates: bool, schedule: ScheduleConfig, sizes: tuple):
-    """Losses, parameters and what was said."""
+    """Losses, parameters and what was logged."""
     listener, logger = Listener(), logging.getLogger("megatron_asynchzp")
     logger.addHandler(listener)
     torch.manual_seed(5)
@@ -76,8 +76,8 @@ FAST_CASES += [(WITHOUT_DEPARTURE[0], True), ("an early exit", True)]
 
 
 def compare_with_inline(sizes: tuple, cases: list[Case]) -> dict:
-    """What was said, by case and schedule, where every bit was that of the inline schedule."""
-    said = {}
+    """What was logged, by case and schedule, where every bit was that of the inline schedule."""
+    logged = {}
     for name, evaluates in cases:
         program = PROGRAMS[name]
         expected_losses, expected, _ = train(program, evaluates, ScheduleConfig("inline"), sizes)
@@ -87,8 +87,8 @@ def compare_with_inline(sizes: tuple, cases: list[Case]) -> dict:
             assert losses == expected_losses, (name, evaluates, kind, depth)
             for key in expected:
                 assert torch.equal(params[key], expected[key]), (name, kind, depth, key)
-            said[name, evaluates, kind, depth] = lines
-    return said
+            logged[name, evaluates, kind, depth] = lines
+    return logged
 
 
 @pytest.mark.parametrize(

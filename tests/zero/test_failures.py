@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Law 7: what goes wrong in a collective is told by name, at once or within the time limit, to
-whoever trains, in every schedule; nothing hangs and no thread is left.
+"""Law 7: what goes wrong in a collective is raised by name, at once or within the time limit, on
+the main thread, in every schedule; nothing hangs and no thread is left.
 """
 
 import os
@@ -84,7 +84,7 @@ def raised_by(call: Callable[[], object]) -> BaseException | None:
     return None
 
 
-def assert_told(seen: Seen) -> None:
+def assert_named(seen: Seen) -> None:
     """One line with operation, unit, ranks and step; nothing waited for, no thread left."""
     operations = "|".join(LANES.values())
     units = r"(embedding|blocks\.\d|output|root|norm|all units)"
@@ -135,9 +135,11 @@ def test_an_exception_in_a_task_reaches_the_main_thread_by_name_and_so_does_its_
     seen = observe_ranks(fail_in_task, 2, kind, SIZES_OF[lane], lane, num_survivors=2)
     assert sorted(seen) == [0, 1]
     for rank in seen:
-        assert_told(seen[rank])
-    told = rf"{LANES[lane]} of blocks.1 over ranks 0, 1 in step [23] failed: ValueError a bug of "
-    assert re.match(told, seen[1].message), seen[1].message
+        assert_named(seen[rank])
+    pattern = (
+        rf"{LANES[lane]} of blocks.1 over ranks 0, 1 in step [23] failed: ValueError a bug of "
+    )
+    assert re.match(pattern, seen[1].message), seen[1].message
 
 
 # --- a peer that dies, a peer that hangs -------------------------------------------------------
@@ -174,7 +176,7 @@ def test_when_a_peer_dies_the_others_end_by_name_long_before_the_time_limit(kind
     seen = observe_ranks(lose_peer, 4, kind, where, "exit", LONG_LIMIT_S, num_survivors=3)
     assert sorted(seen) == [0, 2, 3]
     for rank in seen:
-        assert_told(seen[rank])
+        assert_named(seen[rank])
         # Parameter shards of the step before may still have been on their way.
         assert re.search(" in step [23] ", seen[rank].message)
 
@@ -184,7 +186,7 @@ def test_when_a_peer_hangs_the_others_end_by_name_within_the_time_limit(kind):
     seen = observe_ranks(lose_peer, 4, kind, "backward", "stop", 2.0, num_survivors=3)
     assert sorted(seen) == [0, 2, 3]
     for rank in seen:
-        assert_told(seen[rank])
+        assert_named(seen[rank])
 
 
 # --- the ordinary end --------------------------------------------------------------------------
@@ -237,10 +239,10 @@ def stick_in_issue() -> Seen:
     return train_until_failure("threaded", (2, 2, 2), 1.0, prepare)
 
 
-def test_a_thread_that_never_comes_back_from_issuing_holds_nobody():
+def test_a_thread_that_never_comes_back_from_issuing_holds_no_other():
     seen = observe_ranks(stick_in_issue, 2, num_survivors=2)
     assert sorted(seen) == [0, 1]
-    for told in seen.values():
-        assert told.message.endswith("not issued and finished after 1 s")
-        assert told.later == [] and told.failed_after_s < 15
-        assert told.threads == ["asynchzp-reduce"]  # nobody can end it; it is a daemon
+    for met in seen.values():
+        assert met.message.endswith("not issued and finished after 1 s")
+        assert met.later == [] and met.failed_after_s < 15
+        assert met.threads == ["asynchzp-reduce"]  # it cannot be ended; it is a daemon

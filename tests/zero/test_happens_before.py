@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Streams and events, or threads and queues, order every pair of accesses to the same memory,
-whatever a step does and however late a thread is; and the detector that says so sees each order
+whatever a step does and however late a thread is; and the detector that shows it sees each order
 that is taken away.
 """
 

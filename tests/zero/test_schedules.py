@@ -112,7 +112,7 @@ def submissions_of_a_step(
 @pytest.mark.parametrize("sizes", [(1, 1, 4), (1, 2, 4), (2, 2, 4), (2, 4, 4)])
 def test_parameter_shards_are_rebuilt_in_the_order_of_their_first_use(sizes):
     """A unit that is never gathered waits for its own shard only, not for those of the whole
-    model: whoever comes last in the module tree may be used first."""
+    model: what comes last in the module tree may be used first."""
     for used, events, _ in run_ranks(submissions_of_a_step, 4, sizes):
         synced = [event.removeprefix("param-sync ") for event in events if "param-sync" in event]
         assert synced == used
@@ -189,6 +189,6 @@ def train_with_late_comparisons(kind: str) -> list[float]:
 
 
 def test_a_comparison_that_is_late_never_meets_a_reduction_of_the_next_step():
-    """They share communicators, and where units are updated in backward nobody waits for it."""
+    """They share communicators, and an update in backward does not wait for the comparison."""
     losses = {kind: run_ranks(train_with_late_comparisons, 2, kind) for kind in SCHEDULES}
     assert losses["threaded"] == losses["main-thread"] == losses["inline"]

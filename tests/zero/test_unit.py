@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""One unit on real ranks: its phases, its memory and what nobody may read."""
+"""One unit on real ranks: its phases, its memory and what may not be read."""
 
 import pytest
 import torch
