@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the one interface to cuda, npu and cpu: streams, events and clock. Must not know who uses
-them.
+"""Owns the one interface to cuda, npu and cpu: streams, events and clock.
 
 On a CPU every operation has finished when the call returns, so its streams and events are inert
 and what remains to be waited for is a collective.
@@ -29,7 +28,7 @@ class CpuDevice:
     def new_stream(self) -> None:
         return None
 
-    def on_stream(self, stream: None) -> AbstractContextManager:
+    def on_stream(self, stream: None) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def record_event(self) -> None:
@@ -45,7 +44,7 @@ class CpuDevice:
         """Complete a collective: on the host here, on the current stream where there are streams.
 
         Raises the backend's error for one that failed, and TimeoutError for one that took longer
-        than `limit_s` seconds or that `is_over` says nobody needs any more.
+        than `limit_s` seconds or was given up: `is_over` returns True.
         """
         deadline = time.monotonic() + limit_s
         while not self._wait_slice(work):
@@ -103,7 +102,7 @@ class StreamDevice:
     def new_stream(self) -> Any:
         return self._module.Stream(device=self._device)
 
-    def on_stream(self, stream: Any) -> AbstractContextManager:
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         return self._module.stream(stream)
 
     def record_event(self) -> Any:

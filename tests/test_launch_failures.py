@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_asynchzp.comm.task import LANES
-from megatron_asynchzp.zero.schedule import SCHEDULES
+from megatron_asynchzp.comm.timeline import LANES
+from megatron_asynchzp.zero.config import SCHEDULES
 from tests.support.launches import Ended, Launch
 from tests.support.ranks import free_port
 from tests.support.selection import slow_unless

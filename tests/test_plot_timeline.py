@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_asynchzp.comm.task import LANES
 from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, WAIT, Span, chrome_trace
 from scripts.report import plot_timeline
 from scripts.report.plot_timeline import COLOURS, make_figure
@@ -48,7 +47,7 @@ def step_spans(micro_batches: int = 2, recomputes: bool = False, exposed_s: floa
 
 
 def write(path: Path, spans: list[Span]) -> Path:
-    path.write_text(json.dumps(chrome_trace(spans, tuple(LANES), rank=0)))
+    path.write_text(json.dumps(chrome_trace(spans, rank=0)))
     return path
 
 
@@ -200,7 +199,7 @@ def test_the_command_writes_a_png(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-NO_STEP = json.dumps(chrome_trace([Span("gather", "u", 0.0, 1.0)], tuple(LANES), 0))
+NO_STEP = json.dumps(chrome_trace([Span("gather", "u", 0.0, 1.0)], 0))
 
 
 @pytest.mark.parametrize(

@@ -1,41 +1,54 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the collectives of the engine on flat tensors, one mesh axis at a time (law 2).
-Must not know parameters or when it is called.
-"""
+"""Owns the collectives of the engine on flat tensors, one mesh axis at a time (law 2)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.sharding.topology import MeshAxis
 
-# torch 2.13 renamed the flat collectives; 2.11 and 2.12 have only the old names.
-all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+def _collective(name: str, name_before: str) -> Callable[..., Any]:
+    """torch 2.13 renamed the flat collectives; 2.11 and 2.12 have only the old names."""
+    return getattr(dist, name, None) or getattr(dist, name_before)
+
+
+all_gather_flat = _collective("all_gather_single", "all_gather_into_tensor")
+reduce_scatter_flat = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+
+Steps = Iterator[Any]
+"""Issues a collective at each step and yields its handle, a torch.distributed.Work; the next step
+needs it to be complete."""
 
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """A mesh axis and the process group along it, for one kind of operation."""
+    """A mesh axis and the process group along it, for one kind of operation.
+
+    ranks: the global ranks of the group, in its order.
+    """
 
     axis: MeshAxis
     group: dist.ProcessGroup
+    ranks: tuple[int, ...]
 
 
-def all_gather_steps(
-    shard: torch.Tensor, full: torch.Tensor, axes: Sequence[AxisGroup]
-) -> Iterator[dist.Work]:
+def ranks_along(axes: Sequence[AxisGroup]) -> tuple[int, ...]:
+    """Global ranks, sorted, that an operation over `axes` connects with this one."""
+    return tuple(sorted({rank for axis in axes for rank in axis.ranks}))
+
+
+def all_gather_steps(shard: torch.Tensor, full: torch.Tensor, axes: Sequence[AxisGroup]) -> Steps:
     """Gather `shard` over `axes` (innermost first, as the topology lists them) into `full`.
 
     shard: 1-D, n elements; full: 1-D, n x product of the axis sizes, same dtype. The outermost
     axis is gathered first: over the slowest link travels the least, and every intermediate
     result is a contiguous part of `full`, so no memory is needed beside it. `shard` may already
     lie at its place in `full`.
-
-    Yields the handle of each collective as it is issued; the next one needs it to be complete.
     """
     if not axes:
         if full.data_ptr() != shard.data_ptr():
@@ -50,34 +63,34 @@ def all_gather_steps(
 
 def reduce_scatter_steps(
     full: torch.Tensor, axes: Sequence[AxisGroup], shards: Sequence[torch.Tensor]
-) -> Iterator[dist.Work]:
+) -> Steps:
     """Sum `full` over `axes`; the last of `shards` becomes this rank's shard of the sum.
 
     full: 1-D; shards: one 1-D tensor per axis, each smaller than the one before by the size of
-    its axis. The innermost axis is reduced first: the slowest link carries the least. Yields as
-    all_gather_steps does.
+    its axis. The innermost axis is reduced first: the slowest link carries the least.
     """
     for axis_group, shard in zip(axes, shards, strict=True):
-        yield _reduce_scatter_flat(shard, full, group=axis_group.group, async_op=True)
+        yield reduce_scatter_flat(shard, full, group=axis_group.group, async_op=True)
         full = shard
 
 
 def new_shards(full: torch.Tensor, axes: Sequence[AxisGroup]) -> list[torch.Tensor]:
     """Memory for the results of reduce_scatter_steps."""
-    shards, numel = [], full.numel()
+    shards: list[torch.Tensor] = []
+    numel = full.numel()
     for axis_group in axes:
         numel //= axis_group.axis.size
         shards.append(full.new_empty(numel))
     return shards
 
 
-def run_steps(steps: Iterator[dist.Work]) -> None:
+def run_steps(steps: Steps) -> None:
     """Issue and await every collective of `steps`, one after the other."""
     for work in steps:
         work.wait()
 
 
-def all_reduce_steps(shard: torch.Tensor, axes: Sequence[AxisGroup]) -> Iterator[dist.Work]:
-    """Sum `shard` in place over `axes`. Yields as all_gather_steps does."""
+def all_reduce_steps(shard: torch.Tensor, axes: Sequence[AxisGroup]) -> Steps:
+    """Sum `shard` in place over `axes`."""
     for axis_group in axes:
         yield dist.all_reduce(shard, group=axis_group.group, async_op=True)

@@ -1,12 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the process groups of one sharding topology, one per axis and kind of operation.
-Must not know tensors.
-"""
+"""Owns the process groups of one sharding topology, one per axis and kind of operation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -40,13 +39,6 @@ class ShardGroups:
         axes = (*self.unshard, *self.param_sync, *self.all_reduce_axes)
         return {axis.group for axis in axes}
 
-    def ranks_along(self, axes: Sequence[AxisGroup]) -> tuple[int, ...]:
-        """Global ranks, sorted, that an operation over `axes` connects with this one."""
-        ranks: set[int] = set()
-        for axis in axes:
-            ranks.update(dist.get_process_group_ranks(axis.group))
-        return tuple(sorted(ranks))
-
     @classmethod
     def create(
         cls, topology: ShardTopology, global_ranks: Sequence[int], timeout: timedelta | None = None
@@ -59,26 +51,33 @@ class ShardGroups:
         """
         everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
         dist.all_gather_object(everyone, tuple(global_ranks))
-        created: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        created: dict[tuple[str, tuple[int, ...]], Any] = {}
         for purpose in ("gather", "reduce"):
             for ranks in _axis_groups(topology, sorted(set(everyone))):
                 created[purpose, ranks] = dist.new_group(
                     list(ranks), timeout=timeout, group_desc=f"ASYNCHZP_{purpose.upper()}"
                 )
 
-        def group_of(purpose: str, axis: MeshAxis) -> dist.ProcessGroup:
-            return created[purpose, tuple(global_ranks[member] for member in axis.members)]
-
-        return cls.of_topology(topology, group_of)
+        return cls.of_topology(
+            topology, global_ranks, lambda purpose, ranks: created[purpose, ranks]
+        )
 
     @classmethod
     def of_topology(
-        cls, topology: ShardTopology, group_of: Callable[[str, MeshAxis], dist.ProcessGroup]
+        cls,
+        topology: ShardTopology,
+        global_ranks: Sequence[int],
+        group_of: Callable[[str, tuple[int, ...]], dist.ProcessGroup],
     ) -> "ShardGroups":
-        """group_of: the communicator along an axis for the purpose "gather" or "reduce"."""
+        """global_ranks: see `create`; group_of: the communicator over the global ranks of an axis,
+        for the purpose "gather" or "reduce"."""
 
         def along(purpose: str, axes: Sequence[MeshAxis]) -> tuple[AxisGroup, ...]:
-            return tuple(AxisGroup(axis, group_of(purpose, axis)) for axis in axes)
+            all_ranks = [tuple(global_ranks[member] for member in axis.members) for axis in axes]
+            return tuple(
+                AxisGroup(axis, group_of(purpose, ranks), ranks)
+                for axis, ranks in zip(axes, all_ranks, strict=True)
+            )
 
         return cls(
             topology,

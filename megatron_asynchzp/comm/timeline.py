@@ -1,18 +1,30 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what happened when: spans of computation, of collectives and of waiting, on one clock.
-Must not know what the spans mean or who asks for them.
+"""Owns what happened when: spans of computation, of collectives and of waiting, on one clock, and
+the trace files made of them.
 """
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_asynchzp.device import Device
 
+LANES = {
+    "gather": "all-gather of the parameters",
+    "reduce": "reduce-scatter of the gradients",
+    "grad-sync": "reduction of the gradient shard",
+    "param-sync": "gather of the updated parameter shard",
+    "order": "comparison of the order of collectives",
+}
+"""Kinds of operation, each with its name in messages. A lane has a stream, and completes its tasks
+one after the other."""
+
 COMPUTE, WAIT, CAPTURE = "compute", "wait", "capture"
-"""Lanes of the main thread: what it computed, what it waited for, and from where to where somebody
-watched. All others communicate."""
+"""Lanes of the main thread: what it computed, what it waited for, and how long a capture lasted."""
 
 
 class Span(NamedTuple):
@@ -42,7 +54,7 @@ class CommTimes:
 
 
 class Timeline:
-    """Notes spans; any thread may add (list.append is atomic), the rest is for the main thread."""
+    """Records spans. Any thread may add (list.append is atomic), the rest is for the main one."""
 
     def __init__(self, device: Device):
         self.device = device
@@ -53,6 +65,7 @@ class Timeline:
         self._times = CommTimes()
 
     def add(self, lane: str, name: str, start: Any, end: Any) -> None:
+        """Record that something ran from the mark `start` to the mark `end`."""
         span = Span(lane, name, start, end)
         self._spans.append(span)
         if (captured := self._captured) is not None:
@@ -73,10 +86,11 @@ class Timeline:
 
     @property
     def is_capturing(self) -> bool:
-        """Whether somebody wants to see every span, computation included."""
+        """Whether every span is wanted, computation included."""
         return self._captured is not None
 
     def start_capture(self) -> None:
+        """From now on keep every span."""
         self._captured, self._capture_start = [], self.device.mark()
 
     def stop_capture(self) -> list[Span]:
@@ -117,9 +131,9 @@ def measure_comm(spans: Sequence[Span]) -> CommTimes:
     )
 
 
-def chrome_trace(spans: Iterable[Span], lanes: Sequence[str], rank: int) -> dict[str, Any]:
+def chrome_trace(spans: Iterable[Span], rank: int) -> dict[str, Any]:
     """Spans (in seconds) as a trace for chrome://tracing and Perfetto: one track per lane."""
-    tracks = {lane: track for track, lane in enumerate((CAPTURE, COMPUTE, WAIT, *lanes))}
+    tracks = {lane: track for track, lane in enumerate((CAPTURE, COMPUTE, WAIT, *LANES))}
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     ]
@@ -140,3 +154,18 @@ def chrome_trace(spans: Iterable[Span], lanes: Sequence[str], rank: int) -> dict
             }
         )
     return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+@contextmanager
+def captured_trace(timeline: Timeline, path: Path, rank: int = 0) -> Generator[None]:
+    """What happens inside becomes a trace in `path`, also where it fails."""
+    timeline.start_capture()
+    try:
+        yield
+    finally:
+        stop_trace(timeline, path, rank)
+
+
+def stop_trace(timeline: Timeline, path: Path, rank: int) -> None:
+    """End the capture of `timeline` and write it. Raises OSError."""
+    path.write_text(json.dumps(chrome_trace(timeline.stop_capture(), rank)))

@@ -25,8 +25,8 @@ from megatron_asynchzp.mcore.flags.asynchzp import TraceRequest
 from megatron_asynchzp.mcore.process.communication import Communication
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.zero.runtime import HZPRuntime
-from megatron_asynchzp.zero.schedule import ScheduleConfig
+from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -129,7 +129,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     def zero_grad_buffer(self) -> None:
         self.runtime.zero_grads()
         if self.runtime is self.communication.runtimes[0]:
-            self.communication.begin_step(self.runtime.scheduler.step)
+            self.communication.begin_step(self.runtime.step)
 
     def start_grad_sync(self, *unused: Any, **kwargs: Any) -> None:
         """Gradients have left already, micro-batch by micro-batch."""

@@ -137,7 +137,7 @@ def format_start_table(
     console.print(_groups_table(groups, ranks_per_node))
     rings: Counter[str] = Counter()
     for chunk in chunks:
-        rings.update(chunk.runtime.scheduler.ring_nbytes())
+        rings.update(chunk.runtime.ring_nbytes())
     console.print(_states_table(units, groups, optimizer, rings))
     console.print(_units_table(units))
     return text.getvalue()

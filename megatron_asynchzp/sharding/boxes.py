@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the cutting of a run of elements of a tensor into boxes. Must not know tensors or ranks."""
+"""Owns the cutting of a run of elements of a tensor into boxes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns one 1-D tensor: a range of a unit's flat layout. Must not know who uses it."""
+"""Owns one 1-D tensor: a range of a unit's flat layout."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the offsets of parameters in a unit's flat buffer. Must not know devices or ranks."""
+"""Owns the offsets of parameters in a unit's flat buffer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -45,7 +45,8 @@ class FlatLayout:
     @classmethod
     def build(cls, params: Iterable[tuple[str, tuple[int, ...]]], num_shards: int) -> "FlatLayout":
         """Lay out (name, shape) pairs; raises ValueError for a repeated name."""
-        slices, offset, numel = [], 0, 0
+        slices: list[ParamSlice] = []
+        offset = numel = 0
         for name, shape in params:
             count = prod(shape)
             slices.append(ParamSlice(name, tuple(shape), Range(offset, offset + count)))

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the arithmetic of ranks: which ranks share a shard, and which shard a rank owns.
-Must not know tensors or process groups.
-"""
+"""Owns the arithmetic of ranks: which ranks share a shard, and which shard a rank owns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -123,7 +121,7 @@ class ShardTopology:
     rank: int
     sizes: ShardSizes
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.sizes.check(self.world_size)
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in a group of {self.world_size}")

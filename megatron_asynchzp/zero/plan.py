@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the decision which parameters form a unit and which modules use it. Pure bookkeeping on a
-module tree: must not know tensors' contents, groups or hooks.
+"""Owns the decision which parameters form a unit and which modules use it: pure bookkeeping on a
+module tree.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 
@@ -24,6 +24,18 @@ class UnitPlan:
     group_key: str
     params: tuple[tuple[str, nn.Parameter], ...]
     modules: tuple[nn.Module, ...]
+
+
+def _parent_of(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _home_of(param_name: str, unit_paths: Collection[str]) -> str:
+    """The innermost unit module around a parameter; "" where there is none."""
+    home = _parent_of(param_name)
+    while home and home not in unit_paths:
+        home = _parent_of(home)
+    return home
 
 
 def _call_root(root: nn.Module, paths: Sequence[str]) -> str:
@@ -58,39 +70,29 @@ def plan_units(
     own, whose layout is then the same on every pipeline stage that holds a copy.
     """
     also_used_by = also_used_by or {}
-    path_of = {module: path for path, module in root.named_modules()}
+    path_of: dict[nn.Module, str] = {module: path for path, module in root.named_modules()}
     unit_paths = {path_of[module] for module in unit_modules}
-    grouped: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
-    modules: dict[tuple, tuple[nn.Module, ...]] = {}
+    grouped: dict[tuple[object, ...], list[tuple[str, nn.Parameter]]] = {}
     for name, param in root.named_parameters():
-        owner = name.rpartition(".")[0]
-        if param in also_used_by:
-            key = (name, "", torch.float32, True)
-            modules[key] = (root.get_submodule(owner), *also_used_by[param])
-        else:
-            home = owner
-            while home and home not in unit_paths:
-                home = home.rpartition(".")[0]
-            key = (home, group_key_of(param), param.dtype, param.requires_grad)
+        kind = (group_key_of(param), param.dtype, param.requires_grad)
+        key = (name,) if param in also_used_by else (_home_of(name, unit_paths), *kind)
         grouped.setdefault(key, []).append((name, param))
 
-    plans = []
-    for key, params in grouped.items():
-        home, group_key = key[0], group_key_of(params[0][1])
-        name = home or "root"
-        if key not in modules:
-            path = home
+    plans: list[UnitPlan] = []
+    num_named: Counter[str] = Counter()
+    for params in grouped.values():
+        first_name, first = params[0]
+        group_key = group_key_of(first)
+        if first in also_used_by:
+            name, path = first_name, _parent_of(first_name)
+        else:
+            path = _home_of(first_name, unit_paths)
             if group_key != "dense":
-                path = _call_root(root, [n.rpartition(".")[0] for n, _ in params])
-                name = path or "root"
-            modules[key] = (root.get_submodule(path),)
-        same_name = sum(plan.name == name for plan in plans)
-        plans.append(
-            UnitPlan(
-                f"{name}#{same_name + 1}" if same_name else name,
-                group_key,
-                tuple(params),
-                modules[key],
-            )
-        )
+                path = _call_root(root, [_parent_of(name) for name, _ in params])
+            name = path or "root"
+        num_named[name] += 1
+        if num_named[name] > 1:
+            name = f"{name}#{num_named[name]}"
+        modules = (root.get_submodule(path), *also_used_by.get(first, ()))
+        plans.append(UnitPlan(name, group_key, tuple(params), modules))
     return plans

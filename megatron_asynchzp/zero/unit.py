@@ -1,15 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns one unit: parameters that are gathered, used and released together, and the three
-persistent buffers of their states. Must not know hooks, threads or other units.
+persistent buffers of their states.
 """
 
 import enum
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 import torch
 
 from megatron_asynchzp.comm.collectives import (
+    Steps,
     all_gather_steps,
     all_reduce_steps,
     new_shards,
@@ -35,7 +36,7 @@ LEGAL_TRANSITIONS = {Phase.SHARDED: {Phase.UNSHARDED}, Phase.UNSHARDED: {Phase.S
 
 
 class IllegalTransition(RuntimeError):
-    """A unit was asked for something its phase does not allow."""
+    """The phase of a unit does not allow what was requested of it."""
 
 
 class HZPUnit:
@@ -102,8 +103,8 @@ class HZPUnit:
             self._point_params_at(self._placeholders)
 
     def _make_placeholders(self) -> list[torch.Tensor]:
-        # One NaN, expanded: the right shape for AccumulateGrad and for whoever asks, no memory,
-        # and whoever computes with it gets NaN instead of a plausible number (law 5).
+        # One NaN, expanded: the right shape for AccumulateGrad and for parameter groups, no memory,
+        # and computing with it gives NaN instead of a plausible number (law 5).
         nan = torch.full((1,), float("nan"), dtype=self.dtype, device=self.device)
         return [nan.expand(piece.shape) for piece in self.layout.slices]
 
@@ -121,6 +122,12 @@ class HZPUnit:
         """Whether main_param is a view of model_param (fp32 models)."""
         return self.dtype == torch.float32
 
+    @property
+    def slot_size(self) -> Hashable:
+        """Equal for units that fit the same slots."""
+        topology = self.groups.topology
+        return self.layout.padded_numel, self.dtype, topology.world_size, topology.sizes
+
     # ---- parameters
 
     def _enter(self, phase: Phase) -> None:
@@ -129,7 +136,7 @@ class HZPUnit:
         self.phase = phase
 
     @torch.no_grad()
-    def gather_steps(self, full: torch.Tensor) -> Iterator:
+    def gather_steps(self, full: torch.Tensor) -> Steps:
         """Gather the full parameters over the P axes into `full` (1-D, padded_numel)."""
         yield from all_gather_steps(self.model_param.storage, full, self.groups.unshard)
 
@@ -203,7 +210,7 @@ class HZPUnit:
         full[reached:].zero_()
 
     @torch.no_grad()
-    def reduce_steps(self, full: torch.Tensor, shards: Sequence[torch.Tensor]) -> Iterator:
+    def reduce_steps(self, full: torch.Tensor, shards: Sequence[torch.Tensor]) -> Steps:
         """Reduce-scatter `full` over the G axes in fp32 and add this rank's shard to main_grad.
 
         shards: memory for the results, one per axis (new_shards). A rank whose parameters got no
@@ -213,7 +220,7 @@ class HZPUnit:
         self.main_grad.storage.add_(shards[-1])
 
     @torch.no_grad()
-    def sync_grad_steps(self, scale: float) -> Iterator:
+    def sync_grad_steps(self, scale: float) -> Steps:
         """Once per step: sum the gradients over the axes from G to O and over the replicas.
 
         Afterwards the O range of main_grad holds the sum over the sharding group times `scale`;
@@ -249,7 +256,7 @@ class HZPUnit:
     def owned_params(self) -> list[torch.nn.Parameter]:
         """For an optimizer of this unit alone: the main_param_fragments that are not empty, as
         parameters whose `grad` is their place in main_grad."""
-        owned = []
+        owned: list[torch.nn.Parameter] = []
         for value, grad in zip(self.main_param_fragments(), self.main_grad_fragments()):
             if value.numel():
                 owned.append(torch.nn.Parameter(value))
@@ -265,14 +272,14 @@ class HZPUnit:
             self.main_param.storage.copy_(self.model_param.view(self.optim_range))
 
     @torch.no_grad()
-    def sync_param_steps(self) -> Iterator:
+    def sync_param_steps(self) -> Steps:
         """Once per step: cast main_param to the model dtype and gather it into the P shard."""
         if not self.is_main_param_aliased:
             self.model_param.view(self.optim_range).copy_(self.main_param.storage)
         yield from self.complete_param_steps()
 
     @torch.no_grad()
-    def complete_param_steps(self) -> Iterator:
+    def complete_param_steps(self) -> Steps:
         """Gather the P shard from what the ranks hold of it in their O ranges."""
         own = self.model_param.view(self.optim_range)
         yield from all_gather_steps(own, self.model_param.storage, self.groups.param_sync)

@@ -31,7 +31,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megatron_asynchzp.comm.trace import captured_trace
+from megatron_asynchzp.comm.timeline import captured_trace
 from scripts.bench.contenders import CONTENDERS, Contender, Engine
 from scripts.bench.cpu_usage import CpuUsage
 from scripts.bench.delayed_model import ModelSize
@@ -195,7 +195,7 @@ def _trace(contender: Engine, path: Path) -> None:
     """One step between two others, as rank 0 saw it."""
     contender.step()
     path.parent.mkdir(parents=True, exist_ok=True)
-    capture = captured_trace(contender.runtime.scheduler.driver, path)
+    capture = captured_trace(contender.runtime.driver.timeline, path)
     with capture if dist.get_rank() == 0 else nullcontext():
         contender.step()
     contender.step()

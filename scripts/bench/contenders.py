@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.plan import plan_units
-from megatron_asynchzp.zero.runtime import HZPRuntime
-from megatron_asynchzp.zero.schedule import ScheduleConfig
 from scripts.bench.delayed_model import DelayedModel, ModelSize, batch_of, new_adamw
 from scripts.bench.hierarchical_baseline import HierarchicalBaseline
 
@@ -193,7 +193,7 @@ class Engine(Contender):
         self.optimizers = {unit: new_adamw(unit.owned_params()) for unit in self.runtime.units}
         if self.updates_in_backward:
             self.runtime.update_in_backward(lambda unit: self.optimizers[unit].step())
-        self.drain = self.runtime.scheduler.settle
+        self.drain = self.runtime.settle
         self.close = self.runtime.close
 
     def begin(self) -> None:

@@ -11,9 +11,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.collectives import new_shards
 from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.comm.ring import Slot
+from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
 from megatron_asynchzp.mcore.start_table import (
     OPTIMIZER_STATE_NBYTES,
@@ -23,9 +22,10 @@ from megatron_asynchzp.mcore.start_table import (
 )
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.zero.gathers import new_param_rings
 from megatron_asynchzp.zero.plan import UnitPlan
+from megatron_asynchzp.zero.reductions import new_grad_rings
 from megatron_asynchzp.zero.unit import HZPUnit
-from megatron_asynchzp.zero.unit_rings import UnitRings
 from scripts.train.pretended_world import Stage
 
 
@@ -110,7 +110,7 @@ def shard_groups(group: dist.ProcessGroup, sizes: ShardSizes) -> ShardGroups:
     ranks = dist.get_process_group_ranks(group)
     topology = ShardTopology(len(ranks), group.rank(), sizes)
     return ShardGroups.of_topology(
-        topology, lambda _, axis: dist.new_group([ranks[member] for member in axis.members])
+        topology, ranks, lambda _, axis_ranks: dist.new_group(list(axis_ranks))
     )
 
 
@@ -146,33 +146,13 @@ def _start_table(
     ranks_per_node: int,
 ) -> str:
     keys = dict(zip(units, (plan.group_key for plan in plans), strict=True))
-    scheduler = SimpleNamespace(ring_nbytes=lambda: rings)
-    runtime = SimpleNamespace(group_keys=keys, scheduler=scheduler)
+    runtime = SimpleNamespace(group_keys=keys, ring_nbytes=lambda: rings)
     chunk = SimpleNamespace(units=units, groups=groups, runtime=runtime)
     return format_start_table([chunk], ranks_per_node, args.optimizer)
 
 
 def _ring_nbytes(units: list[HZPUnit], args: Namespace) -> dict[str, int]:
-    """As ParamsInFlight and GradsInFlight make them, without memory behind them."""
+    """As the run will have them: the units' device, meta, gives the slots no memory."""
     schedule = resolve_schedule(args)
-
-    def empty(unit: HZPUnit, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(unit.layout.padded_numel, dtype=dtype, device="meta")
-
-    def grad_slot(unit: HZPUnit) -> Slot:
-        full = empty(unit, torch.float32)
-        return Slot(full, new_shards(full, unit.groups.grad_reduce))
-
-    params = UnitRings(
-        units,
-        lambda unit: not unit.is_always_unsharded,
-        schedule.param_slots or schedule.depth + 1,
-        lambda unit: Slot(empty(unit, unit.dtype)),
-    )
-    grads = UnitRings(
-        units,
-        lambda unit: unit.is_trained and not unit.reduces_in_place,
-        schedule.grad_slots,
-        grad_slot,
-    )
-    return {"param_ring": params.nbytes, "grad_ring": grads.nbytes}
+    params = new_param_rings(units, schedule, CpuDevice())
+    return {"param_ring": params.nbytes, "grad_ring": new_grad_rings(units, schedule).nbytes}

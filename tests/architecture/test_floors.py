@@ -61,11 +61,11 @@ def test_every_part_of_the_package_has_a_floor_and_imports_only_from_below():
                 assert is_below, f"{path} imports {module}"
 
 
-def test_parameters_and_gradients_in_flight_meet_in_the_scheduler_alone():
-    parts = {"params_in_flight", "grads_in_flight"}
+def test_gathers_and_reductions_meet_in_the_step_alone():
+    parts = {"gathers", "reductions"}
     for part in parts:
         names = {name.split(".")[-1] for name in imported_modules(PACKAGE / f"zero/{part}.py")}
-        assert not names & (parts | {"scheduler", "runtime", "hooks"}), part
+        assert not names & (parts | {"step", "autograd"}), part
 
 
 def test_no_module_above_comm_imports_itself_by_way_of_others():
@@ -97,7 +97,7 @@ def test_only_the_adapter_imports_megatron():
 
 
 ONLY_IN = {
-    "import threading": "comm/worker.py",
+    "import threading": "comm/driver.py",
     "torch.cuda": "device.py",
     "torch.npu": "device.py",
     "import triton": None,

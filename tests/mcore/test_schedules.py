@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_asynchzp.zero.schedule import SCHEDULES
+from megatron_asynchzp.zero.config import SCHEDULES
 from tests.mcore.test_parity import BF16, INTERLEAVED, PIPELINE, TWO_EXPERT_RANKS
 from tests.support.live_memory import live_nbytes
 from tests.support.megatron_runs import FULL_RECOMPUTE, run_pretrain
@@ -39,7 +39,7 @@ def checksum(chunks: list, optimizer: Any) -> int:
     """Of this rank's parameter shards, gathered from the optimizer's, and of Adam's moments."""
     total = 0
     for chunk in chunks:
-        chunk.runtime.scheduler.settle()
+        chunk.runtime.settle()
         for unit in chunk.units:
             for state in (unit.model_param, unit.main_param):
                 raw = state.storage.contiguous().view(torch.uint8).numpy()
@@ -82,7 +82,7 @@ def test_the_three_schedules_are_identical_over_50_steps_of_megatron(world_size)
 
 def memory_by_step(steps: int) -> tuple[list[int], list[int]]:
     """Live bytes and ring bytes at the start of every step."""
-    from megatron_asynchzp.zero.runtime import HZPRuntime
+    from megatron_asynchzp.zero.autograd import HZPRuntime
 
     live, rings = [], []
     zero_grads = HZPRuntime.zero_grads
@@ -90,7 +90,7 @@ def memory_by_step(steps: int) -> tuple[list[int], list[int]]:
     def counted(self: HZPRuntime) -> None:
         zero_grads(self)
         live.append(live_nbytes())
-        rings.append(sum(self.scheduler.ring_nbytes().values()))
+        rings.append(sum(self.ring_nbytes().values()))
 
     variant = Variant("bf16, 3 micro-batches", BF16, 3)
     with mock.patch.object(HZPRuntime, "zero_grads", counted):

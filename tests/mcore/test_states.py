@@ -80,21 +80,21 @@ def stock_groups() -> list[tuple[float, int]]:
 def memory_of_steps() -> list[tuple[list[str], int]]:
     """After each backward: units gathered and how many units' gradients have not been sent."""
     seen: list[tuple[list[str], int]] = []
-    from megatron_asynchzp.zero.runtime import HZPRuntime
+    from megatron_asynchzp.zero.autograd import HZPRuntime
 
-    original = HZPRuntime._end_backward
+    original = HZPRuntime.end_backward
 
     def counted(self: HZPRuntime) -> None:
         original(self)
         gathered = sorted(u.name for u in self.units if u.phase.value == "unsharded")
-        pending = sum(self.scheduler.has_pending_grads(u) for u in self.units)
+        pending = sum(self.reductions.has_pending(u) for u in self.units)
         seen.append((gathered, pending))
 
-    HZPRuntime._end_backward = counted
+    HZPRuntime.end_backward = counted
     try:
         run_pretrain(gpt_args(*STEPS, *BF16, *size_flags((2, 2, 4))))
     finally:
-        HZPRuntime._end_backward = original
+        HZPRuntime.end_backward = original
     return seen
 
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.comm.worker import Driver
 from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes, ShardTopology
+from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.plan import plan_units
-from megatron_asynchzp.zero.runtime import HZPRuntime
-from megatron_asynchzp.zero.schedule import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
 
@@ -115,7 +115,7 @@ class EngineTrainer:
     def full_params(self) -> dict[str, torch.Tensor]:
         """Every parameter, gathered. Collective."""
         full = {}
-        self.runtime.scheduler.settle()
+        self.runtime.settle()
         for unit in self.runtime.units:
             unit.unshard()
             for name, param in zip(unit.param_names, unit.params):

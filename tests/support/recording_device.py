@@ -1,25 +1,25 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Devices without hardware that find races: streams are vector clocks, every torch operation is
-noted as reads and writes of memory on the current stream. Must not know the engine's schedule.
+noted as reads and writes of memory on the current stream.
 
 Two accesses to the same bytes, one of them a write, race unless something orders them. Which of
 them came first in this run does not count: a stream, or a thread, may be late by any time.
 """
 
-import queue
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from megatron_asynchzp.comm.driver import Driver, Task
 
 Clock = dict[str, int]
 """How many accesses of each stream have happened."""
@@ -175,13 +175,16 @@ class RecordingDevice:
         name = self._labels.get(memory, "unnamed memory")
         return f"{name}: {does[0]}, {does[1]}, and neither waits for the other"
 
+    def attend(self, driver: Driver) -> None:
+        """`driver` runs on this device: what orders its threads is recorded from now on."""
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Note what this thread does, and put recorded collectives in place of torch's."""
         with (
             mock.patch("megatron_asynchzp.comm.collectives.all_gather_flat", self._all_gather),
             mock.patch(
-                "megatron_asynchzp.comm.collectives._reduce_scatter_flat", self._reduce_scatter
+                "megatron_asynchzp.comm.collectives.reduce_scatter_flat", self._reduce_scatter
             ),
             mock.patch("torch.distributed.all_reduce", self._all_reduce),
             _Noting(self),
@@ -206,13 +209,14 @@ class RecordingDevice:
     def _reduce_scatter(self, shard, full, group, async_op):
         return self._issue("reduce-scatter", group, full, shard)
 
-    def _all_reduce(self, tensor, group, async_op):
+    def _all_reduce(self, tensor, op=None, group=None, async_op=False):
         return self._issue("all-reduce", group, tensor, tensor)
 
 
 class RecordingHost(RecordingDevice):
-    """As a CPU: nothing runs ahead, every thread is a stream of its own, and what orders them are
-    the queues and events that they hand on work with. (That a lock was free orders nothing.)
+    """As a CPU: nothing runs ahead and every thread is a stream of its own. What orders threads is
+    that a task starts after it was submitted, and that a thread which awaits it goes on after its
+    end.
     """
 
     runs_ahead = False
@@ -230,41 +234,31 @@ class RecordingHost(RecordingDevice):
     def record_event(self) -> None:
         return None
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        device = self
+    def attend(self, driver: Driver) -> None:
+        submit = driver.submit
 
-        class Queue:
-            def __init__(self):
-                self._items = queue.SimpleQueue()
+        def attended_submit(task: Task) -> Task:
+            self._attend_task(task)
+            return submit(task)
 
-            def put(self, item: Any) -> None:
-                self._items.put((item, device.now()))
+        driver.submit = attended_submit
 
-            def get(self) -> Any:
-                item, before = self._items.get()
-                device.order(before, device._current())
-                return item
+    def _attend_task(self, task: Task) -> None:
+        start, await_usable = task.start, task.await_usable
+        before: Clock = self.now()
+        after: Clock = {}
 
-        class Event(threading.Event):
-            before: ClassVar[Clock] = {}
+        def attended_start() -> Iterator:
+            nonlocal after
+            self.order(before, self._current())
+            yield from start()
+            after = self.now()
 
-            def set(self) -> None:
-                self.before = device.now()
-                super().set()
+        def attended_wait() -> None:
+            await_usable()
+            self.order(after, self._current())
 
-            def wait(self, timeout: float | None = None) -> bool:
-                is_set = super().wait(timeout)
-                device.order(self.before, device._current())
-                return is_set
-
-        names = SimpleNamespace(Event=Event, Thread=threading.Thread, Lock=threading.Lock)
-        with (
-            super().recording(),
-            mock.patch("megatron_asynchzp.comm.worker.threading", names),
-            mock.patch("megatron_asynchzp.comm.worker.queue", SimpleNamespace(SimpleQueue=Queue)),
-        ):
-            yield
+        task.start, task.await_usable = attended_start, attended_wait
 
 
 class FinishedLater:
@@ -278,7 +272,7 @@ class FinishedLater:
 
 
 class _Noting(TorchDispatchMode):
-    """Tells the device what every torch operation of this thread reads, writes and allocates."""
+    """Passes on what every torch operation of this thread reads, writes and allocates."""
 
     def __init__(self, device: RecordingDevice):
         super().__init__()

@@ -1,8 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Programs for a UnitScheduler on a recording device: which units are used when, over some steps.
+"""Programs for a StepScheduler on a recording device: which units are used when, over some steps.
 The units, their generators and the drivers are the engine's own; only the collectives are not.
-Must not know what is asserted about a program.
 """
 
 import random
@@ -11,13 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron_asynchzp.comm.driver import Driver, Task, ThreadDriver
 from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.comm.order import IssueLog
 from megatron_asynchzp.comm.timeline import Timeline
-from megatron_asynchzp.comm.worker import Driver, ThreadDriver, new_driver
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.zero.schedule import ScheduleConfig
-from megatron_asynchzp.zero.scheduler import UnitScheduler
+from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.step import StepScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.recording_device import Collective, Group, RecordingDevice
 
@@ -70,7 +68,7 @@ class Execution:
     """What a program did. submitted and issued: (lane, unit) in order."""
 
     device: RecordingDevice
-    scheduler: UnitScheduler
+    scheduler: StepScheduler
     submitted: list[tuple[str, str]] = field(default_factory=list)
     issued: list[tuple[str, str]] = field(default_factory=list)
 
@@ -83,59 +81,19 @@ class Execution:
         return self.device.collectives
 
 
-class RecordedGroups(ShardGroups):
+def recorded_groups(sizes: tuple[int, int, int], rank: int) -> ShardGroups:
     """The communicators of a rank, without ranks."""
-
-    def ranks_along(self, axes) -> tuple[int, ...]:
-        return tuple(sorted({member for axis in axes for member in axis.axis.members}))
-
-    @classmethod
-    def on_rank(cls, sizes: tuple[int, int, int], rank: int) -> "RecordedGroups":
-        topology = ShardTopology(WORLD_SIZE, rank, ShardSizes(*sizes))
-        return cls.of_topology(
-            topology, lambda purpose, axis: Group(f"{purpose} over {axis.members}")
-        )
+    topology = ShardTopology(WORLD_SIZE, rank, ShardSizes(*sizes))
+    return ShardGroups.of_topology(
+        topology, range(WORLD_SIZE), lambda purpose, ranks: Group(f"{purpose} over {ranks}")
+    )
 
 
-class _WatchedUnit(HZPUnit):
-    """Tells when its collectives begin to be issued."""
-
-    issued: list[tuple[str, str]]
-
-    def gather_steps(self, *args):
-        self.issued.append(("gather", self.name))
-        yield from super().gather_steps(*args)
-
-    def reduce_steps(self, *args):
-        self.issued.append(("reduce", self.name))
-        yield from super().reduce_steps(*args)
-
-    def sync_grad_steps(self, *args):
-        self.issued.append(("grad-sync", self.name))
-        yield from super().sync_grad_steps(*args)
-
-    def sync_param_steps(self):
-        self.issued.append(("param-sync", self.name))
-        yield from super().sync_param_steps()
-
-
-class _ListedLog(IssueLog):
-    """Keeps what was submitted."""
-
-    def __init__(self, submitted: list[tuple[str, str]]):
-        super().__init__()
-        self.submitted = submitted
-
-    def add(self, lane: str, unit: str) -> None:
-        self.submitted.append((lane, unit))
-        super().add(lane, unit)
-
-
-def _new_unit(program: Program, index: int, groups: ShardGroups) -> _WatchedUnit:
+def _new_unit(program: Program, index: int, groups: ShardGroups) -> HZPUnit:
     shape = program.units[index]
     values = torch.ones(shape.numel - 3, dtype=program.dtype), torch.ones(3, dtype=program.dtype)
     params = [torch.nn.Parameter(value, shape.is_trained) for value in values]
-    return _WatchedUnit(f"u{index}", [("weight", params[0]), ("bias", params[1])], groups)
+    return HZPUnit(f"u{index}", [("weight", params[0]), ("bias", params[1])], groups)
 
 
 def _label(device: RecordingDevice, unit: HZPUnit) -> None:
@@ -145,43 +103,64 @@ def _label(device: RecordingDevice, unit: HZPUnit) -> None:
 
 
 def _label_slots(done: "Execution") -> None:
-    for kind in ("param", "grad"):
-        for ring in getattr(done.scheduler, f"{kind}s").rings:
-            for index, slot in enumerate(ring._slots):
-                done.device.label(slot.storage, f"{kind} slot {index}")
-                for scratch in slot.scratch:
-                    done.device.label(scratch, f"scratch of {kind} slot {index}")
+    scheduler = done.scheduler
+    for kind, rings in (("param", scheduler.gathers.rings), ("grad", scheduler.reductions.rings)):
+        for index, slot in enumerate(rings.slots):
+            done.device.label(slot.storage, f"{kind} slot {index}")
+            for scratch in slot.scratch:
+                done.device.label(scratch, f"scratch of {kind} slot {index}")
 
 
 def delayed_driver(device: RecordingDevice, config: ScheduleConfig, seed: int) -> Driver:
     """A driver whose threads, if it has any, now and then sleep before they act."""
     if config.kind != "threaded":
-        return new_driver(config.kind, Timeline(device))
-    chance = random.Random(seed)
-    return ThreadDriver(Timeline(device), 30.0, delay=lambda: chance.choice((0, 0, 0, 1e-4, 1e-3)))
+        driver = config.start_driver(device)
+    else:
+        chance = random.Random(seed)
+        driver = ThreadDriver(
+            Timeline(device), 30.0, delay=lambda: chance.choice((0, 0, 0, 1e-4, 1e-3))
+        )
+    device.attend(driver)
+    return driver
+
+
+def _note_tasks(driver: Driver, done: Execution) -> None:
+    submit = driver.submit
+
+    def noted_submit(task: Task) -> Task:
+        start, entry = task.start, (task.lane, task.unit)
+
+        def noted_start():
+            done.issued.append(entry)
+            return start()
+
+        done.submitted.append(entry)
+        task.start = noted_start
+        return submit(task)
+
+    driver.submit = noted_submit
 
 
 def execute(
     program: Program,
     seed: int = 0,
-    scheduler_class: type[UnitScheduler] = UnitScheduler,
+    scheduler_class: type[StepScheduler] = StepScheduler,
     new_device: Callable[[], RecordingDevice] = RecordingDevice,
 ) -> Execution:
     """Run `program` to its end and close everything."""
     device = new_device()
     with device.recording(), torch.no_grad():
-        groups = RecordedGroups.on_rank(program.sizes, program.rank)
+        groups = recorded_groups(program.sizes, program.rank)
         units = [_new_unit(program, i, groups) for i in range(len(program.units))]
         driver = delayed_driver(device, program.config, seed)
         try:
             scheduler = scheduler_class(units, program.config, driver, 0.5)
             done = Execution(device, scheduler)
-            driver.log = _ListedLog(done.submitted)
+            _note_tasks(driver, done)
             if program.updates_in_backward:
-                scheduler.update = update
+                scheduler.update_in_backward(update)
             _label_slots(done)
             for unit in units:
-                unit.issued = done.issued
                 _label(device, unit)
             for step in program.steps:
                 _Runner(scheduler, step).run()
@@ -199,7 +178,7 @@ def update(unit: HZPUnit) -> None:
 class _Runner:
     """One step, with the calls that HZPRuntime makes from its hooks."""
 
-    def __init__(self, scheduler: UnitScheduler, step: Step):
+    def __init__(self, scheduler: StepScheduler, step: Step):
         self.scheduler, self.step = scheduler, step
         units = enumerate(scheduler.units)
         self.units = [unit for i, unit in units if i not in step.skipped and i != step.root]
@@ -209,23 +188,18 @@ class _Runner:
 
     def run(self) -> None:
         if self.step.evaluates:
-            self.scheduler.begin_evaluation()
+            self.scheduler.gathers.begin_evaluation()
             self._forward()
         if self.step.is_begun_again:
-            self._zero_grads()
+            self.scheduler.zero_grads()
             self._forward()
             self._backward(self.units[len(self.units) // 2 :])
-        self._zero_grads()
+        self.scheduler.zero_grads()
         self._micro_batches()
         self.scheduler.sync_grads()
         if self.step.is_applied or self.scheduler.update is not None:
             self._optimizer_step()
             self.scheduler.sync_params()
-
-    def _zero_grads(self) -> None:
-        self.scheduler.restart()
-        for unit in self.scheduler.units:
-            unit.zero_grads()
 
     def _micro_batches(self) -> None:
         total = self.step.micro_batches
@@ -244,12 +218,12 @@ class _Runner:
             self._compute(self.root)
         for unit in self.units:
             self._compute(unit)
-            self.scheduler.release(unit)
+            self.scheduler.gathers.release(unit)
         if self.root is not None:
-            self.scheduler.release(self.root)
+            self.scheduler.gathers.release(self.root)
 
     def _compute(self, unit: HZPUnit) -> None:
-        self.scheduler.use(unit)
+        self.scheduler.gathers.use(unit)
         for param in unit.params:
             param.sum()
 
@@ -261,21 +235,21 @@ class _Runner:
                 self._compute(unit)
             self._compute(unit)
             self._accumulate(unit)
-            self.scheduler.release(unit)
+            self.scheduler.gathers.release(unit)
             self.scheduler.reduce(unit)
 
     def _end_backward(self) -> None:
         if self.root is not None:
             self._accumulate(self.root)
             self.scheduler.reduce(self.root)
-            self.scheduler.release(self.root)
+            self.scheduler.gathers.release(self.root)
 
     def _accumulate(self, unit: HZPUnit) -> None:
         if not unit.is_trained:
             return
         for index, param in enumerate(unit.params):
             param.grad = torch.ones(param.shape, dtype=param.dtype)
-            self.scheduler.take_grad(unit, index)
+            self.scheduler.reductions.take(unit, index)
 
     def _optimizer_step(self) -> None:
         if self.scheduler.update is None:

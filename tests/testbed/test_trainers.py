@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_asynchzp.zero.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 from scripts.testbed.profile import NetworkProfile
 from scripts.testbed.streams import host_waits, install_streams
 from tests.support import engine

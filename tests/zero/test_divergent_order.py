@@ -10,9 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.order import IssueLog, OrderMismatch
-from megatron_asynchzp.comm.task import CollectiveFailure
-from megatron_asynchzp.zero.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.comm.collectives import AxisGroup
+from megatron_asynchzp.comm.driver import CollectiveFailure, Driver, Task
+from megatron_asynchzp.comm.order_check import OrderCheck, OrderMismatch
+from megatron_asynchzp.comm.timeline import Timeline
+from megatron_asynchzp.device import CpuDevice
+from megatron_asynchzp.sharding.topology import MeshAxis
+from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.ranks import observe_ranks, run_ranks
 from tests.support.selection import slow_unless
@@ -36,7 +40,7 @@ def diverge(kind: str, sizes: tuple, limit_s: float, num_equal: int, routes: lis
         trainer.model.routes = [list(route) for route in routes]
     try:
         loss = trainer.local_step(num_equal, count if dist.get_rank() == 1 else 2)
-        trainer.runtime.scheduler.settle()
+        trainer.runtime.settle()
     except (OrderMismatch, CollectiveFailure) as error:
         with pytest.raises(type(error)) as again:
             trainer.runtime.detach()
@@ -47,11 +51,11 @@ def diverge(kind: str, sizes: tuple, limit_s: float, num_equal: int, routes: lis
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_two_swapped_modules_of_one_size_are_named_with_one_message_on_all_ranks(kind):
-    """In a first step every collective finds a partner, so that only the comparison can tell."""
+    """In a first step every collective finds a partner, so that only the comparison sees it."""
     routes = [[1, 0, 2, 3], [1, 0, 2, 3]]
-    told = observe_ranks(diverge, 4, kind, (2, 2, 4), 60.0, 0, routes, 2, num_survivors=4)
-    assert sorted(told) == [0, 1, 2, 3]
-    (message,) = set(told.values())
+    messages = observe_ranks(diverge, 4, kind, (2, 2, 4), 60.0, 0, routes, 2, num_survivors=4)
+    assert sorted(messages) == [0, 1, 2, 3]
+    (message,) = set(messages.values())
     assert re.fullmatch(
         r"OrderMismatch: step 1: collective \d+ since the last comparison was 'gather blocks.0' on "
         r"ranks 0, 2, 3 and 'gather blocks.1' on rank 1; every rank must call .*",
@@ -79,12 +83,12 @@ DIVERGENCES = {
 )
 def test_one_rank_that_does_something_else_gets_no_number_and_nor_do_its_peers(kind, name):
     routes, micro_batches = DIVERGENCES[name]
-    told = observe_ranks(
+    messages = observe_ranks(
         diverge, 2, kind, (2, 2, 2), 2.0, 2, routes, micro_batches, num_survivors=2
     )
     # gloo itself aborts a process whose peer sends more than it expects: the other one is left.
-    assert told and set(told) <= {0, 1}
-    for text in told.values():
+    assert messages and set(messages) <= {0, 1}
+    for text in messages.values():
         assert re.match(r"OrderMismatch: step 3: |CollectiveFailure: .* in step [34] failed", text)
         assert "\n" not in text
 
@@ -92,8 +96,8 @@ def test_one_rank_that_does_something_else_gets_no_number_and_nor_do_its_peers(k
 # --- the comparison alone ----------------------------------------------------------------------
 
 
-def compare_logs() -> list[str]:
-    """Rank r logs the entries of its place; returns what each comparison raised."""
+def compare_orders() -> list[str]:
+    """Rank r submits the entries of its place; returns what each comparison raised."""
     same = ["gather a", "reduce a"]
     programs = [
         [same, same, same, same],
@@ -103,28 +107,31 @@ def compare_logs() -> list[str]:
         [["gather a"], ["gather b"], ["gather c"], ["gather a"]],
         [same, same, same, same],
     ]
-    inner = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
-    outer = [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
+    rank = dist.get_rank()
+    inner = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    outer = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    axes = [
+        AxisGroup(MeshAxis(2, 1, rank % 2, ()), inner, ()),
+        AxisGroup(MeshAxis(2, 2, rank // 2, ()), outer, ()),
+    ]
 
-    class Submitted:
-        def __init__(self, start):
-            self._steps = start()
+    def new_check() -> tuple[Driver, OrderCheck]:
+        driver = Driver(Timeline(CpuDevice()))
+        return driver, OrderCheck(driver, axes, torch.device("cpu"))
 
-        def wait(self) -> None:
-            for work in self._steps:
-                work.wait()
-
-    told, log = [], IssueLog()
-    for step, program in enumerate(programs):
-        for entry in program[dist.get_rank()]:
-            log.add(*entry.split())
+    messages = []
+    driver, check = new_check()
+    for program in programs:
+        for lane, unit in map(str.split, program[rank]):
+            driver.submit(Task(lane, unit, (), lambda: iter(())))
         try:
-            log.start_check([inner, outer], torch.device("cpu"), step, Submitted).finish()
-            told.append("")
+            check.start()
+            check.finish()
+            messages.append("")
         except OrderMismatch as mismatch:
-            told.append(str(mismatch).partition(" since the last comparison was ")[2])
-            log = IssueLog()
-    return told
+            messages.append(str(mismatch).partition(" since the last comparison was ")[2])
+            driver, check = new_check()  # a mismatch ends the use of a driver
+    return messages
 
 
 def test_the_comparison_names_the_first_difference_and_who_did_what_on_every_rank():
@@ -137,10 +144,10 @@ def test_the_comparison_names_the_first_difference_and_who_did_what_on_every_ran
         f"'gather a' on ranks 0, 3 and 'gather b' on rank 1 and 'gather c' on rank 2{end}",
         "",
     ]
-    assert run_ranks(compare_logs, 4) == [expected] * 4
+    assert run_ranks(compare_orders, 4) == [expected] * 4
 
 
-def count_log_entries() -> dict[bool, list[int]]:
+def count_submissions_kept() -> dict[bool, list[int]]:
     lengths = {}
     for checks_order in (True, False):
         schedule = ScheduleConfig(checks_order=checks_order)
@@ -148,12 +155,12 @@ def count_log_entries() -> dict[bool, list[int]]:
         lengths[checks_order] = []
         for step in range(4):
             trainer.step(step, 2)
-            lengths[checks_order].append(len(trainer.runtime.scheduler.driver.log._entries))
+            lengths[checks_order].append(len(trainer.runtime.driver.submitted))
         trainer.runtime.detach()
     return lengths
 
 
-def test_what_was_issued_is_forgotten_every_step_also_where_nothing_is_compared():
-    for lengths in run_ranks(count_log_entries, 2):
+def test_what_was_submitted_is_forgotten_every_step_also_where_nothing_is_compared():
+    for lengths in run_ranks(count_submissions_kept, 2):
         assert len(set(lengths[False][1:])) == 1
         assert max(lengths[False]) <= max(lengths[True])

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Steps that depart, equally on all ranks, from the one before: the bits of the inline schedule,
-and one word about what is gathered on demand.
+and one warning about what is gathered on demand.
 """
 
 import logging
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.zero.schedule import ScheduleConfig
+from megatron_asynchzp.zero.config import ScheduleConfig
 from tests.support.engine import EngineTrainer
 from tests.support.ranks import run_ranks
 from tests.support.selection import slow_unless
@@ -46,7 +46,7 @@ class Listener(logging.Handler):
 
 
 def train(program: list, evaluates: bool, schedule: ScheduleConfig, sizes: tuple):
-    """Losses, parameters and what was said."""
+    """Losses, parameters and what was logged."""
     listener, logger = Listener(), logging.getLogger("megatron_asynchzp")
     logger.addHandler(listener)
     torch.manual_seed(5)
@@ -63,7 +63,7 @@ def train(program: list, evaluates: bool, schedule: ScheduleConfig, sizes: tuple
                     losses.append(toy_loss(trainer.model, tokens).item())
     params = trainer.full_params()
     trainer.runtime.detach()
-    assert trainer.runtime.scheduler.num_slots_in_use() == 0
+    assert trainer.runtime.num_slots_in_use() == 0
     logger.removeHandler(listener)
     return losses, params, listener.lines
 
@@ -76,8 +76,8 @@ FAST_CASES += [(WITHOUT_DEPARTURE[0], True), ("an early exit", True)]
 
 
 def compare_with_inline(sizes: tuple, cases: list[Case]) -> dict:
-    """What was said, by case and schedule, where every bit was that of the inline schedule."""
-    said = {}
+    """What was logged, by case and schedule, where every bit was that of the inline schedule."""
+    logged = {}
     for name, evaluates in cases:
         program = PROGRAMS[name]
         expected_losses, expected, _ = train(program, evaluates, ScheduleConfig("inline"), sizes)
@@ -87,8 +87,8 @@ def compare_with_inline(sizes: tuple, cases: list[Case]) -> dict:
             assert losses == expected_losses, (name, evaluates, kind, depth)
             for key in expected:
                 assert torch.equal(params[key], expected[key]), (name, kind, depth, key)
-            said[name, evaluates, kind, depth] = lines
-    return said
+            logged[name, evaluates, kind, depth] = lines
+    return logged
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def compare_with_inline(sizes: tuple, cases: list[Case]) -> dict:
         slow_unless(False, (2, 1, 2), ALL_CASES, id="all, fewer gradient shards"),
     ],
 )
-def test_a_departure_changes_no_bit_and_is_told_once_by_rank_0(sizes, cases):
+def test_a_departure_changes_no_bit_and_is_logged_once_by_rank_0(sizes, cases):
     first, second = run_ranks(compare_with_inline, 2, sizes, cases)
     assert len(first) == len(cases) * 3
     for (name, evaluates, *schedule), lines in first.items():
@@ -108,5 +108,5 @@ def test_a_departure_changes_no_bit_and_is_told_once_by_rank_0(sizes, cases):
         else:
             (line,) = lines
             assert " where the step before used " in line, (name, schedule)
-            assert line.endswith(" is gathered on demand (said once)"), (name, schedule)
+            assert line.endswith(" is gathered on demand (logged once)"), (name, schedule)
     assert all(lines == [] for lines in second.values())

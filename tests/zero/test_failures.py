@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Law 7: what goes wrong in a collective is told by name, at once or within the time limit, to
-whoever trains, in every schedule; nothing hangs and no thread is left.
+"""Law 7: what goes wrong in a collective is raised by name, at once or within the time limit, on
+the main thread, in every schedule; nothing hangs and no thread is left.
 """
 
 import os
@@ -15,8 +15,9 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.task import LANES, CollectiveFailure
-from megatron_asynchzp.zero.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.comm.driver import CollectiveFailure
+from megatron_asynchzp.comm.timeline import LANES
+from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.ranks import observe_ranks, run_ranks
 from tests.support.selection import slow_unless
@@ -47,9 +48,9 @@ def train_until_failure(
     """`prepare` is called before each step; a later one must end in a CollectiveFailure."""
     schedule = ScheduleConfig(kind, prefetch_depth=2, time_limit_s=limit_s)
     trainer = EngineTrainer(build_toy(), sizes, schedule=schedule)
-    driver, jobs = trainer.runtime.scheduler.driver, []
+    driver, tasks = trainer.runtime.driver, []
     submit = driver.submit
-    driver.submit = lambda task: (jobs.append(submit(task)), jobs[-1])[1]
+    driver.submit = lambda task: (tasks.append(submit(task)), tasks[-1])[1]
     if kind == "threaded":
         assert len(own_threads()) == len(LANES)  # so that an empty list of them means something
     start_s = time.monotonic()
@@ -64,9 +65,9 @@ def train_until_failure(
         raise AssertionError("nothing failed")
     failed_s = time.monotonic() - start_s
     later = {
-        "submit": lambda: submit(jobs[0].task),
-        "wait for the first job": jobs[0].wait,
-        "wait for the last job": jobs[-1].wait,
+        "submit": lambda: submit(tasks[0]),
+        "wait for the first task": tasks[0].wait,
+        "wait for the last task": tasks[-1].wait,
         "train": lambda: trainer.local_step(NUM_STEPS, 1),
         "detach": trainer.runtime.detach,
     }
@@ -83,7 +84,7 @@ def raised_by(call: Callable[[], object]) -> BaseException | None:
     return None
 
 
-def assert_told(seen: Seen) -> None:
+def assert_named(seen: Seen) -> None:
     """One line with operation, unit, ranks and step; nothing waited for, no thread left."""
     operations = "|".join(LANES.values())
     units = r"(embedding|blocks\.\d|output|root|norm|all units)"
@@ -93,7 +94,7 @@ def assert_told(seen: Seen) -> None:
     assert seen.failed_after_s < SOON_S and seen.closed_after_s < SOON_S
 
 
-# --- an exception in a job ---------------------------------------------------------------------
+# --- an exception in a task --------------------------------------------------------------------
 
 STEPS_OF = {
     "gather": "gather_steps",
@@ -103,7 +104,7 @@ STEPS_OF = {
 }
 
 
-def fail_in_job(kind: str, sizes: tuple, lane: str) -> Seen:
+def fail_in_task(kind: str, sizes: tuple, lane: str) -> Seen:
     def broken(*_: object) -> Iterator:
         raise ValueError("a bug\nof two lines")
         yield
@@ -128,15 +129,17 @@ SIZES_OF |= dict.fromkeys(("grad-sync", "param-sync"), (1, 1, 2))
         for lane in STEPS_OF
     ],
 )
-def test_an_exception_in_a_job_reaches_the_main_thread_by_name_and_so_does_its_peer_s_loss(
+def test_an_exception_in_a_task_reaches_the_main_thread_by_name_and_so_does_its_peer_s_loss(
     kind, lane
 ):
-    seen = observe_ranks(fail_in_job, 2, kind, SIZES_OF[lane], lane, num_survivors=2)
+    seen = observe_ranks(fail_in_task, 2, kind, SIZES_OF[lane], lane, num_survivors=2)
     assert sorted(seen) == [0, 1]
     for rank in seen:
-        assert_told(seen[rank])
-    told = rf"{LANES[lane]} of blocks.1 over ranks 0, 1 in step [23] failed: ValueError a bug of "
-    assert re.match(told, seen[1].message), seen[1].message
+        assert_named(seen[rank])
+    pattern = (
+        rf"{LANES[lane]} of blocks.1 over ranks 0, 1 in step [23] failed: ValueError a bug of "
+    )
+    assert re.match(pattern, seen[1].message), seen[1].message
 
 
 # --- a peer that dies, a peer that hangs -------------------------------------------------------
@@ -173,7 +176,7 @@ def test_when_a_peer_dies_the_others_end_by_name_long_before_the_time_limit(kind
     seen = observe_ranks(lose_peer, 4, kind, where, "exit", LONG_LIMIT_S, num_survivors=3)
     assert sorted(seen) == [0, 2, 3]
     for rank in seen:
-        assert_told(seen[rank])
+        assert_named(seen[rank])
         # Parameter shards of the step before may still have been on their way.
         assert re.search(" in step [23] ", seen[rank].message)
 
@@ -183,7 +186,7 @@ def test_when_a_peer_hangs_the_others_end_by_name_within_the_time_limit(kind):
     seen = observe_ranks(lose_peer, 4, kind, "backward", "stop", 2.0, num_survivors=3)
     assert sorted(seen) == [0, 2, 3]
     for rank in seen:
-        assert_told(seen[rank])
+        assert_named(seen[rank])
 
 
 # --- the ordinary end --------------------------------------------------------------------------
@@ -214,8 +217,8 @@ def fail_after_close() -> str:
 
 
 def test_training_on_after_the_end_is_an_error_and_not_a_hang():
-    for told in run_ranks(fail_after_close, 2):
-        assert "asked for after the communication was closed" in told
+    for message in run_ranks(fail_after_close, 2):
+        assert "submitted after the communication was closed" in message
 
 
 # --- a collective that is never issued ---------------------------------------------------------
@@ -236,10 +239,10 @@ def stick_in_issue() -> Seen:
     return train_until_failure("threaded", (2, 2, 2), 1.0, prepare)
 
 
-def test_a_thread_that_never_comes_back_from_issuing_holds_nobody():
+def test_a_thread_that_never_comes_back_from_issuing_holds_no_other():
     seen = observe_ranks(stick_in_issue, 2, num_survivors=2)
     assert sorted(seen) == [0, 1]
-    for told in seen.values():
-        assert told.message.endswith("not issued and finished after 1 s")
-        assert told.later == [] and told.failed_after_s < 15
-        assert told.threads == ["asynchzp-reduce"]  # nobody can end it; it is a daemon
+    for met in seen.values():
+        assert met.message.endswith("not issued and finished after 1 s")
+        assert met.later == [] and met.failed_after_s < 15
+        assert met.threads == ["asynchzp-reduce"]  # it cannot be ended; it is a daemon

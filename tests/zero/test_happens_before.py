@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Streams and events, or threads and queues, order every pair of accesses to the same memory,
-whatever a step does and however late a thread is; and the detector that says so sees each order
+whatever a step does and however late a thread is; and the detector that shows it sees each order
 that is taken away.
 """
 
@@ -12,24 +12,23 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 
-from megatron_asynchzp.comm.task import LANES
-from megatron_asynchzp.comm.worker import Job
-from megatron_asynchzp.zero.params_in_flight import ParamsInFlight
+from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.ring import BufferRings
+from megatron_asynchzp.comm.timeline import LANES
+from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.plan import plan_units
-from megatron_asynchzp.zero.runtime import HZPRuntime
-from megatron_asynchzp.zero.schedule import ScheduleConfig
-from megatron_asynchzp.zero.scheduler import UnitScheduler
-from megatron_asynchzp.zero.unit_tasks import UnitTasks
+from megatron_asynchzp.zero.step import StepScheduler
 from tests.support.engine import build_toy, nested_sizes
 from tests.support.recording_device import RecordingDevice, RecordingHost
 from tests.support.scheduler_program import (
     WORLD_SIZE,
     Program,
-    RecordedGroups,
     Step,
     UnitShape,
     delayed_driver,
     execute,
+    recorded_groups,
 )
 from tests.support.toy_models import toy_batch, toy_loss
 
@@ -158,19 +157,28 @@ def test_without_streams_each_lane_and_each_group_has_the_order_of_submission(pr
 @FEW
 @given(programs(kinds=("inline", *AHEAD)))
 def test_a_slot_in_use_belongs_to_a_gather_under_way_and_in_the_end_all_are_free(program):
-    def check(scheduler: UnitScheduler) -> None:
-        in_use = sum(ring.num_slots - ring.num_free for ring in scheduler.params.rings)
-        assert in_use == len(scheduler.params._gathers)
-        assert all(ring.num_free == ring.num_slots for ring in scheduler.grads.rings)
+    under_way: set[Task] = set()
 
-    class Checked(UnitScheduler):
-        def restart(self) -> None:
-            super().restart()
-            check(self)
+    class Watched(StepScheduler):
+        def __init__(self, *args):
+            super().__init__(*args)
+            submit = self.driver.submit
 
-    scheduler = execute(program, scheduler_class=Checked).scheduler
-    check(scheduler)
-    assert not scheduler.params._gathers
+            def watched_submit(task: Task) -> Task:
+                if task.lane == "gather":
+                    wait = task.wait
+                    task.wait = lambda: (under_way.discard(task), wait())
+                    under_way.add(task)
+                return submit(task)
+
+            self.driver.submit = watched_submit
+
+        def zero_grads(self) -> None:
+            super().zero_grads()
+            assert self.num_slots_in_use() == len(under_way)
+
+    scheduler = execute(program, scheduler_class=Watched).scheduler
+    assert scheduler.num_slots_in_use() == 0 and not under_way
 
 
 # ---- the engine around a model: hooks and autograd instead of a program
@@ -184,15 +192,15 @@ def train_recorded(config: ScheduleConfig, sizes, dtype, **toy) -> RecordingDevi
         tied = {model.embedding.weight: (model.output,)} if model.is_tied else {}
         units = [*model.blocks, model.embedding, model.output]
         driver = delayed_driver(device, config, seed=0)
-        groups = {"dense": RecordedGroups.on_rank(sizes, rank=5)}
+        groups = {"dense": recorded_groups(sizes, rank=5)}
         plans = plan_units(model, units, also_used_by=tied)
         runtime = HZPRuntime(model, plans, groups, config, driver)
         for step, micro_batches in enumerate((2, 3, 1)):
             runtime.zero_grads()
             for index in range(micro_batches):
-                runtime.scheduler.is_last_micro_batch = index == micro_batches - 1
+                runtime.is_last_micro_batch = index == micro_batches - 1
                 toy_loss(model, toy_batch(step, index, 0)).backward()
-            runtime.scheduler.sync_grads()
+            runtime.sync_grads()
             with torch.no_grad():
                 for unit in runtime.units:
                     unit.main_param.storage.add_(unit.main_grad.view(unit.optim_range))
@@ -252,13 +260,12 @@ def test_a_stream_that_does_not_wait_is_seen(device):
 
 
 def test_a_gather_that_does_not_wait_for_the_last_reader_of_its_slot_is_seen(monkeypatch):
-    honest = ParamsInFlight._start_gather
-
-    def forget_readers(params: ParamsInFlight, unit, slot) -> None:
-        slot.free_event = None
-        honest(params, unit, slot)
-
-    monkeypatch.setattr(ParamsInFlight, "_start_gather", forget_readers)
+    release = BufferRings.release
+    monkeypatch.setattr(
+        BufferRings,
+        "release",
+        lambda rings, unit, slot, _last_reader=None: release(rings, unit, slot),
+    )
     races = find_races()
     assert any("param slot" in race and "all-gather writes" in race for race in races)
 
@@ -274,23 +281,23 @@ def test_a_gather_that_does_not_wait_for_the_last_reader_of_its_slot_is_seen(mon
         ("param-sync", "ready", "model_param"),
     ],
 )
-def test_a_job_that_does_not_wait_for_what_it_needs_is_seen(lane, edge, victim, monkeypatch):
-    honest = UnitTasks.submit
+def test_a_task_that_does_not_wait_for_what_it_needs_is_seen(lane, edge, victim, monkeypatch):
+    honest = Driver.submit
 
-    def submit_without_edge(tasks: UnitTasks, job_lane, *args, **kwargs) -> Job:
-        if job_lane == lane:
-            kwargs[edge] = ()  # ready: events that the job waits for; after: other jobs
-        return honest(tasks, job_lane, *args, **kwargs)
+    def submit_without_edge(driver: Driver, task: Task) -> Task:
+        if task.lane == lane:
+            setattr(task, edge, ())  # ready: events that the task waits for; after: other tasks
+        return honest(driver, task)
 
-    monkeypatch.setattr(UnitTasks, "submit", submit_without_edge)
+    monkeypatch.setattr(Driver, "submit", submit_without_edge)
     races = find_races()
     assert any(victim in race for race in races)
 
 
 @pytest.mark.parametrize("lane", ["gather", "reduce", "grad-sync", "param-sync"])
-def test_computation_that_does_not_wait_for_a_job_is_seen(lane, monkeypatch):
-    honest = Job.wait
-    monkeypatch.setattr(Job, "wait", lambda job: job.task.lane == lane or honest(job))
+def test_computation_that_does_not_wait_for_a_task_is_seen(lane, monkeypatch):
+    honest = Task.wait
+    monkeypatch.setattr(Task, "wait", lambda task: task.lane == lane or honest(task))
     assert find_races()
 
 
@@ -304,7 +311,7 @@ class TooEarly(RecordingHost):
 def test_a_thread_that_does_not_wait_is_seen(monkeypatch):
     assert find_races(new_device=RecordingHost) == set()
     assert find_races(new_device=TooEarly)
-    monkeypatch.setattr(Job, "wait", lambda job: None)
+    monkeypatch.setattr(Task, "wait", lambda task: None)
     assert find_races(new_device=RecordingHost)
 
 

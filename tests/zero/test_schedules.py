@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.zero.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.comm.driver import Task
+from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.ranks import run_ranks
 
@@ -87,8 +88,8 @@ def submissions_of_a_step(
     `use UNIT` wherever a unit is used; and the size of each unit."""
     model = build_toy(dtype, depth=5)
     trainer = EngineTrainer(model, sizes, updates_in_backward=updates_in_backward)
-    scheduler, events = trainer.runtime.scheduler, []
-    submit, use = scheduler.driver.submit, scheduler.params.use
+    runtime, events = trainer.runtime, []
+    submit, use = runtime.driver.submit, runtime.gathers.use
 
     def noted_submit(task):
         events.append(f"{task.lane} {task.unit}")
@@ -98,7 +99,7 @@ def submissions_of_a_step(
         events.append(f"use {unit.name}")
         use(unit)
 
-    scheduler.driver.submit, scheduler.params.use = noted_submit, noted_use
+    runtime.driver.submit, runtime.gathers.use = noted_submit, noted_use
     for step in range(3):
         events.clear()
         trainer.step(step, 2)
@@ -111,7 +112,7 @@ def submissions_of_a_step(
 @pytest.mark.parametrize("sizes", [(1, 1, 4), (1, 2, 4), (2, 2, 4), (2, 4, 4)])
 def test_parameter_shards_are_rebuilt_in_the_order_of_their_first_use(sizes):
     """A unit that is never gathered waits for its own shard only, not for those of the whole
-    model: whoever comes last in the module tree may be used first."""
+    model: what comes last in the module tree may be used first."""
     for used, events, _ in run_ranks(submissions_of_a_step, 4, sizes):
         synced = [event.removeprefix("param-sync ") for event in events if "param-sync" in event]
         assert synced == used
@@ -165,24 +166,29 @@ def test_no_shard_is_rebuilt_in_backward_where_gradients_are_twice_as_long_as_pa
 
 def train_with_late_comparisons(kind: str) -> list[float]:
     """The first rank comes late to every comparison of orders, while the others go on."""
-    from megatron_asynchzp.comm import order
-
-    spread = order._spread_steps
-
-    def late(*args):
-        if dist.get_rank() == 0:
-            time.sleep(0.2)
-        yield from spread(*args)
-
-    order._spread_steps = late
     schedule = ScheduleConfig(kind)
     trainer = EngineTrainer(build_toy(), (1, 2, 2), schedule=schedule, updates_in_backward=True)
+    submit = trainer.runtime.driver.submit
+
+    def submit_late_order(task: Task) -> Task:
+        start = task.start
+
+        def start_late():
+            if dist.get_rank() == 0:
+                time.sleep(0.2)
+            return start()
+
+        if task.lane == "order":
+            task.start = start_late
+        return submit(task)
+
+    trainer.runtime.driver.submit = submit_late_order
     losses = [trainer.local_step(step, 1).item() for step in range(4)]
     trainer.runtime.detach()
     return losses
 
 
 def test_a_comparison_that_is_late_never_meets_a_reduction_of_the_next_step():
-    """They share communicators, and where units are updated in backward nobody waits for it."""
+    """They share communicators, and an update in backward does not wait for the comparison."""
     losses = {kind: run_ranks(train_with_late_comparisons, 2, kind) for kind in SCHEDULES}
     assert losses["threaded"] == losses["main-thread"] == losses["inline"]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""One unit on real ranks: its phases, its memory and what nobody may read."""
+"""One unit on real ranks: its phases, its memory and what may not be read."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def check_memory_law(sizes_list: list) -> list[tuple]:
         trainer.step(1, 3)
         trainer.runtime.settle()
         later = live_nbytes() - before
-        rings = sum(trainer.runtime.scheduler.ring_nbytes().values())
+        rings = sum(trainer.runtime.ring_nbytes().values())
         at_rest, later = at_rest - rings, later - rings
         units = trainer.runtime.units
         numel = sum(unit.layout.numel for unit in units)

@@ -28,7 +28,7 @@ from megatron.core.utils import unwrap_model
 from megatron_asynchzp.checkpoint_files.errors import CheckpointError
 from megatron_asynchzp.sharding.boxes import cut_into_boxes
 from megatron_asynchzp.sharding.topology import Range
-from megatron_asynchzp.zero.runtime import HZPRuntime
+from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.unit import HZPUnit
 
 SHARDS_KEY = "asynchzp_shards"

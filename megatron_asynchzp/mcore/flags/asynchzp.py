@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.zero.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 
 # Late enough for the order of units to be known and for allocations to be over.
 _TRACED_STEP = 10

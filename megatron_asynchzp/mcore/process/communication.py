@@ -12,13 +12,13 @@ from typing import ClassVar
 
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.trace import stop_trace
-from megatron_asynchzp.comm.worker import Driver
+from megatron_asynchzp.comm.driver import Driver
+from megatron_asynchzp.comm.timeline import stop_trace
 from megatron_asynchzp.device import Device
 from megatron_asynchzp.mcore.flags.asynchzp import TraceRequest
 from megatron_asynchzp.mcore.process.last_line import EXIT_FAILURE, LastLine, leave
-from megatron_asynchzp.zero.runtime import HZPRuntime, start_driver
-from megatron_asynchzp.zero.schedule import ScheduleConfig
+from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.config import ScheduleConfig
 
 
 class Communication:
@@ -31,7 +31,7 @@ class Communication:
         self._trace = trace
         self._logged_step = 0
         self.last_line = LastLine()
-        self.driver = start_driver(schedule, device, self.last_line.watch_main)
+        self.driver = schedule.start_driver(device, self.last_line.watch_main)
         self.runtimes: list[HZPRuntime] = []
         # A model that is dropped takes its threads with it.
         self._end = weakref.finalize(self, _end_quietly, self.runtimes, self.driver)
@@ -53,7 +53,7 @@ class Communication:
         if self._trace is None or not self.driver.timeline.is_capturing:
             return
         try:
-            stop_trace(self.driver, self._trace.path, dist.get_rank())
+            stop_trace(self.driver.timeline, self._trace.path, dist.get_rank())
         except OSError as error:
             print(f"megatron_asynchzp: --asynchzp-trace: {error}", file=sys.stderr, flush=True)
         else:
@@ -62,14 +62,14 @@ class Communication:
 
     def take_log_text(self) -> str:
         """For the log line: milliseconds per step that computation waited, and the rest in %."""
-        times, step = self.driver.timeline.take_times(), self.runtimes[0].scheduler.step
+        times, step = self.driver.timeline.take_times(), self.driver.step
         steps, self._logged_step = max(1, step - self._logged_step), step
         exposed_ms = 1e3 * times.exposed_s / steps
         return f" exposed comm (ms): {exposed_ms:.1f} | overlap (%): {100 * times.overlap:.1f} |"
 
     def describe_position(self) -> str:
         """Where training is, for an error that Megatron or the script raised."""
-        step = self.runtimes[0].scheduler.step if self.runtimes else 0
+        step = self.driver.step
         if (task := self.driver.last_task) is None:
             return f"in step {step}"
         return f"in step {step}; the last collective submitted: {task.title}"

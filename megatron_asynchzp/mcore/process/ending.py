@@ -11,8 +11,8 @@ import time
 from types import TracebackType
 
 from megatron_asynchzp.checkpoint_files.errors import SaveError
-from megatron_asynchzp.comm.order import OrderMismatch
-from megatron_asynchzp.comm.task import CollectiveFailure
+from megatron_asynchzp.comm.driver import CollectiveFailure
+from megatron_asynchzp.comm.order_check import OrderMismatch
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.patches.patch import IncompatibleMegatron
 from megatron_asynchzp.mcore.process.communication import Communication

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.task import CollectiveFailure
+from megatron_asynchzp.comm.driver import CollectiveFailure
 
 EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130  # the second is a shell's status for SIGINT
 

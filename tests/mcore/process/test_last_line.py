@@ -4,7 +4,7 @@
 
 import pytest
 
-from megatron_asynchzp.comm.task import CollectiveFailure
+from megatron_asynchzp.comm.driver import CollectiveFailure
 from megatron_asynchzp.mcore.process import last_line
 from megatron_asynchzp.mcore.process.last_line import LastLine
 

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.task import LANES
-from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, WAIT, Span
+from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, LANES, WAIT, Span
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_trace
-from megatron_asynchzp.zero.schedule import SCHEDULES
+from megatron_asynchzp.zero.config import SCHEDULES
 from scripts.report.megatron_log import parse_log
 from scripts.report.step_trace import read_trace
 from tests.support.megatron_runs import UNTIED, gpt_args, run_pretrain
@@ -62,7 +61,7 @@ def untraced_run(steps: int) -> tuple[int, bool]:
     """How many spans the timeline holds in the end, and whether it captures."""
 
     def look(chunks, _) -> tuple[int, bool]:
-        timeline = chunks[0].runtime.scheduler.driver.timeline
+        timeline = chunks[0].runtime.driver.timeline
         return len(timeline._spans) + len(timeline._folding), timeline.is_capturing
 
     return run_pretrain(

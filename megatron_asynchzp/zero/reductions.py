@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns the gradients in flight: in which slot a unit's are collected, which are on their way, and
-who waits for them. Must not know autograd or parameters.
+what waits for them.
 """
 
 from collections import deque
@@ -9,20 +9,33 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_asynchzp.comm.collectives import new_shards
-from megatron_asynchzp.comm.ring import Slot
-from megatron_asynchzp.comm.task import Steps
-from megatron_asynchzp.comm.worker import Job
-from megatron_asynchzp.zero.schedule import ScheduleConfig
+from megatron_asynchzp.comm.collectives import Steps, new_shards
+from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.ring import BufferRings, Slot
+from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit
-from megatron_asynchzp.zero.unit_rings import UnitRings
-from megatron_asynchzp.zero.unit_tasks import UnitTasks
 
 Update = Callable[[HZPUnit], None]
 
 
-class GradsInFlight:
-    """Collects the gradients of units and takes them away.
+def new_grad_rings(units: Sequence[HZPUnit], config: ScheduleConfig) -> BufferRings[HZPUnit]:
+    """Slots for the full fp32 gradients of `units`, with the memory that reducing them needs."""
+
+    def new_slot(unit: HZPUnit) -> Slot:
+        full = torch.zeros(unit.layout.padded_numel, dtype=torch.float32, device=unit.device)
+        return Slot(full, new_shards(full, unit.groups.grad_reduce))
+
+    return BufferRings(
+        units,
+        lambda unit: unit.is_trained and not unit.reduces_in_place,
+        lambda unit: unit.slot_size,
+        config.grad_slots,
+        new_slot,
+    )
+
+
+class Reductions:
+    """Collects the gradients of units and reduces them.
 
         main        | B u2 | B u1 | ...
         reduce             | u2 | u1 |                                     gradient ring
@@ -32,20 +45,14 @@ class GradsInFlight:
     """
 
     def __init__(
-        self, units: Sequence[HZPUnit], config: ScheduleConfig, tasks: UnitTasks, scale: float
+        self, units: Sequence[HZPUnit], config: ScheduleConfig, driver: Driver, scale: float
     ):
-        self._tasks, self._scale = tasks, scale
-        self._device = tasks.device
+        self._driver, self._scale = driver, scale
         self._slots: dict[HZPUnit, tuple[Slot, set[int]]] = {}
-        self._reductions: deque[tuple[HZPUnit, Slot, Job]] = deque()
-        self._last_reduction: dict[HZPUnit, Job] = {}
-        self._syncs: dict[HZPUnit, Job] = {}
-        self.rings = UnitRings(
-            units,
-            lambda unit: unit.is_trained and not unit.reduces_in_place,
-            config.grad_slots,
-            _new_slot,
-        )
+        self._reductions: deque[tuple[HZPUnit, Slot, Task]] = deque()
+        self._last_reduction: dict[HZPUnit, Task] = {}
+        self._syncs: dict[HZPUnit, Task] = {}
+        self.rings = new_grad_rings(units, config)
 
     # ---- one micro-batch
 
@@ -61,18 +68,17 @@ class GradsInFlight:
     def _slot_of(self, unit: HZPUnit) -> tuple[Slot, set[int]]:
         """fp32 memory for this micro-batch's full gradients of `unit`, and which are there."""
         if unit not in self._slots:
-            ring = self.rings.ring_of(unit)
-            while (slot := ring.acquire()) is None:
+            while (slot := self.rings.acquire(unit)) is None:
                 self._await_oldest_reduction()
             self._slots[unit] = slot, set()
         return self._slots[unit]
 
     def has_pending(self, unit: HZPUnit) -> bool:
-        """Whether gradients of this micro-batch were accumulated and not sent away."""
+        """Whether gradients of this micro-batch were taken and are not on their way yet."""
         return unit in self._slots
 
     def start_reduction(self, unit: HZPUnit) -> None:
-        """Send the gradients of `unit` away; they are added to main_grad when they arrive."""
+        """Reduce the gradients of `unit` over the G axes; the lane adds them to main_grad."""
         if unit in self._syncs:
             raise RuntimeError(
                 f"{unit.name}: a gradient came after the one of the last micro-batch; leave the "
@@ -83,20 +89,22 @@ class GradsInFlight:
         slot, written = self._slot_of(unit)
         del self._slots[unit]
         unit.zero_rest(slot.storage, written)
-        job = self._tasks.submit(
-            "reduce",
-            unit,
-            unit.groups.grad_reduce,
-            lambda: unit.reduce_steps(slot.storage, slot.scratch),
-            ready=(self._device.record_event(),),
+        task = self._driver.submit(
+            Task(
+                "reduce",
+                unit.name,
+                unit.groups.grad_reduce,
+                lambda: unit.reduce_steps(slot.storage, slot.scratch),
+                ready=(self._driver.device.record_event(),),
+            )
         )
-        self._reductions.append((unit, slot, job))
-        self._last_reduction[unit] = job
+        self._reductions.append((unit, slot, task))
+        self._last_reduction[unit] = task
 
     def _await_oldest_reduction(self) -> None:
-        unit, slot, job = self._reductions.popleft()
-        job.wait()
-        self.rings.ring_of(unit).release(slot)
+        unit, slot, task = self._reductions.popleft()
+        task.wait()
+        self.rings.release(unit, slot)
 
     # ---- the last micro-batch
 
@@ -105,26 +113,27 @@ class GradsInFlight:
         return unit in self._syncs
 
     def start_sync(
-        self, unit: HZPUnit, update: Update | None = None, after: Sequence[Job | None] = ()
-    ) -> Job:
+        self, unit: HZPUnit, update: Update | None = None, after: Sequence[Task | None] = ()
+    ) -> Task:
         """Reduce what all micro-batches added up over the whole sharding group.
 
         update: called with the unit when that is done, and with it after `after`.
         """
-        axes = (*unit.groups.grad_sync, *unit.groups.replica_sync)
 
         def steps() -> Steps:
             yield from unit.sync_grad_steps(self._scale)
             if update is not None:
                 update(unit)
 
-        self._syncs[unit] = self._tasks.submit(
-            "grad-sync",
-            unit,
-            axes,
-            steps,
-            after=[self._last_reduction.get(unit), *after],
-            ready=(self._device.record_event(),),
+        self._syncs[unit] = self._driver.submit(
+            Task(
+                "grad-sync",
+                unit.name,
+                (*unit.groups.grad_sync, *unit.groups.replica_sync),
+                steps,
+                ready=(self._driver.device.record_event(),),
+                after=(self._last_reduction.get(unit), *after),
+            )
         )
         return self._syncs[unit]
 
@@ -135,11 +144,11 @@ class GradsInFlight:
             self._await_oldest_reduction()
 
     def _await_syncs(self) -> None:
-        for job in self._syncs.values():
-            job.wait()
+        for sync in self._syncs.values():
+            sync.wait()
 
     def finish(self) -> None:
-        """Return when whatever was sent away has arrived."""
+        """Return when every reduction that was started has ended."""
         self._finish_reductions()
         self._await_syncs()
 
@@ -147,13 +156,8 @@ class GradsInFlight:
         """A step begins, or begins again: of the last one nothing is left in flight or in slots."""
         self._finish_reductions()
         for unit, (slot, _) in self._slots.items():
-            self.rings.ring_of(unit).release(slot)
+            self.rings.release(unit, slot)
         self._slots.clear()
         self._await_syncs()
         self._syncs.clear()
         self._last_reduction.clear()
-
-
-def _new_slot(unit: HZPUnit) -> Slot:
-    full = torch.zeros(unit.layout.padded_numel, dtype=torch.float32, device=unit.device)
-    return Slot(full, new_shards(full, unit.groups.grad_reduce))

@@ -1,64 +1,110 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the parameters in flight: which unit is gathered ahead into which slot, which shards are
-rebuilt, and who waits for what. Must not know hooks or gradients.
+"""Owns the parameters in flight: the order in which a step uses its units, which unit is gathered
+ahead of its use into which slot, and which parameter shards are rebuilt after the optimizer.
 """
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from functools import partial
 
 import torch
 
-from megatron_asynchzp.comm.order import UseOrder
-from megatron_asynchzp.comm.ring import Slot
-from megatron_asynchzp.comm.worker import Job
+from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.ring import BufferRings, Slot
 from megatron_asynchzp.device import Device
-from megatron_asynchzp.zero.schedule import ScheduleConfig
+from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit, Phase
-from megatron_asynchzp.zero.unit_rings import UnitRings
-from megatron_asynchzp.zero.unit_tasks import UnitTasks
 
 _logger = logging.getLogger("megatron_asynchzp")
 
 
-class ParamsInFlight:
+class UseOrder:
+    """The sequence of uses of one step, forward and backward of all micro-batches.
+
+    Every step is recorded and is what the next one is expected to do. A step that departs from it
+    (a module skipped, an early exit) is followed no further: `upcoming` is empty until `restart`.
+    """
+
+    def __init__(self) -> None:
+        self._expected: list[HZPUnit] = []
+        self._used: list[HZPUnit] = []
+        self._is_followed = True
+
+    def restart(self) -> None:
+        """A step begins; the one before it, if it used anything, is the record from now on."""
+        if self._used:
+            self._expected, self._used = self._used, []
+        self._is_followed = True
+
+    def visit(self, unit: HZPUnit) -> HZPUnit | None:
+        """`unit` is used now. Returns the unit that was expected, at the first departure only."""
+        position = len(self._used)
+        self._used.append(unit)
+        if not self._is_followed or position >= len(self._expected):
+            return None
+        expected = self._expected[position]
+        self._is_followed = expected is unit
+        return None if self._is_followed else expected
+
+    def upcoming(self, most: int) -> Iterator[HZPUnit]:
+        """The next uses, as far as they are known, at most that many."""
+        position = len(self._used)
+        end = min(position + most, len(self._expected)) if self._is_followed else position
+        return (self._expected[place] for place in range(position, end))
+
+
+def new_param_rings(
+    units: Sequence[HZPUnit], config: ScheduleConfig, device: Device
+) -> BufferRings[HZPUnit]:
+    """Slots for the full parameters of `units`, all of which are on `device`."""
+
+    def new_slot(unit: HZPUnit) -> Slot:
+        slot = Slot(torch.zeros(unit.layout.padded_numel, dtype=unit.dtype, device=unit.device))
+        # The zeros, and what used this memory before, are written on the current stream; the first
+        # gather into it is not.
+        slot.free_event = device.record_event()
+        return slot
+
+    return BufferRings(
+        units,
+        lambda unit: not unit.is_always_unsharded,
+        lambda unit: unit.slot_size,
+        config.param_slots or config.depth + 1,
+        new_slot,
+    )
+
+
+class Gathers:
     """Gathers units ahead of their use, and rebuilds their shards after the optimizer.
 
         gather      | u0 | u1 |      | u2 | ...                            parameter ring
         main        |    | F u0 | F u1 | F u2 | B u2 | B u1 | ...
         param-sync  | u0 | u1 | u2 |                                       after the optimizer
 
-    A gather that nobody has used yet, and a unit kept gathered at the turn from forward to
-    backward, are guesses: their slots can be taken from them.
+    A unit is spare while it is gathered and not in use: its gather was started ahead of the use,
+    or it was kept from one use to the next. The slot of a spare unit can be taken from it.
 
-    told: what was said once already, by topic. _used: units of this training step in the order of
-    their first use, those included that are never gathered. Nothing that is iterated is a set: its
-    order would differ between ranks.
+    warned: topics of the warnings that were logged, each once. _used: units of this training step
+    in the order of their first use, those included that are never gathered. Nothing that is
+    iterated is a set: its order would differ between ranks.
     """
 
-    def __init__(self, units: Sequence[HZPUnit], config: ScheduleConfig, tasks: UnitTasks):
-        self._units, self._tasks = units, tasks
+    def __init__(self, units: Sequence[HZPUnit], config: ScheduleConfig, driver: Driver):
+        self._units, self._driver, self._device = units, driver, driver.device
         self._depth = config.depth
-        self._device = tasks.device
         self._training_order, self._evaluation_order = UseOrder(), UseOrder()
         self._order = self._training_order
         self._used: dict[HZPUnit, None] = {}
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
         self._slots: dict[HZPUnit, Slot] = {}
-        self._gathers: dict[HZPUnit, Job] = {}
+        self._gathers: dict[HZPUnit, Task] = {}  # of units that are not in use yet
         self._kept: dict[HZPUnit, None] = {}
-        self._syncs: dict[HZPUnit, Job] = {}
-        self._updates: dict[HZPUnit, Job] = {}
+        self._syncs: dict[HZPUnit, Task] = {}
+        self._updates: dict[HZPUnit, Task] = {}
         self._synced_early: set[HZPUnit] = set()
         self._room_in_backward = 0.0
         self._shards_written = self._device.record_event()
-        self.rings = UnitRings(
-            units,
-            lambda unit: not unit.is_always_unsharded,
-            config.param_slots or config.depth + 1,
-            partial(_new_slot, device=self._device),
-        )
+        self.rings = new_param_rings(units, config, self._device)
 
     # ---- use
 
@@ -74,7 +120,7 @@ class ParamsInFlight:
             return
         self._visit(unit)
         if unit in self._kept:
-            self._kept.pop(unit, None)
+            del self._kept[unit]
         else:
             if unit not in self._gathers:
                 self._start_gather(unit, self._acquire_slot(unit))
@@ -85,11 +131,11 @@ class ParamsInFlight:
 
     def _visit(self, unit: HZPUnit) -> None:
         if (expected := self._order.visit(unit)) is not None:
-            step = self._tasks.step
-            self._tell_once(
+            self._warn_once(
                 "departure",
-                f"step {step} uses {unit.name} where the step before used {expected.name}: "
-                "what follows in a step that departs from the one before is gathered on demand",
+                f"step {self._driver.step} uses {unit.name} where the step before used "
+                f"{expected.name}: what follows in a step that departs from the one before is "
+                "gathered on demand",
             )
 
     def release(self, unit: HZPUnit) -> None:
@@ -119,7 +165,7 @@ class ParamsInFlight:
         return self._order.upcoming(len(self._units))
 
     def release_all(self) -> None:
-        """Whatever was computed with is not used again."""
+        """Drop every unit in use, or kept: nothing is computed with them any more."""
         for unit in self._units:
             if not unit.is_always_unsharded and unit.phase is Phase.UNSHARDED:
                 self._drop(unit)
@@ -131,8 +177,8 @@ class ParamsInFlight:
         if slot.is_viewed():
             # [Note: views that outlive the unit] Saved-tensor hooks see what autograd saves, not
             # what a module keeps elsewhere (an attribute of ctx, a cache). Reusing the memory
-            # under such a view would give wrong numbers without a word (law 5).
-            self._tell_once(
+            # under such a view would silently give wrong numbers (law 5).
+            self._warn_once(
                 "views",
                 f"{unit.name} keeps views of its parameters outside autograd: their "
                 f"{slot.storage.nbytes / 2**20:.1f} MiB stay in memory for as long as it does",
@@ -140,50 +186,50 @@ class ParamsInFlight:
             slot.leave_storage()
         self._release_slot(unit)
 
-    def _tell_once(self, topic: str, text: str) -> None:
-        if topic not in self.told:
-            self.told.add(topic)
+    def _warn_once(self, topic: str, text: str) -> None:
+        if topic not in self.warned:
+            self.warned.add(topic)
             if self._units[0].groups.topology.rank == 0:
-                _logger.warning("%s (said once)", text)
+                _logger.warning("%s (logged once)", text)
 
     # ---- gathers
 
     def _acquire_slot(self, unit: HZPUnit) -> Slot:
-        """A slot for a unit that is needed now: free, taken from a guess, or a new one."""
-        ring = self.rings.ring_of(unit)
-        if (slot := ring.acquire()) is not None:
+        """A slot for a unit that is needed now: free, taken from a spare unit, or a new one."""
+        if (slot := self.rings.acquire(unit)) is not None:
             return slot
-        for guess in [*self._gathers, *self._kept]:
-            if self.rings.ring_of(guess) is ring:
-                self._forget_guess(guess)
-                return ring.acquire()
-        return ring.grow()
+        for spare in [*self._gathers, *self._kept]:
+            if spare.slot_size == unit.slot_size:
+                self._drop_spare(spare)
+                break
+        return self.rings.acquire(unit) or self.rings.grow(unit)
 
     def _release_slot(self, unit: HZPUnit) -> None:
-        ring = self.rings.ring_of(unit)
-        ring.release(self._slots.pop(unit), self._device.record_event())
+        self.rings.release(unit, self._slots.pop(unit), self._device.record_event())
 
-    def _forget_guess(self, unit: HZPUnit) -> None:
+    def _drop_spare(self, unit: HZPUnit) -> None:
         if unit in self._kept:
             self._drop(unit)
             return
         self._gathers.pop(unit).wait()
         self._release_slot(unit)
 
-    def forget_guesses(self) -> None:
-        """Return when nothing is gathered that is not used now."""
+    def drop_spares(self) -> None:
+        """Return when nothing is gathered that is not in use."""
         for unit in [*self._gathers, *self._kept]:
-            self._forget_guess(unit)
+            self._drop_spare(unit)
 
     def _start_gather(self, unit: HZPUnit, slot: Slot) -> None:
         self._slots[unit] = slot
-        self._gathers[unit] = self._tasks.submit(
-            "gather",
-            unit,
-            unit.groups.unshard,
-            lambda: unit.gather_steps(slot.storage),
-            after=[self._syncs.get(unit), self._updates.get(unit)],
-            ready=(self._shards_written, slot.free_event),  # the last write, the last reader
+        self._gathers[unit] = self._driver.submit(
+            Task(
+                "gather",
+                unit.name,
+                unit.groups.unshard,
+                lambda: unit.gather_steps(slot.storage),
+                ready=(self._shards_written, slot.free_event),  # the last write, the last reader
+                after=(self._syncs.get(unit), self._updates.get(unit)),
+            )
         )
 
     def _prefetch(self, among: Collection[HZPUnit] | None = None) -> None:
@@ -195,28 +241,27 @@ class ParamsInFlight:
         for unit in self._upcoming():
             if self._is_gathered(unit):
                 continue
-            if (among is not None and unit not in among) or not self._start_guess(unit):
+            if (among is not None and unit not in among) or not self._try_gather_ahead(unit):
                 return
 
-    def _start_guess(self, unit: HZPUnit) -> bool:
-        """Gather `unit` if a slot is free for it. Returns whether one was."""
-        ring = self.rings.ring_of(unit)
-        if sum(self.rings.ring_of(guess) is ring for guess in self._gathers) >= self._depth:
+    def _try_gather_ahead(self, unit: HZPUnit) -> bool:
+        """Gather `unit` if the depth and the slots of its size allow it. Returns whether."""
+        if sum(ahead.slot_size == unit.slot_size for ahead in self._gathers) >= self._depth:
             return False
-        slot = ring.acquire()
+        slot = self.rings.acquire(unit)
         if slot is not None:
             self._start_gather(unit, slot)
         return slot is not None
 
     # ---- shards
 
-    def readers_of_shard(self, unit: HZPUnit) -> list[Job | None]:
+    def readers_of_shard(self, unit: HZPUnit) -> tuple[Task | None, ...]:
         """What an update of `unit` within backward must not overtake."""
-        return [self._gathers.get(unit), self._syncs.get(unit)]
+        return self._gathers.get(unit), self._syncs.get(unit)
 
-    def note_update(self, unit: HZPUnit, job: Job) -> None:
-        """`job` updates main_param of `unit` within backward: what reads the shard comes after."""
-        self._updates[unit] = job
+    def note_update(self, unit: HZPUnit, update: Task) -> None:
+        """`update` writes main_param of `unit` within backward; what reads the shard waits."""
+        self._updates[unit] = update
         if self._takes_room_in_backward(unit):
             self._synced_early.add(unit)
             self._start_sync(unit)
@@ -240,7 +285,7 @@ class ParamsInFlight:
     def start_syncs(self) -> None:
         """Rebuild the shards in the order in which this step first used them, so that the next
         forward can start while later units are on their way, and gather the first units again."""
-        self.forget_guesses()
+        self.drop_spares()
         self._restart_order(self._training_order)
         self.note_written()
         synced = {unit for unit in self._units if not unit.is_trained} | self._synced_early
@@ -252,23 +297,25 @@ class ParamsInFlight:
         self._synced_early.clear()
 
     def _start_sync(self, unit: HZPUnit) -> None:
-        self._syncs[unit] = self._tasks.submit(
-            "param-sync",
-            unit,
-            unit.groups.param_sync,
-            unit.sync_param_steps,
-            after=[self._updates.get(unit)],
-            ready=(self._shards_written,),
+        self._syncs[unit] = self._driver.submit(
+            Task(
+                "param-sync",
+                unit.name,
+                unit.groups.param_sync,
+                unit.sync_param_steps,
+                ready=(self._shards_written,),
+                after=(self._updates.get(unit),),
+            )
         )
 
     def join_syncs(self) -> None:
         """Return when every parameter shard is up to date."""
         if not self._syncs:
             return
-        for job in self._syncs.values():
-            job.wait()
+        for sync in self._syncs.values():
+            sync.wait()
         self._syncs.clear()
-        # From here on a gather cannot wait for the jobs themselves any more.
+        # From here on a gather cannot wait for the tasks themselves any more.
         self.note_written()
 
     def note_written(self) -> None:
@@ -293,14 +340,6 @@ class ParamsInFlight:
     def _restart_order(self, order: UseOrder) -> None:
         self._order = order
         order.restart()
-
-
-def _new_slot(unit: HZPUnit, device: Device) -> Slot:
-    slot = Slot(torch.zeros(unit.layout.padded_numel, dtype=unit.dtype, device=unit.device))
-    # The zeros, and what used this memory before, are written on the current stream; the first
-    # gather into it is not.
-    slot.free_event = device.record_event()
-    return slot
 
 
 def _outer_traffic(unit: HZPUnit) -> tuple[float, float]:

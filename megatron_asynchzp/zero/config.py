@@ -1,8 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what can be chosen about a schedule. Must not know what it does."""
+"""Owns what can be chosen about a schedule, and the driver that a choice stands for."""
 
 from dataclasses import dataclass
+
+from megatron_asynchzp.comm.driver import Driver, MainThreadDriver, OnFailure, ThreadDriver
+from megatron_asynchzp.comm.timeline import Timeline
+from megatron_asynchzp.device import Device
 
 SCHEDULES = ("inline", "main-thread", "threaded")
 
@@ -24,7 +28,7 @@ class ScheduleConfig:
     time_limit_s: float = 600.0
     checks_order: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.kind not in SCHEDULES:
             raise ValueError(f"schedule {self.kind!r} is not one of {', '.join(SCHEDULES)}")
         if self.prefetch_depth < 0 or self.param_slots < 0 or self.grad_slots < 1:
@@ -34,5 +38,12 @@ class ScheduleConfig:
 
     @property
     def depth(self) -> int:
-        """Nothing is gathered ahead where nothing runs beside the computation."""
+        """Units gathered ahead: none where nothing runs beside the computation."""
         return 0 if self.kind == "inline" else self.prefetch_depth
+
+    def start_driver(self, device: Device, on_failure: OnFailure | None = None) -> Driver:
+        """A driver of this kind, with a timeline of its own. on_failure: for background threads."""
+        timeline, limit_s = Timeline(device), self.time_limit_s
+        if self.kind == "threaded":
+            return ThreadDriver(timeline, limit_s, on_failure)
+        return (Driver if self.kind == "inline" else MainThreadDriver)(timeline, limit_s)

@@ -1,0 +1,129 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the comparison of what the ranks submitted: one hash per step and, where it differs, the
+first difference in words.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron_asynchzp.comm.collectives import AxisGroup, Steps, all_gather_flat
+from megatron_asynchzp.comm.driver import Driver, Task
+
+_NOTHING = -1  # the code of an entry that a shorter record does not have
+_MAX_CHARACTERS = 160  # of an entry, in the message
+
+
+class OrderMismatch(RuntimeError):
+    """The ranks of a sharding group issued different collectives; the message names them."""
+
+
+class OrderCheck:
+    """Compares, once per step, what the ranks submitted to their drivers since the last time.
+
+    axes: those of a sharding group, one after the other, so that what spreads over each reaches
+    all its ranks; device: where the hashes are compared.
+    """
+
+    def __init__(self, driver: Driver, axes: Sequence[AxisGroup], device: torch.device):
+        self._driver, self._axes, self._device = driver, axes, device
+        self._mine: list[str] = []
+        self._extremes = torch.empty(0)
+        self._task: Task | None = None
+
+    def start(self) -> None:
+        """Begin to compare, and forget what was submitted. Collective.
+
+        Finishes the comparison before, which may raise.
+        """
+        self.finish()
+        self._mine, self._driver.submitted = self._driver.submitted, []
+        value = 0
+        for entry in self._mine:
+            value = zlib.crc32(entry.encode(), value)
+        own = torch.tensor([value], dtype=torch.int64, device=self._device)
+        self._extremes = torch.stack([own, -own])
+        self._task = self._submit(partial(self._max_steps, self._extremes))
+
+    def wait(self) -> None:
+        """Return when the ranks have met: their communicators are free for other operations."""
+        if self._task is not None:
+            self._task.wait()
+
+    def finish(self) -> None:
+        """Raises OrderMismatch, with one message on every rank, where one rank differs, and
+        CollectiveFailure where the ranks do not even meet here. No-op where nothing was started."""
+        if self._task is None:
+            return
+        task, self._task = self._task, None
+        task.wait()
+        if _first_difference(self._extremes) is not None:
+            mismatch = OrderMismatch(f"step {task.step}: {self._describe_difference()}")
+            self._driver.fail(mismatch)  # this step's gradients are of no use
+            raise mismatch
+
+    def _submit(self, start: Callable[[], Steps]) -> Task:
+        driver = self._driver
+        # Other model chunks of this rank may still use the same communicators.
+        after = [task for task in driver.unfinished() if task.lane in ("reduce", "grad-sync")]
+        ready = (driver.device.record_event(),)
+        return driver.submit(Task("order", "all units", self._axes, start, ready, after))
+
+    def _max_steps(self, values: torch.Tensor) -> Steps:
+        """The largest of each value over all ranks, in place."""
+        for axis in self._axes:
+            yield dist.all_reduce(values, dist.ReduceOp.MAX, group=axis.group, async_op=True)
+
+    def _describe_difference(self) -> str:
+        """The first place at which a rank did something else, which ranks did what there, and the
+        remedy."""
+        mine = self._mine
+        length = torch.tensor([len(mine)], dtype=torch.int64, device=self._device)
+        self._submit(partial(self._max_steps, length)).wait()
+        codes = torch.full((int(length),), _NOTHING, dtype=torch.int64)
+        codes[: len(mine)] = torch.tensor([zlib.crc32(entry.encode()) for entry in mine])
+        extremes = torch.stack([codes, -codes]).to(self._device)
+        self._submit(partial(self._max_steps, extremes)).wait()
+        index = _first_difference(extremes)
+        if index is None:
+            return "the ranks issued different collectives"
+        own = mine[index] if index < len(mine) else "nothing"
+        ranks_of: dict[str, list[int]] = {}
+        for rank, entry in sorted(self._gather_entries(own).items()):
+            ranks_of.setdefault(entry, []).append(rank)
+        parts = [f"'{entry}' on {_name_ranks(ranks)}" for entry, ranks in ranks_of.items()]
+        return (
+            f"collective {index} since the last comparison was {' and '.join(parts)}; "
+            "every rank must call the same modules in the same order"
+        )
+
+    def _gather_entries(self, own: str) -> dict[int, str]:
+        """The entry of every rank, by global rank. Collective."""
+        row = torch.zeros(1, 1 + _MAX_CHARACTERS, dtype=torch.int64)
+        text = own.encode("ascii", "replace")[:_MAX_CHARACTERS]
+        row[0, : 1 + len(text)] = torch.tensor([dist.get_rank(), *text])
+        rows = [row.to(self._device)]
+
+        def steps() -> Steps:
+            for axis in self._axes:
+                flat = rows[0].flatten()
+                rows[0] = flat.new_empty(axis.axis.size * len(rows[0]), row.shape[1])
+                yield all_gather_flat(rows[0].view(-1), flat, group=axis.group, async_op=True)
+
+        self._submit(steps).wait()
+        lines: list[list[int]] = rows[0].tolist()  # pyright: ignore
+        return {line[0]: bytes(filter(None, line[1:])).decode() for line in lines}
+
+
+def _first_difference(extremes: torch.Tensor) -> int | None:
+    """The first index at which largest and (negated) smallest differ; None: there is none."""
+    differs = (extremes[0] != -extremes[1]).nonzero()
+    return int(differs[0]) if len(differs) else None
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,340 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns where a model and autograd meet the engine: module and gradient hooks, saved views, and the
+state of the micro-batch that runs.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
+
+from megatron_asynchzp.comm.driver import Driver
+from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.comm.timeline import COMPUTE
+from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.plan import UnitPlan
+from megatron_asynchzp.zero.step import StepScheduler
+from megatron_asynchzp.zero.unit import HZPUnit
+
+
+@dataclass
+class _MicroBatch:
+    """The forward and backward that run now.
+
+    calls: of a unit's modules in this forward; depth: how many of them have not returned;
+    started_backward: units whose gradients are not on their way yet; compute_marks: when the
+    computation of (direction, unit) began, for a captured trace.
+    """
+
+    in_backward: bool = False
+    calls: Counter[HZPUnit] = field(default_factory=Counter[HZPUnit])
+    depth: Counter[HZPUnit] = field(default_factory=Counter[HZPUnit])
+    started_backward: set[HZPUnit] = field(default_factory=set[HZPUnit])
+    compute_marks: dict[tuple[str, HZPUnit], Any] = field(
+        default_factory=dict[tuple[str, HZPUnit], Any]
+    )
+
+
+class HZPRuntime(StepScheduler):
+    """The sharded engine around one module (a model chunk): its hooks run the step.
+
+        forward    unit:  unshard | compute | reshard
+        backward   unit:  unshard | compute | reshard, reduce gradients (G axes)
+        last one   unit:  and then G to O and over the replicas
+        step       all:   sync_grads (wait) | optimizer | sync_params (O to P)
+
+    root: the module whose call is one forward; plans: a partition of its parameters;
+    groups: communicators by group key of the plans; the rest is as in StepScheduler.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        plans: Sequence[UnitPlan],
+        groups: dict[str, ShardGroups],
+        schedule: ScheduleConfig = ScheduleConfig(),
+        driver: Driver | None = None,
+        grad_scale: float = 1.0,
+    ):
+        self.group_keys: dict[HZPUnit, str] = {}
+        self._saved_views = SavedViews(on_missing=self._unshard)
+        self._batch = _MicroBatch()
+        self._reduce_last: set[HZPUnit] = set()
+        self._handles: list[RemovableHandle] = []
+        units_of: dict[nn.Module, list[HZPUnit]] = {root: []}
+        for plan in plans:
+            unit = HZPUnit(plan.name, plan.params, groups[plan.group_key])
+            self.group_keys[unit] = plan.group_key
+            if len(plan.modules) > 1:
+                self._reduce_last.add(unit)
+            for module in plan.modules:
+                units_of.setdefault(module, []).append(unit)
+        super().__init__(list(self.group_keys), schedule, driver, grad_scale)
+        self._attach(root, units_of)
+
+    def _attach(self, root: nn.Module, units_of: dict[nn.Module, list[HZPUnit]]) -> None:
+        # The hooks are owned by the model, the runtime by the wrapper: a proxy breaks the cycle.
+        runtime = weakref.proxy(self)
+        # Registered before the units' own hooks and prepended after them: runs first.
+        for module, units in units_of.items():
+            self._handles += _attach_unit_hooks(module, units, runtime)
+
+        def begin_forward(_root: nn.Module, _args: object) -> None:
+            runtime.begin_forward()
+
+        self._handles.append(root.register_forward_pre_hook(begin_forward, prepend=True))
+        for unit in self.units:
+            self._handles += _attach_grad_hooks(unit, runtime)
+
+    def detach(self) -> None:
+        """Close and remove every hook; the parameters stay sharded."""
+        try:
+            self.close()
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+
+    def zero_grads(self) -> None:
+        """Start a step, or start it again: forget all gradients and any unfinished backward."""
+        self._batch = _MicroBatch()
+        super().zero_grads()
+
+    # ---- called by the hooks, in the order of one micro-batch
+
+    def begin_forward(self) -> None:
+        """The root is called: a new micro-batch, or a recomputation within backward."""
+        if not self._batch.in_backward:
+            self._batch.calls.clear()
+            self._batch.depth.clear()
+            if not torch.is_grad_enabled():
+                self.gathers.begin_evaluation()
+
+    def before_forward(self, units: list[HZPUnit]) -> None:
+        """A module that needs `units` is called."""
+        # First what after_forward undoes, then what can fail.
+        self._saved_views.push()
+        self._batch.depth.update(units)
+        for unit in units:
+            if not self._batch.in_backward:
+                self._batch.calls[unit] += 1
+                if self._batch.calls[unit] > 1:
+                    self._reduce_last.add(unit)  # its gradient is complete with the first call's
+            self._unshard(unit)
+        self._mark_compute("forward", units)
+
+    def after_forward(self, units: list[HZPUnit]) -> None:
+        """The call has returned, or raised an error."""
+        self._saved_views.pop()
+        if self.driver.has_failed():
+            return  # the error of the call is that failure
+        self._note_compute("forward", units)
+        for unit in units:
+            self._batch.depth[unit] -= 1
+            # A recomputation in backward is followed by that unit's backward: keep it gathered.
+            if self._batch.depth[unit] == 0 and not self._batch.in_backward:
+                self.gathers.release(unit)
+
+    def before_backward(self, units: list[HZPUnit]) -> None:
+        """A gradient has reached an output of the module of `units`."""
+        if not self._batch.in_backward:
+            self._batch.in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        for unit in units:
+            self._batch.started_backward.add(unit)
+            self._unshard(unit)
+        self._mark_compute("backward", units)
+
+    def after_backward(self, units: list[HZPUnit]) -> None:
+        """The backward of the module of `units` is done."""
+        self._note_compute("backward", units)
+        for unit in units:
+            self.gathers.release(unit)
+            if unit not in self._reduce_last:
+                self._reduce(unit)
+
+    def end_backward(self) -> None:
+        """Autograd is done with this micro-batch: reduce the remaining units, in unit order."""
+        self._note_compute("backward", self.units)
+        for unit in self.units:
+            if unit in self._batch.started_backward or self.reductions.has_pending(unit):
+                self._reduce(unit)
+            self.gathers.release(unit)
+        self._batch.started_backward.clear()
+        self._batch.in_backward = False
+
+    def _unshard(self, unit: HZPUnit) -> None:
+        self.gathers.use(unit)
+        self._saved_views.track(unit)
+
+    def _reduce(self, unit: HZPUnit) -> None:
+        self.reduce(unit)
+        self._batch.started_backward.discard(unit)
+
+    def _mark_compute(self, direction: str, units: list[HZPUnit]) -> None:
+        timeline = self.driver.timeline
+        if timeline.is_capturing:
+            for unit in units:
+                self._batch.compute_marks.setdefault((direction, unit), timeline.device.mark())
+
+    def _note_compute(self, direction: str, units: list[HZPUnit]) -> None:
+        """The computation of this direction with `units` has ended, in a captured trace."""
+        timeline = self.driver.timeline
+        for unit in units if self._batch.compute_marks else ():
+            start = self._batch.compute_marks.pop((direction, unit), None)
+            if start is not None:
+                timeline.add(COMPUTE, f"{direction} {unit.name}", start, timeline.device.mark())
+
+
+# ---- hooks
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Identity on a module's inputs whose backward runs when the module's backward is done.
+
+    It is the oldest node of the module's graph and autograd runs the youngest ready node first
+    (AccumulateGrad before all), so the gradients of the module's parameters exist by then.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, runtime: HZPRuntime, units: list[HZPUnit], *inputs: torch.Tensor):
+        ctx.runtime, ctx.units = runtime, units
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        ctx.runtime.after_backward(ctx.units)
+        return (None, None, *grads)
+
+
+def _pass_through_after_backward(
+    runtime: HZPRuntime, units: list[HZPUnit], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same inputs; the tensors among them that carry a gradient through _AfterBackward.
+
+    A parameter among them (a tied weight) is left alone: what comes out would be a view of it
+    that the caller's frame keeps for longer than the unit is gathered.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    where = [
+        index
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor)
+        and leaf.requires_grad
+        and not isinstance(leaf, nn.Parameter)
+    ]
+    if not where:
+        return args, kwargs
+    passed: tuple[torch.Tensor, ...] = _AfterBackward.apply(
+        runtime, units, *(leaves[i] for i in where)
+    )
+    for i, tensor in zip(where, passed, strict=True):
+        leaves[i] = tensor
+    return tree_unflatten(leaves, spec)
+
+
+def _attach_unit_hooks(
+    module: nn.Module, units: list[HZPUnit], runtime: HZPRuntime
+) -> list[RemovableHandle]:
+    """Hook `module`, whose calls need the parameters of `units`. Returns the handles."""
+
+    def pre_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        runtime.before_forward(units)
+        if torch.is_grad_enabled():
+            args, kwargs = _pass_through_after_backward(runtime, units, args, kwargs)
+        return args, kwargs
+
+    def post_forward(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        runtime.after_forward(units)
+        if torch.is_grad_enabled():
+            for leaf in tree_flatten(output)[0]:
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(lambda _grad: runtime.before_backward(units))
+
+    return [
+        module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True),
+        # always_call: an exception in the forward must not leave saved-tensor hooks behind.
+        module.register_forward_hook(post_forward, always_call=True),
+    ]
+
+
+def _attach_grad_hooks(unit: HZPUnit, runtime: HZPRuntime) -> list[RemovableHandle]:
+    """Hook the trained parameters of `unit`: each gradient is taken as soon as it is complete."""
+
+    def hook_of(index: int) -> Callable[[torch.Tensor], None]:
+        return lambda _param: runtime.reductions.take(unit, index)
+
+    return [
+        param.register_post_accumulate_grad_hook(hook_of(index))
+        for index, param in enumerate(unit.params)
+        if param.requires_grad
+    ]
+
+
+# ---- saved views
+
+
+@dataclass(frozen=True)
+class SavedView:
+    """A strided view of a unit's full parameters, without their memory."""
+
+    unit: HZPUnit
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class SavedViews:
+    """Saved-tensor hooks around the forward of units (law 5).
+
+    nn.Linear saves `weight.t()`, a view of the full parameters, which are dropped after the
+    forward. [Note: saved views] Saved as memory, that view would keep them alive or, where
+    memory is reused, read another unit's parameters: a silent wrong gradient. Packed as
+    (unit, offset, shape, stride) it costs nothing and unpacks from the parameters gathered for
+    backward; `on_missing` gathers them where they are not gathered yet.
+    """
+
+    def __init__(self, on_missing: Callable[[HZPUnit], None]):
+        self._on_missing = on_missing
+        self._units_by_storage: dict[int, HZPUnit] = {}
+
+    def track(self, unit: HZPUnit) -> None:
+        """Recognise views of `unit`'s gathered parameters from now on."""
+        if not unit.is_always_unsharded:
+            pointer = unit.full_param_storage.untyped_storage().data_ptr()
+            self._units_by_storage[pointer] = unit
+
+    def push(self) -> None:
+        """Let autograd save through this object until the matching `pop`."""
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+
+    def pop(self) -> None:
+        """Undo the latest `push`."""
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedView:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return tensor  # a wrapper subclass has no storage of its own to ask
+        pointer = tensor.untyped_storage().data_ptr()
+        unit = self._units_by_storage.get(pointer)
+        if unit is None or not unit.is_gathered_at(pointer):
+            return tensor
+        offset = int(tensor.storage_offset())
+        return SavedView(unit, tensor.dtype, tensor.shape, tensor.stride(), offset)
+
+    def _unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
+        if not isinstance(saved, SavedView):
+            return saved
+        self._on_missing(saved.unit)
+        full = saved.unit.full_param_storage
+        if saved.dtype != full.dtype:
+            full = full.view(saved.dtype)
+        return full.as_strided(saved.shape, saved.stride, saved.offset)

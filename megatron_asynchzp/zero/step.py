@@ -1,0 +1,203 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the step of one model chunk: what is gathered, reduced, compared and rebuilt, and in which
+order. Free of hooks and autograd.
+"""
+
+from collections import Counter
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+from megatron_asynchzp.comm.collectives import run_steps
+from megatron_asynchzp.comm.driver import Driver
+from megatron_asynchzp.comm.order_check import OrderCheck
+from megatron_asynchzp.device import device_of
+from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.gathers import Gathers
+from megatron_asynchzp.zero.reductions import Reductions, Update
+from megatron_asynchzp.zero.unit import HZPUnit
+
+
+class StepScheduler:
+    """Gathers the units of a model chunk ahead of their use and reduces their gradients.
+
+        gather      | u0 | u1 |      | u2 | ...                            gathers
+        main        |    | F u0 | F u1 | F u2 | B u2 | B u1 | ...
+        reduce                                       | u2 | u1 |           reductions
+        grad-sync   (last micro-batch)                    | u2 | u1 |      reductions
+        param-sync  | u0 | u1 | u2 |                                       gathers
+
+    Every decision (what to gather next, which slot) is taken by the main thread from the program
+    order alone, never from timing; so it is the same on every rank of a sharding group, and so is
+    the order of collectives (law 3).
+
+    units: all units of the chunk, on one device; driver: may be shared with the other chunks of
+    this rank, whose tasks then have one order (None: one of its own); grad_scale: factor on the
+    summed gradients.
+
+    step: how many have begun; is_last_micro_batch: whether the gradients of the one that runs are
+    reduced over the whole sharding group, see `no_sync`; update: see `update_in_backward`.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[HZPUnit],
+        config: ScheduleConfig,
+        driver: Driver | None = None,
+        grad_scale: float = 1.0,
+    ):
+        self.units = list(units)
+        self._owns_driver = driver is None
+        if driver is None:
+            driver = config.start_driver(device_of(self.units[0].model_param.storage))
+        self.driver = driver
+        self.step = 0
+        self.is_last_micro_batch = False
+        self.update: Update | None = None
+        self.gathers = Gathers(self.units, config, driver)
+        self.reductions = Reductions(self.units, config, driver, grad_scale)
+        all_groups = dict.fromkeys(unit.groups for unit in self.units)
+        axes = [axis for groups in all_groups for axis in groups.all_reduce_axes]
+        self._checks_order = config.checks_order
+        self._order_check = OrderCheck(driver, axes, self.units[0].device)
+
+    # ---- one micro-batch
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Around all micro-batches of a step but the last.
+
+        When it is left, the next micro-batch is the last one: each unit's gradients are then
+        reduced over the whole sharding group while backward goes on. A loop that never enters it
+        gets the same numbers; all of that reduction then happens in `sync_grads`.
+        """
+        self.is_last_micro_batch = False
+        yield
+        self.is_last_micro_batch = True
+
+    def reduce(self, unit: HZPUnit) -> None:
+        """Reduce the gradients of `unit`, which are complete for this micro-batch."""
+        if not unit.is_trained:
+            return
+        # On a CPU each lane issues by itself. A comparison that is still on its way has the
+        # communicators of the gradients, on which one rank must not reduce what another compares.
+        self._order_check.wait()
+        self.reductions.start_reduction(unit)
+        if self.is_last_micro_batch:
+            self._start_grad_sync(unit)
+
+    def _start_grad_sync(self, unit: HZPUnit) -> None:
+        if self.update is None:
+            self.reductions.start_sync(unit)
+        else:
+            readers = self.gathers.readers_of_shard(unit)
+            update = self.reductions.start_sync(unit, self.update, readers)
+            self.gathers.note_update(unit, update)
+
+    # ---- one step
+
+    def update_in_backward(self, update: Update) -> None:
+        """Call `update(unit)` as soon as a unit's main_grad fragments are complete.
+
+        It is to apply an optimizer to the unit's `owned_params`, and runs on a background thread
+        while backward goes on; a third of the parameter shards is rebuilt there too. For
+        optimizers that need no norm over all gradients, and steps that are never taken back. Call
+        `sync_grads` and `sync_params` as without it.
+        """
+        self.update = update
+
+    def zero_grads(self) -> None:
+        """Start a step, or start it again: nothing of the last one is in flight any more."""
+        self.driver.raise_failure()
+        self.gathers.release_all()
+        self.reductions.begin_step()
+        self.is_last_micro_batch = False
+        self.step += 1
+        self.driver.begin_step(self.step)
+        self.gathers.begin_step()
+        for unit in self.units:
+            unit.zero_grads()
+
+    def sync_grads(self) -> None:
+        """After the last micro-batch: main_grad fragments become the sum over all ranks x scale.
+
+        Starts what backward did not start, waits for it, and compares what the ranks submitted.
+        Collective. Raises OrderMismatch on every rank of a sharding group in which one differs.
+        """
+        self._order_check.wait()
+        for unit in self.units:
+            if unit.is_trained and not self.reductions.is_syncing(unit):
+                self._start_grad_sync(unit)
+        if self.update is not None:
+            self.gathers.start_syncs()
+        self.reductions.finish()
+        if self.update is None:
+            # The optimizer writes next what the syncs of the last step read, where this step did
+            # not use a unit, and what spare gathers read, where it had fewer micro-batches.
+            self.gathers.drop_spares()
+            self.gathers.join_syncs()
+        self._check_order()
+
+    def _check_order(self) -> None:
+        if not self._checks_order:
+            self.driver.submitted.clear()
+            return
+        self._order_check.start()
+        # Where units are updated in backward the gradients are used already, and the next
+        # comparison raises: this one would queue behind the parameters of the next step.
+        if self.update is None:
+            self._order_check.finish()
+
+    def sync_params(self) -> None:
+        """After the optimizer: rebuild the parameter shards from main_param, in the background, and
+        gather the first units again. Where units are updated in backward, `sync_grads` has done it.
+        """
+        if self.update is None:
+            self.gathers.start_syncs()
+
+    # ---- between steps
+
+    def settle(self) -> None:
+        """Return when nothing is in flight: the units' states and their communicators are free."""
+        self.driver.raise_failure()
+        self.gathers.drop_spares()
+        self.reductions.finish()
+        self.gathers.join_syncs()
+        self._order_check.finish()
+
+    def complete_params(self) -> None:
+        """Rebuild the parameter shards from their O ranges, which the caller has written.
+
+        Between `settle` and the next forward. Collective over the sharding groups.
+        """
+        for unit in self.units:
+            run_steps(unit.complete_param_steps())
+        self.gathers.note_written()
+
+    def close(self) -> None:
+        """Finish what is in flight and end the threads, unless the driver was handed in.
+
+        Raises the failure that the communication ended with, without waiting for anything.
+        """
+        try:
+            self.settle()
+        finally:
+            if self._owns_driver:
+                self.driver.close()
+
+    # ---- memory
+
+    def state_nbytes(self) -> dict[str, int]:
+        """Bytes at rest on this rank, by state, over all units."""
+        total: Counter[str] = Counter()
+        for unit in self.units:
+            total.update(unit.state_nbytes())
+        return dict(total)
+
+    def ring_nbytes(self) -> dict[str, int]:
+        """Bytes of the slots of both kinds, with what the reductions need beside theirs."""
+        return {"param_ring": self.gathers.rings.nbytes, "grad_ring": self.reductions.rings.nbytes}
+
+    def num_slots_in_use(self) -> int:
+        """Slots that hold parameters or gradients now."""
+        return self.gathers.rings.num_in_use + self.reductions.rings.num_in_use
