@@ -1,5 +1,29 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""AsyncHZP for Megatron-LM. Importing this package loads neither megatron nor triton."""
+"""AsyncHZP for Megatron-LM, and `shard` for models without it. Importing this package loads neither
+torch nor megatron nor triton: the names below load what they need when they are first used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_asynchzp.sharded_model import ShardedModel, shard
+    from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes
+    from megatron_asynchzp.zero.config import ScheduleConfig
 
 __version__ = "0.1.0"
+__all__ = ["ScheduleConfig", "ShardSizeError", "ShardSizes", "ShardedModel", "shard"]
+
+_HOMES = {
+    "shard": "sharded_model",
+    "ShardedModel": "sharded_model",
+    "ShardSizes": "sharding.topology",
+    "ShardSizeError": "sharding.topology",
+    "ScheduleConfig": "zero.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

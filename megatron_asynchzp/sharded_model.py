@@ -1,0 +1,277 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The engine around any torch module: what a plain training loop needs, in one object."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.sharded_state import ShardedState
+from megatron_asynchzp.sharding.topology import Range, ShardSizes, ShardTopology
+from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.plan import plan_units
+from megatron_asynchzp.zero.unit import HZPUnit
+
+NewOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+"""Makes an optimizer of (name, parameter) pairs, as torch's optimizers take them."""
+
+
+def shard(
+    model: nn.Module,
+    units: Iterable[nn.Module],
+    sizes: ShardSizes,
+    optimizer: NewOptimizer,
+    *,
+    group: dist.ProcessGroup | None = None,
+    schedule: ScheduleConfig = ScheduleConfig(),
+) -> "ShardedModel":
+    """Shard `model` over the ranks of `group` and return what a training loop needs beside it.
+
+    Afterwards each call of `model` gathers the parameters of its units ahead of their use, and each
+    backward reduces their gradients, beside the computation (AsyncHZP, arXiv 2510.20111). The model
+    must be the same on all ranks of the group. Collective over the world.
+
+    units: modules whose parameters are gathered together (usually the layers); what is in none of
+    them is a unit of its own. A parameter that several modules share (tied weights) is found and
+    becomes a unit too. sizes: ranks that share one copy of parameters, gradients and optimizer
+    states. optimizer: called with the name and this rank's part of each trained parameter, which is
+    1-D, fp32 and possibly empty; for example `lambda params: torch.optim.AdamW(params, lr=1e-3)`.
+    group: the default group where None.
+
+    Raises ShardSizeError for sizes that do not nest or do not divide the group.
+    """
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    topology = ShardTopology(len(ranks), ranks.index(dist.get_rank()), sizes)
+    groups = ShardGroups.create(topology, ranks, timedelta(seconds=schedule.time_limit_s))
+    plans = plan_units(model, list(units), also_used_by=_find_shared_params(model))
+    runtime = HZPRuntime(model, plans, {"dense": groups}, schedule, grad_scale=1.0 / len(ranks))
+    return ShardedModel(model, runtime, optimizer, group or dist.group.WORLD)
+
+
+def _find_shared_params(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    """Parameters with several names, and the modules of all names but the first."""
+    modules: dict[nn.Parameter, list[nn.Module]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        modules.setdefault(param, []).append(model.get_submodule(name.rpartition(".")[0]))
+    return {param: users[1:] for param, users in modules.items() if len(users) > 1}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What this rank holds of one parameter.
+
+    held: its elements, of the row-major parameter; values: 1-D, these elements of the fp32 main
+    parameter where it is trained, else of the model's.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    held: Range
+    values: torch.Tensor
+
+    def state_of(self, values: torch.Tensor) -> ShardedState:
+        """`values` (1-D, of the same elements) for a checkpoint."""
+        return ShardedState(self.shape, self.held, values)
+
+
+@dataclass(frozen=True)
+class _TrainedPart(_Part):
+    """param: `values` for the optimizer; grad: its gradient, 1-D fp32; is_counted: whether sums
+    over the ranks take this part from this rank, not from a replica of it."""
+
+    param: nn.Parameter
+    grad: torch.Tensor
+    is_counted: bool
+
+
+def _parts_of(unit: HZPUnit) -> Iterator[_Part]:
+    buffer = unit.main_param if unit.is_trained else unit.model_param
+    values = buffer.fragment_views()
+    for index, piece in enumerate(unit.layout.slices):
+        held = piece.range.intersect(buffer.range)
+        held = held.within(piece.range) if held.numel else Range(0, 0)
+        if not unit.is_trained:
+            yield _Part(piece.name, piece.shape, held, values[index])
+            continue
+        param, grad = nn.Parameter(values[index]), unit.main_grad_fragments()[index]
+        param.grad = grad
+        is_counted = unit.groups.topology.replica_index == 0
+        yield _TrainedPart(piece.name, piece.shape, held, values[index], param, grad, is_counted)
+
+
+class ShardedModel:
+    """A sharded model's step, gradient norm and checkpoint; made by `shard`.
+
+        for batches in data:
+            sharded.zero_grad()
+            for index, batch in enumerate(batches):
+                sharded.set_is_last_micro_batch(index == len(batches) - 1)
+                loss_of(model, batch).backward()
+            sharded.clip_grad_norm_(1.0)
+            sharded.step()
+
+    optimizer: over this rank's parts of the fp32 main parameters; learning rates are changed there.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        runtime: HZPRuntime,
+        new_optimizer: NewOptimizer,
+        group: dist.ProcessGroup,
+    ):
+        self.model, self.runtime = model, runtime
+        self._group = group
+        self._parts = [part for unit in runtime.units for part in _parts_of(unit)]
+        self._trained = [part for part in self._parts if isinstance(part, _TrainedPart)]
+        self.optimizer = new_optimizer([(part.name, part.param) for part in self._trained])
+        self._is_synced = False
+
+    # ---- one step
+
+    def zero_grad(self) -> None:
+        """Start a step: forget all gradients, and whatever an unfinished backward left."""
+        self.runtime.zero_grads()
+        self.set_is_last_micro_batch(True)
+        self._is_synced = False
+
+    def set_is_last_micro_batch(self, is_last: bool) -> None:
+        """Before each forward of a step with several micro-batches: whether it is the last one.
+
+        The backward of the last one reduces what all of them added up. A step of one micro-batch
+        does not need this.
+        """
+        self.runtime.is_last_micro_batch = is_last
+
+    def _sync_grads(self) -> None:
+        if not self._is_synced:
+            self.runtime.sync_grads()
+            self._is_synced = True
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their global norm is at most `max_norm`.
+
+        Returns the norm before that, a 0-dim fp32 tensor, the same on all ranks. Collective.
+        """
+        self._sync_grads()
+        counted = [part.grad for part in self._trained if part.is_counted]
+        norms = [torch.linalg.vector_norm(grad) for grad in counted if grad.numel()]
+        device = self.runtime.units[0].device
+        total = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
+        dist.all_reduce(total, group=self._group)
+        norm = total.sqrt()
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for part in self._trained:
+            part.grad.mul_(scale)
+        return norm
+
+    def step(self) -> None:
+        """Apply the optimizer to this rank's parts and begin to rebuild the parameters. Collective.
+
+        Gradients are the mean over the ranks of what each rank's micro-batches added up.
+        """
+        self._sync_grads()
+        self.optimizer.step()
+        self.runtime.sync_params()
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """What torch.distributed.checkpoint saves, or loads in place.
+
+            checkpoint.save(sharded.state_dict(), checkpoint_id=folder)
+
+            state = sharded.state_dict()
+            checkpoint.load(state, checkpoint_id=folder)
+            sharded.load_state_dict(state)
+
+        model.NAME: the parameter, in fp32 if trained; optim.NAME.KEY: the optimizer's state of it;
+        param_groups: the optimizer's settings. Nothing is copied or gathered: save before the next
+        step. It can be loaded into other sizes and numbers of ranks. An optimizer that has not
+        stepped yet gets zeros for its state, and gradients are forgotten.
+        """
+        self.runtime.settle()
+        self._create_optimizer_state()
+        state: dict[str, Any] = {
+            f"model.{part.name}": part.state_of(part.values)
+            for part in self._parts
+            if part.held.numel
+        }
+        for part in self._trained:
+            for key, value in self.optimizer.state[part.param].items():
+                if part.held.numel:
+                    is_whole = not isinstance(value, torch.Tensor) or value.dim() == 0
+                    state[f"optim.{part.name}.{key}"] = value if is_whole else part.state_of(value)
+        state["param_groups"] = [
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for group in self.optimizer.param_groups
+        ]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over `state`: a state_dict() of this object into which
+        torch.distributed.checkpoint.load has read. Collective.
+        """
+        for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
+            group.update(saved)
+        for part in self._trained:
+            own = self.optimizer.state[part.param]
+            for key, value in own.items():
+                if not isinstance(value, torch.Tensor) and part.held.numel:
+                    own[key] = state[f"optim.{part.name}.{key}"]
+        self.runtime.sync_params()
+        self.runtime.settle()
+
+    @torch.no_grad()
+    def _create_optimizer_state(self) -> None:
+        """Torch's optimizers make their state in the first step: take one of no effect."""
+        if self.optimizer.state or not self._trained:
+            return
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for part in self._trained:
+            part.grad.zero_()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+        self.optimizer.step()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                state[key] = value.zero_() if isinstance(value, torch.Tensor) else type(value)()
+
+    @torch.no_grad()
+    def full_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and whole value of each parameter, one unit at a time in memory. Collective: every
+        rank must take them all. A value is valid until the next one is taken."""
+        self.runtime.settle()
+        for unit in self.runtime.units:
+            unit.unshard()
+            yield from zip(unit.param_names, unit.params, strict=True)
+            unit.reshard()
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Finish what is in flight and end the background threads."""
+        self.runtime.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()

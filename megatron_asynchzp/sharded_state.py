@@ -1,0 +1,63 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""How a rank's part of a tensor appears in a checkpoint of torch.distributed.checkpoint."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from megatron_asynchzp.sharding.boxes import Box, cut_into_boxes
+from megatron_asynchzp.sharding.topology import Range
+
+
+@dataclass(frozen=True)
+class ShardedState:
+    """A run of elements of a tensor of `shape`, saved and loaded in place, in boxes.
+
+    values: 1-D, the elements `held` of the row-major tensor. torch.distributed.checkpoint calls the
+    three methods with double underscores (torch.distributed._checkpointable); what other ranks hold
+    it finds by the offsets of their boxes, so a checkpoint can be loaded into any other sharding.
+    """
+
+    shape: tuple[int, ...]
+    held: Range
+    values: torch.Tensor
+
+    def size(self) -> torch.Size:
+        """Of the whole tensor; what is loaded must have it too."""
+        return torch.Size(self.shape)
+
+    def _boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
+        for box in cut_into_boxes(self.shape, self.held):
+            start = box.range.start - self.held.start
+            yield box, self.values[start : start + box.range.numel].view(box.shape)
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.values)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+            for box, _ in self._boxes()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for box, values in self._boxes():
+            if torch.Size(box.offset) == index.offset:
+                return values
+        raise ValueError(f"{index.fqn}: this rank holds nothing at offset {index.offset}")

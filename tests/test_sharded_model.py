@@ -1,0 +1,243 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The library's front door: a plain training loop around `shard` trains as one around the model."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint
+
+from megatron_asynchzp import ShardedModel, ShardSizeError, ShardSizes, shard
+from tests.support.engine import build_toy, nested_sizes
+from tests.support.ranks import run_ranks
+from tests.support.toy_models import toy_batch, toy_loss
+
+CLIP = 0.3
+STEPS, MICRO_BATCHES = 3, 2
+
+
+def new_adamw(params) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+
+
+def sharded_toy(sizes: tuple[int, int, int], is_tied: bool = False, **kwargs) -> ShardedModel:
+    model = build_toy(is_tied=is_tied, **kwargs)
+    return shard(model, model.blocks, ShardSizes(*sizes), new_adamw)
+
+
+def train(sharded: ShardedModel, steps: range) -> list[tuple[float, float]]:
+    """Mean loss over the ranks and gradient norm of each step."""
+    seen = []
+    for step in steps:
+        sharded.zero_grad()
+        total = torch.zeros(())
+        for index in range(MICRO_BATCHES):
+            sharded.set_is_last_micro_batch(index == MICRO_BATCHES - 1)
+            loss = toy_loss(sharded.model, toy_batch(step, index, dist.get_rank()))
+            (loss / MICRO_BATCHES).backward()
+            total += loss.detach() / MICRO_BATCHES
+        norm = sharded.clip_grad_norm_(CLIP)
+        sharded.step()
+        dist.all_reduce(total)
+        seen.append((total.item() / dist.get_world_size(), norm.item()))
+    return seen
+
+
+def train_plainly(model: nn.Module, steps: range, world_size: int) -> list[tuple[float, float]]:
+    """The same in one process, without sharding, over the batches of all ranks."""
+    optimizer, seen = new_adamw(model.parameters()), []
+    for step in steps:
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for rank in range(world_size):
+            for index in range(MICRO_BATCHES):
+                loss = toy_loss(model, toy_batch(step, index, rank)) / MICRO_BATCHES / world_size
+                loss.backward()
+                total += loss.detach()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        seen.append((total.item(), norm.item()))
+    return seen
+
+
+def check_every_nesting() -> None:
+    world = dist.get_world_size()
+    for is_tied in (False, True):
+        plain = train_plainly(build_toy(is_tied=is_tied), range(STEPS), world)
+        for sizes in nested_sizes(world):
+            with sharded_toy(sizes, is_tied) as sharded:
+                for ours, theirs in zip(train(sharded, range(STEPS)), plain, strict=True):
+                    assert ours == pytest.approx(theirs, rel=1e-5), (sizes, is_tied)
+
+
+def test_a_plain_loop_trains_as_without_sharding_for_every_nesting_of_4_ranks():
+    run_ranks(check_every_nesting, 4)
+
+
+def check_checkpoint(folder: Path, build: Callable[..., ShardedModel]) -> None:
+    with build((1, 2, 4)) as first:
+        train(first, range(2))
+        checkpoint.save(first.state_dict(), checkpoint_id=folder)
+        expected = train(first, range(2, 4))
+    for sizes in [(1, 2, 4), (4, 4, 4), (2, 1, 2), (1, 1, 1)]:
+        with build(sizes) as other:
+            state = other.state_dict()
+            checkpoint.load(state, checkpoint_id=folder)
+            other.load_state_dict(state)
+            bound = 0.0 if sizes == (1, 2, 4) else 1e-5
+            for ours, theirs in zip(train(other, range(2, 4)), expected, strict=True):
+                assert ours == pytest.approx(theirs, rel=bound), sizes
+
+
+def test_a_checkpoint_goes_on_bit_for_bit_and_into_any_other_sizes(tmp_path):
+    run_ranks(check_checkpoint, 4, tmp_path / "fp32", sharded_toy)
+
+
+def sharded_bf16_toy(sizes: tuple[int, int, int]) -> ShardedModel:
+    return sharded_toy(sizes, dtype=torch.bfloat16)
+
+
+def check_exact_resume(folder: Path) -> None:
+    with sharded_bf16_toy((2, 2, 4)) as first:
+        train(first, range(2))
+        checkpoint.save(first.state_dict(), checkpoint_id=folder)
+        expected = train(first, range(2, 4))
+    with sharded_bf16_toy((2, 2, 4)) as other:
+        state = other.state_dict()
+        checkpoint.load(state, checkpoint_id=folder)
+        other.load_state_dict(state)
+        assert train(other, range(2, 4)) == expected
+
+
+def test_a_bf16_model_resumes_from_its_fp32_main_parameters(tmp_path):
+    run_ranks(check_exact_resume, 4, tmp_path / "bf16")
+
+
+def check_full_params() -> None:
+    model = build_toy(is_tied=True)
+    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with shard(model, model.blocks, ShardSizes(2, 2, 2), new_adamw) as sharded:
+        seen = {name: value.clone() for name, value in sharded.full_params()}
+    assert seen.keys() == expected.keys()
+    assert all(torch.equal(seen[name], expected[name]) for name in seen)
+
+
+def test_full_parameters_are_those_of_the_model_one_unit_at_a_time():
+    run_ranks(check_full_params, 2)
+
+
+def check_frozen() -> None:
+    model = build_toy()
+    model.embedding.weight.requires_grad = False
+    before = model.embedding.weight.detach().clone()
+    with shard(model, model.blocks, ShardSizes(2, 2, 2), new_adamw) as sharded:
+        train(sharded, range(2))
+        after = {name: value.clone() for name, value in sharded.full_params()}
+        assert torch.equal(after["embedding.weight"], before)
+        assert "model.embedding.weight" in sharded.state_dict()
+        assert not any(key.startswith("optim.embedding") for key in sharded.state_dict())
+
+
+def test_parameters_that_are_not_trained_stay_as_they_are():
+    run_ranks(check_frozen, 2)
+
+
+def check_refusal() -> None:
+    model = build_toy()
+    with pytest.raises(ShardSizeError, match="optim shard size 3 is not a multiple of"):
+        shard(model, model.blocks, ShardSizes(2, 2, 3), new_adamw)
+
+
+def test_sizes_that_do_not_nest_are_refused_by_name():
+    run_ranks(check_refusal, 4)
+
+
+class Encoder(nn.Module):
+    """torch's own transformer layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(37, 16)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.output = nn.Linear(16, 37)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(x)
+
+
+def new_encoder() -> tuple[nn.Module, nn.ModuleList]:
+    model = Encoder()
+    return model, model.layers
+
+
+class Logits(nn.Module):
+    """The logits of a causal language model of transformers."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+
+def new_llama() -> tuple[nn.Module, nn.ModuleList]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=37,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    return Logits(model), model.model.layers
+
+
+def check_model(build: Callable[[], tuple[nn.Module, nn.ModuleList]]) -> None:
+    torch.manual_seed(5)
+    plain, _ = build()
+    torch.manual_seed(5)
+    model, layers = build()
+    with shard(model, layers, ShardSizes(1, 2, 2), new_adamw) as sharded:
+        ours = train(sharded, range(STEPS))
+    theirs = train_plainly(plain, range(STEPS), dist.get_world_size())
+    assert ours == [pytest.approx(step, rel=1e-5) for step in theirs]
+
+
+@pytest.mark.parametrize("build", [new_encoder, new_llama])
+def test_models_of_torch_and_transformers_train_as_without_sharding(build):
+    run_ranks(check_model, 2, build)
+
+
+def test_the_example_of_the_documents_runs_as_it_stands(tmp_path):
+    page = (Path(__file__).parents[1] / "docs" / "library.md").read_text()
+    (tmp_path / "example.py").write_text(page.split("```python\n")[1].split("```")[0])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    done = subprocess.run(
+        [*command, "4", "example.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in lines]
+    assert len(losses) == 5 and losses[-1] < losses[0]
+    assert (tmp_path / "checkpoint" / ".metadata").exists()
