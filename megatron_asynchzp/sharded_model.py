@@ -53,7 +53,7 @@ def shard(
     groups = ShardGroups.create(topology, ranks, timedelta(seconds=schedule.time_limit_s))
     plans = plan_units(model, list(units), also_used_by=_find_shared_params(model))
     runtime = HZPRuntime(model, plans, {"dense": groups}, schedule, grad_scale=1.0 / len(ranks))
-    return ShardedModel(model, runtime, optimizer, group or dist.group.WORLD)
+    return ShardedModel(model, runtime, optimizer, group)
 
 
 def _find_shared_params(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
@@ -126,7 +126,7 @@ class ShardedModel:
         model: nn.Module,
         runtime: HZPRuntime,
         new_optimizer: NewOptimizer,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
     ):
         self.model, self.runtime = model, runtime
         self._group = group

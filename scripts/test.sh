@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-# Runs linter, formatter and tests in an environment of their own:
+# Runs linter, formatter, type checker and tests in an environment of their own:
 # ./scripts/test.sh [--all] [arguments for pytest]. --all adds the tests marked slow. Ends with pytest's status, so a failed test fails the script.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -23,5 +23,13 @@ if "$PYTHON" -m ruff --version >/dev/null 2>&1; then
     "$PYTHON" -m ruff format --check --quiet
 else
     echo "test.sh: $PYTHON has no ruff: linter and formatter are skipped" >&2
+fi
+if "$PYTHON" -c "import basedpyright" 2>/dev/null; then
+    if ! report="$("$PYTHON" -m basedpyright --pythonpath "$PYTHON" --level error 2>&1)"; then
+        printf '%s\n' "$report" >&2
+        exit 1
+    fi
+else
+    echo "test.sh: $PYTHON has no basedpyright: the type checker is skipped" >&2
 fi
 exec "$PYTHON" -m pytest "${selection[@]}" --durations=10 "$@"

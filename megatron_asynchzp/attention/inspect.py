@@ -50,7 +50,9 @@ def load(path: Path) -> dict[int, dict[str, torch.Tensor]]:
     if not isinstance(layers, dict) or not layers:
         raise ValueError("holds no layers")
     for layer, qk in layers.items():
-        shapes = [tuple(qk[name].shape) if name in qk else () for name in ("q", "k")]
+        shapes: list[tuple[int, ...]] = [
+            tuple(qk[name].shape) if name in qk else () for name in ("q", "k")
+        ]
         is_valid = all(len(s) == 4 for s in shapes) and shapes[0][3] == shapes[1][3]
         if not is_valid or shapes[0][1] % shapes[1][1]:
             raise ValueError(f"layer {layer} is not q [B, H, S, D] and k [B, G, T, D]: {shapes}")

@@ -138,7 +138,8 @@ def _reference_backward(d_output, call: AttentionCall, shifted, output, kept, ho
     from megatron_asynchzp.attention.reference.block import block_backward
 
     q, v = call.q_BHSD, call.v_BGTE
-    return block_backward(d_output, q, shifted, v, output, *kept, call.mask, call.scale)
+    (shifted_lse_BHS,) = kept
+    return block_backward(d_output, q, shifted, v, output, shifted_lse_BHS, call.mask, call.scale)
 
 
 def _fused_forward(call: AttentionCall, shifted: ShiftedKeys, how: _How):

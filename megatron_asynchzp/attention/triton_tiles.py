@@ -67,7 +67,7 @@ def tile_config(table: dict[int, TileConfig], dim: int, dtype: torch.dtype) -> T
 
 
 def padded_dim(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, triton.next_power_of_2(dim))  # pyright: ignore[reportReturnType]
 
 
 def as_options(config: TileConfig) -> dict:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_asynchzp.attention.call import AttentionCall
-from megatron_asynchzp.attention.mask import AttentionMask
+from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -27,8 +27,8 @@ class Sdpa:
         return None
 
     def run(self, call: AttentionCall) -> torch.Tensor:
-        if call.mask.packed is not None and call.mask.allowed is None:
-            return self._run_packed(call)
+        if (packed := call.mask.packed) is not None and call.mask.allowed is None:
+            return self._run_packed(call, packed)
         mask, is_rectangular = call.mask, call.mask.num_queries < call.mask.num_keys
         if mask.is_full:
             return self._attend(call, None, is_causal=False)
@@ -57,11 +57,10 @@ class Sdpa:
         is_empty = ~call.mask.served_queries_BS(call.device)[:, None, :, None]
         return self._attend(call, allowed | is_empty, False).masked_fill(is_empty, 0)
 
-    def _run_packed(self, call: AttentionCall) -> torch.Tensor:
+    def _run_packed(self, call: AttentionCall, packed: PackedSequences) -> torch.Tensor:
         """One sequence after another: a mask over all of them would be quadratic in their sum."""
         (start_q, len_q), (start_k, len_k) = (
-            [x.tolist() for x in pair]
-            for pair in (call.mask.packed.of_queries(), call.mask.packed.of_keys())
+            [x.tolist() for x in pair] for pair in (packed.of_queries(), packed.of_keys())
         )
         pieces, end = [], 0
         for q0, nq, k0, nk in zip(start_q, len_q, start_k, len_k, strict=True):

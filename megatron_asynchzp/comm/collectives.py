@@ -90,7 +90,9 @@ def run_steps(steps: Steps) -> None:
         work.wait()
 
 
-def all_reduce_steps(shard: torch.Tensor, axes: Sequence[AxisGroup]) -> Steps:
-    """Sum `shard` in place over `axes`."""
+def all_reduce_steps(
+    shard: torch.Tensor, axes: Sequence[AxisGroup], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Steps:
+    """Combine `shard` in place over `axes`, by `op`."""
     for axis_group in axes:
-        yield dist.all_reduce(shard, group=axis_group.group, async_op=True)
+        yield dist.all_reduce(shard, op, group=axis_group.group, async_op=True)  # pyright: ignore[reportUnknownMemberType]

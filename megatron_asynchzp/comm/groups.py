@@ -50,11 +50,11 @@ class ShardGroups:
         so that creation cannot deadlock and names never collide.
         """
         everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
-        dist.all_gather_object(everyone, tuple(global_ranks))
+        dist.all_gather_object(everyone, tuple(global_ranks))  # pyright: ignore[reportUnknownMemberType]
         created: dict[tuple[str, tuple[int, ...]], Any] = {}
         for purpose in ("gather", "reduce"):
             for ranks in _axis_groups(topology, sorted(set(everyone))):
-                created[purpose, ranks] = dist.new_group(
+                created[purpose, ranks] = dist.new_group(  # pyright: ignore[reportUnknownMemberType]
                     list(ranks), timeout=timeout, group_desc=f"ASYNCHZP_{purpose.upper()}"
                 )
 

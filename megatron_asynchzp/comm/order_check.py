@@ -7,11 +7,12 @@ first difference in words.
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.collectives import AxisGroup, Steps, all_gather_flat
+from megatron_asynchzp.comm.collectives import AxisGroup, Steps, all_gather_flat, all_reduce_steps
 from megatron_asynchzp.comm.driver import Driver, Task
 
 _NOTHING = -1  # the code of an entry that a shorter record does not have
@@ -47,7 +48,7 @@ class OrderCheck:
             value = zlib.crc32(entry.encode(), value)
         own = torch.tensor([value], dtype=torch.int64, device=self._device)
         self._extremes = torch.stack([own, -own])
-        self._task = self._submit(partial(self._max_steps, self._extremes))
+        self._task = self._submit_max(self._extremes)
 
     def wait(self) -> None:
         """Return when the ranks have met: their communicators are free for other operations."""
@@ -66,6 +67,10 @@ class OrderCheck:
             self._driver.fail(mismatch)  # this step's gradients are of no use
             raise mismatch
 
+    def _submit_max(self, values: torch.Tensor) -> Task:
+        """Begin to replace each of `values` by the largest over all ranks, in place."""
+        return self._submit(partial(all_reduce_steps, values, self._axes, dist.ReduceOp.MAX))
+
     def _submit(self, start: Callable[[], Steps]) -> Task:
         driver = self._driver
         # Other model chunks of this rank may still use the same communicators.
@@ -73,21 +78,16 @@ class OrderCheck:
         ready = (driver.device.record_event(),)
         return driver.submit(Task("order", "all units", self._axes, start, ready, after))
 
-    def _max_steps(self, values: torch.Tensor) -> Steps:
-        """The largest of each value over all ranks, in place."""
-        for axis in self._axes:
-            yield dist.all_reduce(values, dist.ReduceOp.MAX, group=axis.group, async_op=True)
-
     def _describe_difference(self) -> str:
         """The first place at which a rank did something else, which ranks did what there, and the
         remedy."""
         mine = self._mine
         length = torch.tensor([len(mine)], dtype=torch.int64, device=self._device)
-        self._submit(partial(self._max_steps, length)).wait()
+        self._submit_max(length).wait()
         codes = torch.full((int(length),), _NOTHING, dtype=torch.int64)
         codes[: len(mine)] = torch.tensor([zlib.crc32(entry.encode()) for entry in mine])
         extremes = torch.stack([codes, -codes]).to(self._device)
-        self._submit(partial(self._max_steps, extremes)).wait()
+        self._submit_max(extremes).wait()
         index = _first_difference(extremes)
         if index is None:
             return "the ranks issued different collectives"
@@ -115,7 +115,7 @@ class OrderCheck:
                 yield all_gather_flat(rows[0].view(-1), flat, group=axis.group, async_op=True)
 
         self._submit(steps).wait()
-        lines: list[list[int]] = rows[0].tolist()  # pyright: ignore
+        lines = cast("list[list[int]]", rows[0].tolist())  # pyright: ignore[reportUnknownMemberType]
         return {line[0]: bytes(filter(None, line[1:])).decode() for line in lines}
 
 

@@ -26,7 +26,7 @@ class Slot:
         self._num_owners = self._count_owners()
 
     def _count_owners(self) -> int:
-        return torch._C._storage_Use_Count(self.storage.untyped_storage()._cdata)
+        return torch._C._storage_Use_Count(self.storage.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage]
 
     def is_viewed(self) -> bool:
         """Whether a tensor outside the ring lies in this memory, which is to be reused now."""

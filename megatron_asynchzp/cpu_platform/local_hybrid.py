@@ -27,7 +27,7 @@ class LocalHybridStack(HybridStack):
         super().__init__(config, submodules, post_layer_norm=False, **rest)
         self.post_layer_norm = True
         if self.post_process:
-            norm = LocalSpecProvider().layer_norm(rms_norm=config.normalization == "RMSNorm")
+            norm: Any = LocalSpecProvider().layer_norm(rms_norm=config.normalization == "RMSNorm")
             self.final_norm = norm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
 

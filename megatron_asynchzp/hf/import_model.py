@@ -60,7 +60,8 @@ def import_model(
             TensorToWrite(
                 rule.key,
                 rule.megatron_size(shape),
-                dtype or reader.info(prefix(rule.names_of(0)[0])).dtype,
+                # _match_names has refused a directory with other dtypes.
+                dtype or reader.info(prefix(rule.names_of(0)[0])).dtype,  # pyright: ignore[reportArgumentType]
                 shape.num_layers if rule.is_per_layer else None,
                 partial(make, rule),
             )

@@ -7,7 +7,7 @@ transformers here computes. Must not know of tensors.
 from argparse import Namespace
 from typing import Any
 
-from megatron_asynchzp.hf.shape import LLAMA3_SCALING, ConversionError, ModelShape
+from megatron_asynchzp.hf.shape import LLAMA3_SCALING, ConversionError, Family, ModelShape
 
 _NOTHING = (None, False, 0)
 
@@ -86,7 +86,7 @@ def read_arguments(args: Namespace, vocab_size: int | None = None) -> ModelShape
     )
 
 
-def _family(args: Namespace) -> str:
+def _family(args: Namespace) -> Family:
     has_biases = args.add_bias_linear
     has_qkv_bias = has_biases or getattr(args, "add_qkv_bias", False)
     spelled = {

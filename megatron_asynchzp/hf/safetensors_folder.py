@@ -21,7 +21,7 @@ _INDEX = "model.safetensors.index.json"
 
 class TensorInfo(NamedTuple):
     size: torch.Size
-    dtype: torch.dtype
+    dtype: torch.dtype | None  # None: none that a model of ours can have
 
 
 class FolderReader:

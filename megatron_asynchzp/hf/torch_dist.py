@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -31,6 +33,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_asynchzp.hf.shape import ConversionError
 
@@ -78,7 +81,7 @@ class TensorReader:
     """Tensors of one checkpoint, read one at a time."""
 
     def __init__(self, checkpoint: Path):
-        self._reader = dcp.FileSystemReader(checkpoint)
+        self._reader = FileSystemReader(checkpoint)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
@@ -107,7 +110,7 @@ class TensorReader:
         return target if layer is None else target[0]
 
 
-class _IntoTensor(dcp.DefaultLoadPlanner):
+class _IntoTensor(DefaultLoadPlanner):
     """Loads the pieces of one tensor into it."""
 
     def __init__(self, target: Tensor):
@@ -160,15 +163,15 @@ def write_checkpoint(
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
     checkpoint.mkdir(parents=True)
-    writer, planner = dcp.FileSystemWriter(checkpoint), _OneByOne(tensors, objects)
+    writer, planner = FileSystemWriter(checkpoint), _OneByOne(tensors, objects)
     try:
-        dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
-    except dcp.CheckpointException as error:  # wraps whatever happened, an interrupt too
+        save({}, storage_writer=writer, planner=planner, no_dist=True)
+    except CheckpointException as error:  # wraps whatever happened, an interrupt too
         raise error.failures[0][0] from None
     save_config(CheckpointingConfig("torch_dist", 1), str(checkpoint))
 
 
-class _OneByOne(dcp.DefaultSavePlanner):
+class _OneByOne(DefaultSavePlanner):
     """Makes every tensor when it is written, instead of holding a state dict of them."""
 
     def __init__(self, tensors: list[TensorToWrite], objects: dict[str, Any]):

@@ -110,7 +110,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         for unit in self.runtime.units:
             if unit.is_trained:
                 for param, fragment in zip(unit.params, unit.main_grad_fragments(), strict=True):
-                    param.main_grad = fragment
+                    param.main_grad = fragment  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def units(self) -> list[HZPUnit]:
@@ -151,7 +151,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
             for is_bad, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
                 rerun_state_machine.validate_result(
                     result=norm,
-                    rejection_func=is_bad,
+                    rejection_func=is_bad,  # pyright: ignore[reportArgumentType]
                     message=f"found {what} in the gradient shard of unit {unit.name}",
                     tolerance=0.001,  # attention backward may not be deterministic
                     fatal=True,

@@ -79,7 +79,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         self._parameters.attach_grads()
 
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
-        return [param.grad for param in self.get_parameters()]
+        return [param.grad for param in self.get_parameters()]  # pyright: ignore[reportReturnType]
 
     def _unscale_main_grads_and_check_for_nan(self) -> bool:
         if self.get_parameters():
@@ -97,8 +97,8 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
     @torch.no_grad()
     def count_zeros(self) -> float:
         return count_zeros_fp32(
-            self._parameters.counted(self.get_parameters()),
-            grad_stats_parallel_group=self.grad_stats_parallel_group,
+            [*self._parameters.counted(self.get_parameters())],
+            grad_stats_parallel_group=self.grad_stats_parallel_group,  # pyright: ignore[reportArgumentType]
             tp_group=self.tp_group,
             expert_tp_group=self.expert_tp_group,
         )
@@ -186,7 +186,7 @@ class ShardedParameters:
             fragment = torch.nn.Parameter(values)
             copy_optimizer_param_metadata(fragment, model_param)
             tensor_parallel.copy_tensor_model_parallel_attributes(fragment, model_param)
-            model_param.main_param = fragment
+            model_param.main_param = fragment  # pyright: ignore[reportAttributeAccessIssue]
             self.by_model_param[model_param] = fragment
             self._grads[fragment] = grad
             self.places[fragment] = FragmentPlace(chunk.checkpoint, unit, index)
@@ -222,7 +222,7 @@ def _create_grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
         min_scale=config.min_loss_scale,
         growth_factor=2.0,
         backoff_factor=0.5,
-        growth_interval=config.loss_scale_window,
+        growth_interval=config.loss_scale_window,  # pyright: ignore[reportArgumentType]
         hysteresis=config.hysteresis,
     )
 
@@ -244,9 +244,10 @@ def get_asynchzp_optimizer(
     for group in param_groups:
         owned = (parameters.by_model_param.get(param) for param in group["params"])
         group["params"] = [fragment for fragment in owned if fragment is not None]
-    inner, init_state_fn = _get_megatron_optimizer_based_on_param_groups(
+    built: Any = _get_megatron_optimizer_based_on_param_groups(
         config, list(model_chunks), param_groups, skip_megatron_wrapping=True
     )
+    inner, init_state_fn = built
     _use_fused_step(inner)
     scaler = _create_grad_scaler(config)
     return AsyncHZPOptimizer(

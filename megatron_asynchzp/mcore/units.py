@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which modules of a Megatron model are units."""
 
+from typing import Any
+
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import nn
@@ -14,7 +16,7 @@ def sharding_group_key(param: nn.Parameter) -> str:
     return "dense" if getattr(param, "allreduce", True) else "expert"
 
 
-def _language_models(root: nn.Module) -> list[nn.Module]:
+def _language_models(root: nn.Module) -> list[Any]:  # they share attributes, not a class
     return [m for m in root.modules() if hasattr(m, "shared_embedding_or_output_weight")]
 
 
@@ -29,8 +31,8 @@ def _tied_weights(root: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, ...]]:
         if weight is None:
             continue
         output_layer = getattr(model, "output_layer", None)
-        is_passed_on = model.share_embeddings_and_output_weights and output_layer is not None
-        if is_passed_on and output_layer.weight is None:
+        is_passed_on = model.share_embeddings_and_output_weights
+        if output_layer is not None and is_passed_on and output_layer.weight is None:
             tied[weight] = (output_layer,)
         elif getattr(weight, "shared_embedding", False):
             tied[weight] = ()

@@ -8,7 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -146,7 +146,7 @@ class HZPRuntime(StepScheduler):
         """A gradient has reached an output of the module of `units`."""
         if not self._batch.in_backward:
             self._batch.in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # pyright: ignore[reportPrivateUsage]
         for unit in units:
             self._batch.started_backward.add(unit)
             self._unshard(unit)
@@ -232,9 +232,8 @@ def _pass_through_after_backward(
     ]
     if not where:
         return args, kwargs
-    passed: tuple[torch.Tensor, ...] = _AfterBackward.apply(
-        runtime, units, *(leaves[i] for i in where)
-    )
+    through = _AfterBackward.apply(runtime, units, *(leaves[i] for i in where))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    passed = cast("tuple[torch.Tensor, ...]", through)
     for i, tensor in zip(where, passed, strict=True):
         leaves[i] = tensor
     return tree_unflatten(leaves, spec)
@@ -251,12 +250,15 @@ def _attach_unit_hooks(
             args, kwargs = _pass_through_after_backward(runtime, units, args, kwargs)
         return args, kwargs
 
+    def begin_backward(_grad: torch.Tensor) -> None:
+        runtime.before_backward(units)
+
     def post_forward(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         runtime.after_forward(units)
         if torch.is_grad_enabled():
             for leaf in tree_flatten(output)[0]:
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(lambda _grad: runtime.before_backward(units))
+                    leaf.register_hook(begin_backward)  # pyright: ignore[reportUnknownMemberType]
 
     return [
         module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True),
@@ -272,13 +274,16 @@ def _attach_grad_hooks(unit: HZPUnit, runtime: HZPRuntime) -> list[RemovableHand
         return lambda _param: runtime.reductions.take(unit, index)
 
     return [
-        param.register_post_accumulate_grad_hook(hook_of(index))
+        param.register_post_accumulate_grad_hook(hook_of(index))  # pyright: ignore[reportUnknownMemberType]
         for index, param in enumerate(unit.params)
         if param.requires_grad
     ]
 
 
 # ---- saved views
+
+# Private to torch: its public form is a context manager, and these are set by two hooks.
+_saved_tensor_hooks: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
 
 
 @dataclass(frozen=True)
@@ -314,11 +319,11 @@ class SavedViews:
 
     def push(self) -> None:
         """Let autograd save through this object until the matching `pop`."""
-        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        _saved_tensor_hooks._push_saved_tensors_default_hooks(self._pack, self._unpack)
 
     def pop(self) -> None:
         """Undo the latest `push`."""
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        _saved_tensor_hooks._pop_saved_tensors_default_hooks()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedView:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):

@@ -70,7 +70,7 @@ def plan_units(
     own, whose layout is then the same on every pipeline stage that holds a copy.
     """
     also_used_by = also_used_by or {}
-    path_of: dict[nn.Module, str] = {module: path for path, module in root.named_modules()}
+    path_of: dict[nn.Module, str] = {module: path for path, module in root.named_modules()}  # pyright: ignore[reportUnknownVariableType]
     unit_paths = {path_of[module] for module in unit_modules}
     grouped: dict[tuple[object, ...], list[tuple[str, nn.Parameter]]] = {}
     for name, param in root.named_parameters():

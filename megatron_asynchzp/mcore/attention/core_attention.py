@@ -10,6 +10,7 @@ from math import sqrt
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -39,8 +40,10 @@ def use_pasa_in(spec: Any, options: PasaOptions) -> Any:
     attention that is neither Megatron's own nor ours.
     """
     submodules = getattr(spec, "submodules", None)
+    if submodules is None or not is_dataclass(type(submodules)):
+        return spec
     core = getattr(submodules, "core_attention", None)
-    if core is None or not is_dataclass(submodules):
+    if core is None:
         return spec
     module = core.module if isinstance(core, ModuleSpec) else core
     name = getattr(module, "__name__", str(module))
@@ -88,12 +91,15 @@ class PasaAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         # Query-key layer scaling divides scores by the layer number and multiplies them by it
         # again in the softmax, against overflow in fp16; scores are fp32 here.
-        self.softmax_scale = softmax_scale or 1.0 / sqrt(k_channels or config.kv_channels)
+        self.softmax_scale = softmax_scale or 1.0 / sqrt(k_channels or config.kv_channels)  # pyright: ignore[reportArgumentType]
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         has_window = is_layer_window_attention(
-            config.window_size, config.window_attn_skip_freq, max(1, layer_number)
+            config.window_size,
+            config.window_attn_skip_freq,  # pyright: ignore[reportArgumentType]
+            max(1, layer_number),
         )
-        self.window = tuple(config.window_size) if has_window else None
+        window = config.window_size if has_window else None
+        self.window = None if window is None else (window[0], window[1])
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
@@ -111,24 +117,26 @@ class PasaAttention(MegatronModule):
         if attention_bias is not None:
             raise ConfigurationError("--use-pasa-attention has no attention bias; drop the flag")
         mask_type = attn_mask_type or self.attn_mask_type
-        is_packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
-        if is_packed:
+        packed = packed_seq_params
+        if packed is not None and packed.qkv_format != "thd":
+            packed = None
+        if packed is not None:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))  # batch of one
-            mask = self._packed_mask(query, key, mask_type, packed_seq_params)
+            mask = self._packed_mask(query, key, mask_type, packed)
         elif self.cp_group is not None:
-            key, value = (self._gather(x) for x in (key, value))
-            mask = self._chunked_mask(query, key, mask_type)
+            key, value = (_gather(x, self.cp_group) for x in (key, value))
+            mask = self._chunked_mask(query, key, mask_type, self.cp_group)
         else:
             mask = self._mask(query, key, mask_type, attention_mask)
         output = self._attend(query, key, value, mask)
-        return output.squeeze(1) if is_packed else output
+        return output if packed is None else output.squeeze(1)
 
     def _attend(self, query, key, value, mask: AttentionMask) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
         q_BHSD, k_BGTD, v_BGTE = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         call = AttentionCall(q_BHSD, k_BGTD, v_BGTE, mask, self.softmax_scale, dropout)
         is_forked = dropout > 0 and not self.config.sequence_parallel
-        with tensor_parallel.get_cuda_rng_tracker().fork() if is_forked else nullcontext():
+        with tensor_parallel.get_cuda_rng_tracker().fork() if is_forked else nullcontext():  # pyright: ignore[reportOptionalMemberAccess]
             output_BHSE = pasa_attention(
                 call,
                 self.options.mode,
@@ -137,14 +145,16 @@ class PasaAttention(MegatronModule):
             )
         return output_BHSE.permute(2, 0, 1, 3).flatten(2)
 
-    def _mask(self, query, key, mask_type, attention_mask) -> AttentionMask:
+    def _mask(
+        self, query, key, mask_type: AttnMaskType, attention_mask: torch.Tensor | None
+    ) -> AttentionMask:
         """Megatron's masks are True where a key is hidden."""
         is_causal = mask_type in _CAUSAL
-        is_given = attention_mask is not None and mask_type is not AttnMaskType.no_mask
+        is_used = mask_type is not AttnMaskType.no_mask
         if mask_type is AttnMaskType.causal and not self.options.uses_causal_mask:
-            is_given = False
+            is_used = False
         allowed = None
-        if is_given:
+        if attention_mask is not None and is_used:
             shape = (-1, -1, query.shape[0], key.shape[0])
             allowed = ~attention_mask.expand(*shape)
         return AttentionMask(query.shape[0], key.shape[0], is_causal, self.window, allowed=allowed)
@@ -167,23 +177,17 @@ class PasaAttention(MegatronModule):
             query.shape[0], key.shape[0], mask_type in _CAUSAL, self.window, packed=packed
         )
 
-    def _gather(self, x_sbhd: torch.Tensor) -> torch.Tensor:
-        """Keys or values of the whole sequence, in order. Backward sums and scatters."""
-        ranks = self.cp_group.size()
-        whole = tensor_parallel.gather_from_sequence_parallel_region(x_sbhd, group=self.cp_group)
-        chunks = whole.chunk(2 * ranks)  # rank r holds chunks r and 2 ranks - 1 - r
-        early, late = chunks[0::2], chunks[1::2]
-        return torch.cat([*early, *reversed(late)])
-
-    def _chunked_mask(self, query, key, mask_type) -> AttentionMask:
+    def _chunked_mask(
+        self, query, key, mask_type: AttnMaskType, cp_group: dist.ProcessGroup
+    ) -> AttentionMask:
         if mask_type in (AttnMaskType.padding, AttnMaskType.arbitrary, AttnMaskType.padding_causal):
             raise ConfigurationError(
                 f"an attention mask ({mask_type.name}) with --context-parallel-size above 1 is "
                 "not supported with --use-pasa-attention; use causal attention"
             )
-        is_causal, rank = mask_type in _CAUSAL, self.cp_group.rank()
+        is_causal, rank = mask_type in _CAUSAL, cp_group.rank()
         half = query.shape[0] // 2
-        ends = (rank + 1) * half, (2 * self.cp_group.size() - rank) * half
+        ends = (rank + 1) * half, (2 * cp_group.size() - rank) * half
         if not is_causal and self.window is not None:
             raise ConfigurationError(
                 "a window that is not causal is not supported with --use-pasa-attention and "
@@ -191,3 +195,12 @@ class PasaAttention(MegatronModule):
             )
         chunks = tuple((half, end) for end in ends) if is_causal else ()
         return AttentionMask(query.shape[0], key.shape[0], is_causal, self.window, chunks=chunks)
+
+
+def _gather(x_sbhd: torch.Tensor, cp_group: dist.ProcessGroup) -> torch.Tensor:
+    """Keys or values of the whole sequence, in order. Backward sums and scatters."""
+    ranks = cp_group.size()
+    whole = tensor_parallel.gather_from_sequence_parallel_region(x_sbhd, group=cp_group)
+    chunks = whole.chunk(2 * ranks)  # rank r holds chunks r and 2 ranks - 1 - r
+    early, late = chunks[0::2], chunks[1::2]
+    return torch.cat([*early, *reversed(late)])
