@@ -22,6 +22,7 @@ its flags:
   --asynchzp-prefetch-depth UNITS     units of each size gathered ahead (default: 1)
   --no-asynchzp-check-order           do not compare the ranks' order of collectives every step
   --asynchzp-trace FILE               write a Chrome trace of one step
+  --asynchzp-verify {full,structure}  what --load reads to find damage (default: full, all data)
   --asynchzp-device {auto,cpu}        auto: CPU with gloo where there is no accelerator
   --use-pasa-attention                shift keys by their mean in every attention layer
   --pasa-mode {delegate,block}        by the fastest attention present, or by our own kernels
