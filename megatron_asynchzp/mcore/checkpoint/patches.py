@@ -4,58 +4,39 @@
 the replacements do beyond calling the guard. Nothing happens on import.
 """
 
-import functools
 from collections.abc import Callable
+from functools import partial
+from inspect import signature
+from typing import Any
 
 from megatron_asynchzp.mcore.patching import Patch, run_args
 
 
-def _make_save_checkpoint(original: Callable) -> Callable:
-    def save_checkpoint(iteration, *rest, **options):
-        args = run_args()
-        if args is None or options.get("non_persistent_ckpt", False):
-            return original(iteration, *rest, **options)
-        from megatron_asynchzp.mcore.checkpoint.guard import guard_save_checkpoint
+def _guarded_by(name: str, *wanted: str) -> Callable[[Callable], Callable]:
+    """Makes the replacement that hands the original to `name` of guard.py, as a call without
+    arguments, with the run's arguments and those of the call that are `wanted`."""
 
-        call = functools.partial(original, iteration, *rest, **options)
-        return guard_save_checkpoint(call, args, iteration)
+    def make(original: Callable) -> Callable:
+        def replacement(*args: Any, **options: Any) -> Any:
+            run = run_args()
+            if run is None or options.get("non_persistent_ckpt", False):
+                return original(*args, **options)
+            from megatron_asynchzp.mcore.checkpoint import guard
 
-    return save_checkpoint
+            given = signature(original).bind(*args, **options)
+            given.apply_defaults()
+            values = [given.arguments[one] for one in wanted]
+            return getattr(guard, name)(partial(original, *args, **options), run, *values)
 
+        return replacement
 
-def _make_save(original: Callable) -> Callable:
-    def save(sharded_state_dict, checkpoint_dir, *rest, **options):
-        call = functools.partial(original, sharded_state_dict, checkpoint_dir, *rest, **options)
-        if run_args() is None:
-            return call()
-        from megatron_asynchzp.mcore.checkpoint.guard import guard_save
-
-        return guard_save(call, checkpoint_dir)
-
-    return save
-
-
-def _make_load_checkpoint(original: Callable) -> Callable:
-    def load_checkpoint(
-        ddp_model, optimizer, opt_param_scheduler, load_arg="load", *rest, **options
-    ):
-        call = functools.partial(
-            original, ddp_model, optimizer, opt_param_scheduler, load_arg, *rest, **options
-        )
-        args = run_args()
-        if args is None:
-            return call()
-        from megatron_asynchzp.mcore.checkpoint.guard import guard_load_checkpoint
-
-        return guard_load_checkpoint(call, args, load_arg)
-
-    return load_checkpoint
+    return make
 
 
 def _make_load_args(original: Callable) -> Callable:
     def load_args_from_checkpoint(args, load_arg="load", *rest, **options):
-        call = functools.partial(original, args, load_arg, *rest, **options)
-        if not getattr(args, "use_asynchzp", False):
+        call = partial(original, args, load_arg, *rest, **options)
+        if not getattr(args, "use_asynchzp", False):  # there are no global arguments yet
             return call()
         from megatron_asynchzp.mcore.checkpoint.guard import guard_load_args
 
@@ -75,70 +56,28 @@ def _make_read_metadata(original: Callable) -> Callable:
     return read_metadata
 
 
-def _make_load_global(original: Callable) -> Callable:
-    def _load_global_dist_base_checkpoint(
-        load_dir, args, rank0, sharded_state_dict, iteration, release, *rest, **options
-    ):
-        if not rank0 and sharded_state_dict is not None and run_args() is not None:
-            from megatron.training.checkpointing import get_checkpoint_name
-
-            from megatron_asynchzp.mcore.checkpoint.guard import refuse_another_model
-
-            folder = get_checkpoint_name(load_dir, iteration, release, return_base_dir=True)
-            refuse_another_model(args, folder, sharded_state_dict)
-        return original(
-            load_dir, args, rank0, sharded_state_dict, iteration, release, *rest, **options
-        )
-
-    return _load_global_dist_base_checkpoint
-
-
+# fmt: off
 CHECKPOINT_PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.training.checkpointing",
         "save_checkpoint",
-        (
-            "iteration",
-            "model",
-            "optimizer",
-            "opt_param_scheduler",
-            "num_floating_point_operations_so_far",
-            "checkpointing_context",
-            "pipeline_rank",
-            "expert_rank",
-            "tensor_rank",
-            "pipeline_parallel",
-            "expert_parallel",
-            "non_persistent_ckpt",
-            "train_data_iterator",
-            "preprocess_common_state_dict_fn",
-            "release",
-            "tp_group",
-            "pp_group",
-            "dp_cp_group",
-            "dp_group",
-            "expt_dp_group",
-            "rng_state_key_prefix",
-        ),
-        _make_save_checkpoint,
+        ("iteration", "model", "optimizer", "opt_param_scheduler",
+         "num_floating_point_operations_so_far", "checkpointing_context", "pipeline_rank",
+         "expert_rank", "tensor_rank", "pipeline_parallel", "expert_parallel",
+         "non_persistent_ckpt", "train_data_iterator", "preprocess_common_state_dict_fn",
+         "release", "tp_group", "pp_group", "dp_cp_group", "dp_group", "expt_dp_group",
+         "rng_state_key_prefix"),
+        _guarded_by("guard_save_checkpoint", "iteration"),
         "one run at a time saves into a directory, and a full disk ends a run in one line",
         "Megatron does both",
     ),
     Patch(
         "megatron.core.dist_checkpointing.serialization",
         "save",
-        (
-            "sharded_state_dict",
-            "checkpoint_dir",
-            "sharded_strategy",
-            "validate_access_integrity",
-            "async_sharded_save",
-            "preprocess_common_before_consistancy_check",
-            "content_metadata",
-            "async_strategy",
-            "verify_integrity",
-        ),
-        _make_save,
+        ("sharded_state_dict", "checkpoint_dir", "sharded_strategy", "validate_access_integrity",
+         "async_sharded_save", "preprocess_common_before_consistancy_check", "content_metadata",
+         "async_strategy", "verify_integrity"),
+        _guarded_by("guard_save", "checkpoint_dir"),
         "what an earlier save left in the directory is removed before, and a manifest that makes "
         "the checkpoint complete is written after, but before Megatron's tracker names it",
         "Megatron's integrity.json needs no second reading of the data",
@@ -146,22 +85,10 @@ CHECKPOINT_PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.training.checkpointing",
         "load_checkpoint",
-        (
-            "ddp_model",
-            "optimizer",
-            "opt_param_scheduler",
-            "load_arg",
-            "strict",
-            "checkpointing_context",
-            "skip_load_to_model_and_opt",
-            "tp_group",
-            "pp_group",
-            "dp_cp_group",
-            "dp_group",
-            "expt_dp_group",
-            "rng_state_key_prefix",
-        ),
-        _make_load_checkpoint,
+        ("ddp_model", "optimizer", "opt_param_scheduler", "load_arg", "strict",
+         "checkpointing_context", "skip_load_to_model_and_opt", "tp_group", "pp_group",
+         "dp_cp_group", "dp_group", "expt_dp_group", "rng_state_key_prefix"),
+        _guarded_by("guard_load_checkpoint", "load_arg"),
         "the newest checkpoint that is complete and intact is loaded, and whatever keeps it from "
         "being loaded is one line and an exit status",
         "Megatron looks at the files before it believes the tracker",
@@ -185,19 +112,12 @@ CHECKPOINT_PATCHES: tuple[Patch, ...] = (
     Patch(
         "megatron.training.checkpointing",
         "_load_global_dist_base_checkpoint",
-        (
-            "load_dir",
-            "args",
-            "rank0",
-            "sharded_state_dict",
-            "iteration",
-            "release",
-            "checkpointing_context",
-            "dp_cp_group",
-            "expt_dp_group",
-        ),
-        _make_load_global,
+        ("load_dir", "args", "rank0", "sharded_state_dict", "iteration", "release",
+         "checkpointing_context", "dp_cp_group", "expt_dp_group"),
+        _guarded_by("guard_load_global", "load_dir", "rank0", "sharded_state_dict", "iteration",
+                    "release"),
         "a checkpoint of another model is refused before anything of this one is overwritten",
         "Megatron compares on all ranks before it loads",
     ),
 )
+# fmt: on
