@@ -5,8 +5,8 @@ Megatron's tracker file is a hint. Must not know Megatron.
 """
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_asynchzp.checkpoint_files.errors import CheckpointError, Damage, one_line
 from megatron_asynchzp.checkpoint_files.index import CONFIG
@@ -21,8 +21,7 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 _REMEDY = "remove these directories to start from scratch, or give another --load"
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The checkpoint to load. lines: for the user, what was skipped and why."""
 
     folder: Path
@@ -38,8 +37,7 @@ class Choice:
         return max(0, _number(self.folder.name))
 
 
-@dataclass(frozen=True)
-class _Listing:
+class _Listing(NamedTuple):
     """What a directory holds. candidates: best first; unfinished: left of interrupted saves, the
     highest iteration first."""
 
@@ -153,15 +151,15 @@ def choose_checkpoint(
 def _choose_step(
     load_dir: Path, step: int, listing: _Listing, peers: Peers, depth: Depth
 ) -> Choice:
+    def find_fault(name: str) -> str | None:
+        return _find_fault(load_dir / name, peers, depth)
+
     name = f"iter_{step:07d}"
     fault = INTERRUPTED if name in listing.unfinished else "there is no such directory"
-    if name in listing.candidates:
-        fault = _find_fault(load_dir / name, peers, depth)
-    if fault is None:
+    if name in listing.candidates and (fault := find_fault(name)) is None:
         return Choice(load_dir / name)
-    others = (other for other in listing.candidates if other not in (name, RELEASE))
-    intact = (other for other in others if _find_fault(load_dir / other, peers, depth) is None)
-    newest = next(intact, None)
+    others = [other for other in listing.candidates if other not in (name, RELEASE)]
+    newest = next((other for other in others if find_fault(other) is None), None)
     remedy = (
         f"the newest intact one is --ckpt-step {_number(newest)}" if newest else "none is intact"
     )

@@ -4,7 +4,6 @@
 written.
 """
 
-import errno
 import fcntl
 import os
 import socket
@@ -15,8 +14,6 @@ from typing import ClassVar
 from megatron_asynchzp.checkpoint_files.errors import CheckpointError
 
 OWNER = "asynchzp_owner.txt"
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class SaveLock:
@@ -48,15 +45,16 @@ class SaveLock:
             raise CheckpointError(f"--save {save_dir}: {error.strerror}") from None
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except (BlockingIOError, PermissionError):
             owner = os.read(file, 200).decode(errors="replace").strip() or "unknown"
             os.close(file)
-            if error.errno in _NO_LOCKS:
-                return f"--save {save_dir}: no protection against a second run ({error.strerror})"
             raise CheckpointError(
                 f"--save {save_dir}: another run is saving there ({owner}); end it, or give "
                 "another --save"
             ) from None
+        except OSError as error:  # this file system has no locks
+            os.close(file)
+            return f"--save {save_dir}: no protection against a second run ({error.strerror})"
         cls._held[path] = file
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         os.ftruncate(file, 0)

@@ -14,7 +14,13 @@ from typing import NamedTuple
 from megatron_asynchzp.checkpoint_files.archive import read_archives, seal_of
 from megatron_asynchzp.checkpoint_files.errors import Damage
 from megatron_asynchzp.checkpoint_files.index import CONFIG, METADATA, Items
-from megatron_asynchzp.checkpoint_files.small_files import read_small, replace_file, size_of, sync
+from megatron_asynchzp.checkpoint_files.small_files import (
+    hash_file,
+    read_small,
+    replace_file,
+    size_of,
+    sync,
+)
 
 MANIFEST = "asynchzp_manifest.json"
 _FORMAT = 1
@@ -54,8 +60,8 @@ def write_manifest(iteration_dir: Path, seals: Mapping[str, str]) -> None:
     small = {METADATA, CONFIG, *(path.name for path in iteration_dir.glob("*.pt"))}
     files = {name: FileRecord(size_of(iteration_dir / name), None, seals[name]) for name in seals}
     for name in small:
-        data = read_small(iteration_dir / name)
-        files[name] = FileRecord(len(data), hashlib.sha256(data).hexdigest(), None)
+        path = iteration_dir / name
+        files[name] = FileRecord(size_of(path), hash_file(path), None)
     sync(iteration_dir / CONFIG)  # Megatron does so for all the others
     fields = {
         "format": _FORMAT,

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns how the small files of a checkpoint are read and written. Must not know what they hold."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -19,6 +20,12 @@ def read_small(path: Path) -> bytes:
     """All bytes of a file. Raises Damage as `size_of` does, and OSError."""
     size_of(path)
     return path.read_bytes()
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def replace_file(path: Path, data: bytes) -> None:

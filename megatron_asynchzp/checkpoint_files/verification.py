@@ -5,7 +5,6 @@ stock Megatron saves, the files are compared with each other. Must not know othe
 """
 
 import enum
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from megatron_asynchzp.checkpoint_files.index import (
 )
 from megatron_asynchzp.checkpoint_files.manifest import Manifest, read_manifest
 from megatron_asynchzp.checkpoint_files.peers import Peers, on_each, on_first
-from megatron_asynchzp.checkpoint_files.small_files import read_small, size_of
+from megatron_asynchzp.checkpoint_files.small_files import hash_file, read_small, size_of
 
 INTERRUPTED = "its save was interrupted"
 _BUFFER_NBYTES = 1 << 16
@@ -100,7 +99,7 @@ def _sealed_files(iteration_dir: Path, manifest: Manifest) -> list[DataFile]:
         path = iteration_dir / name
         if (size := size_of(path)) != record.size:
             raise Damage(f"{name} has {size} bytes, and had {record.size} when it was saved")
-        if record.sha256 not in (None, hashlib.sha256(path.read_bytes()).hexdigest()):
+        if record.sha256 is not None and record.sha256 != hash_file(path):
             raise Damage(f"the checksum of {name} is wrong")
     return [DataFile(name, record.seal) for name, record in manifest.files.items() if record.seal]
 

@@ -3,15 +3,18 @@
 """Data files, small files and the work of several ranks, one law each."""
 
 import io
+import json
 import os
 import threading
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_asynchzp.checkpoint_files.archive import check_records, read_archives, seal_of
@@ -21,6 +24,7 @@ from megatron_asynchzp.checkpoint_files.index import items_by_file
 from megatron_asynchzp.checkpoint_files.manifest import MANIFEST
 from megatron_asynchzp.checkpoint_files.saving import complete_directory, prepare_directory
 from megatron_asynchzp.checkpoint_files.small_files import replace_file
+from megatron_asynchzp.checkpoint_files.verification import Depth
 from tests.support.checkpoint_damage import CONFIG, DATA, METADATA, NEWER, OLDER, flip
 
 
@@ -133,6 +137,36 @@ def test_only_the_names_of_one_tensor_may_share_a_place(stock_folder):
     places[weight] = places[bias]
     with pytest.raises(Damage, match="lies where another tensor does"):
         items_by_file(index)
+
+
+# --- what is read ------------------------------------------------------------------------------
+
+
+def _bytes_read(act: Callable[[], Any]) -> int:
+    def count() -> int:
+        words = Path("/proc/self/io").read_text().split()
+        return int(words[words.index("rchar:") + 1])
+
+    before = count()
+    act()
+    return count() - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count reads")
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_every_byte_is_read_once_or_hardly_any(tmp_path, has_manifest):
+    folder, nbytes = tmp_path / NEWER, 8 << 20
+    folder.mkdir()
+    writer = checkpoint.FileSystemWriter(folder, thread_count=2)
+    tensors = {str(i): torch.zeros(nbytes // 4, dtype=torch.uint8) for i in range(4)}
+    checkpoint.save(tensors, storage_writer=writer, no_dist=True)
+    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (folder / CONFIG).write_text(json.dumps(config))
+    if has_manifest:
+        assert _bytes_read(lambda: complete_directory(folder)) < 200_000
+    assert _bytes_read(lambda: choose_checkpoint(tmp_path, depth=Depth.STRUCTURE)) < 200_000
+    assert _bytes_read(lambda: choose_checkpoint(tmp_path, depth=Depth.OBJECTS)) < 600_000
+    assert nbytes < _bytes_read(lambda: choose_checkpoint(tmp_path)) < nbytes + 600_000
 
 
 # --- several ranks -----------------------------------------------------------------------------
