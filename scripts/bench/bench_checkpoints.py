@@ -41,6 +41,7 @@ CONTENDERS = {
         "--dist-ckpt-optim-fully-reshardable",
     ],
     "AsyncHZP 2,2,4": size_flags((2, 2, 4)),
+    "AsyncHZP 2,2,4, structure": [*size_flags((2, 2, 4)), "--asynchzp-verify", "structure"],
     "AsyncHZP 4,4,4": size_flags((4, 4, 4)),
     "AsyncHZP 1,1,4": size_flags((1, 1, 4)),
 }

@@ -4,7 +4,6 @@
 written.
 """
 
-import errno
 import fcntl
 import os
 import socket
@@ -16,22 +15,18 @@ from megatron_asynchzp.checkpoint_files.errors import CheckpointError
 
 OWNER = "asynchzp_owner.txt"
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
-
-class Ownership:
-    """A lock on one directory, held until the process ends, however it ends.
+class SaveLock:
+    """A lock on a directory, held until the process ends, however it ends.
 
     A POSIX record lock: the kernel drops it with the process, also after SIGKILL, and children
     (which Megatron forks to write, and which can outlive it) do not inherit it. It holds between
     nodes on NFS and, mounted with `flock`, on Lustre; where a file system has no locks, nothing
-    is guarded, and that is told.
+    is guarded, and a line says so.
     """
 
-    _held: ClassVar[dict[Path, "Ownership"]] = {}
-
-    def __init__(self, path: Path, file: int):
-        self._path, self._file = path, file
+    # File -> its descriptor. It is never opened twice: closing any would drop the lock.
+    _held: ClassVar[dict[Path, int]] = {}
 
     @classmethod
     def claim(cls, save_dir: Path | str) -> str | None:
@@ -40,11 +35,9 @@ class Ownership:
         Returns a line for the user where it could not be guarded. Raises CheckpointError where
         another process owns it, or it cannot be written to.
         """
-        folder = Path(save_dir)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder.resolve() / OWNER
-            # The file is never opened twice: closing any descriptor of it would drop the lock.
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            path = Path(save_dir).resolve() / OWNER
             if path in cls._held:
                 return None
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -52,27 +45,24 @@ class Ownership:
             raise CheckpointError(f"--save {save_dir}: {error.strerror}") from None
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = os.read(file, 200).decode(errors="replace").strip()
+        except (BlockingIOError, PermissionError):
+            owner = os.read(file, 200).decode(errors="replace").strip() or "unknown"
             os.close(file)
-            if error.errno in _NO_LOCKS:
-                return f"--save {save_dir}: no protection against a second run ({error.strerror})"
-            told = f"another run is saving there ({owner or 'unknown'})"
             raise CheckpointError(
-                f"--save {save_dir}: {told}; end it, or give another --save"
+                f"--save {save_dir}: another run is saving there ({owner}); end it, or give "
+                "another --save"
             ) from None
+        except OSError as error:  # this file system has no locks
+            os.close(file)
+            return f"--save {save_dir}: no protection against a second run ({error.strerror})"
+        cls._held[path] = file
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
-        cls._held[path] = cls(path, file)
         return None
-
-    def release(self) -> None:
-        """Let others write; for tests, and for runs that go on after training."""
-        Ownership._held.pop(self._path, None)
-        os.close(self._file)
 
     @classmethod
     def release_all(cls) -> None:
-        for ownership in list(cls._held.values()):
-            ownership.release()
+        """Let others write; for tests, and for runs that go on after training."""
+        while cls._held:
+            os.close(cls._held.popitem()[1])
