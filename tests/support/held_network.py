@@ -17,7 +17,7 @@ from scripts.testbed.network import Network
 from scripts.testbed.profile import NetworkProfile
 from tests.support import engine
 
-_LONGEST_S = 30.0
+_LONGEST_S = 15.0
 
 
 class Submitted(NamedTuple):
