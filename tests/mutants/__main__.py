@@ -53,12 +53,27 @@ def rows_of(outcomes: Sequence[Outcome], date: str) -> list[dict]:
     ]
 
 
+def merge(old: Sequence[dict], new: Sequence[dict]) -> list[dict]:
+    """`new` in place of the rows of the same mutants, in the order of the catalogue."""
+    by_name = {row["mutant"]: row for row in [*old, *new]}
+    return [by_name[mutant.name] for mutant in MUTANTS if mutant.name in by_name]
+
+
+def write(new: Sequence[dict]) -> None:
+    """Bring the record and the page up to date."""
+    old = RECORD.read_text().splitlines() if RECORD.is_file() else []
+    rows = merge([json.loads(line) for line in old], new)
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    RECORD.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    TABLE.write_text(table_of(rows))
+
+
 def table_of(rows: Sequence[dict]) -> str:
     """The Markdown page of a record."""
     caught = sum(row["is_caught"] for row in rows)
     lines = [
         _INTRODUCTION,
-        f"{rows[0]['date']} · `{rows[0]['command']}` · {caught} of {len(rows)} caught · "
+        f"{max(row['date'] for row in rows)} · `{COMMAND}` · {caught} of {len(rows)} caught · "
         "[record](records/mutants.jsonl)\n",
         "| mutant | what it breaks | file | test that caught it | s |",
         "|---|---|---|---|---:|",
@@ -82,13 +97,10 @@ def parse_arguments() -> argparse.Namespace:
         prog="python -m tests.mutants", description="Breaks the code and shows which test notices."
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to run; default: all")
-    parser.add_argument("--write", action="store_true", help="replace the page and its record")
+    parser.add_argument("--write", action="store_true", help="bring the page and its record up to date")
     parser.add_argument("--list", action="store_true", help="print the names and end")
     parser.add_argument("--at-once", type=int, default=2, metavar="N", help="tests run together")
-    args = parser.parse_args()
-    if args.write and args.names:
-        parser.error("--write records all mutants; drop the names")
-    return args
+    return parser.parse_args()
 
 
 def main() -> int:
@@ -103,10 +115,7 @@ def main() -> int:
         print(f"tests.mutants: {error}", file=sys.stderr)
         return 2
     if args.write:
-        rows = rows_of(outcomes, datetime.now(UTC).date().isoformat())
-        RECORD.parent.mkdir(parents=True, exist_ok=True)
-        RECORD.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        TABLE.write_text(table_of(rows))
+        write(rows_of(outcomes, datetime.now(UTC).date().isoformat()))
     caught = sum(outcome.is_caught for outcome in outcomes)
     print(f"{caught} of {len(outcomes)} mutants were caught")
     return 0 if caught == len(outcomes) else 1
