@@ -97,7 +97,7 @@ def parse_arguments() -> argparse.Namespace:
         prog="python -m tests.mutants", description="Breaks the code and shows which test notices."
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to run; default: all")
-    parser.add_argument("--write", action="store_true", help="bring the page and its record up to date")
+    parser.add_argument("--write", action="store_true", help="bring page and record up to date")
     parser.add_argument("--list", action="store_true", help="print the names and end")
     parser.add_argument("--at-once", type=int, default=2, metavar="N", help="tests run together")
     return parser.parse_args()
