@@ -39,14 +39,22 @@ def seed_parameters(model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module
     Megatron's own initialisation depends on the layout: each pipeline stage has another seed, and
     experts draw from one sequence per rank. This one gives a layer the same weights wherever it
     lives, and a tensor parallel rank its slice of them. Vectors (biases, norms) keep Megatron's
-    constants. For use as a `pre_wrap_hook` of a model config.
+    constants. With --data-parallel-random-init each rank of a sharding group adds its own number to
+    its matrices, which the first rank's are to replace. For use as a `pre_wrap_hook` of a model
+    config.
     """
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    own = 0.0
+    if get_args().data_parallel_random_init:
+        own = 0.01 * parallel_state.get_data_parallel_rank(with_context_parallel=True)
     for chunk in model_chunks:
         renames = _global_names(chunk)
         for name, param in chunk.named_parameters():
             if param.dim() > 1:
                 with torch.no_grad():
-                    param.copy_(_slice_of_full(param, _rename(name, param, renames)))
+                    param.copy_(_slice_of_full(param, _rename(name, param, renames)) + own)
     return model_chunks
 
 
