@@ -225,7 +225,6 @@ def test_patching_adds_our_flags_and_nothing_else(unpatched):
         "--no-asynchzp-check-order",
         "--asynchzp-trace",
         "--asynchzp-verify",
-        "--asynchzp-verify",
         "--asynchzp-device",
         "--use-pasa-attention",
         "--pasa-mode",
