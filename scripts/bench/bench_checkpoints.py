@@ -25,11 +25,11 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from megatron_asynchzp.testbed.megatron_runs import gpt_args, run_pretrain
+from megatron_asynchzp.testbed.memory import install_memory_count
+from megatron_asynchzp.testbed.ranks import run_ranks
 from scripts.bench.checkpoint_turn import Turn, TurnResult
-from scripts.testbed.memory import install_memory_count
-from tests.support.megatron_runs import gpt_args, run_pretrain
 from tests.support.parity import size_flags
-from tests.support.ranks import run_ranks
 
 NUM_RANKS = 4
 _DISTRIBUTED = ["--use-distributed-optimizer"]

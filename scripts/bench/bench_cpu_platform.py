@@ -19,8 +19,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.support.megatron_runs import gpt_args, run_pretrain
-from tests.support.ranks import run_ranks
+from megatron_asynchzp.testbed.megatron_runs import gpt_args, run_pretrain
+from megatron_asynchzp.testbed.ranks import run_ranks
 
 # fmt: off
 SIZES = {

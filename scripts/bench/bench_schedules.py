@@ -4,7 +4,7 @@
 hierarchical baseline, on the modelled network, all in turns. Prints a table; JSON lines with --out.
 
     python scripts/bench/bench_schedules.py --nodes 2 4 --repetitions 5 --out runs/schedules.jsonl
-    python -m scripts.testbed.netns --nodes 2 --ranks 2 --inter 1gbit -- \
+    python -m megatron_asynchzp.testbed.netns --nodes 2 --ranks 2 --inter 1gbit -- \
         python scripts/bench/bench_schedules.py --profile unlimited
 
 The first starts its ranks itself; the second is each of the ranks that a launcher has started.
@@ -32,15 +32,15 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megatron_asynchzp.comm.trace import captured_trace
-from scripts.bench.contenders import CONTENDERS, Contender, Engine
+from megatron_asynchzp.testbed.contenders.delayed_model import ModelSize
+from megatron_asynchzp.testbed.contenders.schedules import CONTENDERS, Contender, Engine
+from megatron_asynchzp.testbed.counters import total
+from megatron_asynchzp.testbed.fabric.network import Network
+from megatron_asynchzp.testbed.fabric.streams import host_waits, install_streams
+from megatron_asynchzp.testbed.profile import PROFILES, NetworkProfile, ProfileError, named_profile
+from megatron_asynchzp.testbed.ranks import run_ranks
 from scripts.bench.cpu_usage import CpuUsage
-from scripts.bench.delayed_model import ModelSize
-from scripts.testbed.counters import total
-from scripts.testbed.network import Network
-from scripts.testbed.profile import PROFILES, NetworkProfile, ProfileError, named_profile
-from scripts.testbed.streams import host_waits, install_streams
 from tests.support.fabric import replace_default_group
-from tests.support.ranks import run_ranks
 
 _LAUNCHED = "RANK" in os.environ
 LOSS_STEPS = 3  # compared between contenders; they also warm up

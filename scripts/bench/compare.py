@@ -21,15 +21,15 @@ from rich.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from megatron_asynchzp.testbed.contenders.side_by_side import contenders
+from megatron_asynchzp.testbed.contenders.torch_run import missing
+from megatron_asynchzp.testbed.contenders.workload import Workload
+from megatron_asynchzp.testbed.profile import PROFILES, NetworkProfile, named_profile
+from megatron_asynchzp.testbed.ranks import Cluster
 from scripts.bench.compare_calibration import calibrate
-from scripts.bench.compare_contenders import contenders
 from scripts.bench.compare_measure import RUN_LIMIT_S, machine_record, measure, prepare_environment
-from scripts.bench.torch_run import missing
-from scripts.bench.workload import Workload
 from scripts.report.compare_picture import draw
 from scripts.report.compare_table import markdown
-from scripts.testbed.cluster import Cluster
-from scripts.testbed.profile import PROFILES, NetworkProfile, named_profile
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import torch.distributed as dist
 
-from scripts.bench.compare_contenders import size_flags
-from scripts.bench.megatron_run import train_megatron
-from scripts.bench.workload import RankReport, Workload
-from scripts.testbed.cluster import Cluster
-from scripts.testbed.cpu_usage import foreign_share, idle_foreign_share
-from scripts.testbed.network import Network
-from scripts.testbed.profile import NetworkProfile
+from megatron_asynchzp.testbed.contenders.megatron_run import train_megatron
+from megatron_asynchzp.testbed.contenders.side_by_side import size_flags
+from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
+from megatron_asynchzp.testbed.cpu_usage import foreign_share, idle_foreign_share
+from megatron_asynchzp.testbed.fabric.network import Network
+from megatron_asynchzp.testbed.profile import NetworkProfile
+from megatron_asynchzp.testbed.ranks import Cluster
 
 _PROBE_NUMEL = 250_000  # of a rank: a megabyte, about what a layer sends
 

@@ -12,12 +12,12 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from megatron_asynchzp.testbed.contenders.megatron_run import train_megatron
+from megatron_asynchzp.testbed.contenders.side_by_side import Contender
+from megatron_asynchzp.testbed.contenders.torch_run import missing, train_torch
+from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
+from megatron_asynchzp.testbed.ranks import Cluster, RankFailure, preload
 from scripts.bench.compare_calibration import busy_of, foreign_of
-from scripts.bench.compare_contenders import Contender
-from scripts.bench.megatron_run import train_megatron
-from scripts.bench.torch_run import missing, train_torch
-from scripts.bench.workload import RankReport, Workload
-from scripts.testbed.cluster import Cluster, ClusterFailure, preload
 
 RUN_LIMIT_S = 120.0  # of one contender's run: it takes about 15 on an idle machine
 
@@ -28,7 +28,9 @@ def prepare_environment() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # Megatron-FSDP refuses 1
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    preload(["tests.support.preload"] + ["deepspeed"] * (not missing("deepspeed")))
+    preload(
+        ["megatron_asynchzp.testbed.preload_megatron"] + ["deepspeed"] * (not missing("deepspeed"))
+    )
 
 
 def measure(
@@ -41,7 +43,7 @@ def measure(
         call = train_megatron, workload, one.micro_batch, one.flags
     try:
         reports = cluster.run(*call, timeout_s=timeout_s, log=log)
-    except ClusterFailure as failure:
+    except RankFailure as failure:
         with log.open("a") as file:
             file.write(f"{one.name}\n{failure}\n")
         return {"reason": f"failed: {failure.reason[:160]}"}

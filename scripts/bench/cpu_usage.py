@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from scripts.testbed.cpu_usage import foreign_share, machine_cpu_s, own_cpu_s
+from megatron_asynchzp.testbed.cpu_usage import foreign_share, machine_cpu_s, own_cpu_s
 
 
 class CpuUsage:

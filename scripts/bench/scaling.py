@@ -23,8 +23,11 @@ from rich.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from megatron_asynchzp.testbed.contenders.side_by_side import Contender
+from megatron_asynchzp.testbed.contenders.workload import Workload
+from megatron_asynchzp.testbed.profile import PROFILES, NetworkProfile, named_profile
+from megatron_asynchzp.testbed.ranks import Cluster, RankFailure
 from scripts.bench.compare_calibration import busy_of, compute_alone, emulated_ms, foreign_of
-from scripts.bench.compare_contenders import Contender
 from scripts.bench.compare_measure import machine_record, measure, prepare_environment
 from scripts.bench.scaling_points import (
     AXES,
@@ -37,12 +40,9 @@ from scripts.bench.scaling_points import (
     slowed,
 )
 from scripts.bench.step_model import SYSTEMS, ModelledRun
-from scripts.bench.workload import Workload
 from scripts.report.compare_rows import FOREIGN_LIMIT
 from scripts.report.scaling_picture import draw
 from scripts.report.scaling_table import markdown
-from scripts.testbed.cluster import Cluster, ClusterFailure
-from scripts.testbed.profile import PROFILES, NetworkProfile, named_profile
 
 _START_S = 120.0  # for starting and ending a run, with 16 ranks on two busy cores
 _TIME_OVER = "not run: the time limit was reached"
@@ -115,7 +115,7 @@ class Study:
         limit_s = self._limit_s(point, 3 * work.warm_up + work.steps)
         try:
             reports = compute_alone(self._cluster(point), work, SAMPLES, limit_s)
-        except ClusterFailure as failure:
+        except RankFailure as failure:
             reason = f"failed: {failure.reason[:160]}"
             self._keep(point, record | {"reason": reason})
             return reason

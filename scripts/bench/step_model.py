@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from scripts.testbed.profile import NetworkProfile
+from megatron_asynchzp.testbed.profile import NetworkProfile
 
 COMPUTE, INSIDE, BETWEEN = "compute", "inside", "between"
 _STEPS = 4  # until one is like the one before

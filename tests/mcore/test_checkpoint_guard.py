@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The guard around Megatron's saving and loading, in Megatron's own pretrain() on two ranks."""
 
+import multiprocessing
 import os
 import resource
 import signal
@@ -18,9 +19,9 @@ from megatron_asynchzp.mcore.checkpoint_files.errors import CheckpointError, Sav
 from megatron_asynchzp.mcore.checkpoint_files.manifest import MANIFEST
 from megatron_asynchzp.mcore.checkpoint_files.ownership import OWNER, Ownership
 from megatron_asynchzp.mcore.checkpoint_guard import chosen_metadata
-from tests.support import ranks
+from megatron_asynchzp.testbed import ranks
+from megatron_asynchzp.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 from tests.support.checkpoint_damage import DATA, HARMFUL, NEWER, OLDER
-from tests.support.megatron_runs import RunRecord, gpt_args, run_pretrain
 from tests.support.saved_state import read_state
 from tests.support.world import on_ranks
 
@@ -181,9 +182,8 @@ def _claim_and_wait(folder: str, out) -> None:
 @pytest.fixture
 def owner(tmp_path):
     """A process that owns the directory, with a child."""
-    receiver, sender = ranks._CONTEXT.Pipe(duplex=False)
-    process = ranks._CONTEXT.Process(target=_claim_and_wait, args=(str(tmp_path), sender))
-    process.start()
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = ranks.start_process(_claim_and_wait, str(tmp_path), sender)
     assert receiver.recv() is None
     yield process
     process.kill()

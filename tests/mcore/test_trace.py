@@ -17,10 +17,10 @@ from megatron_asynchzp.comm.task import LANES
 from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, WAIT, Span
 from megatron_asynchzp.mcore.arguments import resolve_trace
 from megatron_asynchzp.mcore.unsupported import ConfigurationError
+from megatron_asynchzp.testbed.megatron_runs import UNTIED, gpt_args, run_pretrain
 from megatron_asynchzp.zero.schedule import SCHEDULES
 from scripts.report.megatron_log import parse_log
 from scripts.report.step_trace import read_trace
-from tests.support.megatron_runs import UNTIED, gpt_args, run_pretrain
 from tests.support.world import on_ranks
 
 STEPS, MICRO_BATCHES = 5, 3

@@ -12,7 +12,7 @@ from math import isfinite
 
 import torch.distributed as dist
 
-from tests.support.megatron_runs import RunRecord, gpt_args, run_pretrain
+from megatron_asynchzp.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 
 Sizes = tuple[int, int, int]
 FP32_TOLERANCE = 1e-6

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.ranks import RankFailure, run_ranks
+from megatron_asynchzp.testbed.ranks import RankFailure, run_ranks
 
 
 def on_ranks(fn: Callable, world_size: int, *args: Any, **options: Any) -> list[Any]:
@@ -41,9 +41,8 @@ def on_ranks(fn: Callable, world_size: int, *args: Any, **options: Any) -> list[
         mine = (False, traceback.format_exc())
     results: list[Any] = [None] * world_size
     dist.all_gather_object(results, mine)
-    errors = [text for is_ok, text in results if not is_ok]
-    if errors:
-        raise RankFailure(f"{len(errors)} of {world_size} ranks failed\n" + "\n".join(errors))
+    if errors := {rank: text for rank, (is_ok, text) in enumerate(results) if not is_ok}:
+        raise RankFailure(errors)
     return [value for _, value in results]
 
 

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from megatron_asynchzp.testbed.contenders.workload import RankReport
+from megatron_asynchzp.testbed.profile import named_profile
+from megatron_asynchzp.testbed.ranks import RankFailure
 from scripts.bench import scaling
 from scripts.bench.scaling import Study, parse_args
 from scripts.bench.scaling_points import AXES, SAMPLES, Point, modelled_run, plan, runners
 from scripts.bench.step_model import SYSTEMS, DistributedOptimizer
-from scripts.bench.workload import RankReport
 from scripts.report import scaling_picture, scaling_table
 from scripts.report.scaling_rows import RecordsError, axes_of
 from scripts.report.scaling_table import markdown
-from scripts.testbed.cluster import ClusterFailure
-from scripts.testbed.profile import named_profile
 
 ALL = [axis.name for axis in AXES]
 DO, ZERO3, HSDP, OURS = (system.name for system in SYSTEMS)
@@ -206,7 +206,7 @@ def test_a_run_that_fails_is_not_tried_again_and_its_reason_is_told(study, monke
 
 def test_computing_that_fails_leaves_the_emulated_time(study, monkeypatch):
     def fails(*_):
-        raise ClusterFailure({0: "RuntimeError: no"})
+        raise RankFailure({0: "RuntimeError: no"})
 
     monkeypatch.setattr(scaling, "compute_alone", fails)
     text = markdown([MACHINE, *measured(study)])

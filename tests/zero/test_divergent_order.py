@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.order import IssueLog, OrderMismatch
 from megatron_asynchzp.comm.task import CollectiveFailure
+from megatron_asynchzp.testbed.ranks import observe_ranks, run_ranks
 from megatron_asynchzp.zero.schedule import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
-from tests.support.ranks import observe_ranks, run_ranks
 from tests.support.selection import slow_unless
 from tests.support.toy_models import RoutedLM
 

@@ -16,9 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.task import LANES, CollectiveFailure
+from megatron_asynchzp.testbed.ranks import observe_ranks, run_ranks
 from megatron_asynchzp.zero.schedule import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
-from tests.support.ranks import observe_ranks, run_ranks
 from tests.support.selection import slow_unless
 
 # Far more than it takes on a busy machine, far less than the limits that must not be waited for.

@@ -1,8 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the fork server of tests/support/ranks.py does once, so that no rank pays for it: imports
-what the ranks would each import, most of it late, and reads the texts of Megatron's flags. The
-package that is tested is not among it.
+"""What the server of the ranks does once (ranks.preload), so that no rank pays for it: imports what
+each rank would import, most of it late, and reads the texts of Megatron's flags.
 """
 
 import functools
@@ -41,7 +40,7 @@ with warnings.catch_warnings():
         try:
             importlib.import_module(name)
         except ImportError:
-            pass  # whoever needs it says so
+            pass  # a rank that needs it raises the error
     _keep_docstrings()
 # A rank that collects garbage need not look at these million objects, nor copy their pages.
 gc.collect()

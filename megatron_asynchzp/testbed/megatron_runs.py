@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.support.tiny_gpt import LineDataset, seed_parameters
+from megatron_asynchzp.testbed.tiny_gpt import LineDataset, seed_parameters
 
 BASE_ARGS = [
     "--num-layers",

@@ -9,10 +9,10 @@ import threading
 import torch
 import torch.distributed as dist
 
-from scripts.testbed.counters import Account, Counters
-from scripts.testbed.nic import NicClocks, sleep_until
-from scripts.testbed.profile import NetworkProfile
-from scripts.testbed.wire import COLLECTIVE, Message, Wire
+from megatron_asynchzp.testbed.counters import Account, Counters
+from megatron_asynchzp.testbed.fabric.nic import NicClocks, sleep_until
+from megatron_asynchzp.testbed.fabric.wire import COLLECTIVE, Message, Wire
+from megatron_asynchzp.testbed.profile import NetworkProfile
 
 
 class Network:

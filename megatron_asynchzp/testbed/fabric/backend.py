@@ -4,7 +4,7 @@
 operation of a group after the other, asynchronous to the caller) over a modelled network. Must not
 know who trains on it.
 
-    from scripts.testbed import fabric
+    from megatron_asynchzp.testbed import fabric
     network = fabric.register()              # the profile of ASYNCHZP_FABRIC_*
     dist.init_process_group("fabric")        # or dist.new_group(backend="fabric")
     ...
@@ -20,13 +20,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scripts.testbed import rings
-from scripts.testbed.group import BACKEND, LaneGroup
-from scripts.testbed.lane import FabricWork
-from scripts.testbed.network import Link, Network
-from scripts.testbed.profile import NetworkProfile, profile_from_env
-from scripts.testbed.reduction import reduction_of
-from scripts.testbed.staging import copy_unless_same, described, flattened, staged, staged_all
+from megatron_asynchzp.testbed.fabric import rings
+from megatron_asynchzp.testbed.fabric.group import BACKEND, LaneGroup
+from megatron_asynchzp.testbed.fabric.lane import FabricWork
+from megatron_asynchzp.testbed.fabric.network import Link, Network
+from megatron_asynchzp.testbed.fabric.reduction import reduction_of
+from megatron_asynchzp.testbed.fabric.staging import (
+    copy_unless_same,
+    described,
+    flattened,
+    staged,
+    staged_all,
+)
+from megatron_asynchzp.testbed.profile import NetworkProfile, profile_from_env
 
 Tensors = list[torch.Tensor]
 

@@ -16,11 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.testbed.contenders.delayed_model import (
+    DelayedModel,
+    ModelSize,
+    batch_of,
+    new_adamw,
+)
+from megatron_asynchzp.testbed.contenders.hierarchical_baseline import HierarchicalBaseline
 from megatron_asynchzp.zero.plan import plan_units
 from megatron_asynchzp.zero.runtime import HZPRuntime
 from megatron_asynchzp.zero.schedule import ScheduleConfig
-from scripts.bench.delayed_model import DelayedModel, ModelSize, batch_of, new_adamw
-from scripts.bench.hierarchical_baseline import HierarchicalBaseline
 
 
 class Contender:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scripts.testbed.counters import Account, Span
-from scripts.testbed.lane import FabricWork, Lane
-from scripts.testbed.network import Link, Network
-from scripts.testbed.staging import described, flattened, staged
-from scripts.testbed.wire import COLLECTIVE, POINT_TO_POINT, FabricError, Wire
+from megatron_asynchzp.testbed.counters import Account, Span
+from megatron_asynchzp.testbed.fabric.lane import FabricWork, Lane
+from megatron_asynchzp.testbed.fabric.network import Link, Network
+from megatron_asynchzp.testbed.fabric.staging import described, flattened, staged
+from megatron_asynchzp.testbed.fabric.wire import COLLECTIVE, POINT_TO_POINT, FabricError, Wire
 
 BACKEND = "fabric"
 _JOIN_S = 10.0

@@ -6,7 +6,7 @@ reason why it is not run. Must not know how a run is measured.
 
 from dataclasses import dataclass
 
-from scripts.bench.workload import Workload
+from megatron_asynchzp.testbed.contenders.workload import Workload
 
 # As scripts/report/compare_rows.py reads them.
 OURS, ND, SHARDED = "AsyncHZP", "stock ND", "sharded peer"

@@ -3,7 +3,7 @@
 """Owns the other substrate: network namespaces of the kernel as nodes, with shaped links, and a
 command run as ranks in them. For confirmation runs; must not know the command.
 
-    python -m scripts.testbed.netns --nodes 2 --ranks 2 --inter 1gbit -- python program.py ...
+    python -m megatron_asynchzp.testbed.netns --nodes 2 --inter 1gbit -- python program.py ...
 
     namespace node0: rank 0, rank 1 (over its lo)  eth0 --+
                                                           +-- bridge (namespace switch)
@@ -90,7 +90,7 @@ def main() -> None:
     if not os.environ.get(_INSIDE):
         if (reason := unavailable()) is not None:
             sys.exit(f"netns: {reason}; use the modelled network instead (docs/testbed.md)")
-        inside = [*_unshare(), sys.executable, os.path.abspath(__file__), *sys.argv[1:]]
+        inside = [*_unshare(), sys.executable, "-m", __spec__.name, *sys.argv[1:]]
         os.execvpe(inside[0], inside, os.environ | {_INSIDE: "1"})
     try:
         make_links(args)

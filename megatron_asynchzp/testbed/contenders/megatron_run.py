@@ -14,12 +14,12 @@ from unittest import mock
 
 import torch
 
-from scripts.bench.layer_delay import layers_take
-from scripts.bench.step_meter import StepMeter
-from scripts.bench.workload import RankReport, Workload
-from scripts.testbed import streams
-from scripts.testbed.network import Network
-from tests.support.megatron_runs import pretrain
+from megatron_asynchzp.testbed.contenders.layer_delay import layers_take
+from megatron_asynchzp.testbed.contenders.step_meter import StepMeter
+from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
+from megatron_asynchzp.testbed.fabric import streams
+from megatron_asynchzp.testbed.fabric.network import Network
+from megatron_asynchzp.testbed.megatron_runs import pretrain
 
 
 def train_megatron(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scripts.bench.delayed_model import new_adamw
+from megatron_asynchzp.testbed.contenders.delayed_model import new_adamw
 
 
 class _UnitState:

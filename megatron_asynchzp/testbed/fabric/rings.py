@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy
 import torch
 
-from scripts.testbed.reduction import Reduction
+from megatron_asynchzp.testbed.fabric.reduction import Reduction
 
 Chunks = Sequence[torch.Tensor]
 

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scripts.bench.layer_delay import layers_take
-from scripts.bench.step_meter import StepMeter
-from scripts.bench.workload import RankReport, Workload
-from scripts.testbed.network import Network
-from scripts.testbed.streams import install_streams
-from tests.support.megatron_runs import initialized_args
-from tests.support.tiny_gpt import LineDataset, seed_parameters
+from megatron_asynchzp.testbed.contenders.layer_delay import layers_take
+from megatron_asynchzp.testbed.contenders.step_meter import StepMeter
+from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
+from megatron_asynchzp.testbed.fabric.network import Network
+from megatron_asynchzp.testbed.fabric.streams import install_streams
+from megatron_asynchzp.testbed.megatron_runs import initialized_args
+from megatron_asynchzp.testbed.tiny_gpt import LineDataset, seed_parameters
 
 DEEPSPEED = "deepspeed==0.19.8"
 

@@ -13,7 +13,7 @@ import time
 
 import torch.distributed as dist
 
-from scripts.testbed.profile import NetworkProfile
+from megatron_asynchzp.testbed.profile import NetworkProfile
 
 _CLOCK = struct.Struct("d")
 _MAX_NODES = 1024
