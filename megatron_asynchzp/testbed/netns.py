@@ -20,9 +20,12 @@ import re
 import shutil
 import subprocess
 import sys
-import time
+
+from megatron_asynchzp.testbed.command import RankCommand, count, run_as_ranks, split_command
+from megatron_asynchzp.testbed.ranks import Place
 
 _INSIDE = "ASYNCHZP_NETNS_INSIDE"
+_PORT = 29511  # the namespaces are new, so it is free
 _TOOLS = ("unshare", "ip", "tc", "mount", "sysctl", "taskset")
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -36,31 +39,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="netns", usage="%(prog)s [options] -- command ...", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--nodes", type=_count, default=2)
-    parser.add_argument("--ranks", type=_count, default=2, help="ranks per node")
+    parser.add_argument("--nodes", type=count, default=2)
+    parser.add_argument("--ranks", type=count, default=2, help="ranks per node")
     parser.add_argument("--inter", type=_rate, default="1gbit", help="each node's link")
     parser.add_argument("--intra", type=_rate, help="among a node's ranks; default: not shaped")
     parser.add_argument("--timeout", type=float, default=170.0, help="seconds for the command")
     parser.add_argument("--no-pin", action="store_true", help="let the kernel place the ranks")
-    options, command = (argv, []) if "--" not in argv else _split(argv)
-    args = parser.parse_args(options)
-    if not command:
-        parser.error("no command: put it after --")
+    args, args.command = split_command(parser, argv)
     if args.nodes > 250:
         parser.error(f"--nodes {args.nodes}: at the most 250")
-    args.command = command
     return args
-
-
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    middle = argv.index("--")
-    return argv[:middle], argv[middle + 1 :]
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of 1 or more")
-    return int(text)
 
 
 def _rate(text: str) -> str:
@@ -94,7 +82,8 @@ def main() -> None:
         os.execvpe(inside[0], inside, os.environ | {_INSIDE: "1"})
     try:
         make_links(args)
-        sys.exit(run_ranks(args))
+        commands = [rank_command(args, rank) for rank in range(args.nodes * args.ranks)]
+        sys.exit(run_as_ranks("netns", commands, args.timeout))
     except NetnsError as error:
         sys.exit(f"netns: {error}")
 
@@ -153,49 +142,19 @@ def _run(command: str) -> None:
         raise NetnsError(f"`{command}`: {told.stderr.strip()}")
 
 
-def run_ranks(args: argparse.Namespace) -> int:
-    """Run the command as all ranks, with torchrun's environment; rank 0's output is shown. The
-    status is the first failing rank's, 124 at the time limit."""
-    ranks = range(args.nodes * args.ranks)
-    running = {rank: _start_rank(args, rank) for rank in ranks}
-    deadline = time.monotonic() + args.timeout
-    try:
-        while running:
-            for rank, process in list(running.items()):
-                if (status := process.poll()) is not None:
-                    del running[rank]
-                    if status:
-                        print(f"netns: rank {rank} ended with status {status}", file=sys.stderr)
-                        return status
-            if time.monotonic() > deadline:
-                print(f"netns: not finished after {args.timeout:.0f} s", file=sys.stderr)
-                return 124
-            time.sleep(0.05)
-        return 0
-    finally:
-        for process in running.values():
-            process.kill()
-
-
-def _start_rank(args: argparse.Namespace, rank: int) -> subprocess.Popen:
-    node, local_rank = divmod(rank, args.ranks)
-    env = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "GROUP_RANK": str(node),
-        "WORLD_SIZE": str(args.nodes * args.ranks),
-        "LOCAL_WORLD_SIZE": str(args.ranks),
+def rank_command(args: argparse.Namespace, rank: int) -> RankCommand:
+    """The command in the namespace of the rank's node, with torchrun's environment."""
+    place = Place(rank, args.nodes * args.ranks, args.ranks, _PORT)
+    env = place.environment() | {
         "MASTER_ADDR": _address(0),
-        "MASTER_PORT": "29511",
         "GLOO_SOCKET_IFNAME": "eth0",
         "OMP_NUM_THREADS": "1",
         "ASYNCHZP_NETNS": f"{args.inter} {args.intra or ''}".strip(),
     }
     # Ranks that wander between cores measure the scheduler.
     pin = [] if args.no_pin else ["taskset", "-c", str(rank % len(os.sched_getaffinity(0)))]
-    command = ["ip", "netns", "exec", f"node{node}", *pin, *args.command]
-    silent = None if rank == 0 else subprocess.DEVNULL
-    return subprocess.Popen(command, env=env, stdout=silent)
+    node = rank // args.ranks
+    return RankCommand(["ip", "netns", "exec", f"node{node}", *pin, *args.command], env)
 
 
 if __name__ == "__main__":

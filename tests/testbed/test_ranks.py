@@ -114,14 +114,14 @@ def test_a_failure_is_told_and_no_rank_runs_afterwards(fn, limit_s, told, tmp_pa
         assert not Path("/proc", file.name).exists()
 
 
-def _world(network) -> tuple[int, int, int]:
+def _place_of(network) -> tuple[int, int, int]:
     return dist.get_rank(), dist.get_world_size(), network.profile.ranks_per_node
 
 
 def test_ranks_are_joined_or_alone():
     cluster = Cluster(2, 2, NetworkProfile())
-    assert cluster.run(_world, timeout_s=60) == [(rank, 4, 2) for rank in range(4)]
-    assert cluster.run(_world, timeout_s=60, is_joined=False) == [(0, 1, 2)] * 4
+    assert cluster.run(_place_of, timeout_s=60) == [(rank, 4, 2) for rank in range(4)]
+    assert cluster.run(_place_of, timeout_s=60, is_joined=False) == [(0, 1, 2)] * 4
 
 
 def _run_on_two(folder: str) -> None:
