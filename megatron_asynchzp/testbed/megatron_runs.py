@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Runs Megatron's own `pretrain()` on a tiny GPT, many configurations one after another in the
-same gloo ranks, and records the numbers of every step. Knows no flag of any configuration.
+same gloo ranks, and records the numbers of every step.
 
 Starting Megatron costs more than the steps of a toy, hence one set of ranks for many runs:
 
@@ -27,77 +27,24 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megatron_asynchzp.testbed.megatron_flags import MEGATRON_FSDP, flags_of
 from megatron_asynchzp.testbed.tiny_gpt import LineDataset, seed_parameters
 
-BASE_ARGS = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "32",
-    "--max-position-embeddings",
-    "32",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "127",
-    "--make-vocab-size-divisible-by",
-    "64",
-    "--no-create-attention-mask-in-dataloader",
-    "--mock-data",
-    "--attention-dropout",
-    "0",
-    "--hidden-dropout",
-    "0",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    "8",
-    "--train-iters",
-    "6",
-    "--lr",
-    "3e-3",
-    "--min-lr",
-    "3e-4",
-    "--lr-decay-style",
-    "cosine",
-    "--lr-decay-iters",
-    "100",
-    "--lr-warmup-iters",
-    "2",
-    "--weight-decay",
-    "0.1",
-    "--clip-grad",
-    "1.0",
-    "--init-method-std",
-    "0.05",
-    "--seed",
-    "1234",
-    "--eval-iters",
-    "0",
-    "--eval-interval",
-    "1000",
-    "--log-interval",
-    "1000",
-    "--log-num-zeros-in-grad",
-    "--no-one-logger",
-    "--distributed-timeout-minutes",
-    "1",
-    "--logging-level",
-    "40",
-]
-
-DISTRIBUTED_OPTIMIZER = [
-    "--use-distributed-optimizer",
-    "--overlap-grad-reduce",
-    "--overlap-param-gather",
-]
 # fmt: off
-MEGATRON_FSDP = [*DISTRIBUTED_OPTIMIZER, "--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor",
-                 "--data-parallel-sharding-strategy", "optim_grads_params"]
+BASE_ARGS = [
+    *flags_of({
+        "num-layers": 2, "hidden-size": 64, "num-attention-heads": 4,
+        "seq-length": 32, "max-position-embeddings": 32,
+        "tokenizer-type": "NullTokenizer", "vocab-size": 127, "make-vocab-size-divisible-by": 64,
+        "attention-dropout": 0, "hidden-dropout": 0, "micro-batch-size": 1, "global-batch-size": 8,
+        "train-iters": 6, "lr": "3e-3", "min-lr": "3e-4", "lr-decay-style": "cosine",
+        "lr-decay-iters": 100, "lr-warmup-iters": 2, "weight-decay": 0.1, "clip-grad": 1.0,
+        "init-method-std": 0.05, "seed": 1234, "eval-iters": 0, "eval-interval": 1000,
+        "log-interval": 1000, "distributed-timeout-minutes": 1, "logging-level": 40,
+    }),
+    "--no-create-attention-mask-in-dataloader", "--mock-data", "--log-num-zeros-in-grad",
+    "--no-one-logger",
+]
 # fmt: on
 # Without --overlap-grad-reduce stock HSDP gave wrong gradients behind the CPU platform (gradient
 # norm 0.675 instead of 0.943), so the oracle always has it.
@@ -167,10 +114,21 @@ def run_pretrain(argv: list[str], inspect: Callable[[list, Any], Any] | None = N
 
     cpu_platform.install()
     record, told, start_s = RunRecord(), io.StringIO(), time.perf_counter()
+    recorder = _Recorder(record, inspect)
     try:
-        with contextlib.redirect_stdout(told), _patched(argv), _recording(record, inspect):
+        with (
+            contextlib.redirect_stdout(told),
+            patched(argv),
+            listening(
+                recorder.begin_step,
+                recorder.end_step,
+                train_step=recorder.stepped,
+                setup_model_and_optimizer=recorder.set_up,
+                evaluate=recorder.evaluated,
+            ),
+        ):
             pretrain(argv)
-            _close_communication()
+            close_communication()
         _fill_in_losses(record)
         dist.barrier()  # nobody closes a group that a peer still uses
     except BaseException as error:
@@ -252,7 +210,8 @@ def _loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple:
 
 
 @contextlib.contextmanager
-def _patched(argv: list[str]) -> Iterator[None]:
+def patched(argv: Sequence[str]) -> Iterator[None]:
+    """With the plugin's patches, where the command line asks for them."""
     if not {"--use-asynchzp", "--use-pasa-attention"} & set(argv):
         yield
         return
@@ -267,46 +226,69 @@ def _patched(argv: list[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _recording(record: RunRecord, inspect: Callable | None) -> Iterator[None]:
-    """Listen to four functions of Megatron's training loop; all still do their work."""
-    from megatron.training import get_args, training
+def listening(
+    begin_step: Callable[[], None],
+    end_step: Callable[[dict[str, Any]], None],
+    **others: Callable[[Any], None],
+) -> Iterator[None]:
+    """Listen to functions of Megatron's training loop; all still do their work.
 
-    log, evaluate = training.training_log, training.evaluate
-    set_up, step = training.setup_model_and_optimizer, training.train_step
+    begin_step: called before train_step; end_step: with the arguments of training_log, by name;
+    others: with the result of the function of that name.
+    """
+    from megatron.training import training
+
+    def heard(original: Callable, listener: Callable[[Any], None]) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            listener(result)
+            return result
+
+        return call
+
+    replaced = {name: heard(getattr(training, name), fn) for name, fn in others.items()}
+    log, step = training.training_log, replaced.get("train_step", training.train_step)
     log_signature = signature(log)
-    live: dict[str, Any] = {}
 
-    def recorded_set_up(*args: Any, **kwargs: Any) -> Any:
-        built = set_up(*args, **kwargs)
-        live["model"], live["optimizer"] = built[:2]
-        return built
+    def heard_step(*args: Any, **kwargs: Any) -> Any:
+        begin_step()
+        return step(*args, **kwargs)
 
-    def recorded_step(*args: Any, **kwargs: Any) -> Any:
-        start_s = time.perf_counter()
-        result = step(*args, **kwargs)
-        record.step_s.append(time.perf_counter() - start_s)
-        return result
-
-    def recorded_log(*args: Any, **kwargs: Any) -> Any:
-        told = log_signature.bind(*args, **kwargs).arguments
-        record.steps.append(_step_record(told))
-        if inspect is not None and told["iteration"] == get_args().train_iters:
-            record.inspected = inspect(live["model"], live["optimizer"])
+    def heard_log(*args: Any, **kwargs: Any) -> Any:
+        end_step(log_signature.bind(*args, **kwargs).arguments)
         return log(*args, **kwargs)
 
-    def recorded_evaluate(*args: Any, **kwargs: Any) -> Any:
-        result = evaluate(*args, **kwargs)
-        record.validation_loss = _number((result[0] or {}).get("lm loss"))
-        return result
-
-    with mock.patch.multiple(
-        training,
-        setup_model_and_optimizer=recorded_set_up,
-        train_step=recorded_step,
-        training_log=recorded_log,
-        evaluate=recorded_evaluate,
-    ):
+    replaced |= {"train_step": heard_step, "training_log": heard_log}
+    with mock.patch.multiple(training, **replaced):
         yield
+
+
+class _Recorder:
+    """Fills in a record. `inspect` as in run_pretrain."""
+
+    def __init__(self, record: RunRecord, inspect: Callable | None):
+        self._record, self._inspect = record, inspect
+        self._live: tuple = ()
+        self._begin_s = 0.0
+
+    def set_up(self, built: tuple) -> None:
+        self._live = built[:2]  # model chunks, optimizer
+
+    def begin_step(self) -> None:
+        self._begin_s = time.perf_counter()
+
+    def stepped(self, _: Any) -> None:
+        self._record.step_s.append(time.perf_counter() - self._begin_s)
+
+    def end_step(self, logged: dict[str, Any]) -> None:
+        from megatron.training import get_args
+
+        self._record.steps.append(_step_record(logged))
+        if self._inspect is not None and logged["iteration"] == get_args().train_iters:
+            self._record.inspected = self._inspect(*self._live)
+
+    def evaluated(self, result: tuple) -> None:
+        self._record.validation_loss = _number((result[0] or {}).get("lm loss"))
 
 
 def _step_record(told: dict[str, Any]) -> StepRecord:
@@ -337,7 +319,7 @@ def _fill_in_losses(record: RunRecord):
         record.validation_loss = validation_loss
 
 
-def _close_communication():
+def close_communication():
     """Finish what the last step left in flight while every rank is still here."""
     if communication := sys.modules.get("megatron_asynchzp.mcore.communication"):
         communication.Communication.close_all()

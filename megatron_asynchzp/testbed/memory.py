@@ -1,18 +1,20 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the count of CPU tensor memory: live and peak bytes of a process, all threads, exactly. Must
-not know what is measured.
+"""Owns what is known of a process's memory: bytes of its CPU tensors, live and at their peak, of
+all threads, exactly; and its resident bytes, as the kernel counts them (Linux only).
 
-Where there is no C++ compiler there is no count (None), and a reader of results must see that: a
-substitute (resident size, profilers) is off by a factor on engines with threads.
+Without a C++ compiler there is no count of tensors (None), and no substitute: resident size and
+profilers are off by a factor on engines with threads.
 """
 
 import ctypes
+import gc
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -106,3 +108,40 @@ def _compile(compiler: str, library: Path) -> None:
 def _cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "megatron_asynchzp"
+
+
+# ---- the process, as the kernel sees it
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+
+
+@dataclass(frozen=True)
+class ResidentPeak:
+    """Bytes resident before something ran, and at its highest."""
+
+    rest_nbytes: int
+    peak_nbytes: int
+
+    @property
+    def beyond_nbytes(self) -> int:
+        return self.peak_nbytes - self.rest_nbytes
+
+
+class ResidentMemory:
+    """Watches this process from its creation on. What malloc keeps for later is given back before,
+    or what follows could hide in it."""
+
+    def __init__(self):
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        _CLEAR.write_text(_RESET_PEAK)
+        self._rest_nbytes = _status("VmRSS")
+
+    def peak(self) -> ResidentPeak:
+        return ResidentPeak(self._rest_nbytes, max(self._rest_nbytes, _status("VmHWM")))
+
+
+def _status(field: str) -> int:
+    line = next(one for one in _STATUS.read_text().splitlines() if one.startswith(f"{field}:"))
+    return int(line.split()[1]) << 10

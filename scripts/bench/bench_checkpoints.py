@@ -23,13 +23,11 @@ from pathlib import Path
 import torch.distributed as dist
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
+from megatron_asynchzp.testbed.megatron_flags import flags_of, size_flags
 from megatron_asynchzp.testbed.megatron_runs import gpt_args, run_pretrain
 from megatron_asynchzp.testbed.memory import install_memory_count
 from megatron_asynchzp.testbed.ranks import run_ranks
 from scripts.bench.checkpoint_turn import Turn, TurnResult
-from tests.support.parity import size_flags
 
 NUM_RANKS = 4
 _DISTRIBUTED = ["--use-distributed-optimizer"]
@@ -114,24 +112,14 @@ def measure(args: argparse.Namespace, folder: Path, repetition: int) -> dict[str
     for name in in_turns(args.contenders, repetition):
         target = folder / f"{repetition}-{list(CONTENDERS).index(name)}"
         turn = Turn(target, args.saves, count)
-        argv = gpt_args(
-            "--bf16",
-            "--num-layers",
-            str(args.layers),
-            "--hidden-size",
-            str(args.hidden),
-            "--num-attention-heads",
-            "8",
-            "--vocab-size",
-            str(args.vocab - 1),
-            "--global-batch-size",
-            str(NUM_RANKS),
-            "--train-iters",
-            "1",
-            "--lr-warmup-iters",
-            "0",
-            *CONTENDERS[name],
-        )
+        # fmt: off
+        flags = {
+            "num-layers": args.layers, "hidden-size": args.hidden, "num-attention-heads": 8,
+            "vocab-size": args.vocab - 1, "global-batch-size": NUM_RANKS, "train-iters": 1,
+            "lr-warmup-iters": 0,
+        }
+        # fmt: on
+        argv = gpt_args("--bf16", *flags_of(flags), *CONTENDERS[name])
         results[name] = run_pretrain(argv, inspect=turn.measure).inspected
         if dist.get_rank() == 0:
             shutil.rmtree(target)

@@ -8,16 +8,12 @@ import contextlib
 import json
 import platform as python_platform
 import statistics
-import sys
 import time
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megatron_asynchzp.testbed.megatron_runs import gpt_args, run_pretrain
 from megatron_asynchzp.testbed.ranks import run_ranks

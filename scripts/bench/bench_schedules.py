@@ -29,17 +29,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from megatron_asynchzp.comm.trace import captured_trace
 from megatron_asynchzp.testbed.contenders.delayed_model import ModelSize
 from megatron_asynchzp.testbed.contenders.schedules import CONTENDERS, Contender, Engine
 from megatron_asynchzp.testbed.counters import total
+from megatron_asynchzp.testbed.cpu_usage import CpuUsage
 from megatron_asynchzp.testbed.fabric.network import Network
 from megatron_asynchzp.testbed.fabric.streams import host_waits, install_streams
 from megatron_asynchzp.testbed.profile import PROFILES, NetworkProfile, ProfileError, named_profile
 from megatron_asynchzp.testbed.ranks import run_ranks
-from scripts.bench.cpu_usage import CpuUsage
 from tests.support.fabric import replace_default_group
 
 _LAUNCHED = "RANK" in os.environ

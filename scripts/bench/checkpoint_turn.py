@@ -17,9 +17,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.testbed.memory import MemoryCount
-from scripts.bench.cpu_usage import CpuUsage
-from scripts.bench.process_memory import ResidentMemory
+from megatron_asynchzp.testbed.cpu_usage import CpuUsage
+from megatron_asynchzp.testbed.memory import MemoryCount, ResidentMemory
 
 # What of AsyncHZP's own is timed within a save and a load, where it is looked up.
 _PARTS = {

@@ -19,8 +19,6 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from megatron_asynchzp.testbed.contenders.side_by_side import contenders
 from megatron_asynchzp.testbed.contenders.torch_run import missing
 from megatron_asynchzp.testbed.contenders.workload import Workload

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.testbed.contenders.megatron_run import train_megatron
-from megatron_asynchzp.testbed.contenders.side_by_side import size_flags
 from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
 from megatron_asynchzp.testbed.cpu_usage import foreign_share, idle_foreign_share
 from megatron_asynchzp.testbed.fabric.network import Network
+from megatron_asynchzp.testbed.megatron_flags import size_flags
 from megatron_asynchzp.testbed.profile import NetworkProfile
 from megatron_asynchzp.testbed.ranks import Cluster
 
@@ -112,7 +112,7 @@ def calibrate(cluster: Cluster, workload: Workload, timeout_s: float) -> Calibra
     computing = compute_alone(cluster, workload, batch, timeout_s)
     instant = replace(workload, layer_ms=0.0)
     flat, hierarchical = (
-        cluster.run(train_megatron, instant, batch, _sharded(*sizes), timeout_s=timeout_s)
+        cluster.run(train_megatron, instant, batch, size_flags(sizes), timeout_s=timeout_s)
         for sizes in ((world, world, world), (node, node, world))
     )
     probe = cluster.run(probe_all_gather, timeout_s=timeout_s)
@@ -127,10 +127,6 @@ def calibrate(cluster: Cluster, workload: Workload, timeout_s: float) -> Calibra
         idle_foreign=idle,
         foreign=max(foreign_of(run) for run in (flat, hierarchical)),
     )
-
-
-def _sharded(p: int, g: int, o: int) -> tuple[str, ...]:
-    return ("--use-asynchzp", *size_flags(p, g, o))
 
 
 def probe_all_gather(network: Network) -> float:

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from scripts.report.compare_rows import ND, OURS, SHARDED, Comparison, comparisons
 
 # Okabe and Ito's colours, told apart with any colour vision and in grey.

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from scripts.report.compare_rows import (
     FOREIGN_LIMIT,
     STATE_MARGIN,

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from megatron_asynchzp.comm.timeline import COMPUTE, WAIT, Span
 from scripts.report.step_trace import (
     Computation,

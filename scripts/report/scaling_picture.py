@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from scripts.report.compare_rows import Row
 from scripts.report.scaling_rows import AxisRows, Modelled, Place, RecordsError, axes_of
 from scripts.report.scaling_table import read

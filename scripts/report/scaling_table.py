@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from scripts.report.compare_rows import FOREIGN_LIMIT, Row
 from scripts.report.scaling_rows import AxisRows, Modelled, Place, RecordsError, axes_of, errors
 

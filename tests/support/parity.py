@@ -12,6 +12,7 @@ from math import isfinite
 
 import torch.distributed as dist
 
+from megatron_asynchzp.testbed.megatron_flags import size_flags
 from megatron_asynchzp.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 
 Sizes = tuple[int, int, int]
@@ -59,13 +60,6 @@ class Comparison:
     def is_equal(self) -> bool:
         errors = (self.loss_error, self.grad_norm_error)
         return all(error <= self.tolerance for error in errors) and not self.faults
-
-
-def size_flags(sizes: Sizes) -> list[str]:
-    flags = ["--use-asynchzp"]
-    for state, size in zip(("param", "grad", "optim"), sizes, strict=True):
-        flags += [f"--asynchzp-{state}-shard-size", str(size)]
-    return flags
 
 
 def _worst(ours: Sequence[float | None], stock: Sequence[float | None]) -> float:

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_asynchzp.testbed.fabric.streams import host_waits, install_streams
+from megatron_asynchzp.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER
 from megatron_asynchzp.testbed.megatron_runs import (
-    DISTRIBUTED_OPTIMIZER,
     MEGATRON_HSDP,
     MIXTURE_OF_EXPERTS,
     gpt_args,

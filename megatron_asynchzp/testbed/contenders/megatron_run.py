@@ -1,16 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs Megatron's own pretrain() on one rank of an emulated cluster and measures its steps. Must
-not know which flags belong to which contender.
-"""
+"""Runs Megatron's own pretrain() on one rank of an emulated cluster and measures its steps."""
 
 import contextlib
 import io
-import sys
-from collections.abc import Iterator
-from inspect import signature
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -19,11 +14,16 @@ from megatron_asynchzp.testbed.contenders.step_meter import StepMeter
 from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
 from megatron_asynchzp.testbed.fabric import streams
 from megatron_asynchzp.testbed.fabric.network import Network
-from megatron_asynchzp.testbed.megatron_runs import pretrain
+from megatron_asynchzp.testbed.megatron_runs import (
+    close_communication,
+    listening,
+    patched,
+    pretrain,
+)
 
 
 def train_megatron(
-    network: Network, workload: Workload, micro_batch: int, flags: tuple[str, ...]
+    network: Network, workload: Workload, micro_batch: int, flags: Sequence[str]
 ) -> RankReport:
     """The measured steps of `pretrain()` with these flags. For Cluster.run; the process ends after
     it, so nothing is taken down."""
@@ -35,22 +35,22 @@ def train_megatron(
     is_threaded = "--use-asynchzp" in flags and not {"main-thread", "inline"} & set(flags)
     meter = StepMeter(network, workload, *([_take_exposed_s] if is_threaded else []))
     _give_cuda_streams(meter)
+
+    def end_step(logged: dict[str, Any]) -> None:
+        loss = logged["loss_dict"].get("lm loss")
+        meter.add_loss(None if loss is None else float(loss))
+
     try:
         with (
             contextlib.redirect_stdout(told),
             layers_take(workload.layer_ms),
-            _recording(meter, workload),
+            patched(flags),
+            listening(meter.begin_step, end_step),
         ):
-            if "--use-asynchzp" in flags:
-                from megatron_asynchzp.mcore.patches import PATCHES
-                from megatron_asynchzp.mcore.patching import apply_patches
-
-                apply_patches(PATCHES)
             if "--use-megatron-fsdp" in flags:
                 _gather_without_stream()
             pretrain(argv)
-            if communication := sys.modules.get("megatron_asynchzp.mcore.communication"):
-                communication.Communication.close_all()
+            close_communication()
     except BaseException as error:
         error.add_note(f"{' '.join(flags)}\n{told.getvalue()[-1500:]}")
         raise
@@ -81,25 +81,3 @@ def _gather_without_stream() -> None:
     pipeline = param_and_grad_buffer.AllGatherPipeline
     begin = pipeline.__init__
     pipeline.__init__ = lambda self, buffer, ag_stream=None: begin(self, buffer)
-
-
-@contextlib.contextmanager
-def _recording(meter: StepMeter, workload: Workload) -> Iterator[None]:
-    """Listen to two functions of Megatron's training loop; both still do their work."""
-    from megatron.training import training
-
-    log, step = training.training_log, training.train_step
-    log_signature = signature(log)
-
-    def recorded_step(*args: Any, **kwargs: Any) -> Any:
-        meter.begin_step()
-        return step(*args, **kwargs)
-
-    def recorded_log(*args: Any, **kwargs: Any) -> Any:
-        told = log_signature.bind(*args, **kwargs).arguments
-        loss = told["loss_dict"].get("lm loss")
-        meter.add_loss(None if loss is None else float(loss))
-        return log(*args, **kwargs)
-
-    with mock.patch.multiple(training, train_step=recorded_step, training_log=recorded_log):
-        yield

@@ -7,15 +7,14 @@ reason why it is not run. Must not know how a run is measured.
 from dataclasses import dataclass
 
 from megatron_asynchzp.testbed.contenders.workload import Workload
+from megatron_asynchzp.testbed.megatron_flags import (
+    DISTRIBUTED_OPTIMIZER,
+    MEGATRON_FSDP,
+    size_flags,
+)
 
-# As scripts/report/compare_rows.py reads them.
 OURS, ND, SHARDED = "AsyncHZP", "stock ND", "sharded peer"
 
-_DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
-# fmt: off
-_FSDP = (*_DISTRIBUTED, "--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor",
-         "--data-parallel-sharding-strategy", "optim_grads_params")
-# fmt: on
 _NO_STREAMS = (
     "DeepSpeed has no streams on a CPU, so it waits for what it reduces; what it gathers it "
     "gathers ahead. On an accelerator it would hide more."
@@ -52,17 +51,17 @@ def contenders(nodes: int, ranks_per_node: int, workload: Workload) -> list[Cont
     # fmt: off
     return [
         Contender("DDP", ND, batch, ("--overlap-grad-reduce",)),
-        Contender("distributed optimizer", ND, batch, _DISTRIBUTED),
-        Contender("TP 2", ND, 2 * batch, (*_DISTRIBUTED, *_TENSOR)),
-        Contender("PP 2", ND, 1, (*_DISTRIBUTED, *_PIPELINE)),
+        Contender("distributed optimizer", ND, batch, tuple(DISTRIBUTED_OPTIMIZER)),
+        Contender("TP 2", ND, 2 * batch, (*DISTRIBUTED_OPTIMIZER, *_TENSOR)),
+        Contender("PP 2", ND, 1, (*DISTRIBUTED_OPTIMIZER, *_PIPELINE)),
         Contender(
             "PP 2, interleaved", ND, 1,
-            (*_DISTRIBUTED, *_PIPELINE, "--num-layers-per-virtual-pipeline-stage",
+            (*DISTRIBUTED_OPTIMIZER, *_PIPELINE, "--num-layers-per-virtual-pipeline-stage",
              str(workload.layers // 4)),
         ),
-        Contender("TP 2 x PP 2", ND, 1, (*_DISTRIBUTED, *_TENSOR, *_PIPELINE)),
-        Contender("Megatron-FSDP ZeRO-3", SHARDED, batch, (*_FSDP, *unit)),
-        Contender("Megatron-FSDP HSDP", SHARDED, batch, (*_FSDP, *unit, *instances)),
+        Contender("TP 2 x PP 2", ND, 1, (*DISTRIBUTED_OPTIMIZER, *_TENSOR, *_PIPELINE)),
+        Contender("Megatron-FSDP ZeRO-3", SHARDED, batch, (*MEGATRON_FSDP, *unit)),
+        Contender("Megatron-FSDP HSDP", SHARDED, batch, (*MEGATRON_FSDP, *unit, *instances)),
         Contender("FSDP2 ZeRO-3", SHARDED, batch, torch_system="fsdp2"),
         Contender("FSDP2 HSDP", SHARDED, batch, torch_system="hsdp"),
         Contender("DeepSpeed ZeRO-3", SHARDED, batch, torch_system="deepspeed", note=_NO_STREAMS),
@@ -85,13 +84,5 @@ def _ours(batch: int, p: int, g: int, o: int, schedule: str = "threaded") -> Con
         f"AsyncHZP {schedule} ({p},{g},{o})",
         OURS,
         batch,
-        ("--use-asynchzp", "--asynchzp-schedule", schedule, *size_flags(p, g, o)),
+        (*size_flags((p, g, o)), "--asynchzp-schedule", schedule),
     )
-
-
-def size_flags(p: int, g: int, o: int) -> list[str]:
-    """Ranks that share parameters, gradients and optimizer states."""
-    flags = []
-    for state, size in zip(("param", "grad", "optim"), (p, g, o)):
-        flags += [f"--asynchzp-{state}-shard-size", str(size)]
-    return flags

@@ -6,6 +6,8 @@ contenders.
 
 from dataclasses import dataclass, field
 
+from megatron_asynchzp.testbed.megatron_flags import flags_of
+
 _WORDS = 128  # the vocabulary, padded
 
 
@@ -62,9 +64,8 @@ class Workload:
             "logging-level": 40, "ddp-bucket-size": self.layer_numel,
         }
         # fmt: on
-        pairs = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
         # fmt: off
-        return [*pairs, "--mock-data", "--no-create-attention-mask-in-dataloader",
+        return [*flags_of(flags), "--mock-data", "--no-create-attention-mask-in-dataloader",
                 "--untie-embeddings-and-output-weights", "--no-one-logger"]
         # fmt: on
 
