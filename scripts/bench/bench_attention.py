@@ -1,10 +1,9 @@
-#!/usr/bin/env python
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Measures attention with and without PASA's shift: accuracy first, then time. JSON lines.
 
-    bench_attention.py [--lengths 1024 4096] [--head-dim 128] [--dtype bf16] [--out results.jsonl]
-    bench_attention.py --plot results.jsonl --out picture.png
+    python -m scripts.bench.bench_attention [--lengths 1024 4096] [--dtype bf16] [--out FILE]
+    python -m scripts.bench.bench_attention --plot results.jsonl --out picture.png
 
 Every way is first measured against fp64 on biased keys; where it is worse than its tolerance, the
 line says so and no time is measured. TFLOPS count 4 B H S T D per forward, half of it if causal,

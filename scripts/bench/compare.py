@@ -3,13 +3,12 @@
 """Side by side: one GPT trained by Megatron's data, tensor and pipeline parallelism, by other
 sharded systems and by AsyncHZP, on an emulated cluster. Writes JSON lines, a table and a picture.
 
-    python scripts/bench/compare.py --out runs/compare              # 2 x 2, slow and fast network
-    python scripts/bench/compare.py --nodes 2 4 --repetitions 3     # the long form
-    python scripts/bench/compare.py --quick                         # one network, one repetition
+    python -m scripts.bench.compare --out runs/compare              # 2 x 2, slow and fast network
+    python -m scripts.bench.compare --nodes 2 4 --repetitions 3     # the long form
+    python -m scripts.bench.compare --quick                         # one network, one repetition
 """
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +27,7 @@ from scripts.bench.compare_calibration import calibrate
 from scripts.bench.compare_measure import RUN_LIMIT_S, machine_record, measure, prepare_environment
 from scripts.report.compare_picture import draw
 from scripts.report.compare_table import markdown
+from scripts.report.records import append
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class Study:
 
         def keep(record: dict) -> None:
             records.append(record | self._described())
-            with file.open("a") as out:
-                out.write(json.dumps(records[-1]) + "\n")
+            append(file, records[-1])
 
         nodes, ranks = self.cluster.nodes, self.cluster.ranks_per_node
         chosen = [
@@ -90,12 +89,11 @@ class Study:
 def main() -> None:
     args = parse_args(sys.argv[1:])
     prepare_environment()
-    args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "records.jsonl"
     file.unlink(missing_ok=True)
     deadline_s = time.monotonic() + 60 * args.time_limit
     records: list[dict] = [machine_record()]
-    file.write_text(json.dumps(records[0]) + "\n")
+    append(file, records[0])
     for nodes in args.nodes:
         for profile in args.profiles:
             workload = replace(Workload(), samples=2 * nodes * args.ranks, steps=args.steps)

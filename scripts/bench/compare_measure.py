@@ -5,17 +5,14 @@ Must not know what runs are compared for.
 """
 
 import os
-import platform
-import shlex
-import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megatron_asynchzp.testbed.contenders.megatron_run import train_megatron
 from megatron_asynchzp.testbed.contenders.side_by_side import Contender
 from megatron_asynchzp.testbed.contenders.torch_run import missing, train_torch
 from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
+from megatron_asynchzp.testbed.machine import machine, versions
 from megatron_asynchzp.testbed.ranks import Cluster, RankFailure, preload
 from scripts.bench.compare_calibration import busy_of, foreign_of
 
@@ -73,16 +70,6 @@ def _summed(reports: list[RankReport], ranks: int, steps: int) -> dict:
 
 def machine_record() -> dict:
     """The first line of every file of records."""
-    versions = {}
-    for name in ("torch", "megatron-core", "deepspeed"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    # fmt: off
-    return {
-        "kind": "machine", "machine": platform.machine(), "cpus": os.cpu_count(),
-        "python": platform.python_version(), "versions": versions,
-        "command": shlex.join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"),
-    }
-    # fmt: on
+    found = versions("torch", "megatron-core", "deepspeed")
+    date = time.strftime("%Y-%m-%d")
+    return {"kind": "machine"} | machine() | {"versions": found, "date": date}

@@ -9,9 +9,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-OURS, ND, SHARDED = "AsyncHZP", "stock ND", "sharded peer"
+from megatron_asynchzp.testbed.contenders.side_by_side import ND, SHARDED
+from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
+
 LOSS_TOLERANCE = 1e-5  # relative, of every step, in fp32
-FOREIGN_LIMIT = 0.2  # of the machine: a run in which others used more is left out where possible
 STATE_MARGIN = 1.25  # a sharded peer with more than this many times our state is another trade
 
 

@@ -1,9 +1,8 @@
-#!/usr/bin/env python
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Trains one small GPT, whose keys have a bias, with several attentions and draws what that does.
 
-    pasa_evidence.py --picture docs/results/pasa_training.png
+    python -m scripts.report.pasa_evidence --picture docs/results/pasa_training.png
 
 Everything but attention is fp32: q, k and v are cast to 16 bits right before it. Standard is
 torch's own flash attention on the CPU, PASA the same one through mode delegate. Only the last

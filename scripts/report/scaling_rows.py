@@ -9,11 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from scripts.report.compare_rows import FOREIGN_LIMIT, Row, row_of
-
-
-class RecordsError(ValueError):
-    """Records that do not belong together; the message is one line for the user."""
+from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
+from scripts.report.compare_rows import Row, row_of
+from scripts.report.records import RecordsError
 
 
 @dataclass(frozen=True)
