@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what processor time was used, and by whom. Must not know what was measured meanwhile."""
+"""Owns what processor time was used, and by whom."""
 
 import os
 import resource

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns the other substrate: network namespaces of the kernel as nodes, with shaped links, and a
-command run as ranks in them. For confirmation runs; must not know the command.
+command run as ranks in them. For confirmation runs.
 
     python -m megatron_asynchzp.testbed.netns --nodes 2 --inter 1gbit -- python program.py ...
 

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns the description of a modelled network: named profiles and the environment variables that
-choose and change them. Must not know sockets or clocks.
+choose and change them.
 """
 
 import os

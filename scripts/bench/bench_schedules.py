@@ -226,7 +226,7 @@ def _over_ranks(settings: Settings, result: Result) -> Result:
     return replace(result, step_ms=step_ms.tolist(), losses=mean, node_nbytes=by_node.max().item())
 
 
-# ---- what is told
+# ---- records and tables
 
 
 def _record(settings: Settings, name: str, result: Result) -> dict:

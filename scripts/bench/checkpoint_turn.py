@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns one contender's turn within a run of Megatron: its saves, its loads, and that what was
-loaded is what was saved. Must not know the contender.
+loaded is what was saved.
 """
 
 import os

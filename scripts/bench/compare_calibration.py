@@ -1,8 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what is measured before the contenders are: what computing takes alone, what communicating
-takes alone, whether the network is as slow as it says, and what others do to the machine meanwhile.
-Must not know what the contenders are.
+"""What is measured before the contenders: a step without communication, a step without computation,
+whether the network is as slow as its model, and what others do to the machine meanwhile.
 """
 
 import statistics

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns one run of one contender on an emulated cluster, and what is said of the machine beside it.
-Must not know what runs are compared for.
-"""
+"""One run of one contender on an emulated cluster, and the record of the machine beside it."""
 
 import os
 import time
@@ -33,7 +31,7 @@ def prepare_environment() -> None:
 def measure(
     cluster: Cluster, workload: Workload, one: Contender, timeout_s: float, log: Path
 ) -> dict:
-    """What one run told, or {"reason": why there is nothing}. log: gets what the ranks print."""
+    """The record of one run, or {"reason": why there is nothing}. log: gets what the ranks print."""
     if one.torch_system:
         call = train_torch, workload, one.torch_system
     else:

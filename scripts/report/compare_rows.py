@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what the records of compare.py amount to: one row per contender and cluster, whose losses
-were right and by how much one is ahead of another. Must not know how rows are shown.
+"""The rows of compare's records: one per contender and cluster, with the losses checked, and by how
+much one contender is ahead of another.
 """
 
 import statistics

@@ -47,7 +47,7 @@ real arithmetic, the optimizer, Python; four ranks on two cores) is in *compute 
 
 
 def markdown(records: Iterable[dict]) -> str:
-    """Everything that a run has to say."""
+    """The whole report of a run."""
     records = list(records)
     parts = [_section(comparison) for comparison in comparisons(records)]
     machine = next((record for record in records if record["kind"] == "machine"), None)
@@ -112,7 +112,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def verdict(comparison: Comparison) -> list[str]:
-    """What the table says about ours, line by line."""
+    """The verdict on ours, line by line."""
     ours, best = comparison.ours, comparison.best_nd
     if ours is None:
         return ["AsyncHZP threaded was not measured: no verdict."]

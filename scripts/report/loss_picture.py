@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Draws two training runs over the same batches: their losses, how far apart they are, and the
-bytes of state that a rank of each holds. Takes numbers, knows nothing of logs or models."""
+bytes of state that a rank of each holds."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what the records of scaling.py amount to: for each axis its places, and at each place what
-was measured and what the model says, told apart. Must not know how they are shown.
+"""The rows of scaling's records: for each axis its places, and at each place what was measured and
+what the cost model gives, kept apart.
 """
 
 import statistics

@@ -33,7 +33,7 @@ step it is RED and has no time.
 
 
 def markdown(records: Iterable[dict]) -> str:
-    """Everything that the runs have to say. Raises RecordsError."""
+    """The whole report of the runs. Raises RecordsError."""
     records = list(records)
     axes = axes_of(records)
     parts = [_settings(next(one for one in records if one["kind"] != "machine"))] if axes else []

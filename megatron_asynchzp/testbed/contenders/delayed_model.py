@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns the model of the schedule benchmarks: blocks of real but small arithmetic that last as long
-as an accelerator would compute. Must not know who trains it.
+as an accelerator would compute.
 """
 
 import time

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns the time that a Megatron transformer layer takes on the accelerator that is not there: time
-passes, and no core is used. Must not know who trains the layer, nor over which network.
+passes, and no core is used.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how each system of the schedule benchmark is built and stepped. Must not know clocks.
+"""Owns how each system of the schedule benchmark is built and stepped.
 
 Every contender trains the same model on the same data with the same optimizer in fp32.
 """

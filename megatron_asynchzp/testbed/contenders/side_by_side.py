@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns the list of what is compared: each contender's flags at its best documented setting, or the
-reason why it is not run. Must not know how a run is measured.
+reason why it is not run.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the measuring of steps on one rank: times, bytes on the network, tensor memory. Must not
-know what a step does.
-"""
+"""Owns the measuring of steps on one rank: times, bytes on the network, tensor memory."""
 
 import gc
 import time
@@ -18,7 +16,7 @@ from megatron_asynchzp.testbed.memory import install_memory_count
 
 
 class StepMeter:
-    """Is told of the begin of every step; the last one told of is not measured any more, so that
+    """Hears of the begin of every step; the last one is not measured any more, so that
     what a step leaves in flight is part of some measured step."""
 
     def __init__(

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Trains Megatron's GPT, without Megatron's loop, by torch's FSDP2 or by DeepSpeed, on one rank of
-an emulated cluster, and measures its steps. Must not know how the steps are compared.
+an emulated cluster, and measures its steps.
 """
 
 import os

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what every contender of the comparison trains, and what it tells about a step. Must not know
-contenders.
-"""
+"""Owns what every contender of the comparison trains, and what it reports about a step."""
 
 from dataclasses import dataclass, field
 
@@ -72,7 +70,7 @@ class Workload:
 
 @dataclass
 class RankReport:
-    """What one rank tells of a run.
+    """What one rank reports of a run.
 
     step_s: from the begin of a step to that of the next one; node_nbytes: sent to other nodes in
     all timed steps; state_nbytes: of all tensors between two steps; exposed_s: for which

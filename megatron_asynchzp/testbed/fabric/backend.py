@@ -1,8 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns the torch.distributed backend "fabric": process groups that behave like NCCL's (one
-operation of a group after the other, asynchronous to the caller) over a modelled network. Must not
-know who trains on it.
+operation of a group after the other, asynchronous to the caller) over a modelled network.
 
     from megatron_asynchzp.testbed import fabric
     network = fabric.register()              # the profile of ASYNCHZP_FABRIC_*
@@ -52,8 +51,8 @@ def register(profile: NetworkProfile | None = None) -> Network:
 
 
 class FabricGroup(LaneGroup):
-    """The collectives. Arguments are checked where they are submitted; what ranks disagree on is
-    told by the messages themselves."""
+    """The collectives. Arguments are checked where they are submitted; messages carry what they belong to, so a
+    receiver notices where ranks disagree."""
 
     # ---- flat
 
@@ -240,7 +239,7 @@ class FabricGroup(LaneGroup):
             )
 
     def _split_numels(self, name: str, tensor: torch.Tensor, splits: Sequence[int]) -> list[int]:
-        """Elements for each rank of an all-to-all; rows are split, evenly where not told."""
+        """Elements for each rank of an all-to-all; rows are split, evenly where none are given."""
         rows = tensor.shape[0] if tensor.dim() else 1
         splits = list(splits) or [rows // self._size] * self._size
         if len(splits) != self._size or sum(splits) != rows:

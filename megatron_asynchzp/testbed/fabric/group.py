@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns one process group's lanes, connections and failure, and what torch asks of any group. Must
-not know collectives.
-"""
+"""Owns one process group's lanes, connections and failure, and what torch asks of any group."""
 
 import threading
 import time

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the threads that run operations, in the order of their submission, and the handles that
-tell of their end. Must not know what an operation does.
+"""Owns the threads that run operations, in the order of their submission, and the handles that tell
+of their end.
 """
 
 import queue
@@ -139,7 +139,7 @@ class Lane:
                 for earlier in before:
                     earlier.block()
                 run()
-            except BaseException as error:  # whoever waits must hear of all of them
+            except BaseException as error:  # every waiter gets the error
                 self._on_failure(error)
                 work.finish(error)
             else:

@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what all groups of one process share: the profile, the modelled clocks, the counters. Must
-not know collectives.
-"""
+"""Owns what all groups of one process share: the profile, the modelled clocks, the counters."""
 
 import threading
 

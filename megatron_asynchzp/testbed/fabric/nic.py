@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the modelled clocks of the network cards: when a message has left and when it arrives.
-Must not know what is sent.
-"""
+"""Owns the modelled clocks of the network cards: when a message has left and when it arrives."""
 
 import fcntl
 import mmap

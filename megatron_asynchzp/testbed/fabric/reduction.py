@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what torch's reduction operators do to two pieces and to a result. Must not know ranks."""
+"""Owns what torch's reduction operators do to two pieces and to a result."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

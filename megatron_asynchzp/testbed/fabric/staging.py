@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how tensors of any strides become the one-dimensional ones that travel, and back. Must not
-know what travels where.
-"""
+"""Owns how tensors of any strides become the one-dimensional ones that travel, and back."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

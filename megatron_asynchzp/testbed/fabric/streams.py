@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns stream and event semantics for torch.cpu, where torch has none. Must not know what waits.
+"""Owns stream and event semantics for torch.cpu, where torch has none.
 
 [Note: what waiting means] On an accelerator `work.wait()` makes the current stream wait, not the
 host. Here only collectives are asynchronous; tensor operations run on the host at once. So
@@ -51,7 +51,7 @@ class _Deferred:
             for work in self._after:
                 work.block()
             self._run()
-        except BaseException as error:  # whoever waits must hear of it
+        except BaseException as error:  # every waiter gets the error
             self._error = error
         del self._run, self._after
         self._finished.set()
@@ -81,7 +81,7 @@ class Stream:
     def pending(self) -> list[Waitable]:
         """What work issued on this stream now has to wait for.
 
-        A failed piece stays: who waits for it must hear of it.
+        A failed piece stays: its waiters get the error.
         """
         with self._mutex:
             self._noted = [w for w in self._noted if not (w.is_completed() and not _failed(w))]

@@ -1,11 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the sockets between the ranks of one group and how messages travel over them. Must not know
-collectives or modelled time.
+"""Owns the sockets between the ranks of one group and how messages travel over them.
 
 Plain TCP instead of gloo's send and receive, for three reasons: a rank that fails closes its
 sockets, so its peers fail at once instead of at a timeout; every message says what it belongs to,
-so ranks that issue different operations are told so; and nothing but payload is as large as it.
+so a receiver notices operations that differ; and nothing but payload is as large as it.
 """
 
 import ctypes
@@ -35,7 +34,7 @@ class Message:
     """What travels from one rank to another.
 
     tensor: contiguous, read or written in place; label: what it belongs to, compared by the
-    receiver; arrival: the moment the model gives it, told by the sender.
+    receiver; arrival: the moment the model gives it, set by the sender.
     """
 
     peer: int
