@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what was counted: operations, wire bytes and busy seconds per group and kind of operation."""
+"""What was counted: operations, wire bytes and busy seconds per group and kind of operation."""
 
 import threading
 from collections.abc import Iterable

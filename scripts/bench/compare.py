@@ -26,7 +26,7 @@ from megatron_asynchzp.testbed.ranks import Cluster
 from scripts.bench.compare_calibration import calibrate
 from scripts.bench.compare_measure import RUN_LIMIT_S, machine_record, measure, prepare_environment
 from scripts.report.compare_picture import draw
-from scripts.report.compare_table import markdown
+from scripts.report.compare_table import calibration_lines, markdown
 from scripts.report.records import append
 
 
@@ -57,8 +57,8 @@ class Study:
         with Progress(console=console) as progress:
             task = progress.add_task("calibrating", total=1 + self.repetitions * len(chosen))
             calibration = calibrate(self.cluster, self.workload, RUN_LIMIT_S)
-            keep({"kind": "calibration"} | calibration.record())
-            progress.console.print(*calibration.lines(), sep="\n", highlight=False)
+            keep({"kind": "calibration"} | asdict(calibration))
+            progress.console.print(*calibration_lines(records[-1]), sep="\n", highlight=False)
             progress.advance(task)
             broken: dict[str, str] = {}
             for repetition in range(self.repetitions):

@@ -7,7 +7,7 @@ whether the network is as slow as its model, and what others do to the machine m
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -41,23 +41,6 @@ class Calibration:
     probe_model_ms: float
     idle_foreign: float
     foreign: float
-
-    def lines(self) -> list[str]:
-        """For people, with every result."""
-        return [
-            f"compute only: {self.compute_ms:.0f} ms a step, of which {self.emulated_ms:.0f} ms "
-            "are emulated and the rest is real arithmetic, the optimizer and Python",
-            f"communication only: {self.flat_ms:.0f} ms with everything sharded over all ranks "
-            f"(ZeRO-3), {self.hierarchical_ms:.0f} ms with parameters and gradients sharded in "
-            "a node (the real arithmetic is in both)",
-            f"network: an all-gather of a megabyte per rank takes {self.probe_ms:.1f} ms, its "
-            f"model says {self.probe_model_ms:.1f} ms",
-            f"others used {self.idle_foreign:.0%} of the machine before and "
-            f"{self.foreign:.0%} while calibrating",
-        ]
-
-    def record(self) -> dict[str, float]:
-        return asdict(self)
 
 
 def emulated_ms(workload: Workload, num_ranks: int) -> float:

@@ -31,7 +31,7 @@ def prepare_environment() -> None:
 def measure(
     cluster: Cluster, workload: Workload, one: Contender, timeout_s: float, log: Path
 ) -> dict:
-    """The record of one run, or {"reason": why there is nothing}. log: gets what the ranks print."""
+    """The record of one run, or {"reason": why there is none}. log: gets what the ranks print."""
     if one.torch_system:
         call = train_torch, workload, one.torch_system
     else:

@@ -4,11 +4,12 @@
 as an accelerator would compute.
 """
 
-import time
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from megatron_asynchzp.testbed.contenders.layer_delay import Delay
 
 
 @dataclass(frozen=True)
@@ -20,21 +21,6 @@ class ModelSize:
     blocks: int = 6
     rows: int = 16
     block_ms: float = 20.0
-
-
-class _Delay(torch.autograd.Function):
-    """An accelerator at work: time passes and no core is used."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple:
-        time.sleep(2 * ctx.seconds)
-        return grad, None
 
 
 class Block(nn.Module):
@@ -52,7 +38,7 @@ class Block(nn.Module):
         return x + self._taking_time(self.down(inner))
 
     def _taking_time(self, x: torch.Tensor) -> torch.Tensor:
-        return _Delay.apply(x, self._half_s) if self._half_s else x
+        return Delay.apply(x, self._half_s) if self._half_s else x
 
 
 class DelayedModel(nn.Module):

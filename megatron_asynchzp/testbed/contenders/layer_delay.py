@@ -13,8 +13,8 @@ from unittest import mock
 import torch
 
 
-class _Delay(torch.autograd.Function):
-    """Forward `seconds`, backward twice that, each beside the layer's small real arithmetic.
+class Delay(torch.autograd.Function):
+    """Forward `seconds`, backward twice that, each beside small real arithmetic.
 
     The output is no view of the input: pipeline stages free what they have sent, which Megatron
     refuses to do to a view.
@@ -38,7 +38,7 @@ def delayed(hidden: torch.Tensor, forward_ms: float, tensor_parallel: int) -> to
     forward_ms: for one sample on one rank; tensor-parallel ranks divide it evenly. So a step has
     the same sum over all ranks, however it is laid out.
     """
-    return _Delay.apply(hidden, 1e-3 * forward_ms * hidden.shape[1] / tensor_parallel)
+    return Delay.apply(hidden, 1e-3 * forward_ms * hidden.shape[1] / tensor_parallel)
 
 
 @contextlib.contextmanager

@@ -51,8 +51,8 @@ def register(profile: NetworkProfile | None = None) -> Network:
 
 
 class FabricGroup(LaneGroup):
-    """The collectives. Arguments are checked where they are submitted; messages carry what they belong to, so a
-    receiver notices where ranks disagree."""
+    """The collectives. Arguments are checked where they are submitted; what ranks disagree on, the
+    receiver of a message notices."""
 
     # ---- flat
 
