@@ -23,6 +23,7 @@ from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.delegate import delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.vendors import Sdpa
+from scripts.report.styles import new_figure
 
 VOCABULARY, LENGTH, BATCH, WIDTH, HEADS, LAYERS = 64, 64, 16, 128, 2, 2
 LOSS_SCALE = 2.0**12  # as mixed-precision training has it: dO would underflow in fp16
@@ -148,15 +149,9 @@ def train(
 
 
 def draw(runs: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     settings = list(dict.fromkeys((run["k_bias"], run["v_bias"]) for run in runs))
-    figure, axes = pyplot.subplots(
-        2, len(settings), figsize=(5.5 * len(settings), 7), squeeze=False, layout="constrained"
-    )
+    figure = new_figure(5.5 * len(settings), 7)
+    axes = figure.subplots(2, len(settings), squeeze=False)
     # fmt: off
     colors = {"fp32": "black", "standard": "tab:red", "PASA": "tab:blue", "too": "tab:green",
               "rounded": "lightgray"}

@@ -3,12 +3,16 @@
 """The comparison's arithmetic: no speed without the right losses, and what the calibration says."""
 
 import os
+import sys
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_asynchzp.testbed.contenders.side_by_side import ND, OURS, SHARDED, contenders
 from megatron_asynchzp.testbed.contenders.workload import Workload
 from megatron_asynchzp.testbed.cpu_usage import foreign_share
+from megatron_asynchzp.testbed.machine import machine, versions
 from megatron_asynchzp.testbed.profile import NetworkProfile
 from scripts.bench.compare import parse_args
 from scripts.bench.compare_calibration import emulated_ms, ring_all_gather_ms
@@ -147,3 +151,12 @@ def test_wrong_options_are_one_line(capsys):
             parse_args(options)
         assert ended.value.code == 2
         assert told in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_record_names_the_command_by_its_module_without_a_path(monkeypatch):
+    main = SimpleNamespace(__spec__=ModuleSpec("scripts.bench.compare", None))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/compare.py", "--only", "FSDP2 HSDP"])
+    record = machine() | versions("torch", "no-such-package")
+    assert record["command"] == "python -m scripts.bench.compare --only 'FSDP2 HSDP'"
+    assert record["torch"] and record["no-such-package"] is None
