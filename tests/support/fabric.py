@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks on the modelled network: the default group of tests/support/ranks.py, made anew."""
+"""Ranks on the modelled network: the default group of run_ranks, made anew."""
 
 import torch.distributed as dist
 

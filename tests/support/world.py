@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""One way to run a test body on several ranks, whoever starts them: pytest alone (ranks are
-forked, see ranks.py) or `torchrun --nproc-per-node N -m pytest` (pytest itself runs on each rank).
+"""One way to run a test body on several ranks: pytest alone forks them (run_ranks), or
+`torchrun --nproc-per-node N -m pytest` runs pytest itself on each rank.
 """
 
 import os
