@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed import checkpoint
 
 from megatron_asynchzp import ShardedModel, ShardSizeError, ShardSizes, shard
+from megatron_asynchzp.testbed.ranks import run_ranks
 from tests.support.engine import build_toy, nested_sizes
-from tests.support.ranks import run_ranks
 from tests.support.toy_models import toy_batch, toy_loss
 
 CLIP = 0.3

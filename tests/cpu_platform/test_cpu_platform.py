@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp import cpu_platform
-from tests.support import megatron_runs as runs
+from megatron_asynchzp.testbed import megatron_runs as runs
 from tests.support.world import on_ranks
 
 DEVICES = ["cuda", "cuda:0", torch.device("cuda"), 0]

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from megatron_asynchzp.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER, run_pretrain
+from megatron_asynchzp.testbed.ranks import run_ranks
 from tests.mcore.test_parity import ONE_RANK_MODELS, TWO_RANK_MODELS
-from tests.support.megatron_runs import DISTRIBUTED_OPTIMIZER, run_pretrain
 from tests.support.parity import NOISE_RECORD, Variant, worst_difference
-from tests.support.ranks import run_ranks
 
 COMMAND = "python -m tests.mcore.stock_noise"
 STEPS = 20

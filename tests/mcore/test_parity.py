@@ -4,8 +4,8 @@
 
 import pytest
 
+from megatron_asynchzp.testbed.megatron_runs import FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED
 from tests.support.engine import nested_sizes
-from tests.support.megatron_runs import FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED
 from tests.support.parity import Variant, assert_equal_runs, compare
 from tests.support.world import on_ranks
 

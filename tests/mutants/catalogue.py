@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to break the code, each with the smallest fast test that notices. Knows not how they are
-applied: see run.py.
-"""
+"""Ways to break the code, each with the smallest fast test that notices."""
 
 from dataclasses import dataclass
 
@@ -159,16 +157,16 @@ COMMUNICATION = [
     Mutant(
         "order-check-of-the-last-entry",
         "law 3: what the ranks compare covers all that was issued",
-        "comm/order.py",
-        "self._hash = zlib.crc32(entry.encode(), self._hash)",
-        "self._hash = zlib.crc32(entry.encode())",
+        "comm/order_check.py",
+        "value = zlib.crc32(entry.encode(), value)",
+        "value = zlib.crc32(entry.encode())",
         _SWAPPED,
     ),
     Mutant(
         "no-order-check",
         "law 3: the ranks compare what they issued",
-        "zero/scheduler.py",
-        "if not self.config.checks_order:",
+        "zero/step.py",
+        "if not self._checks_order:",
         "if True:",
         _SWAPPED,
     ),
@@ -192,16 +190,16 @@ COMMUNICATION = [
     Mutant(
         "submit-waits",
         "law 6: submitting never waits for the network",
-        "comm/worker.py",
-        "self._queues else job.task.lane].put(job)",
-        "self._queues else job.task.lane].put(job)\n        job.await_usable()",
+        "comm/driver.py",
+        "self._queues else task.lane].put(task)",
+        "self._queues else task.lane].put(task)\n        task.await_usable()",
         "tests/comm/test_driver.py::"
         "test_submit_returns_in_the_threaded_schedule_while_every_lane_waits_for_the_network",
     ),
     Mutant(
         "submit-waits-for-gathers",
         "law 6: computation goes on while the next gather is in flight",
-        "zero/params_in_flight.py",
+        "zero/gathers.py",
         "            self._start_gather(unit, slot)\n        return slot is not None",
         "            self._start_gather(unit, slot)\n"
         "            self._gathers[unit].await_usable()\n"
@@ -212,33 +210,33 @@ COMMUNICATION = [
     Mutant(
         "backward-waits-for-reductions",
         "law 6: backward goes on while gradients are on their way",
-        "zero/grads_in_flight.py",
-        "self._last_reduction[unit] = job",
-        "self._last_reduction[unit] = job\n        job.wait()",
+        "zero/reductions.py",
+        "self._last_reduction[unit] = task",
+        "self._last_reduction[unit] = task\n        task.wait()",
         "tests/zero/test_asynchrony.py::"
         "test_forward_goes_on_while_the_next_gather_is_held_and_backward_while_a_reduction_is",
     ),
     Mutant(
         "streams-ignore-earlier-jobs",
-        "a job begins after those whose results it reads",
-        "comm/worker.py",
-        "for event in (*self.task.ready, *(job.event for job in self.task.after)):",
-        "for event in self.task.ready:",
+        "a task begins after those whose results it reads",
+        "comm/driver.py",
+        "for event in (*self.ready, *(task.event for task in self.after)):",
+        "for event in self.ready:",
         _RACES_OF_STREAMS,
     ),
     Mutant(
         "threads-ignore-earlier-jobs",
-        "a job begins after those whose results it reads",
-        "comm/worker.py",
-        "for other in job.task.after:",
-        "for other in ():",
+        "a task begins after those whose results it reads",
+        "comm/driver.py",
+        "for other in task.after:\n            other.await_usable()",
+        "for other in ():\n            other.await_usable()",
         _RACES_OF_THREADS,
     ),
     Mutant(
         "earlier-reductions-of-a-unit",
-        "who waits for the last reduction of a unit has the results of all",
-        "comm/worker.py",
-        "if other.task.lane == job.task.lane:",
+        "the last reduction of a unit is complete after all of its reductions",
+        "comm/driver.py",
+        "if other.lane == task.lane:",
         "if False:",
         _RACES_OF_THREADS,
     ),
@@ -278,7 +276,7 @@ ENGINE = [
     Mutant(
         "grad-ring-dtype",
         "gradients are reduced in fp32",
-        "zero/grads_in_flight.py",
+        "zero/reductions.py",
         "dtype=torch.float32, device=unit.device)",
         "dtype=unit.dtype, device=unit.device)",
         f"{_TRAFFIC}[sizes3-dtype3]",
@@ -350,23 +348,23 @@ ENGINE = [
     Mutant(
         "saved-view-offset",
         "law 5: a view that autograd saved is the same part of the unit in backward",
-        "zero/saved_views.py",
-        "tensor.stride(), tensor.storage_offset())",
-        "tensor.stride(), 0)",
+        "zero/autograd.py",
+        "offset = int(tensor.storage_offset())",
+        "offset = 0",
         f"{_UNIT}views_of_weights_that_autograd_saved_are_right_in_backward",
     ),
     Mutant(
         "recompute-gathers-again",
         "recomputation costs no communication",
-        "zero/runtime.py",
-        "if self._batch.forward_depth[unit] == 0 and not self._batch.in_backward:",
-        "if self._batch.forward_depth[unit] == 0:",
+        "zero/autograd.py",
+        "if self._batch.depth[unit] == 0 and not self._batch.in_backward:",
+        "if self._batch.depth[unit] == 0:",
         "tests/zero/test_traffic.py::test_recomputation_sends_nothing",
     ),
     Mutant(
         "tied-weights-reduced-early",
         "the gradient of a tied weight is complete when it is reduced",
-        "zero/runtime.py",
+        "zero/autograd.py",
         "if unit not in self._reduce_last:",
         "if True:",
         _DDP,
@@ -374,23 +372,23 @@ ENGINE = [
     Mutant(
         "sync-before-reduction",
         "the sum over the sharding group has all micro-batches in it",
-        "zero/grads_in_flight.py",
-        "after=[self._last_reduction.get(unit), *after],",
-        "after=[*after],",
+        "zero/reductions.py",
+        "after=(self._last_reduction.get(unit), *after),",
+        "after=(*after,),",
         _RACES_OF_THREADS,
     ),
     Mutant(
         "grad-slot-returned-early",
         "a slot of gradients is rewritten only after its reduction",
-        "zero/grads_in_flight.py",
-        "unit, slot, job = self._reductions.popleft()\n        job.wait()",
-        "unit, slot, job = self._reductions.popleft()",
+        "zero/reductions.py",
+        "unit, slot, task = self._reductions.popleft()\n        task.wait()",
+        "unit, slot, task = self._reductions.popleft()",
         _RACES_OF_THREADS,
     ),
     Mutant(
         "gather-before-the-optimizer",
         "a gather reads shards that the optimizer has finished",
-        "zero/params_in_flight.py",
+        "zero/gathers.py",
         "ready=(self._shards_written, slot.free_event),",
         "ready=(slot.free_event,),",
         _RACES_OF_STREAMS,
@@ -398,15 +396,15 @@ ENGINE = [
     Mutant(
         "optimizer-before-the-last-sync",
         "the optimizer waits for a shard that is still being read",
-        "zero/scheduler.py",
-        "            self.params.forget_guesses()\n            self.params.join_syncs()",
-        "            self.params.forget_guesses()",
+        "zero/step.py",
+        "            self.gathers.drop_spares()\n            self.gathers.join_syncs()",
+        "            self.gathers.drop_spares()",
         _RACES_OF_THREADS,
     ),
     Mutant(
         "order-of-rebuilding",
         "shards are rebuilt in the order of their first use",
-        "zero/params_in_flight.py",
+        "zero/gathers.py",
         "for unit in dict.fromkeys([*self._used, *self._units]):",
         "for unit in self._units:",
         f"{_SCHEDULES}parameter_shards_are_rebuilt_in_the_order_of_their_first_use[sizes3]",
@@ -414,7 +412,7 @@ ENGINE = [
     Mutant(
         "dropped-at-the-turn",
         "the last unit of forward stays gathered for backward",
-        "zero/params_in_flight.py",
+        "zero/gathers.py",
         "if self._is_next(unit):",
         "if False:",
         f"{_SCHEDULES}a_unit_stays_gathered_until_something_else_has_to_be_gathered_first",
@@ -422,7 +420,7 @@ ENGINE = [
     Mutant(
         "no-prefetch",
         "law 6: the next unit is gathered while this one computes",
-        "zero/schedule.py",
+        "zero/config.py",
         'return 0 if self.kind == "inline" else self.prefetch_depth',
         "return 0",
         "tests/zero/test_asynchrony.py::"

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from scripts.testbed.fabric import FabricGroup
-from scripts.testbed.group import BACKEND
-from scripts.testbed.network import Network
-from scripts.testbed.profile import NetworkProfile
+from megatron_asynchzp.testbed.fabric import FabricGroup
+from megatron_asynchzp.testbed.fabric.group import BACKEND
+from megatron_asynchzp.testbed.fabric.network import Network
+from megatron_asynchzp.testbed.profile import NetworkProfile
 from tests.support import engine
 
 _LONGEST_S = 15.0

@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from tests.support.megatron_runs import RunRecord, gpt_args, run_pretrain
+from megatron_asynchzp.testbed.megatron_flags import size_flags
+from megatron_asynchzp.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 
 Sizes = tuple[int, int, int]
 FP32_TOLERANCE = 1e-6
@@ -106,13 +107,6 @@ def bounds_of(variant: Variant, steps: int) -> Bounds:
         )
     worst = [max(row[key] for row in rows) for key in ("worst_loss", "worst_grad_norm")]
     return Bounds(*(max(FP32_TOLERANCE, NOISE_MULTIPLE * error) for error in worst))
-
-
-def size_flags(sizes: Sizes) -> list[str]:
-    flags = ["--use-asynchzp"]
-    for state, size in zip(("param", "grad", "optim"), sizes, strict=True):
-        flags += [f"--asynchzp-{state}-shard-size", str(size)]
-    return flags
 
 
 def worst_difference(ours: Sequence[float | None], stock: Sequence[float | None]) -> float:

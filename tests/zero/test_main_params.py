@@ -7,10 +7,10 @@ those of a plain fp32 optimizer.
 import torch
 from torch import nn
 
+from megatron_asynchzp.testbed.ranks import run_ranks
+from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.plan import plan_units
-from megatron_asynchzp.zero.runtime import HZPRuntime
 from tests.support.engine import nested_sizes, shard_groups
-from tests.support.ranks import run_ranks
 
 # A bf16 number between 1 and 2 has neighbours 2^-7 away, and keeps what changes by less than half
 # of that. Adam moves a parameter by about its learning rate: 16 steps from one to the next.

@@ -8,6 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_asynchzp.testbed.megatron_runs import (
+    BF16,
+    FP16,
+    FULL_RECOMPUTE,
+    MIXTURE_OF_EXPERTS,
+    UNTIED,
+)
 from tests.mcore.test_parity import INTERLEAVED, PIPELINE, TENSOR, TWO_EXPERT_RANKS
 from tests.support.checkpoints import (
     NUM_STEPS,
@@ -17,7 +24,6 @@ from tests.support.checkpoints import (
     find_differences,
     read_tensors,
 )
-from tests.support.megatron_runs import BF16, FP16, FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED
 from tests.support.selection import slow_unless, some_and_rest
 from tests.support.world import on_ranks
 
