@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a rank's part of a tensor appears in a checkpoint of torch.distributed.checkpoint."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -17,25 +17,35 @@ from megatron_asynchzp.sharding.boxes import Box, cut_into_boxes
 from megatron_asynchzp.sharding.topology import Range
 
 
-@dataclass(frozen=True)
-class ShardedState:
+class ShardedState(torch.Tensor):
     """A run of elements of a tensor of `shape`, saved and loaded in place, in boxes.
 
     values: 1-D, the elements `held` of the row-major tensor. torch.distributed.checkpoint calls the
     three methods with double underscores (torch.distributed._checkpointable); what other ranks hold
     it finds by the offsets of their boxes, so a checkpoint can be loaded into any other sharding.
+    It asks for a tensor; this one has shape and dtype of the whole, and no elements of its own.
     """
 
-    shape: tuple[int, ...]
-    held: Range
     values: torch.Tensor
+    held: Range
 
-    def size(self) -> torch.Size:
-        """Of the whole tensor; what is loaded must have it too."""
-        return torch.Size(self.shape)
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], held: Range, values: torch.Tensor) -> Self:
+        state = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=values.dtype, device=values.device
+        )
+        state.held, state.values = held, values
+        return state
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func}: a ShardedState can only be saved and loaded")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ShardedState({tuple(self.shape)}, {self.held})"
 
     def _boxes(self) -> Iterator[tuple[Box, torch.Tensor]]:
-        for box in cut_into_boxes(self.shape, self.held):
+        for box in cut_into_boxes(tuple(self.shape), self.held):
             start = box.range.start - self.held.start
             yield box, self.values[start : start + box.range.numel].view(box.shape)
 
@@ -45,7 +55,7 @@ class ShardedState:
             WriteItem(
                 index=MetadataIndex(name, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.size()),
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
             )
             for chunk in self.__create_chunk_list__()
         ]

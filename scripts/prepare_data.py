@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns text files into Megatron's indexed dataset (PREFIX.bin, PREFIX.idx): one document per
-file, closed by the end-of-document token. Without inputs it takes the sources of Python's own
-standard library: real text that is on every machine. Knows nothing of training."""
+"""Turns text files into Megatron's indexed dataset (PREFIX.bin, PREFIX.idx): one document per file,
+closed by the end-of-document token. Without inputs it takes the sources of Python's own standard
+library: real text that is on every machine.
+"""
 
 import argparse
 import contextlib

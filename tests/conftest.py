@@ -1,14 +1,17 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for all tests: those marked gpu are skipped, with the reason, where there is none; and
-Ctrl-C, which some send to what they start, is not ignored."""
+"""What holds for all tests: those marked gpu are skipped, with the reason, where there is none;
+Ctrl-C, which some send to what they start, is not ignored; and ranks find Megatron imported."""
 
 import signal
 
 import pytest
 
+from megatron_asynchzp.testbed import ranks
+
 # What a shell starts in the background ignores Ctrl-C, and so does all that it starts in turn.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+ranks.preload(["megatron_asynchzp.testbed.preload_megatron"])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

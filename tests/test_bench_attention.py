@@ -3,36 +3,22 @@
 """The benchmark of attention tells no time where accuracy is red, and its lines can be drawn; the
 training evidence runs."""
 
-import importlib.util
 import json
-from pathlib import Path
 
-import pytest
+from scripts.bench import bench_attention as bench
+from scripts.report import pasa_evidence as evidence
 
-_SCRIPTS = Path(__file__).parents[1] / "scripts"
 # fmt: off
 _SMALL = ["--lengths", "128", "--heads", "2", "--groups", "1", "--head-dim", "32",
           "--dtype", "fp16", "--repetitions", "1", "--device", "cpu"]
 # fmt: on
 
 
-def _load(path: str):
-    spec = importlib.util.spec_from_file_location(Path(path).stem, _SCRIPTS / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def bench():
-    return _load("bench/bench_attention.py")
-
-
 def _lines(text: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_every_way_there_is_is_measured_and_drawn(bench, capsys, tmp_path):
+def test_every_way_there_is_is_measured_and_drawn(capsys, tmp_path):
     out, picture = tmp_path / "lines.jsonl", tmp_path / "picture.png"
     assert bench.main([*_SMALL, "--causal", "--out", str(out)]) == 0
     lines = _lines(capsys.readouterr().out)
@@ -46,7 +32,7 @@ def test_every_way_there_is_is_measured_and_drawn(bench, capsys, tmp_path):
     assert picture.stat().st_size > 1000
 
 
-def test_what_is_not_accurate_gets_no_time_and_fails_the_run(bench, capsys, monkeypatch):
+def test_what_is_not_accurate_gets_no_time_and_fails_the_run(capsys, monkeypatch):
     vendor = bench.VENDORS[-1]
     wrong = bench.Way("wrong", True, lambda call: 1.01 * vendor.run(call))
     monkeypatch.setattr(bench, "ways", lambda call: [wrong])
@@ -56,7 +42,6 @@ def test_what_is_not_accurate_gets_no_time_and_fails_the_run(bench, capsys, monk
 
 
 def test_the_training_evidence_compares_with_fp32_at_the_same_weights(capsys, tmp_path):
-    evidence = _load("report/pasa_evidence.py")
     picture = tmp_path / "picture.png"
     argv = ["--steps", "12", "--biases", "10,30", "--picture", str(picture)]
     assert evidence.main(argv) == 0

@@ -175,6 +175,14 @@ def check_job(job: Job, plan: list[str], whole: dict[int, str]) -> None:
     assert job.left == []
 
 
+def test_a_run_killed_after_a_save_goes_on_from_there_and_ends_as_if_it_had_not_been(tmp_path):
+    """In its fourth step, of two micro-batches each: the third is made again."""
+    plan = ["SIGKILL 1 forward 7"]
+    job = run_job(tmp_path, plan, 4)
+    check_job(job, plan, run_undisturbed(tmp_path, 4))
+    assert [one.began for one in job.attempts] == [0, _INTERVAL]
+
+
 @pytest.mark.slow
 def test_a_run_killed_in_a_step_and_in_a_save_ends_as_if_it_had_not_been(tmp_path):
     plan = ["SIGKILL 1 write 50", "SIGKILL 0 gather 20"]

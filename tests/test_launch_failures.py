@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from megatron_asynchzp.comm.timeline import LANES
+from megatron_asynchzp.testbed.ranks import free_port
 from megatron_asynchzp.zero.config import SCHEDULES
 from tests.support.launches import Ended, Launch
-from tests.support.ranks import free_port
 from tests.support.selection import slow_unless
 
 _ROOT = Path(__file__).parents[1]

@@ -16,6 +16,7 @@ from scripts.report import plot_timeline
 from scripts.report.plot_timeline import COLOURS, make_figure
 from scripts.report.step_trace import number_batches, read_trace, short_names, split_leaves
 
+ROOT = Path(__file__).parents[1]
 LAYERS = [f"decoder.layers.{i}" for i in range(3)]
 
 
@@ -194,8 +195,8 @@ def test_labels_are_left_out_where_they_do_not_fit(tmp_path):
 
 def test_the_command_writes_a_png(tmp_path):
     trace, picture = write(tmp_path / "threaded.json", step_spans()), tmp_path / "timeline.png"
-    command = [sys.executable, plot_timeline.__file__, str(trace), "--output", str(picture)]
-    subprocess.run(command, check=True, cwd=tmp_path)
+    command = [sys.executable, "-m", plot_timeline.__name__, str(trace), "--output", str(picture)]
+    subprocess.run(command, check=True, cwd=ROOT)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

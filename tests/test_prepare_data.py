@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_asynchzp.testbed import ranks
 from scripts import prepare_data
 from scripts.prepare_data import BYTE_EOD, ByteEncoder, InputError, write_dataset
-from tests.support import ranks
 
 SCRIPT = Path(prepare_data.__file__)
 
@@ -152,8 +152,7 @@ def test_stopping_it_midway_leaves_nothing(stop, tmp_path):
     os.mkfifo(tmp_path / "endless.txt")
     out, log = tmp_path / "out", tmp_path / "log"
     arguments = [tmp_path / "000.txt", tmp_path / "endless.txt", "--output-prefix", out / "c"]
-    process = ranks._CONTEXT.Process(target=_run_script, args=(list(map(str, arguments)), log))
-    process.start()
+    process = ranks.start_process(_run_script, list(map(str, arguments)), log)
     try:
         deadline = time.monotonic() + 60
         while not (out.exists() and list(out.iterdir())) and time.monotonic() < deadline:

@@ -76,7 +76,7 @@ def test_sigterm_saves_the_step_in_progress_and_the_run_goes_on_from_it(
     last = first.last_step
     assert last == saved_at or (saved_at is None and last < _LAST)
     choice = choose_checkpoint(place)
-    assert (choice.iteration, choice.told) == (last, ())
+    assert (choice.iteration, choice.lines) == (last, ())
     assert (place / "latest_checkpointed_iteration.txt").read_text() == str(last)
     ended, second = _start(tmp_path / "second", "", f"{saving} --load {place}")
     assert [one.status for one in ended] == [0, 0], ended[0].text[-3000:]
@@ -122,4 +122,4 @@ def test_torchrun_hands_sigterm_on_and_waits_for_the_save(tmp_path):
     text = log.read_text()
     assert "exiting program after receiving SIGTERM" in text and "SignalException" in text
     choice = choose_checkpoint(place)
-    assert choice.iteration >= 3 and choice.told == ()
+    assert choice.iteration >= 3 and choice.lines == ()

@@ -1,5 +1,5 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What lies on disk of a checkpoint: whether it is complete, whether it is intact, which one to
-load, who may write. Knows file systems; must not know models, nor Megatron.
+"""Owns the files of checkpoints: whether one is complete and intact, which one a run loads, who may
+write. Must not know models, nor Megatron.
 """

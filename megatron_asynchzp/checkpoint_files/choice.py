@@ -1,65 +1,53 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns which checkpoint of a directory a run starts from: the newest that is complete and intact.
-Megatron's tracker file is believed only where that agrees with it. Must not know Megatron.
+Megatron's tracker file is a hint. Must not know Megatron.
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import NamedTuple
 
-from megatron_asynchzp.checkpoint_files.contents import Contents, find_corruption, read_contents
 from megatron_asynchzp.checkpoint_files.errors import CheckpointError, Damage, one_line
-from megatron_asynchzp.checkpoint_files.inventory import CONFIG
+from megatron_asynchzp.checkpoint_files.index import CONFIG
 from megatron_asynchzp.checkpoint_files.manifest import MANIFEST, read_manifest
-from megatron_asynchzp.checkpoint_files.small_file import replace_file
+from megatron_asynchzp.checkpoint_files.peers import Alone, Peers, on_first
+from megatron_asynchzp.checkpoint_files.small_files import replace_file
+from megatron_asynchzp.checkpoint_files.verification import INTERRUPTED, Depth, check_checkpoint
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_INTERRUPTED = "its save was interrupted"
 _REMEDY = "remove these directories to start from scratch, or give another --load"
 
 
-class Peers(Protocol):
-    """The ranks that look at a directory together."""
+class Choice(NamedTuple):
+    """The checkpoint to load. lines: for the user, what was skipped and why."""
 
-    rank: int
-    size: int
-
-    def tell(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns on rank 0, on all."""
-
-    def gather(self, mine: Any) -> list[Any]:
-        """What each rank gives, in their order, on all."""
-
-
-class Alone:
-    """One process that looks at a directory by itself."""
-
-    rank, size = 0, 1
-
-    def tell(self, make: Callable[[], Any]) -> Any:
-        return make()
-
-    def gather(self, mine: Any) -> list[Any]:
-        return [mine]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The checkpoint to load. iteration is 0 for a release; told: lines for the user."""
-
-    iteration: int
-    is_release: bool
     folder: Path
-    told: tuple[str, ...]
+    lines: tuple[str, ...] = ()
 
     @property
-    def tracker_text(self) -> str:
-        return RELEASE if self.is_release else str(self.iteration)
+    def is_release(self) -> bool:
+        return self.folder.name == RELEASE
+
+    @property
+    def iteration(self) -> int:
+        """0 for a release, as in Megatron."""
+        return max(0, _number(self.folder.name))
+
+
+class _Listing(NamedTuple):
+    """What a directory holds. candidates: best first; unfinished: left of interrupted saves, the
+    highest iteration first."""
+
+    candidates: list[str]
+    unfinished: list[str]
+    has_tracker: bool
+
+
+def _number(name: str) -> int:
+    return -1 if name == RELEASE else int(name.removeprefix("iter_"))
 
 
 def read_tracker(load_dir: Path) -> str | None:
@@ -73,164 +61,117 @@ def read_tracker(load_dir: Path) -> str | None:
     return f"iter_{int(text):07d}" if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
-def list_candidates(load_dir: Path) -> list[str]:
-    """Names of the checkpoint directories, whatever state they are in, best first: those saved
-    after what the tracker points to, that one, the ones before it, and then those that a run left
-    behind which has since gone back to an earlier step. Raises OSError."""
-    try:
-        present = [path.name for path in load_dir.iterdir()]
-    except FileNotFoundError:
-        return []
-    iterations = sorted(
-        (name for name in present if _ITERATION.fullmatch(name)), key=_number, reverse=True
-    )
-    releases = [RELEASE] if RELEASE in present else []
+def list_unfinished(load_dir: Path | str) -> list[str]:
+    """Names of directories in which a save never came to its end: they lack all that makes a
+    checkpoint complete, so nothing that was once there is lost. Highest iteration first."""
+    return _list(Path(load_dir)).unfinished
+
+
+def _list(load_dir: Path) -> _Listing:
+    """What is in the directory, whatever state it is in. Raises OSError.
+
+    A directory is best if its number is highest, unless it was saved before the one that the
+    tracker points to: then a run left it behind that has gone back to an earlier step since.
+    """
+    present = [path.name for path in load_dir.iterdir()] if load_dir.exists() else []
+    names = [name for name in present if name == RELEASE or _ITERATION.fullmatch(name)]
+    names.sort(key=_number, reverse=True)
+    unfinished = [name for name in names if _is_unfinished(load_dir / name)]
+    candidates = [name for name in names if name not in unfinished]
+    saved_at = {name: _saved_at(load_dir / name) for name in candidates}
     current = read_tracker(load_dir)
-    if current == RELEASE and releases:
-        later = [name for name in iterations if _saved_at(load_dir / name, True) is not None]
-        return later + releases + [name for name in iterations if name not in later]
-    manifests = {name: _saved_at(load_dir / name, True) for name in iterations}
-    if current not in iterations:
-        sealed = {name: time_s for name, time_s in manifests.items() if time_s is not None}
-        current = max(sealed, key=sealed.get) if sealed else None
-    if current is None:
-        return iterations + releases
-    current_s = _saved_at(load_dir / current)
-    above = [name for name in iterations if _number(name) > _number(current)]
-    newer = [name for name in above if _saved_at(load_dir / name) >= current_s]
-    below = [name for name in iterations if _number(name) < _number(current)]
-    return newer + [current] + below + [name for name in above if name not in newer] + releases
+    if current not in candidates:
+        sealed = [name for name in candidates if (load_dir / name / MANIFEST).exists()]
+        current = max(sealed or candidates[:1], key=saved_at.get, default=RELEASE)
+    left_behind = [
+        name
+        for name in candidates
+        if _number(name) > _number(current) and saved_at[name] < saved_at[current]
+    ]
+    best_first = [name for name in candidates if name not in left_behind] + left_behind
+    return _Listing(best_first, unfinished, TRACKER in present)
 
 
-def _number(name: str) -> int:
-    return int(_ITERATION.fullmatch(name)[1])
+def _is_unfinished(folder: Path) -> bool:
+    return folder.is_dir() and not any((folder / last).exists() for last in (CONFIG, MANIFEST))
 
 
-def _saved_at(folder: Path, only_by_manifest: bool = False) -> float | None:
-    """When the checkpoint became complete, in seconds; 0.0 where nothing tells (None, if only a
-    manifest counts)."""
+def _saved_at(folder: Path) -> float:
+    """When the checkpoint became complete, in seconds since 1970; 0 where nothing says so."""
     try:
-        manifest = read_manifest(folder)
-    except Damage:
-        manifest = None
-    if manifest is not None:
-        return manifest.saved_at
-    if only_by_manifest:
-        return None
+        if (manifest := read_manifest(folder)) is not None:
+            return manifest.saved_at
+    except (Damage, OSError):
+        pass  # judged when its turn comes
     try:
         return (folder / CONFIG).stat().st_mtime
     except OSError:
         return 0.0
 
 
-def list_unfinished(load_dir: Path | str) -> list[str]:
-    """Names of directories in which a save never came to its end: they lack all that makes a
-    checkpoint complete, so nothing that was once there is lost. Highest iteration first."""
-    load_dir = Path(load_dir)
-    try:
-        names = [path.name for path in load_dir.iterdir() if _ITERATION.fullmatch(path.name)]
-    except OSError:
-        return []
-    unfinished = [
-        name
-        for name in names
-        if (load_dir / name).is_dir()
-        and not any((load_dir / name / last).exists() for last in (CONFIG, MANIFEST))
-    ]
-    return sorted(unfinished, key=_number, reverse=True)
-
-
 def choose_checkpoint(
     load_dir: Path | str,
     wanted_step: int | None = None,
     peers: Peers | None = None,
-    is_thorough: bool = True,
+    depth: Depth = Depth.FULL,
 ) -> Choice | None:
-    """The newest complete and uncorrupted checkpoint; None where there has never been one.
+    """The newest complete and intact checkpoint; None where there has never been one.
 
     wanted_step: only this iteration will do. peers: the ranks that share the reading; a collective
-    call then, with the same result on all. is_thorough: tensors are read too, not only objects.
-    Raises CheckpointError, on all.
+    call then, with the same result on all. Raises CheckpointError, on all.
     """
     load_dir, peers = Path(load_dir), peers or Alone()
-    candidates = peers.tell(lambda: _list_or_error(load_dir))
-    if isinstance(candidates, str):
-        raise CheckpointError(f"--load {load_dir}: {candidates}")
+    try:
+        listing = on_first(peers, lambda: _list(load_dir))
+    except OSError as error:
+        raise CheckpointError(f"--load {load_dir}: {error.strerror}") from None
     if wanted_step is not None:
-        return _choose_step(load_dir, wanted_step, candidates, peers, is_thorough)
-    skipped = []
-    for name in candidates:
-        reason = find_fault(load_dir / name, peers, is_thorough)
-        if reason is None:
-            looked_at = {one for one, _ in skipped}
-            for other in peers.tell(lambda: list_unfinished(load_dir)):
-                if other not in looked_at and name != RELEASE and _number(other) > _number(name):
-                    skipped.append((other, _INTERRUPTED))
-            told = tuple(f"{load_dir}: {one} is skipped: {why}" for one, why in skipped)
-            return _choice(load_dir, name, told)
-        skipped.append((name, reason))
-    has_tracker = peers.tell((load_dir / TRACKER).exists)
-    unfinished = peers.tell(lambda: list_unfinished(load_dir))
-    if skipped and not has_tracker and {name for name, _ in skipped} <= set(unfinished):
-        return None  # the run died in its first save: there is nothing to go on from
-    if skipped:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped[:3])
-        more = f"; and {len(skipped) - 3} more" if len(skipped) > 3 else ""
-        raise CheckpointError(f"{load_dir} has no intact checkpoint: {reasons}{more}; {_REMEDY}")
-    if has_tracker:
+        return _choose_step(load_dir, wanted_step, listing, peers, depth)
+    faults: dict[str, str] = {}
+    for name in listing.candidates:
+        fault = _find_fault(load_dir / name, peers, depth)
+        if fault is None:
+            newer = [one for one in listing.unfinished if _number(one) > _number(name)]
+            skipped = faults | dict.fromkeys(newer, INTERRUPTED)
+            lines = [f"{load_dir}: {one} is skipped: {why}" for one, why in skipped.items()]
+            return Choice(load_dir / name, tuple(lines))
+        faults[name] = fault
+    if not faults and not listing.has_tracker:
+        return None  # at most a run that died in its first save
+    faults |= dict.fromkeys(listing.unfinished, INTERRUPTED)
+    if not faults:
         raise CheckpointError(
             f"{load_dir} has {TRACKER}, but no checkpoint; remove that file to start from scratch"
         )
-    return None
+    reasons = "; ".join([f"{name}: {fault}" for name, fault in faults.items()][:3])
+    more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+    raise CheckpointError(f"{load_dir} has no intact checkpoint: {reasons}{more}; {_REMEDY}")
 
 
 def _choose_step(
-    load_dir: Path, step: int, candidates: list[str], peers: Peers, is_thorough: bool
+    load_dir: Path, step: int, listing: _Listing, peers: Peers, depth: Depth
 ) -> Choice:
+    def find_fault(name: str) -> str | None:
+        return _find_fault(load_dir / name, peers, depth)
+
     name = f"iter_{step:07d}"
-    is_there = name in candidates
-    reason = "there is no such directory"
-    if is_there:
-        reason = find_fault(load_dir / name, peers, is_thorough)
-    if reason is None:
-        return _choice(load_dir, name, ())
-    for other in candidates:
-        if other not in (name, RELEASE) and find_fault(load_dir / other, peers) is None:
-            remedy = f"the newest intact one is --ckpt-step {_number(other)}"
-            break
-    else:
-        remedy = "and there is no intact one"
-    raise CheckpointError(f"--ckpt-step {step}: {load_dir / name}: {reason}; {remedy}")
+    fault = INTERRUPTED if name in listing.unfinished else "there is no such directory"
+    if name in listing.candidates and (fault := find_fault(name)) is None:
+        return Choice(load_dir / name)
+    others = [other for other in listing.candidates if other not in (name, RELEASE)]
+    newest = next((other for other in others if find_fault(other) is None), None)
+    remedy = (
+        f"the newest intact one is --ckpt-step {_number(newest)}" if newest else "none is intact"
+    )
+    raise CheckpointError(f"--ckpt-step {step}: {load_dir / name}: {fault}; {remedy}")
 
 
-def _list_or_error(load_dir: Path) -> list[str] | str:
+def _find_fault(iteration_dir: Path, peers: Peers, depth: Depth) -> str | None:
     try:
-        return list_candidates(load_dir)
-    except OSError as error:
-        return error.strerror or one_line(error)
-
-
-def _choice(load_dir: Path, name: str, told: tuple[str, ...]) -> Choice:
-    is_release = name == RELEASE
-    return Choice(0 if is_release else _number(name), is_release, load_dir / name, told)
-
-
-def find_fault(iteration_dir: Path, peers: Peers, is_thorough: bool = True) -> str | None:
-    """The first thing that is wrong with a checkpoint, its data included; None where it is intact.
-    Each rank reads a share of the data files."""
-    contents = peers.tell(lambda: _contents_or_reason(iteration_dir))
-    if isinstance(contents, str):
-        return contents
-    mine = list(contents.files)[peers.rank :: peers.size]
-    reasons = peers.gather(find_corruption(iteration_dir, contents.files, mine, is_thorough))
-    return next((reason for reason in reasons if reason is not None), None)
-
-
-def _contents_or_reason(iteration_dir: Path) -> Contents | str:
-    try:
-        return read_contents(iteration_dir)
+        check_checkpoint(iteration_dir, peers, depth)
     except Damage as damage:
-        return str(damage)
+        return one_line(damage)
+    return None
 
 
 def repair_tracker(load_dir: Path | str, choice: Choice) -> str | None:
@@ -239,9 +180,10 @@ def repair_tracker(load_dir: Path | str, choice: Choice) -> str | None:
     load_dir = Path(load_dir)
     if read_tracker(load_dir) == choice.folder.name:
         return None
+    text = RELEASE if choice.is_release else str(choice.iteration)
     try:
-        replace_file(load_dir / TRACKER, choice.tracker_text)
+        replace_file(load_dir / TRACKER, text.encode())
     except OSError as error:
-        told = f"{TRACKER} does not name {choice.folder.name}, and stays so"
-        return f"{load_dir}: {told}: {error.strerror}"
+        stays = f"{TRACKER} does not name {choice.folder.name}, and stays so"
+        return f"{load_dir}: {stays}: {error.strerror}"
     return f"{load_dir}: {TRACKER} now names {choice.folder.name}"

@@ -4,77 +4,71 @@
 Collective: rank 0 changes names, all ranks read. Must not know what is written in between.
 """
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from megatron_asynchzp.checkpoint_files.choice import Alone, Peers
-from megatron_asynchzp.checkpoint_files.contents import find_leftovers
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
 from megatron_asynchzp.checkpoint_files.errors import Damage, SaveError, one_line
-from megatron_asynchzp.checkpoint_files.inventory import read_inventory
-from megatron_asynchzp.checkpoint_files.manifest import seal_file, write_manifest
+from megatron_asynchzp.checkpoint_files.index import CONFIG, METADATA, Items, items_by_file
+from megatron_asynchzp.checkpoint_files.manifest import MANIFEST, seal_file, write_manifest
+from megatron_asynchzp.checkpoint_files.peers import Alone, Peers, on_each, on_first
+from megatron_asynchzp.checkpoint_files.small_files import replace_file
+
+# First what makes the rest look complete: a crash in between leaves something that does not.
+_LEFTOVERS = (MANIFEST, CONFIG, METADATA, "common.pt", "__*_*.distcp")
+_LEFTOVERS += (f"{MANIFEST}*.tmp", f"{METADATA}*.tmp")
 
 
 def prepare_directory(iteration_dir: Path | str, peers: Peers | None = None) -> None:
     """Remove what an interrupted or an older save left in the directory, if it is there.
+    Raises SaveError, on all ranks."""
 
-    What makes it look complete goes first, so that a crash in between leaves something that does
-    not. Raises SaveError, on all ranks.
-    """
-    _on_rank_0(lambda: _remove_leftovers(Path(iteration_dir)), iteration_dir, peers or Alone())
+    def remove() -> None:
+        for pattern in _LEFTOVERS:
+            for path in Path(iteration_dir).glob(pattern):
+                path.unlink(missing_ok=True)
+
+    try:
+        on_first(peers or Alone(), remove)
+    except OSError as error:
+        raise save_error(iteration_dir, one_line(error)) from None
 
 
 def complete_directory(
     iteration_dir: Path | str,
     peers: Peers | None = None,
-    amend: Callable[[Path], None] = lambda _: None,
+    amend: Callable[[Metadata], Metadata] = lambda index: index,
 ) -> None:
     """Write the manifest, when all data is on disk and before anything names the checkpoint as
     the latest. Raises SaveError, on all ranks.
 
-    amend: called on rank 0 before, for what is to be changed in the directory.
+    amend: makes the index that is to be stored from the one that was written; rank 0 calls it.
     """
     iteration_dir, peers = Path(iteration_dir), peers or Alone()
-
-    def list_items() -> dict[str, Any]:
-        amend(iteration_dir)
-        return read_inventory(iteration_dir, is_trusted=True).files
-
-    items_of = _on_rank_0(list_items, iteration_dir, peers)
     try:
-        names = list(items_of)[peers.rank :: peers.size]
-        mine: Any = {name: seal_file(iteration_dir / name, items_of[name]) for name in names}
+        items = on_first(peers, lambda: _amend_index(iteration_dir, amend))
+        mine = list(items)[peers.rank :: peers.size]
+        shares = on_each(
+            peers, lambda: {name: seal_file(iteration_dir / name, items[name]) for name in mine}
+        )
+        seals = {name: seal for share in shares for name, seal in share.items()}
+        on_first(peers, lambda: write_manifest(iteration_dir, seals))
     except (OSError, Damage) as error:
-        mine = error
-    gathered = peers.gather(mine)
-    for seals in gathered:
-        if isinstance(seals, Exception):
-            raise save_error(iteration_dir, one_line(seals))
-    seals = {name: seal for one in gathered for name, seal in one.items()}
-    _on_rank_0(lambda: write_manifest(iteration_dir, seals), iteration_dir, peers)
+        raise save_error(iteration_dir, one_line(error)) from None
+
+
+def _amend_index(iteration_dir: Path, amend: Callable[[Metadata], Metadata]) -> dict[str, Items]:
+    written = FileSystemReader(iteration_dir).read_metadata()
+    index = amend(written)
+    if index is not written:
+        replace_file(iteration_dir / METADATA, pickle.dumps(index))
+    return items_by_file(index)
 
 
 def save_error(iteration_dir: Path | str, reason: str) -> SaveError:
     return SaveError(
-        f"{Path(iteration_dir)} could not be saved: {reason}; earlier checkpoints are as they were"
+        f"{iteration_dir} could not be saved: {reason}; earlier checkpoints are as they were"
     )
-
-
-def _remove_leftovers(iteration_dir: Path) -> None:
-    if iteration_dir.is_dir():
-        for path in find_leftovers(iteration_dir):
-            path.unlink(missing_ok=True)
-
-
-def _on_rank_0(act: Callable[[], Any], iteration_dir: Path | str, peers: Peers) -> Any:
-    result = peers.tell(lambda: _result_or_error(act))
-    if isinstance(result, Exception):
-        raise save_error(iteration_dir, one_line(result))
-    return result
-
-
-def _result_or_error(act: Callable[[], Any]) -> Any:
-    try:
-        return act()
-    except (OSError, Damage) as error:
-        return error

@@ -49,7 +49,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="export|import")
     out = commands.add_parser("export", help="Megatron checkpoint -> Hugging Face directory")
     out.add_argument("--load", type=Path, required=True, metavar="DIR", help="Megatron's --save")
-    out.add_argument("--ckpt-step", type=int, metavar="N", help="iteration (default: the latest)")
+    out.add_argument("--ckpt-step", type=int, metavar="N", help="iteration (default: the newest)")
+    out.add_argument(
+        "--verify",
+        choices=("full", "structure"),
+        default="full",
+        help="what is read to find damage, as --asynchzp-verify (default: full)",
+    )
     out.add_argument("--output", type=Path, required=True, metavar="HFDIR", help="new directory")
     out.add_argument(
         "--vocab-size",
@@ -91,6 +97,7 @@ def _require(*modules: str) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
+    from megatron_asynchzp.checkpoint_files.verification import Depth
     from megatron_asynchzp.hf.export_model import export_model
 
     shape = export_model(
@@ -99,6 +106,7 @@ def _export(args: argparse.Namespace) -> None:
         step=args.ckpt_step,
         dtype=_dtype(args.dtype),
         vocab_size=args.vocab_size,
+        depth=Depth(args.verify),
         max_file_nbytes=int(args.max_file_gb * 10**9),
         progress=show_progress,
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_asynchzp.checkpoint_files.verification import Depth
 from megatron_asynchzp.hf.config import write_config
 from megatron_asynchzp.hf.mapping import OTHER_KEYS, TensorRule, rules_of
 from megatron_asynchzp.hf.megatron_arguments import read_arguments
@@ -32,19 +33,21 @@ def export_model(
     step: int | None = None,
     dtype: torch.dtype | None = None,
     vocab_size: int | None = None,
+    depth: Depth = Depth.FULL,
     max_file_nbytes: int = MAX_FILE_NBYTES,
     progress: Progress = no_progress,
 ) -> ModelShape:
     """Write the model of a Megatron checkpoint as a Hugging Face directory.
 
-    load: Megatron's --load folder. step: its iteration, by default the latest.
+    load: Megatron's --load folder. step: its iteration, by default the newest that
+    is intact. depth: what of its data is read to judge that.
     dtype: cast to it; by default every tensor keeps its own.
     vocab_size: rows of the embedding that are no padding, where the checkpoint does not tell.
     Memory holds one file's tensors. Raises ConversionError for a model that does not map and for
     an `output` that is not empty; then nothing is written.
     """
     refuse_occupied(output)
-    checkpoint = find_checkpoint(load, step)
+    checkpoint = find_checkpoint(load, step, depth)
     shape = read_arguments(read_arguments_of(checkpoint), vocab_size)
     reader = TensorReader(checkpoint)
     keys = _match_keys(reader, shape)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_asynchzp.checkpoint_files.choice import RELEASE, TRACKER
+from megatron_asynchzp.checkpoint_files.small_files import replace_file
 from megatron_asynchzp.hf.config import read_config
 from megatron_asynchzp.hf.mapping import LAYERS, STATEFUL_MODULES, TensorRule, rules_of
 from megatron_asynchzp.hf.megatron_arguments import write_arguments
@@ -19,12 +21,10 @@ from megatron_asynchzp.hf.output_folder import complete_or_absent, refuse_occupi
 from megatron_asynchzp.hf.progress import Progress, no_progress
 from megatron_asynchzp.hf.safetensors_folder import FolderReader
 from megatron_asynchzp.hf.shape import ConversionError, ModelShape, describe_difference
-from megatron_asynchzp.hf.torch_dist import TRACKER, TensorToWrite, write_checkpoint
+from megatron_asynchzp.hf.torch_dist import TensorToWrite, write_checkpoint
 
 # Tensors that older directories hold, and that a model computes itself.
 _COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-
-RELEASE = "release"
 
 
 def import_model(
@@ -69,7 +69,7 @@ def import_model(
         ]
         with complete_or_absent(save) as folder:
             write_checkpoint(folder / RELEASE, tensors, dict(_objects(shape)))
-            (folder / TRACKER).write_text(RELEASE)
+            replace_file(folder / TRACKER, RELEASE.encode())
             next(ticks, None)
     return shape
 

@@ -40,7 +40,8 @@ class FolderReader:
             if not (folder / name).is_file():
                 raise ConversionError(f"{folder} has no {name}, which its index names")
         self._opened = [safe_open(folder / name, framework="pt") for name in files]
-        self._file_of = {name: file for file in self._opened for name in file.keys()}  # noqa: SIM118, no dict
+        # keys(), for the opened file is no dictionary and cannot be iterated.
+        self._file_of = {name: file for file in self._opened for name in file.keys()}  # noqa: SIM118
 
     def __enter__(self) -> "FolderReader":
         return self

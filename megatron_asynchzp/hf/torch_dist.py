@@ -6,6 +6,7 @@ process without a process group. Must not know what the tensors mean.
 
 import functools
 import io
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,36 +36,27 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
+from megatron_asynchzp.checkpoint_files.errors import CheckpointError
+from megatron_asynchzp.checkpoint_files.verification import Depth
 from megatron_asynchzp.hf.shape import ConversionError
 
-TRACKER = "latest_checkpointed_iteration.txt"
 
+def find_checkpoint(folder: Path, step: int | None = None, depth: Depth = Depth.FULL) -> Path:
+    """The checkpoint of `step`, or the one that training would start from, below Megatron's --load
+    folder. Warns of the newer ones that it skips.
 
-def find_checkpoint(folder: Path, step: int | None = None) -> Path:
-    """The checkpoint of `step`, or the one the tracker file names, below Megatron's --load folder.
-
-    Raises ConversionError where there is none, or none in the format torch_dist.
+    Raises ConversionError where there is none that is intact and in the format torch_dist.
     """
-    if step is not None:
-        name = f"iter_{step:07d}"
-    else:
-        tracker = folder / TRACKER
-        if not tracker.is_file():
-            raise ConversionError(
-                f"{folder} has no {TRACKER}: it is no checkpoint folder of Megatron"
-            )
-        told = tracker.read_text().strip()
-        name = f"iter_{int(told):07d}" if told.isdigit() else told
-    checkpoint = folder / name
-    if not checkpoint.is_dir():
-        raise ConversionError(f"{checkpoint}: no such checkpoint")
-    for needed in ("metadata.json", ".metadata"):
-        if not (checkpoint / needed).is_file():
-            raise ConversionError(
-                f"{checkpoint} has no {needed}: only finished checkpoints of --ckpt-format "
-                "torch_dist are read"
-            )
-    return checkpoint
+    try:
+        choice = choose_checkpoint(folder, step, depth=depth)
+    except CheckpointError as error:
+        raise ConversionError(str(error)) from None
+    if choice is None:
+        raise ConversionError(f"--load {folder}: there is no checkpoint of Megatron in it")
+    for line in choice.lines:
+        print(f"megatron_asynchzp: {line}", file=sys.stderr, flush=True)
+    return choice.folder
 
 
 def read_arguments_of(checkpoint: Path) -> Namespace:

@@ -1,10 +1,9 @@
-#!/usr/bin/env python
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Measures attention with and without PASA's shift: accuracy first, then time. JSON lines.
 
-    bench_attention.py [--lengths 1024 4096] [--head-dim 128] [--dtype bf16] [--out results.jsonl]
-    bench_attention.py --plot results.jsonl --out picture.png
+    python -m scripts.bench.bench_attention [--lengths 1024 4096] [--dtype bf16] [--out FILE]
+    python -m scripts.bench.bench_attention --plot results.jsonl --out picture.png
 
 Every way is first measured against fp64 on biased keys; where it is worse than its tolerance, the
 line says so and no time is measured. TFLOPS count 4 B H S T D per forward, half of it if causal,
@@ -26,6 +25,8 @@ from megatron_asynchzp.attention.delegate import VENDORS, delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.pasa import SHIFTS, block_attention
 from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
+from scripts.report.records import append, read
+from scripts.report.styles import new_figure
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # Relative RMS error of O and of dQ that a way may have on keys with a bias of K_BIAS. Without a
@@ -157,12 +158,8 @@ def _device_name(options) -> str:
 
 
 def draw(lines: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure = new_figure(11, 4)
+    axes = figure.subplots(1, 2)
     for axis, direction in zip(axes, ("forward", "backward"), strict=True):
         for name in dict.fromkeys(line["way"] for line in lines):
             points = [
@@ -192,16 +189,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="a file besides the screen, or the picture")
     options = parser.parse_args(argv)
     if options.plot:
-        lines = [json.loads(line) for line in options.plot.read_text().splitlines()]
-        draw(lines, options.out or options.plot.with_suffix(".png"))
+        draw(read([options.plot]), options.out or options.plot.with_suffix(".png"))
         return 0
     is_right = True
     for line in bench(options):
         is_right = is_right and line["is_right"]
         print(json.dumps(line), flush=True)
         if options.out:
-            with options.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            append(options.out, line)
     return 0 if is_right else 1
 
 

@@ -4,32 +4,27 @@
 optimizer in both of its forms beside AsyncHZP, 4 gloo ranks behind the CPU platform, all in turns.
 JSON lines with --out.
 
-    python scripts/bench/bench_checkpoints.py --repetitions 6 --out runs/checkpoints.jsonl
-    python scripts/report/checkpoint_table.py runs/checkpoints.jsonl
+    python -m scripts.bench.bench_checkpoints --repetitions 6 --out runs/checkpoints.jsonl
+    python -m scripts.report.checkpoint_table runs/checkpoints.jsonl
 """
 
 import argparse
-import json
-import os
-import platform
-import shlex
 import shutil
 import sys
 import tempfile
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 
 import torch.distributed as dist
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
+from megatron_asynchzp.testbed.machine import machine, versions
+from megatron_asynchzp.testbed.megatron_flags import flags_of, size_flags
+from megatron_asynchzp.testbed.megatron_runs import gpt_args, run_pretrain
+from megatron_asynchzp.testbed.memory import install_memory_count
+from megatron_asynchzp.testbed.ranks import run_ranks
 from scripts.bench.checkpoint_turn import Turn, TurnResult
-from scripts.testbed.memory import install_memory_count
-from tests.support.megatron_runs import gpt_args, run_pretrain
-from tests.support.parity import size_flags
-from tests.support.ranks import run_ranks
+from scripts.report.records import append
 
 NUM_RANKS = 4
 _DISTRIBUTED = ["--use-distributed-optimizer"]
@@ -41,6 +36,7 @@ CONTENDERS = {
         "--dist-ckpt-optim-fully-reshardable",
     ],
     "AsyncHZP 2,2,4": size_flags((2, 2, 4)),
+    "AsyncHZP 2,2,4, structure": [*size_flags((2, 2, 4)), "--asynchzp-verify", "structure"],
     "AsyncHZP 4,4,4": size_flags((4, 4, 4)),
     "AsyncHZP 1,1,4": size_flags((1, 1, 4)),
 }
@@ -48,7 +44,8 @@ CONTENDERS = {
 
 def main() -> None:
     args = parse_args(sys.argv[1:])
-    told = {"bench": "checkpoints", "ranks": NUM_RANKS} | _machine()
+    told = {"bench": "checkpoints", "ranks": NUM_RANKS} | machine()
+    told |= versions("torch", "megatron-core")
     folder = Path(tempfile.mkdtemp(prefix="bench_checkpoints.", dir=args.directory))
     console = Console(stderr=True)
     try:
@@ -70,9 +67,7 @@ def main() -> None:
                 record |= {"model": _model(args), "file_system": _file_system(folder)}
                 console.print(_line(name, result), highlight=False, soft_wrap=True)
                 if args.out:
-                    args.out.parent.mkdir(parents=True, exist_ok=True)
-                    with args.out.open("a") as file:
-                        file.write(json.dumps(record) + "\n")
+                    append(args.out, record)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -114,24 +109,14 @@ def measure(args: argparse.Namespace, folder: Path, repetition: int) -> dict[str
     for name in in_turns(args.contenders, repetition):
         target = folder / f"{repetition}-{list(CONTENDERS).index(name)}"
         turn = Turn(target, args.saves, count)
-        argv = gpt_args(
-            "--bf16",
-            "--num-layers",
-            str(args.layers),
-            "--hidden-size",
-            str(args.hidden),
-            "--num-attention-heads",
-            "8",
-            "--vocab-size",
-            str(args.vocab - 1),
-            "--global-batch-size",
-            str(NUM_RANKS),
-            "--train-iters",
-            "1",
-            "--lr-warmup-iters",
-            "0",
-            *CONTENDERS[name],
-        )
+        # fmt: off
+        flags = {
+            "num-layers": args.layers, "hidden-size": args.hidden, "num-attention-heads": 8,
+            "vocab-size": args.vocab - 1, "global-batch-size": NUM_RANKS, "train-iters": 1,
+            "lr-warmup-iters": 0,
+        }
+        # fmt: on
+        argv = gpt_args("--bf16", *flags_of(flags), *CONTENDERS[name])
         results[name] = run_pretrain(argv, inspect=turn.measure).inspected
         if dist.get_rank() == 0:
             shutil.rmtree(target)
@@ -141,17 +126,6 @@ def measure(args: argparse.Namespace, folder: Path, repetition: int) -> dict[str
 
 def _model(args: argparse.Namespace) -> dict:
     return {"layers": args.layers, "hidden": args.hidden, "vocab": args.vocab}
-
-
-def _machine() -> dict:
-    names = ("torch", "megatron-core")
-    return {
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in names},
-        "command": shlex.join(["python", *sys.argv]),
-    }
 
 
 def _file_system(folder: Path) -> str:

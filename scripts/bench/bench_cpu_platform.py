@@ -6,21 +6,16 @@ platform, in the same loop with it, and in Megatron's pretrain(). Prints a table
 
 import contextlib
 import json
-import platform as python_platform
 import statistics
-import sys
 import time
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from tests.support.megatron_runs import gpt_args, run_pretrain
-from tests.support.ranks import run_ranks
+from megatron_asynchzp.testbed.machine import machine, versions
+from megatron_asynchzp.testbed.megatron_runs import gpt_args, run_pretrain
+from megatron_asynchzp.testbed.ranks import run_ranks
 
 # fmt: off
 SIZES = {
@@ -39,6 +34,7 @@ def main():
     from rich.console import Console
     from rich.table import Table
 
+    place = machine() | versions("torch", "megatron-core")
     table = Table("model", "step", "median ms", "min", "max", title="One training step, 1 rank")
     for size, (flags, steps_s) in zip(SIZES, run_ranks(measure, 1, timeout_s=600)[0], strict=True):
         for kind, times_s in steps_s.items():
@@ -46,13 +42,8 @@ def main():
             table.add_row(size, kind, *row)
             told = {"bench": "cpu_platform", "model": size, "step": kind, "flags": flags}
             told |= dict(zip(("median_ms", "min_ms", "max_ms"), map(float, row), strict=True))
-            print(json.dumps(told | {"samples": len(times_s)} | _versions()))
+            print(json.dumps(told | {"samples": len(times_s)} | place))
     Console().print(table)
-
-
-def _versions() -> dict[str, str]:
-    names = ("torch", "megatron-core")
-    return {"python": python_platform.python_version()} | {name: version(name) for name in names}
 
 
 def measure() -> list[tuple[list[str], dict[str, list[float]]]]:

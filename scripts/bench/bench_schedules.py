@@ -3,19 +3,16 @@
 """One training step of the engine's three schedules beside torch's DDP, FSDP2 and HSDP and a small
 hierarchical baseline, on the modelled network, all in turns. Prints a table; JSON lines with --out.
 
-    python scripts/bench/bench_schedules.py --nodes 2 4 --repetitions 5 --out runs/schedules.jsonl
-    python -m scripts.testbed.netns --nodes 2 --ranks 2 --inter 1gbit -- \
-        python scripts/bench/bench_schedules.py --profile unlimited
+    python -m scripts.bench.bench_schedules --nodes 2 4 --repetitions 5 --out runs/schedules.jsonl
+    python -m megatron_asynchzp.testbed.netns --nodes 2 --ranks 2 --inter 1gbit -- \
+        python -m scripts.bench.bench_schedules --profile unlimited
 
 The first starts its ranks itself; the second is each of the ranks that a launcher has started.
 """
 
 import argparse
 import gc
-import json
 import os
-import platform
-import shlex
 import statistics
 import sys
 import time
@@ -29,22 +26,21 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from megatron_asynchzp.comm.timeline import captured_trace
-from scripts.bench.contenders import CONTENDERS, Contender, Engine
-from scripts.bench.cpu_usage import CpuUsage
-from scripts.bench.delayed_model import ModelSize
-from scripts.testbed.counters import total
-from scripts.testbed.network import Network
-from scripts.testbed.profile import PROFILES, NetworkProfile, ProfileError, named_profile
-from scripts.testbed.streams import host_waits, install_streams
-from tests.support.fabric import replace_default_group
-from tests.support.ranks import run_ranks
+from megatron_asynchzp.testbed import fabric
+from megatron_asynchzp.testbed.contenders.delayed_model import ModelSize
+from megatron_asynchzp.testbed.contenders.schedules import CONTENDERS, Contender, Engine
+from megatron_asynchzp.testbed.counters import total
+from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT, CpuUsage
+from megatron_asynchzp.testbed.fabric.network import Network
+from megatron_asynchzp.testbed.fabric.streams import host_waits, install_streams
+from megatron_asynchzp.testbed.machine import machine, versions
+from megatron_asynchzp.testbed.profile import PROFILES, NetworkProfile, ProfileError, named_profile
+from megatron_asynchzp.testbed.ranks import Cluster
+from scripts.report.records import append
 
 _LAUNCHED = "RANK" in os.environ
 LOSS_STEPS = 3  # compared between contenders; they also warm up
-FOREIGN_LIMIT = 0.2  # of the machine, used by others: above it a run tells little
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ class Result:
 def main() -> None:
     args = parse_args(sys.argv[1:])
     console = Console(stderr=True)
-    machine = _machine()
+    place = machine() | versions("torch") | {"load_before": os.getloadavg()[0]}
     for nodes in args.nodes:
         settings = Settings(
             nodes,
@@ -92,24 +88,22 @@ def main() -> None:
         console.print(f"{nodes} nodes x {args.ranks} ranks")
         if _LAUNCHED:
             torch.set_num_threads(1)
-            dist.init_process_group("gloo")
-            results, foreign = measure(settings)
+            network = fabric.register(settings.profile)
+            dist.init_process_group(fabric.BACKEND)
+            results, foreign = measure(network, settings)
         else:
-            results, foreign = run_ranks(
-                measure,
-                nodes * args.ranks,
-                settings,
-                timeout_s=args.time_limit,
-                env={"OMP_NUM_THREADS": "1"},
+            cluster = Cluster(nodes, args.ranks, settings.profile)
+            env = {"OMP_NUM_THREADS": "1"}
+            timeout_s = args.time_limit
+            results, foreign = cluster.run(
+                measure, settings, timeout_s=timeout_s, log=None, env=env
             )[0]
         if int(os.environ.get("RANK", "0")) > 0:
             return
         records = [_record(settings, name, result) for name, result in results.items()]
-        told = {"foreign_cpu": round(foreign, 3)} | machine
+        told = {"foreign_cpu": round(foreign, 3)} | place
         if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            with args.out.open("a") as file:
-                file.writelines(json.dumps(record | told) + "\n" for record in records)
+            append(args.out, *(record | told for record in records))
         # Not cut to 80 columns where the output is a file.
         Console(width=100).print(_table(settings, records, foreign))
         _check(settings, records)
@@ -159,9 +153,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 # ---- on the ranks
 
 
-def measure(settings: Settings) -> tuple[dict[str, Result], float]:
+def measure(network: Network, settings: Settings) -> tuple[dict[str, Result], float]:
     """Results by contender, complete on rank 0, and the share of the machine others used."""
-    network = replace_default_group(settings.profile)
     install_streams()
     shape = (settings.nodes, settings.profile.ranks_per_node)
     mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("inter", "intra"))
@@ -233,7 +226,7 @@ def _over_ranks(settings: Settings, result: Result) -> Result:
     return replace(result, step_ms=step_ms.tolist(), losses=mean, node_nbytes=by_node.max().item())
 
 
-# ---- what is told
+# ---- records and tables
 
 
 def _record(settings: Settings, name: str, result: Result) -> dict:
@@ -253,17 +246,6 @@ def _record(settings: Settings, name: str, result: Result) -> dict:
         "losses": result.losses, "trains": CONTENDERS[name].trains,
     }
     # fmt: on
-
-
-def _machine() -> dict:
-    return {
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "command": shlex.join(["python", *sys.argv]),
-        "load_before": os.getloadavg()[0],
-    }
 
 
 def _table(settings: Settings, records: list[dict], foreign: float) -> Table:

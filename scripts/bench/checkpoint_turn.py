@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns one contender's turn within a run of Megatron: its saves, its loads, and that what was
-loaded is what was saved. Must not know the contender.
+loaded is what was saved.
 """
 
 import os
@@ -17,9 +17,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from scripts.bench.cpu_usage import CpuUsage
-from scripts.bench.process_memory import ResidentMemory
-from scripts.testbed.memory import MemoryCount
+from megatron_asynchzp.testbed.cpu_usage import CpuUsage
+from megatron_asynchzp.testbed.memory import MemoryCount, ResidentMemory
 
 # What of AsyncHZP's own is timed within a save and a load, where it is looked up.
 _PARTS = {

@@ -3,13 +3,12 @@
 """Side by side: one GPT trained by Megatron's data, tensor and pipeline parallelism, by other
 sharded systems and by AsyncHZP, on an emulated cluster. Writes JSON lines, a table and a picture.
 
-    python scripts/bench/compare.py --out runs/compare              # 2 x 2, slow and fast network
-    python scripts/bench/compare.py --nodes 2 4 --repetitions 3     # the long form
-    python scripts/bench/compare.py --quick                         # one network, one repetition
+    python -m scripts.bench.compare --out runs/compare              # 2 x 2, slow and fast network
+    python -m scripts.bench.compare --nodes 2 4 --repetitions 3     # the long form
+    python -m scripts.bench.compare --quick                         # one network, one repetition
 """
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -19,17 +18,16 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
+from megatron_asynchzp.testbed.contenders.side_by_side import contenders
+from megatron_asynchzp.testbed.contenders.torch_run import missing
+from megatron_asynchzp.testbed.contenders.workload import Workload
+from megatron_asynchzp.testbed.profile import PROFILES, NetworkProfile, named_profile
+from megatron_asynchzp.testbed.ranks import Cluster
 from scripts.bench.compare_calibration import calibrate
-from scripts.bench.compare_contenders import contenders
 from scripts.bench.compare_measure import RUN_LIMIT_S, machine_record, measure, prepare_environment
-from scripts.bench.torch_run import missing
-from scripts.bench.workload import Workload
 from scripts.report.compare_picture import draw
-from scripts.report.compare_table import markdown
-from scripts.testbed.cluster import Cluster
-from scripts.testbed.profile import PROFILES, NetworkProfile, named_profile
+from scripts.report.compare_table import calibration_lines, markdown
+from scripts.report.records import append
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,7 @@ class Study:
 
         def keep(record: dict) -> None:
             records.append(record | self._described())
-            with file.open("a") as out:
-                out.write(json.dumps(records[-1]) + "\n")
+            append(file, records[-1])
 
         nodes, ranks = self.cluster.nodes, self.cluster.ranks_per_node
         chosen = [
@@ -60,8 +57,8 @@ class Study:
         with Progress(console=console) as progress:
             task = progress.add_task("calibrating", total=1 + self.repetitions * len(chosen))
             calibration = calibrate(self.cluster, self.workload, RUN_LIMIT_S)
-            keep({"kind": "calibration"} | calibration.record())
-            progress.console.print(*calibration.lines(), sep="\n", highlight=False)
+            keep({"kind": "calibration"} | asdict(calibration))
+            progress.console.print(*calibration_lines(records[-1]), sep="\n", highlight=False)
             progress.advance(task)
             broken: dict[str, str] = {}
             for repetition in range(self.repetitions):
@@ -92,12 +89,11 @@ class Study:
 def main() -> None:
     args = parse_args(sys.argv[1:])
     prepare_environment()
-    args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "records.jsonl"
     file.unlink(missing_ok=True)
     deadline_s = time.monotonic() + 60 * args.time_limit
     records: list[dict] = [machine_record()]
-    file.write_text(json.dumps(records[0]) + "\n")
+    append(file, records[0])
     for nodes in args.nodes:
         for profile in args.profiles:
             workload = replace(Workload(), samples=2 * nodes * args.ranks, steps=args.steps)

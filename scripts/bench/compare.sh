@@ -6,4 +6,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/environment.sh
-exec "$PYTHON" scripts/bench/compare.py "$@"
+exec "$PYTHON" -m scripts.bench.compare "$@"

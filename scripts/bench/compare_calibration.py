@@ -1,25 +1,24 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what is measured before the contenders are: what computing takes alone, what communicating
-takes alone, whether the network is as slow as it says, and what others do to the machine meanwhile.
-Must not know what the contenders are.
+"""What is measured before the contenders: a step without communication, a step without computation,
+whether the network is as slow as its model, and what others do to the machine meanwhile.
 """
 
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
-from scripts.bench.compare_contenders import size_flags
-from scripts.bench.megatron_run import train_megatron
-from scripts.bench.workload import RankReport, Workload
-from scripts.testbed.cluster import Cluster
-from scripts.testbed.cpu_usage import foreign_share, idle_foreign_share
-from scripts.testbed.network import Network
-from scripts.testbed.profile import NetworkProfile
+from megatron_asynchzp.testbed.contenders.megatron_run import train_megatron
+from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
+from megatron_asynchzp.testbed.cpu_usage import foreign_share, idle_foreign_share
+from megatron_asynchzp.testbed.fabric.network import Network
+from megatron_asynchzp.testbed.megatron_flags import size_flags
+from megatron_asynchzp.testbed.profile import NetworkProfile
+from megatron_asynchzp.testbed.ranks import Cluster
 
 _PROBE_NUMEL = 250_000  # of a rank: a megabyte, about what a layer sends
 
@@ -42,23 +41,6 @@ class Calibration:
     probe_model_ms: float
     idle_foreign: float
     foreign: float
-
-    def lines(self) -> list[str]:
-        """For people, with every result."""
-        return [
-            f"compute only: {self.compute_ms:.0f} ms a step, of which {self.emulated_ms:.0f} ms "
-            "are emulated and the rest is real arithmetic, the optimizer and Python",
-            f"communication only: {self.flat_ms:.0f} ms with everything sharded over all ranks "
-            f"(ZeRO-3), {self.hierarchical_ms:.0f} ms with parameters and gradients sharded in "
-            "a node (the real arithmetic is in both)",
-            f"network: an all-gather of a megabyte per rank takes {self.probe_ms:.1f} ms, its "
-            f"model says {self.probe_model_ms:.1f} ms",
-            f"others used {self.idle_foreign:.0%} of the machine before and "
-            f"{self.foreign:.0%} while calibrating",
-        ]
-
-    def record(self) -> dict[str, float]:
-        return asdict(self)
 
 
 def emulated_ms(workload: Workload, num_ranks: int) -> float:
@@ -112,7 +94,7 @@ def calibrate(cluster: Cluster, workload: Workload, timeout_s: float) -> Calibra
     computing = compute_alone(cluster, workload, batch, timeout_s)
     instant = replace(workload, layer_ms=0.0)
     flat, hierarchical = (
-        cluster.run(train_megatron, instant, batch, _sharded(*sizes), timeout_s=timeout_s)
+        cluster.run(train_megatron, instant, batch, size_flags(sizes), timeout_s=timeout_s)
         for sizes in ((world, world, world), (node, node, world))
     )
     probe = cluster.run(probe_all_gather, timeout_s=timeout_s)
@@ -127,10 +109,6 @@ def calibrate(cluster: Cluster, workload: Workload, timeout_s: float) -> Calibra
         idle_foreign=idle,
         foreign=max(foreign_of(run) for run in (flat, hierarchical)),
     )
-
-
-def _sharded(p: int, g: int, o: int) -> tuple[str, ...]:
-    return ("--use-asynchzp", *size_flags(p, g, o))
 
 
 def probe_all_gather(network: Network) -> float:

@@ -1,23 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns one run of one contender on an emulated cluster, and what is said of the machine beside it.
-Must not know what runs are compared for.
-"""
+"""One run of one contender on an emulated cluster, and the record of the machine beside it."""
 
 import os
-import platform
-import shlex
-import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from megatron_asynchzp.testbed.contenders.megatron_run import train_megatron
+from megatron_asynchzp.testbed.contenders.side_by_side import Contender
+from megatron_asynchzp.testbed.contenders.torch_run import missing, train_torch
+from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
+from megatron_asynchzp.testbed.machine import machine, versions
+from megatron_asynchzp.testbed.ranks import Cluster, RankFailure, preload
 from scripts.bench.compare_calibration import busy_of, foreign_of
-from scripts.bench.compare_contenders import Contender
-from scripts.bench.megatron_run import train_megatron
-from scripts.bench.torch_run import missing, train_torch
-from scripts.bench.workload import RankReport, Workload
-from scripts.testbed.cluster import Cluster, ClusterFailure, preload
 
 RUN_LIMIT_S = 120.0  # of one contender's run: it takes about 15 on an idle machine
 
@@ -28,20 +23,22 @@ def prepare_environment() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # Megatron-FSDP refuses 1
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    preload(["tests.support.preload"] + ["deepspeed"] * (not missing("deepspeed")))
+    preload(
+        ["megatron_asynchzp.testbed.preload_megatron"] + ["deepspeed"] * (not missing("deepspeed"))
+    )
 
 
 def measure(
     cluster: Cluster, workload: Workload, one: Contender, timeout_s: float, log: Path
 ) -> dict:
-    """What one run told, or {"reason": why there is nothing}. log: gets what the ranks print."""
+    """The record of one run, or {"reason": why there is none}. log: gets what the ranks print."""
     if one.torch_system:
         call = train_torch, workload, one.torch_system
     else:
         call = train_megatron, workload, one.micro_batch, one.flags
     try:
         reports = cluster.run(*call, timeout_s=timeout_s, log=log)
-    except ClusterFailure as failure:
+    except RankFailure as failure:
         with log.open("a") as file:
             file.write(f"{one.name}\n{failure}\n")
         return {"reason": f"failed: {failure.reason[:160]}"}
@@ -71,16 +68,6 @@ def _summed(reports: list[RankReport], ranks: int, steps: int) -> dict:
 
 def machine_record() -> dict:
     """The first line of every file of records."""
-    versions = {}
-    for name in ("torch", "megatron-core", "deepspeed"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    # fmt: off
-    return {
-        "kind": "machine", "machine": platform.machine(), "cpus": os.cpu_count(),
-        "python": platform.python_version(), "versions": versions,
-        "command": shlex.join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d"),
-    }
-    # fmt: on
+    found = versions("torch", "megatron-core", "deepspeed")
+    date = time.strftime("%Y-%m-%d")
+    return {"kind": "machine"} | machine() | {"versions": found, "date": date}

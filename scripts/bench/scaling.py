@@ -4,13 +4,12 @@
 and model size: measured on an emulated cluster as far as one machine goes, beyond it from the cost
 model. Writes JSON lines, tables and a picture.
 
-    python scripts/bench/scaling.py --out runs/scaling                  # everything
-    python scripts/bench/scaling.py --axes ranks --max-ranks 4 --repetitions 1    # a try
-    python scripts/bench/scaling.py --repetitions 0                     # the model alone
+    python -m scripts.bench.scaling --out runs/scaling                  # everything
+    python -m scripts.bench.scaling --axes ranks --max-ranks 4 --repetitions 1    # a try
+    python -m scripts.bench.scaling --repetitions 0                     # the model alone
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -21,10 +20,12 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
+from megatron_asynchzp.testbed.contenders.side_by_side import Contender
+from megatron_asynchzp.testbed.contenders.workload import Workload
+from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
+from megatron_asynchzp.testbed.profile import PROFILES, NetworkProfile, named_profile
+from megatron_asynchzp.testbed.ranks import Cluster, RankFailure
 from scripts.bench.compare_calibration import busy_of, compute_alone, emulated_ms, foreign_of
-from scripts.bench.compare_contenders import Contender
 from scripts.bench.compare_measure import machine_record, measure, prepare_environment
 from scripts.bench.scaling_points import (
     AXES,
@@ -37,12 +38,9 @@ from scripts.bench.scaling_points import (
     slowed,
 )
 from scripts.bench.step_model import SYSTEMS, ModelledRun
-from scripts.bench.workload import Workload
-from scripts.report.compare_rows import FOREIGN_LIMIT
+from scripts.report.records import append, read
 from scripts.report.scaling_picture import draw
 from scripts.report.scaling_table import markdown
-from scripts.testbed.cluster import Cluster, ClusterFailure
-from scripts.testbed.profile import PROFILES, NetworkProfile, named_profile
 
 _START_S = 120.0  # for starting and ending a run, with 16 ranks on two busy cores
 _TIME_OVER = "not run: the time limit was reached"
@@ -115,7 +113,7 @@ class Study:
         limit_s = self._limit_s(point, 3 * work.warm_up + work.steps)
         try:
             reports = compute_alone(self._cluster(point), work, SAMPLES, limit_s)
-        except ClusterFailure as failure:
+        except RankFailure as failure:
             reason = f"failed: {failure.reason[:160]}"
             self._keep(point, record | {"reason": reason})
             return reason
@@ -176,16 +174,15 @@ class Study:
             "profile": asdict(self.profile), "workload": asdict(work),
         }
         # fmt: on
-        with self.file.open("a") as out:
-            out.write(json.dumps(record | described) + "\n")
+        append(self.file, record | described)
 
 
 def main() -> None:
     args = parse_args(sys.argv[1:])
     prepare_environment()
-    args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "records.jsonl"
-    file.write_text(json.dumps(machine_record()) + "\n")
+    file.unlink(missing_ok=True)
+    append(file, machine_record())
     study = Study(
         plan(args.axes, args.ranks, args.max_ranks),
         args.profile,
@@ -200,7 +197,7 @@ def main() -> None:
         study.measure_all(args.repetitions, time.monotonic() + 60 * args.time_limit)
     except KeyboardInterrupt:
         print("stopped: what was measured so far is shown", file=sys.stderr)
-    records = [json.loads(line) for line in file.read_text().splitlines()]
+    records = read([file])
     text = markdown(records)
     (args.out / "table.md").write_text(text)
     draw(records, args.out / "scaling.png")

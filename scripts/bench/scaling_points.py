@@ -1,17 +1,17 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns where scaling is looked at: the axes, the points on them, who runs at a point, and the model
-of a run there. Must not know how a run is measured.
+"""Where scaling is measured: the axes, the points on them, which contenders run at a point, and the
+model of a run there.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from scripts.bench.compare_contenders import Contender, contenders
+from megatron_asynchzp.testbed.contenders.side_by_side import Contender, contenders
+from megatron_asynchzp.testbed.contenders.workload import Workload
+from megatron_asynchzp.testbed.profile import NetworkProfile
 from scripts.bench.step_model import HSDP, SYSTEMS, AsyncHZP, ModelledRun
-from scripts.bench.workload import Workload
-from scripts.testbed.profile import NetworkProfile
 
 SAMPLES = 2  # of a micro-batch of a rank
 WARM_UP = 2
@@ -98,7 +98,7 @@ def plan(axes: Sequence[str], ranks_per_node: int = 2, max_ranks: int | None = N
             is_small = max_ranks is None or point.num_ranks <= max_ranks
             kept = measured if value in axis.measured and is_small else modelled
             kept[point][axis.name] = axis.place(point)
-    # The base first: whoever stops early has the point that all axes share.
+    # The base first: a run that is stopped early has the point that all axes share.
     ordered = sorted(measured, key=lambda point: (point != base, point.num_ranks))
     return Plan({point: measured[point] for point in ordered}, dict(modelled))
 

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns a model of one training step: how long it takes, what leaves a node and what a rank holds,
-for four ways to share a model out. Must not know processes: it is arithmetic.
+for four ways to share a model out.
 
 A step is a list of operations. Each belongs to a lane, in whose order it runs, comes after others,
 and occupies one resource for its length: the computing of a rank, the link of a node to the
@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from scripts.testbed.profile import NetworkProfile
+from megatron_asynchzp.testbed.profile import NetworkProfile
 
 COMPUTE, INSIDE, BETWEEN = "compute", "inside", "between"
 _STEPS = 4  # until one is like the one before

@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns the JSON lines of bench_checkpoints.py, of one or more runs, into Markdown tables.
 
-python scripts/report/checkpoint_table.py runs/checkpoints.jsonl
+python -m scripts.report.checkpoint_table runs/checkpoints.jsonl
 """
 
-import json
 import statistics
-import sys
-from pathlib import Path
+
+from scripts.report.records import markdown_table, print_table
 
 LIMIT = 1.1
 LATER_SAVE, LOAD = "later save", "load"
@@ -38,11 +37,6 @@ def tables(records: list[dict]) -> str:
     return "\n".join([_times(runs, records), _memory(runs), _parts(runs), _ratios(runs)])
 
 
-def _table(columns: list[str], rows: list[list[str]]) -> str:
-    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
 def _times(runs: dict, records: list[dict]) -> str:
     nbytes = {record["contender"]: record["disk_nbytes"] for record in records}
     foreign = statistics.median(
@@ -56,7 +50,7 @@ def _times(runs: dict, records: list[dict]) -> str:
         [name, *(_spread(acts[act], "seconds") for act in ACTS), f"{nbytes[name] / _MIB:.0f}"]
         for name, acts in runs.items()
     ]
-    return f"{title}\n\n{_table(['contender', *ACTS, 'MiB on disk'], rows)}"
+    return f"{title}\n\n{markdown_table(['contender', *ACTS, 'MiB on disk'], rows)}"
 
 
 def _spread(acts: list[dict], key: str) -> str:
@@ -77,7 +71,7 @@ def _memory(runs: dict) -> str:
     ]
     kinds = ("resident beyond rest", "tensors beyond rest", "tensors in all")
     columns = [f"{act}: {kind}" for act in ("save", "load") for kind in kinds]
-    return f"{title}\n\n{_table(['contender', *columns], rows)}"
+    return f"{title}\n\n{markdown_table(['contender', *columns], rows)}"
 
 
 def _mib(acts: list[dict], key: str) -> str:
@@ -104,7 +98,7 @@ def _parts(runs: dict) -> str:
                 ]
                 rows.append([name, act, f"{_median(acts[act], 'seconds'):.2f}", "; ".join(medians)])
     title = "What of it is ours (rank 0, median; name_main_params is a part of complete_directory)."
-    return f"{title}\n\n{_table(['contender', 'act', 'seconds', 'of that'], rows)}"
+    return f"{title}\n\n{markdown_table(['contender', 'act', 'seconds', 'of that'], rows)}"
 
 
 def _ratios(runs: dict) -> str:
@@ -121,7 +115,7 @@ def _ratios(runs: dict) -> str:
         for act, what, key in values
     ]
     title = f"Ratio of medians (of minima in brackets); bold is above {LIMIT}."
-    return f"{title}\n\n{_table(['ours', 'line', *stock], rows)}"
+    return f"{title}\n\n{markdown_table(['ours', 'line', *stock], rows)}"
 
 
 def _ratio(our_acts: list[dict], stock_acts: list[dict], key: str) -> str:
@@ -136,12 +130,5 @@ def _ratio(our_acts: list[dict], stock_acts: list[dict], key: str) -> str:
     return f"{told} ({ours / stock:.2f})"
 
 
-def main() -> None:
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
-        sys.exit("usage: checkpoint_table.py FILE    FILE: the --out of bench_checkpoints.py")
-    records = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
-    print(tables(records))
-
-
 if __name__ == "__main__":
-    main()
+    print_table("checkpoint_table", "scripts.bench.bench_checkpoints", tables)

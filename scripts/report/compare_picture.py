@@ -3,51 +3,38 @@
 """Draws the records of compare.py: for each cluster and network the step of every contender, beside
 the bytes that it sends off a node and the memory that a rank holds.
 
-    python scripts/report/compare_picture.py runs/compare/records.jsonl --output compare.png
+    python -m scripts.report.compare_picture runs/compare/records.jsonl --output compare.png
 """
 
-import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+from megatron_asynchzp.testbed.contenders.side_by_side import ND, OURS, SHARDED
+from scripts.report.compare_rows import Comparison, comparisons
+from scripts.report.records import write_picture
+from scripts.report.styles import BLUE, INK, RED, SKY, VERMILION, bare, new_figure
 
-from scripts.report.compare_rows import ND, OURS, SHARDED, Comparison, comparisons
-
-# Okabe and Ito's colours, told apart with any colour vision and in grey.
-COLOURS = {OURS: "#B03A00", ND: "#0072B2", SHARDED: "#56B4E9"}
-_INK, _RED = "#333333", "#D00000"
+COLOURS = {OURS: VERMILION, ND: BLUE, SHARDED: SKY}
 
 
 def draw(records: Iterable[dict], file: Path) -> None:
     """Write the picture as a PNG. Contenders without a measurement are named below it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.patches import Patch
 
     found = comparisons(records)
     rows = [max(1, sum(not row.reason for row in comparison.rows)) for comparison in found]
-    figure, axes = pyplot.subplots(
-        len(found),
-        3,
-        figsize=(13, 1.6 + sum(0.31 * count + 1.1 for count in rows)),
-        squeeze=False,
-        width_ratios=[2.2, 1, 1],
-        height_ratios=rows,
-        sharey="row",
-        layout="constrained",
+    figure = new_figure(13, 1.6 + sum(0.31 * count + 1.1 for count in rows))
+    axes = figure.subplots(
+        len(found), 3, squeeze=False, width_ratios=[2.2, 1, 1], height_ratios=rows, sharey="row"
     )
     for comparison, of_study in zip(found, axes):
         _draw_study(comparison, of_study)
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
-    figure.legend(handles, list(COLOURS), loc="outside upper right", ncols=3, frameon=False)
+    handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False)
     title = "The same GPT and batches on an emulated cluster"
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     figure.savefig(file, dpi=120)
-    pyplot.close(figure)
 
 
 def _draw_study(comparison: Comparison, axes: Any) -> None:
@@ -65,7 +52,7 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
                 color=colour,
                 height=0.7,
                 xerr=[[low], [high]],
-                error_kw={"ecolor": _INK, "elinewidth": 1, "capsize": 2},
+                error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 2},
             )
             times.text(
                 12,
@@ -77,12 +64,12 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
                 weight="bold",
             )
         else:
-            times.text(12, place, "wrong losses: no speed", va="center", color=_RED, fontsize=8)
+            times.text(12, place, "wrong losses: no speed", va="center", color=RED, fontsize=8)
         traffic.barh(place, row.node_mb or 0.0, color=colour, height=0.7)
         memory.barh(place, row.peak_mb or 0.0, color=colour, height=0.7, alpha=0.35)
         memory.barh(place, row.state_mb or 0.0, color=colour, height=0.7)
     if (told := comparison.calibration) is not None:
-        times.axvline(told["compute_ms"], color=_INK, linewidth=1, linestyle=":")
+        times.axvline(told["compute_ms"], color=INK, linewidth=1, linestyle=":")
         times.annotate(
             "compute only",
             (told["compute_ms"], 1),
@@ -90,7 +77,7 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
             xytext=(3, 2),
             textcoords="offset points",
             fontsize=8,
-            color=_INK,
+            color=INK,
         )
     times.set_yticks(places, names, fontsize=9)
     nodes, ranks = comparison.nodes, comparison.ranks_per_node
@@ -106,19 +93,11 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
     missing = [row.name for row in comparison.rows if row.reason]
     if missing:
         told = "not run: " + ", ".join(missing)
-        traffic.set_title(f"{told}\n", fontsize=7, color=_INK, loc="left")
+        traffic.set_title(f"{told}\n", fontsize=7, color=INK, loc="left")
     for ax in axes:
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.grid(axis="x", color="#dddddd", linewidth=0.6)
-        ax.set_axisbelow(True)
+        bare(ax, grid="x")
         ax.tick_params(axis="x", labelsize=8)
 
 
-def main() -> None:
-    if len(sys.argv) != 4 or sys.argv[2] != "--output" or not Path(sys.argv[1]).is_file():
-        sys.exit("usage: compare_picture.py FILE --output PNG    FILE: records.jsonl of compare.py")
-    draw(map(json.loads, Path(sys.argv[1]).read_text().splitlines()), Path(sys.argv[3]))
-
-
 if __name__ == "__main__":
-    main()
+    write_picture("compare_picture", "scripts.bench.compare", draw)

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what the records of compare.py amount to: one row per contender and cluster, whose losses
-were right and by how much one is ahead of another. Must not know how rows are shown.
+"""The rows of compare's records: one per contender and cluster, with the losses checked, and by how
+much one contender is ahead of another.
 """
 
 import statistics
@@ -9,9 +9,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-OURS, ND, SHARDED = "AsyncHZP", "stock ND", "sharded peer"
+from megatron_asynchzp.testbed.contenders.side_by_side import ND, SHARDED
+from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
+
 LOSS_TOLERANCE = 1e-5  # relative, of every step, in fp32
-FOREIGN_LIMIT = 0.2  # of the machine: a run in which others used more is left out where possible
 STATE_MARGIN = 1.25  # a sharded peer with more than this many times our state is another trade
 
 

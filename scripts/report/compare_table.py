@@ -3,18 +3,13 @@
 """Turns the JSON lines of compare.py into Markdown: for each cluster and network the calibration, a
 table, and what it says about AsyncHZP.
 
-    python scripts/report/compare_table.py runs/compare/records.jsonl
+    python -m scripts.report.compare_table runs/compare/records.jsonl
 """
 
-import json
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
+from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
 from scripts.report.compare_rows import (
-    FOREIGN_LIMIT,
     STATE_MARGIN,
     Comparison,
     Row,
@@ -23,6 +18,7 @@ from scripts.report.compare_rows import (
     orders,
     state_peers,
 )
+from scripts.report.records import machine_line, markdown_table, print_table
 
 # fmt: off
 _HEAD = [
@@ -51,16 +47,12 @@ real arithmetic, the optimizer, Python; four ranks on two cores) is in *compute 
 
 
 def markdown(records: Iterable[dict]) -> str:
-    """Everything that a run has to say."""
+    """The whole report of a run."""
     records = list(records)
     parts = [_section(comparison) for comparison in comparisons(records)]
     machine = next((record for record in records if record["kind"] == "machine"), None)
     if machine is not None:
-        told = ", ".join(f"{k} {v or '(none)'}" for k, v in machine["versions"].items())
-        parts.append(
-            f"{machine['date']}, {machine['cpus']} cores, no GPU, Python {machine['python']}, "
-            f"{told}; `{machine['command']}`\n"
-        )
+        parts.append(machine_line(machine))
     return "\n".join([*parts, NOTES])
 
 
@@ -79,10 +71,10 @@ def _section(comparison: Comparison) -> str:
     ]
     if comparison.calibration is not None:
         lines += [*calibration_lines(comparison.calibration), ""]
-    lines += ["| " + " | ".join(_HEAD) + " |", "|---|---|" + "---:|" * (len(_HEAD) - 2)]
-    lines += ["| " + " | ".join(cells(row, comparison.best_nd)) + " |" for row in comparison.rows]
+    rows = [cells(row, comparison.best_nd) for row in comparison.rows]
+    lines.append(markdown_table(_HEAD, rows, num_left=2))
     notes = dict.fromkeys(row.note for row in comparison.rows if row.note)
-    lines += ["", *verdict(comparison), *(f"- {note}" for note in notes), ""]
+    lines += [*verdict(comparison), *(f"- {note}" for note in notes), ""]
     return "\n".join(lines)
 
 
@@ -120,7 +112,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def verdict(comparison: Comparison) -> list[str]:
-    """What the table says about ours, line by line."""
+    """The verdict on ours, line by line."""
     ours, best = comparison.ours, comparison.best_nd
     if ours is None:
         return ["AsyncHZP threaded was not measured: no verdict."]
@@ -160,13 +152,5 @@ def verdict(comparison: Comparison) -> list[str]:
     return lines
 
 
-def main() -> None:
-    files = [Path(name) for name in sys.argv[1:]]
-    if not files or not all(file.is_file() for file in files):
-        sys.exit("usage: compare_table.py FILE...    FILE: records.jsonl of compare.py")
-    lines = [line for file in files for line in file.read_text().splitlines()]
-    print(markdown(json.loads(line) for line in lines))
-
-
 if __name__ == "__main__":
-    main()
+    print_table("compare_table", "scripts.bench.compare", markdown)

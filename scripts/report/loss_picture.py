@@ -1,20 +1,21 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Draws two training runs over the same batches: their losses, how far apart they are, and the
-bytes of state that a rank of each holds. Takes numbers, knows nothing of logs or models."""
+bytes of state that a rank of each holds."""
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-# Okabe and Ito's colours, told apart with any colour vision and in grey.
-BASELINE, CANDIDATE, INK = "#56B4E9", "#B03A00", "#333333"
+from scripts.report.styles import BLUE, GRID, INK, ORANGE, SKY, VERMILION, YELLOW, bare, new_figure
+
+BASELINE, CANDIDATE = SKY, VERMILION
 STATES = {  # key of the report: (label, colour), from the bottom of the bar up
-    "model_param": ("parameters", "#0072B2"),
-    "main_grad": ("gradients", "#56B4E9"),
-    "main_param": ("main parameters", "#E69F00"),
-    "optimizer_state": ("Adam's two moments", "#F0E442"),
+    "model_param": ("parameters", BLUE),
+    "main_grad": ("gradients", SKY),
+    "main_param": ("main parameters", ORANGE),
+    "optimizer_state": ("Adam's two moments", YELLOW),
 }
 
 
@@ -111,17 +112,9 @@ def _draw_states(axes, runs: Sequence[Run]) -> None:
 
 def draw(baseline: Run, candidate: Run, title: str, file: Path) -> None:
     """Write the picture as a PNG to `file`. Both runs have equally many losses."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplot_mosaic(
-        [["loss", "state"], ["difference", "state"]],
-        figsize=(11, 5.6),
-        width_ratios=[1.8, 1],
-        height_ratios=[2, 1],
-        layout="constrained",
+    figure = new_figure(11, 5.6)
+    axes = figure.subplot_mosaic(
+        [["loss", "state"], ["difference", "state"]], width_ratios=[1.8, 1], height_ratios=[2, 1]
     )
     axes["loss"].sharex(axes["difference"])
     axes["loss"].tick_params(labelbottom=False)
@@ -129,9 +122,8 @@ def draw(baseline: Run, candidate: Run, title: str, file: Path) -> None:
     _draw_differences(axes["difference"], baseline, candidate)
     _draw_states(axes["state"], (baseline, candidate))
     for ax in axes.values():
-        ax.spines[["top", "right"]].set_visible(False)
+        bare(ax)
     for name in ("loss", "difference"):
-        axes[name].grid(color="#dddddd", linewidth=0.6)
+        axes[name].grid(color=GRID, linewidth=0.6)
     figure.suptitle(title, fontsize=10, color=INK)
     figure.savefig(file, dpi=130)
-    pyplot.close(figure)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the iteration lines that Megatron prints. Knows nothing of who made them."""
+"""Reads the iteration lines that Megatron prints."""
 
 import re
 from collections.abc import Iterable

@@ -5,20 +5,25 @@ per configuration, with the number of shard sizes compared and the worst differe
 """
 
 import json
-import sys
-from pathlib import Path
+
+from scripts.report.records import markdown_table, print_table
 
 
 def parity_table(lines: list[str]) -> str:
     """Markdown of all comparisons; `lines` are those that tests/support/parity.py writes."""
+    return markdown([json.loads(line) for line in lines])
+
+
+def markdown(comparisons: list[dict]) -> str:
     by_variant: dict[str, list[dict]] = {}
-    for line in lines:
-        record = json.loads(line)
+    for record in comparisons:
         by_variant.setdefault(f"{record['variant']} ({record['ranks']} ranks)", []).append(record)
-    rows = [
-        "| configuration | sizes compared | worst loss | worst gradient norm | allowed | differ |",
-        "|---|---:|---:|---:|---:|---:|",
+    # fmt: off
+    head = [
+        "configuration", "sizes compared", "worst loss", "worst gradient norm", "allowed", "differ",
     ]
+    # fmt: on
+    rows = []
     for variant, records in by_variant.items():
         loss, norm = (
             max(record[key] for record in records) for key in ("loss_error", "grad_norm_error")
@@ -28,15 +33,11 @@ def parity_table(lines: list[str]) -> str:
             not max(r["loss_error"], r["grad_norm_error"]) <= allowed or bool(r["faults"])
             for r in records
         )
-        rows.append(
-            f"| {variant} | {len(records)} | {loss:.1e} | {norm:.1e} | {allowed:.0e} | {bad} |"
-        )
-    compared = [record for records in by_variant.values() for record in records]
-    steps = " or ".join(str(number) for number in sorted({record["steps"] for record in compared}))
-    return "\n".join([*rows, "", f"{len(compared)} comparisons of {steps} steps each."])
+        worst = [f"{loss:.1e}", f"{norm:.1e}", f"{allowed:.0e}"]
+        rows.append([variant, str(len(records)), *worst, str(bad)])
+    steps = " or ".join(str(number) for number in sorted({one["steps"] for one in comparisons}))
+    return f"{markdown_table(head, rows)}\n{len(comparisons)} comparisons of {steps} steps each."
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
-        sys.exit("usage: parity_table.py FILE (JSON lines written under ASYNCHZP_PARITY_LOG)")
-    print(parity_table(Path(sys.argv[1]).read_text().splitlines()))
+    print_table("parity_table", "tests run with ASYNCHZP_PARITY_LOG", markdown)

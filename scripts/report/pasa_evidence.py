@@ -1,9 +1,8 @@
-#!/usr/bin/env python
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Trains one small GPT, whose keys have a bias, with several attentions and draws what that does.
 
-    pasa_evidence.py --picture docs/results/pasa_training.png
+    python -m scripts.report.pasa_evidence --picture docs/results/pasa_training.png
 
 Everything but attention is fp32: q, k and v are cast to 16 bits right before it. Standard is
 torch's own flash attention on the CPU, PASA the same one through mode delegate. Only the last
@@ -24,6 +23,7 @@ from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.delegate import delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.vendors import Sdpa
+from scripts.report.styles import new_figure
 
 VOCABULARY, LENGTH, BATCH, WIDTH, HEADS, LAYERS = 64, 64, 16, 128, 2, 2
 LOSS_SCALE = 2.0**12  # as mixed-precision training has it: dO would underflow in fp16
@@ -149,15 +149,9 @@ def train(
 
 
 def draw(runs: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     settings = list(dict.fromkeys((run["k_bias"], run["v_bias"]) for run in runs))
-    figure, axes = pyplot.subplots(
-        2, len(settings), figsize=(5.5 * len(settings), 7), squeeze=False, layout="constrained"
-    )
+    figure = new_figure(5.5 * len(settings), 7)
+    axes = figure.subplots(2, len(settings), squeeze=False)
     # fmt: off
     colors = {"fp32": "black", "standard": "tab:red", "PASA": "tab:blue", "too": "tab:green",
               "rounded": "lightgray"}

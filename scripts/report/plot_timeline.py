@@ -1,17 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Draws traces of one training step (--asynchzp-trace FILE) below each other on one time axis: what
-was computed, what was waited for and which collectives were on their way. Knows the trace only.
+was computed, what was waited for and which collectives were on their way.
 
-    python scripts/report/plot_timeline.py inline.json threaded.json --output timeline.png
+    python -m scripts.report.plot_timeline inline.json threaded.json --output timeline.png
 """
 
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megatron_asynchzp.comm.timeline import COMPUTE, WAIT, Span
 from scripts.report.step_trace import (
@@ -23,18 +21,18 @@ from scripts.report.step_trace import (
     short_names,
     unit_of,
 )
+from scripts.report.styles import BLUE, GREEN, INK, ORANGE, PINK, SKY, new_figure
 
 # Those that move bytes of the model; the comparison of the ranks' orders is too short to be seen.
 LANES = ("gather", "reduce", "grad-sync", "param-sync")
 ROWS = {COMPUTE: "main thread", WAIT: "wait"} | {lane: lane for lane in LANES}
-# Okabe and Ito's colours, told apart with any colour vision; every other micro-batch is lighter.
+# Every other micro-batch is lighter.
 # fmt: off
 COLOURS = {
-    "forward": "#0072B2", "backward": "#009E73", WAIT: "#D62728", "gather": "#56B4E9",
-    "reduce": "#E69F00", "grad-sync": "#CC79A7", "param-sync": "#9A9A9A",
+    "forward": BLUE, "backward": GREEN, WAIT: "#D62728", "gather": SKY, "reduce": ORANGE,
+    "grad-sync": PINK, "param-sync": "#9A9A9A",
 }
 # fmt: on
-INK = "#333333"
 LIGHTER, RECOMPUTED = 0.35, 0.6  # shares of white: every other micro-batch, recomputations
 WIDTH_IN, ROW_IN, DPI, FONT = 13.0, 0.34, 130, 6.5
 MARGIN = 0.01  # of the time axis, left free on both sides
@@ -42,11 +40,9 @@ MARGIN = 0.01  # of the time axis, left free on both sides
 
 def make_figure(traces: Sequence[Trace]):
     """A matplotlib figure with one panel per trace."""
-    from matplotlib.figure import Figure
-
     rows = [row for row in ROWS if any(trace.lane(row) for trace in traces)]
     height = (ROW_IN * (len(rows) + 0.6) + 0.45) * len(traces) + 0.85
-    figure = Figure(figsize=(WIDTH_IN, height), layout="constrained")
+    figure = new_figure(WIDTH_IN, height)
     panels = figure.subplots(len(traces), 1, sharex=True, squeeze=False)[:, 0]
     first_ms = 1e3 * min(span.start for trace in traces for span in trace.spans)
     last_ms = 1e3 * max(span.end for trace in traces for span in trace.spans)

@@ -3,29 +3,25 @@
 """Draws the records of scaling.py: a column for each axis, with the step, what leaves a node and
 what a rank holds; solid where measured, hollow where modelled, and a line between the two.
 
-    python scripts/report/scaling_picture.py runs/scaling/records.jsonl --output scaling.png
+    python -m scripts.report.scaling_picture runs/scaling/records.jsonl --output scaling.png
 """
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from scripts.report.compare_rows import Row
-from scripts.report.scaling_rows import AxisRows, Modelled, Place, RecordsError, axes_of
-from scripts.report.scaling_table import read
+from scripts.report.records import write_picture
+from scripts.report.scaling_rows import AxisRows, Modelled, Place, axes_of
+from scripts.report.styles import BLUE, GREEN, INK, SKY, VERMILION, bare, new_figure
 
-# Okabe and Ito's colours, told apart with any colour vision; markers tell them apart in grey.
-_STYLES = {
-    "distributed optimizer": ("#0072B2", "s"),
-    "Megatron-FSDP ZeRO-3": ("#56B4E9", "^"),
-    "Megatron-FSDP HSDP": ("#009E73", "D"),
-    "AsyncHZP (node, node, world)": ("#B03A00", "o"),
+_STYLES = {  # markers tell contenders apart in grey
+    "distributed optimizer": (BLUE, "s"),
+    "Megatron-FSDP ZeRO-3": (SKY, "^"),
+    "Megatron-FSDP HSDP": (GREEN, "D"),
+    "AsyncHZP (node, node, world)": (VERMILION, "o"),
 }
-_INK = "#333333"
 _DODGE = 0.09  # of an octave: contenders at one place stand side by side
 _WIDE = 6.0  # a panel in which something grows more than that is logarithmic
 _LABELS = {
@@ -85,10 +81,8 @@ def draw(records: Iterable[dict], file: Path) -> None:
 
 def make_figure(records: Iterable[dict]) -> Any:
     """Raises RecordsError."""
-    from matplotlib.figure import Figure
-
     axes = axes_of(records)
-    figure = Figure(figsize=(13, 10), layout="constrained")
+    figure = new_figure(13, 10)
     grid = figure.subplots(len(PANELS), max(1, len(axes)), squeeze=False, sharex="col")
     for axis, column in zip(axes, grid.T):
         for panel, plot in zip(PANELS, column):
@@ -137,10 +131,8 @@ def _draw(plot: Any, axis: AxisRows, panel: Panel) -> None:
                     )
     _set_scale(plot, _grows(axis, panel), panel.bottom)
     if axis.border is not None:
-        plot.axvline(axis.border, color=_INK, linewidth=0.8)
-    plot.spines[["top", "right"]].set_visible(False)
-    plot.grid(axis="y", color="#dddddd", linewidth=0.6)
-    plot.set_axisbelow(True)
+        plot.axvline(axis.border, color=INK, linewidth=0.8)
+    bare(plot, grid="y")
     plot.tick_params(labelsize=8)
 
 
@@ -187,7 +179,7 @@ def _set_scale(plot: Any, grows: bool, bottom: float) -> None:
 def _draw_computation(column: Sequence[Any], axis: AxisRows) -> None:
     """The least that a step can take, in the first panel and the second."""
     at = [place.at for place in axis.places]
-    style = {"color": _INK, "linewidth": 1, "linestyle": ":", "zorder": 2}
+    style = {"color": INK, "linewidth": 1, "linestyle": ":", "zorder": 2}
     column[0].plot(at, [1e-3 * place.emulated_ms for place in axis.places], **style)
     column[1].plot(at, [1.0] * len(at), **style)
 
@@ -205,7 +197,7 @@ def _say_what_is_measured(plot: Any, axis: AxisRows) -> None:
             ha=side,
             va="bottom",
             fontsize=8,
-            color=_INK,
+            color=INK,
         )
 
 
@@ -220,56 +212,21 @@ def _label(plot: Any, axis: AxisRows) -> None:
 def _add_legend(figure: Any, axes: list[AxisRows]) -> None:
     from matplotlib.lines import Line2D
 
-    names = axes[0].contenders if axes else ()
+    def line(label: str, **style: Any) -> Line2D:
+        return Line2D([], [], **({"markersize": 5, "linestyle": "none"} | style), label=label)
+
     handles = [
-        Line2D(
-            [],
-            [],
-            color=_STYLES[name][0],
-            marker=_STYLES[name][1],
-            linestyle="none",
-            markersize=5,
-            label=name,
-        )
-        for name in names
+        line(name, color=_STYLES[name][0], marker=_STYLES[name][1])
+        for name in (axes[0].contenders if axes else ())
     ]
+    hollow = {"linestyle": "--", "linewidth": 0.9, "markerfacecolor": "white"}
     handles += [
-        Line2D(
-            [],
-            [],
-            color=_INK,
-            marker="o",
-            linestyle="none",
-            markersize=5,
-            label="measured, shortest to longest",
-        ),
-        Line2D(
-            [],
-            [],
-            color=_INK,
-            marker="o",
-            linestyle="--",
-            markersize=5,
-            linewidth=0.9,
-            markerfacecolor="white",
-            label="cost model",
-        ),
-        Line2D([], [], color=_INK, linestyle=":", linewidth=1, label="computation alone"),
+        line("measured, shortest to longest", color=INK, marker="o"),
+        line("cost model", color=INK, marker="o", **hollow),
+        line("computation alone", color=INK, linestyle=":", linewidth=1),
     ]
     figure.legend(handles=handles, loc="outside upper left", ncols=4, frameon=False, fontsize=9)
 
 
-def main() -> None:
-    files, end = [Path(name) for name in sys.argv[1:-2]], sys.argv[-2:]
-    if not files or end[0] != "--output" or not all(file.is_file() for file in files):
-        sys.exit(
-            "usage: scaling_picture.py FILE... --output PNG    FILE: records.jsonl of scaling.py"
-        )
-    try:
-        draw(read(files), Path(end[1]))
-    except RecordsError as error:
-        sys.exit(f"scaling_picture: {error}")
-
-
 if __name__ == "__main__":
-    main()
+    write_picture("scaling_picture", "scripts.bench.scaling", draw)

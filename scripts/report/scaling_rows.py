@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what the records of scaling.py amount to: for each axis its places, and at each place what
-was measured and what the model says, told apart. Must not know how they are shown.
+"""The rows of scaling's records: for each axis its places, and at each place what was measured and
+what the cost model gives, kept apart.
 """
 
 import statistics
@@ -9,11 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from scripts.report.compare_rows import FOREIGN_LIMIT, Row, row_of
-
-
-class RecordsError(ValueError):
-    """Records that do not belong together; the message is one line for the user."""
+from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
+from scripts.report.compare_rows import Row, row_of
+from scripts.report.records import RecordsError
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,17 @@
 """Turns the JSON lines of scaling.py, of one or more runs, into Markdown: for each axis the step of
 every contender, measured or modelled, and what leaves a node and what a rank holds.
 
-    python scripts/report/scaling_table.py runs/scaling/records.jsonl
+    python -m scripts.report.scaling_table runs/scaling/records.jsonl
 """
 
-import json
 import statistics
-import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from scripts.report.compare_rows import FOREIGN_LIMIT, Row
-from scripts.report.scaling_rows import AxisRows, Modelled, Place, RecordsError, axes_of, errors
+from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
+from scripts.report.compare_rows import Row
+from scripts.report.records import machine_line, markdown_table, print_table
+from scripts.report.records import read as read
+from scripts.report.scaling_rows import AxisRows, Modelled, Place, axes_of, errors
 
 NOTES = """\
 How to read it. All contenders of a point train the same GPT in fp32 on the same batches, by
@@ -35,18 +33,13 @@ step it is RED and has no time.
 
 
 def markdown(records: Iterable[dict]) -> str:
-    """Everything that the runs have to say. Raises RecordsError."""
+    """The whole report of the runs. Raises RecordsError."""
     records = list(records)
     axes = axes_of(records)
     parts = [_settings(next(one for one in records if one["kind"] != "machine"))] if axes else []
     parts += [_section(axis) for axis in axes]
     parts += ["\n".join([*_verdict(axes), ""])]
-    for machine in (record for record in records if record["kind"] == "machine"):
-        told = ", ".join(f"{k} {v}" for k, v in machine["versions"].items() if v)
-        parts.append(
-            f"{machine['date']}, {machine['cpus']} cores, no GPU, Python {machine['python']}, "
-            f"{told}; `{machine['command']}`\n"
-        )
+    parts += [machine_line(one) for one in records if one["kind"] == "machine"]
     return "\n".join([*parts, NOTES])
 
 
@@ -61,16 +54,18 @@ def _settings(record: dict) -> str:
 
 
 def _section(axis: AxisRows) -> str:
-    steps = _table(
+    steps = markdown_table(
         [axis.name, "compute only", "busy", *axis.contenders],
         [
             [_at(place), _alone(place), _busy(place), *_cells(place, axis, step_cell)]
             for place in axis.places
         ],
+        num_left=0,
     )
-    sizes = _table(
+    sizes = markdown_table(
         [axis.name, *axis.contenders],
         [[_at(place), *_cells(place, axis, size_cell)] for place in axis.places],
+        num_left=0,
     )
     return "\n".join(
         [
@@ -85,11 +80,6 @@ def _section(axis: AxisRows) -> str:
             *_reasons(axis),
         ]
     )
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---:"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def _cells(
@@ -163,20 +153,5 @@ def _verdict(axes: Iterable[AxisRows]) -> list[str]:
     return lines or ["Nothing was measured: all numbers are the cost model's."]
 
 
-def read(files: Iterable[Path]) -> list[dict]:
-    """All records of all files."""
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
-
-
-def main() -> None:
-    files = [Path(name) for name in sys.argv[1:]]
-    if not files or not all(file.is_file() for file in files):
-        sys.exit("usage: scaling_table.py FILE...    FILE: records.jsonl of scaling.py")
-    try:
-        print(markdown(read(files)))
-    except RecordsError as error:
-        sys.exit(f"scaling_table: {error}")
-
-
 if __name__ == "__main__":
-    main()
+    print_table("scaling_table", "scripts.bench.scaling", markdown)

@@ -2,16 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns the JSON lines of bench_schedules.py, of one or more runs, into Markdown tables.
 
-python scripts/report/schedule_table.py runs/schedules.jsonl
+python -m scripts.report.schedule_table runs/schedules.jsonl
 """
 
-import json
 import statistics
-import sys
 from collections import defaultdict
-from pathlib import Path
 
-FLOORS = ("compute only", "communication only")
+from scripts.report.records import markdown_table, print_table
+
+FLOORS = COMPUTE, COMMUNICATION = "compute only", "communication only"
 
 
 def tables(records: list[dict]) -> str:
@@ -40,26 +39,17 @@ def _table(
         f"{len(some)} runs of {some[0]['repetitions']} repetitions of {some[0]['steps']} steps; "
         f"others used {foreign:.0%} of the machine.",
         "",
-        "| contender | ms per step | min | max | x floor | sent by a node / P | ideal |",
-        "|---|---|---|---|---|---|---|",
     ]
+    head = ["contender", "ms per step", "min", "max", "x floor", "sent by a node / P", "ideal"]
+    rows = []
     for name, records in runs.items():
         times = [value for record in records for value in record["step_ms"]]
         ratio = f"{medians[name] / floor_ms:.3f}" if floor_ms and name not in FLOORS else ""
         volume, ideal = records[0]["volume"], records[0]["ideal_volume"]
-        lines.append(
-            f"| {name} | {medians[name]:.0f} | {min(times):.0f} | {max(times):.0f} | {ratio} "
-            f"| {volume:.3f} | {ideal:.3f} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
-        sys.exit("usage: schedule_table.py FILE    FILE: the --out of bench_schedules.py")
-    records = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
-    print(tables(records))
+        whole = [f"{value:.0f}" for value in (medians[name], min(times), max(times))]
+        rows.append([name, *whole, ratio, f"{volume:.3f}", f"{ideal:.3f}"])
+    return "\n".join([*lines, markdown_table(head, rows, num_left=len(head))])
 
 
 if __name__ == "__main__":
-    main()
+    print_table("schedule_table", "scripts.bench.bench_schedules", tables)

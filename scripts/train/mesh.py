@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns which ranks of a run belong together: one line per kind of group, from Megatron's own
-process groups and our topology. Must not know bytes.
+process groups and our topology.
 """
 
 from argparse import Namespace

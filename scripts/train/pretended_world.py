@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the pretence of a cluster in one process without a device: Megatron's own parser and
 validation, its process groups over torch's fake backend, and its models on the meta device.
-Must not know what is asked of them.
 """
 
 import contextlib

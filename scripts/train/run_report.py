@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run tells about itself when it ends: the bytes of state that every rank holds,
-and a greedy sample of text, as one JSON file. Must not know how the states are sharded."""
+"""What a training run reports when it ends: the bytes of state that every rank holds,
+and a greedy sample of text, as one JSON file.
+"""
 
 import functools
 import json

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns the bytes of one pretended pipeline stage: AsyncHZP's from real units on the meta device,
-stock Megatron's by formula. Must not know rows, nor print anything.
+stock Megatron's by formula.
 """
 
 from argparse import Namespace

@@ -5,15 +5,18 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Collection
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "megatron_asynchzp"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megatron_asynchzp"
 # fmt: off
 FLOORS = {
     "config": 0, "device": 0, "errors": 0, "replacements": 0,
     "sharding": 1, "attention": 1, "planner": 1, "checkpoint_files": 1,
-    "comm": 2, "zero": 3, "mcore": 4, "cpu_platform": 4, "launch": 5,
+    "comm": 2, "zero": 3, "mcore": 4, "cpu_platform": 4, "launch": 5, "testbed": 5,
+    "sharded_state": 3, "sharded_model": 4,
     "hf": 5,  # reads and writes Megatron's checkpoints through megatron.core.dist_checkpointing
 }
 # fmt: on
@@ -87,7 +90,8 @@ def test_the_cpu_platform_stands_alone_and_one_file_of_the_adapter_uses_it():
             assert all(name.startswith(known) for name in modules), path
         elif any("cpu_platform" in name for name in modules):
             users.add(str(path.relative_to(PACKAGE)))
-    assert users == {"mcore/process/platform.py"}
+    adapter = {user for user in users if not user.startswith("testbed/")}  # measures on the CPU
+    assert adapter == {"mcore/process/platform.py"}
 
 
 def test_only_the_adapter_imports_megatron():
@@ -120,3 +124,87 @@ def test_importing_the_package_loads_neither_megatron_nor_triton_nor_torch_nor_t
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "[]"
+
+
+# ---- the test-bed and scripts
+
+
+def test_the_package_imports_neither_scripts_nor_tests_and_scripts_import_no_tests():
+    for folder, banned in ((PACKAGE, {"scripts", "tests"}), (ROOT / "scripts", {"tests"})):
+        paths = list(folder.rglob("*.py"))
+        assert len(paths) > 10
+        for path in paths:
+            assert not {module.split(".")[0] for module in imported_modules(path)} & banned, path
+
+
+# The measuring instruments are the same for every system: they import none of what they measure.
+MEASURED = ("config", "device", "sharding", "comm", "zero", "mcore", "cpu_platform", "attention")
+KNOWS_SYSTEMS = ("contenders", "megatron_runs.py")
+
+
+def test_the_instruments_of_the_test_bed_import_nothing_that_they_measure():
+    instruments = [
+        path
+        for path in (PACKAGE / "testbed").rglob("*.py")
+        if path.relative_to(PACKAGE / "testbed").parts[0] not in KNOWS_SYSTEMS
+    ]
+    assert len(instruments) > 10
+    for path in instruments:
+        for module in imported_modules(path):
+            assert module.split(".")[1:2] not in [[part] for part in MEASURED], f"{path}: {module}"
+
+
+def test_reports_run_nothing_and_scripts_train_nothing_for_benchmarks():
+    """report/ reads records, so it must not import what makes them; train/ is for users."""
+    for folder, banned in (("report", ("bench", "train")), ("train", ("bench", "report"))):
+        for path in (ROOT / "scripts" / folder).glob("*.py"):
+            parts = {tuple(module.split(".")[:2]) for module in imported_modules(path)}
+            assert not parts & {("scripts", name) for name in banned}, path
+
+
+def test_no_script_and_no_module_changes_where_imports_are_found():
+    runs_scripts_of_others = {PACKAGE / "launch.py", PACKAGE / "testbed" / "rank.py"}
+    for folder in (PACKAGE, ROOT / "scripts"):
+        for path in set(folder.rglob("*.py")) - runs_scripts_of_others:
+            for node in ast.walk(ast.parse(path.read_text())):
+                is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+                if is_call and node.func.attr in ("insert", "append", "extend"):
+                    assert ast.unparse(node.func.value) != "sys.path", path
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_at_start(path: Path, modules: Collection[str]) -> set[str]:
+    """Those of `modules` that are imported when `path` is: imports inside functions come later, and
+    those for type checkers never."""
+    found: set[str] = set()
+    pending = list(ast.parse(path.read_text()).body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names if names <= set(modules) else names | {str(node.module)}
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            pending += ast.iter_child_nodes(node)
+    return found & set(modules)
+
+
+def test_no_imports_go_in_a_circle():
+    files = {
+        module_name(path): path
+        for folder in ("megatron_asynchzp", "scripts")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert len(files) > 100
+    left = {name: imports_at_start(path, files) - {name} for name, path in files.items()}
+    while free := [name for name, needed in left.items() if not needed & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left, f"a circle among {sorted(left)}"

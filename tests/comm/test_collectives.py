@@ -12,8 +12,8 @@ from megatron_asynchzp.comm.collectives import (
     reduce_scatter_steps,
     run_steps,
 )
+from megatron_asynchzp.testbed.ranks import run_ranks
 from tests.support.engine import nested_sizes, shard_groups
-from tests.support.ranks import run_ranks
 
 
 def reduce_scatter(full: torch.Tensor, axes) -> torch.Tensor:

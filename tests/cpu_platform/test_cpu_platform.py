@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp import cpu_platform
-from tests.support import megatron_runs as runs
+from megatron_asynchzp.testbed import megatron_runs as runs
+from megatron_asynchzp.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER
 from tests.support.world import on_ranks
 
 DEVICES = ["cuda", "cuda:0", torch.device("cuda"), 0]
@@ -237,7 +238,7 @@ _TP, _PP, _EP = (
 )
 CONFIGURATIONS = {
     "DDP": runs.gpt_args("--eval-iters", "1"),
-    "distributed optimizer": runs.gpt_args(*runs.DISTRIBUTED_OPTIMIZER),
+    "distributed optimizer": runs.gpt_args(*DISTRIBUTED_OPTIMIZER),
     "TP=2": runs.gpt_args(*_TP),
     "PP=2": runs.gpt_args(*_PP, "--eval-iters", "1"),
     "ZeRO-3": runs.gpt_args(*runs.MEGATRON_FSDP),
@@ -247,7 +248,7 @@ CONFIGURATIONS = {
     "DDP bf16": runs.gpt_args(*runs.BF16),
     "ZeRO-3 bf16": runs.gpt_args(*runs.MEGATRON_FSDP, *runs.BF16),
     "DDP fp16": runs.gpt_args(*runs.FP16),
-    "distributed optimizer fp16": runs.gpt_args(*runs.DISTRIBUTED_OPTIMIZER, *runs.FP16),
+    "distributed optimizer fp16": runs.gpt_args(*DISTRIBUTED_OPTIMIZER, *runs.FP16),
     "DDP again": runs.gpt_args(),
 }
 

@@ -4,6 +4,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from megatron_asynchzp.hf.megatron_arguments import write_arguments
 from megatron_asynchzp.hf.shape import ConversionError
 from megatron_asynchzp.hf.torch_dist import TensorReader, TensorToWrite, write_checkpoint
 from tests.hf.models import NAMES, load_model, random_model, shapes
+from tests.support.checkpoint_damage import flip
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -170,13 +172,29 @@ def test_a_checkpoint_with_other_tensors_is_refused_and_nothing_is_written(chang
 
 
 def test_folders_that_hold_no_checkpoint_are_refused(tmp_path):
-    with pytest.raises(ConversionError, match="latest_checkpointed_iteration"):
+    with pytest.raises(ConversionError, match="there is no checkpoint of Megatron"):
         export_model(tmp_path, tmp_path / "out")
-    with pytest.raises(ConversionError, match="iter_0000005: no such checkpoint"):
+    with pytest.raises(ConversionError, match="--ckpt-step 5: .*there is no such directory"):
         export_model(tmp_path, tmp_path / "out", step=5)
     (tmp_path / "iter_0000005").mkdir()
-    with pytest.raises(ConversionError, match=r"metadata\.json.*torch_dist"):
+    with pytest.raises(ConversionError, match="--ckpt-step 5: .*its save was interrupted"):
         export_model(tmp_path, tmp_path / "out", step=5)
+
+
+def test_the_checkpoint_that_training_would_start_from_is_exported(llama, capsys):
+    for name in ("iter_0000001", "iter_0000002"):
+        shutil.copytree(llama / "megatron" / "release", llama / "run" / name)
+    (llama / "run" / "latest_checkpointed_iteration.txt").write_text("2")
+    damaged = llama / "run" / "iter_0000002" / "__0_0.distcp"
+    damaged.write_bytes(flip(damaged.read_bytes(), damaged.read_bytes().index(b"/data/0") + 150))
+    with pytest.raises(ConversionError, match=r"--ckpt-step 2: .*__0_0\.distcp: .* --ckpt-step 1$"):
+        export_model(llama / "run", llama / "out", step=2)
+    command.main(["export", "--load", f"{llama}/run", "--output", f"{llama}/out"])
+    assert "iter_0000002 is skipped: __0_0.distcp: " in capsys.readouterr().err
+    assert_same_bits(weights_of(llama / "out"), weights_of(llama / "hf"))
+    unverified = ["--output", f"{llama}/unverified", "--verify", "structure"]
+    command.main(["export", "--load", f"{llama}/run", *unverified])
+    assert "skipped" not in capsys.readouterr().err
 
 
 def test_what_is_there_already_is_never_written_over(llama):

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from megatron_asynchzp.hf.megatron_arguments import command_line
+from megatron_asynchzp.testbed.megatron_runs import UNTIED, gpt_args, run_pretrain
 from tests.hf.models import POSITIONS, VOCABULARY, shapes, tokens
-from tests.support.megatron_runs import UNTIED, gpt_args, run_pretrain
 
 _SIZES = ["--vocab-size", str(VOCABULARY), "--make-vocab-size-divisible-by", "16"]
 # fmt: off

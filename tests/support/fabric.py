@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks on the modelled network: the default group of tests/support/ranks.py, made anew."""
+"""Ranks on the modelled network: the default group of run_ranks, made anew."""
 
 import torch.distributed as dist
 
-from scripts.testbed import fabric
-from scripts.testbed.network import Network
-from scripts.testbed.profile import NetworkProfile
+from megatron_asynchzp.testbed import fabric
+from megatron_asynchzp.testbed.fabric.network import Network
+from megatron_asynchzp.testbed.profile import NetworkProfile
 
 
 def replace_default_group(profile: NetworkProfile = NetworkProfile()) -> Network:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support import ranks
+from megatron_asynchzp.testbed import ranks
 
 
 class Ended(NamedTuple):
@@ -75,8 +75,7 @@ class Launch:
             self._logs.append(folder / f"rank{rank}.log")
             own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             args = ([str(script), *line.split()], own, str(self._logs[-1]))
-            self.processes.append(ranks._CONTEXT.Process(target=_run_main, args=args))
-            self.processes[-1].start()
+            self.processes.append(ranks.start_process(_run_main, *args))
 
     def await_text(self, words: str, timeout_s: float = 120.0) -> None:
         """Return when one of the ranks has printed `words`; raises where they all ended before."""

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""One way to run a test body on several ranks, whoever starts them: pytest alone (ranks are
-forked, see ranks.py) or `torchrun --nproc-per-node N -m pytest` (pytest itself runs on each rank).
+"""One way to run a test body on several ranks: pytest alone forks them (run_ranks), or
+`torchrun --nproc-per-node N -m pytest` runs pytest itself on each rank.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.ranks import RankFailure, run_ranks
+from megatron_asynchzp.testbed.ranks import RankFailure, run_ranks
 
 
 def on_ranks(fn: Callable, world_size: int, *args: Any, **options: Any) -> list[Any]:
@@ -41,9 +41,8 @@ def on_ranks(fn: Callable, world_size: int, *args: Any, **options: Any) -> list[
         mine = (False, traceback.format_exc())
     results: list[Any] = [None] * world_size
     dist.all_gather_object(results, mine)
-    errors = [text for is_ok, text in results if not is_ok]
-    if errors:
-        raise RankFailure(f"{len(errors)} of {world_size} ranks failed\n" + "\n".join(errors))
+    if errors := {rank: text for rank, (is_ok, text) in enumerate(results) if not is_ok}:
+        raise RankFailure(errors)
     return [value for _, value in results]
 
 

@@ -8,9 +8,9 @@ import json
 
 import pytest
 
+from megatron_asynchzp.testbed.contenders.schedules import CONTENDERS
 from scripts.bench import bench_schedules
 from scripts.bench.bench_schedules import parse_args
-from scripts.bench.contenders import CONTENDERS
 from scripts.report.schedule_picture import curves, make_figure
 
 ENGINES = [

@@ -3,21 +3,22 @@
 """The comparison's arithmetic: no speed without the right losses, and what the calibration says."""
 
 import os
-import time
-from pathlib import Path
+import sys
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_asynchzp.testbed.contenders.side_by_side import ND, OURS, SHARDED, contenders
+from megatron_asynchzp.testbed.contenders.workload import Workload
+from megatron_asynchzp.testbed.cpu_usage import foreign_share
+from megatron_asynchzp.testbed.machine import machine, versions
+from megatron_asynchzp.testbed.profile import NetworkProfile
 from scripts.bench.compare import parse_args
 from scripts.bench.compare_calibration import emulated_ms, ring_all_gather_ms
-from scripts.bench.compare_contenders import ND, OURS, SHARDED, contenders
-from scripts.bench.workload import Workload
 from scripts.report.compare_picture import draw
 from scripts.report.compare_rows import comparisons, losses_agree, orders, state_peers
 from scripts.report.compare_table import cells, markdown
-from scripts.testbed.cluster import Cluster, ClusterFailure
-from scripts.testbed.cpu_usage import foreign_share
-from scripts.testbed.profile import NetworkProfile
 
 LOSSES = [4.9, 4.6, 4.4]
 
@@ -152,47 +153,10 @@ def test_wrong_options_are_one_line(capsys):
         assert told in capsys.readouterr().err.strip().splitlines()[-1]
 
 
-# ---- the cluster
-
-
-def _fails_on_one(network, folder: str) -> None:
-    import torch.distributed as dist
-
-    Path(folder, str(os.getpid())).touch()
-    if dist.get_rank() == 1:
-        raise ValueError("a fault of one rank")
-    dist.barrier()
-    time.sleep(60)
-
-
-def _sleeps(network, folder: str) -> None:
-    Path(folder, str(os.getpid())).touch()
-    time.sleep(60)
-
-
-@pytest.mark.parametrize(
-    "fn, limit_s, told",
-    [(_fails_on_one, 60.0, "a fault of one rank"), (_sleeps, 4.0, "not finished after 4 s")],
-)
-def test_a_failure_is_told_and_no_rank_runs_afterwards(fn, limit_s, told, tmp_path):
-    cluster = Cluster(2, 1, NetworkProfile())
-    begin_s = time.monotonic()
-    with pytest.raises(ClusterFailure) as failure:
-        cluster.run(fn, str(tmp_path), timeout_s=limit_s)
-    assert told in failure.value.reason and time.monotonic() - begin_s < 30
-    files = list(tmp_path.iterdir())
-    assert len(files) == 2
-    for file in files:
-        assert not Path("/proc", file.name).exists()
-
-
-def _world(network) -> tuple[int, int, int]:
-    import torch.distributed as dist
-
-    return dist.get_rank(), dist.get_world_size(), network.profile.ranks_per_node
-
-
-def test_ranks_are_joined_or_alone():
-    cluster = Cluster(2, 2, NetworkProfile())
-    assert cluster.run(_world, timeout_s=60) == [(rank, 4, 2) for rank in range(4)]
-    assert cluster.run(_world, timeout_s=60, is_joined=False) == [(0, 1, 2)] * 4
+def test_a_record_names_the_command_by_its_module_without_a_path(monkeypatch):
+    main = SimpleNamespace(__spec__=ModuleSpec("scripts.bench.compare", None))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/compare.py", "--only", "FSDP2 HSDP"])
+    record = machine() | versions("torch", "no-such-package")
+    assert record["command"] == "python -m scripts.bench.compare --only 'FSDP2 HSDP'"
+    assert record["torch"] and record["no-such-package"] is None

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.testbed import fabric
-from scripts.testbed.profile import NetworkProfile
-from scripts.testbed.wire import FabricError
+from megatron_asynchzp.testbed import fabric
+from megatron_asynchzp.testbed.fabric.wire import FabricError
+from megatron_asynchzp.testbed.profile import NetworkProfile
+from megatron_asynchzp.testbed.ranks import run_ranks
 from tests.support.fabric import replace_default_group
-from tests.support.ranks import run_ranks
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.uint8)

@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
-from scripts.testbed import memory
-from tests.support.ranks import run_ranks
+from megatron_asynchzp.testbed import memory
+from megatron_asynchzp.testbed.ranks import run_ranks
 
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("c++")), reason="needs a C++ compiler"

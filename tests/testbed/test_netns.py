@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.testbed import netns
+from megatron_asynchzp.testbed import netns
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import os, torch, torch.distributed as dist
-from scripts.testbed import fabric
+from megatron_asynchzp.testbed import fabric
 fabric.register()
 dist.init_process_group("fabric")
 tensor = torch.ones(1 << 18)
@@ -50,10 +50,8 @@ def test_what_follows_the_dashes_belongs_to_the_command():
 def launch(tmp_path: Path, *options: str, program: str = PROGRAM) -> subprocess.CompletedProcess:
     if (reason := netns.unavailable()) is not None:
         pytest.skip(reason)
-    path_line = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-    (tmp_path / "program.py").write_text(path_line + program)
-    command = ["-m", "scripts.testbed.netns", *options, "--", sys.executable, "program.py"]
-    command[-1] = str(tmp_path / "program.py")
+    (tmp_path / "program.py").write_text(program)
+    command = ["-m", netns.__name__, *options, "--", sys.executable, str(tmp_path / "program.py")]
     return subprocess.run(
         [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.testbed import rings
-from scripts.testbed.reduction import reduction_of
+from megatron_asynchzp.testbed.fabric import rings
+from megatron_asynchzp.testbed.fabric.reduction import reduction_of
 
 WORLDS = st.integers(1, 5)
 

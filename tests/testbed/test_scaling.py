@@ -4,22 +4,20 @@
 time without the right losses. No run starts a process: what a run tells is made up."""
 
 import json
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
+from megatron_asynchzp.testbed.contenders.workload import RankReport
+from megatron_asynchzp.testbed.profile import named_profile
+from megatron_asynchzp.testbed.ranks import RankFailure
 from scripts.bench import scaling
 from scripts.bench.scaling import Study, parse_args
 from scripts.bench.scaling_points import AXES, SAMPLES, Point, modelled_run, plan, runners
 from scripts.bench.step_model import SYSTEMS, DistributedOptimizer
-from scripts.bench.workload import RankReport
-from scripts.report import scaling_picture, scaling_table
+from scripts.report import scaling_picture
 from scripts.report.scaling_rows import RecordsError, axes_of
 from scripts.report.scaling_table import markdown
-from scripts.testbed.cluster import ClusterFailure
-from scripts.testbed.profile import named_profile
 
 ALL = [axis.name for axis in AXES]
 DO, ZERO3, HSDP, OURS = (system.name for system in SYSTEMS)
@@ -206,7 +204,7 @@ def test_a_run_that_fails_is_not_tried_again_and_its_reason_is_told(study, monke
 
 def test_computing_that_fails_leaves_the_emulated_time(study, monkeypatch):
     def fails(*_):
-        raise ClusterFailure({0: "RuntimeError: no"})
+        raise RankFailure({0: "RuntimeError: no"})
 
     monkeypatch.setattr(scaling, "compute_alone", fails)
     text = markdown([MACHINE, *measured(study)])
@@ -281,27 +279,11 @@ def test_the_picture_says_what_is_measured_and_what_is_modelled(study, tmp_path)
     assert file.stat().st_size > 10_000
 
 
-def test_records_of_different_networks_are_refused_in_one_line(study, tmp_path, monkeypatch):
+def test_records_of_different_networks_are_refused(study):
     records = measured(study)
     other = [record | {"slow_motion": 1.0} for record in records]
     with pytest.raises(RecordsError, match="records of different slow_motion: 1.0 and 4.0"):
         axes_of(records + other)
-    file = tmp_path / "both.jsonl"
-    file.write_text("\n".join(json.dumps(record) for record in records + other))
-    for command, options in ((scaling_table, []), (scaling_picture, ["--output", "p.png"])):
-        monkeypatch.setattr(sys, "argv", ["command", str(file), *options])
-        with pytest.raises(SystemExit) as ended:
-            command.main()
-        assert "records of different slow_motion" in str(ended.value)
-
-
-@pytest.mark.parametrize("command", [scaling_table, scaling_picture])
-@pytest.mark.parametrize("options", [[], ["absent.jsonl"], ["--output", "p.png"]])
-def test_a_report_without_its_files_says_how_it_is_used(command, options, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["command", *options])
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    assert str(ended.value).startswith(f"usage: {Path(command.__file__).name}")
 
 
 def test_wrong_options_are_one_line(capsys):

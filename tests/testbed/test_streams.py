@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from scripts.testbed import streams
+from megatron_asynchzp.testbed.fabric import streams
 
 
 class Task:

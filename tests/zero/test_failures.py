@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.driver import CollectiveFailure
 from megatron_asynchzp.comm.timeline import LANES
+from megatron_asynchzp.testbed.ranks import observe_ranks, run_ranks
 from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
-from tests.support.ranks import observe_ranks, run_ranks
 from tests.support.selection import slow_unless
 
 # Far more than it takes on a busy machine, far less than the limits that must not be waited for.

@@ -12,9 +12,9 @@ import torch
 from megatron_asynchzp.comm.driver import ThreadDriver
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import CpuDevice
+from megatron_asynchzp.testbed.ranks import run_ranks
 from megatron_asynchzp.zero.config import ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
-from tests.support.ranks import run_ranks
 
 STEPS, MOST_SLEEP_S = 3, 0.002
 SIZES = [(2, 2, 4), (4, 1, 4), (1, 4, 4), (4, 2, 4), (2, 4, 4), (4, 4, 4)]

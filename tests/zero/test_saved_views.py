@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp.comm.ring import Slot
+from megatron_asynchzp.testbed.ranks import run_ranks
 from megatron_asynchzp.zero.config import ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
-from tests.support.ranks import run_ranks
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
 
 SIZES = (4, 4, 4)

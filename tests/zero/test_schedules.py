@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.driver import Task
+from megatron_asynchzp.testbed.ranks import run_ranks
 from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
-from tests.support.ranks import run_ranks
 
 TIED, BF16, RECOMPUTED = MODELS = [
     (torch.float32, {"is_tied": True}),

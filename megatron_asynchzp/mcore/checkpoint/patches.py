@@ -4,12 +4,31 @@
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from megatron_asynchzp.mcore.patches.patch import Patch, replaces, run_args
 
 
-@replaces(
+def _guarded_by(name: str, *wanted: str) -> Callable[..., Any]:
+    """A replacement that hands the original, as a call without arguments, to `name` of guard.py,
+    with the run's arguments and those of the call that are `wanted`."""
+
+    def call(original: Callable, *args: Any, **options: Any) -> Any:
+        run = run_args()
+        if run is None or options.get("non_persistent_ckpt", False):
+            return original(*args, **options)
+        from megatron_asynchzp.mcore.checkpoint import guard
+
+        given = signature(original).bind(*args, **options)
+        given.apply_defaults()
+        values = [given.arguments[one] for one in wanted]
+        return getattr(guard, name)(partial(original, *args, **options), run, *values)
+
+    return call
+
+
+save_checkpoint = replaces(
     "megatron.training.checkpointing.save_checkpoint",
     "iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far "
     "checkpointing_context pipeline_rank expert_rank tensor_rank pipeline_parallel "
@@ -17,18 +36,10 @@ from megatron_asynchzp.mcore.patches.patch import Patch, replaces, run_args
     "release tp_group pp_group dp_cp_group dp_group expt_dp_group rng_state_key_prefix",
     why="one run at a time saves into a directory, and a full disk ends a run in one line",
     drop_when="Megatron does both",
-)
-def save_checkpoint(original: Callable, iteration: int, *rest: Any, **options: Any) -> Any:
-    args = run_args()
-    if args is None or options.get("non_persistent_ckpt", False):
-        return original(iteration, *rest, **options)
-    from megatron_asynchzp.mcore.checkpoint.guard import guard_save_checkpoint
-
-    call = partial(original, iteration, *rest, **options)
-    return guard_save_checkpoint(call, args, iteration)
+)(_guarded_by("guard_save_checkpoint", "iteration"))
 
 
-@replaces(
+save = replaces(
     "megatron.core.dist_checkpointing.serialization.save",
     "sharded_state_dict checkpoint_dir sharded_strategy validate_access_integrity "
     "async_sharded_save preprocess_common_before_consistancy_check content_metadata "
@@ -36,19 +47,10 @@ def save_checkpoint(original: Callable, iteration: int, *rest: Any, **options: A
     why="what an earlier save left in the directory is removed before, and a manifest that makes "
     "the checkpoint complete is written after, but before Megatron's tracker names it",
     drop_when="Megatron's integrity.json needs no second reading of the data",
-)
-def save(
-    original: Callable, sharded_state_dict: Any, checkpoint_dir: str, *rest: Any, **options: Any
-) -> Any:
-    call = partial(original, sharded_state_dict, checkpoint_dir, *rest, **options)
-    if run_args() is None:
-        return call()
-    from megatron_asynchzp.mcore.checkpoint.guard import guard_save
-
-    return guard_save(call, checkpoint_dir)
+)(_guarded_by("guard_save", "checkpoint_dir"))
 
 
-@replaces(
+load_checkpoint = replaces(
     "megatron.training.checkpointing.load_checkpoint",
     "ddp_model optimizer opt_param_scheduler load_arg strict checkpointing_context "
     "skip_load_to_model_and_opt tp_group pp_group dp_cp_group dp_group expt_dp_group "
@@ -56,24 +58,7 @@ def save(
     why="the newest checkpoint that is complete and intact is loaded, and whatever keeps it from "
     "being loaded is one line and an exit status",
     drop_when="Megatron looks at the files before it believes the tracker",
-)
-def load_checkpoint(
-    original: Callable,
-    ddp_model: Any,
-    optimizer: Any,
-    opt_param_scheduler: Any,
-    load_arg: str = "load",
-    *rest: Any,
-    **options: Any,
-) -> Any:
-    given = (ddp_model, optimizer, opt_param_scheduler, load_arg, *rest)
-    call = partial(original, *given, **options)
-    args = run_args()
-    if args is None:
-        return call()
-    from megatron_asynchzp.mcore.checkpoint.guard import guard_load_checkpoint
-
-    return guard_load_checkpoint(call, args, load_arg)
+)(_guarded_by("guard_load_checkpoint", "load_arg"))
 
 
 @replaces(
@@ -105,33 +90,17 @@ def read_metadata(original: Callable, tracker_filename: str) -> Any:
     return original(tracker_filename) if chosen is None else chosen
 
 
-@replaces(
+load_global = replaces(
     "megatron.training.checkpointing._load_global_dist_base_checkpoint",
     "load_dir args rank0 sharded_state_dict iteration release checkpointing_context dp_cp_group "
     "expt_dp_group",
     why="a checkpoint of another model is refused before anything of this one is overwritten",
     drop_when="Megatron compares on all ranks before it loads",
+)(
+    _guarded_by(
+        "guard_load_global", "load_dir", "rank0", "sharded_state_dict", "iteration", "release"
+    )
 )
-def load_global(
-    original: Callable,
-    load_dir: str,
-    args: Any,
-    rank0: bool,
-    sharded_state_dict: Any,
-    iteration: int,
-    release: bool,
-    *rest: Any,
-    **options: Any,
-) -> Any:
-    if not rank0 and sharded_state_dict is not None and run_args() is not None:
-        from megatron.training.checkpointing import get_checkpoint_name
-
-        from megatron_asynchzp.mcore.checkpoint.guard import refuse_another_model
-
-        folder = get_checkpoint_name(load_dir, iteration, release, return_base_dir=True)
-        refuse_another_model(args, folder, sharded_state_dict)
-    given = (load_dir, args, rank0, sharded_state_dict, iteration, release, *rest)
-    return original(*given, **options)
 
 
 CHECKPOINT_PATCHES: tuple[Patch, ...] = (

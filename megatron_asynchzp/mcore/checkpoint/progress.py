@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the lines that say how far a long save or load is. Must not know what is saved."""
+"""Owns the lines about how far a long save or load is. Must not know what is saved."""
 
 import threading
 import time
@@ -13,15 +13,15 @@ _PROCESS_IO = Path("/proc/self/io")
 
 
 @contextmanager
-def tell_progress(
-    what: str, count_bytes: Callable[[], int], is_told: bool = True, every_s: float = _EVERY_S
+def log_progress(
+    what: str, count_bytes: Callable[[], int], is_logged: bool = True, every_s: float = _EVERY_S
 ) -> Iterator[None]:
     """While the body runs, print how many bytes are done, every `every_s` seconds.
 
     what: "writing DIR"; count_bytes: bytes done since any fixed moment, called in a thread of its
-    own; is_told: whether this rank is the one to say it. Short bodies print nothing.
+    own; is_logged: whether this rank prints. Short bodies print nothing.
     """
-    if not is_told:
+    if not is_logged:
         yield
         return
     is_done, start_s, start = threading.Event(), time.monotonic(), _count(count_bytes)

@@ -58,6 +58,13 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Write a Chrome trace of one step of rank 0: the tenth, or the last but one. "
         "Default: no trace.",
     )
+    group.add_argument(
+        "--asynchzp-verify",
+        choices=("full", "structure"),
+        default="full",
+        help="What --load reads to find damage before it loads: the CRC-32 of every record (full), "
+        "or manifest, sizes and zip directories without the data (structure). Default: full.",
+    )
     add_device_argument(group)
     return parser
 

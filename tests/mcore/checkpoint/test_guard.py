@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The guard around Megatron's saving and loading, in Megatron's own pretrain() on two ranks."""
 
-import os
 import resource
 import signal
 from argparse import Namespace
@@ -14,13 +13,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_asynchzp.checkpoint_files.choice import TRACKER, Choice, choose_checkpoint
 from megatron_asynchzp.checkpoint_files.errors import CheckpointError, SaveError
+from megatron_asynchzp.checkpoint_files.lock import SaveLock
 from megatron_asynchzp.checkpoint_files.manifest import MANIFEST
-from megatron_asynchzp.checkpoint_files.ownership import OWNER, Ownership
 from megatron_asynchzp.mcore.checkpoint import guard
 from megatron_asynchzp.mcore.checkpoint.guard import chosen_metadata
-from tests.support import ranks
+from megatron_asynchzp.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 from tests.support.checkpoint_damage import DATA, HARMFUL, NEWER, OLDER
-from tests.support.megatron_runs import RunRecord, gpt_args, run_pretrain
 from tests.support.saved_state import read_state
 from tests.support.world import on_ranks
 
@@ -29,7 +27,7 @@ def _run(*flags: str) -> RunRecord:
     try:
         return run_pretrain(gpt_args("--train-iters", "4", "--use-asynchzp", *flags))
     finally:
-        Ownership.release_all()  # the next run in these processes is another one
+        SaveLock.release_all()  # the next run in these processes is another one
 
 
 def _refusal(*flags: str) -> str:
@@ -105,6 +103,15 @@ def _full_disk(folder: str) -> tuple[list[str], int, str]:
     return all_told, choose_checkpoint(folder).iteration, (Path(folder) / TRACKER).read_text()
 
 
+def _structure(folder: str) -> tuple[str, str]:
+    """A flipped bit in a tensor, before the same run with and without reading the data."""
+    _run("--save", folder, "--save-interval", "4")
+    dist.barrier()
+    _on_rank_0(lambda: HARMFUL[f"{DATA[0]} bit in record data/0"](Path(folder)))
+    refused = _refusal("--load", folder)
+    return refused, _refusal("--load", folder, "--asynchzp-verify", "structure")
+
+
 def _async_save(folder: str) -> tuple[list[bool], str]:
     beside = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
     _run("--save", folder, "--save-interval", "2", *beside)
@@ -115,7 +122,7 @@ def _async_save(folder: str) -> tuple[list[bool], str]:
 def _all_bodies(folder: str) -> dict:
     """Starting Megatron costs more than these runs: one set of ranks for all of them."""
     told = {}
-    for body in (_train_damage_and_resume, _refused_loads, _full_disk, _async_save):
+    for body in (_train_damage_and_resume, _refused_loads, _structure, _full_disk, _async_save):
         place = Path(folder, body.__name__)
         told[body.__name__] = str(place), body(str(place))
         dist.barrier()
@@ -156,6 +163,12 @@ def test_what_cannot_be_loaded_is_one_line_on_every_rank(told):
     assert "has no intact checkpoint" in damaged and DATA[1] in damaged
 
 
+def test_the_flag_sets_what_loading_reads(told):
+    for full, structure in (one["_structure"][1] for one in told):
+        assert "has no intact checkpoint" in full and "the checksum of record" in full
+        assert structure == "it was not refused"
+
+
 def test_a_full_disk_ends_the_run_in_one_line_and_leaves_the_older_checkpoint(told):
     place, (lines, iteration, tracker) = told[0]["_full_disk"]
     for line in lines:
@@ -168,49 +181,13 @@ def test_an_asynchronous_save_is_complete_before_the_tracker_names_it(told):
     assert told[0]["_async_save"][1] == ([True, True], "4")
 
 
-# --- one run at a time -------------------------------------------------------------------------
-
-
-def _claim_and_wait(folder: str, out) -> None:
-    out.send(Ownership.claim(folder))
-    if os.fork() == 0:  # as Megatron's writers, which may outlive the run
-        signal.pause()
-    signal.pause()
-
-
-@pytest.fixture
-def owner(tmp_path):
-    """A process that owns the directory, with a child."""
-    receiver, sender = ranks._CONTEXT.Pipe(duplex=False)
-    process = ranks._CONTEXT.Process(target=_claim_and_wait, args=(str(tmp_path), sender))
-    process.start()
-    assert receiver.recv() is None
-    yield process
-    process.kill()
-    Ownership.release_all()
-
-
-def test_a_second_run_is_refused_until_the_first_is_gone_however_it_went(tmp_path, owner):
-    with pytest.raises(CheckpointError, match="another run is saving there") as refused:
-        Ownership.claim(tmp_path)
-    assert f"process {owner.pid} on " in str(refused.value) and "\n" not in str(refused.value)
-    owner.kill()
-    owner.join()
-    assert Ownership.claim(tmp_path) is None
-    assert Ownership.claim(tmp_path) is None  # again is the same as once
-    assert (tmp_path / OWNER).read_text().startswith(f"process {os.getpid()} on ")
-
-
-def test_a_save_directory_that_cannot_be_made_is_one_line(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="--save .*/file/run: Not a directory"):
-        Ownership.claim(tmp_path / "file" / "run")
+# --- how a load ends ---------------------------------------------------------------------------
 
 
 def _two_empty(folder: Path, tracker: str) -> tuple[Namespace, Choice]:
     (folder / TRACKER).write_text(tracker)
     args = Namespace(ckpt_step=None, exit_on_missing_checkpoint=False)
-    return args, Choice(4, False, folder / NEWER, ())
+    return args, Choice(folder / NEWER)
 
 
 def test_a_tracker_that_cannot_be_written_does_not_stop_the_load(tmp_path):

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from scripts.testbed.memory import install_memory_count
-from tests.support.megatron_runs import BF16, gpt_args, run_pretrain
+from megatron_asynchzp.testbed.megatron_runs import BF16, gpt_args, run_pretrain
+from megatron_asynchzp.testbed.memory import install_memory_count
 from tests.support.world import on_ranks
 
 pytestmark = pytest.mark.skipif(

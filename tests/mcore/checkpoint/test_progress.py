@@ -6,12 +6,12 @@ import re
 import threading
 import time
 
-from megatron_asynchzp.mcore.checkpoint.progress import bytes_in, bytes_read, tell_progress
+from megatron_asynchzp.mcore.checkpoint.progress import bytes_in, bytes_read, log_progress
 
 
 def test_a_body_that_takes_longer_tells_the_bytes_that_were_done_meanwhile(tmp_path, capsys):
     (tmp_path / "old").write_bytes(bytes(1 << 20))
-    with tell_progress("writing it", lambda: bytes_in(tmp_path) << 10, every_s=0.05):
+    with log_progress("writing it", lambda: bytes_in(tmp_path) << 10, every_s=0.05):
         (tmp_path / "new").write_bytes(bytes(2 << 20))
         time.sleep(0.3)
     lines = capsys.readouterr().out.splitlines()
@@ -21,16 +21,16 @@ def test_a_body_that_takes_longer_tells_the_bytes_that_were_done_meanwhile(tmp_p
 
 
 def test_a_short_body_and_other_ranks_say_nothing(tmp_path, capsys):
-    with tell_progress("writing it", lambda: 0):
+    with log_progress("writing it", lambda: 0):
         pass
-    with tell_progress("writing it", lambda: 0, is_told=False, every_s=0.01):
+    with log_progress("writing it", lambda: 0, is_logged=False, every_s=0.01):
         time.sleep(0.1)
     assert capsys.readouterr().out == ""
 
 
 def test_no_thread_outlives_the_body_however_it_ends(capsys):
     try:
-        with tell_progress("reading it", bytes_read, every_s=0.01):
+        with log_progress("reading it", bytes_read, every_s=0.01):
             time.sleep(0.05)
             raise OSError("gone")
     except OSError:
@@ -39,6 +39,6 @@ def test_no_thread_outlives_the_body_however_it_ends(capsys):
 
 
 def test_a_count_that_fails_does_not_disturb_the_body(tmp_path, capsys):
-    with tell_progress("writing it", lambda: bytes_in(tmp_path / "none"), every_s=0.02):
+    with log_progress("writing it", lambda: bytes_in(tmp_path / "none"), every_s=0.02):
         time.sleep(0.1)
     assert "0.00 GiB" in capsys.readouterr().out

@@ -224,6 +224,7 @@ def test_patching_adds_our_flags_and_nothing_else(unpatched):
         "--asynchzp-prefetch-depth",
         "--no-asynchzp-check-order",
         "--asynchzp-trace",
+        "--asynchzp-verify",
         "--asynchzp-device",
         "--use-pasa-attention",
         "--pasa-mode",

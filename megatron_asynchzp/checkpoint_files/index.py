@@ -1,0 +1,101 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what torch's index, `.metadata`, lists: in which file each part of which tensor lies. It is
+a pickle without a checksum: where no manifest has one either, nothing in it is believed unseen.
+"""
+
+import math
+import pickle
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from megatron_asynchzp.checkpoint_files.errors import Damage
+
+METADATA, CONFIG = ".metadata", "metadata.json"
+
+Items = dict[tuple[int, int], int]
+"""(offset, length) of each archive in a file -> bytes of the tensor in it, 0 for an object."""
+
+_MODULES = (
+    "torch.distributed.checkpoint.",
+    "torch.distributed._shard.",
+    "megatron.core.dist_checkpointing.",
+    "nvidia_resiliency_ext.checkpointing.",
+)
+_PLAIN = {
+    "torch": ("Size", "device"),
+    "torch.serialization": ("_get_layout",),
+    "collections": ("OrderedDict", "defaultdict"),
+    "builtins": ("set", "frozenset", "slice"),
+    "pathlib": ("Path", "PosixPath"),
+}
+
+
+class _Unpickler(pickle._Unpickler):
+    """Makes nothing but what an index consists of. It is the slow one, in Python: a damaged pickle
+    can make the one in C fill a table of 64 GB."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _PLAIN.get(module, ()):
+            return super().find_class(module, name)
+        found = super().find_class(module, name) if module.startswith(_MODULES) else None
+        if not isinstance(found, type):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return found
+
+
+def unpickle_index(data: bytes) -> Metadata:
+    """The index in these bytes, which may be damaged. Raises whatever damage leads to."""
+    return _Unpickler(BytesIO(data)).load()
+
+
+def items_by_file(index: Metadata) -> dict[str, Items]:
+    """What each file of the checkpoint has to hold. Raises Damage where the index contradicts
+    itself or leaves a part of a tensor out, and for one that is none whatever that leads to."""
+    parts = dict(_parts(index))
+    files: dict[str, Items] = {}
+    owners: dict[tuple[str, int], str] = {}
+    for entry, place in index.storage_data.items():
+        part = entry.fqn, None if entry.offset is None else tuple(entry.offset)
+        if part not in parts:
+            raise Damage(f"{entry.fqn} lies in a file but has no shape")
+        if Path(place.relative_path).name != place.relative_path:
+            raise Damage("it names a file outside its directory")
+        # A main parameter is stored once and has two names more, which end as its own does.
+        owner = entry.fqn.rpartition("param.")[2]
+        if owners.setdefault((place.relative_path, place.offset), owner) != owner:
+            raise Damage(f"{entry.fqn} lies where another tensor does")
+        items = files.setdefault(place.relative_path, {})
+        where = place.offset, place.length
+        items[where] = max(items.get(where, 0), parts.pop(part))
+    if parts or not files:
+        raise Damage(f"a part of {next(iter(parts), ('anything',))[0]} lies in no file")
+    return dict(sorted(files.items()))
+
+
+def _parts(index: Metadata) -> Iterator[tuple[tuple, int]]:
+    """Name and offset of every part that a file must hold, with its bytes."""
+    for name, entry in index.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            yield (name, None), 0
+            continue
+        size, seen, num_elements = tuple(entry.size), set(), 0
+        for chunk in entry.chunks:
+            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            is_inside = len(offsets) == len(sizes) == len(size) and all(
+                0 <= offset <= offset + extent <= whole
+                for offset, extent, whole in zip(offsets, sizes, size)
+            )
+            if not is_inside or offsets in seen:
+                raise Damage(f"the parts of {name} do not fit its shape")
+            seen.add(offsets)
+            num_elements += math.prod(sizes)
+            yield (name, offsets), math.prod(sizes) * entry.properties.dtype.itemsize
+        if num_elements != math.prod(size):
+            raise Damage(f"the parts of {name} do not cover it")

@@ -1,0 +1,60 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns how ranks look at a directory together: they share the work, and all of them return the same
+or raise the same. Must not know what the ranks talk over.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Peers(Protocol):
+    """The ranks that look at a directory together."""
+
+    rank: int
+    size: int
+
+    def gather(self, mine: Any) -> list[Any]:
+        """What each rank gives, in rank order, on all ranks."""
+        ...
+
+    def broadcast(self, mine: Any) -> Any:
+        """What rank 0 gives, on all ranks."""
+        ...
+
+
+class Alone:
+    """One process that looks at a directory by itself."""
+
+    rank, size = 0, 1
+
+    def gather(self, mine: Any) -> list[Any]:
+        return [mine]
+
+    def broadcast(self, mine: Any) -> Any:
+        return mine
+
+
+def on_first(peers: Peers, act: Callable[[], Any]) -> Any:
+    """Call `act` on rank 0. Returns its result, or raises its error, on all ranks."""
+    value, error = peers.broadcast(_outcome(act) if peers.rank == 0 else None)
+    if error is not None:
+        raise error
+    return value
+
+
+def on_each(peers: Peers, act: Callable[[], Any]) -> list[Any]:
+    """Call `act` on every rank. Returns the results in rank order, or raises the first rank's
+    error, on all ranks."""
+    outcomes = peers.gather(_outcome(act))
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [value for value, _ in outcomes]
+
+
+def _outcome(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return act(), None
+    except Exception as error:  # any: the other ranks wait for an answer
+        return None, error

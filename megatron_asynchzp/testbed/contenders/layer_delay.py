@@ -1,0 +1,62 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the time that a Megatron transformer layer takes on the accelerator that is not there: time
+passes, and no core is used.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+class Delay(torch.autograd.Function):
+    """Forward `seconds`, backward twice that, each beside small real arithmetic.
+
+    The output is no view of the input: pipeline stages free what they have sent, which Megatron
+    refuses to do to a view.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        time.sleep(2 * ctx.seconds)
+        return grad, None
+
+
+def delayed(hidden: torch.Tensor, forward_ms: float, tensor_parallel: int) -> torch.Tensor:
+    """The output of a layer, [sequence, samples, hidden], when an accelerator would have it.
+
+    forward_ms: for one sample on one rank; tensor-parallel ranks divide it evenly. So a step has
+    the same sum over all ranks, however it is laid out.
+    """
+    return Delay.apply(hidden, 1e-3 * forward_ms * hidden.shape[1] / tensor_parallel)
+
+
+@contextlib.contextmanager
+def layers_take(forward_ms: float) -> Iterator[None]:
+    """Every TransformerLayer of Megatron takes that long for a sample. The delay belongs to the
+    layer's forward: what wraps the layer gathers before it and reduces after it."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    compute = TransformerLayer.forward
+
+    def forward(self: TransformerLayer, *args: Any, **kwargs: Any) -> tuple:
+        hidden, *rest = compute(self, *args, **kwargs)
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        return delayed(hidden, forward_ms, size), *rest
+
+    if not forward_ms:
+        yield
+        return
+    with mock.patch.object(TransformerLayer, "forward", forward):
+        yield

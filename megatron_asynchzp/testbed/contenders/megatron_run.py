@@ -1,0 +1,83 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs Megatron's own pretrain() on one rank of an emulated cluster and measures its steps."""
+
+import contextlib
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_asynchzp.testbed.contenders.layer_delay import layers_take
+from megatron_asynchzp.testbed.contenders.step_meter import StepMeter
+from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
+from megatron_asynchzp.testbed.fabric import streams
+from megatron_asynchzp.testbed.fabric.network import Network
+from megatron_asynchzp.testbed.megatron_runs import (
+    close_communication,
+    listening,
+    patched,
+    pretrain,
+)
+
+
+def train_megatron(
+    network: Network, workload: Workload, micro_batch: int, flags: Sequence[str]
+) -> RankReport:
+    """The measured steps of `pretrain()` with these flags. For Cluster.run; the process ends after
+    it, so nothing is taken down."""
+    from megatron_asynchzp import cpu_platform
+
+    cpu_platform.install()
+    argv, told = [*workload.argv(micro_batch), *flags], io.StringIO()
+    # In the other schedules the main thread waits for the network itself, which the network counts.
+    is_threaded = "--use-asynchzp" in flags and not {"main-thread", "inline"} & set(flags)
+    meter = StepMeter(network, workload, *([_take_exposed_s] if is_threaded else []))
+    _give_cuda_streams(meter)
+
+    def end_step(logged: dict[str, Any]) -> None:
+        loss = logged["loss_dict"].get("lm loss")
+        meter.add_loss(None if loss is None else float(loss))
+
+    try:
+        with (
+            contextlib.redirect_stdout(told),
+            layers_take(workload.layer_ms),
+            patched(flags),
+            listening(meter.begin_step, end_step),
+        ):
+            if "--use-megatron-fsdp" in flags:
+                _gather_without_stream()
+            pretrain(argv)
+            close_communication()
+    except BaseException as error:
+        error.add_note(f"{' '.join(flags)}\n{told.getvalue()[-1500:]}")
+        raise
+    return meter.report
+
+
+def _take_exposed_s() -> float:
+    from megatron_asynchzp.mcore.process.communication import Communication
+
+    return Communication.take_exposed_s()
+
+
+def _give_cuda_streams(meter: StepMeter) -> None:
+    """Megatron asks torch.cuda for its streams. The platform's are inert; these let what waits on
+    a side stream go on, as a device would. From the first step on: what builds the model on a side
+    stream reads results on the host, which on a device would wait by itself."""
+    for name in ("Stream", "Event", "current_stream", "synchronize"):
+        setattr(torch.cuda, name, getattr(streams, name))
+    torch.cuda.stream = lambda stream: streams.stream(stream if meter.num_steps else None)
+
+
+def _gather_without_stream() -> None:
+    """Megatron-FSDP frees memory that its gathering stream still uses, which is right where memory
+    belongs to streams. Here it gathers on the default one, by handles: beside computation all the
+    same, as nothing else is on that stream."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
+
+    pipeline = param_and_grad_buffer.AllGatherPipeline
+    begin = pipeline.__init__
+    pipeline.__init__ = lambda self, buffer, ag_stream=None: begin(self, buffer)

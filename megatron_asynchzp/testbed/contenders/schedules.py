@@ -1,0 +1,257 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns how each system of the schedule benchmark is built and stepped.
+
+Every contender trains the same model on the same data with the same optimizer in fp32.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.testbed.contenders.delayed_model import (
+    DelayedModel,
+    ModelSize,
+    batch_of,
+    new_adamw,
+)
+from megatron_asynchzp.testbed.contenders.hierarchical_baseline import HierarchicalBaseline
+from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.plan import plan_units
+
+
+class Contender:
+    """A system that trains: `update` runs after each backward.
+
+    trains: whether its losses must be those of the others.
+    halves: each Linear is a unit, with the norm before it, not each block.
+    updates_in_backward: a unit is updated as soon as its gradient is complete, while backward goes
+    on; otherwise after backward, as Megatron does, which clips by the norm of all gradients.
+    volume(n, r): bytes that leave a node in one step, in units of the fp32 parameters.
+    """
+
+    trains = True
+    halves = False
+    updates_in_backward = False
+
+    def __init__(self, size: ModelSize, mesh: dist.DeviceMesh):
+        self.size, self.mesh = size, mesh
+        self.model = DelayedModel(size)
+        self.num_steps = 0
+        self.forward: Callable[[torch.Tensor], torch.Tensor] = self.model
+        self.build()
+
+    def build(self) -> None:
+        raise NotImplementedError
+
+    def update(self) -> None:
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Before the forward."""
+
+    def drain(self) -> None:
+        """Return when nothing of the steps so far is in flight."""
+
+    def close(self) -> None:
+        """End threads."""
+
+    def step(self) -> float:
+        """One training step; this rank's loss."""
+        x, y = batch_of(self.size, self.num_steps, dist.get_rank())
+        self.num_steps += 1
+        self.begin()
+        loss = nn.functional.mse_loss(self.forward(x), y)
+        loss.backward()
+        self.update()
+        return loss.item()
+
+
+def no_volume(n: int, r: int) -> float:
+    return 0.0
+
+
+def hierarchical_volume(n: int, r: int) -> float:
+    """Each node sends its share of the gradients once and of the parameters once."""
+    return 2 * (n - 1) / n
+
+
+class WithOptimizer(Contender):
+    """Sharding and reduction happen inside the model; one optimizer over its parameters."""
+
+    def add_optimizer(self, params) -> None:
+        self.optimizer = new_adamw(params)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.model.zero_grad()
+
+
+class ComputeOnly(WithOptimizer):
+    """No communication, and the optimizer of a rank that owns one shard: the floor."""
+
+    trains, volume = False, staticmethod(no_volume)
+
+    def build(self) -> None:
+        shard = sum(param.numel() for param in self.model.parameters()) // self.mesh.size()
+        self.shard = nn.Parameter(torch.zeros(shard))
+        self.shard.grad = torch.zeros(shard)
+        self.add_optimizer([self.shard])
+
+
+class DDP(WithOptimizer):
+    def build(self) -> None:
+        nbytes = sum(4 * param.numel() for param in self.model.parameters())
+        self.forward = DistributedDataParallel(
+            self.model,
+            bucket_cap_mb=0.9 * nbytes / self.size.blocks / 2**20,  # a bucket for each block
+            gradient_as_bucket_view=True,
+        )
+        self.add_optimizer(self.model.parameters())
+
+    @staticmethod
+    def volume(n: int, r: int) -> float:
+        return 2 * (n * r - 1) / (n * r)
+
+
+class FSDP2(WithOptimizer):
+    """fully_shard over all ranks (ZeRO-3), one unit prefetched each way, updated after backward.
+
+    torch can run an optimizer per parameter within backward; the emulated streams cannot order it
+    after a reduction, so it is not measured.
+    """
+
+    def new_mesh(self) -> dist.DeviceMesh:
+        return dist.init_device_mesh("cpu", (self.mesh.size(),))
+
+    def build(self) -> None:
+        mesh, blocks = self.new_mesh(), list(self.model.blocks)
+        units = [unit for block in blocks for unit in ([block, block.down][: 1 + self.halves])]
+        for unit in reversed(units):  # inner ones first
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+        fully_shard(self.model, mesh=mesh)
+        for unit, following in zip(units, units[1:]):
+            unit.set_modules_to_forward_prefetch([following])
+        # Backward meets a block before what is in it.
+        units = [unit for block in blocks for unit in ([block.down, block][1 - self.halves :])]
+        for unit, following in zip(units, units[1:]):
+            following.set_modules_to_backward_prefetch([unit])
+        self.add_optimizer(self.model.parameters())
+
+    @staticmethod
+    def volume(n: int, r: int) -> float:
+        return 3 * (n * r - 1) / (n * r)
+
+
+class HSDP(FSDP2):
+    """FSDP2 with parameters sharded inside a node and replicated over nodes."""
+
+    volume = staticmethod(hierarchical_volume)
+
+    def new_mesh(self) -> dist.DeviceMesh:
+        return self.mesh
+
+
+class Baseline(Contender):
+    """Two threads and an optimizer per unit, with the sharding of the engine."""
+
+    volume = staticmethod(hierarchical_volume)
+
+    def build(self) -> None:
+        units = [
+            unit
+            for block in self.model.blocks
+            for unit in ([(block.norm, block.up), (block.down,)] if self.halves else [(block,)])
+        ]
+        self.baseline = HierarchicalBaseline(units, self.mesh, self.updates_in_backward)
+        self.drain = self.baseline.drain
+
+    def update(self) -> None:
+        self.baseline.step_optimizer()
+
+
+class Engine(Contender):
+    """Our engine: parameters and gradients over a node's ranks, optimizer state over all."""
+
+    kind = "threaded"
+    volume = staticmethod(hierarchical_volume)
+
+    def build(self) -> None:
+        world_size, in_node = self.mesh.size(), self.mesh.size(1)
+        sizes = ShardSizes(in_node, in_node, world_size)
+        topology = ShardTopology(world_size, dist.get_rank(), sizes)
+        groups = ShardGroups.create(topology, list(range(world_size)))
+        blocks = list(self.model.blocks)
+        plans = plan_units(self.model, blocks + [block.down for block in blocks if self.halves])
+        schedule = ScheduleConfig(self.kind, prefetch_depth=1)
+        self.runtime = HZPRuntime(
+            self.model, plans, {"dense": groups}, schedule, grad_scale=1.0 / world_size
+        )
+        self.optimizers = {unit: new_adamw(unit.owned_params()) for unit in self.runtime.units}
+        if self.updates_in_backward:
+            self.runtime.update_in_backward(lambda unit: self.optimizers[unit].step())
+        self.drain = self.runtime.settle
+        self.close = self.runtime.close
+
+    def begin(self) -> None:
+        self.runtime.zero_grads()
+        with self.runtime.no_sync():
+            pass  # there is one micro-batch only, so the next one is the last
+
+    def update(self) -> None:
+        self.runtime.sync_grads()
+        if not self.updates_in_backward:
+            for optimizer in self.optimizers.values():
+                optimizer.step()
+        self.runtime.sync_params()
+
+
+class MainThreadEngine(Engine):
+    kind = "main-thread"
+
+
+class InlineEngine(Engine):
+    kind = "inline"
+
+
+class CommunicationOnly(Engine):
+    """Our engine at its fastest around blocks that take no time, on one row."""
+
+    trains, halves, updates_in_backward = False, True, True
+
+    def __init__(self, size: ModelSize, mesh: dist.DeviceMesh):
+        super().__init__(replace(size, block_ms=0.0, rows=1), mesh)
+
+
+def _variants(name: str, system: type[Contender]) -> dict[str, type[Contender]]:
+    """`system` with units of whole and of half blocks; updated after backward, as Megatron does,
+    and, where the system can, within it."""
+    updates = (False, True) if issubclass(system, Engine | Baseline) else (False,)
+    return {
+        f"{name}{', halves' if halves else ''}{', early update' if early else ''}": type(
+            system.__name__, (system,), {"halves": halves, "updates_in_backward": early}
+        )
+        for early in updates
+        for halves in (False, True)
+    }
+
+
+CONTENDERS: dict[str, type[Contender]] = {
+    "compute only": ComputeOnly,
+    "communication only": CommunicationOnly,
+    **_variants("threaded", Engine),
+    **_variants("main-thread", MainThreadEngine),
+    **_variants("inline", InlineEngine),
+    **_variants("baseline", Baseline),
+    **_variants("hsdp", HSDP),
+    **_variants("fsdp2", FSDP2),
+    "ddp": DDP,
+}

@@ -1,0 +1,172 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Trains Megatron's GPT, without Megatron's loop, by torch's FSDP2 or by DeepSpeed, on one rank of
+an emulated cluster, and measures its steps.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_asynchzp.testbed.contenders.layer_delay import layers_take
+from megatron_asynchzp.testbed.contenders.step_meter import StepMeter
+from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
+from megatron_asynchzp.testbed.fabric.network import Network
+from megatron_asynchzp.testbed.fabric.streams import install_streams
+from megatron_asynchzp.testbed.megatron_runs import initialized_args
+from megatron_asynchzp.testbed.tiny_gpt import LineDataset, seed_parameters
+
+DEEPSPEED = "deepspeed==0.19.8"
+
+
+class Stepper:
+    """A model and its way of learning from a loss; `forward` computes token losses."""
+
+    def __init__(self, forward: Callable, learn: Callable[[torch.Tensor], None]):
+        self.forward, self.learn = forward, learn
+
+
+def missing(system: str) -> str:
+    """Why a system cannot run here, or nothing."""
+    if system.startswith("deepspeed") and find_spec("deepspeed") is None:
+        return f"not installed (pip install {DEEPSPEED})"
+    return ""
+
+
+def train_torch(network: Network, workload: Workload, system: str) -> RankReport:
+    """The measured steps of a system. For Cluster.run."""
+    install_streams()
+    meter = StepMeter(network, workload)
+    with layers_take(workload.layer_ms):
+        stepper = _SYSTEMS[system](_built_model(workload), workload, network)
+        for tokens, labels, positions in _batches(workload):
+            meter.begin_step()
+            losses = stepper.forward(tokens, positions, None, labels=labels)
+            loss = losses.float().mean()
+            stepper.learn(loss)
+            told = loss.detach().clone()
+            dist.all_reduce(told)
+            meter.add_loss(told.item() / dist.get_world_size())
+    return meter.report
+
+
+def _built_model(workload: Workload) -> nn.Module:
+    """The model that Megatron's pretrain() would build, with the same weights."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.initialize import initialize_megatron
+
+    from megatron_asynchzp import cpu_platform
+
+    cpu_platform.install()
+    args = initialized_args(workload.argv(workload.samples // dist.get_world_size()))
+    initialize_megatron()
+    config = gpt_config_from_args(args)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = config.get_builder_cls()(config).build_model(groups)
+    seed_parameters([model])
+    return model
+
+
+def _batches(workload: Workload) -> Iterator[tuple[torch.Tensor, ...]]:
+    """This rank's samples of every global batch, as Megatron's sampler deals them out."""
+    from megatron.training import get_args
+
+    data = LineDataset(workload.seq_length, get_args().vocab_size, seed=1)
+    batch = workload.samples // dist.get_world_size()
+    for step in range(workload.warm_up + workload.steps + 1):
+        first = step * workload.samples + dist.get_rank() * batch
+        samples = [data[index] for index in range(first, first + batch)]
+        yield tuple(
+            torch.stack([sample[key] for sample in samples])
+            for key in ("tokens", "labels", "position_ids")
+        )
+
+
+def _adamw(params, workload: Workload) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=workload.learning_rate, weight_decay=0.0)
+
+
+def _fsdp2(model: nn.Module, workload: Workload, network: Network) -> Stepper:
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    return _fully_sharded(model, workload, mesh)
+
+
+def _hsdp(model: nn.Module, workload: Workload, network: Network) -> Stepper:
+    """Sharded in a node, replicated over nodes."""
+    ranks = network.profile.ranks_per_node
+    shape = (dist.get_world_size() // ranks, ranks)
+    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return _fully_sharded(model, workload, mesh)
+
+
+def _fully_sharded(model: nn.Module, workload: Workload, mesh: dist.DeviceMesh) -> Stepper:
+    """Every layer a unit, the next one prefetched in both directions."""
+    from torch.distributed.fsdp import fully_shard
+
+    layers = list(model.decoder.layers)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+    for layer, following in zip(layers, layers[1:]):
+        layer.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([layer])
+    optimizer = _adamw(model.parameters(), workload)
+
+    def learn(loss: torch.Tensor) -> None:
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), workload.clip_grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Stepper(model, learn)
+
+
+def _deepspeed(
+    model: nn.Module, workload: Workload, network: Network, node_copies: int = 1
+) -> Stepper:
+    """ZeRO-3, what it prefetches and keeps scaled to a model of this size as its defaults are to
+    large ones: one layer ahead, one layer kept. node_copies: hpZ's ranks of a secondary copy."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    batch = workload.samples // dist.get_world_size()
+    zero = {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": workload.layer_numel,
+        "stage3_prefetch_bucket_size": workload.layer_numel,
+        "stage3_max_live_parameters": 3 * workload.layer_numel,
+        "stage3_max_reuse_distance": workload.layer_numel,
+        "stage3_param_persistence_threshold": 0,
+        "zero_hpz_partition_size": node_copies,
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": workload.clip_grad,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1 << 30,
+    }
+    engine = deepspeed.initialize(
+        model=model, optimizer=_adamw(model.parameters(), workload), config=config
+    )[0]
+
+    def learn(loss: torch.Tensor) -> None:
+        engine.backward(loss)
+        engine.step()
+
+    return Stepper(engine, learn)
+
+
+def _hpz(model: nn.Module, workload: Workload, network: Network) -> Stepper:
+    return _deepspeed(model, workload, network, network.profile.ranks_per_node)
+
+
+_SYSTEMS = {"fsdp2": _fsdp2, "hsdp": _hsdp, "deepspeed": _deepspeed, "deepspeed-hpz": _hpz}

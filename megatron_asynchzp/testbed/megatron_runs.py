@@ -1,0 +1,338 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs Megatron's own `pretrain()` on a tiny GPT, many configurations one after another in the
+same gloo ranks, and records the numbers of every step.
+
+Starting Megatron costs more than the steps of a toy, hence one set of ranks for many runs:
+
+    def body():                       # on every rank
+        stock = run_pretrain(gpt_args("--bf16"))
+        ours = run_pretrain(gpt_args("--bf16", "--use-asynchzp"))
+        return stock.losses, ours.losses
+    on_ranks(body, 4)
+"""
+
+import contextlib
+import gc
+import io
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from inspect import signature
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megatron_asynchzp.testbed.megatron_flags import MEGATRON_FSDP, flags_of
+from megatron_asynchzp.testbed.tiny_gpt import LineDataset, seed_parameters
+
+# fmt: off
+BASE_ARGS = [
+    *flags_of({
+        "num-layers": 2, "hidden-size": 64, "num-attention-heads": 4,
+        "seq-length": 32, "max-position-embeddings": 32,
+        "tokenizer-type": "NullTokenizer", "vocab-size": 127, "make-vocab-size-divisible-by": 64,
+        "attention-dropout": 0, "hidden-dropout": 0, "micro-batch-size": 1, "global-batch-size": 8,
+        "train-iters": 6, "lr": "3e-3", "min-lr": "3e-4", "lr-decay-style": "cosine",
+        "lr-decay-iters": 100, "lr-warmup-iters": 2, "weight-decay": 0.1, "clip-grad": 1.0,
+        "init-method-std": 0.05, "seed": 1234, "eval-iters": 0, "eval-interval": 1000,
+        "log-interval": 1000, "distributed-timeout-minutes": 1, "logging-level": 40,
+    }),
+    "--no-create-attention-mask-in-dataloader", "--mock-data", "--log-num-zeros-in-grad",
+    "--no-one-logger",
+]
+# fmt: on
+# Without --overlap-grad-reduce stock HSDP gave wrong gradients behind the CPU platform (gradient
+# norm 0.675 instead of 0.943), so the oracle always has it.
+MEGATRON_HSDP = [*MEGATRON_FSDP, "--num-distributed-optimizer-instances", "2"]
+# fmt: off
+MIXTURE_OF_EXPERTS = ["--num-experts", "4", "--moe-token-dispatcher-type", "alltoall",
+                      "--moe-router-topk", "2", "--moe-router-load-balancing-type", "none",
+                      "--disable-bias-linear"]
+# fmt: on
+UNTIED = ["--untie-embeddings-and-output-weights"]
+# fmt: off
+FULL_RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform",
+                  "--recompute-num-layers", "1"]
+# fmt: on
+FP16 = ["--fp16", "--initial-loss-scale", "65536"]
+BF16 = ["--bf16"]
+
+
+def gpt_args(*more: str) -> list[str]:
+    """The tiny GPT with further flags; of a flag that appears twice the last one counts."""
+    return [*BASE_ARGS, *more]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one call of Megatron's train_step told, unrounded."""
+
+    loss: float | None  # mean over the tokens of the global batch; None: stage without loss
+    grad_norm: float | None
+    num_zeros: float | None
+    loss_scale: float
+    is_skipped: bool
+    learning_rate: float | None
+
+
+@dataclass
+class RunRecord:
+    """A whole run on this rank; losses are filled in on pipeline stages that have none."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    validation_loss: float | None = None
+    inspected: Any = None
+    step_s: list[float] = field(default_factory=list)  # seconds in train_step, by step
+    total_s: float = 0.0
+    log: str = ""
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.steps]
+
+    @property
+    def grad_norms(self) -> list[float]:
+        return [step.grad_norm for step in self.steps]
+
+
+def run_pretrain(argv: list[str], inspect: Callable[[list, Any], Any] | None = None) -> RunRecord:
+    """Run Megatron's pretrain() with this command line, on ranks whose default group is gloo.
+
+    The CPU platform is in place afterwards; everything else of the run is taken down, so that the
+    next one starts from the same seed in the same processes. With `--use-asynchzp` the plugin's
+    patches are applied for this run only. `inspect(model_chunks, optimizer)` is called after the
+    last step, before anything is torn down, and its result kept in the record.
+
+    A collective call: all ranks run the same command lines in the same order.
+    """
+    from megatron_asynchzp import cpu_platform
+
+    cpu_platform.install()
+    record, told, start_s = RunRecord(), io.StringIO(), time.perf_counter()
+    recorder = _Recorder(record, inspect)
+    try:
+        with (
+            contextlib.redirect_stdout(told),
+            patched(argv),
+            listening(
+                recorder.begin_step,
+                recorder.end_step,
+                train_step=recorder.stepped,
+                setup_model_and_optimizer=recorder.set_up,
+                evaluate=recorder.evaluated,
+            ),
+        ):
+            pretrain(argv)
+            close_communication()
+        _fill_in_losses(record)
+        dist.barrier()  # nobody closes a group that a peer still uses
+    except BaseException as error:
+        error.add_note(f"run_pretrain {' '.join(argv)}\n{told.getvalue()[-2000:]}")
+        raise
+    finally:
+        _tear_down()
+    record.total_s = time.perf_counter() - start_s
+    record.log = told.getvalue()
+    return record
+
+
+def initialized_args(argv: list[str]) -> Any:
+    """Megatron's arguments, checked and made its global ones."""
+    from megatron.training import arguments, global_vars
+
+    from megatron_asynchzp import cpu_platform
+
+    with mock.patch.object(sys, "argv", ["run_pretrain", *argv]):
+        args = arguments.parse_args()
+    cpu_platform.apply_cpu_defaults(args)
+    arguments.validate_args(args, {})
+    global_vars.set_global_variables(args)
+    return args
+
+
+def pretrain(argv: list[str]) -> None:
+    """Megatron's own training of a GPT whose weights are drawn from their names. Records nothing
+    and takes nothing down; the CPU platform is in place, and the plugin's patches if asked for."""
+    from megatron.core.enums import ModelType
+    from megatron.training import argument_utils, training
+
+    from megatron_asynchzp.mcore.checkpoint.save_queue import return_results_in_process
+
+    args = initialized_args(argv)
+    if args.save and not args.async_save:
+        return_results_in_process()
+    model_config = argument_utils.gpt_config_from_args(args)
+    model_config.pre_wrap_hooks.append(seed_parameters)
+    training.pretrain(
+        argument_utils.pretrain_cfg_container_from_args(args, model_config),
+        _datasets,
+        ModelType.encoder_or_decoder,
+        _forward_step,
+    )
+
+
+def _datasets(num_samples: Any, vp_stage: int | None = None) -> tuple:
+    from megatron.training import get_args
+
+    args = get_args()
+    make = partial(LineDataset, seq_length=args.seq_length, vocab_size=args.vocab_size)
+    return make(seed=1), make(seed=2) if args.eval_iters else None, None
+
+
+_datasets.is_distributed = True  # every tensor parallel rank reads its own copy: no broadcast
+
+
+def _forward_step(data_iterator: Iterator, model: torch.nn.Module) -> tuple:
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+
+    batch = next(data_iterator)
+    if (cp_group := parallel_state.get_context_parallel_group()).size() > 1:
+        batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)
+    is_edge = [get_attr_wrapped_model(model, name) for name in ("pre_process", "post_process")]
+    if not any(is_edge):
+        batch = dict.fromkeys(batch)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(_loss, batch["loss_mask"])
+
+
+def _loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple:
+    weights = loss_mask.view(-1).float()
+    total = (losses.view(-1).float() * weights).sum()
+    num_tokens = weights.sum()
+    report = torch.stack([total.detach(), num_tokens])
+    return total, num_tokens.int(), {"lm loss": report}
+
+
+@contextlib.contextmanager
+def patched(argv: Sequence[str]) -> Iterator[None]:
+    """With the plugin's patches, where the command line asks for them."""
+    if not {"--use-asynchzp", "--use-pasa-attention"} & set(argv):
+        yield
+        return
+    from megatron_asynchzp.mcore.patches.patch import apply_patches, remove_patches
+    from megatron_asynchzp.mcore.patches.table import PATCHES
+
+    apply_patches(PATCHES)
+    try:
+        yield
+    finally:
+        remove_patches()
+
+
+@contextlib.contextmanager
+def listening(
+    begin_step: Callable[[], None],
+    end_step: Callable[[dict[str, Any]], None],
+    **others: Callable[[Any], None],
+) -> Iterator[None]:
+    """Listen to functions of Megatron's training loop; all still do their work.
+
+    begin_step: called before train_step; end_step: with the arguments of training_log, by name;
+    others: with the result of the function of that name.
+    """
+    from megatron.training import training
+
+    def heard(original: Callable, listener: Callable[[Any], None]) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            listener(result)
+            return result
+
+        return call
+
+    replaced = {name: heard(getattr(training, name), fn) for name, fn in others.items()}
+    log, step = training.training_log, replaced.get("train_step", training.train_step)
+    log_signature = signature(log)
+
+    def heard_step(*args: Any, **kwargs: Any) -> Any:
+        begin_step()
+        return step(*args, **kwargs)
+
+    def heard_log(*args: Any, **kwargs: Any) -> Any:
+        end_step(log_signature.bind(*args, **kwargs).arguments)
+        return log(*args, **kwargs)
+
+    replaced |= {"train_step": heard_step, "training_log": heard_log}
+    with mock.patch.multiple(training, **replaced):
+        yield
+
+
+class _Recorder:
+    """Fills in a record. `inspect` as in run_pretrain."""
+
+    def __init__(self, record: RunRecord, inspect: Callable | None):
+        self._record, self._inspect = record, inspect
+        self._live: tuple = ()
+        self._begin_s = 0.0
+
+    def set_up(self, built: tuple) -> None:
+        self._live = built[:2]  # model chunks, optimizer
+
+    def begin_step(self) -> None:
+        self._begin_s = time.perf_counter()
+
+    def stepped(self, _: Any) -> None:
+        self._record.step_s.append(time.perf_counter() - self._begin_s)
+
+    def end_step(self, logged: dict[str, Any]) -> None:
+        from megatron.training import get_args
+
+        self._record.steps.append(_step_record(logged))
+        if self._inspect is not None and logged["iteration"] == get_args().train_iters:
+            self._record.inspected = self._inspect(*self._live)
+
+    def evaluated(self, result: tuple) -> None:
+        self._record.validation_loss = _number((result[0] or {}).get("lm loss"))
+
+
+def _step_record(told: dict[str, Any]) -> StepRecord:
+    return StepRecord(
+        loss=_number(told["loss_dict"].get("lm loss")),
+        grad_norm=_number(told["grad_norm"]),
+        num_zeros=_number(told["num_zeros_in_grad"]),
+        loss_scale=_number(told["loss_scale"]),
+        is_skipped=bool(told["skipped_iter"]),
+        learning_rate=_number(told["learning_rate"]),
+    )
+
+
+def _number(value: Any) -> float | None:
+    """A Python float of a number or one-element tensor, in full precision."""
+    return None if value is None else float(value)
+
+
+def _fill_in_losses(record: RunRecord):
+    """Give the stages without a loss the one of the last stage."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (record.losses, record.validation_loss))
+    losses, validation_loss = next(one for one in told if None not in one[0])
+    if None in record.losses:
+        pairs = zip(record.steps, losses, strict=True)
+        record.steps = [replace(step, loss=loss) for step, loss in pairs]
+    if record.validation_loss is None:
+        record.validation_loss = validation_loss
+
+
+def close_communication():
+    """Finish what the last step left in flight while every rank is still here."""
+    if communication := sys.modules.get("megatron_asynchzp.mcore.process.communication"):
+        communication.Communication.close_all()
+
+
+def _tear_down():
+    """Leave only the default process group and the platform behind."""
+    from megatron.training import training
+
+    training.destroy_global_state()
+    if writer := sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async"):
+        writer._results_queue = None  # with it goes the process of its manager, where it has one
+    groups = dist.distributed_c10d._world.pg_map
+    for group in [group for group in groups if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+    gc.collect()  # models are cycles: hooks hold them

@@ -1,0 +1,147 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what is known of a process's memory: bytes of its CPU tensors, live and at their peak, of
+all threads, exactly; and its resident bytes, as the kernel counts them (Linux only).
+
+Without a C++ compiler there is no count of tensors (None), and no substitute: resident size and
+profilers are off by a factor on engines with threads.
+"""
+
+import ctypes
+import gc
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_SOURCE = Path(__file__).with_name("counting_allocator.cpp")
+
+
+class MemoryCountUnavailable(RuntimeError):
+    """Why memory cannot be counted here."""
+
+
+class MemoryCount:
+    """The counting allocator, installed; a process has one."""
+
+    def __init__(self, library: ctypes.CDLL):
+        self._library = library
+        for name in ("live", "peak", "allocations"):
+            getattr(library, f"asynchzp_{name}").restype = ctypes.c_int64
+        library.asynchzp_install()
+
+    @property
+    def live_nbytes(self) -> int:
+        """Of all tensors allocated since the installation and not freed yet."""
+        return self._library.asynchzp_live()
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The highest live_nbytes since the installation or reset_peak."""
+        return self._library.asynchzp_peak()
+
+    @property
+    def num_allocations(self) -> int:
+        return self._library.asynchzp_allocations()
+
+    def reset_peak(self) -> None:
+        self._library.asynchzp_reset_peak()
+
+    def uninstall(self) -> None:
+        """Count no new tensors; those counted already leave the count when they are freed."""
+        self._library.asynchzp_uninstall()
+
+
+def install_memory_count() -> MemoryCount | None:
+    """Count every CPU tensor allocated from now on; None, with one line on why, where that is
+    impossible."""
+    try:
+        return MemoryCount(ctypes.CDLL(str(compiled_library())))
+    except MemoryCountUnavailable as error:
+        print(f"memory is not counted: {error}", flush=True)
+        return None
+
+
+def compiled_library() -> Path:
+    """The shared library for this torch, compiled by the first who asks (a few seconds).
+
+    Raises MemoryCountUnavailable.
+    """
+    version = f"{torch.__version__} {_SOURCE.read_text()}"
+    digest = hashlib.sha256(version.encode()).hexdigest()[:16]
+    library = _cache_folder() / f"counting_allocator-{digest}.so"
+    if library.exists():
+        return library
+    compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
+    if compiler is None:
+        raise MemoryCountUnavailable("no C++ compiler; install g++ or name one in CXX")
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            _compile(compiler, fresh := Path(folder) / library.name)
+            fresh.replace(library)  # at once: other ranks may be compiling the same
+    except OSError as error:
+        raise MemoryCountUnavailable(f"{error}; name another folder in XDG_CACHE_HOME") from error
+    return library
+
+
+def _compile(compiler: str, library: Path) -> None:
+    torch_folder = Path(torch.__file__).parent
+    # fmt: off
+    command = [
+        compiler, "-std=c++20", "-O2", "-shared", "-fPIC", str(_SOURCE), "-o", str(library),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10",
+    ]
+    # fmt: on
+    told = subprocess.run(command, capture_output=True, text=True)
+    if told.returncode:
+        reason = next((line for line in told.stderr.splitlines() if "error" in line), told.stderr)
+        raise MemoryCountUnavailable(f"{compiler} failed: {reason.strip()[:300]}")
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "megatron_asynchzp"
+
+
+# ---- the process, as the kernel sees it
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+
+
+@dataclass(frozen=True)
+class ResidentPeak:
+    """Bytes resident before something ran, and at its highest."""
+
+    rest_nbytes: int
+    peak_nbytes: int
+
+    @property
+    def beyond_nbytes(self) -> int:
+        return self.peak_nbytes - self.rest_nbytes
+
+
+class ResidentMemory:
+    """Watches this process from its creation on. What malloc keeps for later is given back before,
+    or what follows could hide in it."""
+
+    def __init__(self):
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        _CLEAR.write_text(_RESET_PEAK)
+        self._rest_nbytes = _status("VmRSS")
+
+    def peak(self) -> ResidentPeak:
+        return ResidentPeak(self._rest_nbytes, max(self._rest_nbytes, _status("VmHWM")))
+
+
+def _status(field: str) -> int:
+    line = next(one for one in _STATUS.read_text().splitlines() if one.startswith(f"{field}:"))
+    return int(line.split()[1]) << 10

@@ -1,0 +1,47 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the server of the ranks does once (ranks.preload), so that no rank pays for it: imports what
+each rank would import, most of it late, and reads the texts of Megatron's flags.
+"""
+
+import functools
+import gc
+import importlib
+import warnings
+from argparse import ArgumentParser
+
+# Megatron imports these when it builds a tokenizer, an optimizer or a table of the start; the first
+# imports transformers, which takes longer than a whole run of the tiny GPT.
+# fmt: off
+_LATE = (
+    "megatron.core.tokenizers.text", "megatron.core.models.mimo",
+    "megatron.core.datasets.helpers_cpp", "rich.console", "rich.table", "einops", "pytest",
+)
+# fmt: on
+
+
+def _keep_docstrings() -> None:
+    """Megatron parses the source of 26 classes for the help of its flags, twice in every run."""
+    from megatron.training import arguments
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    original = ArgumentGroupFactory._get_field_docstrings
+    any_factory = ArgumentGroupFactory.__new__(ArgumentGroupFactory)
+    read = functools.cache(lambda config: original(any_factory, config))
+    ArgumentGroupFactory._get_field_docstrings = lambda _, config: read(config)
+    arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import megatron.training  # noqa: F401
+
+    for name in _LATE:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            pass  # a rank that needs it raises the error
+    _keep_docstrings()
+# A rank that collects garbage need not look at these million objects, nor copy their pages.
+gc.collect()
+gc.freeze()

@@ -1,0 +1,76 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns files of records, one JSON object a line, and the commands that turn them into Markdown or a
+picture: `python -m scripts.report.NAME FILE...`, for a picture with `--output PNG`.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+
+class RecordsError(ValueError):
+    """Records that do not belong together; the message is one line for the user."""
+
+
+def read(files: Iterable[Path]) -> list[dict]:
+    """All records of all files."""
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def append(file: Path, *records: dict) -> None:
+    """Add records to a file, which is made with its folder where it does not exist."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as out:
+        out.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def machine_line(record: dict) -> str:
+    """The machine of a run in Markdown. record: the first one of a file of compare or scaling."""
+    versions = ", ".join(f"{name} {v or '(none)'}" for name, v in record["versions"].items())
+    return (
+        f"{record['date']}, {record['cpus']} cores, no GPU, Python {record['python']}, "
+        f"{versions}; `{record['command']}`\n"
+    )
+
+
+def markdown_table(head: list[str], rows: Iterable[list[str]], num_left: int = 1) -> str:
+    """A table whose columns are aligned to the right, all but the first `num_left`."""
+    lines = [f"| {' | '.join(line)} |" for line in (head, *rows)]
+    lines.insert(1, "|" + "---|" * num_left + "---:|" * (len(head) - num_left))
+    return "\n".join(lines) + "\n"
+
+
+def print_table(name: str, made_by: str, markdown: Callable[[list[dict]], str]) -> None:
+    """The command of a table. made_by: the benchmark whose records it reads."""
+    args = _parser(name, made_by).parse_args()
+    print(_of_records(name, markdown, args.files))
+
+
+def write_picture(name: str, made_by: str, draw: Callable[[list[dict], Path], None]) -> None:
+    """The command of a picture."""
+    parser = _parser(name, made_by)
+    parser.add_argument("--output", type=Path, required=True, metavar="PNG", help="the picture")
+    args = parser.parse_args()
+    _of_records(name, lambda records: draw(records, args.output), args.files)
+
+
+def _parser(name: str, made_by: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m scripts.report.{name}")
+    parser.add_argument("files", nargs="+", type=_file, metavar="FILE", help=f"from {made_by}")
+    return parser
+
+
+def _file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such file")
+    return Path(text)
+
+
+def _of_records[T](name: str, use: Callable[[list[dict]], T], files: list[Path]) -> T:
+    try:
+        return use(read(files))
+    except RecordsError as error:
+        sys.exit(f"{name}: {error}")

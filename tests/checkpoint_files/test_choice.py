@@ -1,0 +1,110 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which of several checkpoints is the newest, and what a run without any does."""
+
+import shutil
+
+import pytest
+
+from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint, list_unfinished
+from megatron_asynchzp.checkpoint_files.errors import CheckpointError
+from megatron_asynchzp.checkpoint_files.saving import complete_directory
+from tests.support.checkpoint_damage import (
+    DATA,
+    HARMFUL,
+    HARMLESS,
+    MANIFEST,
+    NEWER,
+    OLDER,
+    TRACKER,
+    flip,
+)
+
+# fmt: off
+_LEFTOVERS = ("a newer empty directory", "a newer save with half a file",
+              "a newer save without metadata", "a newer save without its last file")
+# fmt: on
+
+
+@pytest.mark.parametrize("kind", _LEFTOVERS)
+def test_an_interrupted_newer_save_is_logged(folder, kind):
+    HARMLESS[kind](folder)
+    (line,) = choose_checkpoint(folder).lines
+    assert line == f"{folder}: iter_0000006 is skipped: its save was interrupted"
+
+
+@pytest.mark.parametrize("kind", _LEFTOVERS)
+def test_a_run_that_died_in_its_first_save_starts_from_scratch(folder, kind):
+    HARMLESS[kind](folder)
+    for gone in (folder / OLDER, folder / NEWER):
+        shutil.rmtree(gone)
+    with pytest.raises(CheckpointError, match="no intact checkpoint"):
+        choose_checkpoint(folder)  # the tracker names a checkpoint that was there
+    (folder / TRACKER).unlink()
+    assert choose_checkpoint(folder) is None
+    assert list_unfinished(folder) == ["iter_0000006"]
+
+
+def test_the_step_that_was_asked_for_is_the_one_that_is_loaded(folder):
+    assert choose_checkpoint(folder, 2).iteration == 2
+
+
+def test_a_damaged_step_that_was_asked_for_is_refused_naming_the_newest_intact_one(folder):
+    HARMFUL["data files exchanged"](folder)
+    HARMLESS["a newer empty directory"](folder)
+    with pytest.raises(CheckpointError, match="--ckpt-step 4: .*; the newest intact .* 2$"):
+        choose_checkpoint(folder, 4)
+    with pytest.raises(CheckpointError, match="--ckpt-step 3: .* no such directory; .* 2$"):
+        choose_checkpoint(folder, 3)
+    with pytest.raises(CheckpointError, match="--ckpt-step 6: .* its save was interrupted; .* 2$"):
+        choose_checkpoint(folder, 6)
+
+
+def test_a_run_that_went_back_continues_from_where_it_is_now(folder):
+    (folder / NEWER).rename(folder / "iter_0000009")
+    (folder / "iter_0000009" / MANIFEST).unlink()
+    complete_directory(folder / "iter_0000009")
+    complete_directory(folder / OLDER)  # saved again, later
+    (folder / TRACKER).write_text("2")
+    assert choose_checkpoint(folder).iteration == 2
+    (folder / TRACKER).unlink()
+    assert choose_checkpoint(folder).iteration == 2
+    shutil.rmtree(folder / OLDER)
+    assert choose_checkpoint(folder).iteration == 9  # better than nothing
+
+
+def test_without_manifests_the_tracker_decides_whatever_times_a_copy_has(stock_folder):
+    (stock_folder / OLDER / "metadata.json").touch()
+    assert choose_checkpoint(stock_folder).folder.name == NEWER
+    (stock_folder / TRACKER).unlink()
+    assert choose_checkpoint(stock_folder).folder.name == NEWER
+
+
+def test_a_release_is_chosen_where_the_tracker_names_it_and_verified(folder):
+    shutil.rmtree(folder / OLDER)
+    (folder / NEWER).rename(folder / "release")
+    (folder / "release" / MANIFEST).unlink()
+    (folder / TRACKER).write_text("release")
+    choice = choose_checkpoint(folder)
+    assert choice.is_release and choice.iteration == 0
+    path = folder / "release" / DATA[0]
+    path.write_bytes(flip(path.read_bytes(), -98 - 20))  # in the last name of the zip directory
+    with pytest.raises(CheckpointError, match="release: __0_0.distcp: "):
+        choose_checkpoint(folder)
+
+
+def test_an_empty_or_missing_directory_is_a_run_from_the_beginning(tmp_path):
+    assert choose_checkpoint(tmp_path) is None
+    assert choose_checkpoint(tmp_path / "missing") is None
+
+
+def test_a_tracker_without_any_checkpoint_is_not_a_beginning(tmp_path):
+    (tmp_path / TRACKER).write_text("4")
+    with pytest.raises(CheckpointError, match=f"has {TRACKER}, but no checkpoint; remove"):
+        choose_checkpoint(tmp_path)
+
+
+def test_a_load_directory_that_is_a_file_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="--load .*file: Not a directory"):
+        choose_checkpoint(tmp_path / "file")

@@ -1,0 +1,48 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""One run at a time saves into a directory."""
+
+import os
+import signal
+
+import pytest
+
+from megatron_asynchzp.checkpoint_files.errors import CheckpointError
+from megatron_asynchzp.checkpoint_files.lock import OWNER, SaveLock
+from megatron_asynchzp.testbed import ranks
+
+
+def _claim_and_wait(folder: str, out) -> None:
+    out.send(SaveLock.claim(folder))
+    if os.fork() == 0:  # as Megatron's writers, which may outlive the run
+        signal.pause()
+    signal.pause()
+
+
+@pytest.fixture
+def owner(tmp_path):
+    """A process that owns the directory, with a child."""
+    receiver, sender = ranks._CONTEXT.Pipe(duplex=False)
+    process = ranks._CONTEXT.Process(target=_claim_and_wait, args=(str(tmp_path), sender))
+    process.start()
+    assert receiver.recv() is None
+    yield process
+    process.kill()
+    SaveLock.release_all()
+
+
+def test_a_second_run_is_refused_until_the_first_is_gone_however_it_went(tmp_path, owner):
+    with pytest.raises(CheckpointError, match="another run is saving there") as refused:
+        SaveLock.claim(tmp_path)
+    assert f"process {owner.pid} on " in str(refused.value) and "\n" not in str(refused.value)
+    owner.kill()
+    owner.join()
+    assert SaveLock.claim(tmp_path) is None
+    assert SaveLock.claim(tmp_path) is None  # again is the same as once
+    assert (tmp_path / OWNER).read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_a_save_directory_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="--save .*/file/run: Not a directory"):
+        SaveLock.claim(tmp_path / "file" / "run")

@@ -1,0 +1,62 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Records by how much stock Megatron differs from stock Megatron, for each configuration whose
+parity bounds follow from it (see [Note: bounds] in tests/support/parity.py):
+
+    python -m tests.mcore.stock_noise      # replaces docs/results/records/stock_noise.jsonl
+
+Stock DDP is the reference, as in the parity tests. The others add the same numbers in another
+order: the distributed optimizer with its overlaps, and DDP with smaller buckets. Of each
+configuration the worst relative differences of a loss and of a gradient norm are kept, over as many
+steps as the slow tests take.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from megatron_asynchzp.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER, run_pretrain
+from megatron_asynchzp.testbed.ranks import run_ranks
+from tests.mcore.test_parity import ONE_RANK_MODELS, TWO_RANK_MODELS
+from tests.support.parity import NOISE_RECORD, Variant, worst_difference
+
+COMMAND = "python -m tests.mcore.stock_noise"
+STEPS = 20
+OTHER_ORDERS = (
+    DISTRIBUTED_OPTIMIZER,  # which knows no SGD
+    ["--overlap-grad-reduce", "--ddp-bucket-size", "10000"],
+    ["--overlap-grad-reduce", "--ddp-bucket-size", "40000"],
+)
+
+
+def measure(variants: Sequence[Variant]) -> list[dict]:
+    """One row per variant. For all ranks of a world."""
+    rows = []
+    for variant in variants:
+        argv = variant.argv(STEPS)
+        reference = run_pretrain(argv)
+        orders = OTHER_ORDERS[1:] if "sgd" in variant.flags else OTHER_ORDERS
+        others = [run_pretrain([*argv, *flags]) for flags in orders]
+        losses = [worst_difference(other.losses, reference.losses) for other in others]
+        norms = [worst_difference(other.grad_norms, reference.grad_norms) for other in others]
+        worst = {"worst_loss": max(losses), "worst_grad_norm": max(norms)}
+        rows.append({"configuration": variant.name, "steps": STEPS} | worst)
+    return rows
+
+
+def main() -> None:
+    date = datetime.now(UTC).date().isoformat()
+    one_rank = [variant for variant in ONE_RANK_MODELS if variant.is_noisy]
+    two_ranks = [variant for variant in TWO_RANK_MODELS if variant.is_noisy]
+    lines = []
+    for ranks, variants in ((4, one_rank), (8, [*one_rank, *two_ranks])):
+        for row in run_ranks(measure, ranks, variants, timeout_s=1800)[0]:
+            lines.append(json.dumps({"command": COMMAND, "date": date, "ranks": ranks} | row))
+            print(lines[-1], file=sys.stderr)
+    NOISE_RECORD.parent.mkdir(parents=True, exist_ok=True)
+    NOISE_RECORD.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""States are sharded over data x context parallel ranks: with two of each, and three different
+sizes, a run prints the losses and gradient norms of stock DDP on the same ranks."""
+
+from tests.support.parity import Sizes, Variant, assert_equal_runs, compare
+from tests.support.world import on_ranks
+
+# Megatron's local attention refuses context parallelism; both sides take PASA.
+CONTEXT = ("--context-parallel-size", "2", "--use-pasa-attention", "--clip-grad", "0.5")
+STEPS = 8
+
+
+def check(flags: tuple[str, ...], all_sizes: list[Sizes]) -> None:
+    variant = Variant("context parallel", (*CONTEXT, *flags), model_ranks=2)
+    cases = [(variant, all_sizes)]
+    assert_equal_runs(on_ranks(compare, 4, cases, STEPS, timeout_s=300)[0])
+
+
+def test_states_are_sharded_over_data_and_context_parallel_ranks_as_in_stock():
+    """(2, 1, 2) would also fit the two data-parallel ranks alone."""
+    check((), [(1, 2, 4), (2, 1, 2)])
+
+
+def test_a_loss_per_token_and_ranks_that_start_differently_are_stock_ddp():
+    check(("--calculate-per-token-loss", "--data-parallel-random-init"), [(2, 2, 4)])

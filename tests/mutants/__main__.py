@@ -1,0 +1,125 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Breaks the code on purpose and shows which test notices:
+
+python -m tests.mutants                all mutants; ends with status 1 where one is not caught
+python -m tests.mutants NAME...        some of them
+python -m tests.mutants --write        all, and replaces docs/results/mutants.md and its record
+python -m tests.mutants --list         names only
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from tests.mutants.catalogue import MUTANTS, Mutant
+from tests.mutants.run import ROOT, MutantError, Outcome, run_mutants
+
+COMMAND = "python -m tests.mutants --write"
+TABLE = ROOT / "docs" / "results" / "mutants.md"
+RECORD = ROOT / "docs" / "results" / "records" / "mutants.jsonl"
+_INTRODUCTION = """# The tests notice
+
+Each row is a fault put into a copy of the code on purpose, and the one fast test that failed
+because of it. Every test passed before on the unharmed copy. A fast test checks that each fault
+still fits the code; the slow tests run them all.
+"""
+
+
+def choose(names: Sequence[str]) -> list[Mutant]:
+    """Those of these names, or all. Raises MutantError for a name that is none."""
+    by_name = {mutant.name: mutant for mutant in MUTANTS}
+    if unknown := [name for name in names if name not in by_name]:
+        raise MutantError(f"{', '.join(unknown)}: no such mutant; --list names them")
+    return [by_name[name] for name in names] or MUTANTS
+
+
+def rows_of(outcomes: Sequence[Outcome], date: str) -> list[dict]:
+    """The record: one JSON object for each mutant."""
+    return [
+        {
+            "command": COMMAND,
+            "date": date,
+            "mutant": outcome.mutant.name,
+            "breaks": outcome.mutant.breaks,
+            "file": outcome.mutant.path,
+            "test": outcome.mutant.test,
+            "is_caught": outcome.is_caught,
+            "seconds": round(outcome.seconds, 1),
+        }
+        for outcome in outcomes
+    ]
+
+
+def merge(old: Sequence[dict], new: Sequence[dict]) -> list[dict]:
+    """`new` in place of the rows of the same mutants, in the order of the catalogue."""
+    by_name = {row["mutant"]: row for row in [*old, *new]}
+    return [by_name[mutant.name] for mutant in MUTANTS if mutant.name in by_name]
+
+
+def write(new: Sequence[dict]) -> None:
+    """Bring the record and the page up to date."""
+    old = RECORD.read_text().splitlines() if RECORD.is_file() else []
+    rows = merge([json.loads(line) for line in old], new)
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    RECORD.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    TABLE.write_text(table_of(rows))
+
+
+def table_of(rows: Sequence[dict]) -> str:
+    """The Markdown page of a record."""
+    caught = sum(row["is_caught"] for row in rows)
+    lines = [
+        _INTRODUCTION,
+        f"{max(row['date'] for row in rows)} · `{COMMAND}` · {caught} of {len(rows)} caught · "
+        "[record](records/mutants.jsonl)\n",
+        "| mutant | what it breaks | file | test that caught it | s |",
+        "|---|---|---|---|---:|",
+    ]
+    for row in rows:
+        test = row["test"].removeprefix("tests/") if row["is_caught"] else "**none**"
+        file = row["file"].partition("/")[2]
+        cells = (row["mutant"], row["breaks"], f"`{file}`", f"`{test}`", f"{row['seconds']:.0f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def report(outcome: Outcome) -> None:
+    told = "caught by" if outcome.is_caught else "NOT CAUGHT by"
+    mutant = outcome.mutant
+    print(f"{mutant.name:32} {told} {mutant.test}  {outcome.seconds:.0f} s", flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants", description="Breaks the code and shows which test notices."
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to run; default: all")
+    parser.add_argument("--write", action="store_true", help="bring page and record up to date")
+    parser.add_argument("--list", action="store_true", help="print the names and end")
+    parser.add_argument("--at-once", type=int, default=2, metavar="N", help="tests run together")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_arguments()
+    try:
+        mutants = choose(args.names)
+        if args.list:
+            print("\n".join(mutant.name for mutant in mutants))
+            return 0
+        outcomes = run_mutants(mutants, args.at_once, report)
+    except MutantError as error:
+        print(f"tests.mutants: {error}", file=sys.stderr)
+        return 2
+    if args.write:
+        write(rows_of(outcomes, datetime.now(UTC).date().isoformat()))
+    caught = sum(outcome.is_caught for outcome in outcomes)
+    print(f"{caught} of {len(outcomes)} mutants were caught")
+    return 0 if caught == len(outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

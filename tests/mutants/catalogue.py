@@ -1,0 +1,618 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to break the code, each with the smallest fast test that notices."""
+
+from dataclasses import dataclass
+
+PACKAGE = "megatron_asynchzp"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One deliberate fault.
+
+    name: for the command line; breaks: the law or promise that no longer holds; file: in the
+    package; old, new: text that occurs exactly once in the file, and what replaces it; test: the
+    pytest address of the one test that must fail.
+    """
+
+    name: str
+    breaks: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+    @property
+    def path(self) -> str:
+        return f"{PACKAGE}/{self.file}"
+
+    @property
+    def test_function(self) -> tuple[str, str]:
+        """File and function of the test, without parameters."""
+        file, _, function = self.test.partition("::")
+        return file, function.partition("[")[0]
+
+
+# ---- where every byte lives -------------------------------------------------------------------
+
+_TOPOLOGY = "tests/sharding/test_topology.py::test_"
+_LAYOUT = "tests/sharding/test_layout.py::test_"
+
+SHARDING = [
+    Mutant(
+        "shard-axis-order",
+        "law 1: a rank's shard is cut axis by axis, the inner one first",
+        "sharding/topology.py",
+        "for axis in self.axes_between(1, shard_size):",
+        "for axis in reversed(self.axes_between(1, shard_size)):",
+        f"{_TOPOLOGY}a_ranks_optimizer_shard_lies_within_its_gradient_and_its_parameter_shard",
+    ),
+    Mutant(
+        "sizes-that-do-not-nest",
+        "law 1: sizes that do not nest are refused",
+        "sharding/topology.py",
+        "if large % small:",
+        "if False:",
+        f"{_TOPOLOGY}exactly_the_nested_sizes_are_accepted",
+    ),
+    Mutant(
+        "replica-index",
+        "one replica of each optimizer shard counts in norms",
+        "sharding/topology.py",
+        "return self.rank // self.sizes.optim",
+        "return self.rank % self.sizes.optim",
+        f"{_TOPOLOGY}ranks_with_the_same_optimizer_shard_are_the_replicas_and_one_of_them_counts",
+    ),
+    Mutant(
+        "expert-sizes",
+        "the sizes of experts nest in their smaller group",
+        "sharding/topology.py",
+        "ShardSizes(*(gcd(size, world_size)",
+        "ShardSizes(*(min(size, world_size)",
+        f"{_TOPOLOGY}sizes_restricted_to_a_smaller_group_still_nest",
+    ),
+    Mutant(
+        "range-intersection",
+        "an empty part of a parameter has no elements",
+        "sharding/topology.py",
+        "return Range(start, max(start, min(self.stop, other.stop)))",
+        "return Range(start, min(self.stop, other.stop))",
+        f"{_LAYOUT}a_shard_filled_from_parameters_holds_exactly_its_part_of_each",
+    ),
+    Mutant(
+        "param-offsets",
+        "every parameter begins at an aligned offset",
+        "sharding/layout.py",
+        "offset = round_up(offset + count, PARAM_ALIGNMENT_NUMEL)",
+        "offset = offset + count",
+        f"{_LAYOUT}parameters_are_aligned_disjoint_and_in_order_and_the_whole_divides",
+    ),
+    Mutant(
+        "layout-padding",
+        "the flat buffer divides over the optimizer shards",
+        "sharding/layout.py",
+        "num_shards * PARAM_ALIGNMENT_NUMEL)",
+        "PARAM_ALIGNMENT_NUMEL)",
+        f"{_LAYOUT}parameters_are_aligned_disjoint_and_in_order_and_the_whole_divides",
+    ),
+    Mutant(
+        "checkpoint-boxes",
+        "the boxes of a shard in a checkpoint are its elements",
+        "sharding/boxes.py",
+        "first, last = -(-start // row_numel), stop // row_numel",
+        "first, last = start // row_numel, stop // row_numel",
+        "tests/sharding/test_boxes.py::"
+        "test_the_boxes_are_the_elements_of_the_range_one_after_another",
+    ),
+]
+
+# ---- when bytes move --------------------------------------------------------------------------
+
+_COLLECTIVES = (
+    "tests/comm/test_collectives.py::"
+    "test_gathering_and_reducing_over_any_nesting_puts_every_element_at_its_owner"
+)
+_TRAFFIC = (
+    "tests/zero/test_traffic.py::"
+    "test_parameters_travel_in_the_models_dtype_and_gradients_in_fp32_as_often_as_the_sizes_ask"
+)
+_RACES_OF_STREAMS = (
+    "tests/zero/test_happens_before.py::test_every_two_conflicting_accesses_of_streams_are_ordered"
+)
+_RACES_OF_THREADS = (
+    "tests/zero/test_happens_before.py::"
+    "test_every_two_conflicting_accesses_of_threads_on_a_cpu_are_ordered"
+)
+_SWAPPED = (
+    "tests/zero/test_divergent_order.py::"
+    "test_two_swapped_modules_of_one_size_are_named_with_one_message_on_all_ranks[threaded]"
+)
+
+COMMUNICATION = [
+    Mutant(
+        "gather-axis-order",
+        "law 2: the outermost axis is gathered first",
+        "comm/collectives.py",
+        "inner, outer = axes[0], axes[1:]",
+        "inner, outer = axes[-1], axes[:-1]",
+        _COLLECTIVES,
+    ),
+    Mutant(
+        "reduce-axis-order",
+        "law 2: the innermost axis is reduced first",
+        "comm/collectives.py",
+        "in zip(axes, shards, strict=True):",
+        "in zip(reversed(axes), shards, strict=True):",
+        _COLLECTIVES,
+    ),
+    Mutant(
+        "shared-communicator",
+        "gathers and reductions have communicators of their own",
+        "comm/groups.py",
+        'grad_reduce=along("reduce"',
+        'grad_reduce=along("gather"',
+        f"{_TRAFFIC}[sizes3-dtype3]",
+    ),
+    Mutant(
+        "order-check-of-the-last-entry",
+        "law 3: what the ranks compare covers all that was issued",
+        "comm/order_check.py",
+        "value = zlib.crc32(entry.encode(), value)",
+        "value = zlib.crc32(entry.encode())",
+        _SWAPPED,
+    ),
+    Mutant(
+        "no-order-check",
+        "law 3: the ranks compare what they issued",
+        "zero/step.py",
+        "if not self._checks_order:",
+        "if True:",
+        _SWAPPED,
+    ),
+    Mutant(
+        "views-are-overwritten",
+        "law 5: memory that somebody still views is not reused",
+        "comm/ring.py",
+        "            time.sleep(_VIEW_CHECK_PAUSE_S)\n        return True",
+        "            time.sleep(_VIEW_CHECK_PAUSE_S)\n        return False",
+        "tests/zero/test_saved_views.py::"
+        "test_a_view_that_hooks_cannot_see_keeps_its_memory_and_without_that_guard_would_be_wrong",
+    ),
+    Mutant(
+        "early-slot-release",
+        "law 5: a slot is rewritten only after its last reader",
+        "comm/ring.py",
+        "slot.free_event = free_event",
+        "slot.free_event = None",
+        _RACES_OF_STREAMS,
+    ),
+    Mutant(
+        "submit-waits",
+        "law 6: submitting never waits for the network",
+        "comm/driver.py",
+        "self._queues else task.lane].put(task)",
+        "self._queues else task.lane].put(task)\n        task.await_usable()",
+        "tests/comm/test_driver.py::"
+        "test_submit_returns_in_the_threaded_schedule_while_every_lane_waits_for_the_network",
+    ),
+    Mutant(
+        "submit-waits-for-gathers",
+        "law 6: computation goes on while the next gather is in flight",
+        "zero/gathers.py",
+        "            self._start_gather(unit, slot)\n        return slot is not None",
+        "            self._start_gather(unit, slot)\n"
+        "            self._gathers[unit].await_usable()\n"
+        "        return slot is not None",
+        "tests/zero/test_asynchrony.py::"
+        "test_forward_goes_on_while_the_next_gather_is_held_and_backward_while_a_reduction_is",
+    ),
+    Mutant(
+        "backward-waits-for-reductions",
+        "law 6: backward goes on while gradients are on their way",
+        "zero/reductions.py",
+        "self._last_reduction[unit] = task",
+        "self._last_reduction[unit] = task\n        task.wait()",
+        "tests/zero/test_asynchrony.py::"
+        "test_forward_goes_on_while_the_next_gather_is_held_and_backward_while_a_reduction_is",
+    ),
+    Mutant(
+        "streams-ignore-earlier-jobs",
+        "a task begins after those whose results it reads",
+        "comm/driver.py",
+        "for event in (*self.ready, *(task.event for task in self.after)):",
+        "for event in self.ready:",
+        _RACES_OF_STREAMS,
+    ),
+    Mutant(
+        "threads-ignore-earlier-jobs",
+        "a task begins after those whose results it reads",
+        "comm/driver.py",
+        "for other in task.after:\n            other.await_usable()",
+        "for other in ():\n            other.await_usable()",
+        _RACES_OF_THREADS,
+    ),
+    Mutant(
+        "earlier-reductions-of-a-unit",
+        "the last reduction of a unit is complete after all of its reductions",
+        "comm/driver.py",
+        "if other.lane == task.lane:",
+        "if False:",
+        _RACES_OF_THREADS,
+    ),
+]
+
+# ---- who asks ---------------------------------------------------------------------------------
+
+_FIRST_GRADIENTS = (
+    "tests/zero/test_traffic.py::"
+    "test_the_first_gradients_of_a_bf16_model_are_those_of_plain_torch_summed_in_fp32"
+)
+_MAIN_PARAMS = (
+    "tests/zero/test_main_params.py::"
+    "test_updates_smaller_than_bf16_can_see_add_up_as_in_a_plain_fp32_adam"
+)
+_UNIT = "tests/zero/test_unit.py::test_"
+_SCHEDULES = "tests/zero/test_schedules.py::test_"
+_DDP = "tests/zero/test_engine_parity.py::test_every_nesting_on_2_and_4_ranks_follows_ddp"
+
+ENGINE = [
+    Mutant(
+        "grad-scale",
+        "gradients are the mean over the sharding group",
+        "zero/unit.py",
+        "own.mul_(scale)",
+        "own.mul_(1.0)",
+        _FIRST_GRADIENTS,
+    ),
+    Mutant(
+        "replicas-keep-their-own-sum",
+        "replicas of an optimizer shard hold the same gradient",
+        "zero/unit.py",
+        "yield from all_reduce_steps(shard, groups.replica_sync)",
+        "yield from ()",
+        _FIRST_GRADIENTS,
+    ),
+    Mutant(
+        "grad-ring-dtype",
+        "gradients are reduced in fp32",
+        "zero/reductions.py",
+        "dtype=torch.float32, device=unit.device)",
+        "dtype=unit.dtype, device=unit.device)",
+        f"{_TRAFFIC}[sizes3-dtype3]",
+    ),
+    Mutant(
+        "main-grad-dtype",
+        "gradients of micro-batches are added up in fp32",
+        "zero/unit.py",
+        "self._new_buffer(self._range(sizes.grad), torch.float32)",
+        "self._new_buffer(self._range(sizes.grad), self.dtype)",
+        _FIRST_GRADIENTS,
+    ),
+    Mutant(
+        "main-param-dtype",
+        "main parameters are fp32",
+        "zero/unit.py",
+        "self._new_buffer(self.optim_range, torch.float32)",
+        "self._new_buffer(self.optim_range, self.dtype)",
+        _MAIN_PARAMS,
+    ),
+    Mutant(
+        "main-params-from-the-model",
+        "what an update adds to a main parameter stays, seen by the model or not",
+        "zero/unit.py",
+        "copy_(self.main_param.storage)",
+        "copy_(self.main_param.storage)\n            self.copy_model_to_main()",
+        _MAIN_PARAMS,
+    ),
+    Mutant(
+        "gradients-replace-each-other",
+        "gradients of one parameter add up",
+        "zero/unit.py",
+        "target.add_(param.grad)",
+        "target.copy_(param.grad)",
+        _FIRST_GRADIENTS,
+    ),
+    Mutant(
+        "stale-gradients-in-a-slot",
+        "a weight without a gradient counts as zero",
+        "zero/unit.py",
+        "full[reached:].zero_()",
+        "pass",
+        f"{_UNIT}weights_without_a_gradient_count_as_zero",
+    ),
+    Mutant(
+        "gradients-of-the-last-step",
+        "a step begins without gradients",
+        "zero/unit.py",
+        "self.main_grad.storage.zero_()",
+        "pass",
+        _MAIN_PARAMS,
+    ),
+    Mutant(
+        "no-param-sync",
+        "what the optimizer writes is what every rank gathers",
+        "zero/unit.py",
+        "yield from self.complete_param_steps()",
+        "yield from ()",
+        _MAIN_PARAMS,
+    ),
+    Mutant(
+        "placeholder-of-zeros",
+        "law 5: a parameter that is not gathered reads as NaN",
+        "zero/unit.py",
+        'float("nan")',
+        "0.0",
+        f"{_UNIT}a_sharded_parameter_keeps_its_shape_and_reads_as_nan_until_it_is_gathered",
+    ),
+    Mutant(
+        "saved-view-offset",
+        "law 5: a view that autograd saved is the same part of the unit in backward",
+        "zero/autograd.py",
+        "offset = int(tensor.storage_offset())",
+        "offset = 0",
+        f"{_UNIT}views_of_weights_that_autograd_saved_are_right_in_backward",
+    ),
+    Mutant(
+        "recompute-gathers-again",
+        "recomputation costs no communication",
+        "zero/autograd.py",
+        "if self._batch.depth[unit] == 0 and not self._batch.in_backward:",
+        "if self._batch.depth[unit] == 0:",
+        "tests/zero/test_traffic.py::test_recomputation_sends_nothing",
+    ),
+    Mutant(
+        "tied-weights-reduced-early",
+        "the gradient of a tied weight is complete when it is reduced",
+        "zero/autograd.py",
+        "if unit not in self._reduce_last:",
+        "if True:",
+        _DDP,
+    ),
+    Mutant(
+        "sync-before-reduction",
+        "the sum over the sharding group has all micro-batches in it",
+        "zero/reductions.py",
+        "after=(self._last_reduction.get(unit), *after),",
+        "after=(*after,),",
+        _RACES_OF_THREADS,
+    ),
+    Mutant(
+        "grad-slot-returned-early",
+        "a slot of gradients is rewritten only after its reduction",
+        "zero/reductions.py",
+        "unit, slot, task = self._reductions.popleft()\n        task.wait()",
+        "unit, slot, task = self._reductions.popleft()",
+        _RACES_OF_THREADS,
+    ),
+    Mutant(
+        "gather-before-the-optimizer",
+        "a gather reads shards that the optimizer has finished",
+        "zero/gathers.py",
+        "ready=(self._shards_written, slot.free_event),",
+        "ready=(slot.free_event,),",
+        _RACES_OF_STREAMS,
+    ),
+    Mutant(
+        "optimizer-before-the-last-sync",
+        "the optimizer waits for a shard that is still being read",
+        "zero/step.py",
+        "            self.gathers.drop_spares()\n            self.gathers.join_syncs()",
+        "            self.gathers.drop_spares()",
+        _RACES_OF_THREADS,
+    ),
+    Mutant(
+        "order-of-rebuilding",
+        "shards are rebuilt in the order of their first use",
+        "zero/gathers.py",
+        "for unit in dict.fromkeys([*self._used, *self._units]):",
+        "for unit in self._units:",
+        f"{_SCHEDULES}parameter_shards_are_rebuilt_in_the_order_of_their_first_use[sizes3]",
+    ),
+    Mutant(
+        "dropped-at-the-turn",
+        "the last unit of forward stays gathered for backward",
+        "zero/gathers.py",
+        "if self._is_next(unit):",
+        "if False:",
+        f"{_SCHEDULES}a_unit_stays_gathered_until_something_else_has_to_be_gathered_first",
+    ),
+    Mutant(
+        "no-prefetch",
+        "law 6: the next unit is gathered while this one computes",
+        "zero/config.py",
+        'return 0 if self.kind == "inline" else self.prefetch_depth',
+        "return 0",
+        "tests/zero/test_asynchrony.py::"
+        "test_forward_goes_on_while_the_next_gather_is_held_and_backward_while_a_reduction_is",
+    ),
+]
+
+# ---- what Megatron sees -----------------------------------------------------------------------
+
+_CONTEXT = (
+    "tests/mcore/test_context_parallel.py::"
+    "test_states_are_sharded_over_data_and_context_parallel_ranks_as_in_stock"
+)
+_PER_TOKEN = (
+    "tests/mcore/test_context_parallel.py::"
+    "test_a_loss_per_token_and_ranks_that_start_differently_are_stock_ddp"
+)
+
+ADAPTER = [
+    Mutant(
+        "dp-for-dp-x-cp",
+        "states are sharded over data x context parallel ranks",
+        "mcore/data_parallel.py",
+        "over(pg_collection.dp_cp, sizes)",
+        "over(pg_collection.dp, sizes)",
+        _CONTEXT,
+    ),
+    Mutant(
+        "mean-over-dp",
+        "gradients are the mean over data x context parallel ranks",
+        "mcore/data_parallel.py",
+        "1.0 / self.dp_cp_group.size()",
+        "1.0 / pg_collection.dp.size()",
+        _CONTEXT,
+    ),
+    Mutant(
+        "norm-of-replicas",
+        "each element counts once in the gradient norm",
+        "mcore/optimizer.py",
+        "if unit.groups.topology.replica_index == 0:",
+        "if True:",
+        _CONTEXT,
+    ),
+    Mutant(
+        "norm-of-one-shard",
+        "the gradient norm is that of the whole model",
+        "mcore/optimizer.py",
+        "self.grad_stats_parallel_group = dist.group.WORLD",
+        "self.grad_stats_parallel_group = pg_collection.tp",
+        _CONTEXT,
+    ),
+    Mutant(
+        "step-count",
+        "an iteration is one step of the optimizer",
+        "mcore/optimizer.py",
+        "return self.step_with_ready_grads(), grad_norm, num_zeros",
+        "self.step_with_ready_grads()\n"
+        "        return self.step_with_ready_grads(), grad_norm, num_zeros",
+        _CONTEXT,
+    ),
+    Mutant(
+        "weight-decay",
+        "biases and norms do not decay",
+        "mcore/optimizer.py",
+        'group["params"] = [fragment for fragment in owned if fragment is not None]',
+        'group["params"] = [fragment for fragment in owned if fragment is not None]\n'
+        '        group["wd_mult"] = 1.0',
+        _CONTEXT,
+    ),
+    Mutant(
+        "clipping",
+        "gradients are clipped at --clip-grad",
+        "mcore/optimizer.py",
+        "self.clip_grad_norm(self.config.clip_grad)",
+        "self.clip_grad_norm(0.5 * self.config.clip_grad)",
+        _CONTEXT,
+    ),
+    Mutant(
+        "zeros-of-replicas",
+        "each element counts once in the number of zeros",
+        "mcore/optimizer.py",
+        "self._parameters.counted(self.get_parameters()),",
+        "self.get_parameters(),",
+        _CONTEXT,
+    ),
+    Mutant(
+        "mean-of-a-sum-per-token",
+        "a loss per token is a sum that Megatron divides itself",
+        "mcore/data_parallel.py",
+        "1.0 if config.calculate_per_token_loss else",
+        "1.0 if False else",
+        _PER_TOKEN,
+    ),
+    Mutant(
+        "gradients-are-not-scaled",
+        "Megatron's own scaling of gradients reaches the shards",
+        "mcore/data_parallel.py",
+        "mul_(scaling_factor)",
+        "mul_(1.0)",
+        _PER_TOKEN,
+    ),
+    Mutant(
+        "no-broadcast",
+        "ranks that were initialised differently start as the first of them",
+        "mcore/data_parallel.py",
+        "        if data_parallel_random_init:",
+        "        if False:",
+        _PER_TOKEN,
+    ),
+    Mutant(
+        "gradients-that-are-not-numbers",
+        "a NaN in the gradients stops the run",
+        "mcore/data_parallel.py",
+        "if self.ddp_config.check_for_nan_in_grad:",
+        "if False:",
+        "tests/mcore/test_odd_ranks.py::"
+        "test_a_gradient_that_is_not_a_number_stops_the_run_before_it_reaches_the_weights",
+    ),
+    Mutant(
+        "padding-only-ranks",
+        "a rank that owns no element steps with the others",
+        "mcore/optimizer.py",
+        "        if self.get_parameters():",
+        "        if True:",
+        "tests/mcore/test_odd_ranks.py::"
+        "test_a_rank_that_owns_no_element_still_steps_clips_and_unscales_with_the_others",
+    ),
+]
+
+# ---- PASA -------------------------------------------------------------------------------------
+
+_EXACT = "tests/attention/test_equivalence.py::test_in_fp64_every_mode_is_softmax_attention"
+
+ATTENTION = [
+    Mutant(
+        "psi-term",
+        "scores of blocks with different shifts are compared in one frame",
+        "attention/reference/block.py",
+        "score = score + scale * gemm(q_BGND.to(vector), c_BGD1, vector)",
+        "pass",
+        _EXACT,
+    ),
+    Mutant(
+        "r-term",
+        "dQ has the part that the shift took off the keys",
+        "attention/reference/block.py",
+        "return ds_BGNn.sum(-1, keepdim=True) * c_BG1D",
+        "return 0 * c_BG1D",
+        _EXACT,
+    ),
+    Mutant(
+        "shifted-lse",
+        "the LSE is that of the true scores",
+        "attention/reference/block.py",
+        "true_lse_BGN = lse_BGN + frame_BGN[..., 0]",
+        "true_lse_BGN = lse_BGN",
+        _EXACT,
+    ),
+    Mutant(
+        "published-psi-term",
+        "scores of blocks with different means are compared in one frame",
+        "attention/reference/paper.py",
+        "new = block_maximum + inv * (block.mean_BGN - new_average)",
+        "new = block_maximum",
+        _EXACT,
+    ),
+    Mutant(
+        "recovery-factor",
+        "Inv = beta / (1 - beta)",
+        "attention/shifting.py",
+        "return beta / (1 - beta)",
+        "return 1 / (1 - beta)",
+        "tests/attention/test_shifting.py::"
+        "test_the_recovery_factors_of_blocks_of_128_are_those_of_the_paper",
+    ),
+    Mutant(
+        "shift-of-masked-keys",
+        "keys that nobody attends do not reach the mean",
+        "attention/key_shift.py",
+        "k_BGTD = zero_unused(k_BGTD, used_BT)\n    with torch.no_grad():\n"
+        "        shift_BGJD, mean_BG1D = _means",
+        "pass\n    with torch.no_grad():\n        shift_BGJD, mean_BG1D = _means",
+        "tests/attention/test_delegate.py::test_padding_may_hold_anything",
+    ),
+    Mutant(
+        "values-are-not-restored",
+        "what is taken off the values is added to the output",
+        "attention/key_shift.py",
+        "return output_BHSE + shift_BHSE",
+        "return output_BHSE",
+        "tests/attention/test_delegate.py::test_in_fp64_it_is_softmax_attention_and_its_gradients",
+    ),
+]
+
+MUTANTS = [*SHARDING, *COMMUNICATION, *ENGINE, *ADAPTER, *ATTENTION]

@@ -1,0 +1,148 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Applies mutants, each to a copy of the tree, and runs the one test that must notice. Knows no
+mutant of its own.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutants.catalogue import Mutant
+
+ROOT = Path(__file__).parents[2]
+# What a test needs beside the package: itself, what it supports itself with, and pytest's settings.
+_COPIED = ("megatron_asynchzp", "tests", "scripts", "docs", "pyproject.toml")
+_TIME_LIMIT_S = 180.0
+# pytest's exit status where tests ran and one failed; all others but 0 mean that none was decided.
+_PASSED, _FAILED = 0, 1
+
+
+class MutantError(RuntimeError):
+    """A mutant that cannot be applied, or a test that fails without one."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mutant. seconds: from the start of pytest to its end."""
+
+    mutant: Mutant
+    is_caught: bool
+    seconds: float
+    text: str
+
+
+def mutated(mutant: Mutant, root: Path = ROOT) -> str:
+    """The text of the mutant's file with the fault in it.
+
+    Raises MutantError where there is no such file, or its snippet is not there exactly once.
+    """
+    path = root / mutant.path
+    if not path.is_file():
+        raise MutantError(f"{mutant.name}: no file {mutant.path}")
+    text = path.read_text()
+    if (count := text.count(mutant.old)) != 1:
+        raise MutantError(
+            f"{mutant.name}: {mutant.path} has {mutant.old!r} {count} times, not once"
+        )
+    return text.replace(mutant.old, mutant.new)
+
+
+def run_mutants(
+    mutants: Sequence[Mutant], at_once: int = 2, report: Callable[[Outcome], None] = lambda _: None
+) -> list[Outcome]:
+    """Run the tests on the unharmed tree, then each mutant's, `at_once` at a time; `report` is
+    called as each mutant's ends.
+
+    Raises MutantError where one cannot be applied, or a test fails without it.
+    """
+    for mutant in mutants:
+        mutated(mutant)
+
+    def run(mutant: Mutant) -> Outcome:
+        outcome = _run_mutant(mutant, bytecode)
+        report(outcome)
+        return outcome
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
+        bytecode = Path(folder)
+        _check_unharmed(list(dict.fromkeys(mutant.test for mutant in mutants)), bytecode)
+        return list(pool.map(run, mutants))
+
+
+def _check_unharmed(tests: list[str], bytecode: Path) -> None:
+    """All at once: they share what their ranks are forked from."""
+    unharmed = _run_tests(tests, bytecode)
+    if unharmed.status != _PASSED:
+        raise MutantError(f"a test fails on the unharmed tree:\n{unharmed.text}")
+
+
+@dataclass(frozen=True)
+class _Run:
+    status: int | None  # None: it ran past the limit
+    seconds: float
+    text: str
+
+
+def _run_mutant(mutant: Mutant, bytecode: Path) -> Outcome:
+    run = _run_tests([mutant.test], bytecode, mutant)
+    # A test that a fault holds up for ever has noticed it, too.
+    is_caught = run.status in (_FAILED, None)
+    return Outcome(mutant, is_caught, run.seconds, run.text)
+
+
+def _run_tests(tests: list[str], bytecode: Path, mutant: Mutant | None = None) -> _Run:
+    """bytecode: where Python keeps what it compiles, of torch above all, from run to run."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "tree"
+        _copy_tree(copy)
+        if mutant is not None:
+            (copy / mutant.path).write_text(mutated(mutant))
+        env = os.environ | {"PYTHONPATH": str(copy), "PYTHONPYCACHEPREFIX": str(bytecode)}
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        # A session of its own: its ranks end with it.
+        process = subprocess.Popen(
+            [*command, "-m", "not slow", *tests],
+            cwd=copy,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        start_s = time.monotonic()
+        try:
+            text, _ = process.communicate(timeout=_TIME_LIMIT_S + 10 * len(tests))
+            status: int | None = process.returncode
+        except subprocess.TimeoutExpired:
+            status, text = None, f"not finished after {_TIME_LIMIT_S:.0f} s"
+        finally:
+            _end_session(process)
+        return _Run(status, time.monotonic() - start_s, text[-3000:])
+
+
+def _copy_tree(copy: Path) -> None:
+    copy.mkdir()
+    for name in _COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, copy / name)
+
+
+def _end_session(process: subprocess.Popen) -> None:
+    """Kill what is left of it, the forkserver of its ranks included."""
+    try:
+        os.killpg(process.pid, 9)
+    except ProcessLookupError:
+        pass
+    process.wait()

@@ -1,0 +1,44 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The tests notice: every mutant fits the code and names a test; run, each is caught."""
+
+import ast
+
+import pytest
+
+from tests.mutants.catalogue import MUTANTS
+from tests.mutants.run import ROOT, Mutant, MutantError, mutated, run_mutants
+
+
+def test_there_are_at_least_40_mutants_with_names_of_their_own():
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 40
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_changes_one_place_of_code_that_python_still_reads(mutant):
+    text = mutated(mutant)
+    assert text != (ROOT / mutant.path).read_text()
+    ast.parse(text)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_test_that_a_mutant_names_is_there_and_is_a_fast_one(mutant):
+    file, function = mutant.test_function
+    tree = ast.parse((ROOT / file).read_text())
+    (found,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function]
+    marks = [ast.unparse(decorator) for decorator in found.decorator_list]
+    assert "pytest.mark.slow" not in marks
+
+
+def test_a_snippet_that_is_not_there_or_twice_is_an_error():
+    for old, count in (("no such code", 0), ("SPDX", 2)):
+        mutant = Mutant("wrong", "", "comm/ring.py", old, "", "")
+        with pytest.raises(MutantError, match=f"'{old}' {count} times, not once"):
+            mutated(mutant)
+
+
+@pytest.mark.slow
+def test_every_mutant_is_caught_by_its_test_which_passes_without_it():
+    outcomes = run_mutants(MUTANTS)
+    missed = [f"{one.mutant.name}: {one.text}" for one in outcomes if not one.is_caught]
+    assert not missed, "\n".join(missed)

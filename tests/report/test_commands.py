@@ -1,0 +1,92 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Every table and every picture, from a few records to the end; and one line for wrong input."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.report import loss_picture, records
+from tests.report import records as made_up
+
+TABLES = {
+    "compare_table": made_up.compare_records,
+    "scaling_table": made_up.scaling_records,
+    "schedule_table": made_up.schedule_records,
+    "checkpoint_table": made_up.checkpoint_records,
+    "parity_table": made_up.parity_records,
+}
+PICTURES = {
+    "compare_picture": made_up.compare_records,
+    "scaling_picture": made_up.scaling_records,
+    "schedule_picture": made_up.schedule_records,
+}
+
+
+def run(monkeypatch, name: str, *options: str) -> None:
+    """As `python -m scripts.report.NAME options`."""
+    monkeypatch.setattr(sys, "argv", [name, *options])
+    monkeypatch.delitem(sys.modules, f"scripts.report.{name}", raising=False)
+    runpy.run_module(f"scripts.report.{name}", run_name="__main__")
+
+
+@pytest.fixture
+def file_of(tmp_path):
+    def write(made: list[dict]) -> str:
+        records.append(tmp_path / "made" / "records.jsonl", *made)
+        return str(tmp_path / "made" / "records.jsonl")
+
+    return write
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_has_as_many_cells_in_every_row_as_in_its_head(name, file_of, monkeypatch, capsys):
+    run(monkeypatch, name, file_of(TABLES[name]()))
+    lines = capsys.readouterr().out.splitlines()
+    heads = [i for i, line in enumerate(lines) if line.startswith("|---")]
+    assert heads or any(line.startswith("|---:|") for line in lines)
+    widths = [line.count("|") if line.startswith("|") else 0 for line in lines]
+    for before, after in zip(widths, widths[1:]):
+        assert not before or not after or before == after
+    assert any("1000" in line or "1.0" in line or "400" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_drawn_into_a_png(name, file_of, tmp_path, monkeypatch):
+    picture = tmp_path / "picture.png"
+    run(monkeypatch, name, file_of(PICTURES[name]()), "--output", str(picture))
+    assert_is_png(picture)
+
+
+def test_the_picture_of_two_losses_is_drawn_into_a_png(tmp_path):
+    state = dict.fromkeys(loss_picture.STATES, 1 << 20)
+    runs = [loss_picture.Run(name, [3.0, 2.5, 2.0], state) for name in ("DDP", "AsyncHZP, P=2")]
+    loss_picture.draw(*runs, "title", tmp_path / "loss.png")
+    assert_is_png(tmp_path / "loss.png")
+
+
+def assert_is_png(file: Path) -> None:
+    assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 5_000
+
+
+@pytest.mark.parametrize("name", [*TABLES, *PICTURES])
+@pytest.mark.parametrize("options", [[], ["absent.jsonl", "--output", "p.png"]])
+def test_a_report_without_its_files_ends_in_one_line(name, options, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, name, *options)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert told.startswith(f"python -m scripts.report.{name}: error: ")
+
+
+@pytest.mark.parametrize("name, more", [("scaling_table", []), ("scaling_picture", ["--output"])])
+def test_records_that_do_not_belong_together_end_in_one_line(
+    name, more, file_of, monkeypatch, tmp_path
+):
+    made = made_up.scaling_records()
+    file = file_of(made + [record | {"slow_motion": 1.0} for record in made[1:]])
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, name, file, *more, *[str(tmp_path / "p.png")] * len(more))
+    assert str(ended.value) == f"{name}: records of different slow_motion: 1.0 and 4.0"

@@ -1,0 +1,142 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""A command on the test-bed: an unmodified script is on the modelled network, its status is the
+command's, and nothing is left behind.
+"""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_asynchzp.testbed import __main__ as testbed
+from megatron_asynchzp.testbed.command import RankCommand, run_as_ranks
+
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+import neighbour
+
+dist.init_process_group("gloo")
+tensor = torch.ones(1 << 18)
+dist.all_reduce(tensor, group=dist.new_group([0, 1], backend="gloo"))
+print(tensor[0].item(), dist.get_backend(), neighbour.WORD, __name__, sys.argv[1:], flush=True)
+dist.destroy_process_group()
+"""
+
+
+def start(*words: str, **options) -> subprocess.Popen:
+    command = [sys.executable, "-m", "megatron_asynchzp.testbed", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, **pipes, **options)
+
+
+def test_an_unmodified_script_on_gloo_is_on_the_modelled_network(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "neighbour.py").write_text("WORD = 'found'")
+    options = ["--nodes", "2", "--ranks", "1", "--inter-gbit", "0.1"]
+    process = start(*options, "--", str(tmp_path / "script.py"), "x")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out == "2.0 fabric found __main__ ['x']\n"
+    # A ring over two ranks: each sends half of the megabyte twice.
+    for node in (0, 1):
+        assert f"testbed: node {node} sent 1.05 MB to other nodes, 1.05 MB in all" in err
+
+
+def test_after_ctrl_c_no_process_is_left(tmp_path):
+    """Neither a rank nor what a rank has started."""
+    (tmp_path / "script.py").write_text(
+        "import os, pathlib, signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "child = subprocess.Popen(['sleep', '300'])\n"
+        "for pid in (os.getpid(), child.pid):\n"
+        "    pathlib.Path(sys.argv[1], str(pid)).touch()\n"
+        "time.sleep(300)\n"
+    )
+    (pids := tmp_path / "pids").mkdir()
+    process = start("--nodes", "2", "--ranks", "1", "--", str(tmp_path / "script.py"), str(pids))
+    try:
+        deadline = time.monotonic() + 120
+        while len(list(pids.iterdir())) < 4:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "testbed: interrupted" in err
+    assert not [pid.name for pid in pids.iterdir() if is_running(pid.name)]
+
+
+def is_running(pid: str) -> bool:
+    """A zombie that nobody has waited for does not run."""
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def python(code: str) -> RankCommand:
+    return RankCommand([sys.executable, "-c", code], {})
+
+
+SLEEP = "import time; time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    "codes, status, told",
+    [
+        (["", ""], 0, ""),
+        ([SLEEP, "raise SystemExit(7)"], 7, "name: rank 1 ended with status 7"),
+        (["raise SystemExit(3)", SLEEP], 3, "name: rank 0 ended with status 3"),
+        ([SLEEP, "import os; os.kill(os.getpid(), 9)"], 137, "name: rank 1 ended with status 137"),
+        ([SLEEP, "import no_such"], 1, "ModuleNotFoundError: No module named 'no_such'"),
+    ],
+)
+def test_the_status_is_that_of_the_first_rank_that_fails(codes, status, told, capfd):
+    begin_s = time.monotonic()
+    assert run_as_ranks("name", [python(code) for code in codes]) == status
+    assert told in capfd.readouterr().err and time.monotonic() - begin_s < 30
+
+
+def test_at_the_time_limit_the_ranks_are_ended(capfd):
+    assert run_as_ranks("name", [python(SLEEP)] * 2, timeout_s=0.5) == 124
+    assert capfd.readouterr().err == "name: not finished after 0 s\n"
+
+
+def test_only_rank_0_is_shown_and_each_rank_has_its_variables(capfd):
+    code = "import os; print(os.environ['RANK'])"
+    commands = [python(code)._replace(env={"RANK": str(rank)}) for rank in range(3)]
+    assert run_as_ranks("name", commands) == 0
+    assert capfd.readouterr().out == "0\n"
+
+
+@pytest.mark.parametrize(
+    "argv, told",
+    [
+        ([], "no command: put it after --"),
+        (["--", "nowhere.py"], "nowhere.py: no such Python script (or give -m MODULE)"),
+        (["--", "-m"], "-m: no module given"),
+        (["--nodes", "0", "--", "-m", "site"], "--nodes: 0 is not a number of 1 or more"),
+        (["--profile", "pigeons", "--", "-m", "site"], "'pigeons' is not one of unlimited"),
+        (["--inter-gbit", "0", "--", "-m", "site"], "inter_gbit must be above 0"),
+    ],
+)
+def test_a_wrong_option_is_one_clear_line(argv, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        testbed.parse_args(argv)
+    assert ended.value.code == 2
+    usage, message = capsys.readouterr().err.strip().split("\n")
+    assert usage.startswith("usage: ") and told in message
+
+
+def test_what_follows_the_dashes_belongs_to_the_script():
+    options = ["--ranks", "4", "--profile", "fast", "--inter-gbit", "0.5"]
+    args = testbed.parse_args([*options, "--", "python", "-m", "site", "--ranks", "7", "--", "x"])
+    assert args.command == ["-m", "site", "--ranks", "7", "--", "x"]
+    profile = args.profile
+    assert (profile.ranks_per_node, profile.inter_gbit, profile.intra_gbit) == (4, 0.5, 4.5)

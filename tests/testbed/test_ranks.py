@@ -1,0 +1,151 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher of ranks: a world that does not meet is started again, a function is not; a failure
+has a reason; and no rank outlives its run.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_asynchzp.testbed.profile import NetworkProfile
+from megatron_asynchzp.testbed.ranks import Cluster, Place, RankFailure, join_gloo, run_ranks
+
+
+def _count(folder: Path, name: str) -> int:
+    """Note a call of this rank in `folder`; how many it has made."""
+    with open(folder / f"{name} {dist.get_rank()}", "a") as file:
+        file.write("x")
+    return len((folder / f"{name} {dist.get_rank()}").read_text())
+
+
+def _counted(folder: Path) -> tuple[int, int]:
+    return _count(folder, "fn"), dist.get_world_size()
+
+
+class _BreaksAtFirst:
+    """Rank 1 does not join the first `num_failures` worlds."""
+
+    def __init__(self, folder: Path, num_failures: int):
+        self.folder, self.num_failures = folder, num_failures
+
+    def __call__(self, place: Place) -> tuple:
+        first = join_gloo(place)
+        if _count(self.folder, "join") <= self.num_failures and place.rank == 1:
+            raise RuntimeError("Connection closed by peer")
+        return first
+
+
+def _world(folder: Path, num_failures: int) -> list:
+    return run_ranks(_counted, 3, folder, join=_BreaksAtFirst(folder, num_failures))
+
+
+def test_a_world_that_does_not_meet_is_started_again_and_fn_is_called_once(tmp_path):
+    assert _world(tmp_path, 2) == [(1, 3)] * 3
+    assert (tmp_path / "join 1").read_text() == "xxx"
+
+
+def test_a_world_that_never_meets_is_reported_and_fn_is_called_nowhere(tmp_path):
+    with pytest.raises(RankFailure, match="ended because another rank had failed") as failure:
+        _world(tmp_path, 3)
+    assert failure.value.reason == "RuntimeError: Connection closed by peer"
+    assert not list(tmp_path.glob("fn*"))
+
+
+def _fail_on_one(folder: Path) -> None:
+    _count(folder, "fn")
+    if dist.get_rank() == 1:
+        raise ValueError("a fault of one rank")
+    dist.barrier()
+
+
+def test_a_failure_of_fn_is_told_and_not_repeated(tmp_path):
+    with pytest.raises(RankFailure, match="ValueError: a fault of one rank") as failure:
+        run_ranks(_fail_on_one, 2, tmp_path)
+    assert "not finished after" not in str(failure.value)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["x", "x"]
+
+
+def _wait_for_ever() -> None:
+    if dist.get_rank() == 0:
+        time.sleep(60)
+
+
+def test_a_rank_that_does_not_end_is_told_with_the_time_that_it_had():
+    with pytest.raises(RankFailure, match="not finished after 2 s"):
+        run_ranks(_wait_for_ever, 2, timeout_s=2.0)
+
+
+# ---- the cluster
+
+
+def _fails_on_one(network, folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    if dist.get_rank() == 1:
+        raise ValueError("a fault of one rank")
+    dist.barrier()
+    time.sleep(60)
+
+
+def _sleeps(network, folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    "fn, limit_s, told",
+    [(_fails_on_one, 60.0, "a fault of one rank"), (_sleeps, 4.0, "not finished after 4 s")],
+)
+def test_a_failure_is_told_and_no_rank_runs_afterwards(fn, limit_s, told, tmp_path):
+    cluster = Cluster(2, 1, NetworkProfile())
+    begin_s = time.monotonic()
+    with pytest.raises(RankFailure) as failure:
+        cluster.run(fn, str(tmp_path), timeout_s=limit_s)
+    assert told in failure.value.reason and time.monotonic() - begin_s < 30
+    files = list(tmp_path.iterdir())
+    assert len(files) == 2
+    for file in files:
+        assert not Path("/proc", file.name).exists()
+
+
+def _place_of(network) -> tuple[int, int, int]:
+    return dist.get_rank(), dist.get_world_size(), network.profile.ranks_per_node
+
+
+def test_ranks_are_joined_or_alone():
+    cluster = Cluster(2, 2, NetworkProfile())
+    assert cluster.run(_place_of, timeout_s=60) == [(rank, 4, 2) for rank in range(4)]
+    assert cluster.run(_place_of, timeout_s=60, is_joined=False) == [(0, 1, 2)] * 4
+
+
+def _run_on_two(folder: str) -> None:
+    run_ranks(_write_pid_and_sleep, 2, folder, timeout_s=60)
+
+
+def _write_pid_and_sleep(folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(60)
+
+
+def test_no_rank_outlives_a_killed_starter(tmp_path):
+    code = f"from tests.testbed.test_ranks import _run_on_two; _run_on_two({str(tmp_path)!r})"
+    starter = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    try:
+        _await(lambda: len(list(tmp_path.iterdir())) == 2)
+    finally:
+        starter.kill()
+        starter.wait()
+    _await(lambda: not any(Path("/proc", file.name).exists() for file in tmp_path.iterdir()))
+
+
+def _await(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
