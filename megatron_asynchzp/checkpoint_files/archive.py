@@ -148,7 +148,7 @@ def _check_record(file: BinaryIO, archive: Archive, record: Record, buffer: memo
     file.seek(extra_nbytes, os.SEEK_CUR)
     crc, left = 0, record.nbytes
     while left:
-        num_read = file.readinto(buffer[: min(left, len(buffer))])
+        num_read = file.readinto(buffer[: min(left, len(buffer))])  # pyright: ignore[reportAttributeAccessIssue]
         if not num_read:
             raise Damage("it is cut short")
         crc = zlib.crc32(buffer[:num_read], crc)

@@ -82,7 +82,7 @@ def _list(load_dir: Path) -> _Listing:
     current = read_tracker(load_dir)
     if current not in candidates:
         sealed = [name for name in candidates if (load_dir / name / MANIFEST).exists()]
-        current = max(sealed or candidates[:1], key=saved_at.get, default=RELEASE)
+        current = max(sealed or candidates[:1], key=saved_at.__getitem__, default=RELEASE)
     left_behind = [
         name
         for name in candidates

@@ -54,7 +54,7 @@ class OptimizerCheckpoint:
     places: Mapping[torch.nn.Parameter, FragmentPlace]
 
     def __post_init__(self):
-        self._asked: dict[str, torch.Tensor] = {}
+        self._asked: dict[str, Any] = {}
 
     # ---- writing, and asking
 
@@ -90,7 +90,7 @@ class OptimizerCheckpoint:
             for name, values in tensors.items():
                 yield from checkpoint.shards_of(unit, index, values, f"optimizer.state.{name}.")
 
-    def _common(self) -> dict[str, Any]:
+    def _common(self) -> dict[Any, Any]:
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups

@@ -76,7 +76,7 @@ class Piece:
                 ),
                 axis_fragmentations=None,  # not a regular grid
                 prepend_axis_num=0,
-                replica_id=(*self.entry.replica_id[:2], replica),
+                replica_id=(*self.entry.replica_id[:2], replica),  # pyright: ignore[reportIndexIssue]
             )
 
 
@@ -92,11 +92,12 @@ def find_pieces(entry: ShardedTensor | ShardedTensorFactory, param: torch.Tensor
         entries = list(nested_values(built))
     else:
         entries = [replace(entry, data=whole)]
-    views = [one.data for one in entries]
+    views: list[Any] = [one.data for one in entries]
     is_view = all(view is whole or view._base is whole for view in views)
     if not is_view or sum(view.numel() for view in views) != param.numel():
         raise CheckpointError(f"{entry.key} is stored in a form that cannot be sharded")
-    return [piece for one in entries for piece in _contiguous_pieces(one, one.data, ())]
+    cut = (_contiguous_pieces(one, view, ()) for one, view in zip(entries, views, strict=True))
+    return [piece for pieces in cut for piece in pieces]
 
 
 def _contiguous_pieces(
@@ -117,7 +118,7 @@ def _contiguous_pieces(
             global_offset=global_offset,
             axis_fragmentations=None,
         )
-        yield Piece(moved, view.storage_offset())
+        yield Piece(moved, int(view.storage_offset()))
         return
     for index in range(view.shape[0]):
         yield from _contiguous_pieces(entry, view[index], (*offset, index))
@@ -134,11 +135,11 @@ class ChunkCheckpoint:
     def __init__(self, runtime: HZPRuntime, module: torch.nn.Module, snapshots: bool = False):
         self._runtime = runtime
         self._snapshots = snapshots
-        self._model = unwrap_model(module)
+        self._model: Any = unwrap_model(module)
         self._describe = self._model.sharded_state_dict
         self._model.sharded_state_dict = self.sharded_state_dict
         self._pieces: dict[torch.nn.Parameter, list[list[Piece]]] = {}
-        self._asked: dict[str, torch.Tensor] = {}
+        self._asked: dict[str, Any] = {}
 
     # ---- what there is
 
@@ -160,7 +161,7 @@ class ChunkCheckpoint:
         self._check_complete()
         shards = list(self._model_shards())
         self._asked = {str(i): shard.data for i, shard in enumerate(shards)}
-        return rest | self.as_state(shards)
+        return rest | self.as_state(shards)  # pyright: ignore[reportOperatorIssue]
 
     def _check_complete(self) -> None:
         for unit in self._runtime.units:
@@ -194,7 +195,7 @@ class ChunkCheckpoint:
     def as_state(self, shards: Sequence[ShardedTensor]) -> dict[str, Any]:
         """`shards` as a part of a state dict; empty without shards."""
         own = torch.clone if self._snapshots else _with_own_storage
-        shards = [replace(shard, data=own(shard.data)) for shard in shards]
+        shards = [replace(shard, data=own(shard.data)) for shard in shards]  # pyright: ignore[reportArgumentType]
         return {SHARDS_KEY: {str(i): shard for i, shard in enumerate(shards)}} if shards else {}
 
     # ---- what was read
