@@ -230,7 +230,7 @@ def test_what_is_not_about_files_passes(tmp_path, error):
 
 
 def test_both_ends_are_reported_in_one_line():
-    from megatron_asynchzp.mcore.process import startup
+    from megatron_asynchzp.mcore.process import ending
 
-    assert issubclass(CheckpointError, startup.OWN_ERRORS)
-    assert issubclass(SaveError, startup._LAST_WORDS)
+    assert issubclass(CheckpointError, ending.OWN_ERRORS)
+    assert issubclass(SaveError, ending._LAST_WORDS)
