@@ -502,8 +502,8 @@ ADAPTER = [
         "zeros-of-replicas",
         "each element counts once in the number of zeros",
         "mcore/optimizer.py",
-        "self._parameters.counted(self.get_parameters()),",
-        "self.get_parameters(),",
+        "[*self._parameters.counted(self.get_parameters())],",
+        "[*self.get_parameters()],",
         _CONTEXT,
     ),
     Mutant(
