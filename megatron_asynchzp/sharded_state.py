@@ -3,7 +3,7 @@
 """How a rank's part of a tensor appears in a checkpoint of torch.distributed.checkpoint."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -30,7 +30,7 @@ class ShardedState(torch.Tensor):
     held: Range
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], held: Range, values: torch.Tensor) -> Self:
+    def __new__(cls, shape: Sequence[int], held: Range, values: torch.Tensor) -> "ShardedState":
         state = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=values.dtype, device=values.device
         )

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_asynchzp.checkpoint_files.errors import Damage, SaveError, one_line

@@ -218,7 +218,8 @@ def _choose(load_dir: str | None, args: Namespace, peers: Peers) -> Choice | Non
 def _load_choice(
     load: Callable[[], Any], args: Namespace, load_dir: str | None, choice: Choice | None
 ) -> Any:
-    if choice is not None and choice.is_release and not Path(load_dir, TRACKER).is_file():
+    is_release = choice is not None and choice.is_release
+    if is_release and not Path(load_dir or "", TRACKER).is_file():
         raise CheckpointError(f"{load_dir}: write the word release into {TRACKER}")
     step, token = args.ckpt_step, _CHOICE.set(choice)
     if choice is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_asynchzp.checkpoint_files.peers import Peers, on_first
