@@ -18,18 +18,25 @@ if [[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]]; then
     unset PYTHONDONTWRITEBYTECODE
     export PYTHONPYCACHEPREFIX="$PWD/.pytest_cache/bytecode"
 fi
-if "$PYTHON" -m ruff --version >/dev/null 2>&1; then
-    "$PYTHON" -m ruff check --quiet
-    "$PYTHON" -m ruff format --check --quiet
-else
-    echo "test.sh: $PYTHON has no ruff: linter and formatter are skipped" >&2
-fi
-if "$PYTHON" -c "import basedpyright" 2>/dev/null; then
-    if ! report="$("$PYTHON" -m basedpyright --pythonpath "$PYTHON" --level error 2>&1)"; then
-        printf '%s\n' "$report" >&2
-        exit 1
+# Linter, formatter and type checker; each is skipped with a line where an environment lacks it.
+check_code() {
+    if "$PYTHON" -m ruff --version >/dev/null 2>&1; then
+        "$PYTHON" -m ruff check --quiet
+        "$PYTHON" -m ruff format --check --quiet
+    else
+        echo "test.sh: $PYTHON has no ruff: linter and formatter are skipped" >&2
     fi
-else
-    echo "test.sh: $PYTHON has no basedpyright: the type checker is skipped" >&2
+    if "$PYTHON" -c "import basedpyright" 2>/dev/null; then
+        if ! report="$("$PYTHON" -m basedpyright --pythonpath "$PYTHON" --level error --threads 2 2>&1)"; then
+            printf '%s\n' "$report" >&2
+            exit 1
+        fi
+    else
+        echo "test.sh: $PYTHON has no basedpyright: the type checker is skipped" >&2
+    fi
+}
+
+if (($# == 0)); then # with arguments, only the tests that they name
+    check_code
 fi
 exec "$PYTHON" -m pytest "${selection[@]}" --durations=10 "$@"

@@ -95,7 +95,7 @@ def test_an_error_of_the_script_keeps_its_traceback_and_says_where_training_was(
     assert [one.status for one in ended] == [1, 1, 1]
     assert "OddError: not ours" in ended[1].text and "Traceback" in ended[1].text
     told = last_line(ended[1], 1)
-    assert re.match(rf"OddError in step 2; the last collective that was asked for: {_NAMED}$", told)
+    assert re.match(rf"OddError in step 2; the last collective submitted: {_NAMED}$", told)
     assert ended[1].text.endswith(told + "\n")
     for rank in (0, 2):
         assert re.search(_NAMED, last_line(ended[rank], rank))

@@ -2,6 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every module of these tests ends without the CPU platform."""
 
-from tests.support.platform import without_platform_afterwards
+from tests.support.replaced_platform import without_platform_afterwards
 
 __all__ = ["without_platform_afterwards"]

@@ -5,6 +5,6 @@ tests.support.world.on_ranks, so `pytest tests/mcore` and
 `torchrun --nproc-per-node 4 -m pytest tests/mcore` run the same files.
 """
 
-from tests.support.platform import without_platform_afterwards
+from tests.support.replaced_platform import without_platform_afterwards
 
 __all__ = ["without_platform_afterwards"]
