@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 # Runs linter, formatter, type checker and tests in an environment of their own:
-# ./scripts/test.sh [--all] [arguments for pytest]. --all adds the tests marked slow. Ends with pytest's status, so a failed test fails the script.
+# ./scripts/test.sh [--all] [arguments for pytest]. --all adds the tests marked slow. With arguments
+# only the tests that they name run. Ends with pytest's status, so a failed test fails the script.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
