@@ -48,12 +48,23 @@ def shard(
 
     Raises ShardSizeError for sizes that do not nest or do not divide the group.
     """
+    runtime = new_runtime(model, units, sizes, group, schedule)
+    return ShardedModel(model, runtime, optimizer, group)
+
+
+def new_runtime(
+    model: nn.Module,
+    units: Iterable[nn.Module],
+    sizes: ShardSizes,
+    group: dist.ProcessGroup | None = None,
+    schedule: ScheduleConfig = ScheduleConfig(),
+) -> HZPRuntime:
+    """The engine around `model` without an optimizer; as `shard`."""
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     topology = ShardTopology(len(ranks), ranks.index(dist.get_rank()), sizes)
     groups = ShardGroups.create(topology, ranks, timedelta(seconds=schedule.time_limit_s))
     plans = plan_units(model, list(units), also_used_by=_find_shared_params(model))
-    runtime = HZPRuntime(model, plans, {"dense": groups}, schedule, grad_scale=1.0 / len(ranks))
-    return ShardedModel(model, runtime, optimizer, group)
+    return HZPRuntime(model, plans, {"dense": groups}, schedule, grad_scale=1.0 / len(ranks))
 
 
 def _find_shared_params(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.sharded_model import new_runtime
+from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.testbed.contenders.delayed_model import (
     DelayedModel,
     ModelSize,
@@ -23,9 +23,7 @@ from megatron_asynchzp.testbed.contenders.delayed_model import (
     new_adamw,
 )
 from megatron_asynchzp.testbed.contenders.hierarchical_baseline import HierarchicalBaseline
-from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.config import ScheduleConfig
-from megatron_asynchzp.zero.plan import plan_units
 
 
 class Contender:
@@ -186,15 +184,10 @@ class Engine(Contender):
 
     def build(self) -> None:
         world_size, in_node = self.mesh.size(), self.mesh.size(1)
-        sizes = ShardSizes(in_node, in_node, world_size)
-        topology = ShardTopology(world_size, dist.get_rank(), sizes)
-        groups = ShardGroups.create(topology, list(range(world_size)))
         blocks = list(self.model.blocks)
-        plans = plan_units(self.model, blocks + [block.down for block in blocks if self.halves])
-        schedule = ScheduleConfig(self.kind, prefetch_depth=1)
-        self.runtime = HZPRuntime(
-            self.model, plans, {"dense": groups}, schedule, grad_scale=1.0 / world_size
-        )
+        units = blocks + [block.down for block in blocks if self.halves]
+        sizes = ShardSizes(in_node, in_node, world_size)
+        self.runtime = new_runtime(self.model, units, sizes, schedule=ScheduleConfig(self.kind))
         self.optimizers = {unit: new_adamw(unit.owned_params()) for unit in self.runtime.units}
         if self.updates_in_backward:
             self.runtime.update_in_backward(lambda unit: self.optimizers[unit].step())
