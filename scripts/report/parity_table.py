@@ -9,15 +9,14 @@ import sys
 from pathlib import Path
 
 
-def parity_table(lines: list[str]) -> str:
-    """Markdown of all comparisons; `lines` are those that tests/support/parity.py writes."""
+def parity_table(comparisons: list[dict]) -> str:
+    """Markdown of all comparisons, as tests/support/parity.py writes them."""
     by_variant: dict[str, list[dict]] = {}
-    for line in lines:
-        record = json.loads(line)
+    for record in comparisons:
         by_variant.setdefault(f"{record['variant']} ({record['ranks']} ranks)", []).append(record)
     rows = [
-        "| configuration | sizes compared | worst loss | worst gradient norm | allowed | differ |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| configuration | sizes | steps | worst loss | worst gradient norm | allowed | differ |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for variant, records in by_variant.items():
         loss, norm = (
@@ -29,14 +28,14 @@ def parity_table(lines: list[str]) -> str:
             for r in records
         )
         rows.append(
-            f"| {variant} | {len(records)} | {loss:.1e} | {norm:.1e} | {allowed:.0e} | {bad} |"
+            f"| {variant} | {len(records)} | {records[0]['steps']} | {loss:.1e} | {norm:.1e} "
+            f"| {allowed:.0e} | {bad} |"
         )
     compared = [record for records in by_variant.values() for record in records]
-    steps = " or ".join(str(number) for number in sorted({record["steps"] for record in compared}))
-    return "\n".join([*rows, "", f"{len(compared)} comparisons of {steps} steps each."])
+    return "\n".join([*rows, "", f"{len(compared)} comparisons."])
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
         sys.exit("usage: parity_table.py FILE (JSON lines written under ASYNCHZP_PARITY_LOG)")
-    print(parity_table(Path(sys.argv[1]).read_text().splitlines()))
+    print(parity_table([json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]))

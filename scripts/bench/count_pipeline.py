@@ -1,0 +1,75 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""How often each unit of a pipeline stage is gathered and reduced in one training step: Megatron's
+pretrain() on 4 gloo ranks, PP 2, in the 1F1B schedule. Deterministic. JSON lines with --out.
+
+    python scripts/bench/count_pipeline.py --out docs/results/records/pipeline.jsonl
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from megatron_asynchzp.zero.unit_tasks import UnitTasks
+from scripts.report.records import machine_line, write_lines
+from tests.support.megatron_runs import UNTIED, gpt_args, run_pretrain
+from tests.support.parity import size_flags
+from tests.support.ranks import run_ranks
+
+NUM_RANKS, STAGES, STEPS = 4, 2, 3
+COUNTED_STEP = 2  # the first one records the order of uses
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--layers", type=int, default=4, help="of a stage")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    if min(args.layers, args.micro_batches) < 1:
+        parser.error("--layers and --micro-batches are at least 1")
+    lines = [machine_line(), *measure(args.layers, args.micro_batches)]
+    for line in lines[1:]:
+        print(json.dumps(line))
+    if args.out:
+        write_lines(args.out, lines)
+
+
+def measure(layers: int, micro_batches: int) -> list[dict]:
+    """One line for each unit of the first stage. Starts the ranks."""
+    counts = run_ranks(_counted_run, NUM_RANKS, layers, micro_batches, env={"OMP_NUM_THREADS": "1"})
+    found = {"stages": STAGES, "layers_of_a_stage": layers, "micro_batches": micro_batches}
+    return [found | {"kind": "count", "unit": unit, **of_unit} for unit, of_unit in counts[0]]
+
+
+def _counted_run(layers: int, micro_batches: int) -> list[tuple[str, dict[str, int]]]:
+    """On the ranks: collectives that this rank asked for in one step, by unit."""
+    asked: Counter[tuple[str, str]] = Counter()
+    submit = UnitTasks.submit
+
+    def counting_submit(self: UnitTasks, lane: str, unit, *args, **kwargs):
+        if self.step == COUNTED_STEP:
+            asked[unit.name, lane] += 1
+        return submit(self, lane, unit, *args, **kwargs)
+
+    data_ranks = NUM_RANKS // STAGES
+    argv = gpt_args(
+        *("--pipeline-model-parallel-size", str(STAGES), "--num-layers", str(STAGES * layers)),
+        *("--global-batch-size", str(micro_batches * data_ranks), "--train-iters", str(STEPS)),
+        *(*UNTIED, *size_flags((data_ranks, data_ranks, data_ranks))),
+    )
+    with mock.patch.object(UnitTasks, "submit", counting_submit):
+        units = run_pretrain(
+            argv, inspect=lambda chunks, _: [unit.name for unit in chunks[0].runtime.units]
+        ).inspected
+    lanes = {"gathers": "gather", "reductions": "reduce"}
+    return [(unit, {key: asked[unit, lane] for key, lane in lanes.items()}) for unit in units]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

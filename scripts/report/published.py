@@ -1,0 +1,182 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns which record each published table and picture is made from, and how. Must not know the
+documents in which they stand.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from scripts.report import (
+    checkpoint_table,
+    cluster_table,
+    compare_memory,
+    compare_picture,
+    loss_picture,
+    pasa_table,
+    scaling_picture,
+    scaling_table,
+    schedule_grid,
+)
+from scripts.report.compare_rows import Comparison, comparisons
+from scripts.report.loss_picture import RINGS
+from scripts.report.parity_table import parity_table
+from scripts.report.records import Record, read_record
+
+MIB = 2**20
+
+
+class Picture(NamedTuple):
+    """A PNG of docs/results: draw(record, file) writes it."""
+
+    record: str
+    draw: Callable[[Record, Path], None]
+
+
+# ---- tables: "NAME" in a document's <!-- table: NAME -->; a NAME without an entry here is
+# "provenance RECORD"
+
+
+def provenance(name: str) -> str:
+    """When, on what and with which commands a record was measured."""
+    record = read_record(name)
+    commands = [machine["command"] for machine in record.machines]
+    commands += [line["command"] for line in record.lines if "command" in line]
+    first = record.machines[0]
+    dates = sorted({machine["date"] for machine in record.machines})
+    versions = [f"{name} {told}" for name, told in first["versions"].items() if told]
+    told = ", ".join([f"Python {first['python']}", *versions])
+    return "\n".join(
+        [
+            f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, {first['cpus']} cores, no GPU, "
+            f"{told}. Record: `docs/results/records/{name}.jsonl`, made by",
+            "",
+            "```sh",
+            *dict.fromkeys(commands),
+            "```",
+        ]
+    )
+
+
+def parity() -> str:
+    """Of each configuration the longest runs."""
+    lines = read_record("parity").lines
+    steps: dict[tuple, int] = {}
+    for line in lines:
+        key = line["variant"], line["ranks"]
+        steps[key] = max(steps.get(key, 0), line["steps"])
+    longest = [line for line in lines if line["steps"] == steps[line["variant"], line["ranks"]]]
+    return parity_table(longest)
+
+
+def stock_noise() -> str:
+    """How far two stock runs are apart."""
+    rows = ["| configuration | ranks | steps | worst loss | worst gradient norm | measured |"]
+    rows.append("|---|---:|---:|---:|---:|---|")
+    for line in read_record("stock_noise").lines:
+        rows.append(
+            f"| {line['configuration']} | {line['ranks']} | {line['steps']} "
+            f"| {line['worst_loss']:.1e} | {line['worst_grad_norm']:.1e} | {line['date']} |"
+        )
+    return "\n".join(rows)
+
+
+def pipeline() -> str:
+    rows = ["| unit of the first stage | gathers | reductions |", "|---|---:|---:|"]
+    for line in read_record("pipeline").lines:
+        rows.append(f"| `{line['unit']}` | {line['gathers']} | {line['reductions']} |")
+    return "\n".join(rows)
+
+
+def quickstart() -> str:
+    stock, ours = read_record("quickstart").lines
+    rows = [f"| MiB of the fullest rank | {stock['name']} | {ours['name']} |", "|---|---:|---:|"]
+    for label, key in (
+        ("parameters", "model_param"),
+        ("gradients", "main_grad"),
+        ("Adam's moments", "optimizer_state"),
+    ):
+        rows.append(f"| {label} | {state_mib(stock, key)} | {state_mib(ours, key)} |")
+    rows += [
+        f"| **at rest** | {at_rest_mib(stock)} | {at_rest_mib(ours)} |",
+        f"| in flight (rings) | {state_mib(stock, RINGS)} | {state_mib(ours, RINGS)} |",
+        f"| **together** | {together_mib(stock)} | {together_mib(ours)} |",
+    ]
+    return "\n".join(rows)
+
+
+def state_mib(run: dict, *keys: str) -> str:
+    return f"{sum(run['state_bytes'][key] for key in keys) / MIB:.2f}"
+
+
+def at_rest_mib(run: dict) -> str:
+    return state_mib(run, *(key for key in run["state_bytes"] if key != RINGS))
+
+
+def together_mib(run: dict) -> str:
+    return state_mib(run, *run["state_bytes"])
+
+
+@cache
+def compared(network: str) -> Comparison:
+    found = comparisons(read_record("compare").lines)
+    return next(one for one in found if one.profile["name"] == network)
+
+
+def _tables_of(network: str) -> dict[str, Callable[[], str]]:
+    return {
+        f"compare {network}": lambda: compare_memory.measured_table(compared(network)),
+        f"compare {network} memory": lambda: compare_memory.memory_table(compared(network)),
+    }
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "schedules": lambda: schedule_grid.markdown(read_record("schedules").lines),
+    **_tables_of("slow-between-nodes"),
+    **_tables_of("slower-between-nodes"),
+    **_tables_of("fast"),
+    "scaling": lambda: scaling_table.markdown(read_record("scaling").lines),
+    "checkpoints": lambda: checkpoint_table.tables(read_record("checkpoints").lines),
+    "parity": parity,
+    "stock noise": stock_noise,
+    "pipeline": pipeline,
+    "quickstart": quickstart,
+    "pasa gradient": lambda: pasa_table.gradient_table(read_record("pasa_accuracy").lines),
+    "pasa forward": lambda: pasa_table.forward_table(read_record("pasa_accuracy").lines),
+    "pasa training": lambda: pasa_table.training_table(read_record("pasa_training").lines),
+    "pasa plateau": lambda: pasa_table.plateau_table(read_record("pasa_training").lines),
+    "clusters": lambda: cluster_table.table(read_record("clusters").lines),
+}
+
+
+# ---- pictures
+
+
+def _draw_quickstart(record: Record, file: Path) -> None:
+    runs = [
+        loss_picture.Run(*(run[key] for key in loss_picture.Run._fields)) for run in record.lines
+    ]
+    loss_picture.draw(*runs, record.lines[0]["title"], file)
+
+
+def _draw_pasa(record: Record, file: Path) -> None:
+    from scripts.report.pasa_evidence import draw
+
+    draw([run for run in record.lines if run["seed"] == 0], file)
+
+
+PICTURES: dict[str, Picture] = {
+    "quickstart_loss.png": Picture("quickstart", _draw_quickstart),
+    "pasa_training.png": Picture("pasa_training", _draw_pasa),
+    "compare.png": Picture("compare", lambda r, file: compare_picture.draw(r.lines, file)),
+    "scaling.png": Picture("scaling", lambda r, file: scaling_picture.draw(r.lines, file)),
+}
+
+
+def table(name: str) -> str:
+    """Markdown. Raises KeyError for an unknown name, FileNotFoundError without a record."""
+    if name.startswith("provenance "):
+        return provenance(name.removeprefix("provenance "))
+    return TABLES[name]()
