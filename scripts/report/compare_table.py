@@ -15,13 +15,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.report.compare_rows import (
     FOREIGN_LIMIT,
-    STATE_MARGIN,
     Comparison,
     Row,
     ahead,
     comparisons,
     orders,
-    state_peers,
+    sharded_peers,
 )
 
 # fmt: off
@@ -133,12 +132,12 @@ def verdict(comparison: Comparison) -> list[str]:
     if (optimizer := comparison.row("distributed optimizer")) is not None:
         speed = ahead(optimizer, ours)
         lines.append(f"- It is {speed:.2f} x as fast as the distributed optimizer.")
-    told = [f"{peer.name} {ahead(peer, ours):.2f} x" for peer in state_peers(comparison)]
-    if told:
-        lines.append(
-            f"- Against the sharded peers with at most {STATE_MARGIN:g} x its state: "
-            f"{', '.join(told)}."
-        )
+    if ours.state_mb is not None:
+        lines += [
+            f"- It is {ahead(peer, ours):.2f} x as fast as {peer.name}, and holds "
+            f"{ours.state_mb / peer.state_mb:.2f} x as much between two steps."
+            for peer in sharded_peers(comparison)
+        ]
     if len(found := orders(comparison)) > 1:
         same = len(set(found)) == 1
         lines.append(

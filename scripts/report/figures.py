@@ -17,13 +17,13 @@ from scripts.report.scaling_rows import AxisRows, axes_of
 
 
 def _grid(cluster: str) -> schedule_grid.Grid:
-    """cluster: how its name begins, such as "2 nodes x 2 ranks, 0.58 Gbit/s"."""
-    (found,) = (
+    """The first one of a cluster such as "2x2", nodes x ranks of a node."""
+    nodes, ranks = cluster.split("x")
+    return next(
         grid
         for grid in schedule_grid.grids(read_record("schedules").lines)
-        if grid.name.startswith(cluster)
+        if grid.name.startswith(f"{nodes} nodes x {ranks} ranks")
     )
-    return found
 
 
 def schedule_ratio(cluster: str, system: str, column: str) -> str:
@@ -32,12 +32,6 @@ def schedule_ratio(cluster: str, system: str, column: str) -> str:
 
 def schedule_load(cluster: str) -> str:
     return f"{_grid(cluster).load:.2f}"
-
-
-def schedule_ahead(cluster: str, slower: str, faster: str, column: str) -> str:
-    """How many times as fast one system is as another, both in one column."""
-    grid = _grid(cluster)
-    return f"{grid.ratio(slower, column) / grid.ratio(faster, column):.2f}"
 
 
 def _row(network: str, contender: str) -> Row:
@@ -131,12 +125,12 @@ def cluster_figure(row: str, what: str) -> str:
     return cluster_table.cell(line, what)
 
 
-def parity_worst(precision: str, ranks: str) -> str:
+def parity_worst(precision: str) -> str:
     """The largest difference of a loss or a gradient norm; precision: "fp32" or "half"."""
     errors = [
         max(line["loss_error"], line["grad_norm_error"])
         for line in read_record("parity").lines
-        if line["ranks"] == int(ranks) and _is_half(line["variant"]) == (precision == "half")
+        if _is_half(line["variant"]) == (precision == "half")
     ]
     return f"{max(errors):.1e}".replace("e-0", "e-")
 
@@ -149,10 +143,20 @@ def _is_half(variant: str) -> bool:
     return "bf16" in variant or "fp16" in variant
 
 
+def pasa_times(k_bias: str, v_bias: str, dtype: str, way: str) -> str:
+    """The error of dQ with these biases over that without."""
+    errors = {
+        (line["k_bias"], line["v_bias"]): line["error"]
+        for line in read_record("pasa_accuracy").lines
+        if line["kind"] == "gradient" and (line["dtype"], line["way"]) == (dtype, way)
+    }
+    times = errors[float(k_bias), float(v_bias)] / errors[0, 0]
+    return f"{times:.1f}" if times < 10 else f"{times:.0f}"
+
+
 FIGURES: dict[str, Callable[..., str]] = {
-    "schedule ratio": schedule_ratio,
-    "schedule load": schedule_load,
-    "schedule ahead": schedule_ahead,
+    "step": schedule_ratio,
+    "load": schedule_load,
     "compare": compare_figure,
     "compare ahead": compare_ahead,
     "compare more": compare_more,
@@ -164,6 +168,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "quickstart apart": quickstart_apart,
     "quickstart equal": quickstart_equal,
     "cluster": cluster_figure,
+    "pasa times": pasa_times,
     "parity worst": parity_worst,
     "parity count": parity_count,
 }

@@ -4,6 +4,8 @@
 documents in which they stand.
 """
 
+import json
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,11 +20,13 @@ from scripts.report import (
     pasa_table,
     scaling_picture,
     scaling_table,
+    schedule_bars,
     schedule_grid,
 )
 from scripts.report.compare_rows import Comparison, comparisons
 from scripts.report.loss_picture import RINGS
 from scripts.report.parity_table import parity_table
+from scripts.report.plot_timeline import write_picture
 from scripts.report.records import Record, read_record
 
 MIB = 2**20
@@ -42,19 +46,18 @@ class Picture(NamedTuple):
 def provenance(name: str) -> str:
     """When, on what and with which commands a record was measured."""
     record = read_record(name)
-    commands = [machine["command"] for machine in record.machines]
-    commands += [line["command"] for line in record.lines if "command" in line]
-    first = record.machines[0]
-    dates = sorted({machine["date"] for machine in record.machines})
-    versions = [f"{name} {told}" for name, told in first["versions"].items() if told]
-    told = ", ".join([f"Python {first['python']}", *versions])
+    runs = [*record.machines, *(line for line in record.lines if "command" in line)]
+    dates = sorted({run["date"] for run in runs})
+    told = [" to ".join(dict.fromkeys((dates[0], dates[-1])))]
+    for first in record.machines[:1]:
+        told += [f"{first['cpus']} cores", "no GPU", f"Python {first['python']}"]
+        told += [f"{library} {found}" for library, found in first["versions"].items() if found]
     return "\n".join(
         [
-            f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, {first['cpus']} cores, no GPU, "
-            f"{told}. Record: `docs/results/records/{name}.jsonl`, made by",
+            f"{', '.join(told)}. Record: `docs/results/records/{name}.jsonl`, made by",
             "",
             "```sh",
-            *dict.fromkeys(commands),
+            *dict.fromkeys(run["command"] for run in runs),
             "```",
         ]
     )
@@ -167,9 +170,23 @@ def _draw_pasa(record: Record, file: Path) -> None:
     draw([run for run in record.lines if run["seed"] == 0], file)
 
 
+def _draw_timeline(record: Record, file: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, f"{trace['name']}.json") for trace in record.lines]
+        for path, trace in zip(files, record.lines, strict=True):
+            events = [
+                dict(zip(("cat", "name", "ts", "dur"), event, strict=True)) | {"ph": "X"}
+                for event in trace["events"]
+            ]
+            path.write_text(json.dumps({"traceEvents": events}))
+        write_picture(files, file)
+
+
 PICTURES: dict[str, Picture] = {
     "quickstart_loss.png": Picture("quickstart", _draw_quickstart),
     "pasa_training.png": Picture("pasa_training", _draw_pasa),
+    "schedules.png": Picture("schedules", lambda r, file: schedule_bars.draw(r.lines, file)),
+    "timeline.png": Picture("timeline", _draw_timeline),
     "compare.png": Picture("compare", lambda r, file: compare_picture.draw(r.lines, file)),
     "scaling.png": Picture("scaling", lambda r, file: scaling_picture.draw(r.lines, file)),
 }

@@ -15,6 +15,7 @@ In a document, all between two comments is written here, the rest by hand:
 import argparse
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -29,35 +30,32 @@ _TABLE = re.compile(r"<!-- table: (.+?) -->\n(.*?)<!-- end -->", re.DOTALL)
 _FIGURE = re.compile(r"<!-- = (.+?) -->(.*?)<!-- -->", re.DOTALL)
 
 
-class RebuildError(Exception):
-    """A document asks for what cannot be made; the message is one line for the user."""
-
-
 def documents() -> list[Path]:
     """README and all of docs."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def rebuilt(text: str) -> str:
-    """`text` with its tables and figures made anew. Raises RebuildError."""
-    text = _TABLE.sub(
-        lambda m: f"<!-- table: {m[1]} -->\n\n{_made(table, m[1])}\n\n<!-- end -->", text
-    )
-    return _FIGURE.sub(lambda m: f"<!-- = {m[1]} -->{_made(figure, _joined(m[1]))}<!-- -->", text)
+def rebuilt(text: str) -> tuple[str, list[str]]:
+    """`text` with its tables and figures made anew, and a line for each that cannot be made, which
+    stays as it is."""
+    problems: list[str] = []
 
+    def again(make: Callable[[str], str], form: str) -> Callable[[re.Match], str]:
+        def replace(match: re.Match) -> str:
+            name = " ".join(match[1].split())  # it may go over the end of a line
+            try:
+                return form.format(name=match[1], made=make(name).strip())
+            except FileNotFoundError as error:
+                problems.append(f"{name}: there is no record {Path(error.filename).name}")
+            except (LookupError, ValueError, TypeError, AssertionError) as error:
+                problems.append(f"{name}: not in its record ({error!r})")
+            return match[0]
 
-def _joined(name: str) -> str:
-    """A name may go over the end of a line of the document."""
-    return " ".join(name.split())
+        return replace
 
-
-def _made(make, name: str) -> str:
-    try:
-        return make(name).strip()
-    except FileNotFoundError as error:
-        raise RebuildError(f"{name}: there is no record {Path(error.filename).name}") from error
-    except (KeyError, ValueError, TypeError, AssertionError) as error:
-        raise RebuildError(f"{name}: not in its record ({error!r})") from error
+    text = _TABLE.sub(again(table, "<!-- table: {name} -->\n\n{made}\n\n<!-- end -->"), text)
+    text = _FIGURE.sub(again(figure, "<!-- = {name} -->{made}<!-- -->"), text)
+    return text, problems
 
 
 def main(argv: list[str]) -> int:
@@ -65,26 +63,30 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; pictures are not made")
     parser.add_argument("--no-pictures", action="store_true", help="write tables and figures only")
     args = parser.parse_args(argv)
-    differing = []
+    is_wrong = False
     for path in documents():
         text = path.read_text()
-        try:
-            new = rebuilt(text)
-        except RebuildError as error:
-            print(f"rebuild: {path.relative_to(ROOT)}: {error}", file=sys.stderr)
-            return 1
-        if new != text:
-            differing.append(path)
-            if not args.check:
-                path.write_text(new)
-    for path in differing:
-        verb = "differs from its record" if args.check else "written"
-        print(f"{path.relative_to(ROOT)}: {verb}", file=sys.stderr)
+        new, problems = rebuilt(text)
+        for problem in problems:
+            print(f"rebuild: {path.relative_to(ROOT)}: {problem}", file=sys.stderr)
+        if new != text and args.check:
+            print(f"rebuild: {path.relative_to(ROOT)}: differs from its records", file=sys.stderr)
+        elif new != text:
+            path.write_text(new)
+        is_wrong |= bool(problems) or (args.check and new != text)
     if not (args.check or args.no_pictures):
-        for name, picture in PICTURES.items():
-            picture.draw(read_record(picture.record), RESULTS / name)
-            print(f"docs/results/{name}: drawn", file=sys.stderr)
-    return int(args.check and bool(differing))
+        drawn = [_draw(name) for name in PICTURES]  # all of them, whether or not one fails
+        is_wrong |= not all(drawn)
+    return int(is_wrong)
+
+
+def _draw(name: str) -> bool:
+    try:
+        PICTURES[name].draw(read_record(PICTURES[name].record), RESULTS / name)
+    except FileNotFoundError as error:
+        print(f"rebuild: {name}: there is no record {Path(error.filename).name}", file=sys.stderr)
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -1,0 +1,64 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a record of docs/results/records of what benchmarks have written with --out: with the
+command and date of each run, and without names of folders of this machine.
+
+    python scripts/report/add_record.py schedules runs/schedules.jsonl
+    python scripts/report/add_record.py compare runs/A/records.jsonl runs/B/records.jsonl
+
+The record is replaced. rebuild.py then writes the tables, figures and pictures made from it.
+"""
+
+import argparse
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from scripts.report.records import FOLDER, write_lines
+
+_OUT = re.compile(r"(--out|--traces|--directory) \S+")
+_LIBRARIES = ("torch", "megatron-core")
+_DROPPED = ("command", "machine", "cpus", "python", "load_before", *_LIBRARIES)
+
+
+def added(file: Path) -> list[dict]:
+    """The lines of one file, commands without folders. A benchmark that repeats its command and its
+    machine in every line gets one machine line for each command instead."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    date = time.strftime("%Y-%m-%d", time.localtime(file.stat().st_mtime))
+    machines = {line["command"]: _machine(line, date) for line in lines if "command" in line}
+    measured = [line for line in lines if line.get("kind") != "machine"]
+    return [
+        *machines.values(),
+        *({key: line[key] for key in line if key not in _DROPPED} for line in measured),
+    ]
+
+
+def _machine(line: dict, date: str) -> dict:
+    command = _OUT.sub(r"\1 FILE", line["command"])
+    if line.get("kind") == "machine":
+        return line | {"command": command}
+    versions = {name: line[name].split("+")[0] for name in _LIBRARIES if name in line}
+    told = {key: line[key] for key in ("machine", "cpus", "python")}
+    return {"kind": "machine", "date": date, "command": command} | told | {"versions": versions}
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("name", help="of the record, without .jsonl")
+    parser.add_argument("files", nargs="+", type=Path)
+    args = parser.parse_args(argv)
+    if missing := [file for file in args.files if not file.is_file()]:
+        parser.error(f"{missing[0]}: there is no such file")
+    lines = [line for file in args.files for line in added(file)]
+    machines = [line for line in lines if line.get("kind") == "machine"]
+    measured = [line for line in lines if line.get("kind") != "machine"]
+    write_lines(FOLDER / f"{args.name}.jsonl", [*machines, *measured])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
