@@ -2,15 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounding errors of attention with and without PASA's shift, against fp64 on the same 16-bit
 inputs: of the output on the data and in the shape of the paper's benchmark (arXiv 2503.01873), and
-of dQ with biased keys and values. Deterministic, no GPU; ten minutes on one core. JSON lines.
+of dQ with biased keys and values. Deterministic, no GPU; a quarter of an hour on one core.
 
-    python scripts/bench/bench_pasa_accuracy.py --out docs/results/records/pasa_accuracy.jsonl
+    python scripts/bench/bench_pasa_accuracy.py --out runs/pasa.jsonl
+    python scripts/report/add_record.py pasa_accuracy runs/pasa.jsonl
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import sqrt
 from pathlib import Path
 
@@ -25,8 +26,8 @@ from megatron_asynchzp.attention.reference.block import block_backward, block_fo
 from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
 from megatron_asynchzp.attention.reference.paper import paper_forward
 from megatron_asynchzp.attention.shifting import INITIAL_BETAS, solve_beta
-from scripts.report.records import machine_line, write_lines
-from tests.attention.cases import PAPER_GRID, Inputs, normal_inputs, relative_rmse
+from scripts.report.records import machine_line
+from tests.attention.cases import PAPER_GRID, Inputs, PaperData, normal_inputs, relative_rmse
 
 DIM = 128
 SCALE = 1 / sqrt(DIM)
@@ -39,21 +40,35 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--tokens", type=int, default=1407)
     parser.add_argument("--heads", type=int, default=28)
     parser.add_argument("--groups", type=int, default=4, help="key heads")
-    parser.add_argument("--out", type=Path, required=True)
+    centres = sorted({case.x0 for case in PAPER_GRID})
+    parser.add_argument("--x0", type=int, nargs="*", default=centres, help="of the grid; or none")
+    parser.add_argument("--out", type=Path, required=True, help="file to append JSON lines to")
     args = parser.parse_args(argv)
+    if not set(args.x0) <= set(centres):
+        parser.error(f"--x0: the paper's grid has {', '.join(map(str, centres))}")
     if min(args.tokens, args.heads, args.groups) < 1 or args.heads % args.groups:
         parser.error("--tokens, --heads and --groups are at least 1, and groups divide the heads")
-    lines = [machine_line()]
-    for line in (*gradient_lines(), *forward_lines(args.tokens, args.heads, args.groups)):
-        print(json.dumps(line), flush=True)
-        lines.append(line)
-    write_lines(args.out, lines)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with args.out.open("a") as file:
+        file.write(json.dumps(machine_line()) + "\n")
+        for line in _measure(args):
+            print(json.dumps(line), flush=True)
+            file.write(json.dumps(line) + "\n")
 
 
-def forward_lines(tokens: int, heads: int, groups: int) -> Iterator[dict]:
-    """The error of the output on each cell of the paper's grid, and the part that is not finite."""
+def _measure(args: argparse.Namespace) -> Iterator[dict]:
+    if not args.x0 or 0 in args.x0:  # once, where the grid is measured in parts
+        yield from gradient_lines()
+    cases = [case for case in PAPER_GRID if case.x0 in args.x0]
+    yield from forward_lines(cases, args.tokens, args.heads, args.groups)
+
+
+def forward_lines(
+    cases: Sequence[PaperData], tokens: int, heads: int, groups: int
+) -> Iterator[dict]:
+    """The error of the output on cells of the paper's grid, and the part that is not finite."""
     mask = AttentionMask(tokens, tokens)
-    for case in PAPER_GRID:
+    for case in cases:
         inputs = case.draw(tokens, heads=heads, groups=groups, dim=DIM).to(torch.float16)
         true = exact_forward(*inputs[:3], mask, SCALE).output_BHSE
         for way, attend in FORWARD_WAYS.items():
