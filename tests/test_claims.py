@@ -5,7 +5,6 @@ these to their records, and every link between documents."""
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ README, RESULTS = ROOT / "README.md", rebuild.RESULTS
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-\d+)?(?![\w-])")
 _MADE = re.compile(r"<!-- table: (.+?) -->.*?<!-- end -->", re.DOTALL)
+_MODULE = re.compile(r"-m ((?:scripts|tests)[\w.]+)")
 _PATH = re.compile(r"(?:\./)?((?:scripts|tests)/[\w./-]+)")
 
 
@@ -29,7 +29,7 @@ def prose(text: str) -> str:
 
 def claims() -> list[list[str]]:
     """The cells of README's table of what has been measured."""
-    section = README.read_text().split("## What has been measured")[1].split("\n## ")[0]
+    section = prose(README.read_text().split("## What has been measured")[1].split("\n## ")[0])
     rows = [line for line in section.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[1:]]
 
@@ -58,17 +58,22 @@ def broken_links(document: Path) -> list[str]:
     return broken
 
 
+def existing_paths(text: str) -> list[str]:
+    """Files of scripts/ and tests/ that `text` names, as paths or by -m."""
+    modules = (module.replace(".", "/") + ".py" for module in _MODULE.findall(text))
+    return [name for name in (*_PATH.findall(text), *modules) if (ROOT / name).is_file()]
+
+
 def tables_without_a_source(text: str) -> list[str]:
-    """First lines of tables by hand that name neither a record, a script nor a test."""
-    by_hand = _MADE.sub("", text)
-    tables = re.findall(r"(?:^\|.*\n)+", by_hand, re.MULTILINE)
-    bad = []
-    for found in tables:
-        if "<!-- = " in found:
+    """First rows of tables by hand of which neither all rows nor the text above them, from the last
+    heading on, name a script or a test."""
+    by_hand, bad = _MADE.sub("", text), []
+    for found in re.finditer(r"(?:^\|.*\n)+", by_hand, re.MULTILINE):
+        rows = found[0].splitlines()[2:]
+        above = re.split(r"^#+ ", by_hand[: found.start()], flags=re.MULTILINE)[-1]
+        if "<!-- = " in found[0] or existing_paths(above):
             continue
-        rows = found.splitlines()[2:]
-        paths = [_PATH.findall(row) for row in rows]
-        if not all(names and all((ROOT / name).exists() for name in names) for names in paths):
+        if not all(existing_paths(row) for row in rows):
             bad.append(rows[0])
     return bad
 
@@ -114,9 +119,7 @@ def test_every_record_is_small_and_has_a_command_that_exists_and_a_date_and_no_p
         assert dated and read_record(name).lines, name
         for line in dated:
             assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", line["date"]), name
-            scripts = [word for word in shlex.split(line["command"], comments=True) if "/" in word]
-            found = [match for word in scripts for match in _PATH.findall(word)]
-            assert found and all((ROOT / path).is_file() for path in found), line["command"]
+            assert existing_paths(line["command"]), line["command"]
 
 
 def test_every_picture_of_the_results_is_drawn_from_a_record():
@@ -167,4 +170,9 @@ def test_a_broken_link_is_seen(tmp_path):
 
 def test_a_table_by_hand_without_a_source_is_seen():
     assert tables_without_a_source("| a |\n|---|\n| 3 ms |\n") == ["| 3 ms |"]
-    assert not tables_without_a_source("| a |\n|---|\n| 3 ms, `tests/test_claims.py` |\n")
+    for named in ("| a |\n|---|\n| 3 ms, `{}` |\n", "Made by {}.\n\n| a |\n|---|\n| 3 ms |\n"):
+        assert not tables_without_a_source(named.format("tests/test_claims.py"))
+        assert not tables_without_a_source(named.format("python -m tests.test_claims"))
+        assert len(tables_without_a_source(named.format("tests/test_nothing.py"))) == 1
+    elsewhere = "Made by tests/test_claims.py.\n\n## Another\n\n| a |\n|---|\n| 3 ms |\n"
+    assert tables_without_a_source(elsewhere) == ["| 3 ms |"]

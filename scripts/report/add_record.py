@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.report.records import FOLDER, write_lines
 
-_OUT = re.compile(r"(--out|--traces|--directory) \S+")
+_OUT = re.compile(r"(--out|--output|--traces|--directory) \S+")
 _LIBRARIES = ("torch", "megatron-core")
 _DROPPED = ("command", "machine", "cpus", "python", "load_before", *_LIBRARIES)
 

@@ -19,11 +19,8 @@ from scripts.report.scaling_rows import AxisRows, axes_of
 def _grid(cluster: str) -> schedule_grid.Grid:
     """The first one of a cluster such as "2x2", nodes x ranks of a node."""
     nodes, ranks = cluster.split("x")
-    return next(
-        grid
-        for grid in schedule_grid.grids(read_record("schedules").lines)
-        if grid.name.startswith(f"{nodes} nodes x {ranks} ranks")
-    )
+    found = schedule_grid.grids(read_record("schedules").lines)
+    return [one for one in found if one.name.startswith(f"{nodes} nodes x {ranks} ranks")][0]
 
 
 def schedule_ratio(cluster: str, system: str, column: str) -> str:

@@ -36,7 +36,8 @@ def forward_table(lines: Sequence[dict]) -> str:
     ways = list(dict.fromkeys(one["way"] for one in forward))
     rows = [f"| x0, Am | {' | '.join(ways)} |", "|---" * (len(ways) + 1) + "|"]
     found = {(one["law"], one["x0"], one["amplitude"], one["way"]): one for one in forward}
-    for law, x0, amplitude in dict.fromkeys(key[:3] for key in found):
+    cells = sorted({key[:3] for key in found}, key=lambda cell: (cell[0] != "uniform", *cell[1:]))
+    for law, x0, amplitude in cells:
         told = [_error(found[law, x0, amplitude, way]) for way in ways]
         rows.append(f"| {law} {x0:g}, {amplitude:g} | {' | '.join(told)} |")
     return _short(rows)

@@ -75,15 +75,19 @@ def parity() -> str:
 
 
 def stock_noise() -> str:
-    """How far two stock runs are apart."""
+    """How far two stock runs are apart; a sentence where that has not been recorded."""
+    try:
+        record = read_record("stock_noise")
+    except FileNotFoundError:
+        return "Not recorded yet: `docs/results/records/stock_noise.jsonl` will have it."
     rows = ["| configuration | ranks | steps | worst loss | worst gradient norm | measured |"]
     rows.append("|---|---:|---:|---:|---:|---|")
-    for line in read_record("stock_noise").lines:
+    for line in record.lines:
         rows.append(
             f"| {line['configuration']} | {line['ranks']} | {line['steps']} "
             f"| {line['worst_loss']:.1e} | {line['worst_grad_norm']:.1e} | {line['date']} |"
         )
-    return "\n".join(rows)
+    return "\n".join([*rows, "", provenance("stock_noise")])
 
 
 def pipeline() -> str:
@@ -124,8 +128,8 @@ def together_mib(run: dict) -> str:
 
 @cache
 def compared(network: str) -> Comparison:
-    found = comparisons(read_record("compare").lines)
-    return next(one for one in found if one.profile["name"] == network)
+    found = {one.profile["name"]: one for one in comparisons(read_record("compare").lines)}
+    return found[network]
 
 
 def _tables_of(network: str) -> dict[str, Callable[[], str]]:
