@@ -20,7 +20,7 @@ def _grid(cluster: str) -> schedule_grid.Grid:
     """The first one of a cluster such as "2x2", nodes x ranks of a node."""
     nodes, ranks = cluster.split("x")
     found = schedule_grid.grids(read_record("schedules").lines)
-    return [one for one in found if one.name.startswith(f"{nodes} nodes x {ranks} ranks")][0]
+    return next(one for one in found if one.name.startswith(f"{nodes} nodes x {ranks} ranks"))
 
 
 def schedule_ratio(cluster: str, system: str, column: str) -> str:

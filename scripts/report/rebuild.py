@@ -47,7 +47,7 @@ def rebuilt(text: str) -> tuple[str, list[str]]:
                 return form.format(name=match[1], made=make(name).strip())
             except FileNotFoundError as error:
                 problems.append(f"{name}: there is no record {Path(error.filename).name}")
-            except (LookupError, ValueError, TypeError, AssertionError) as error:
+            except (LookupError, StopIteration, ValueError, TypeError, AssertionError) as error:
                 problems.append(f"{name}: not in its record ({error!r})")
             return match[0]
 
