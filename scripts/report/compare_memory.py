@@ -6,7 +6,7 @@ the fastest one that holds no more than it does, at rest and at the peak of a st
 
 from collections.abc import Callable
 
-from scripts.report.compare_rows import Comparison, Row
+from scripts.report.compare_rows import FOREIGN_LIMIT, Comparison, Row
 from scripts.report.compare_table import calibration_lines, cells
 
 # fmt: off
@@ -51,6 +51,12 @@ def measured_table(comparison: Comparison) -> str:
     notes = dict.fromkeys(row.note for row in comparison.rows if row.note)
     if notes:
         lines += ["", *(f"- {note}" for note in notes)]
+    busy = [row.name for row in comparison.rows if row.foreign > FOREIGN_LIMIT]
+    told = f"Others used more than {FOREIGN_LIMIT:.0%} of the machine in"
+    if busy:
+        lines += ["", f"{told} every run of {', '.join(busy)}: these times are not to be quoted."]
+    else:
+        lines += ["", f"{told} no run that is shown."]
     return "\n".join(lines)
 
 
@@ -64,7 +70,8 @@ def memory_table(comparison: Comparison) -> str:
                 f"{memory(row):.2f} | {_answer(comparison, row, memory)}"
                 for memory in (state_of, peak_of)
             ]
-            lines.append(f"| {row.name} | {row.median_ms:.0f} | {' | '.join(told)} |")
+            name = f"{row.name} (disturbed)" if row.foreign > FOREIGN_LIMIT else row.name
+            lines.append(f"| {name} | {row.median_ms:.0f} | {' | '.join(told)} |")
     return "\n".join(lines)
 
 
