@@ -27,13 +27,14 @@ COUNTED_STEP = 2  # the first one records the order of uses
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--layers", type=int, default=4, help="of a stage")
+    parser.add_argument("--layers", type=int, nargs="+", default=[4, 8], help="of a stage")
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    if min(args.layers, args.micro_batches) < 1:
+    if min(*args.layers, args.micro_batches) < 1:
         parser.error("--layers and --micro-batches are at least 1")
-    lines = [machine_line(), *measure(args.layers, args.micro_batches)]
+    counted = [line for layers in args.layers for line in measure(layers, args.micro_batches)]
+    lines = [machine_line(), *counted]
     for line in lines[1:]:
         print(json.dumps(line))
     if args.out:
@@ -41,10 +42,14 @@ def main(argv: list[str]) -> None:
 
 
 def measure(layers: int, micro_batches: int) -> list[dict]:
-    """One line for each unit of the first stage. Starts the ranks."""
+    """One line for each unit of each stage, as the first rank of the stage asked. Starts ranks."""
     counts = run_ranks(_counted_run, NUM_RANKS, layers, micro_batches, env={"OMP_NUM_THREADS": "1"})
     found = {"stages": STAGES, "layers_of_a_stage": layers, "micro_batches": micro_batches}
-    return [found | {"kind": "count", "unit": unit, **of_unit} for unit, of_unit in counts[0]]
+    return [
+        found | {"kind": "count", "stage": stage, "unit": unit, **of_unit}
+        for stage, of_stage in enumerate(counts[:: NUM_RANKS // STAGES])
+        for unit, of_unit in of_stage
+    ]
 
 
 def _counted_run(layers: int, micro_batches: int) -> list[tuple[str, dict[str, int]]]:

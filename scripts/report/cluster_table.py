@@ -8,6 +8,7 @@ the table of docs/clusters.md. Deterministic; two minutes on one core.
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -57,6 +58,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args(argv).out
+    # Megatron refuses tensor and context parallelism below Blackwell without it; launch.sh sets it.
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         status = dry_run.main(["--all", "--json", file.name])
         reports = json.loads(Path(file.name).read_text())

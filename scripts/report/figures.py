@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache
 
 from scripts.report import checkpoint_table, cluster_table, compare_memory, schedule_grid
-from scripts.report.compare_rows import Row, ahead
+from scripts.report.compare_rows import FOREIGN_LIMIT, Row, ahead
 from scripts.report.loss_picture import RINGS
 from scripts.report.published import at_rest_mib, compared, state_mib, together_mib
 from scripts.report.records import read_record
@@ -37,8 +37,13 @@ def _row(network: str, contender: str) -> Row:
     return found
 
 
+def _warning(*rows: Row) -> str:
+    """After a time in which others used so much of the machine that it is too long."""
+    return " (disturbed)" if any(row.foreign > FOREIGN_LIMIT for row in rows) else ""
+
+
 _COMPARED: dict[str, Callable[[Row], str]] = {
-    "step": lambda row: f"{row.median_ms:.0f}",
+    "step": lambda row: f"{row.median_ms:.0f}{_warning(row)}",
     "sent": lambda row: f"{row.node_mb:.1f}",
     "rest": lambda row: f"{row.state_mb:.1f}",
     "peak": lambda row: f"{row.peak_mb:.1f}",
@@ -50,7 +55,8 @@ def compare_figure(network: str, contender: str, what: str) -> str:
 
 
 def compare_ahead(network: str, slower: str, faster: str) -> str:
-    return f"{ahead(_row(network, slower), _row(network, faster)):.2f}"
+    rows = _row(network, slower), _row(network, faster)
+    return f"{ahead(*rows):.2f}{_warning(*rows)}"
 
 
 def compare_more(network: str, contender: str, other: str, memory: str) -> str:
@@ -67,11 +73,13 @@ def compare_compute(network: str) -> str:
 
 
 def scaling_step(axis: str, at: str, contender: str) -> str:
-    return f"{_scaled(axis, at, contender).median_ms:.0f}"
+    row = _scaled(axis, at, contender)
+    return f"{row.median_ms:.0f}{_warning(row)}"
 
 
 def scaling_ahead(axis: str, at: str, slower: str, faster: str) -> str:
-    return f"{ahead(_scaled(axis, at, slower), _scaled(axis, at, faster)):.2f}"
+    rows = _scaled(axis, at, slower), _scaled(axis, at, faster)
+    return f"{ahead(*rows):.2f}{_warning(*rows)}"
 
 
 @cache

@@ -91,10 +91,20 @@ def stock_noise() -> str:
 
 
 def pipeline() -> str:
-    rows = ["| unit of the first stage | gathers | reductions |", "|---|---:|---:|"]
+    """Gathers, then reductions, of each layer in one step, by depth and stage."""
+    rows: dict[tuple, list[dict]] = {}
     for line in read_record("pipeline").lines:
-        rows.append(f"| `{line['unit']}` | {line['gathers']} | {line['reductions']} |")
-    return "\n".join(rows)
+        if "layers" in line["unit"]:
+            rows.setdefault((line["layers_of_a_stage"], line["stage"]), []).append(line)
+    told = ["| layers of a stage | stage | gathers of each layer | reductions of each layer |"]
+    told.append("|---:|---:|---|---|")
+    for (layers, stage), units in rows.items():
+        gathers = ", ".join(str(unit["gathers"]) for unit in units)
+        reductions = sorted({unit["reductions"] for unit in units})
+        told.append(
+            f"| {layers} | {stage} | {gathers} | {' or '.join(map(str, reductions))} each |"
+        )
+    return "\n".join(told)
 
 
 def quickstart() -> str:
