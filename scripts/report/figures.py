@@ -180,6 +180,6 @@ FIGURES: dict[str, Callable[..., str]] = {
 
 
 def figure(name: str) -> str:
-    """Raises KeyError for a kind that is not known, FileNotFoundError without a record."""
+    """Raises KeyError for a kind that is not known, NotRecorded without a record."""
     kind, *arguments = name.split("; ")
     return FIGURES[kind](*arguments)

@@ -22,10 +22,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.report.figures import figure
 from scripts.report.published import PICTURES, table
-from scripts.report.records import read_record
+from scripts.report.records import PENDING, NotRecorded, read_record
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
+_PENDING_TEXT = "(not recorded yet)"
 _TABLE = re.compile(r"<!-- table: (.+?) -->\n(.*?)<!-- end -->", re.DOTALL)
 _FIGURE = re.compile(r"<!-- = (.+?) -->(.*?)<!-- -->", re.DOTALL)
 
@@ -45,8 +46,10 @@ def rebuilt(text: str) -> tuple[str, list[str]]:
             name = " ".join(match[1].split())  # it may go over the end of a line
             try:
                 return form.format(name=match[1], made=make(name).strip())
-            except FileNotFoundError as error:
-                problems.append(f"{name}: there is no record {Path(error.filename).name}")
+            except NotRecorded as error:
+                if error.name in PENDING:
+                    return form.format(name=match[1], made=_PENDING_TEXT)
+                problems.append(f"{name}: {error}")
             except (LookupError, StopIteration, ValueError, TypeError, AssertionError) as error:
                 problems.append(f"{name}: not in its record ({error!r})")
             return match[0]
@@ -83,9 +86,10 @@ def main(argv: list[str]) -> int:
 def _draw(name: str) -> bool:
     try:
         PICTURES[name].draw(read_record(PICTURES[name].record), RESULTS / name)
-    except FileNotFoundError as error:
-        print(f"rebuild: {name}: there is no record {Path(error.filename).name}", file=sys.stderr)
-        return False
+    except NotRecorded as error:
+        (RESULTS / name).unlink(missing_ok=True)
+        print(f"rebuild: {name}: {error}", file=sys.stderr)
+        return error.name in PENDING
     return True
 
 
