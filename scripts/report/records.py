@@ -22,7 +22,6 @@ PENDING = {
     "compare fast",
     "checkpoints",
     "scaling",
-    "pasa_accuracy",
     "pasa_training",
 }
 _LIBRARIES = ("torch", "megatron-core", "deepspeed")
