@@ -30,8 +30,8 @@ _FIGURE = re.compile(r"<!-- = (.+?) -->(.*?)<!-- -->", re.DOTALL)
 
 
 def documents() -> list[Path]:
-    """README and all of docs."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """Those of the root, and all of docs."""
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def rebuilt(text: str) -> tuple[str, list[str]]:
