@@ -6,6 +6,7 @@ and shows both side by side: a table, loss.png and a sample of text. Run by quic
 import argparse
 import json
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -22,9 +23,11 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from megatron_asynchzp.testbed.machine import machine_record
 from scripts import prepare_data
 from scripts.report import loss_picture
 from scripts.report.megatron_log import Iteration, parse_iteration
+from scripts.report.records import replace
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN_SCRIPT = ROOT / "scripts" / "train" / "pretrain_gpt.py"
@@ -255,11 +258,16 @@ def result_table(stock: Result, asynchzp: Result) -> Table:
         column.justify = "right"
     row("loss at the first step", (f"{run.losses[0]:.6f}" for run in both))
     row("loss at the last step", (f"{run.losses[-1]:.6f}" for run in both), end_section=True)
-    for state, (label, _) in loss_picture.STATES.items():
-        if any(run.fullest_rank[state] for run in both):  # fp32 has no separate main parameters
-            row(f"{label} on a rank", (mib(run.fullest_rank[state]) for run in both))
-    totals = [sum(run.fullest_rank.values()) for run in both]
-    row("all state on the fullest rank", map(mib, totals), end_section=True)
+    held = [dict(run.fullest_rank) for run in both]
+    totals = [sum(of_run.values()) for of_run in held]
+    rings = [of_run.pop(loss_picture.RINGS) for of_run in held]
+    for state in held[0]:
+        if any(of_run[state] for of_run in held):  # fp32 has no separate main parameters
+            label, _ = loss_picture.STATES[state]
+            row(f"{label} on a rank", (mib(of_run[state]) for of_run in held))
+    row("state at rest, fullest rank", (mib(sum(of_run.values())) for of_run in held))
+    row("in flight (rings), the same rank", map(mib, rings))
+    row("both together", map(mib, totals), end_section=True)
     row("median time per step", (_median_ms(step.step_ms for step in run.steps) for run in both))
     exposed = [[step.exposed_comm_ms for step in run.steps] for run in both]
     row("of it, waiting for communication", map(_median_ms, exposed))
@@ -283,12 +291,12 @@ def show_results(
     """The table, the picture and the sample; raises when the losses do not agree."""
     told = f"P={sizes['param']} G={sizes['grad']} O={sizes['optim']}"
     picture = output / "loss.png"
-    loss_picture.draw(
+    runs = (
         loss_picture.Run("Megatron DDP", stock.losses, stock.fullest_rank),
         loss_picture.Run(f"AsyncHZP, {told}", asynchzp.losses, asynchzp.fullest_rank),
-        title,
-        picture,
     )
+    write_record(runs, title, output / "record.jsonl")
+    loss_picture.draw(*runs, title, picture)
     console.print(result_table(stock, asynchzp))
     sample = asynchzp.report["sample"]
     text = f"[bold]{escape(sample['prompt'])}[/bold]{escape(sample['text'].rstrip())}"
@@ -303,6 +311,13 @@ def show_results(
     )
     if not apart <= LOSS_TOLERANCE:
         raise QuickstartError(f"the losses differ by {apart:.1e}, more than {LOSS_TOLERANCE:g}")
+
+
+def write_record(runs: Iterable[loss_picture.Run], title: str, file: Path) -> None:
+    """The numbers behind the picture as JSON lines, for `python -m scripts.report.rebuild`."""
+    machine = machine_record(shlex.join(["./scripts/quickstart.sh", *sys.argv[1:]]))
+    told = ({"kind": "run", "title": title} | run._asdict() for run in runs)
+    replace(file, [machine, *told])
 
 
 def run(args: argparse.Namespace, console: Console) -> None:

@@ -83,9 +83,19 @@ def test_the_end_shows_table_sample_and_a_picture(tmp_path):
     waited = " exposed comm (ms): 17.0 | overlap (%): 91.0 |"
     ours = result([5.5, 3.0, 2.000001], 2**19, more=waited)
     told = show(result([5.5, 3.0, 2.0], 2**20), ours, tmp_path)
-    numbers = ("2.000001", "1.00 MiB", "4.00 MiB", "0.50 MiB", "17 ms")
+    numbers = ("2.000001", "1.00 MiB", "0.50 MiB", "17 ms")
     for expected in (*numbers, "def main():", "2 of 3"):
         assert expected in told
+    for label, stock_mib, our_mib in (
+        ("state at rest", 4, 2),
+        ("in flight", 1, 0.5),
+        ("both together", 5, 2.5),
+    ):
+        (line,) = (line for line in told.splitlines() if label in line)
+        assert f"{stock_mib:.2f} MiB" in line and f"{our_mib:.2f} MiB" in line
+    record = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in record] == ["machine", "run", "run"]
+    assert record[2]["losses"] == ours.losses and record[2]["state_bytes"]["rings"] == 2**19
     header = (tmp_path / "loss.png").read_bytes()[:24]
     width, height = struct.unpack(">II", header[16:])
     assert header[1:4] == b"PNG" and width > 1000 and height > 500

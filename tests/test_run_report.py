@@ -40,6 +40,7 @@ def test_every_state_of_stock_counts_once():
         "main_grad": 4 * (numel + 28),
         "main_param": 4 * numel,
         "optimizer_state": 8 * numel + steps,
+        "rings": 0,
     }
     chunk, optimizer = stock_like_chunk(torch.float32)
     held = state_bytes([chunk], [optimizer])

@@ -224,8 +224,8 @@ def test_models_of_torch_and_transformers_train_as_without_sharding(build):
     run_ranks(check_model, 2, build)
 
 
-def test_the_example_of_the_documents_runs_as_it_stands(tmp_path):
-    page = (Path(__file__).parents[1] / "docs" / "library.md").read_text()
+def test_the_example_of_the_readme_runs_as_it_stands(tmp_path):
+    page = (Path(__file__).parents[1] / "README.md").read_text()
     (tmp_path / "example.py").write_text(page.split("```python\n")[1].split("```")[0])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     done = subprocess.run(

@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 
 
@@ -17,6 +18,15 @@ def machine() -> dict[str, str | int | None]:
         "python": platform.python_version(),
         "command": command(),
     }
+
+
+def machine_record(command_line: str | None = None) -> dict:
+    """The first line of a file of records. command_line: of a script that is not Python's; else the
+    command of this process."""
+    record = {"kind": "machine", "date": time.strftime("%Y-%m-%d")} | machine()
+    if command_line is not None:
+        record["command"] = command_line
+    return record | {"versions": versions("torch", "megatron-core", "deepspeed")}
 
 
 def versions(*packages: str) -> dict[str, str | None]:

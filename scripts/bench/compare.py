@@ -21,10 +21,11 @@ from rich.progress import Progress
 from megatron_asynchzp.testbed.contenders.side_by_side import contenders
 from megatron_asynchzp.testbed.contenders.torch_run import missing
 from megatron_asynchzp.testbed.contenders.workload import Workload
+from megatron_asynchzp.testbed.machine import machine_record
 from megatron_asynchzp.testbed.profile import PROFILES, NetworkProfile, named_profile
 from megatron_asynchzp.testbed.ranks import Cluster
 from scripts.bench.compare_calibration import calibrate
-from scripts.bench.compare_measure import RUN_LIMIT_S, machine_record, measure, prepare_environment
+from scripts.bench.compare_measure import RUN_LIMIT_S, measure, prepare_environment
 from scripts.report.compare_picture import draw
 from scripts.report.compare_table import calibration_lines, markdown
 from scripts.report.records import append

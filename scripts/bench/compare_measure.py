@@ -3,14 +3,12 @@
 """One run of one contender on an emulated cluster, and the record of the machine beside it."""
 
 import os
-import time
 from pathlib import Path
 
 from megatron_asynchzp.testbed.contenders.megatron_run import train_megatron
 from megatron_asynchzp.testbed.contenders.side_by_side import Contender
 from megatron_asynchzp.testbed.contenders.torch_run import missing, train_torch
 from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
-from megatron_asynchzp.testbed.machine import machine, versions
 from megatron_asynchzp.testbed.ranks import Cluster, RankFailure, preload
 from scripts.bench.compare_calibration import busy_of, foreign_of
 
@@ -64,10 +62,3 @@ def _summed(reports: list[RankReport], ranks: int, steps: int) -> dict:
         "foreign": foreign_of(reports),
         "busy": busy_of(reports),
     }
-
-
-def machine_record() -> dict:
-    """The first line of every file of records."""
-    found = versions("torch", "megatron-core", "deepspeed")
-    date = time.strftime("%Y-%m-%d")
-    return {"kind": "machine"} | machine() | {"versions": found, "date": date}

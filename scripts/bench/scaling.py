@@ -23,10 +23,11 @@ from rich.progress import Progress
 from megatron_asynchzp.testbed.contenders.side_by_side import Contender
 from megatron_asynchzp.testbed.contenders.workload import Workload
 from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
+from megatron_asynchzp.testbed.machine import machine_record
 from megatron_asynchzp.testbed.profile import PROFILES, NetworkProfile, named_profile
 from megatron_asynchzp.testbed.ranks import Cluster, RankFailure
 from scripts.bench.compare_calibration import busy_of, compute_alone, emulated_ms, foreign_of
-from scripts.bench.compare_measure import machine_record, measure, prepare_environment
+from scripts.bench.compare_measure import measure, prepare_environment
 from scripts.bench.scaling_points import (
     AXES,
     SAMPLES,

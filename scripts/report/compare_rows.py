@@ -13,7 +13,6 @@ from megatron_asynchzp.testbed.contenders.side_by_side import ND, SHARDED
 from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
 
 LOSS_TOLERANCE = 1e-5  # relative, of every step, in fp32
-STATE_MARGIN = 1.25  # a sharded peer with more than this many times our state is another trade
 
 
 @dataclass(frozen=True)
@@ -155,18 +154,12 @@ def ahead(slower: Row, faster: Row) -> float:
     return slower.median_ms / faster.median_ms
 
 
-def state_peers(comparison: Comparison) -> list[Row]:
-    """The sharded peers that were timed and hold at most STATE_MARGIN x our state."""
-    ours = comparison.ours
-    if ours is None or ours.state_mb is None:
-        return []
+def sharded_peers(comparison: Comparison) -> list[Row]:
+    """The sharded peers that were timed and whose memory is known, fastest first."""
     return [
         row
         for row in comparison.rows
-        if row.family == SHARDED
-        and row.is_timed
-        and row.state_mb is not None
-        and row.state_mb <= STATE_MARGIN * ours.state_mb
+        if row.family == SHARDED and row.is_timed and row.state_mb is not None
     ]
 
 

@@ -9,15 +9,7 @@ table, and what it says about AsyncHZP.
 from collections.abc import Iterable
 
 from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
-from scripts.report.compare_rows import (
-    STATE_MARGIN,
-    Comparison,
-    Row,
-    ahead,
-    comparisons,
-    orders,
-    state_peers,
-)
+from scripts.report.compare_rows import Comparison, Row, ahead, comparisons, orders, sharded_peers
 from scripts.report.records import machine_line, markdown_table, print_table
 
 # fmt: off
@@ -125,12 +117,12 @@ def verdict(comparison: Comparison) -> list[str]:
     if (optimizer := comparison.row("distributed optimizer")) is not None:
         speed = ahead(optimizer, ours)
         lines.append(f"- It is {speed:.2f} x as fast as the distributed optimizer.")
-    told = [f"{peer.name} {ahead(peer, ours):.2f} x" for peer in state_peers(comparison)]
-    if told:
-        lines.append(
-            f"- Against the sharded peers with at most {STATE_MARGIN:g} x its state: "
-            f"{', '.join(told)}."
-        )
+    if ours.state_mb is not None:
+        lines += [
+            f"- It is {ahead(peer, ours):.2f} x as fast as {peer.name}, and holds "
+            f"{ours.state_mb / peer.state_mb:.2f} x as much between two steps."
+            for peer in sharded_peers(comparison)
+        ]
     if len(found := orders(comparison)) > 1:
         same = len(set(found)) == 1
         lines.append(

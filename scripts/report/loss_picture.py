@@ -1,21 +1,34 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Draws two training runs over the same batches: their losses, how far apart they are, and the
-bytes of state that a rank of each holds."""
+bytes that a rank of each holds at rest and for what is in flight."""
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.report.styles import BLUE, GRID, INK, ORANGE, SKY, VERMILION, YELLOW, bare, new_figure
+from scripts.report.styles import (
+    BLUE,
+    GREY,
+    GRID,
+    INK,
+    ORANGE,
+    SKY,
+    VERMILION,
+    YELLOW,
+    bare,
+    new_figure,
+)
 
 BASELINE, CANDIDATE = SKY, VERMILION
+RINGS = "rings"
 STATES = {  # key of the report: (label, colour), from the bottom of the bar up
     "model_param": ("parameters", BLUE),
     "main_grad": ("gradients", SKY),
     "main_param": ("main parameters", ORANGE),
     "optimizer_state": ("Adam's two moments", YELLOW),
+    RINGS: ("in flight (rings)", GREY),
 }
 
 
@@ -100,12 +113,15 @@ def _draw_states(axes, runs: Sequence[Run]) -> None:
                     color="white" if dark else INK,
                 )
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    for i, total in enumerate(totals):
-        axes.text(i, bottoms[i], f"{total / 2**20:.2f}\n", ha="center", va="center", weight="bold")
+    for i, (run, total) in enumerate(zip(runs, totals, strict=True)):
+        told = f"{total / 2**20:.2f}"
+        if run.state_bytes[RINGS]:
+            told += f"\n({(total - run.state_bytes[RINGS]) / 2**20:.2f} at rest)"
+        axes.text(i, bottoms[i], f"{told}\n", ha="center", va="bottom", weight="bold")
     axes.set_xticks(range(len(runs)), [run.name.replace(", ", ",\n") for run in runs])
     axes.set_ylim(0, 1.45 * max(bottoms))
-    axes.set_ylabel("state held by the fullest rank (MiB)")
-    axes.set_title("State per rank", loc="left", fontweight="bold")
+    axes.set_ylabel("held by the fullest rank (MiB)")
+    axes.set_title("Memory per rank", loc="left", fontweight="bold")
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], frameon=False, loc="upper right", fontsize=9)
 

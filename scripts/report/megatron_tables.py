@@ -61,9 +61,9 @@ def with_tables(page: str) -> str:
 
     def written(found: re.Match) -> str:
         lines = "\n".join(made.pop(found[1]))
-        return f"<!-- table: {found[1]} -->\n{lines}\n<!-- end -->"
+        return f"<!-- code: {found[1]} -->\n{lines}\n<!-- end -->"
 
-    page = re.sub(r"<!-- table: (.+?) -->\n.*?<!-- end -->", written, page, flags=re.DOTALL)
+    page = re.sub(r"<!-- code: (.+?) -->\n.*?<!-- end -->", written, page, flags=re.DOTALL)
     if made:
         raise KeyError(f"no marker for {', '.join(made)}")
     return page

@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains one small GPT, whose keys have a bias, with several attentions and draws what that does.
 
-    python -m scripts.report.pasa_evidence --picture docs/results/pasa_training.png
+    python -m scripts.report.pasa_evidence --steps 200 --out runs/pasa_training.jsonl
+    python -m scripts.report.add_record pasa_training runs/pasa_training.jsonl
 
 Everything but attention is fp32: q, k and v are cast to 16 bits right before it. Standard is
 torch's own flash attention on the CPU, PASA the same one through mode delegate. Only the last
-digits of gradients differ, so differences in the curves are theirs. Prints JSON lines.
+digits of gradients differ, so differences in the curves are theirs. Prints JSON lines;
+`python -m scripts.report.rebuild` draws the picture from those of --out.
 """
 
 import argparse
@@ -23,6 +25,8 @@ from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.delegate import delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.vendors import Sdpa
+from megatron_asynchzp.testbed.machine import machine_record
+from scripts.report.records import replace
 from scripts.report.styles import new_figure
 
 VOCABULARY, LENGTH, BATCH, WIDTH, HEADS, LAYERS = 64, 64, 16, 128, 2, 2
@@ -142,8 +146,8 @@ def train(
         losses.append(loss.item())
     # fmt: off
     return {
-        "way": way.name, "k_bias": k_bias, "v_bias": v_bias, "losses": losses, "errors": errors,
-        "every": every,
+        "way": way.name, "k_bias": k_bias, "v_bias": v_bias, "seed": seed, "losses": losses,
+        "errors": errors, "every": every,
     }
     # fmt: on
 
@@ -178,18 +182,33 @@ def draw(runs: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
+def _short(run: dict) -> dict:
+    """With no more digits than a picture or a table shows."""
+    rounded = {key: [float(f"{value:.5g}") for value in run[key]] for key in ("losses", "errors")}
+    return {"kind": "run"} | run | rounded
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--biases", nargs="+", default=["0,0", "30,0", "10,30"], metavar="K,V")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--more-seeds",
+        type=int,
+        nargs="*",
+        default=[1, 2],
+        metavar="N",
+        help="beside 0, of the last of the biases",
+    )
     parser.add_argument("--picture", type=Path)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON lines there")
     options = parser.parse_args(argv)
     runs = []
-    for setting in options.biases:
+    settings = [(setting, 0) for setting in options.biases]
+    for setting, seed in [*settings, *((options.biases[-1], seed) for seed in options.more_seeds)]:
         k_bias, v_bias = (float(x) for x in setting.split(","))
         for way in WAYS:
-            runs.append(train(way, k_bias, v_bias, options.steps, seed=options.seed))
+            runs.append(train(way, k_bias, v_bias, options.steps, seed=seed))
             last, errors = runs[-1]["losses"][-50:], sorted(runs[-1]["errors"])
             told = {
                 "way": way.name,
@@ -200,8 +219,10 @@ def main(argv: list[str]) -> int:
                 "largest_error": errors[-1] if errors else None,
             }
             print(json.dumps(told), flush=True)
+    if options.out:
+        replace(options.out, [machine_record(), *map(_short, runs)])
     if options.picture:
-        draw(runs, options.picture)
+        draw([run for run in runs if run["seed"] == 0], options.picture)
     return 0
 
 

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns files of records, one JSON object a line, and the commands that turn them into Markdown or a
 picture: `python -m scripts.report.NAME FILE...`, for a picture with `--output PNG`.
+
+Lines of kind "machine" tell with which command, when and on what the others were measured.
 """
 
 import argparse
@@ -9,15 +11,55 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
+
+# What is published is made from the records of this folder.
+FOLDER = Path(__file__).parents[2] / "docs" / "results" / "records"
+# The records that documents have places for. A place of one that has not been made yet shows that.
+EXPECTED = {
+    *("checkpoints", "clusters", "compare", "compare fast", "parity", "pasa_accuracy"),
+    *("pasa_training", "pipeline", "quickstart", "scaling", "schedules", "stock_noise", "timeline"),
+}
 
 
 class RecordsError(ValueError):
     """Records that do not belong together; the message is one line for the user."""
 
 
+class NotRecorded(FileNotFoundError):
+    """There is no record `name`."""
+
+    def __init__(self, name: str):
+        super().__init__(f"there is no record {name}")
+        self.name = name
+
+
+class Record(NamedTuple):
+    """One file of FOLDER: its machine lines, and what was measured."""
+
+    machines: list[dict]
+    lines: list[dict]
+
+
 def read(files: Iterable[Path]) -> list[dict]:
-    """All records of all files."""
+    """All lines of all files."""
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def read_record(name: str, folder: Path = FOLDER) -> Record:
+    """The record NAME.jsonl. Raises NotRecorded."""
+    file = folder / f"{name}.jsonl"
+    if not file.is_file():
+        raise NotRecorded(name)
+    return split(read([file]))
+
+
+def split(lines: Iterable[dict]) -> Record:
+    """Machine lines apart from the others."""
+    record = Record([], [])
+    for line in lines:
+        (record.machines if line.get("kind") == "machine" else record.lines).append(line)
+    return record
 
 
 def append(file: Path, *records: dict) -> None:
@@ -25,6 +67,12 @@ def append(file: Path, *records: dict) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:
         out.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def replace(file: Path, records: Iterable[dict]) -> None:
+    """As `append`, in place of what the file had."""
+    file.unlink(missing_ok=True)
+    append(file, *records)
 
 
 def machine_line(record: dict) -> str:
@@ -59,11 +107,14 @@ def write_picture(name: str, made_by: str, draw: Callable[[list[dict], Path], No
 
 def _parser(name: str, made_by: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m scripts.report.{name}")
-    parser.add_argument("files", nargs="+", type=_file, metavar="FILE", help=f"from {made_by}")
+    parser.add_argument(
+        "files", nargs="+", type=existing_file, metavar="FILE", help=f"from {made_by}"
+    )
     return parser
 
 
-def _file(text: str) -> Path:
+def existing_file(text: str) -> Path:
+    """A type of arguments."""
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"{text}: there is no such file")
     return Path(text)

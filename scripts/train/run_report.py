@@ -54,18 +54,20 @@ def _storages_nbytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
 def state_bytes(
     chunks: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, int]:
-    """Bytes this rank holds between steps, by state, counted from live tensors.
+    """Bytes this rank holds between steps, by state, counted from live tensors; "rings" is the
+    memory that AsyncHZP keeps for parameters and gradients in flight.
 
     chunks: the wrapped model chunks (stock DDP or AsyncHZP); optimizers: the torch optimizers
     inside Megatron's. A storage counts once: views of one buffer are one buffer, its padding
     included, and in fp32 stock's main parameters are the model's own.
     """
     seen: set[int] = set()
-    held = {"model_param": 0, "main_grad": 0, "main_param": 0, "optimizer_state": 0}
+    held = dict.fromkeys(("model_param", "main_grad", "main_param", "optimizer_state", "rings"), 0)
     for chunk in chunks:
         if isinstance(chunk, AsyncHZPDataParallel):
             for state, nbytes in chunk.state_nbytes().items():
                 held[state] += nbytes
+            held["rings"] += sum(chunk.runtime.ring_nbytes().values())
             continue
         params = list(chunk.parameters())
         held["model_param"] += _storages_nbytes(params, seen)

@@ -14,7 +14,7 @@ import torch
 
 from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.mask import AttentionMask
-from tests.attention.cases import Inputs
+from megatron_asynchzp.attention.reference.paper_data import Inputs
 
 
 def _interpret() -> None:

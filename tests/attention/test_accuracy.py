@@ -21,15 +21,15 @@ from megatron_asynchzp.attention.reference.arithmetic import (
 from megatron_asynchzp.attention.reference.block import block_backward, block_forward
 from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
 from megatron_asynchzp.attention.reference.paper import paper_forward
-from megatron_asynchzp.attention.shifting import INITIAL_BETAS, solve_beta
-from tests.attention.cases import (
+from megatron_asynchzp.attention.reference.paper_data import (
     PAPER_GRID,
     Inputs,
     PaperData,
     normal_inputs,
     relative_rmse,
-    resonant_inputs,
 )
+from megatron_asynchzp.attention.shifting import INITIAL_BETAS, solve_beta
+from tests.attention.cases import resonant_inputs
 
 LENGTH, DIM = 384, 128
 SCALE = 1 / sqrt(DIM)

@@ -13,14 +13,8 @@ from megatron_asynchzp.attention.call import AttentionCall, UnsupportedAttention
 from megatron_asynchzp.attention.delegate import choose_vendor, delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
 from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
-from tests.attention.cases import (
-    Inputs,
-    cumulative,
-    largest_error,
-    masks,
-    normal_inputs,
-    relative_rmse,
-)
+from megatron_asynchzp.attention.reference.paper_data import Inputs, normal_inputs, relative_rmse
+from tests.attention.cases import cumulative, largest_error, masks
 
 SCALE = 0.21
 MASKS = masks()

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_asynchzp.attention.mask import AttentionMask
-from tests.attention.cases import Inputs, masks, normal_inputs, relative_rmse
+from megatron_asynchzp.attention.reference.paper_data import Inputs, normal_inputs, relative_rmse
+from tests.attention.cases import masks
 from tests.attention.interpreted import attend
 from tests.attention.test_delegate import through_autograd
 from tests.attention.test_triton import biased, exact

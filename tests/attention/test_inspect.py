@@ -14,7 +14,8 @@ from megatron_asynchzp.attention.capture import capturing
 from megatron_asynchzp.attention.diagnosis import diagnose
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.reference.exact import exact_backward
-from tests.attention.cases import normal_inputs, relative_rmse, resonant_inputs
+from megatron_asynchzp.attention.reference.paper_data import normal_inputs, relative_rmse
+from tests.attention.cases import resonant_inputs
 from tests.attention.test_accuracy import gradients, unshifted
 
 

@@ -14,7 +14,13 @@ from megatron_asynchzp.attention.reference.arithmetic import ALL_FP16, FP16_FP32
 from megatron_asynchzp.attention.reference.block import block_backward, block_forward
 from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
 from megatron_asynchzp.attention.reference.paper import paper_backward, paper_forward
-from tests.attention.cases import Inputs, PaperData, masks, normal_inputs, relative_rmse
+from megatron_asynchzp.attention.reference.paper_data import (
+    Inputs,
+    PaperData,
+    normal_inputs,
+    relative_rmse,
+)
+from tests.attention.cases import masks
 
 BETA = 0.9374311
 

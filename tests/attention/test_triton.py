@@ -8,7 +8,8 @@ import torch
 
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
-from tests.attention.cases import Inputs, largest_error, masks, normal_inputs, relative_rmse
+from megatron_asynchzp.attention.reference.paper_data import Inputs, normal_inputs, relative_rmse
+from tests.attention.cases import largest_error, masks
 from tests.attention.interpreted import attend, interpreter
 
 pytest.importorskip("triton", reason="needs triton: pip install megatron_asynchzp[triton]")

@@ -14,14 +14,14 @@ from tests.report import records as made_up
 TABLES = {
     "compare_table": made_up.compare_records,
     "scaling_table": made_up.scaling_records,
-    "schedule_table": made_up.schedule_records,
+    "schedule_grid": made_up.schedule_records,
     "checkpoint_table": made_up.checkpoint_records,
     "parity_table": made_up.parity_records,
 }
 PICTURES = {
     "compare_picture": made_up.compare_records,
     "scaling_picture": made_up.scaling_records,
-    "schedule_picture": made_up.schedule_records,
+    "schedule_bars": made_up.schedule_records,
 }
 
 

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """A network that notes every collective it is given and that a test can hold shut: the default
-group of tests/support/ranks.py, made anew. Knows nothing of who communicates.
+group of megatron_asynchzp/testbed/ranks.py, made anew. Knows nothing of who communicates.
 """
 
 import threading

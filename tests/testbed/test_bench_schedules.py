@@ -11,7 +11,6 @@ import pytest
 from megatron_asynchzp.testbed.contenders.schedules import CONTENDERS
 from scripts.bench import bench_schedules
 from scripts.bench.bench_schedules import parse_args
-from scripts.report.schedule_picture import curves, make_figure
 
 ENGINES = [
     name for name in CONTENDERS if name.split(",")[0] in ("threaded", "main-thread", "inline")
@@ -57,26 +56,3 @@ def test_a_wrong_option_is_one_clear_line(options, told, capsys):
         parse_args(options)
     assert ended.value.code == 2
     assert told in capsys.readouterr().err.strip().splitlines()[-1]
-
-
-def record_of(contender: str, gbit: float, ms: float) -> dict:
-    return {"contender": contender, "profile": {"inter_gbit": gbit}, "median_ms": ms}
-
-
-def test_a_curve_tells_the_step_as_a_multiple_of_the_longer_of_its_two_parts():
-    # fmt: off
-    records = [
-        record_of("compute only", 1.0, 400.0), record_of("communication only", 1.0, 200.0),
-        record_of("threaded", 1.0, 440.0), record_of("threaded", 1.0, 480.0),
-        record_of("threaded", 1.0, 420.0), record_of("compute only", 0.25, 400.0),
-        record_of("communication only", 0.25, 800.0), record_of("threaded", 0.25, 880.0),
-    ]
-    # fmt: on
-    assert curves(records) == {"threaded": [(0.5, 1.1), (2.0, 1.1)]}
-    drawn = make_figure(records).axes[0].lines[0]
-    assert [*drawn.get_xdata()] == [0.5, 2.0] and [*drawn.get_ydata()] == [1.1, 1.1]
-
-
-def test_a_network_without_its_floors_is_not_drawn():
-    with pytest.raises(ValueError, match="'communication only' was not measured at 1 Gbit/s"):
-        curves([record_of("compute only", 1.0, 400.0), record_of("threaded", 1.0, 440.0)])

@@ -12,12 +12,13 @@ import pytest
 from megatron_asynchzp.testbed.contenders.side_by_side import ND, OURS, SHARDED, contenders
 from megatron_asynchzp.testbed.contenders.workload import Workload
 from megatron_asynchzp.testbed.cpu_usage import foreign_share
-from megatron_asynchzp.testbed.machine import machine, versions
+from megatron_asynchzp.testbed.machine import machine_record, versions
 from megatron_asynchzp.testbed.profile import NetworkProfile
 from scripts.bench.compare import parse_args
 from scripts.bench.compare_calibration import emulated_ms, ring_all_gather_ms
+from scripts.report.compare_memory import memory_table
 from scripts.report.compare_picture import draw
-from scripts.report.compare_rows import comparisons, losses_agree, orders, state_peers
+from scripts.report.compare_rows import comparisons, losses_agree, orders, sharded_peers
 from scripts.report.compare_table import cells, markdown
 
 LOSSES = [4.9, 4.6, 4.4]
@@ -56,7 +57,7 @@ def test_a_row_with_wrong_losses_is_red_and_shows_no_speed():
     comparison = comparisons(RECORDS)[0]
     assert comparison.row("cheat") is None
     assert [row.name for row in comparison.rows[:2]] == ["everything twice", OURS_NAME]
-    assert all(row.name != "cheat" for row in state_peers(comparison))
+    assert all(row.name != "cheat" for row in sharded_peers(comparison))
 
 
 @pytest.mark.parametrize(
@@ -80,12 +81,13 @@ def test_a_contender_that_cannot_run_is_a_row_with_the_reason():
     assert line.count("|") == head.count("|")
 
 
-def test_the_verdict_is_against_the_best_stock_layout_and_peers_with_as_little_state():
+def test_the_verdict_is_against_the_best_stock_layout_and_tells_the_memory_of_every_peer():
     comparison = comparisons(RECORDS)[0]
     assert comparison.best_nd.name == "PP 2"
-    assert [row.name for row in state_peers(comparison)] == ["ZeRO-3"]
     text = markdown(RECORDS)
-    assert "1.12 x as fast as PP 2" in text and "ZeRO-3 1.50 x" in text
+    assert "1.12 x as fast as PP 2" in text
+    for peer, speed, memory in (("ZeRO-3", "1.50", "0.83"), ("everything twice", "0.90", "0.77")):
+        assert f"{speed} x as fast as {peer}, and holds {memory} x as much" in text
     ours = comparison.row(OURS_NAME)
     assert cells(ours, comparison.best_nd)[5:7] == ["512", "1.12"]
 
@@ -157,6 +159,19 @@ def test_a_record_names_the_command_by_its_module_without_a_path(monkeypatch):
     main = SimpleNamespace(__spec__=ModuleSpec("scripts.bench.compare", None))
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(sys, "argv", ["/somewhere/compare.py", "--only", "FSDP2 HSDP"])
-    record = machine() | versions("torch", "no-such-package")
+    record = machine_record()
     assert record["command"] == "python -m scripts.bench.compare --only 'FSDP2 HSDP'"
-    assert record["torch"] and record["no-such-package"] is None
+    assert record["versions"]["torch"] and versions("no-such-package") == {"no-such-package": None}
+    assert machine_record("./scripts/quickstart.sh")["command"] == "./scripts/quickstart.sh"
+
+
+def test_each_row_names_the_fastest_that_holds_no_more_at_rest_and_at_the_peak():
+    small = run("small and slow", SHARDED, [1400.0], state_nbytes=5e6, peak_nbytes=3e7)
+    comparison = comparisons([*RECORDS, small])[0]
+    rows = {
+        line.split(" | ")[0].strip("| "): line for line in memory_table(comparison).splitlines()
+    }
+    assert "cheat" not in rows and "absent" not in rows
+    assert rows["everything twice"].count("itself") == 2
+    assert rows["small and slow"].endswith("| 5.00 | itself | 30.00 | everything twice, 900 |")
+    assert rows["ZeRO-3"].endswith(f"| 12.00 | {OURS_NAME}, 1000 | 20.00 | everything twice, 900 |")

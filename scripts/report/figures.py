@@ -1,0 +1,184 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns how a single published figure follows from its record: "KIND; ARGUMENT; ..." names it."""
+
+import statistics
+from collections.abc import Callable
+from functools import cache
+
+from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
+from scripts.report import checkpoint_table, cluster_table, compare_memory, schedule_grid
+from scripts.report.compare_rows import Row, ahead
+from scripts.report.loss_picture import RINGS
+from scripts.report.published import at_rest_mib, compared, state_mib, together_mib
+from scripts.report.records import read_record
+from scripts.report.scaling_rows import AxisRows, axes_of
+
+
+def _grid(cluster: str) -> schedule_grid.Grid:
+    """The first one of a cluster such as "2x2", nodes x ranks of a node."""
+    nodes, ranks = cluster.split("x")
+    found = schedule_grid.grids(read_record("schedules").lines)
+    return next(one for one in found if one.name.startswith(f"{nodes} nodes x {ranks} ranks"))
+
+
+def schedule_ratio(cluster: str, system: str, column: str) -> str:
+    return f"{_grid(cluster).ratio(system, column):.2f}"
+
+
+def schedule_load(cluster: str) -> str:
+    return f"{_grid(cluster).load:.2f}"
+
+
+def _row(network: str, contender: str) -> Row:
+    found = compared(network).row(contender)
+    assert found is not None, f"{contender} was not timed on {network}"
+    return found
+
+
+def _warning(*rows: Row) -> str:
+    """After a time in which others used so much of the machine that it is too long."""
+    return " (disturbed)" if any(row.foreign > FOREIGN_LIMIT for row in rows) else ""
+
+
+_COMPARED: dict[str, Callable[[Row], str]] = {
+    "step": lambda row: f"{row.median_ms:.0f}{_warning(row)}",
+    "sent": lambda row: f"{row.node_mb:.1f}",
+    "rest": lambda row: f"{row.state_mb:.1f}",
+    "peak": lambda row: f"{row.peak_mb:.1f}",
+}
+
+
+def compare_figure(network: str, contender: str, what: str) -> str:
+    return _COMPARED[what](_row(network, contender))
+
+
+def compare_ahead(network: str, slower: str, faster: str) -> str:
+    rows = _row(network, slower), _row(network, faster)
+    return f"{ahead(*rows):.2f}{_warning(*rows)}"
+
+
+def compare_more(network: str, contender: str, other: str, memory: str) -> str:
+    """By how many percent `contender` holds more than `other`, at "rest" or "peak"."""
+    of = {"rest": compare_memory.state_of, "peak": compare_memory.peak_of}[memory]
+    more = of(_row(network, contender)) / of(_row(network, other)) - 1
+    return f"{100 * more:.0f}%"
+
+
+def compare_compute(network: str) -> str:
+    calibration = compared(network).calibration
+    assert calibration is not None
+    return f"{calibration['compute_ms']:.0f}"
+
+
+def scaling_step(axis: str, at: str, contender: str) -> str:
+    row = _scaled(axis, at, contender)
+    return f"{row.median_ms:.0f}{_warning(row)}"
+
+
+def scaling_ahead(axis: str, at: str, slower: str, faster: str) -> str:
+    rows = _scaled(axis, at, slower), _scaled(axis, at, faster)
+    return f"{ahead(*rows):.2f}{_warning(*rows)}"
+
+
+@cache
+def _scaling_axes() -> list[AxisRows]:
+    return axes_of(read_record("scaling").lines)
+
+
+def _scaled(axis: str, at: str, contender: str) -> Row:
+    (rows,) = (one for one in _scaling_axes() if one.name == axis)
+    (place,) = (one for one in rows.places if one.at == int(at))
+    return place.measured[contender]
+
+
+def checkpoint_ratio(act: str, stock: str) -> str:
+    """Seconds of ours over those of `stock`, by medians, least to most of our sizes."""
+    runs = checkpoint_table.gathered(read_record("checkpoints").lines)
+    middle = {
+        name: statistics.median(one["seconds"] for one in acts[act]) for name, acts in runs.items()
+    }
+    ratios = [ms / middle[stock] for name, ms in middle.items() if name.startswith("AsyncHZP")]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def quickstart_figure(run: str, what: str) -> str:
+    """run: "stock" or "ours"; what: "at rest", "in flight", "together", MiB of the fullest rank."""
+    of_run = read_record("quickstart").lines[("stock", "ours").index(run)]
+    if what == "in flight":
+        return state_mib(of_run, RINGS)
+    return {"at rest": at_rest_mib, "together": together_mib}[what](of_run)
+
+
+def quickstart_apart() -> str:
+    """The largest relative difference between the losses of a step."""
+    stock, ours = (run["losses"] for run in read_record("quickstart").lines)
+    worst = max(abs(a - b) / a for a, b in zip(stock, ours, strict=True))
+    return f"{worst:.1e}".replace("e-0", "e-")
+
+
+def quickstart_equal() -> str:
+    """Steps whose losses are equal in every printed digit."""
+    stock, ours = (run["losses"] for run in read_record("quickstart").lines)
+    return str(sum(a == b for a, b in zip(stock, ours, strict=True)))
+
+
+def cluster_figure(row: str, what: str) -> str:
+    """GiB of the fullest rank: "states", "rings" or "together"."""
+    (line,) = (one for one in read_record("clusters").lines if one["row"] == row)
+    return cluster_table.cell(line, what)
+
+
+def parity_worst(precision: str) -> str:
+    """The largest difference of a loss or a gradient norm; precision: "fp32" or "half"."""
+    errors = [
+        max(line["loss_error"], line["grad_norm_error"])
+        for line in read_record("parity").lines
+        if _is_half(line["variant"]) == (precision == "half")
+    ]
+    return f"{max(errors):.1e}".replace("e-0", "e-")
+
+
+def parity_count() -> str:
+    return str(len(read_record("parity").lines))
+
+
+def _is_half(variant: str) -> bool:
+    return "bf16" in variant or "fp16" in variant
+
+
+def pasa_times(k_bias: str, v_bias: str, dtype: str, way: str) -> str:
+    """The error of dQ with these biases over that without."""
+    errors = {
+        (line["k_bias"], line["v_bias"]): line["error"]
+        for line in read_record("pasa_accuracy").lines
+        if line["kind"] == "gradient" and (line["dtype"], line["way"]) == (dtype, way)
+    }
+    times = errors[float(k_bias), float(v_bias)] / errors[0, 0]
+    return f"{times:.1f}" if times < 10 else f"{times:.0f}"
+
+
+FIGURES: dict[str, Callable[..., str]] = {
+    "step": schedule_ratio,
+    "load": schedule_load,
+    "compare": compare_figure,
+    "compare ahead": compare_ahead,
+    "compare more": compare_more,
+    "compare compute": compare_compute,
+    "scaling": scaling_step,
+    "scaling ahead": scaling_ahead,
+    "checkpoint ratio": checkpoint_ratio,
+    "quickstart": quickstart_figure,
+    "quickstart apart": quickstart_apart,
+    "quickstart equal": quickstart_equal,
+    "cluster": cluster_figure,
+    "pasa times": pasa_times,
+    "parity worst": parity_worst,
+    "parity count": parity_count,
+}
+
+
+def figure(name: str) -> str:
+    """Raises KeyError for a kind that is not known, NotRecorded without a record."""
+    kind, *arguments = name.split("; ")
+    return FIGURES[kind](*arguments)

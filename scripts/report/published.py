@@ -1,0 +1,227 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns which record each published table and picture is made from, and how."""
+
+import json
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from scripts.report import (
+    checkpoint_table,
+    cluster_table,
+    compare_memory,
+    compare_picture,
+    loss_picture,
+    pasa_table,
+    scaling_picture,
+    scaling_table,
+    schedule_bars,
+    schedule_grid,
+)
+from scripts.report.compare_rows import Comparison, comparisons
+from scripts.report.loss_picture import RINGS
+from scripts.report.parity_table import parity_table
+from scripts.report.plot_timeline import write_picture
+from scripts.report.records import NotRecorded, Record, read_record
+
+MIB = 2**20
+
+
+class Picture(NamedTuple):
+    """A PNG of docs/results: draw(record, file) writes it. alt, folder: for "picture FILE" in a
+    document, what it shows and the folder as seen from there."""
+
+    record: str
+    draw: Callable[[Record, Path], None]
+    alt: str = ""
+    folder: str = ""
+
+
+# ---- tables: "NAME" in a document's <!-- table: NAME -->; a NAME without an entry here is
+# "provenance RECORD"
+
+
+def provenance(name: str) -> str:
+    """When, on what and with which commands a record was measured."""
+    record = read_record(name)
+    runs = [*record.machines, *(line for line in record.lines if "command" in line)]
+    dates = sorted({run["date"] for run in runs})
+    told = [" to ".join(dict.fromkeys((dates[0], dates[-1])))]
+    for first in record.machines[:1]:
+        told += [f"{first['cpus']} cores", "no GPU", f"Python {first['python']}"]
+        told += [f"{library} {found}" for library, found in first["versions"].items() if found]
+    return "\n".join(
+        [
+            f"{', '.join(told)}. Record: `docs/results/records/{name}.jsonl`, made by",
+            "",
+            "```sh",
+            *dict.fromkeys(run["command"] for run in runs),
+            "```",
+        ]
+    )
+
+
+def parity() -> str:
+    """Of each configuration the longest runs."""
+    lines = read_record("parity").lines
+    steps: dict[tuple, int] = {}
+    for line in lines:
+        key = line["variant"], line["ranks"]
+        steps[key] = max(steps.get(key, 0), line["steps"])
+    longest = [line for line in lines if line["steps"] == steps[line["variant"], line["ranks"]]]
+    return parity_table(longest)
+
+
+def stock_noise() -> str:
+    """How far two stock runs are apart."""
+    record = read_record("stock_noise")
+    rows = ["| configuration | ranks | steps | worst loss | worst gradient norm | measured |"]
+    rows.append("|---|---:|---:|---:|---:|---|")
+    for line in record.lines:
+        rows.append(
+            f"| {line['configuration']} | {line['ranks']} | {line['steps']} "
+            f"| {line['worst_loss']:.1e} | {line['worst_grad_norm']:.1e} | {line['date']} |"
+        )
+    return "\n".join([*rows, "", provenance("stock_noise")])
+
+
+def pipeline() -> str:
+    """Gathers, then reductions, of each layer in one step, by depth and stage."""
+    rows: dict[tuple, list[dict]] = {}
+    for line in read_record("pipeline").lines:
+        if "layers" in line["unit"]:
+            rows.setdefault((line["layers_of_a_stage"], line["stage"]), []).append(line)
+    told = ["| layers of a stage | stage | gathers of each layer | reductions of each layer |"]
+    told.append("|---:|---:|---|---|")
+    for (layers, stage), units in rows.items():
+        gathers = ", ".join(str(unit["gathers"]) for unit in units)
+        reductions = sorted({unit["reductions"] for unit in units})
+        told.append(
+            f"| {layers} | {stage} | {gathers} | {' or '.join(map(str, reductions))} each |"
+        )
+    return "\n".join(told)
+
+
+def quickstart() -> str:
+    stock, ours = read_record("quickstart").lines
+    rows = [f"| MiB of the fullest rank | {stock['name']} | {ours['name']} |", "|---|---:|---:|"]
+    for label, key in (
+        ("parameters", "model_param"),
+        ("gradients", "main_grad"),
+        ("Adam's moments", "optimizer_state"),
+    ):
+        rows.append(f"| {label} | {state_mib(stock, key)} | {state_mib(ours, key)} |")
+    rows += [
+        f"| **at rest** | {at_rest_mib(stock)} | {at_rest_mib(ours)} |",
+        f"| in flight (rings) | {state_mib(stock, RINGS)} | {state_mib(ours, RINGS)} |",
+        f"| **together** | {together_mib(stock)} | {together_mib(ours)} |",
+    ]
+    return "\n".join(rows)
+
+
+def state_mib(run: dict, *keys: str) -> str:
+    return f"{sum(run['state_bytes'][key] for key in keys) / MIB:.2f}"
+
+
+def at_rest_mib(run: dict) -> str:
+    return state_mib(run, *(key for key in run["state_bytes"] if key != RINGS))
+
+
+def together_mib(run: dict) -> str:
+    return state_mib(run, *run["state_bytes"])
+
+
+@cache
+def compared(network: str) -> Comparison:
+    found = {one.profile["name"]: one for one in comparisons(read_record("compare").lines)}
+    if network not in found:
+        raise NotRecorded(f"compare {network}")
+    return found[network]
+
+
+def _tables_of(network: str) -> dict[str, Callable[[], str]]:
+    return {
+        f"compare {network}": lambda: compare_memory.measured_table(compared(network)),
+        f"compare {network} memory": lambda: compare_memory.memory_table(compared(network)),
+    }
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "schedules": lambda: schedule_grid.markdown(read_record("schedules").lines),
+    **_tables_of("slow-between-nodes"),
+    **_tables_of("slower-between-nodes"),
+    **_tables_of("fast"),
+    "scaling": lambda: scaling_table.markdown(read_record("scaling").lines),
+    "checkpoints": lambda: checkpoint_table.tables(read_record("checkpoints").lines),
+    "parity": parity,
+    "stock noise": stock_noise,
+    "pipeline": pipeline,
+    "quickstart": quickstart,
+    "pasa gradient": lambda: pasa_table.gradient_table(read_record("pasa_accuracy").lines),
+    "pasa forward": lambda: pasa_table.forward_table(read_record("pasa_accuracy").lines),
+    "pasa training": lambda: pasa_table.training_table(read_record("pasa_training").lines),
+    "pasa plateau": lambda: pasa_table.plateau_table(read_record("pasa_training").lines),
+    "clusters": lambda: cluster_table.table(read_record("clusters").lines),
+}
+
+
+# ---- pictures
+
+
+def _draw_quickstart(record: Record, file: Path) -> None:
+    runs = [
+        loss_picture.Run(*(run[key] for key in loss_picture.Run._fields)) for run in record.lines
+    ]
+    loss_picture.draw(*runs, record.lines[0]["title"], file)
+
+
+def _draw_pasa(record: Record, file: Path) -> None:
+    from scripts.report.pasa_evidence import draw
+
+    draw([run for run in record.lines if run["seed"] == 0], file)
+
+
+def _draw_timeline(record: Record, file: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, f"{trace['name']}.json") for trace in record.lines]
+        for path, trace in zip(files, record.lines, strict=True):
+            events = [
+                dict(zip(("cat", "name", "ts", "dur"), event, strict=True)) | {"ph": "X"}
+                for event in trace["events"]
+            ]
+            path.write_text(json.dumps({"traceEvents": events}))
+        write_picture(files, file)
+
+
+PICTURES: dict[str, Picture] = {
+    "quickstart_loss.png": Picture("quickstart", _draw_quickstart),
+    "pasa_training.png": Picture(
+        "pasa_training",
+        _draw_pasa,
+        "Loss and gradient errors of a small GPT with biased keys and values: standard flash "
+        "attention and PASA in fp16 and bf16, against fp32",
+        "results/",
+    ),
+    "schedules.png": Picture("schedules", lambda r, file: schedule_bars.draw(r.lines, file)),
+    "timeline.png": Picture("timeline", _draw_timeline),
+    "compare.png": Picture("compare", lambda r, file: compare_picture.draw(r.lines, file)),
+    "scaling.png": Picture(
+        "scaling",
+        lambda r, file: scaling_picture.draw(r.lines, file),
+        "Step, bytes between nodes and memory along ranks",
+    ),
+}
+
+
+def table(name: str) -> str:
+    """Markdown. Raises KeyError for an unknown name, NotRecorded without a record."""
+    if name.startswith("picture "):
+        file = name.removeprefix("picture ")
+        read_record(PICTURES[file].record)
+        return f"![{PICTURES[file].alt}]({PICTURES[file].folder}{file})"
+    if name.startswith("provenance "):
+        return provenance(name.removeprefix("provenance "))
+    return TABLES[name]()

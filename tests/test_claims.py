@@ -1,0 +1,187 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What is claimed follows from what was recorded: from README and the table of results to the pages
+of results, from these to their records, and every link between documents."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts.report import rebuild
+from scripts.report.published import PICTURES
+from scripts.report.records import EXPECTED, FOLDER, read_record
+
+ROOT = rebuild.ROOT
+README, RESULTS = ROOT / "README.md", rebuild.RESULTS
+CLAIMS = RESULTS / "README.md"
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-\d+)?(?![\w-])")
+_MADE = re.compile(r"<!-- table: (.+?) -->.*?<!-- end -->", re.DOTALL)
+_MODULE = re.compile(r"-m ((?:scripts|tests)[\w.]+)")
+_PATH = re.compile(r"(?:\./)?((?:scripts|tests)/[\w./-]+)")
+
+
+def prose(text: str) -> str:
+    """Without comments, which are not shown."""
+    return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+
+
+def claims() -> list[tuple[Path, str, str, str]]:
+    """What is claimed, with its figures and its source: the rows of the table of the results, and
+    the items of README."""
+    table = [line for line in prose(CLAIMS.read_text()).splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table[1:]]
+    section = prose(README.read_text().split("## What has been measured")[1].split("\n## ")[0])
+    items = re.findall(r"^- (.*?)(?=^- |^$)", section, re.MULTILINE | re.DOTALL)
+    assert len(rows) > 10 and len(items) > 3
+    return [*((CLAIMS, *row) for row in rows), *((README, item, "", item) for item in items)]
+
+
+def linked_pages(text: str, document: Path) -> list[Path]:
+    """Markdown files that `text`, of `document`, links to."""
+    targets = [target.split("#")[0] for target in _LINK.findall(text)]
+    return [(document.parent / target) for target in targets if target.endswith(".md")]
+
+
+def anchors(page: Path) -> set[str]:
+    """Of every heading, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def broken_links(document: Path) -> list[str]:
+    broken = []
+    for target in _LINK.findall(re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        page = (document.parent / name) if name else document
+        if not page.exists() or (anchor and anchor not in anchors(page)):
+            broken.append(target)
+    return broken
+
+
+def existing_paths(text: str) -> list[str]:
+    """Files of scripts/ and tests/ that `text` names, as paths or by -m."""
+    modules = (module.rstrip(".").replace(".", "/") + ".py" for module in _MODULE.findall(text))
+    paths = (path.rstrip(".") for path in _PATH.findall(text))
+    return [name for name in (*paths, *modules) if (ROOT / name).is_file()]
+
+
+def tables_without_a_source(text: str) -> list[str]:
+    """First rows of tables by hand of which neither all rows nor the text above them, from the last
+    heading on, name a script or a test."""
+    by_hand, bad = _MADE.sub("", text), []
+    for found in re.finditer(r"(?:^\|.*\n)+", by_hand, re.MULTILINE):
+        rows = found[0].splitlines()[2:]
+        above = re.split(r"^#+ ", by_hand[: found.start()], flags=re.MULTILINE)[-1]
+        if "<!-- = " in found[0] or existing_paths(above):
+            continue
+        if not all(existing_paths(row) for row in rows):
+            bad.append(rows[0])
+    return bad
+
+
+def figures_not_on_the_page(result: str, pages: list[Path]) -> set[str]:
+    told = {number for page in pages for number in _NUMBER.findall(prose(page.read_text()))}
+    return set(_NUMBER.findall(re.sub(r"`[^`]*`", "", result))) - told
+
+
+@pytest.mark.parametrize("row", claims(), ids=lambda row: f"{row[0].parent.name} {row[1][:40]}")
+def test_a_claim_links_to_pages_that_have_its_figures_and_to_a_command_that_exists(row):
+    document, claim, result, how = row
+    pages = linked_pages(how, document)
+    assert pages and all(page.is_file() for page in pages), how
+    assert not figures_not_on_the_page(_LINK.sub("", f"{claim} {result}"), pages)
+    for name in _PATH.findall(how):
+        assert (ROOT / name).is_file(), name
+
+
+def test_a_claim_is_short():
+    for document, *row in claims():
+        assert len(row) == 3, row
+        for cell in row:
+            assert len(cell.split()) <= (60 if document == CLAIMS else 80), cell
+
+
+@pytest.mark.parametrize("page", sorted(RESULTS.glob("*.md")), ids=lambda p: p.stem)
+def test_every_table_of_the_results_is_made_from_a_record_or_names_a_test(page):
+    assert not tables_without_a_source(page.read_text())
+
+
+def test_documents_are_what_their_records_give(capsys):
+    assert rebuild.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_every_record_is_small_and_has_a_command_that_exists_and_a_date_and_no_path_of_a_machine():
+    names = [file.stem for file in FOLDER.glob("*.jsonl")]
+    assert names
+    for name in names:
+        text = (FOLDER / f"{name}.jsonl").read_text()
+        assert len(text) < 500_000 and not re.search(r"/(work|tmp|root|home)/", text), name
+        dated = [line for line in map(json.loads, text.splitlines()) if "command" in line]
+        assert dated and read_record(name).lines, name
+        for line in dated:
+            assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", line["date"]), name
+            assert existing_paths(line["command"]), line["command"]
+
+
+def test_every_picture_of_the_results_is_drawn_from_a_record():
+    shown = {path.name for path in RESULTS.glob("*.png")}
+    recorded = {name for name in PICTURES if (FOLDER / f"{PICTURES[name].record}.jsonl").is_file()}
+    assert shown == recorded
+
+
+def test_every_record_is_one_that_documents_have_places_for():
+    assert {file.stem for file in FOLDER.glob("*.jsonl")} <= EXPECTED
+
+
+@pytest.mark.parametrize("document", rebuild.documents(), ids=lambda d: str(d.relative_to(ROOT)))
+def test_every_link_between_documents_leads_somewhere(document):
+    assert not broken_links(document)
+
+
+# ---- the checks themselves
+
+
+def test_a_changed_figure_or_table_is_seen():
+    text = (RESULTS / "schedules.md").read_text()
+    assert rebuild.rebuilt(text) == (text, [])
+    digit = re.search(r"<!-- = [^>]*-->(\d)", text)
+    assert digit is not None
+    other = text[: digit.start(1)] + str((int(digit[1]) + 1) % 10) + text[digit.end(1) :]
+    assert other != text and rebuild.rebuilt(other) == (text, [])
+    row = text.index("| threaded | ")
+    shorter = text[:row] + text[text.index("\n", row) + 1 :]
+    assert shorter != text and rebuild.rebuilt(shorter) == (text, [])
+
+
+@pytest.mark.parametrize("name", ["no such figure; 1", "cluster; no such row; rings"])
+def test_a_figure_that_no_record_has_is_a_line_and_stays_as_it_is(name):
+    text = f"<!-- = {name} -->1<!-- -->"
+    new, (problem,) = rebuild.rebuilt(text)
+    assert new == text and name in problem and "\n" not in problem
+
+
+def test_a_figure_that_its_page_does_not_have_is_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("It took 12 ms <!-- 13 --> and 1.5 MB.")
+    assert figures_not_on_the_page("12 ms, 1.5, 13, `99`", [page]) == {"13"}
+
+
+def test_a_broken_link_is_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A title\n[a](#a-title) [b](#no) [c](none.md) [d](https://example.org)")
+    assert broken_links(page) == ["#no", "none.md"]
+
+
+def test_a_table_by_hand_without_a_source_is_seen():
+    assert tables_without_a_source("| a |\n|---|\n| 3 ms |\n") == ["| 3 ms |"]
+    for named in ("| a |\n|---|\n| 3 ms, `{}` |\n", "Made by {}.\n\n| a |\n|---|\n| 3 ms |\n"):
+        assert not tables_without_a_source(named.format("tests/test_claims.py"))
+        assert not tables_without_a_source(named.format("python -m tests.test_claims"))
+        assert len(tables_without_a_source(named.format("tests/test_nothing.py"))) == 1
+    elsewhere = "Made by tests/test_claims.py.\n\n## Another\n\n| a |\n|---|\n| 3 ms |\n"
+    assert tables_without_a_source(elsewhere) == ["| 3 ms |"]
