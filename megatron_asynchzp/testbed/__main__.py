@@ -25,7 +25,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="testbed",
         usage="python -m megatron_asynchzp.testbed [options] -- SCRIPT ... (or -m MODULE ...)",
-        description=__doc__.split("\n\n")[0],
+        description=(__doc__ or "").split("\n\n")[0],
         epilog="The status is that of the first rank that fails. See docs/testbed.md.",
     )
     parser.add_argument("--nodes", type=count, default=2, help="default: 2")

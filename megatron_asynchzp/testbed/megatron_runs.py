@@ -92,11 +92,11 @@ class RunRecord:
     log: str = ""
 
     @property
-    def losses(self) -> list[float]:
+    def losses(self) -> list[float | None]:
         return [step.loss for step in self.steps]
 
     @property
-    def grad_norms(self) -> list[float]:
+    def grad_norms(self) -> list[float | None]:
         return [step.grad_norm for step in self.steps]
 
 
@@ -179,7 +179,7 @@ def pretrain(argv: list[str]) -> None:
 def _datasets(num_samples: Any, vp_stage: int | None = None) -> tuple:
     from megatron.training import get_args
 
-    args = get_args()
+    args: Any = get_args()
     make = partial(LineDataset, seq_length=args.seq_length, vocab_size=args.vocab_size)
     return make(seed=1), make(seed=2) if args.eval_iters else None, None
 
@@ -191,8 +191,9 @@ def _forward_step(data_iterator: Iterator, model: torch.nn.Module) -> tuple:
     from megatron.core import parallel_state
     from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 
-    batch = next(data_iterator)
-    if (cp_group := parallel_state.get_context_parallel_group()).size() > 1:
+    batch: dict[str, Any] = next(data_iterator)
+    cp_group: Any = parallel_state.get_context_parallel_group()
+    if cp_group.size() > 1:
         batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)
     is_edge = [get_attr_wrapped_model(model, name) for name in ("pre_process", "post_process")]
     if not any(is_edge):
@@ -246,7 +247,9 @@ def listening(
 
         return call
 
-    replaced = {name: heard(getattr(training, name), fn) for name, fn in others.items()}
+    replaced: dict[str, Any] = {
+        name: heard(getattr(training, name), fn) for name, fn in others.items()
+    }
     log, step = training.training_log, replaced.get("train_step", training.train_step)
     log_signature = signature(log)
 
@@ -283,8 +286,9 @@ class _Recorder:
     def end_step(self, logged: dict[str, Any]) -> None:
         from megatron.training import get_args
 
+        args: Any = get_args()
         self._record.steps.append(_step_record(logged))
-        if self._inspect is not None and logged["iteration"] == get_args().train_iters:
+        if self._inspect is not None and logged["iteration"] == args.train_iters:
             self._record.inspected = self._inspect(*self._live)
 
     def evaluated(self, result: tuple) -> None:
@@ -296,7 +300,7 @@ def _step_record(told: dict[str, Any]) -> StepRecord:
         loss=_number(told["loss_dict"].get("lm loss")),
         grad_norm=_number(told["grad_norm"]),
         num_zeros=_number(told["num_zeros_in_grad"]),
-        loss_scale=_number(told["loss_scale"]),
+        loss_scale=float(told["loss_scale"]),
         is_skipped=bool(told["skipped_iter"]),
         learning_rate=_number(told["learning_rate"]),
     )
@@ -330,7 +334,8 @@ def _tear_down():
     from megatron.training import training
 
     training.destroy_global_state()
-    if writer := sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async"):
+    writer: Any = sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    if writer is not None:
         writer._results_queue = None  # with it goes the process of its manager, where it has one
     groups = dist.distributed_c10d._world.pg_map
     for group in [group for group in groups if group is not dist.group.WORLD]:

@@ -37,7 +37,9 @@ class NetnsError(RuntimeError):
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """The options, and the ranks' command as `command`."""
     parser = argparse.ArgumentParser(
-        prog="netns", usage="%(prog)s [options] -- command ...", description=__doc__.split("\n")[0]
+        prog="netns",
+        usage="%(prog)s [options] -- command ...",
+        description=(__doc__ or "").split("\n")[0],
     )
     parser.add_argument("--nodes", type=count, default=2)
     parser.add_argument("--ranks", type=count, default=2, help="ranks per node")

@@ -28,7 +28,7 @@ def _keep_docstrings() -> None:
     original = ArgumentGroupFactory._get_field_docstrings
     any_factory = ArgumentGroupFactory.__new__(ArgumentGroupFactory)
     read = functools.cache(lambda config: original(any_factory, config))
-    ArgumentGroupFactory._get_field_docstrings = lambda _, config: read(config)
+    ArgumentGroupFactory._get_field_docstrings = lambda self, src_cfg_class: read(src_cfg_class)
     arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False))
 
 

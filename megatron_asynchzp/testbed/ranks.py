@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def _init_group(backend: str, place: Place, timeout_s: int) -> None:
 
     dist.init_process_group(
         backend,
-        store=dist.TCPStore("127.0.0.1", place.port, is_master=False),
+        store=dist.TCPStore("127.0.0.1", place.port, is_master=False),  # pyright: ignore[reportPrivateImportUsage]
         rank=place.rank,
         world_size=place.world_size,
         timeout=timedelta(seconds=timeout_s),
@@ -188,7 +189,7 @@ def preload(modules: Sequence[str]) -> None:
     _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", *modules])
 
 
-def start_process(target: Callable, *args: Any) -> multiprocessing.process.BaseProcess:
+def start_process(target: Callable, *args: Any) -> BaseProcess:
     """A process of the same server that calls `target(*args)` and joins no world."""
     process = _CONTEXT.Process(target=target, args=args)
     process.start()
@@ -210,7 +211,9 @@ def new_store() -> Any:
     """A store on a port of its own, served by this process as long as the object lives."""
     import torch.distributed as dist
 
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
 
 
 def _meeting_ranks(world_size: int, ranks_per_node: int) -> tuple[list[Place], list[Any]]:
@@ -321,7 +324,8 @@ class _World:
     results: dict[int, Any] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     _processes: list = field(default_factory=list)
-    _pipes: dict[Connection, int] = field(default_factory=dict)
+    # By Connection, whose class depends on the platform.
+    _pipes: dict[Any, int] = field(default_factory=dict)
 
     def start(self, places: Sequence[Place]) -> None:
         for index, place in enumerate(places):
@@ -334,7 +338,7 @@ class _World:
         waiting, num_joined = dict(self._pipes), 0
         deadline = time.monotonic() + timeout_s
         while waiting and self.has_met and len(self.results) < self.num_expected:
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            ready: list[Any] = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
             for pipe in ready:

@@ -46,8 +46,9 @@ def seed_parameters(model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module
     from megatron.core import parallel_state
     from megatron.training import get_args
 
+    args: Any = get_args()
     own = 0.0
-    if get_args().data_parallel_random_init:
+    if args.data_parallel_random_init:
         own = 0.01 * parallel_state.get_data_parallel_rank(with_context_parallel=True)
     for chunk in model_chunks:
         renames = _global_names(chunk)
@@ -63,7 +64,8 @@ def _global_names(chunk: torch.nn.Module) -> dict[str, str]:
     from megatron.core import parallel_state
 
     renames = {}
-    for name, module in chunk.named_modules():
+    modules: dict[str, Any] = dict(chunk.named_modules())
+    for name, module in modules.items():
         parent, _, _index = name.rpartition(".")
         if parent.endswith("layers") and hasattr(module, "layer_number"):
             renames[f"{name}."] = f"{parent}.{module.layer_number - 1}."
@@ -90,7 +92,9 @@ def _slice_of_full(param: Any, name: str) -> torch.Tensor:
     from megatron.core import parallel_state
     from megatron.training import get_args
 
+    args: Any = get_args()
     is_expert = not getattr(param, "allreduce", True)
+    size: Any  # Megatron's functions have no types
     if is_expert:
         size = parallel_state.get_expert_tensor_parallel_world_size()
         rank = parallel_state.get_expert_tensor_parallel_rank()
@@ -102,7 +106,7 @@ def _slice_of_full(param: Any, name: str) -> torch.Tensor:
     if is_split:
         shape[param.partition_dim] *= size
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    full = get_args().init_method_std * torch.randn(shape, generator=generator)
+    full = args.init_method_std * torch.randn(shape, generator=generator)
     if not is_split:
         return full
     pieces = full.chunk(size * getattr(param, "partition_stride", 1), dim=param.partition_dim)

@@ -539,15 +539,6 @@ ADAPTER = [
         "tests/mcore/test_odd_ranks.py::"
         "test_a_gradient_that_is_not_a_number_stops_the_run_before_it_reaches_the_weights",
     ),
-    Mutant(
-        "padding-only-ranks",
-        "a rank that owns no element steps with the others",
-        "mcore/optimizer.py",
-        "        if self.get_parameters():",
-        "        if True:",
-        "tests/mcore/test_odd_ranks.py::"
-        "test_a_rank_that_owns_no_element_still_steps_clips_and_unscales_with_the_others",
-    ),
 ]
 
 # ---- PASA -------------------------------------------------------------------------------------

@@ -50,8 +50,9 @@ class PaperData:
     def draw(self, length: int, *, heads=2, groups=1, dim=128, seed=0) -> Inputs:
         generator = torch.Generator().manual_seed(seed)
         shapes = [(1, n, length, dim) for n in (heads, groups, groups)]
-        drawn = [self._sample(shape, generator) for shape in shapes]
-        return Inputs(*drawn, torch.randn(1, heads, length, dim, generator=generator).double())
+        q, k, v = (self._sample(shape, generator) for shape in shapes)
+        grad = torch.randn(1, heads, length, dim, generator=generator).double()
+        return Inputs(q, k, v, grad)
 
     def _sample(self, shape, generator) -> torch.Tensor:
         if self.law == "uniform":

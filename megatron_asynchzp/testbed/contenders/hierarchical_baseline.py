@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_asynchzp.testbed.contenders.delayed_model import new_adamw
 
@@ -20,7 +21,7 @@ class _UnitState:
     """Memory of one unit: `full` exists while the unit computes, `shard` is the node's part,
     `main` this rank's part of that."""
 
-    def __init__(self, modules: Sequence[nn.Module], mesh: dist.DeviceMesh):
+    def __init__(self, modules: Sequence[nn.Module], mesh: DeviceMesh):
         self.params = [param for module in modules for param in module.parameters()]
         self.inter, self.intra = (mesh.get_group(name) for name in ("inter", "intra"))
         ranks = mesh.size()
@@ -48,6 +49,11 @@ class _UnitState:
         self.full.untyped_storage().resize_(0)
         self.gather, self.is_full = None, False
 
+    def reduced_grad(self) -> torch.Tensor:
+        """This rank's part of the gradient, after waiting for its reduction."""
+        assert self.reduction is not None  # backward has submitted it
+        return self.reduction.result()
+
 
 class HierarchicalBaseline:
     """Gathers one unit ahead in one thread, reduces and updates over nodes in another.
@@ -60,7 +66,7 @@ class HierarchicalBaseline:
     def __init__(
         self,
         units: Sequence[Sequence[nn.Module]],
-        mesh: dist.DeviceMesh,
+        mesh: DeviceMesh,
         updates_in_backward: bool = False,
     ):
         self._units = [_UnitState(modules, mesh) for modules in units]
@@ -74,9 +80,10 @@ class HierarchicalBaseline:
             for param in self._units[index].params:
                 param.register_post_accumulate_grad_hook(lambda _, i=index: self._grad_ready(i))
 
-    def _start_gather(self, state: _UnitState) -> None:
+    def _start_gather(self, state: _UnitState) -> Future:
+        """Begin to gather the unit's parameters, unless that has begun."""
         if state.gather is not None:
-            return
+            return state.gather
         state.full.untyped_storage().resize_(state.nbytes)
         update = state.update
 
@@ -86,14 +93,15 @@ class HierarchicalBaseline:
             dist.all_gather_single(state.full, state.shard, group=state.intra)
 
         state.gather = self._intra_thread.submit(gather)
+        return state.gather
 
     def _use(self, index: int, following: int) -> None:
-        self._start_gather(self._units[index])
+        state = self._units[index]
+        gathered = self._start_gather(state)
         if 0 <= following < len(self._units):
             self._start_gather(self._units[following])
-        state = self._units[index]
         if not state.is_full:
-            state.gather.result()
+            gathered.result()
             state.is_full = True
 
     def _after_forward(self, index: int) -> None:
@@ -108,9 +116,7 @@ class HierarchicalBaseline:
         state.grads_missing = len(state.params)
         state.update = None  # the one that the gathers of this step waited for
         grad = torch.zeros(state.full.numel())
-        torch.cat([param.grad.view(-1) for param in state.params], out=grad[: state.numel])
-        for param in state.params:
-            param.grad = None
+        torch.cat([_take_grad(param) for param in state.params], out=grad[: state.numel])
         state.free()
         of_node = self._intra_thread.submit(_reduce_scattered, state.intra, lambda: grad)
         state.reduction = self._inter_thread.submit(_reduce_scattered, state.inter, of_node.result)
@@ -123,7 +129,7 @@ class HierarchicalBaseline:
         """After backward: update all units that are not, and rebuild their parameters."""
         if not self._updates_in_backward:
             for state in self._units:
-                state.reduction.result()  # Megatron clips by the norm of all gradients first
+                state.reduced_grad()  # Megatron clips by the norm of all gradients first
             for state in self._units:
                 self._update(state)
         for state in self._units:
@@ -131,7 +137,7 @@ class HierarchicalBaseline:
                 self._start_rebuild(state)
 
     def _update(self, state: _UnitState) -> None:
-        state.main.grad = state.reduction.result()
+        state.main.grad = state.reduced_grad()
         state.optimizer.step()
         state.main.grad = state.reduction = None
 
@@ -145,6 +151,13 @@ class HierarchicalBaseline:
         for state in self._units:
             if state.update is not None:
                 state.update.result()
+
+
+def _take_grad(param: nn.Parameter) -> torch.Tensor:
+    """The gradient in one dimension; the parameter has none afterwards."""
+    grad, param.grad = param.grad, None
+    assert grad is not None  # all gradients of the unit are accumulated
+    return grad.view(-1)
 
 
 def _reduce_scattered(group: Any, get_input: Callable[[], torch.Tensor]) -> torch.Tensor:

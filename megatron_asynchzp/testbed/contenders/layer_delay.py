@@ -48,7 +48,7 @@ def layers_take(forward_ms: float) -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    compute = TransformerLayer.forward
+    compute: Any = TransformerLayer.forward  # Megatron does not type its result
 
     def forward(self: TransformerLayer, *args: Any, **kwargs: Any) -> tuple:
         hidden, *rest = compute(self, *args, **kwargs)

@@ -69,15 +69,26 @@ def _give_cuda_streams(meter: StepMeter) -> None:
     stream reads results on the host, which on a device would wait by itself."""
     for name in ("Stream", "Event", "current_stream", "synchronize"):
         setattr(torch.cuda, name, getattr(streams, name))
-    torch.cuda.stream = lambda stream: streams.stream(stream if meter.num_steps else None)
+
+    def on_stream(stream: streams.Stream | None) -> streams.StreamContext:
+        return streams.stream(stream if meter.num_steps else None)
+
+    torch.cuda.stream = on_stream
 
 
 def _gather_without_stream() -> None:
     """Megatron-FSDP frees memory that its gathering stream still uses, which is right where memory
     belongs to streams. Here it gathers on the default one, by handles: beside computation all the
     same, as nothing else is on that stream."""
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import (
+        AllGatherPipeline,
+    )
 
-    pipeline = param_and_grad_buffer.AllGatherPipeline
-    begin = pipeline.__init__
-    pipeline.__init__ = lambda self, buffer, ag_stream=None: begin(self, buffer)
+    begin = AllGatherPipeline.__init__
+
+    def begin_without_stream(
+        self: AllGatherPipeline, param_and_grad_buffer: Any, ag_stream: Any = None
+    ) -> None:
+        begin(self, param_and_grad_buffer)
+
+    AllGatherPipeline.__init__ = begin_without_stream

@@ -7,10 +7,12 @@ Every contender trains the same model on the same data with the same optimizer i
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,7 +42,7 @@ class Contender:
     halves = False
     updates_in_backward = False
 
-    def __init__(self, size: ModelSize, mesh: dist.DeviceMesh):
+    def __init__(self, size: ModelSize, mesh: DeviceMesh):
         self.size, self.mesh = size, mesh
         self.model = DelayedModel(size)
         self.num_steps = 0
@@ -127,8 +129,8 @@ class FSDP2(WithOptimizer):
     after a reduction, so it is not measured.
     """
 
-    def new_mesh(self) -> dist.DeviceMesh:
-        return dist.init_device_mesh("cpu", (self.mesh.size(),))
+    def new_mesh(self) -> DeviceMesh:
+        return init_device_mesh("cpu", (self.mesh.size(),))
 
     def build(self) -> None:
         mesh, blocks = self.new_mesh(), list(self.model.blocks)
@@ -154,7 +156,7 @@ class HSDP(FSDP2):
 
     volume = staticmethod(hierarchical_volume)
 
-    def new_mesh(self) -> dist.DeviceMesh:
+    def new_mesh(self) -> DeviceMesh:
         return self.mesh
 
 
@@ -184,7 +186,7 @@ class Engine(Contender):
 
     def build(self) -> None:
         world_size, in_node = self.mesh.size(), self.mesh.size(1)
-        blocks = list(self.model.blocks)
+        blocks: list[Any] = list(self.model.blocks)
         units = blocks + [block.down for block in blocks if self.halves]
         sizes = ShardSizes(in_node, in_node, world_size)
         self.runtime = new_runtime(self.model, units, sizes, schedule=ScheduleConfig(self.kind))
@@ -220,7 +222,7 @@ class CommunicationOnly(Engine):
 
     trains, halves, updates_in_backward = False, True, True
 
-    def __init__(self, size: ModelSize, mesh: dist.DeviceMesh):
+    def __init__(self, size: ModelSize, mesh: DeviceMesh):
         super().__init__(replace(size, block_ms=0.0, rows=1), mesh)
 
 
@@ -228,13 +230,14 @@ def _variants(name: str, system: type[Contender]) -> dict[str, type[Contender]]:
     """`system` with units of whole and of half blocks; updated after backward, as Megatron does,
     and, where the system can, within it."""
     updates = (False, True) if issubclass(system, Engine | Baseline) else (False,)
-    return {
+    variants = {
         f"{name}{', halves' if halves else ''}{', early update' if early else ''}": type(
             system.__name__, (system,), {"halves": halves, "updates_in_backward": early}
         )
         for early in updates
         for halves in (False, True)
     }
+    return cast("dict[str, type[Contender]]", variants)
 
 
 CONTENDERS: dict[str, type[Contender]] = {

@@ -72,6 +72,6 @@ class StepMeter:
         report.host_waits = host_waits() - self._waits
         report.own_cpu_s = own_cpu_s() - self._cpu_s[0]
         report.machine_cpu_s = machine_cpu_s() - self._cpu_s[1]
-        if self._memory is not None:
+        if self._memory is not None and report.state_nbytes is not None:
             report.peak_nbytes = self._memory.peak_nbytes
             report.state_nbytes = min(report.state_nbytes, self._memory.live_nbytes)

@@ -7,10 +7,12 @@ an emulated cluster, and measures its steps.
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_asynchzp.testbed.contenders.layer_delay import layers_take
 from megatron_asynchzp.testbed.contenders.step_meter import StepMeter
@@ -76,7 +78,8 @@ def _batches(workload: Workload) -> Iterator[tuple[torch.Tensor, ...]]:
     """This rank's samples of every global batch, as Megatron's sampler deals them out."""
     from megatron.training import get_args
 
-    data = LineDataset(workload.seq_length, get_args().vocab_size, seed=1)
+    args: Any = get_args()
+    data = LineDataset(workload.seq_length, args.vocab_size, seed=1)
     batch = workload.samples // dist.get_world_size()
     for step in range(workload.warm_up + workload.steps + 1):
         first = step * workload.samples + dist.get_rank() * batch
@@ -92,7 +95,7 @@ def _adamw(params, workload: Workload) -> torch.optim.Optimizer:
 
 
 def _fsdp2(model: nn.Module, workload: Workload, network: Network) -> Stepper:
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return _fully_sharded(model, workload, mesh)
 
 
@@ -100,15 +103,15 @@ def _hsdp(model: nn.Module, workload: Workload, network: Network) -> Stepper:
     """Sharded in a node, replicated over nodes."""
     ranks = network.profile.ranks_per_node
     shape = (dist.get_world_size() // ranks, ranks)
-    mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     return _fully_sharded(model, workload, mesh)
 
 
-def _fully_sharded(model: nn.Module, workload: Workload, mesh: dist.DeviceMesh) -> Stepper:
+def _fully_sharded(model: nn.Module, workload: Workload, mesh: DeviceMesh) -> Stepper:
     """Every layer a unit, the next one prefetched in both directions."""
     from torch.distributed.fsdp import fully_shard
 
-    layers = list(model.decoder.layers)
+    layers: list[Any] = list(model.get_submodule("decoder.layers").children())
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh)
@@ -132,7 +135,7 @@ def _deepspeed(
     """ZeRO-3, what it prefetches and keeps scaled to a model of this size as its defaults are to
     large ones: one layer ahead, one layer kept. node_copies: hpZ's ranks of a secondary copy."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
+    import deepspeed  # pyright: ignore[reportMissingImports]
 
     batch = workload.samples // dist.get_world_size()
     zero = {

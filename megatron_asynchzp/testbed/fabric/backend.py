@@ -125,13 +125,14 @@ class FabricGroup(LaneGroup):
 
         return self._submit("all_to_all", str(input.dtype), [output], run)
 
-    # What torch called them before 2.13; its C++ looks for both.
+    # What torch called them before 2.13; its C++ looks for both, and passes by position, so the
+    # names of the parameters need not be those of torch's stubs.
     allreduce_coalesced = allreduce
-    alltoall_base = all_to_all_single
+    alltoall_base = all_to_all_single  # pyright: ignore[reportAssignmentType]
     _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single  # pyright: ignore[reportAssignmentType]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # pyright: ignore[reportAssignmentType]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # pyright: ignore[reportAssignmentType]
 
     # ---- lists: torch nests them one deeper than there are devices in a process
 

@@ -31,7 +31,8 @@ class LaneGroup(dist.ProcessGroup):
 
     def __init__(self, options: Any, network: Network):
         rank, size = options.group_rank, options.group_size
-        super().__init__(rank, size)
+        # The constructor for subclasses, which torch's stubs lack.
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
         self._rank, self._size, self._network = rank, size, network
         self._limit_s = options.timeout.total_seconds()
         self.global_ranks = list(options.global_ranks_in_group) or list(range(size))

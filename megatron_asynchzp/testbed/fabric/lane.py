@@ -120,7 +120,7 @@ class Lane:
         self._mutex = threading.Lock()
         self._is_closed = False
 
-    def submit(self, work: FabricWork, run: Callable[[], None]) -> FabricWork:
+    def submit(self, work: FabricWork, run: Callable[[], Any]) -> FabricWork:
         """Run after all that was submitted before, and what the current stream waits for."""
         before = current_stream().pending()
         with self._mutex:

@@ -5,7 +5,7 @@
 import threading
 
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from megatron_asynchzp.testbed.counters import Account, Counters
 from megatron_asynchzp.testbed.fabric.nic import NicClocks, sleep_until
@@ -22,7 +22,7 @@ class Network:
         self._mutex = threading.Lock()
         self._clocks: NicClocks | None = None
 
-    def clocks(self, store: dist.Store) -> NicClocks | None:
+    def clocks(self, store: Store) -> NicClocks | None:
         """The clocks of the run, from its first group on; None where nothing is modelled."""
         with self._mutex:
             if self._clocks is None and self.profile.is_modelled:

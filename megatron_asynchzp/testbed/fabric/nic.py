@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megatron_asynchzp.testbed.profile import NetworkProfile
 
@@ -36,13 +36,13 @@ class NicClocks:
         self._mutex = threading.Lock()  # a file lock excludes other processes, not threads
 
     @classmethod
-    def shared(cls, profile: NetworkProfile, store: dist.Store) -> "NicClocks":
+    def shared(cls, profile: NetworkProfile, store: Store) -> "NicClocks":
         """The clocks of the run that meets at `store`.
 
         They live in a memory file without a name, which the first rank makes and the others open
         through its process: nothing is left behind, however the ranks end.
         """
-        while isinstance(store, dist.PrefixStore):  # one board for all groups
+        while isinstance(store, PrefixStore):  # one board for all groups
             store = store.underlying_store
         if store.add(f"{_BOARD_KEY}_makers", 1) == 1:
             file = os.memfd_create(_BOARD_KEY)

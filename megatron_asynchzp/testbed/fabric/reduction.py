@@ -39,7 +39,7 @@ class Reduction(NamedTuple):
 
 def reduction_of(options: Any, tensors: Sequence[torch.Tensor]) -> Reduction:
     """The operator of torch's options for a collective (None: SUM), where it suits the tensors."""
-    op = dist.ReduceOp.SUM if options is None else getattr(options, "reduceOp", options)
+    op: Any = dist.ReduceOp.SUM if options is None else getattr(options, "reduceOp", options)
     name = getattr(op, "op", op).name
     for tensor in tensors:
         if name == "AVG" and not (tensor.is_floating_point() or tensor.is_complex()):

@@ -24,7 +24,8 @@ import torch
 
 from megatron_asynchzp.testbed.fabric.reduction import Reduction
 
-Chunks = Sequence[torch.Tensor]
+Chunks = Sequence[torch.Tensor] | torch.Tensor
+"""One tensor for each rank of a group; a tensor in two dimensions stands for its rows."""
 
 
 class Link(Protocol):

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 _LABEL_NBYTES = 120
 _HEADER = struct.Struct(f"!dQ{_LABEL_NBYTES}s")  # modelled arrival, payload bytes, label
@@ -85,13 +85,13 @@ class Message:
 class Wire:
     """The connections of one rank to the others of its group; made by all of them together."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float):
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float):
         self.rank, self.size, self._timeout_s = rank, size, timeout_s
         self._sockets: dict[tuple[int, int], socket.socket] = {}
         if size > 1:
             self._connect(store)
 
-    def _connect(self, store: dist.Store) -> None:
+    def _connect(self, store: Store) -> None:
         """Full mesh: connect to the ranks below, accept those above; the backlog holds them all."""
         own_address = _own_address()
         if self.rank == 0:
@@ -139,7 +139,7 @@ class Wire:
                 if send is not None or receive is not None:
                     self._wait_ready(send, receive, channel, deadline)
         except OSError as error:
-            message = receive or send
+            message = _waited_for(send, receive)
             raise FabricError(
                 f"[{message.label}]: lost group rank {message.peer} ({error or 'closed'}): it "
                 "failed or ended; its own error says why"
@@ -192,7 +192,7 @@ class Wire:
             poll.register(number, events)
         left_s = deadline - time.monotonic()
         if left_s <= 0 or not poll.poll(1e3 * left_s):
-            message = receive or send
+            message = _waited_for(send, receive)
             raise FabricError(
                 f"[{message.label}]: no progress with group rank {message.peer} within "
                 f"{self._timeout_s:.0f} s"
@@ -209,6 +209,13 @@ class Wire:
     def __del__(self):
         for link in getattr(self, "_sockets", {}).values():
             link.close()
+
+
+def _waited_for(send: Message | None, receive: Message | None) -> Message:
+    """The message that an error names, of those in flight."""
+    message = receive or send
+    assert message is not None
+    return message
 
 
 def _receive_exactly(link: socket.socket, nbytes: int) -> bytes:
