@@ -1,11 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The tests notice: every mutant fits the code and names a test; run, each is caught."""
+"""The tests notice: every mutant fits the code and names a test; run, each is caught; and the
+published table is that of the record."""
 
 import ast
+import json
 
 import pytest
 
+from tests.mutants.__main__ import RECORD, TABLE, table_of
 from tests.mutants.catalogue import MUTANTS
 from tests.mutants.run import ROOT, Mutant, MutantError, mutated, run_mutants
 
@@ -35,6 +38,13 @@ def test_a_snippet_that_is_not_there_or_twice_is_an_error():
         mutant = Mutant("wrong", "", "comm/ring.py", old, "", "")
         with pytest.raises(MutantError, match=f"'{old}' {count} times, not once"):
             mutated(mutant)
+
+
+def test_the_published_table_is_that_of_its_record_and_has_every_mutant_caught():
+    rows = [json.loads(line) for line in RECORD.read_text().splitlines()]
+    assert TABLE.read_text() == table_of(rows)
+    assert all(row["is_caught"] for row in rows)
+    assert [row["mutant"] for row in rows] == [mutant.name for mutant in MUTANTS]
 
 
 @pytest.mark.slow
