@@ -155,10 +155,10 @@ def prepare_text(args: argparse.Namespace, console: Console) -> Path:
     if args.text or not Path(f"{prefix}.idx").exists():
         request = ["--output-prefix", str(prefix), *map(str, args.text or [])]
         try:
-            told = prepare_data.prepare(prepare_data.parse_arguments(request))
+            shown = prepare_data.prepare(prepare_data.parse_arguments(request))
         except prepare_data.InputError as error:
             raise QuickstartError(str(error)) from error
-        console.print(told.splitlines()[0], highlight=False, soft_wrap=True)
+        console.print(shown.splitlines()[0], highlight=False, soft_wrap=True)
     return prefix
 
 
@@ -193,16 +193,16 @@ def follow(lines: Iterable[str], name: str, steps: int, console: Console) -> Ite
         TextColumn(f"{name:<12}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[told]}"),
+        TextColumn("{task.fields[shown]}"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=steps, told="starting")
+        task = progress.add_task("", total=steps, shown="starting")
         for step in filter(None, map(parse_iteration, lines)):
-            told = f"loss {step.loss:.3f}  {step.step_ms:.0f} ms/step"
-            progress.update(task, completed=step.number, told=told)
+            shown = f"loss {step.loss:.3f}  {step.step_ms:.0f} ms/step"
+            progress.update(task, completed=step.number, shown=shown)
             if not console.is_terminal and step.number % max(1, steps // 10) == 0:
-                console.print(f"{name:<12} step {step.number}/{steps}  {told}", highlight=False)
+                console.print(f"{name:<12} step {step.number}/{steps}  {shown}", highlight=False)
             yield step
 
 
@@ -276,8 +276,8 @@ def result_table(stock: Result, asynchzp: Result) -> Table:
 
 def _median_ms(times: Iterable[float | None]) -> str:
     """Stock Megatron does not tell how long it waited."""
-    told = [ms for ms in times if ms is not None]
-    return f"{statistics.median(told):.0f} ms" if told else "-"
+    shown = [ms for ms in times if ms is not None]
+    return f"{statistics.median(shown):.0f} ms" if shown else "-"
 
 
 def show_results(
@@ -289,11 +289,11 @@ def show_results(
     console: Console,
 ) -> None:
     """The table, the picture and the sample; raises when the losses do not agree."""
-    told = f"P={sizes['param']} G={sizes['grad']} O={sizes['optim']}"
+    shown = f"P={sizes['param']} G={sizes['grad']} O={sizes['optim']}"
     picture = output / "loss.png"
     runs = (
         loss_picture.Run("Megatron DDP", stock.losses, stock.fullest_rank),
-        loss_picture.Run(f"AsyncHZP, {told}", asynchzp.losses, asynchzp.fullest_rank),
+        loss_picture.Run(f"AsyncHZP, {shown}", asynchzp.losses, asynchzp.fullest_rank),
     )
     write_record(runs, title, output / "record.jsonl")
     loss_picture.draw(*runs, title, picture)
@@ -316,8 +316,8 @@ def show_results(
 def write_record(runs: Iterable[loss_picture.Run], title: str, file: Path) -> None:
     """The numbers behind the picture as JSON lines, for `python -m scripts.report.rebuild`."""
     machine = machine_record(shlex.join(["./scripts/quickstart.sh", *sys.argv[1:]]))
-    told = ({"kind": "run", "title": title} | run._asdict() for run in runs)
-    replace(file, [machine, *told])
+    shown = ({"kind": "run", "title": title} | run._asdict() for run in runs)
+    replace(file, [machine, *shown])
 
 
 def run(args: argparse.Namespace, console: Console) -> None:

@@ -45,7 +45,7 @@ def test_the_training_evidence_compares_with_fp32_at_the_same_weights(capsys, tm
     picture = tmp_path / "picture.png"
     argv = ["--steps", "12", "--biases", "10,30", "--picture", str(picture)]
     assert evidence.main(argv) == 0
-    told = {line["way"]: line for line in _lines(capsys.readouterr().out)}
-    assert list(told) == [way.name for way in evidence.WAYS]
-    assert told["fp16, standard"]["median_error"] > 5 * told["fp16, PASA"]["median_error"]
+    output = {line["way"]: line for line in _lines(capsys.readouterr().out)}
+    assert list(output) == [way.name for way in evidence.WAYS]
+    assert output["fp16, standard"]["median_error"] > 5 * output["fp16, PASA"]["median_error"]
     assert picture.stat().st_size > 1000

@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    "options, told",
+    "options, output",
     [
         (["--contenders", "paper"], "--contenders paper: not one of stock DDP"),
         (["--repetitions", "0"], "--repetitions must be at least 1"),
@@ -24,11 +24,11 @@ MIB = 1 << 20
         (["--directory", "/nowhere"], "--directory /nowhere: there is no such directory"),
     ],
 )
-def test_a_wrong_option_is_one_clear_line(options, told, capsys):
+def test_a_wrong_option_is_one_clear_line(options, output, capsys):
     with pytest.raises(SystemExit) as ended:
         parse_args(options)
     assert ended.value.code == 2
-    assert told in capsys.readouterr().err.strip().splitlines()[-1]
+    assert output in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_every_contender_is_first_once_in_as_many_repetitions():
@@ -75,16 +75,16 @@ def record(contender: str, seconds: list[float], parts_s: dict[str, float]) -> d
 
 
 def test_the_tables_pool_later_saves_and_mark_what_is_above_the_limit():
-    told = tables(
+    output = tables(
         [
             record("stock DDP", [9.0, 1.0, 3.0, 2.0, 1.0], {}),
             record("AsyncHZP 2,2,4", [1.0, 2.0, 2.0, 1.0, 1.2], {"choose_checkpoint": 0.125}),
         ]
     )
-    assert "others used 25% of the machine" in told
+    assert "others used 25% of the machine" in output
     times = "| stock DDP | 9.00 (9.00 to 9.00) | 2.00 (1.00 to 3.00) | 2.00 (2.00 to 2.00) |"
-    assert times in told
-    assert "| AsyncHZP 2,2,4 | later save, seconds | 1.00 (2.00) |" in told
-    assert "| AsyncHZP 2,2,4 | load, seconds | **1.20** (1.20) |" in told
-    assert "| AsyncHZP 2,2,4 | load | 1.20 | choose_checkpoint 0.125 |" in told
-    assert "| stock DDP | 2 | 1 | 100 | 2 | 1 | 100 |" in told
+    assert times in output
+    assert "| AsyncHZP 2,2,4 | later save, seconds | 1.00 (2.00) |" in output
+    assert "| AsyncHZP 2,2,4 | load, seconds | **1.20** (1.20) |" in output
+    assert "| AsyncHZP 2,2,4 | load | 1.20 | choose_checkpoint 0.125 |" in output
+    assert "| stock DDP | 2 | 1 | 100 | 2 | 1 | 100 |" in output

@@ -85,8 +85,8 @@ def tables_without_a_source(text: str) -> list[str]:
 
 
 def figures_not_on_the_page(result: str, pages: list[Path]) -> set[str]:
-    told = {number for page in pages for number in _NUMBER.findall(prose(page.read_text()))}
-    return set(_NUMBER.findall(re.sub(r"`[^`]*`", "", result))) - told
+    output = {number for page in pages for number in _NUMBER.findall(prose(page.read_text()))}
+    return set(_NUMBER.findall(re.sub(r"`[^`]*`", "", result))) - output
 
 
 @pytest.mark.parametrize("row", claims(), ids=lambda row: f"{row[0].parent.name} {row[1][:40]}")

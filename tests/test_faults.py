@@ -99,13 +99,13 @@ class Job:
         faults = [one.struck[0] for one in self.attempts if one.struck]
         kinds = ", ".join(f"{kind} {faults.count(kind)}" for kind in _AT_MOST if kind in faults)
         interrupted, skipped = self.interrupted_saves()
-        told = len(re.findall(r"iter_[0-9]+ is skipped: ", self.text))
+        output = len(re.findall(r"iter_[0-9]+ is skipped: ", self.text))
         lost = self.lost_steps()
         return (
             f"faults: {len(faults)} ({kinds}) | restarts: {len(self.attempts) - 1} | steps lost: "
             f"{sum(lost)} of {len(self.losses)}, {sum(lost) / len(faults):.2f} per fault, at most "
             f"{max(lost)} | saves interrupted: {interrupted} | incomplete directories skipped: "
-            f"{skipped}, {told} of them with a line | {self.seconds:.0f} s"
+            f"{skipped}, {output} of them with a line | {self.seconds:.0f} s"
         )
 
 

@@ -78,7 +78,7 @@ def test_a_script_that_is_not_there_is_named_with_status_2():
 
 
 @pytest.mark.parametrize(
-    "line, told",
+    "line, output",
     [
         (f"{_TOY} --use-asynchzp --use-megatron-fsdp", "--use-megatron-fsdp is not supported"),
         (f"{_TOY} --use-asynchzp --skip-train", "--skip-train is not supported"),
@@ -89,11 +89,11 @@ def test_a_script_that_is_not_there_is_named_with_status_2():
         (f"{_TOY} --use-asynchzp --sequence-parallel", "not possible on the CPU platform"),
     ],
 )
-def test_bad_input_ends_before_training_in_one_line_with_status_2(tmp_path, line, told):
+def test_bad_input_ends_before_training_in_one_line_with_status_2(tmp_path, line, output):
     (ended,) = launch(tmp_path, _LEGACY_SCRIPT, f"{line} --asynchzp-device cpu")
     assert ended.status == 2
     last = ended.own_lines[-1]
-    assert last.startswith(f"megatron_asynchzp: {told}") and ended.text.endswith(last + "\n")
+    assert last.startswith(f"megatron_asynchzp: {output}") and ended.text.endswith(last + "\n")
     assert "Traceback" not in ended.text and "lm loss" not in ended.text
 
 
@@ -201,5 +201,5 @@ def test_a_script_trains_with_use_asynchzp_as_it_does_without(tmp_path, script, 
     stock = launch(tmp_path, script, f"{line} {device}", world_size=2)
     sharded = launch(tmp_path, script, f"{line} {device} {_SHARDED}", world_size=2)
     assert _losses(sharded) == _losses(stock)
-    told = [text for text in sharded[0].own_lines if "use_distributed_optimizer = False" in text]
-    assert len(told) == 1
+    output = [text for text in sharded[0].own_lines if "use_distributed_optimizer = False" in text]
+    assert len(output) == 1

@@ -45,10 +45,10 @@ def start(folder: Path, kind: str, fault: str, iterations: int = 1000, **env: st
 
 def last_line(ended: Ended, rank: int) -> str:
     """The one line that this rank said about its end, which is the last thing it said."""
-    told = [line for line in ended.own_lines if line.startswith("megatron_asynchzp: rank ")]
-    assert len(told) == 1, ended.text[-3000:]
-    assert told[0].startswith(f"megatron_asynchzp: rank {rank}: ")
-    return told[0].removeprefix(f"megatron_asynchzp: rank {rank}: ")
+    output = [line for line in ended.own_lines if line.startswith("megatron_asynchzp: rank ")]
+    assert len(output) == 1, ended.text[-3000:]
+    assert output[0].startswith(f"megatron_asynchzp: rank {rank}: ")
+    return output[0].removeprefix(f"megatron_asynchzp: rank {rank}: ")
 
 
 @pytest.mark.parametrize("kind", [slow_unless(kind == "threaded", kind) for kind in SCHEDULES])
@@ -56,12 +56,12 @@ def test_when_a_rank_is_killed_every_other_ends_with_one_line_and_status_1(tmp_p
     ended = start(tmp_path, kind, "SIGKILL 1 4").end(_SOON_S)
     assert [one.status for one in ended] == [1, -signal.SIGKILL, 1]
     for rank in (0, 2):
-        told = last_line(ended[rank], rank)
-        assert re.search(_NAMED, told), told
-        if told.startswith("Runtime"):  # Megatron's own collective met it first
+        output = last_line(ended[rank], rank)
+        assert re.search(_NAMED, output), output
+        if output.startswith("Runtime"):  # Megatron's own collective met it first
             assert "Traceback" in ended[rank].text
         else:
-            assert re.match(rf"{_NAMED} failed: ", told) and len(told) < 500
+            assert re.match(rf"{_NAMED} failed: ", output) and len(output) < 500
     assert any("Traceback" not in ended[rank].text for rank in (0, 2))
 
 
@@ -94,9 +94,9 @@ def test_an_error_of_the_script_keeps_its_traceback_and_says_where_training_was(
     ended = start(tmp_path, "threaded", "raise 1 4").end(_SOON_S)
     assert [one.status for one in ended] == [1, 1, 1]
     assert "OddError: not ours" in ended[1].text and "Traceback" in ended[1].text
-    told = last_line(ended[1], 1)
-    assert re.match(rf"OddError in step 2; the last collective submitted: {_NAMED}$", told)
-    assert ended[1].text.endswith(told + "\n")
+    output = last_line(ended[1], 1)
+    assert re.match(rf"OddError in step 2; the last collective submitted: {_NAMED}$", output)
+    assert ended[1].text.endswith(output + "\n")
     for rank in (0, 2):
         assert re.search(_NAMED, last_line(ended[rank], rank))
 
@@ -107,9 +107,9 @@ def test_a_rank_that_skips_a_layer_stops_the_run_before_its_number_is_printed(tm
     ended = start(tmp_path, kind, "skip 1 5", FAULT_LIMIT_S="3").end(_SOON_S)
     assert "iteration        2/" in "".join(one.text for one in ended)
     assert "iteration        3/" not in "".join(one.text for one in ended)
-    told = [last_line(one, rank) for rank, one in enumerate(ended) if one.status == 1]
-    assert told and all(one.status for one in ended)  # gloo aborts a rank that got too many bytes
-    for line in told:
+    output = [last_line(one, rank) for rank, one in enumerate(ended) if one.status == 1]
+    assert output and all(one.status for one in ended)  # gloo aborts a rank that got too many bytes
+    for line in output:
         assert re.match(rf"{_NAMED} failed: |step 3: collective \d+ ", line), line
 
 

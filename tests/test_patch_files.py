@@ -43,5 +43,5 @@ def test_a_patch_puts_the_line_below_the_docstring_and_can_be_undone(tmp_path, p
 
 
 def test_every_patch_is_explained_in_the_readme():
-    told = (_FOLDER / "README.md").read_text()
-    assert _PATCHES and all(f"`{patch.name}`" in told for patch in _PATCHES)
+    output = (_FOLDER / "README.md").read_text()
+    assert _PATCHES and all(f"`{patch.name}`" in output for patch in _PATCHES)

@@ -59,13 +59,13 @@ def test_leaves_are_found_and_numbered_by_micro_batch(micro_batches, recomputes,
     assert {span.name for span in trace.outer} == {"forward root", "backward root"}
     for unit in LAYERS:
         mine = [each for each in trace.computations if each.unit == unit]
-        told = [(each.direction, each.batch, each.is_recomputed) for each in mine]
+        printed = [(each.direction, each.batch, each.is_recomputed) for each in mine]
         expected = []
         for batch in range(micro_batches):
             expected.append(("forward", batch, False))
             expected += [("forward", batch, True)] * recomputes
             expected.append(("backward", batch, False))
-        assert told == expected
+        assert printed == expected
 
 
 @pytest.mark.parametrize("inner_s, is_drawn", [(0.2, True), (0.8, False)])
@@ -211,9 +211,9 @@ def test_a_file_that_is_no_trace_is_one_line_with_the_remedy(content, tmp_path, 
     if content is not None:
         path.write_text(content)
     status = plot_timeline.main([str(path), "--output", str(tmp_path / "t.png")])
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert status == 2
-    assert told.count("\n") == 1 and str(path) in told and "--asynchzp-trace" in told
+    assert printed.count("\n") == 1 and str(path) in printed and "--asynchzp-trace" in printed
     assert not (tmp_path / "t.png").exists()
 
 
@@ -221,12 +221,12 @@ def test_an_output_that_cannot_be_written_is_one_line_with_the_remedy(tmp_path, 
     trace = write(tmp_path / "t.json", step_spans())
     for output in (tmp_path / "nowhere" / "t.png", tmp_path):
         assert plot_timeline.main([str(trace), "--output", str(output)]) == 2
-        told = capsys.readouterr().err
-        assert told.count("\n") == 1 and str(output) in told and "--output" in told
+        printed = capsys.readouterr().err
+        assert printed.count("\n") == 1 and str(output) in printed and "--output" in printed
 
 
 def test_an_output_of_an_unknown_kind_is_one_line_with_the_remedy(tmp_path, capsys):
     trace = write(tmp_path / "t.json", step_spans())
     assert plot_timeline.main([str(trace), "--output", str(tmp_path / "t.xyz")]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and ".png" in told
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and ".png" in printed

@@ -105,7 +105,7 @@ def test_a_hugging_face_tokenizer_from_a_local_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "make, told",
+    "make, output",
     [
         (lambda folder: [folder / "absent.txt"], "input does not exist"),
         (lambda folder: write_files(folder, [b"", b""]), "every file is empty"),
@@ -113,14 +113,14 @@ def test_a_hugging_face_tokenizer_from_a_local_folder(tmp_path):
         (lambda folder: [*write_files(folder, [b"x"]), "--tokenizer", folder], "cannot load"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(make, told, tmp_path, capsys):
+def test_bad_input_is_one_line_and_leaves_nothing(make, output, tmp_path, capsys):
     (tmp_path / "in").mkdir()
     arguments = [str(argument) for argument in make(tmp_path / "in")]
     out = tmp_path / "out"
     out.mkdir()
     assert prepare_data.main([*arguments, "--output-prefix", str(out / "corpus")]) == 2
     line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith("prepare_data: ") and told in line
+    assert line.startswith("prepare_data: ") and output in line
     assert not list(out.iterdir())
 
 

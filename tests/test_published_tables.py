@@ -114,9 +114,9 @@ def test_a_comparison_beyond_its_bound_counts_as_different():
 
 def test_a_record_names_command_and_date_once_and_no_folder_of_the_machine(tmp_path):
     file = tmp_path / "out.jsonl"
-    told = {"command": f"python scripts/bench/x.py --out {file} --steps 3", "torch": "2.13.0+cpu"}
-    told |= {"machine": "x86_64", "cpus": 2, "python": "3.12.1"}
-    file.write_text("".join(json.dumps({"step_ms": [i]} | told) + "\n" for i in range(3)))
+    output = {"command": f"python scripts/bench/x.py --out {file} --steps 3", "torch": "2.13.0+cpu"}
+    output |= {"machine": "x86_64", "cpus": 2, "python": "3.12.1"}
+    file.write_text("".join(json.dumps({"step_ms": [i]} | output) + "\n" for i in range(3)))
     machine, *measured = added(file)
     assert machine["command"] == "python scripts/bench/x.py --out FILE --steps 3"
     assert machine["versions"] == {"torch": "2.13.0"} and len(machine["date"]) == 10

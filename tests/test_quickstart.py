@@ -82,16 +82,16 @@ def show(stock, asynchzp, folder: Path) -> str:
 def test_the_end_shows_table_sample_and_a_picture(tmp_path):
     waited = " exposed comm (ms): 17.0 | overlap (%): 91.0 |"
     ours = result([5.5, 3.0, 2.000001], 2**19, more=waited)
-    told = show(result([5.5, 3.0, 2.0], 2**20), ours, tmp_path)
+    output = show(result([5.5, 3.0, 2.0], 2**20), ours, tmp_path)
     numbers = ("2.000001", "1.00 MiB", "0.50 MiB", "17 ms")
     for expected in (*numbers, "def main():", "2 of 3"):
-        assert expected in told
+        assert expected in output
     for label, stock_mib, our_mib in (
         ("state at rest", 4, 2),
         ("in flight", 1, 0.5),
         ("both together", 5, 2.5),
     ):
-        (line,) = (line for line in told.splitlines() if label in line)
+        (line,) = (line for line in output.splitlines() if label in line)
         assert f"{stock_mib:.2f} MiB" in line and f"{our_mib:.2f} MiB" in line
     record = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in record] == ["machine", "run", "run"]
@@ -145,15 +145,15 @@ def test_a_run_is_followed_line_by_line_and_its_log_is_kept(tmp_path, monkeypatc
         "open(sys.argv[sys.argv.index('--report-json') + 1], 'w').write('{\"sample\": 1}')"
     )
     fake_training(monkeypatch, script)
-    found, told = train(tmp_path, 20)
+    found, output = train(tmp_path, 20)
     assert found.losses == pytest.approx([5 - i / 10 for i in range(1, 21)])
     assert found.report == {"sample": 1}
-    assert told.count("\n") == 10 and "step 20/20  loss 3.000" in told
+    assert output.count("\n") == 10 and "step 20/20  loss 3.000" in output
     assert (tmp_path / "ddp.log").read_text().rstrip() == lines
 
 
 @pytest.mark.parametrize(
-    "script, told",
+    "script, output",
     [
         ("print('the reason'); raise SystemExit(3)", "status 3"),
         ("raise SystemExit(0)", "status 0"),  # no report: the run did not get to its end
@@ -163,9 +163,9 @@ def test_a_run_is_followed_line_by_line_and_its_log_is_kept(tmp_path, monkeypatc
         ),
     ],
 )
-def test_a_run_that_fails_is_told_with_its_log(script, told, tmp_path, monkeypatch):
+def test_a_run_that_fails_is_told_with_its_log(script, output, tmp_path, monkeypatch):
     fake_training(monkeypatch, script)
-    with pytest.raises(quickstart.QuickstartError, match=told) as failure:
+    with pytest.raises(quickstart.QuickstartError, match=output) as failure:
         train(tmp_path, 20)
     assert str(tmp_path / "ddp.log") in str(failure.value)
 

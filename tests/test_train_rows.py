@@ -121,7 +121,7 @@ def test_groups_of_each_kind_hold_all_ranks_once(reports):
 
 def test_the_text_of_a_row_names_flags_groups_and_what_is_assumed(capsys):
     assert dry_run.main(["table2-36b-hzp"]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in (
         "--asynchzp-optim-shard-size 64",
         "optim shards",
@@ -130,11 +130,11 @@ def test_the_text_of_a_row_names_flags_groups_and_what_is_assumed(capsys):
         "36,151,104,512 parameters",
         "of which no estimate is included",
     ):
-        assert words in told
+        assert words in output
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, output",
     [
         (["no-such-row"], "no-such-row: no such row"),
         (["table2-9b-hzp", "--ranks", "100"], "100 ranks are not a multiple"),
@@ -146,11 +146,11 @@ def test_the_text_of_a_row_names_flags_groups_and_what_is_assumed(capsys):
         (["table2-9b-nd", "--platform", "ascend"], "table2-9b-nd on ascend: --sequence-parallel"),
     ],
 )
-def test_a_broken_row_is_refused_in_one_line_with_status_2(capsys, words, told):
+def test_a_broken_row_is_refused_in_one_line_with_status_2(capsys, words, output):
     assert dry_run.main(words) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
-    assert printed.err.startswith("scripts/train: ") and told in printed.err
+    assert printed.err.startswith("scripts/train: ") and output in printed.err
 
 
 def test_what_does_not_fit_into_a_device_ends_in_one_line_with_status_1(capsys):
@@ -231,7 +231,7 @@ def test_ascend_goes_through_the_mapping_of_torch_npu():
 
 
 @pytest.mark.parametrize(
-    "words, env, told",
+    "words, env, output",
     [
         ((), {}, "give a row"),
         (("table2-9b-hzp", "table2-9b-nd"), {}, "one row at a time"),
@@ -242,11 +242,11 @@ def test_ascend_goes_through_the_mapping_of_torch_npu():
         (("node-9b-hzp", "--print"), {"MEGATRON_LM": "/nowhere"}, "no pretrain_gpt.py"),
     ],
 )
-def test_what_cannot_be_started_is_told_in_one_line_with_status_2(words, env, told):
+def test_what_cannot_be_started_is_told_in_one_line_with_status_2(words, env, output):
     ended = _shell("launch.sh", *words, **env)
     assert ended.returncode == 2 and ended.stdout == ""
     assert ended.stderr.startswith("scripts/train: ") and ended.stderr.count("\n") == 1
-    assert told in ended.stderr
+    assert output in ended.stderr
 
 
 def test_slurm_outside_of_a_job_says_how_to_start_it():

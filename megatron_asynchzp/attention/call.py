@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what one attention is asked to compute, so that every way to compute it is asked alike.
-Must not know the ways."""
+"""Owns what one attention is asked to compute, so that every way to compute it is asked alike."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns how queries and keys are taken from a running model: hooks on its core attention modules,
-found by what they are called with. Must not know Megatron, nor what is measured.
+found by what they are called with.
 """
 
 from collections.abc import Iterator

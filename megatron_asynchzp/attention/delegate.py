@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns PASA at a vendor's speed: keys minus one mean per head, handed to the best attention there
-is, with autograd through the shifted keys. Must not know how any of them is called.
+is, with autograd through the shifted keys.
 
 Any flash attention computes dQ = sum_j dS_ij k_j from rounded dS, whose sum over j is not zero,
 and so adds a multiple of the keys' mean to dQ. Keys without a mean leave nothing to multiply.

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns what is measured about one layer's queries and keys: whether half precision can hold their
-scores, and what their bias does to dQ. Must not know where they come from or how it is shown.
+scores, and what their bias does to dQ.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the shapes of attention: names of what comes out, and query heads that share a key head
-seen as further rows of one matrix. Must not know how attention is computed.
+"""Owns the shapes of attention: names of what comes out, and query heads that share a key head seen
+as further rows of one matrix.
 
 B batch, H query heads, G key heads, R = H / G, S queries, T keys, D channels of q and k, E of v,
 J blocks of keys.

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what is taken off the keys before they meet a query: one vector per block or per sequence
-of keys, on the grid of the keys' own dtype. Must not know scores, masks or kernels.
+"""Owns what is taken off the keys before they meet a query: one vector per block or per sequence of
+keys, on the grid of the keys' own dtype.
 
 Softmax does not see it: q (k - c) differs from q k by one number per query as long as c is the
 same for all keys, and where c differs between blocks the difference is added to the scores.

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns which keys a query may attend. Every structured mask is one range of keys per query, which
-is all that a kernel needs. Must not know scores, devices of others or who asks.
+is all that a kernel needs.
 """
 
 from dataclasses import dataclass, replace

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the one entry to PASA: which mode, and block mode's place in autograd. Must not know who
-asks. The fused kernels, and triton with them, are loaded where a GPU (or triton's interpreter)
-can run them; elsewhere block mode is the reference.
+"""Owns the one entry to PASA: which mode, and block mode's place in autograd. The fused kernels,
+and triton with them, are loaded where a GPU (or triton's interpreter) can run them; elsewhere block
+mode is the reference.
 """
 
 import importlib.util

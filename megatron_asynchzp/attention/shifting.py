@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns the constants of PASA: how much of a block's mean is taken off its keys (beta), the matrix
-that does it, and the factor that undoes it. Must not know attention.
+that does it, and the factor that undoes it.
 
 Section and equation names follow arXiv 2503.01873.
 """

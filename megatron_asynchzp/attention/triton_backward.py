@@ -3,8 +3,8 @@
 # pyright: reportCallIssue=false
 # (The type checker cannot count the arguments that a launch unpacks from strides.)
 """Owns the fused backward of block mode: one kernel that walks queries for dK and dV, one that
-walks keys for dQ, so that every sum has one order and none is atomic. Loads triton: import it
-only where a kernel is launched. Must not know autograd.
+walks keys for dQ, so that every sum has one order and none is atomic. Loads triton: import it only
+where a kernel is launched.
 """
 
 from typing import NamedTuple

@@ -3,7 +3,7 @@
 # pyright: reportCallIssue=false
 # (The type checker cannot count the arguments that a launch unpacks from strides.)
 """Owns the fused forward of block mode, the arithmetic of reference/block.py in one pass over the
-keys. Loads triton: import it only where a kernel is launched. Must not know autograd.
+keys. Loads triton: import it only where a kernel is launched.
 """
 
 import torch

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns what the fused kernels share: which tiles a range of keys or queries spans, and how large
-tiles are. Loads triton: import it only where a kernel is launched. Must not know the formulas.
+tiles are. Loads triton: import it only where a kernel is launched.
 
     queries of one tile, sorted; x attended, . not            keys ->
       start, stop of the first     . . x x x x x x . . . . . .

@@ -1,8 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns the check of a data file: zip archives one after the other, each as torch.save writes it.
-torch stores a CRC-32 of every record in them and ignores it when it loads. Must not know what is
-stored.
+torch stores a CRC-32 of every record in them and ignores it when it loads.
 
     archive:  header data.pkl  header .format_version ... header data/0  directory  end
                      |________________________________________|               |

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns which checkpoint of a directory a run starts from: the newest that is complete and intact.
-Megatron's tracker file is a hint. Must not know Megatron.
+Megatron's tracker file is a hint.
 """
 
 import re

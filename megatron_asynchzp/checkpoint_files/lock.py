@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the right to write checkpoints into a directory: one run at a time. Must not know what is
-written.
-"""
+"""Owns the right to write checkpoints into a directory: one run at a time."""
 
 import fcntl
 import os

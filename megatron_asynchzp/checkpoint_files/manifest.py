@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns the manifest, which is written last and makes a checkpoint complete: the size of every file,
-a checksum of each small one, a seal of each data file. Must not know when it is read.
+a checksum of each small one, a seal of each data file.
 """
 
 import hashlib

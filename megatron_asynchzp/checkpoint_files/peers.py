@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns how ranks look at a directory together: they share the work, and all of them return the same
-or raise the same. Must not know what the ranks talk over.
+or raise the same.
 """
 
 from collections.abc import Callable

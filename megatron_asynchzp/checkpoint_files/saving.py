@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns what surrounds the writing of one checkpoint: a clean directory before, the manifest after.
-Collective: rank 0 changes names, all ranks read. Must not know what is written in between.
+Collective: rank 0 changes names, all ranks read.
 """
 
 import pickle

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how the small files of a checkpoint are read and written. Must not know what they hold."""
+"""Owns how the small files of a checkpoint are read and written."""
 
 import hashlib
 import os

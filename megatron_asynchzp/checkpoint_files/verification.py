@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns the verdict over one checkpoint directory. A manifest proves every file; without one, as
-stock Megatron saves, the files are compared with each other. Must not know other directories.
+stock Megatron saves, the files are compared with each other.
 """
 
 import enum

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns how a config.json of transformers spells a model, and the refusal of those that Megatron
-does not compute. Must not know of tensors.
+does not compute.
 """
 
 import json

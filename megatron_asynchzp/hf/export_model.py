@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the way from a Megatron checkpoint to a Hugging Face directory. Must not know how either
-stores its tensors.
-"""
+"""Owns the way from a Megatron checkpoint to a Hugging Face directory."""
 
 from collections.abc import Iterator
 from pathlib import Path

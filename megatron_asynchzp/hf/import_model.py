@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the way from a Hugging Face directory to a Megatron checkpoint. Must not know how either
-stores its tensors.
-"""
+"""Owns the way from a Hugging Face directory to a Megatron checkpoint."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -109,8 +107,8 @@ def _match_names(reader: FolderReader, shape: ModelShape, is_cast: bool) -> Call
             )
         dtypes.add(info.dtype)
     if len(dtypes) > 1 and not is_cast:
-        told = ", ".join(sorted(map(str, dtypes)))
-        raise ConversionError(f"the directory mixes {told}; choose one with --dtype")
+        found = ", ".join(sorted(map(str, dtypes)))
+        raise ConversionError(f"the directory mixes {found}; choose one with --dtype")
     return prefix
 
 

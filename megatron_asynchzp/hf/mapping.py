@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns the tables that pair Megatron's tensors with those of transformers, and the functions that
-turn one into the other without changing a bit. Must not know where tensors are stored.
+turn one into the other without changing a bit.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns how Megatron's arguments spell a model, and the refusal of those that no family of
-transformers here computes. Must not know of tensors.
+transformers here computes.
 """
 
 from argparse import Namespace
@@ -109,9 +109,9 @@ def _family(args: Namespace) -> Family:
         "add_bias_linear": True,
     }:
         return "gpt2"
-    told = ", ".join(f"{name} = {value}" for name, value in spelled.items())
+    found = ", ".join(f"{name} = {value}" for name, value in spelled.items())
     raise ConversionError(
-        f"{told} is neither Llama (RMSNorm, rope, SwiGLU, no bias) nor GPT-2 (LayerNorm, "
+        f"{found} is neither Llama (RMSNorm, rope, SwiGLU, no bias) nor GPT-2 (LayerNorm, "
         "learned_absolute, GELU, biases)"
     )
 

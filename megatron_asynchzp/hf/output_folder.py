@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns that a directory is written completely or not at all. Must not know what is in it."""
+"""Owns that a directory is written completely or not at all."""
 
 import contextlib
 import os

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""How far a conversion is, on a terminal. Must not know what is converted."""
+"""How far a conversion is, on a terminal."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator

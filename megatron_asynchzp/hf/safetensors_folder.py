@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns the weight files of a Hugging Face directory: which file holds a tensor, and how large files
-get. Must not know what the tensors mean.
+get.
 """
 
 import json

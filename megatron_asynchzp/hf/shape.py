@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what a model is, apart from its weights: family and sizes. Must not know how Megatron or
-transformers spell any of it.
-"""
+"""Owns what a model is, apart from its weights: family and sizes."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -94,9 +92,9 @@ def describe_difference(
     where: str, shape: ModelShape, missing: list[str], foreign: list[str]
 ) -> str:
     """One line about tensors that lack and tensors that do not belong."""
-    told = []
+    differences = []
     for names, verb in ((missing, "lacks"), (foreign, "has, and no rule maps,")):
         if names:
             rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            told.append(f"{verb} {', '.join(names[:3])}{rest}")
-    return f"{where} is not the {shape.family} model it says: it {'; it '.join(told)}"
+            differences.append(f"{verb} {', '.join(names[:3])}{rest}")
+    return f"{where} is not the {shape.family} model it says: it {'; it '.join(differences)}"

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns Megatron's torch_dist checkpoints as a store of single tensors, read and written in one
-process without a process group. Must not know what the tensors mean.
+process without a process group.
 """
 
 import functools

@@ -70,7 +70,7 @@ def gpt_args(*more: str) -> list[str]:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one call of Megatron's train_step told, unrounded."""
+    """What one call of Megatron's train_step returned, unrounded."""
 
     loss: float | None  # mean over the tokens of the global batch; None: stage without loss
     grad_norm: float | None
@@ -113,11 +113,11 @@ def run_pretrain(argv: list[str], inspect: Callable[[list, Any], Any] | None = N
     from megatron_asynchzp import cpu_platform
 
     cpu_platform.install()
-    record, told, start_s = RunRecord(), io.StringIO(), time.perf_counter()
+    record, gathered, start_s = RunRecord(), io.StringIO(), time.perf_counter()
     recorder = _Recorder(record, inspect)
     try:
         with (
-            contextlib.redirect_stdout(told),
+            contextlib.redirect_stdout(gathered),
             patched(argv),
             listening(
                 recorder.begin_step,
@@ -132,12 +132,12 @@ def run_pretrain(argv: list[str], inspect: Callable[[list, Any], Any] | None = N
         _fill_in_losses(record)
         dist.barrier()  # nobody closes a group that a peer still uses
     except BaseException as error:
-        error.add_note(f"run_pretrain {' '.join(argv)}\n{told.getvalue()[-2000:]}")
+        error.add_note(f"run_pretrain {' '.join(argv)}\n{gathered.getvalue()[-2000:]}")
         raise
     finally:
         _tear_down()
     record.total_s = time.perf_counter() - start_s
-    record.log = told.getvalue()
+    record.log = gathered.getvalue()
     return record
 
 
@@ -295,14 +295,14 @@ class _Recorder:
         self._record.validation_loss = _number((result[0] or {}).get("lm loss"))
 
 
-def _step_record(told: dict[str, Any]) -> StepRecord:
+def _step_record(gathered: dict[str, Any]) -> StepRecord:
     return StepRecord(
-        loss=_number(told["loss_dict"].get("lm loss")),
-        grad_norm=_number(told["grad_norm"]),
-        num_zeros=_number(told["num_zeros_in_grad"]),
-        loss_scale=float(told["loss_scale"]),
-        is_skipped=bool(told["skipped_iter"]),
-        learning_rate=_number(told["learning_rate"]),
+        loss=_number(gathered["loss_dict"].get("lm loss")),
+        grad_norm=_number(gathered["grad_norm"]),
+        num_zeros=_number(gathered["num_zeros_in_grad"]),
+        loss_scale=float(gathered["loss_scale"]),
+        is_skipped=bool(gathered["skipped_iter"]),
+        learning_rate=_number(gathered["learning_rate"]),
     )
 
 
@@ -313,9 +313,9 @@ def _number(value: Any) -> float | None:
 
 def _fill_in_losses(record: RunRecord):
     """Give the stages without a loss the one of the last stage."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (record.losses, record.validation_loss))
-    losses, validation_loss = next(one for one in told if None not in one[0])
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (record.losses, record.validation_loss))
+    losses, validation_loss = next(one for one in gathered if None not in one[0])
     if None in record.losses:
         pairs = zip(record.steps, losses, strict=True)
         record.steps = [replace(step, loss=loss) for step, loss in pairs]

@@ -99,9 +99,9 @@ def _compile(compiler: str, library: Path) -> None:
         f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10",
     ]
     # fmt: on
-    told = subprocess.run(command, capture_output=True, text=True)
-    if told.returncode:
-        reason = next((line for line in told.stderr.splitlines() if "error" in line), told.stderr)
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode:
+        reason = next((line for line in ended.stderr.splitlines() if "error" in line), ended.stderr)
         raise MemoryCountUnavailable(f"{compiler} failed: {reason.strip()[:300]}")
 
 

@@ -64,10 +64,10 @@ def unavailable() -> str | None:
     for tool in _TOOLS:
         if shutil.which(tool) is None:
             return f"{tool} is not installed (iproute2, util-linux, procps)"
-    told = subprocess.run(
+    ended = subprocess.run(
         [*_unshare(), "ip", "link", "add", "test0", "type", "veth"], capture_output=True, text=True
     )
-    return f"unshare or veth is refused: {told.stderr.strip()}" if told.returncode else None
+    return f"unshare or veth is refused: {ended.stderr.strip()}" if ended.returncode else None
 
 
 def _unshare() -> list[str]:
@@ -139,9 +139,9 @@ def _address(node: int) -> str:
 
 
 def _run(command: str) -> None:
-    told = subprocess.run(command.split(), capture_output=True, text=True)
-    if told.returncode:
-        raise NetnsError(f"`{command}`: {told.stderr.strip()}")
+    ended = subprocess.run(command.split(), capture_output=True, text=True)
+    if ended.returncode:
+        raise NetnsError(f"`{command}`: {ended.stderr.strip()}")
 
 
 def rank_command(args: argparse.Namespace, rank: int) -> RankCommand:

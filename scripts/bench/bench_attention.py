@@ -142,15 +142,15 @@ def bench(options) -> Iterator[dict]:
 def _tflops(line: dict, options, length: int) -> dict[str, float]:
     flops = 4 * options.batch * options.heads * length**2 * options.head_dim
     flops /= 2 if options.causal else 1
-    told = {
+    record = {
         "forward_tflops": flops / line["forward_s"] / 1e12,
         "backward_tflops": 2.5 * flops / line["backward_s"] / 1e12,
     }
     peak = next((p for name, p in PEAK.items() if name in line["device"]), None)
     if peak and options.dtype != "fp32":
-        told["forward_of_peak"] = told["forward_tflops"] / peak
-        told["backward_of_peak"] = told["backward_tflops"] / peak
-    return told
+        record["forward_of_peak"] = record["forward_tflops"] / peak
+        record["backward_of_peak"] = record["backward_tflops"] / peak
+    return record
 
 
 def _device_name(options) -> str:

@@ -44,8 +44,8 @@ CONTENDERS = {
 
 def main() -> None:
     args = parse_args(sys.argv[1:])
-    told = {"bench": "checkpoints", "ranks": NUM_RANKS} | machine()
-    told |= versions("torch", "megatron-core")
+    common = {"bench": "checkpoints", "ranks": NUM_RANKS} | machine()
+    common |= versions("torch", "megatron-core")
     folder = Path(tempfile.mkdtemp(prefix="bench_checkpoints.", dir=args.directory))
     console = Console(stderr=True)
     try:
@@ -63,7 +63,7 @@ def main() -> None:
                 env={"OMP_NUM_THREADS": "1"},
             )[0]
             for name, result in results.items():
-                record = told | {"contender": name, "repetition": repetition} | asdict(result)
+                record = common | {"contender": name, "repetition": repetition} | asdict(result)
                 record |= {"model": _model(args), "file_system": _file_system(folder)}
                 console.print(_line(name, result), highlight=False, soft_wrap=True)
                 if args.out:
@@ -136,11 +136,11 @@ def _file_system(folder: Path) -> str:
 
 
 def _line(name: str, result: TurnResult) -> str:
-    told = [
+    common = [
         f"{act} {one.seconds:.2f} s +{one.resident_nbytes >> 20} MiB"
         for act, one in result.acts.items()
     ]
-    return f"{name}: {', '.join(told)}"
+    return f"{name}: {', '.join(common)}"
 
 
 if __name__ == "__main__":

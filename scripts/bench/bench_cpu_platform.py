@@ -40,15 +40,15 @@ def main():
         for kind, times_s in steps_s.items():
             row = [f"{1e3 * f(times_s):.2f}" for f in (statistics.median, min, max)]
             table.add_row(size, kind, *row)
-            told = {"bench": "cpu_platform", "model": size, "step": kind, "flags": flags}
-            told |= dict(zip(("median_ms", "min_ms", "max_ms"), map(float, row), strict=True))
-            print(json.dumps(told | {"samples": len(times_s)} | place))
+            found = {"bench": "cpu_platform", "model": size, "step": kind, "flags": flags}
+            found |= dict(zip(("median_ms", "min_ms", "max_ms"), map(float, row), strict=True))
+            print(json.dumps(found | {"samples": len(times_s)} | place))
     Console().print(table)
 
 
 def measure() -> list[tuple[list[str], dict[str, list[float]]]]:
     """Seconds of every step, per size and kind; the kinds take turns, round by round."""
-    told = []
+    found = []
     for flags in SIZES.values():
         argv = gpt_args(*flags, "--global-batch-size", "1", "--train-iters", str(STEPS))
         steps_s: dict[str, list[float]] = {}
@@ -56,8 +56,8 @@ def measure() -> list[tuple[list[str], dict[str, list[float]]]]:
             record = run_pretrain(argv, inspect=_time_loops)
             for kind, times_s in (record.inspected | {"pretrain()": record.step_s}).items():
                 steps_s.setdefault(kind, []).extend(times_s[BLOCK:])
-        told.append((flags, steps_s))
-    return told
+        found.append((flags, steps_s))
+    return found
 
 
 def _time_loops(model_chunks: list, optimizer: Any) -> dict[str, list[float]]:
@@ -65,16 +65,16 @@ def _time_loops(model_chunks: list, optimizer: Any) -> dict[str, list[float]]:
     from megatron_asynchzp import cpu_platform
 
     step = _plain_step()
-    told: dict[str, list[float]] = {"plain loop, no platform": [], "plain loop, platform": []}
+    found: dict[str, list[float]] = {"plain loop, no platform": [], "plain loop, platform": []}
     for _ in range(0, STEPS, BLOCK):  # in turns: the machine may be busy for a while
-        told["plain loop, platform"] += _time(step)
+        found["plain loop, platform"] += _time(step)
         cpu_platform.uninstall()
         try:
             with _bare_megatron():
-                told["plain loop, no platform"] += _time(step)
+                found["plain loop, no platform"] += _time(step)
         finally:
             cpu_platform.install()
-    return told
+    return found
 
 
 def _plain_step() -> Any:

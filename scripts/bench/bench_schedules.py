@@ -101,9 +101,9 @@ def main() -> None:
         if int(os.environ.get("RANK", "0")) > 0:
             return
         records = [_record(settings, name, result) for name, result in results.items()]
-        told = {"foreign_cpu": round(foreign, 3)} | place
+        common = {"foreign_cpu": round(foreign, 3)} | place
         if args.out:
-            append(args.out, *(record | told for record in records))
+            append(args.out, *(record | common for record in records))
         # Not cut to 80 columns where the output is a file.
         Console(width=100).print(_table(settings, records, foreign))
         _check(settings, records)

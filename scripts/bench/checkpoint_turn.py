@@ -38,7 +38,7 @@ class Act:
 
     resident_nbytes, tensor_nbytes: of a rank beyond what it had at rest, as the kernel sees it and
     in tensors (None where they cannot be counted); total_nbytes: tensors at the highest, those at
-    rest included; parts_s: seconds on rank 0. What is resident in all is not told: it holds what
+    rest included; parts_s: seconds on rank 0. What is resident in all is left out: it holds what
     the heap keeps of the contenders before.
     """
 
@@ -124,9 +124,9 @@ class Turn:
         if self._count is not None:
             peak_nbytes = self._count.peak_nbytes
             mine += [peak_nbytes - rest_nbytes, peak_nbytes - self._before_nbytes]
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, mine)
-        most = [max(values) for values in zip(*told, strict=True)]
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine)
+        most = [max(values) for values in zip(*gathered, strict=True)]
         return Act(*(most + [None, None])[:4], foreign_cpu, parts_s)
 
 

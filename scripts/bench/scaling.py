@@ -82,13 +82,13 @@ class Study:
                 progress.update(task, description=name)
                 is_over = time.monotonic() > deadline_s
                 if one is not None:
-                    told = self._run(point, one, repetition, is_over)
+                    outcome = self._run(point, one, repetition, is_over)
                 elif point in self._computed or is_over:
-                    told = ""
+                    outcome = ""
                 else:
-                    told = self._compute_alone(point, repetition)
-                if told:
-                    progress.console.print(f"{point}: {name} {told}", soft_wrap=True)
+                    outcome = self._compute_alone(point, repetition)
+                if outcome:
+                    progress.console.print(f"{point}: {name} {outcome}", soft_wrap=True)
                 progress.advance(task)
 
     # ---- one run; what is said of it, in few words
@@ -134,13 +134,15 @@ class Study:
     def _run(self, point: Point, one: Contender, repetition: int, is_over: bool) -> str:
         work = self._workload(point)
         reason = one.reason or self._broken.get((point, one.name)) or is_over * _TIME_OVER
-        told: dict = {"kind": "run", "repetition": repetition} | asdict(one)
+        outcome: dict = {"kind": "run", "repetition": repetition} | asdict(one)
         if not reason:
             limit_s = self._limit_s(point, work.warm_up + work.steps)
-            told |= measure(self._cluster(point), work, one, limit_s, self.file.with_suffix(".log"))
-            reason = self._broken[point, one.name] = told.get("reason", "")
-        self._keep(point, told | {"reason": reason})
-        return reason or f"{statistics.median(told['step_ms']):.0f} ms"
+            outcome |= measure(
+                self._cluster(point), work, one, limit_s, self.file.with_suffix(".log")
+            )
+            reason = self._broken[point, one.name] = outcome.get("reason", "")
+        self._keep(point, outcome | {"reason": reason})
+        return reason or f"{statistics.median(outcome['step_ms']):.0f} ms"
 
     # ---- records
 

@@ -118,7 +118,7 @@ class _Program:
         return operation
 
     def run(self) -> None:
-        """Give every operation its end: whoever is ready first gets the resource."""
+        """Give every operation its end: the first one that is ready gets the resource."""
         free: dict[str, float] = defaultdict(float)
         lane_end: dict[str, float] = defaultdict(float)
         heads = dict.fromkeys(self.lanes, 0)

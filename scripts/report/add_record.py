@@ -40,8 +40,8 @@ def _machine(line: dict, date: str) -> dict:
     if line.get("kind") == "machine":
         return line | {"command": command}
     versions = {name: line[name].split("+")[0] for name in _LIBRARIES if name in line}
-    told = {key: line[key] for key in ("machine", "cpus", "python")}
-    return {"kind": "machine", "date": date, "command": command} | told | {"versions": versions}
+    place = {key: line[key] for key in ("machine", "cpus", "python")}
+    return {"kind": "machine", "date": date, "command": command} | place | {"versions": versions}
 
 
 def main(argv: list[str]) -> None:

@@ -24,12 +24,12 @@ def gathered(records: list[dict]) -> dict[str, dict[str, list[dict]]]:
     """Contender -> act -> its repetitions; every save but the first is a later save, and the loads
     that find the files in the page cache are alike."""
     kinds = {"save": LATER_SAVE, "load": LOAD}
-    told: dict[str, dict[str, list[dict]]] = {}
+    found: dict[str, dict[str, list[dict]]] = {}
     for record in records:
-        acts = told.setdefault(record["contender"], {})
+        acts = found.setdefault(record["contender"], {})
         for name, act in record["acts"].items():
             acts.setdefault(kinds.get(name.split()[0], name), []).append(act)
-    return told
+    return found
 
 
 def tables(records: list[dict]) -> str:
@@ -123,11 +123,11 @@ def _ratio(our_acts: list[dict], stock_acts: list[dict], key: str) -> str:
     if _typical(stock_acts, key) <= 0:
         return "-"
     ratio = _typical(our_acts, key) / _typical(stock_acts, key)
-    told = f"**{ratio:.2f}**" if ratio > LIMIT else f"{ratio:.2f}"
+    found = f"**{ratio:.2f}**" if ratio > LIMIT else f"{ratio:.2f}"
     if key != "seconds":
-        return told
+        return found
     ours, stock = (min(act[key] for act in acts) for acts in (our_acts, stock_acts))
-    return f"{told} ({ours / stock:.2f})"
+    return f"{found} ({ours / stock:.2f})"
 
 
 if __name__ == "__main__":

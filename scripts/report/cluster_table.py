@@ -18,9 +18,9 @@ def table(lines: Sequence[dict]) -> str:
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for (_, *cells), of_row in same.items():
         ranks = sorted({line["ranks"] for line in of_row})
-        told = f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}"
+        text = f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"{ranks[0]}"
         names = ", ".join(line["row"] for line in of_row)
-        rows.append(f"| {names} | {cells[0]} | {told} | {' | '.join(cells[1:])} |")
+        rows.append(f"| {names} | {cells[0]} | {text} | {' | '.join(cells[1:])} |")
     return "\n".join(rows)
 
 
@@ -30,8 +30,8 @@ def _cells(line: dict) -> tuple[str, ...]:
     rings = sum(stage["rings"].values())
     states = params + grads + sum(optimizer)
     sizes = (params, grads, sum(optimizer), states, rings, states + rings)
-    told = [f"{nbytes / GIB:.2f}" if nbytes else "" for nbytes in sizes]
-    return f"{line['parameters'] / 1e9:.2f}B", *told
+    text = [f"{nbytes / GIB:.2f}" if nbytes else "" for nbytes in sizes]
+    return f"{line['parameters'] / 1e9:.2f}B", *text
 
 
 def cell(line: dict, column: str) -> str:

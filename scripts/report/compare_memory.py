@@ -53,11 +53,11 @@ def measured_table(comparison: Comparison) -> str:
     if notes:
         lines += ["", *(f"- {note}" for note in notes)]
     busy = [row.name for row in comparison.rows if row.foreign > FOREIGN_LIMIT]
-    told = f"Others used more than {FOREIGN_LIMIT:.0%} of the machine in"
+    text = f"Others used more than {FOREIGN_LIMIT:.0%} of the machine in"
     if busy:
-        lines += ["", f"{told} every run of {', '.join(busy)}: these times are not to be quoted."]
+        lines += ["", f"{text} every run of {', '.join(busy)}: these times are not to be quoted."]
     else:
-        lines += ["", f"{told} no run that is shown."]
+        lines += ["", f"{text} no run that is shown."]
     return "\n".join(lines)
 
 
@@ -67,12 +67,12 @@ def memory_table(comparison: Comparison) -> str:
     lines = [head + "| MB at peak | fastest with no more at peak |", "|---|---:|---:|---|---:|---|"]
     for row in comparison.rows:
         if row.is_timed and row.state_mb is not None:
-            told = [
+            text = [
                 f"{memory(row):.2f} | {_answer(comparison, row, memory)}"
                 for memory in (state_of, peak_of)
             ]
             name = f"{row.name} (disturbed)" if row.foreign > FOREIGN_LIMIT else row.name
-            lines.append(f"| {name} | {row.median_ms:.0f} | {' | '.join(told)} |")
+            lines.append(f"| {name} | {row.median_ms:.0f} | {' | '.join(text)} |")
     return "\n".join(lines)
 
 

@@ -68,11 +68,11 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
         traffic.barh(place, row.node_mb or 0.0, color=colour, height=0.7)
         memory.barh(place, row.peak_mb or 0.0, color=colour, height=0.7, alpha=0.35)
         memory.barh(place, row.state_mb or 0.0, color=colour, height=0.7)
-    if (told := comparison.calibration) is not None:
-        times.axvline(told["compute_ms"], color=INK, linewidth=1, linestyle=":")
+    if (text := comparison.calibration) is not None:
+        times.axvline(text["compute_ms"], color=INK, linewidth=1, linestyle=":")
         times.annotate(
             "compute only",
-            (told["compute_ms"], 1),
+            (text["compute_ms"], 1),
             xycoords=("data", "axes fraction"),
             xytext=(3, 2),
             textcoords="offset points",
@@ -92,8 +92,8 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
     memory.set_xlabel("tensors (MB): state, pale: peak", fontsize=9)
     missing = [row.name for row in comparison.rows if row.reason]
     if missing:
-        told = "not run: " + ", ".join(missing)
-        traffic.set_title(f"{told}\n", fontsize=7, color=INK, loc="left")
+        text = "not run: " + ", ".join(missing)
+        traffic.set_title(f"{text}\n", fontsize=7, color=INK, loc="left")
     for ax in axes:
         bare(ax, grid="x")
         ax.tick_params(axis="x", labelsize=8)

@@ -70,16 +70,16 @@ def _section(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def calibration_lines(told: dict) -> list[str]:
+def calibration_lines(it: dict) -> list[str]:
     """The calibration, as a list."""
     return [
-        f"- Compute only {told['compute_ms']:.0f} ms a step, of which {told['emulated_ms']:.0f} ms "
-        f"are emulated. Communication only {told['flat_ms']:.0f} ms with everything sharded over "
-        f"all ranks, {told['hierarchical_ms']:.0f} ms with parameters and gradients in a node "
+        f"- Compute only {it['compute_ms']:.0f} ms a step, of which {it['emulated_ms']:.0f} ms "
+        f"are emulated. Communication only {it['flat_ms']:.0f} ms with everything sharded over "
+        f"all ranks, {it['hierarchical_ms']:.0f} ms with parameters and gradients in a node "
         "(real arithmetic included).",
-        f"- An all-gather of 1 MB per rank takes {told['probe_ms']:.1f} ms; the model of the "
-        f"network says {told['probe_model_ms']:.1f} ms. Others used {told['idle_foreign']:.0%} of "
-        f"the machine before, {told['foreign']:.0%} at most while calibrating.",
+        f"- An all-gather of 1 MB per rank takes {it['probe_ms']:.1f} ms; the model of the "
+        f"network says {it['probe_model_ms']:.1f} ms. Others used {it['idle_foreign']:.0%} of "
+        f"the machine before, {it['foreign']:.0%} at most while calibrating.",
     ]
 
 
@@ -89,14 +89,14 @@ def cells(row: Row, best_nd: Row | None) -> list[str]:
     if row.reason:
         return [name, row.family, f"not run: {row.reason}", *[""] * (len(_HEAD) - 3)]
     if row.is_red:
-        told = ["RED: wrong losses", *[""] * 5]
+        parts = ["RED: wrong losses", *[""] * 5]
     else:
         times = [f"{value:.0f}" for value in (row.median_ms, min(row.step_ms), max(row.step_ms))]
         speed = f"{ahead(best_nd, row):.2f}" if best_nd is not None else ""
-        told = [*times, f"{row.tokens_per_s:.0f}", speed, _number(row.exposed_ms, 0)]
+        parts = [*times, f"{row.tokens_per_s:.0f}", speed, _number(row.exposed_ms, 0)]
     mark = " *" if row.host_waits else ""
     sizes = [_number(value, 2) for value in (row.node_mb, row.state_mb, row.peak_mb)]
-    return [name + mark, row.family, *told, *sizes, f"{row.loss:.6f}"]
+    return [name + mark, row.family, *parts, *sizes, f"{row.loss:.6f}"]
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -114,10 +114,10 @@ def _draw_states(axes, runs: Sequence[Run]) -> None:
                 )
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     for i, (run, total) in enumerate(zip(runs, totals, strict=True)):
-        told = f"{total / 2**20:.2f}"
+        text = f"{total / 2**20:.2f}"
         if run.state_bytes[RINGS]:
-            told += f"\n({(total - run.state_bytes[RINGS]) / 2**20:.2f} at rest)"
-        axes.text(i, bottoms[i], f"{told}\n", ha="center", va="bottom", weight="bold")
+            text += f"\n({(total - run.state_bytes[RINGS]) / 2**20:.2f} at rest)"
+        axes.text(i, bottoms[i], f"{text}\n", ha="center", va="bottom", weight="bold")
     axes.set_xticks(range(len(runs)), [run.name.replace(", ", ",\n") for run in runs])
     axes.set_ylim(0, 1.45 * max(bottoms))
     axes.set_ylabel("held by the fullest rank (MiB)")

@@ -210,7 +210,7 @@ def main(argv: list[str]) -> int:
         for way in WAYS:
             runs.append(train(way, k_bias, v_bias, options.steps, seed=seed))
             last, errors = runs[-1]["losses"][-50:], sorted(runs[-1]["errors"])
-            told = {
+            record = {
                 "way": way.name,
                 "k_bias": k_bias,
                 "v_bias": v_bias,
@@ -218,7 +218,7 @@ def main(argv: list[str]) -> int:
                 "median_error": errors[len(errors) // 2] if errors else None,
                 "largest_error": errors[-1] if errors else None,
             }
-            print(json.dumps(told), flush=True)
+            print(json.dumps(record), flush=True)
     if options.out:
         replace(options.out, [machine_record(), *map(_short, runs)])
     if options.picture:

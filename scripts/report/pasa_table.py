@@ -22,11 +22,11 @@ def gradient_table(lines: Sequence[dict]) -> str:
     }
     rows = [f"| bias of k, v | {' | '.join(_GRADIENT_WAYS)} |", "|---" * 5 + "|"]
     for k_bias, v_bias in dict.fromkeys(key[:2] for key in errors):
-        told = [
+        columns = [
             " / ".join(f"{errors[k_bias, v_bias, way, dtype]:.1e}" for dtype in ("fp16", "bf16"))
             for way in _GRADIENT_WAYS
         ]
-        rows.append(f"| {k_bias:g}, {v_bias:g} | {' | '.join(told)} |")
+        rows.append(f"| {k_bias:g}, {v_bias:g} | {' | '.join(columns)} |")
     return _short(rows)
 
 
@@ -38,8 +38,8 @@ def forward_table(lines: Sequence[dict]) -> str:
     found = {(one["law"], one["x0"], one["amplitude"], one["way"]): one for one in forward}
     cells = sorted({key[:3] for key in found}, key=lambda cell: (cell[0] != "uniform", *cell[1:]))
     for law, x0, amplitude in cells:
-        told = [_error(found[law, x0, amplitude, way]) for way in ways]
-        rows.append(f"| {law} {x0:g}, {amplitude:g} | {' | '.join(told)} |")
+        columns = [_error(found[law, x0, amplitude, way]) for way in ways]
+        rows.append(f"| {law} {x0:g}, {amplitude:g} | {' | '.join(columns)} |")
     return _short(rows)
 
 
@@ -58,12 +58,12 @@ def training_table(runs: Sequence[dict]) -> str:
     }
     rows = [f"| bias of k, v | dtype | {' | '.join(_TRAINING_WAYS)} |", "|---" * 6 + "|"]
     for k_bias, v_bias, dtype in dict.fromkeys(key[:3] for key in errors):
-        told = [
+        columns = [
             f"{median(of_run):.1e} ({max(of_run):.1e})"
             for way in _TRAINING_WAYS
             for of_run in [errors[k_bias, v_bias, dtype, way]]
         ]
-        rows.append(f"| {k_bias:g}, {v_bias:g} | {dtype} | {' | '.join(told)} |")
+        rows.append(f"| {k_bias:g}, {v_bias:g} | {dtype} | {' | '.join(columns)} |")
     return _short(rows)
 
 

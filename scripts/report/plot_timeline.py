@@ -235,8 +235,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"plot_timeline: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        told = f"{error.name} is not installed; install megatron_asynchzp[plots]"
-        print(f"plot_timeline: {told}", file=sys.stderr)
+        message = f"{error.name} is not installed; install megatron_asynchzp[plots]"
+        print(f"plot_timeline: {message}", file=sys.stderr)
         return 2
     return 0
 

@@ -49,13 +49,13 @@ def provenance(name: str) -> str:
     record = read_record(name)
     runs = [*record.machines, *(line for line in record.lines if "command" in line)]
     dates = sorted({run["date"] for run in runs})
-    told = [" to ".join(dict.fromkeys((dates[0], dates[-1])))]
+    parts = [" to ".join(dict.fromkeys((dates[0], dates[-1])))]
     for first in record.machines[:1]:
-        told += [f"{first['cpus']} cores", "no GPU", f"Python {first['python']}"]
-        told += [f"{library} {found}" for library, found in first["versions"].items() if found]
+        parts += [f"{first['cpus']} cores", "no GPU", f"Python {first['python']}"]
+        parts += [f"{library} {found}" for library, found in first["versions"].items() if found]
     return "\n".join(
         [
-            f"{', '.join(told)}. Record: `docs/results/records/{name}.jsonl`, made by",
+            f"{', '.join(parts)}. Record: `docs/results/records/{name}.jsonl`, made by",
             "",
             "```sh",
             *dict.fromkeys(run["command"] for run in runs),
@@ -94,15 +94,15 @@ def pipeline() -> str:
     for line in read_record("pipeline").lines:
         if "layers" in line["unit"]:
             rows.setdefault((line["layers_of_a_stage"], line["stage"]), []).append(line)
-    told = ["| layers of a stage | stage | gathers of each layer | reductions of each layer |"]
-    told.append("|---:|---:|---|---|")
+    parts = ["| layers of a stage | stage | gathers of each layer | reductions of each layer |"]
+    parts.append("|---:|---:|---|---|")
     for (layers, stage), units in rows.items():
         gathers = ", ".join(str(unit["gathers"]) for unit in units)
         reductions = sorted({unit["reductions"] for unit in units})
-        told.append(
+        parts.append(
             f"| {layers} | {stage} | {gathers} | {' or '.join(map(str, reductions))} each |"
         )
-    return "\n".join(told)
+    return "\n".join(parts)
 
 
 def quickstart() -> str:

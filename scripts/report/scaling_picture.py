@@ -152,12 +152,12 @@ def _modelled(
 def _grows(axis: AxisRows, panel: Panel) -> bool:
     """Whether anything grows many times along the axis."""
     for name in axis.contenders:
-        told = [
+        text = [
             value
             for is_measured in (True, False)
             for value in _modelled(axis, name, panel, is_measured)[1]
         ]
-        if told and 0 < _WIDE * told[0] < told[-1]:
+        if text and 0 < _WIDE * text[0] < text[-1]:
             return True
     return False
 

@@ -16,7 +16,7 @@ from scripts.report.records import RecordsError
 
 @dataclass(frozen=True)
 class Modelled:
-    """What the cost model says of one contender at one place. compute_ms: what it was told of a
+    """What the cost model says of one contender at one place. compute_ms: what it was given of a
     step's computation, `compute`: "measured" there, or "emulated" time alone."""
 
     step_ms: float
@@ -82,11 +82,11 @@ def axes_of(records: Iterable[dict]) -> list[AxisRows]:
         at_points[tuple(record["point"].values())].append(record)
     on_axes: dict[str, list[Place]] = defaultdict(list)
     names: dict[str, None] = {}
-    for point, told in at_points.items():
-        names |= dict.fromkeys(one["name"] for one in told if "name" in one)
-        places = {axis: at for record in told for axis, at in record["axes"].items()}
+    for point, those in at_points.items():
+        names |= dict.fromkeys(one["name"] for one in those if "name" in one)
+        places = {axis: at for record in those for axis, at in record["axes"].items()}
         for axis, at in places.items():
-            on_axes[axis].append(_place(point, at, told))
+            on_axes[axis].append(_place(point, at, those))
     return [
         AxisRows(axis, tuple(sorted(places, key=lambda place: place.at)), tuple(names))
         for axis, places in on_axes.items()

@@ -24,7 +24,7 @@ step it is RED and has no time.
   Places marked *modelled* were not run: their numbers are the cost model's, in italics.
 - *compute only*: a step of ranks that do not communicate (median; one value per rank), and the part
   of it that is emulated. The rest is real arithmetic, the optimizer and Python. Where the model
-  stands beside a measurement it is told this; beyond, the emulated time alone.
+  stands beside a measurement it is given this; beyond, the emulated time alone.
 - *busy*: the most of the machine's cores that was used in a run. The more, the more the ranks keep
   each other waiting, which the model knows nothing of.
 - *MB off a node*: sent by the fullest node to others, per step; *state MB*: all tensors of the
@@ -111,8 +111,8 @@ def step_cell(row: Row | None, model: Modelled | None) -> str:
         return "not run"
     if row.is_red:
         return "RED: wrong losses"
-    told = f"{row.median_ms:.0f} ({min(row.step_ms):.0f} to {max(row.step_ms):.0f})"
-    return f"{told} {row.median_ms / model.step_ms:.2f}" if model else told
+    text = f"{row.median_ms:.0f} ({min(row.step_ms):.0f} to {max(row.step_ms):.0f})"
+    return f"{text} {row.median_ms / model.step_ms:.2f}" if model else text
 
 
 def size_cell(row: Row | None, model: Modelled | None) -> str:

@@ -126,14 +126,14 @@ def _table(grid: Grid) -> str:
         "|---|" + "---|" * (len(COLUMNS) + 1),
     ]
     for system, cells in grid.systems.items():
-        told = [
+        columns = [
             f"**{grid.ratio(system, column):.2f}**, {_told(cells[column])}"
             if column in cells
             else ""
             for column in COLUMNS
         ]
         volume = next(iter(cells.values())).volume
-        rows.append(f"| {system} | {' | '.join(told)} | {volume:.3f} |")
+        rows.append(f"| {system} | {' | '.join(columns)} | {volume:.3f} |")
     return "\n".join(rows)
 
 

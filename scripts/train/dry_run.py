@@ -58,7 +58,7 @@ class Measured:
 
 def measure(flags: tuple[str, ...], ranks: int, ranks_per_node: int) -> Measured:
     """Raises Refused for what cannot run."""
-    # Here and not above: a wrong name of a row is told without importing Megatron.
+    # Here and not above: a wrong name of a row is reported without importing Megatron.
     from scripts.train import pretended_world
 
     pretended_world.patch_megatron()
@@ -75,7 +75,7 @@ def measure(flags: tuple[str, ...], ranks: int, ranks_per_node: int) -> Measured
 
 
 class Report:
-    """Everything that is told of one row; raises RowError (Refused) while it is made.
+    """What is printed of one row; raises RowError (Refused) while it is made.
 
     extra: more Megatron flags; ranks: in place of the row's; measure: the function above.
     """

@@ -50,9 +50,9 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 words=(0 --context-parallel-size 8) # for all rows at once, the environment that most of them need
 if [[ -n "$row" ]]; then
-    told="$("$PYTHON" -m scripts.train.rows "$row" --platform "$platform" -- "${extra[@]}")" ||
+    printed="$("$PYTHON" -m scripts.train.rows "$row" --platform "$platform" -- "${extra[@]}")" ||
         exit 2
-    mapfile -t words <<<"$told" # the number of ranks, then the flags
+    mapfile -t words <<<"$printed" # the number of ranks, then the flags
 fi
 RUN_WITH=()
 source "$root/scripts/train/env_$platform.sh" "${words[@]:1}"

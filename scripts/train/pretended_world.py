@@ -126,8 +126,8 @@ def parse(flags: list[str], world_size: int, ranks_per_node: int) -> tuple[Names
             _set_padded_vocabulary(args)
         except (Exception, SystemExit) as error:
             raise Refused(_one_line(error, printed.getvalue())) from error
-    told = [line for line in printed.getvalue().splitlines() if line.startswith(_OURS)]
-    return args, [line.removeprefix(_OURS) for line in told]
+    own = [line for line in printed.getvalue().splitlines() if line.startswith(_OURS)]
+    return args, [line.removeprefix(_OURS) for line in own]
 
 
 def _set_padded_vocabulary(args: Namespace) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 _TABLES = tomllib.loads(Path(__file__).with_name("rows.toml").read_text())
 PLATFORMS = tuple(_TABLES["platforms"])
 
-# Whoever brings one of these brings data, and its vocabulary.
+# A user who gives one of these gives data, and its vocabulary.
 # fmt: off
 _DATA_FLAGS = {
     "--mock-data", "--data-path", "--train-data-path", "--data-args-path",

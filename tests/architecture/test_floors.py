@@ -122,8 +122,10 @@ def test_importing_the_package_loads_neither_megatron_nor_triton_nor_torch_nor_t
         "heavy = ('megatron', 'triton', 'torch', 'transformers', 'safetensors'); "
         "print([m for m in heavy if m in sys.modules])"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "[]"
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert output.stdout.strip() == "[]"
 
 
 # ---- the test-bed and scripts

@@ -79,6 +79,6 @@ def _usage(ptx: str, shared_bytes: int) -> Usage:
         path = Path(folder, "kernel.ptx")
         path.write_text(ptx)
         command = [str(ptxas), "-v", "--gpu-name", "sm_90a", str(path), "-o", f"{path}.cubin"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", told))
-    return Usage(int(re.search(r"Used (\d+) registers", told)[1]), spilled, shared_bytes)
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", output))
+    return Usage(int(re.search(r"Used (\d+) registers", output)[1]), spilled, shared_bytes)

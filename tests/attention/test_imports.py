@@ -17,8 +17,10 @@ def test_importing_attention_loads_no_vendor_no_triton_and_no_megatron():
         "from megatron_asynchzp.attention import pasa, delegate, vendors, npu, inspect, capture; "
         f"print([m for m in {_HEAVY} if m in set(sys.modules) - before])"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "[]"
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert output.stdout.strip() == "[]"
 
 
 def test_the_engine_and_attention_do_not_import_each_other():

@@ -85,8 +85,8 @@ def test_the_command_line_tells_what_needs_it_and_writes_figures_and_a_picture(t
     path, lines, picture = (tmp_path / name for name in ("qk.pt", "qk.jsonl", "qk.png"))
     torch.save({3: {"q": inputs.q, "k": inputs.k}}, path)
     assert inspect.main([str(path), "--json", str(lines), "--picture", str(picture)]) == 1
-    told = capsys.readouterr().out
-    assert "1 of 1 heads need it" in told and "overflow" in told and "layer 3, head 0" in told
+    output = capsys.readouterr().out
+    assert "1 of 1 heads need it" in output and "overflow" in output and "layer 3, head 0" in output
     (figures,) = [json.loads(line) for line in lines.read_text().splitlines()]
     assert figures["layer"] == 3 and figures["overflows"] and not figures["overflows_shifted"]
     assert picture.stat().st_size > 1000

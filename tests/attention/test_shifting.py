@@ -66,7 +66,9 @@ def test_a_solved_beta_is_one_minus_what_the_rounded_matrix_keeps_of_a_mean(
 ):
     try:
         beta = solve_beta(start, block_size, head_dim, dtype)
-    except ValueError as error:  # rounding may leave no fixed point: told, never approximated
+    except (
+        ValueError
+    ) as error:  # rounding may leave no fixed point: an error, never an approximation
         assert "no fixed point" in str(error)
         return
     scale = 1 if head_dim is None else 1 / sqrt(head_dim)

@@ -208,7 +208,9 @@ def _on_threads(size: int, act) -> list[Any]:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("name", DATA)
-def test_all_ranks_come_to_the_same_verdict_whoever_reads_the_damaged_file(folder, size, name):
+def test_all_ranks_come_to_the_same_verdict_whichever_rank_reads_the_damaged_file(
+    folder, size, name
+):
     def choose(peers: _Threads) -> Any:
         return choose_checkpoint(folder, peers=peers)
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Directories in and out: nothing is lost, nothing is left half done, what does not fit is told."""
+"""Directories in and out: nothing is lost or left half done, what does not fit is an error."""
 
 import json
 import os
@@ -127,7 +127,7 @@ def _change_weights(folder: Path, change) -> None:
 
 
 @pytest.mark.parametrize(
-    "change, told",
+    "change, output",
     [
         (lambda w: w.pop("model.norm.weight"), r"lacks model\.norm\.weight"),
         (lambda w: w.update({"model.layers.0.q_norm.weight": torch.ones(16)}), r"q_norm\.weight"),
@@ -136,16 +136,16 @@ def _change_weights(folder: Path, change) -> None:
         (lambda w: w.update({"model.norm.weight": torch.ones(64).bfloat16()}), "mixes"),
     ],
 )
-def test_a_directory_with_other_tensors_is_refused_and_nothing_is_written(change, told, llama):
+def test_a_directory_with_other_tensors_is_refused_and_nothing_is_written(change, output, llama):
     _change_weights(llama / "hf", change)
-    with pytest.raises(ConversionError, match=told) as refusal:
+    with pytest.raises(ConversionError, match=output) as refusal:
         import_model(llama / "hf", llama / "new")
     assert "\n" not in str(refusal.value)
     assert sorted(os.listdir(llama)) == ["hf", "megatron"]
 
 
 @pytest.mark.parametrize(
-    "change, told",
+    "change, output",
     [
         ({"num_layers": 3}, r"\[2, 64\].*\[3, 64\]"),
         ({"untie_embeddings_and_output_weights": False}, r"no rule maps, output_layer\.weight"),
@@ -153,7 +153,7 @@ def test_a_directory_with_other_tensors_is_refused_and_nothing_is_written(change
         ({"num_experts": 4}, "mixture of experts"),
     ],
 )
-def test_a_checkpoint_with_other_tensors_is_refused_and_nothing_is_written(change, told, llama):
+def test_a_checkpoint_with_other_tensors_is_refused_and_nothing_is_written(change, output, llama):
     shape, reader = shapes()["llama"], TensorReader(llama / "megatron" / "release")
     args = write_arguments(shape)
     vars(args).update(change)
@@ -165,7 +165,7 @@ def test_a_checkpoint_with_other_tensors_is_refused_and_nothing_is_written(chang
     ]
     objects = {"common_state/shard_0_1": {"args": args}}
     write_checkpoint(llama / "other" / "iter_0000001", tensors, objects)
-    with pytest.raises(ConversionError, match=told) as refusal:
+    with pytest.raises(ConversionError, match=output) as refusal:
         export_model(llama / "other", llama / "new", step=1)
     assert "\n" not in str(refusal.value)
     assert sorted(os.listdir(llama)) == ["hf", "megatron", "other"]
@@ -221,9 +221,9 @@ def test_a_conversion_that_breaks_off_leaves_nothing(llama):
 
 def test_the_commands_convert_and_print_the_flags_of_the_model(llama, capsys):
     command.main(["import", "--load", f"{llama}/hf", "--save", f"{llama}/new", "--dtype", "bf16"])
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for flag in ("--num-layers 2", "--num-query-groups 2", "--finetune", "--vocab-size 101"):
-        assert flag in told
+        assert flag in output
     command.main(
         ["export", "--load", f"{llama}/new", "--output", f"{llama}/out", "--dtype", "fp32"]
     )
@@ -234,9 +234,9 @@ def test_the_commands_convert_and_print_the_flags_of_the_model(llama, capsys):
 def test_the_commands_end_with_one_line_and_a_status(llama, capsys, monkeypatch):
     with pytest.raises(SystemExit) as end:
         command.main(["export", "--load", f"{llama}/megatron", "--output", f"{llama}/hf"])
-    told = capsys.readouterr().err
-    assert end.value.code == 2 and told.count("\n") == 1
-    assert told.startswith("megatron_asynchzp: ") and "not empty" in told
+    output = capsys.readouterr().err
+    assert end.value.code == 2 and output.count("\n") == 1
+    assert output.startswith("megatron_asynchzp: ") and "not empty" in output
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):

@@ -45,10 +45,10 @@ def megatron_logits(folder, request) -> dict[str, torch.Tensor]:
         {name: folder / "imported" / name for name in imported},
     )
 
-    def told(name: str) -> Any:
+    def output(name: str) -> Any:
         return next(rank[name] for rank in reversed(ranks) if rank[name] is not None)
 
-    return {name: torch.from_numpy(told(name)) for name in names}
+    return {name: torch.from_numpy(output(name)) for name in names}
 
 
 @pytest.mark.parametrize("name", [slow_unless(name in _FAST, name) for name in TRAINED])

@@ -58,7 +58,7 @@ def _arguments(name: str, **changes: object) -> Namespace:
 
 
 @pytest.mark.parametrize(
-    "name, changes, told",
+    "name, changes, output",
     [
         ("llama", {"num_experts": 8}, "mixture of experts"),
         ("llama", {"multi_latent_attention": True}, "multi-latent"),
@@ -81,14 +81,14 @@ def _arguments(name: str, **changes: object) -> Namespace:
         ("gpt2", {"vocab_size": 200}, "vocabulary of 200"),
     ],
 )
-def test_a_megatron_model_of_no_family_is_refused_in_one_line(name, changes, told):
-    with pytest.raises(ConversionError, match=told) as refusal:
+def test_a_megatron_model_of_no_family_is_refused_in_one_line(name, changes, output):
+    with pytest.raises(ConversionError, match=output) as refusal:
         read_arguments(_arguments(name, **changes))
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    "name, changes, told",
+    "name, changes, output",
     [
         ("llama", {"model_type": "mixtral"}, "model_type = mixtral"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = gelu"),
@@ -109,12 +109,12 @@ def test_a_megatron_model_of_no_family_is_refused_in_one_line(name, changes, tol
     ],
 )
 def test_a_model_of_transformers_that_megatron_does_not_compute_is_refused_in_one_line(
-    name, changes, told, tmp_path
+    name, changes, output, tmp_path
 ):
     configs()[name].save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    with pytest.raises(ConversionError, match=told) as refusal:
+    with pytest.raises(ConversionError, match=output) as refusal:
         read_config(tmp_path, 128)
     assert "\n" not in str(refusal.value)
 

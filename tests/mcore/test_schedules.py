@@ -51,21 +51,21 @@ def checksum(chunks: list, optimizer: Any) -> int:
 
 def run_schedules(cases: list[tuple[Variant, Sizes]], iterations: int) -> list[tuple]:
     """Per case what each schedule printed, and its checksum."""
-    told = []
+    output = []
     for variant, sizes in cases:
         argv = [*variant.argv(iterations), *size_flags(sizes)]
         for kind in SCHEDULES:
             flags = ["--asynchzp-schedule", kind, "--asynchzp-prefetch-depth", str(DEPTHS[kind])]
             run = run_pretrain([*argv, *flags], inspect=checksum)
             numbers = (run.losses, run.grad_norms, [s.num_zeros for s in run.steps], run.inspected)
-            told.append((variant.name, kind, numbers))
-    return told
+            output.append((variant.name, kind, numbers))
+    return output
 
 
 def assert_identical(of_ranks: list[list[tuple]], iterations: int) -> None:
-    for told in of_ranks:
-        inline = {name: numbers for name, kind, numbers in told if kind == "inline"}
-        for name, kind, numbers in told:
+    for output in of_ranks:
+        inline = {name: numbers for name, kind, numbers in output if kind == "inline"}
+        for name, kind, numbers in output:
             assert len(numbers[0]) == iterations
             assert numbers == inline[name], (name, kind)
 

@@ -113,13 +113,13 @@ def all_runs() -> tuple[dict[Case, dict[str, Any]], list, list]:
 
 
 @pytest.fixture(scope="module")
-def told() -> list[tuple[dict[Case, dict[str, Any]], list, list]]:
+def output() -> list[tuple[dict[Case, dict[str, Any]], list, list]]:
     """What all runs held, by rank; one set of ranks runs them all."""
     return on_ranks(all_runs, 4)
 
 
-def test_bytes_at_rest_follow_the_formula_within_one_percent_on_every_rank(told):
-    for (flags, sizes), state in [pair for states, _, _ in told for pair in states.items()]:
+def test_bytes_at_rest_follow_the_formula_within_one_percent_on_every_rank(output):
+    for (flags, sizes), state in [pair for states, _, _ in output for pair in states.items()]:
         bytes_per_element = state["formula"] / state["dense_numel"]
         assert abs(state["held"] - state["allocated"]) <= 4096, (flags, sizes)  # step counters
         assert state["held"] >= 0.99 * state["formula"], (flags, sizes)
@@ -132,18 +132,18 @@ def test_bytes_at_rest_follow_the_formula_within_one_percent_on_every_rank(told)
         assert state["phases"] <= {"sharded"}
 
 
-def test_every_fragment_was_stepped_once_per_iteration_and_decays_as_in_stock(told):
+def test_every_fragment_was_stepped_once_per_iteration_and_decays_as_in_stock(output):
     summed: dict[float, int] = {}
-    for states, _, _ in told:
+    for states, _, _ in output:
         assert states[TYPICAL]["steps"] == {float(NUM_STEPS)}
         for mult, numel in states[TYPICAL]["wd_mults"]:
             summed[mult] = summed.get(mult, 0) + numel
-    _, stock, _ = told[0]
+    _, stock, _ = output[0]
     assert summed == dict(stock)
 
 
-def test_the_start_table_names_groups_nodes_states_and_units(told):
-    table = told[0][0][TYPICAL]["table"]
+def test_the_start_table_names_groups_nodes_states_and_units(output):
+    table = output[0][0][TYPICAL]["table"]
     for fragment in (
         "between nodes",
         "in one node",
@@ -159,8 +159,8 @@ def test_the_start_table_names_groups_nodes_states_and_units(told):
         assert fragment in table, fragment
 
 
-def test_after_every_backward_only_what_the_next_forward_starts_with_is_gathered(told):
-    for _, _, seen in told:
+def test_after_every_backward_only_what_the_next_forward_starts_with_is_gathered(output):
+    for _, _, seen in output:
         assert len(seen) == 2 * NUM_STEPS and {pending for _, pending in seen} == {0}
         # Within a step the next micro-batch is known; after the last one nothing is left.
         first = ["module.embedding", "module.embedding.word_embeddings.weight", "root"]

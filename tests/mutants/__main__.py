@@ -87,9 +87,9 @@ def table_of(rows: Sequence[dict]) -> str:
 
 
 def report(outcome: Outcome) -> None:
-    told = "caught by" if outcome.is_caught else "NOT CAUGHT by"
+    output = "caught by" if outcome.is_caught else "NOT CAUGHT by"
     mutant = outcome.mutant
-    print(f"{mutant.name:32} {told} {mutant.test}  {outcome.seconds:.0f} s", flush=True)
+    print(f"{mutant.name:32} {output} {mutant.test}  {outcome.seconds:.0f} s", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -77,8 +77,8 @@ def test_a_report_without_its_files_ends_in_one_line(name, options, monkeypatch,
     with pytest.raises(SystemExit) as ended:
         run(monkeypatch, name, *options)
     assert ended.value.code == 2
-    told = capsys.readouterr().err.strip().splitlines()[-1]
-    assert told.startswith(f"python -m scripts.report.{name}: error: ")
+    output = capsys.readouterr().err.strip().splitlines()[-1]
+    assert output.startswith(f"python -m scripts.report.{name}: error: ")
 
 
 @pytest.mark.parametrize("name, more", [("scaling_table", []), ("scaling_picture", ["--output"])])

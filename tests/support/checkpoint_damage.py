@@ -150,7 +150,7 @@ def _edit_json(name: str, change: Callable[[dict], object]) -> Damage:
 
 
 def _without(key: str) -> Callable[[dict], dict]:
-    return lambda told: {name: value for name, value in told.items() if name != key}
+    return lambda output: {name: value for name, value in output.items() if name != key}
 
 
 def _tracker(content: bytes | None) -> Damage:
@@ -279,16 +279,18 @@ HARMFUL: dict[str, Damage] = {
     f"{CONFIG} a list": _edit(CONFIG, lambda data: b"[1, 2]"),
     f"{CONFIG} null": _edit(CONFIG, lambda data: b"null"),
     f"{CONFIG} of wrong types": _edit_json(
-        CONFIG, lambda told: told | {"sharded_backend_version": "1"}
+        CONFIG, lambda output: output | {"sharded_backend_version": "1"}
     ),
-    f"{CONFIG} of another backend": _edit_json(CONFIG, lambda told: told | {"sharded_backend": 3}),
+    f"{CONFIG} of another backend": _edit_json(
+        CONFIG, lambda output: output | {"sharded_backend": 3}
+    ),
     f"{CONFIG} nested without end": _edit(CONFIG, lambda data: b"[" * 100_000),
     f"{MANIFEST} garbage": _edit(MANIFEST, lambda data: b"garbage"),
     f"{MANIFEST} a list": _edit(MANIFEST, lambda data: b"[]"),
     f"{MANIFEST} a digit changed": _edit(MANIFEST, _flip_at(b'"size": ', 8)),
     f"{MANIFEST} without checksum": _edit_json(MANIFEST, _without("checksum")),
     f"{MANIFEST} without files": _edit_json(MANIFEST, _without("files")),
-    f"{MANIFEST} of wrong types": _edit_json(MANIFEST, lambda told: told | {"files": 3}),
+    f"{MANIFEST} of wrong types": _edit_json(MANIFEST, lambda output: output | {"files": 3}),
     f"{MANIFEST} of the older checkpoint": _copy_from_older(MANIFEST),
     "the directory removed": lambda folder: shutil.rmtree(folder / NEWER),
     "the directory emptied": lambda folder: (

@@ -38,11 +38,11 @@ class Plan:
     """What this rank is to do to itself."""
 
     def __init__(self):
-        told = os.environ.get("INTERRUPT", "")
-        if told and Path(told).is_file():
-            lines = Path(told).read_text().splitlines()
-            told = lines[_RESTART] if len(lines) > _RESTART else ""
-        kind, rank, self.place, count = told.split() if told else ("SIGTERM", "none", "", "0")
+        output = os.environ.get("INTERRUPT", "")
+        if output and Path(output).is_file():
+            lines = Path(output).read_text().splitlines()
+            output = lines[_RESTART] if len(lines) > _RESTART else ""
+        kind, rank, self.place, count = output.split() if output else ("SIGTERM", "none", "", "0")
         self._signal, self.count = signal.Signals[kind], int(count)
         self.is_mine = rank in ("all", _RANK)
         self._visits, self._lock = 0, threading.Lock()
@@ -119,8 +119,8 @@ def _noting_steps(training: Any) -> None:
     words = signature(log)
 
     def noted_log(*args: Any, **kwargs: Any) -> Any:
-        told = words.bind(*args, **kwargs).arguments
-        note("step", told["iteration"], float(told["loss_dict"]["lm loss"]).hex())
+        output = words.bind(*args, **kwargs).arguments
+        note("step", output["iteration"], float(output["loss_dict"]["lm loss"]).hex())
         return log(*args, **kwargs)
 
     def noted_train(*args: Any, **kwargs: Any) -> Any:

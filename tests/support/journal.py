@@ -26,8 +26,8 @@ class Attempt:
             elif kind == "step":
                 assert self.losses.setdefault(int(words[0]), words[1]) == words[1]
             else:
-                told = getattr(self, kind)
-                told += [word for word in words if word not in told]
+                output = getattr(self, kind)
+                output += [word for word in words if word not in output]
 
     @property
     def last_step(self) -> int:

@@ -94,7 +94,7 @@ class Launch:
     def end(
         self, timeout_s: float = 240.0, is_awaited: Callable[[int], bool] = lambda rank: True
     ) -> list[Ended]:
-        """How the ranks ended. Whoever is not awaited, or still runs after `timeout_s` seconds, is
+        """How the ranks ended. A rank not awaited, or that runs after `timeout_s` seconds, is
         killed."""
         deadline = time.monotonic() + timeout_s
         for rank, process in enumerate(self.processes):

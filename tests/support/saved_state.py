@@ -58,11 +58,11 @@ def read_state(iteration_dir: Path) -> dict[str, bytes]:
 
     reader = FileSystemReader(iteration_dir)
     state: dict = {}
-    for name, told in reader.read_metadata().state_dict_metadata.items():
-        is_tensor = isinstance(told, TensorStorageMetadata)
+    for name, output in reader.read_metadata().state_dict_metadata.items():
+        is_tensor = isinstance(output, TensorStorageMetadata)
         state[name] = BytesIO()
         if is_tensor:
-            state[name] = torch.empty(told.size, dtype=told.properties.dtype)
+            state[name] = torch.empty(output.size, dtype=output.properties.dtype)
     checkpoint.load(state, storage_reader=reader, no_dist=True)
     return {name: _bytes(value) for name, value in state.items()}
 

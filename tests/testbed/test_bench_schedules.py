@@ -28,8 +28,8 @@ def test_every_contender_learns_the_same_and_sends_the_ideal_volume(tmp_path, mo
     command = ["bench", *TOY, "--nodes", "2", "--out", str(tmp_path / "out.jsonl")]
     monkeypatch.setattr(bench_schedules.sys, "argv", command)
     bench_schedules.main()
-    told = capsys.readouterr().out
-    assert "threaded" in told and "others used" in told
+    output = capsys.readouterr().out
+    assert "threaded" in output and "others used" in output
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     losses = {r["contender"]: r["losses"] for r in records if r["trains"]}
     assert len(losses) == len(CONTENDERS) - 2 and len(ENGINES) == 12
@@ -43,7 +43,7 @@ def test_every_contender_learns_the_same_and_sends_the_ideal_volume(tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    "options, told",
+    "options, output",
     [
         (["--contenders", "zero-9"], "--contenders zero-9: not one of compute only"),
         (["--profile", "pigeons"], "network profile 'pigeons' is not one of unlimited"),
@@ -51,8 +51,8 @@ def test_every_contender_learns_the_same_and_sends_the_ideal_volume(tmp_path, mo
         (["--inter-gbit", "0"], "--inter-gbit must be above 0"),
     ],
 )
-def test_a_wrong_option_is_one_clear_line(options, told, capsys):
+def test_a_wrong_option_is_one_clear_line(options, output, capsys):
     with pytest.raises(SystemExit) as ended:
         parse_args(options)
     assert ended.value.code == 2
-    assert told in capsys.readouterr().err.strip().splitlines()[-1]
+    assert output in capsys.readouterr().err.strip().splitlines()[-1]

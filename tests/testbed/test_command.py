@@ -88,7 +88,7 @@ SLEEP = "import time; time.sleep(60)"
 
 
 @pytest.mark.parametrize(
-    "codes, status, told",
+    "codes, status, output",
     [
         (["", ""], 0, ""),
         ([SLEEP, "raise SystemExit(7)"], 7, "name: rank 1 ended with status 7"),
@@ -97,10 +97,10 @@ SLEEP = "import time; time.sleep(60)"
         ([SLEEP, "import no_such"], 1, "ModuleNotFoundError: No module named 'no_such'"),
     ],
 )
-def test_the_status_is_that_of_the_first_rank_that_fails(codes, status, told, capfd):
+def test_the_status_is_that_of_the_first_rank_that_fails(codes, status, output, capfd):
     begin_s = time.monotonic()
     assert run_as_ranks("name", [python(code) for code in codes]) == status
-    assert told in capfd.readouterr().err and time.monotonic() - begin_s < 30
+    assert output in capfd.readouterr().err and time.monotonic() - begin_s < 30
 
 
 def test_at_the_time_limit_the_ranks_are_ended(capfd):
@@ -116,7 +116,7 @@ def test_only_rank_0_is_shown_and_each_rank_has_its_variables(capfd):
 
 
 @pytest.mark.parametrize(
-    "argv, told",
+    "argv, output",
     [
         ([], "no command: put it after --"),
         (["--", "nowhere.py"], "nowhere.py: no such Python script (or give -m MODULE)"),
@@ -126,12 +126,12 @@ def test_only_rank_0_is_shown_and_each_rank_has_its_variables(capfd):
         (["--inter-gbit", "0", "--", "-m", "site"], "inter_gbit must be above 0"),
     ],
 )
-def test_a_wrong_option_is_one_clear_line(argv, told, capsys):
+def test_a_wrong_option_is_one_clear_line(argv, output, capsys):
     with pytest.raises(SystemExit) as ended:
         testbed.parse_args(argv)
     assert ended.value.code == 2
     usage, message = capsys.readouterr().err.strip().split("\n")
-    assert usage.startswith("usage: ") and told in message
+    assert usage.startswith("usage: ") and output in message
 
 
 def test_what_follows_the_dashes_belongs_to_the_script():

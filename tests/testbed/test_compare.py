@@ -144,7 +144,7 @@ def test_a_batch_is_the_same_samples_for_every_contender():
 
 
 def test_wrong_options_are_one_line(capsys):
-    for options, told in (
+    for options, output in (
         (["--profiles", "pigeons"], "--profiles pigeons: not one of unlimited"),
         (["--steps", "0"], "--steps must be at least 1"),
         (["--nodes", "3", "--ranks", "1"], "must be a multiple of 4"),
@@ -152,7 +152,7 @@ def test_wrong_options_are_one_line(capsys):
         with pytest.raises(SystemExit) as ended:
             parse_args(options)
         assert ended.value.code == 2
-        assert told in capsys.readouterr().err.strip().splitlines()[-1]
+        assert output in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_a_record_names_the_command_by_its_module_without_a_path(monkeypatch):

@@ -170,12 +170,12 @@ def python_objects_and_odd_dtypes() -> None:
     fabric.register()
     group = dist.new_group(backend="fabric")
     n, r = dist.get_world_size(), dist.get_rank()
-    told: list = [None] * n
-    dist.all_gather_object(told, {"rank": r}, group=group)
-    assert told == [{"rank": i} for i in range(n)]
-    told = [r]
-    dist.broadcast_object_list(told, src=n - 1, group=group)
-    assert told == [n - 1]
+    text: list = [None] * n
+    dist.all_gather_object(text, {"rank": r}, group=group)
+    assert text == [{"rank": i} for i in range(n)]
+    text = [r]
+    dist.broadcast_object_list(text, src=n - 1, group=group)
+    assert text == [n - 1]
     parts = torch.full((n, 3), r).to(torch.float8_e4m3fn)
     gathered = torch.empty(n * n, 3, dtype=torch.float8_e4m3fn)
     dist.all_gather_single(gathered, parts, group=group)
@@ -214,15 +214,15 @@ def count_bytes() -> None:
         assert {account.kind for account in gained} == {kind}
         (tally,) = gained.values()
         assert tally.operations == 1 and tally.busy_s > 0
-        told = torch.tensor([tally.wire_nbytes, tally.node_nbytes])
-        dist.all_reduce(told)
-        assert told[0] == nbytes, (kind, n)
+        text = torch.tensor([tally.wire_nbytes, tally.node_nbytes])
+        dist.all_reduce(text)
+        assert text[0] == nbytes, (kind, n)
         is_border = r % 2 == 1 or r == n - 1  # whose successor in the ring is on another node
         if kind in ("all_gather", "reduce_scatter") and n > 2:
             assert tally.wire_nbytes == nbytes // n
             assert tally.node_nbytes == (tally.wire_nbytes if is_border else 0)
         if n <= 2:
-            assert told[1] == 0  # one node
+            assert text[1] == 0  # one node
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -285,14 +285,14 @@ def failures() -> list[str]:
     r = dist.get_rank()
     fabric.register()
     groups = [dist.new_group(backend="fabric") for _ in range(4)]
-    tensor, told = torch.ones(6), []
+    tensor, text = torch.ones(6), []
 
     def attempt(call) -> None:
         begin_s = time.monotonic()
         with pytest.raises((FabricError, ValueError)) as error:
             call()
         assert time.monotonic() - begin_s < 20  # not the group's limit of minutes
-        told.append(str(error.value))
+        text.append(str(error.value))
 
     # Different operations, different sizes: every rank hears of it, at its waiter.
     attempt(lambda: dist.all_reduce(tensor, group=groups[0]) if r else dist.barrier(groups[0]))
@@ -307,14 +307,14 @@ def failures() -> list[str]:
     with pytest.raises(RuntimeError, match="all_reduce of group"):
         work.get_future().wait()
     assert work.is_completed() and not work.is_success() and work.exception() is not None
-    return told
+    return text
 
 
 def test_a_fault_reaches_every_waiter_at_once_and_names_what_the_ranks_did():
-    told = run_ranks(failures, 3)
-    assert any("must issue the same operations" in messages[0] for messages in told)
-    assert any("all_reduce #1 SUM 5 x float32" in messages[1] for messages in told)
-    for messages in told:
+    text = run_ranks(failures, 3)
+    assert any("must issue the same operations" in messages[0] for messages in text)
+    assert any("all_reduce #1 SUM 5 x float32" in messages[1] for messages in text)
+    for messages in text:
         assert "failed before" in messages[2]
         assert "7 x float32 is not 3 times 2 x float32" in messages[3]
         assert not any("\n" in message for message in messages)
@@ -334,21 +334,21 @@ def lose_a_rank() -> str:
 
 def test_a_rank_that_is_gone_is_no_hang():
     begin_s = time.monotonic()
-    told = run_ranks(lose_a_rank, 3)
-    assert "lost group rank" in told[0] and "lost group rank" in told[2]
+    text = run_ranks(lose_a_rank, 3)
+    assert "lost group rank" in text[0] and "lost group rank" in text[2]
     assert time.monotonic() - begin_s < 40
 
 
 def nothing_comes() -> str:
     fabric.register()
     group = dist.new_group(backend="fabric", timeout=timedelta(seconds=1))
-    told = ""
+    text = ""
     if dist.get_rank() == 0:
         with pytest.raises(FabricError) as error:
             dist.all_reduce(torch.ones(3), group=group)
-        told = str(error.value)
+        text = str(error.value)
     dist.barrier()  # of gloo
-    return told
+    return text
 
 
 def test_an_operation_that_nobody_joins_ends_at_the_groups_time_limit():

@@ -55,8 +55,8 @@ def test_without_a_compiler_there_is_no_count_and_a_line_that_says_so(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
     assert memory.install_memory_count() is None
-    told = capsys.readouterr().out
-    assert "install g++" in told and told.count("\n") == 1
+    output = capsys.readouterr().out
+    assert "install g++" in output and output.count("\n") == 1
 
 
 @needs_compiler

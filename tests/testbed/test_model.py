@@ -59,9 +59,9 @@ def test_without_settings_nothing_is_modelled_and_torchruns_local_ranks_are_a_no
     ],
 )
 def test_a_wrong_setting_is_refused_in_one_line_that_names_it(env, word):
-    with pytest.raises(ProfileError) as told:
+    with pytest.raises(ProfileError) as output:
         profile_from_env(env)
-    assert word in str(told.value) and "\n" not in str(told.value)
+    assert word in str(output.value) and "\n" not in str(output.value)
 
 
 MESSAGES = st.lists(

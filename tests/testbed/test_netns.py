@@ -25,7 +25,7 @@ os._exit(int(os.environ["RANK"] == os.environ.get("FAILING_RANK")))
 
 
 @pytest.mark.parametrize(
-    "argv, told",
+    "argv, output",
     [
         ([], "no command: put it after --"),
         (["--nodes", "0", "--", "true"], "--nodes: 0 is not a number of 1 or more"),
@@ -34,12 +34,12 @@ os._exit(int(os.environ["RANK"] == os.environ.get("FAILING_RANK")))
         (["--intra", "4Gbps", "--", "true"], "--intra: 4Gbps is not a rate such as"),
     ],
 )
-def test_a_wrong_option_is_one_clear_line(argv, told, capsys):
+def test_a_wrong_option_is_one_clear_line(argv, output, capsys):
     with pytest.raises(SystemExit) as ended:
         netns.parse_args(argv)
     assert ended.value.code == 2
     usage, message = capsys.readouterr().err.strip().split("\n")
-    assert usage.startswith("usage: ") and told in message
+    assert usage.startswith("usage: ") and output in message
 
 
 def test_what_follows_the_dashes_belongs_to_the_command():
@@ -59,15 +59,15 @@ def launch(tmp_path: Path, *options: str, program: str = PROGRAM) -> subprocess.
 
 @pytest.mark.slow
 def test_ranks_in_namespaces_meet_over_shaped_links(tmp_path):
-    told = launch(tmp_path, "--nodes", "2", "--ranks", "2", "--inter", "500mbit")
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.split() == ["sum", "4.0", "0"]
+    output = launch(tmp_path, "--nodes", "2", "--ranks", "2", "--inter", "500mbit")
+    assert output.returncode == 0, output.stderr
+    assert output.stdout.split() == ["sum", "4.0", "0"]
 
 
 @pytest.mark.slow
 def test_a_failing_rank_or_a_time_limit_ends_the_run_with_a_status(tmp_path):
     failing = PROGRAM.replace('os.environ.get("FAILING_RANK")', '"1"')
-    told = launch(tmp_path, "--nodes", "2", "--ranks", "1", program=failing)
-    assert told.returncode == 1 and "rank 1 ended with status 1" in told.stderr
-    told = launch(tmp_path, "--timeout", "1", program="import time; time.sleep(60)")
-    assert told.returncode == 124 and "not finished after 1 s" in told.stderr
+    output = launch(tmp_path, "--nodes", "2", "--ranks", "1", program=failing)
+    assert output.returncode == 1 and "rank 1 ended with status 1" in output.stderr
+    output = launch(tmp_path, "--timeout", "1", program="import time; time.sleep(60)")
+    assert output.returncode == 124 and "not finished after 1 s" in output.stderr

@@ -99,15 +99,15 @@ def _sleeps(network, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fn, limit_s, told",
+    "fn, limit_s, output",
     [(_fails_on_one, 60.0, "a fault of one rank"), (_sleeps, 4.0, "not finished after 4 s")],
 )
-def test_a_failure_is_told_and_no_rank_runs_afterwards(fn, limit_s, told, tmp_path):
+def test_a_failure_is_told_and_no_rank_runs_afterwards(fn, limit_s, output, tmp_path):
     cluster = Cluster(2, 1, NetworkProfile())
     begin_s = time.monotonic()
     with pytest.raises(RankFailure) as failure:
         cluster.run(fn, str(tmp_path), timeout_s=limit_s)
-    assert told in failure.value.reason and time.monotonic() - begin_s < 30
+    assert output in failure.value.reason and time.monotonic() - begin_s < 30
     files = list(tmp_path.iterdir())
     assert len(files) == 2
     for file in files:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The scaling study: which points are run, what is measured and what is modelled told apart, and no
+"""The scaling study: which points are run, what is measured and what is modelled, apart, and no
 time without the right losses. No run starts a process: what a run tells is made up."""
 
 import json
@@ -27,7 +27,7 @@ MACHINE = {"kind": "machine", "date": "2026-01-01", "cpus": 2, "python": "3.12",
 # fmt: on
 
 
-def told(step_ms: float, **more) -> dict:
+def output(step_ms: float, **more) -> dict:
     # fmt: off
     run = {"step_ms": [step_ms - 10, step_ms, step_ms + 10], "losses": [4.9, 4.5], "foreign": 0.0,
            "busy": 0.3, "node_nbytes": 5e6, "state_nbytes": 9e6, "peak_nbytes": 2e7,
@@ -39,7 +39,7 @@ def told(step_ms: float, **more) -> dict:
 @pytest.fixture
 def study(tmp_path, monkeypatch) -> Study:
     """Of all axes; a run takes no time and tells 5000 ms, computing alone 3700."""
-    monkeypatch.setattr(scaling, "measure", lambda *_: told(5000.0))
+    monkeypatch.setattr(scaling, "measure", lambda *_: output(5000.0))
     report = RankReport(step_s=[3.7], machine_cpu_s=0.1, own_cpu_s=0.1, wall_s=1.0)
     monkeypatch.setattr(scaling, "compute_alone", lambda cluster, *_: [report] * cluster.num_ranks)
     file = tmp_path / "records.jsonl"
@@ -175,7 +175,7 @@ def test_the_model_alone_needs_no_run(study):
 def test_wrong_losses_are_red_and_show_no_time(study, monkeypatch):
     def cheats(cluster, workload, one, *_):
         is_wrong = one.name == HSDP and cluster.nodes == 4
-        return told(1234.0, losses=[4.9, 4.6]) if is_wrong else told(5000.0)
+        return output(1234.0, losses=[4.9, 4.6]) if is_wrong else output(5000.0)
 
     monkeypatch.setattr(scaling, "measure", cheats)
     records = measured(study)
@@ -192,7 +192,7 @@ def test_a_run_that_fails_is_not_tried_again_and_its_reason_is_told(study, monke
 
     def fails(cluster, workload, one, *_):
         tried.append((cluster.nodes, workload, one.name))
-        return {"reason": "failed: out of memory"} if one.name == ZERO3 else told(5000.0)
+        return {"reason": "failed: out of memory"} if one.name == ZERO3 else output(5000.0)
 
     monkeypatch.setattr(scaling, "measure", fails)
     text = markdown([MACHINE, *measured(study, repetitions=2)])
@@ -212,13 +212,13 @@ def test_computing_that_fails_leaves_the_emulated_time(study, monkeypatch):
 
 
 def test_a_busy_run_is_left_out_where_there_is_a_quiet_one(study, monkeypatch):
-    runs = iter([told(9000.0, foreign=0.5)] * 1000)
+    runs = iter([output(9000.0, foreign=0.5)] * 1000)
     monkeypatch.setattr(scaling, "measure", lambda *_: next(runs))
     study.model_all()
     study.measure_all(1, float("inf"))
     text = markdown([MACHINE, *records_of(study)])
     assert f"- ranks 4, {DO}: others used 50% of the machine: not to be quoted." in text
-    monkeypatch.setattr(scaling, "measure", lambda *_: told(5000.0))
+    monkeypatch.setattr(scaling, "measure", lambda *_: output(5000.0))
     study.measure_all(1, float("inf"))
     text = markdown([MACHINE, *records_of(study)])
     assert "9000" not in text and "not to be quoted" not in text
@@ -247,7 +247,7 @@ def test_after_the_time_limit_nothing_is_run_and_the_table_says_so(study, monkey
 
 
 def test_what_was_measured_before_an_interruption_is_kept(study, monkeypatch):
-    left = iter([told(5000.0)] * 5)
+    left = iter([output(5000.0)] * 5)
 
     def interrupted(*_):
         try:

@@ -89,13 +89,13 @@ def test_a_faster_network_never_makes_a_step_longer(system, run, inter, intra):
 
 @given(runs)
 def test_what_leaves_a_node_follows_from_what_is_shared(run):
-    told = {system: system(run).node_nbytes() for system in SYSTEMS}
+    output = {system: system(run).node_nbytes() for system in SYSTEMS}
     if run.nodes == 1:
-        assert set(told.values()) == {0.0}
+        assert set(output.values()) == {0.0}
         return
-    assert told[AsyncHZP] == told[HSDP] == 2 * (run.nodes - 1) / run.nodes * run.nbytes
-    assert told[AsyncHZP] <= (1 + 1e-9) * told[DistributedOptimizer]
-    per_batch = told[ZeRO3] / run.micro_batches / told[DistributedOptimizer]
+    assert output[AsyncHZP] == output[HSDP] == 2 * (run.nodes - 1) / run.nodes * run.nbytes
+    assert output[AsyncHZP] <= (1 + 1e-9) * output[DistributedOptimizer]
+    per_batch = output[ZeRO3] / run.micro_batches / output[DistributedOptimizer]
     assert 0.5 <= per_batch <= 1.5  # least where there is one layer and nothing else
 
 

@@ -11,7 +11,7 @@ from megatron_asynchzp.testbed.fabric import streams
 
 
 class Task:
-    """Work that ends when told to."""
+    """Work that ends when the test lets it."""
 
     def __init__(self):
         self.finished = threading.Event()
@@ -106,7 +106,7 @@ def test_a_tensor_operation_on_a_side_stream_waits_for_what_it_may_read():
     assert total == 4.0 and streams.host_waits() == before + 1
 
 
-def test_a_failure_is_told_to_whoever_waits_later():
+def test_a_failure_reaches_a_caller_that_waits_later():
     task, side = Task(), torch.cpu.Stream()
     side.wait_for([task])
     task.error = RuntimeError("link down")

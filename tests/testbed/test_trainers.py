@@ -72,17 +72,17 @@ def losses_of(name: str) -> list[float]:
 def train_on_both() -> dict[str, tuple[list[float], list[float], int]]:
     on_gloo = {name: losses_of(name) for name in MODELS}
     replace_default_group(SLOW)
-    told = {}
+    output = {}
     with install_streams():
         for name in MODELS:
             before = host_waits()
-            told[name] = on_gloo[name], losses_of(name), host_waits() - before
-    return told
+            output[name] = on_gloo[name], losses_of(name), host_waits() - before
+    return output
 
 
 def test_ddp_fsdp2_and_hsdp_learn_what_they_learn_on_gloo():
-    told = run_ranks(train_on_both, 4)[0]
-    for name, (on_gloo, on_fabric, num_waits) in told.items():
+    output = run_ranks(train_on_both, 4)[0]
+    for name, (on_gloo, on_fabric, num_waits) in output.items():
         # Accumulating sharded gradients reads what a collective brings, in place; casting does so
         # out of place.
         assert num_waits == 0 or "bf16" in name

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how a matrix unit rounds: products are summed in fp32 and rounded once. Must not know
-what is multiplied. Emulated, so that it is the same on every device.
+"""Owns how a matrix unit rounds: products are summed in fp32 and rounded once. Emulated, so that it
+is the same on every device.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the second names of main parameters in a checkpoint's index. Must not know a model, nor
-files.
+"""Owns the second names of main parameters in a checkpoint's index.
 
 Megatron's optimizers look for main parameters under two names: `optimizer.state.fp32_param.<key>`
 (its mixed-precision optimizer) and `optimizer.state.param.<key>` (its distributed optimizer, which

@@ -1,8 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns what is done around Megatron's saving and loading of checkpoints: which one is loaded, that
-it fits, what makes one complete, and one line for each way it can fail. Must not know the format
-of the files, nor how the model's state gets into them.
+it fits, what makes one complete, and one line for each way it can fail.
 """
 
 import logging

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the optimizer's part of a checkpoint: its shards, and what all of Megatron's optimizers
-need to find beside them. Must not know files.
+"""Owns the optimizer's part of a checkpoint: its shards, and what all of Megatron's optimizers need
+to find beside them.
 
 [Note: one checkpoint for every optimizer]
 Megatron's optimizers store main parameters and moments under the same keys
@@ -143,9 +143,9 @@ class OptimizerCheckpoint:
         by_identity = {_identity(group): group for group in saved}
         for group in self.optimizer.param_groups:
             if (loaded := by_identity.get(_identity(group))) is None:
-                told = ", ".join(f"{key} {group[key]}" for key in _IDENTITY if group.get(key))
+                identity = ", ".join(f"{key} {group[key]}" for key in _IDENTITY if group.get(key))
                 raise CheckpointError(
-                    f"the checkpoint has no parameter group with {told}; resume with the same "
+                    f"the checkpoint has no parameter group with {identity}; resume with the same "
                     "--lr, --min-lr and --weight-decay, or pass --no-load-optim"
                 )
             group.update({k: v for k, v in loaded.items() if k not in ("params", "step")})

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the lines about how far a long save or load is. Must not know what is saved."""
+"""Owns the lines about how far a long save or load is."""
 
 import threading
 import time

@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns what a model chunk's shards are called in a checkpoint: which elements of which tensor of
-Megatron's format this rank holds. Must not know files, nor the optimizer's states.
+Megatron's format this rank holds.
 
 [Note: shards as boxes of Megatron's tensors]
-A checkpoint holds whole tensors with the model's own names and shapes, whoever wrote it. A rank
-owns a run of elements of a flat buffer, hence of each parameter it reaches a run of elements; cut
-into boxes (at most three for a matrix) such a run is what torch.distributed.checkpoint saves and
+A checkpoint holds whole tensors with the model's own names and shapes, whatever its sharding. A
+rank owns a run of elements of a flat buffer, hence of each parameter a run of elements; cut into
+boxes (at most three for a matrix) such a run is what torch.distributed.checkpoint saves and
 loads natively. So nothing is gathered to save or to load: every rank writes and reads the elements
 it owns, in place, and any other sharding, AsyncHZP's or Megatron's, finds them by their offsets.
 """

@@ -30,7 +30,7 @@ def train_megatron(
     from megatron_asynchzp import cpu_platform
 
     cpu_platform.install()
-    argv, told = [*workload.argv(micro_batch), *flags], io.StringIO()
+    argv, captured = [*workload.argv(micro_batch), *flags], io.StringIO()
     # In the other schedules the main thread waits for the network itself, which the network counts.
     is_threaded = "--use-asynchzp" in flags and not {"main-thread", "inline"} & set(flags)
     meter = StepMeter(network, workload, *([_take_exposed_s] if is_threaded else []))
@@ -42,7 +42,7 @@ def train_megatron(
 
     try:
         with (
-            contextlib.redirect_stdout(told),
+            contextlib.redirect_stdout(captured),
             layers_take(workload.layer_ms),
             patched(flags),
             listening(meter.begin_step, end_step),
@@ -52,7 +52,7 @@ def train_megatron(
             pretrain(argv)
             close_communication()
     except BaseException as error:
-        error.add_note(f"{' '.join(flags)}\n{told.getvalue()[-1500:]}")
+        error.add_note(f"{' '.join(flags)}\n{captured.getvalue()[-1500:]}")
         raise
     return meter.report
 

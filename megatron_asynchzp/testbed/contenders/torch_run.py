@@ -50,9 +50,9 @@ def train_torch(network: Network, workload: Workload, system: str) -> RankReport
             losses = stepper.forward(tokens, positions, None, labels=labels)
             loss = losses.float().mean()
             stepper.learn(loss)
-            told = loss.detach().clone()
-            dist.all_reduce(told)
-            meter.add_loss(told.item() / dist.get_world_size())
+            value = loss.detach().clone()
+            dist.all_reduce(value)
+            meter.add_loss(value.item() / dist.get_world_size())
     return meter.report
 
 

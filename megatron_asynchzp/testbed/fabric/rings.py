@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns the algorithms of the collectives: which piece goes to which rank, in which order it is
-reduced. Must not know torch.distributed or threads.
+reduced.
 
 Volumes are the least possible ones. For n ranks and tensors of S bytes, sent in all / per rank:
 

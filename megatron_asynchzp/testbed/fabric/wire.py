@@ -67,10 +67,10 @@ class Message:
         """The header is complete: refuse what is not the message expected, before any byte of it
         is written to the tensor."""
         self.arrival, nbytes, label = _HEADER.unpack(self._header)
-        told, mine = label.rstrip(b"\0"), self.label.encode()[:_LABEL_NBYTES]
-        if told != mine:
+        sent, mine = label.rstrip(b"\0"), self.label.encode()[:_LABEL_NBYTES]
+        if sent != mine:
             raise FabricError(
-                f"group rank {self.peer} is at [{told.decode(errors='replace')}], this rank at "
+                f"group rank {self.peer} is at [{sent.decode(errors='replace')}], this rank at "
                 f"[{self.label}]: all ranks of a group must issue the same operations, with the "
                 "same sizes, in the same order"
             )
@@ -109,8 +109,8 @@ class Wire:
             while len(self._sockets) < len(CHANNELS) * (self.size - 1):
                 link, _ = server.accept()
                 link.settimeout(self._timeout_s)
-                told, peer, channel = _HELLO.unpack(_receive_exactly(link, _HELLO.size))
-                if told != secret:
+                sent, peer, channel = _HELLO.unpack(_receive_exactly(link, _HELLO.size))
+                if sent != secret:
                     link.close()  # a stranger
                     continue
                 self._sockets[peer, channel] = link

@@ -49,28 +49,28 @@ def _on_rank_0(act) -> None:
 def _train_damage_and_resume(folder: str) -> dict:
     place, saving = Path(folder), ("--save", folder, "--save-interval", "2")
     whole = _run(*saving)
-    told = {"whole": whole.losses}
-    told["manifests"] = [(place / name / MANIFEST).exists() for name in (OLDER, NEWER)]
-    told["saved"] = read_state(place / NEWER)
+    output = {"whole": whole.losses}
+    output["manifests"] = [(place / name / MANIFEST).exists() for name in (OLDER, NEWER)]
+    output["saved"] = read_state(place / NEWER)
     dist.barrier()
     _on_rank_0(lambda: HARMFUL["data files exchanged"](place))
     _on_rank_0(lambda: (place / TRACKER).write_text("what?"))
     again = _run("--load", folder, *saving)
-    told |= {"resumed": again.losses, "log": again.log}
-    told["tracker"] = (place / TRACKER).read_text()
-    told["chosen"] = choose_checkpoint(place).iteration
-    told["saved again"] = read_state(place / NEWER)
+    output |= {"resumed": again.losses, "log": again.log}
+    output["tracker"] = (place / TRACKER).read_text()
+    output["chosen"] = choose_checkpoint(place).iteration
+    output["saved again"] = read_state(place / NEWER)
     dist.barrier()
     _on_rank_0(lambda: (place / TRACKER).write_text("-7"))
     step = _run("--load", folder, "--ckpt-step", "2")
-    told["from step 2"] = step.losses
-    return told
+    output["from step 2"] = step.losses
+    return output
 
 
 def _refused_loads(folder: str) -> list[str]:
     _run("--save", folder, "--save-interval", "4")
     load = ("--load", folder)
-    told = [
+    output = [
         _refusal(*load, "--hidden-size", "32"),
         _refusal(*load, "--num-layers", "4"),
         _refusal(*load, "--vocab-size", "200"),
@@ -81,7 +81,7 @@ def _refused_loads(folder: str) -> list[str]:
     ]
     dist.barrier()
     _on_rank_0(lambda: HARMFUL[f"{DATA[1]} cut to 0.500"](Path(folder)))
-    return [*told, _refusal(*load)]
+    return [*output, _refusal(*load)]
 
 
 def _full_disk(folder: str) -> tuple[list[str], int, str]:
@@ -95,11 +95,11 @@ def _full_disk(folder: str) -> tuple[list[str], int, str]:
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        told = _refusal("--load", folder, "--save", folder, "--save-interval", "2")
+        output = _refusal("--load", folder, "--save", folder, "--save-interval", "2")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     all_told = [None, None]
-    dist.all_gather_object(all_told, told)
+    dist.all_gather_object(all_told, output)
     return all_told, choose_checkpoint(folder).iteration, (Path(folder) / TRACKER).read_text()
 
 
@@ -121,22 +121,22 @@ def _async_save(folder: str) -> tuple[list[bool], str]:
 
 def _all_bodies(folder: str) -> dict:
     """Starting Megatron costs more than these runs: one set of ranks for all of them."""
-    told = {}
+    output = {}
     for body in (_train_damage_and_resume, _refused_loads, _structure, _full_disk, _async_save):
         place = Path(folder, body.__name__)
-        told[body.__name__] = str(place), body(str(place))
+        output[body.__name__] = str(place), body(str(place))
         dist.barrier()
-    return told
+    return output
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory) -> list[dict]:
+def output(tmp_path_factory) -> list[dict]:
     """What each body found, in which folder, by rank."""
     return on_ranks(_all_bodies, 2, str(tmp_path_factory.mktemp("runs")))
 
 
-def test_a_run_goes_on_from_the_newest_intact_checkpoint_as_if_it_had_not_stopped(told):
-    place, found = told[0]["_train_damage_and_resume"]
+def test_a_run_goes_on_from_the_newest_intact_checkpoint_as_if_it_had_not_stopped(output):
+    place, found = output[0]["_train_damage_and_resume"]
     assert found["manifests"] == [True, True]
     assert found["resumed"] == found["whole"][2:] == found["from step 2"]
     assert f"{place}: {NEWER} is skipped: " in found["log"]
@@ -147,8 +147,8 @@ def test_a_run_goes_on_from_the_newest_intact_checkpoint_as_if_it_had_not_stoppe
     assert [name for name in states if found["saved"][name] != found["saved again"][name]] == []
 
 
-def test_what_cannot_be_loaded_is_one_line_on_every_rank(told):
-    (place, lines), (_, others) = (one["_refused_loads"] for one in told)
+def test_what_cannot_be_loaded_is_one_line_on_every_rank(output):
+    (place, lines), (_, others) = (one["_refused_loads"] for one in output)
     assert lines == others
     hidden, layers, vocabulary, ffn, step, missing, schedule, damaged = lines
     another = f"CheckpointError: {place}/{NEWER} is of another model: "
@@ -163,22 +163,22 @@ def test_what_cannot_be_loaded_is_one_line_on_every_rank(told):
     assert "has no intact checkpoint" in damaged and DATA[1] in damaged
 
 
-def test_the_flag_sets_what_loading_reads(told):
-    for full, structure in (one["_structure"][1] for one in told):
+def test_the_flag_sets_what_loading_reads(output):
+    for full, structure in (one["_structure"][1] for one in output):
         assert "has no intact checkpoint" in full and "the checksum of record" in full
         assert structure == "it was not refused"
 
 
-def test_a_full_disk_ends_the_run_in_one_line_and_leaves_the_older_checkpoint(told):
-    place, (lines, iteration, tracker) = told[0]["_full_disk"]
+def test_a_full_disk_ends_the_run_in_one_line_and_leaves_the_older_checkpoint(output):
+    place, (lines, iteration, tracker) = output[0]["_full_disk"]
     for line in lines:
         assert line.startswith(f"SaveError: {place}/{NEWER} could not be saved: "), line
     assert "File too large" in lines[1] and "rank 1 could not write" in lines[0]
     assert iteration == 2 and tracker == "2"
 
 
-def test_an_asynchronous_save_is_complete_before_the_tracker_names_it(told):
-    assert told[0]["_async_save"][1] == ([True, True], "4")
+def test_an_asynchronous_save_is_complete_before_the_tracker_names_it(output):
+    assert output[0]["_async_save"][1] == ([True, True], "4")
 
 
 # --- how a load ends ---------------------------------------------------------------------------

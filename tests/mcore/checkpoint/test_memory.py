@@ -70,6 +70,6 @@ def save_and_load(flags: list[str], folder: Path) -> tuple:
 def test_no_rank_allocates_more_than_its_shards_and_a_unit(flags, tmp_path):
     for saves, loads, (own, unit, everything) in on_ranks(save_and_load, 2, flags, tmp_path):
         assert len(saves) == 2 and len(loads) == 1
-        told = f"save {saves}, load {loads}, shards {own}, unit {unit}, all {everything}"
-        print(told)
-        assert max(saves + loads) <= own + unit < 0.8 * everything, told
+        output = f"save {saves}, load {loads}, shards {own}, unit {unit}, all {everything}"
+        print(output)
+        assert max(saves + loads) <= own + unit < 0.8 * everything, output

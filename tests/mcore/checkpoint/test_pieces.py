@@ -115,10 +115,10 @@ def test_a_shard_of_the_host_is_saved_from_where_it_lies():
     model.sharded_state_dict = dict
     whole_buffer = torch.arange(12.0)
     part = ShardedTensor.from_rank_offsets("w", whole_buffer[2:8])
-    (told,) = ChunkCheckpoint(None, model).as_state([part])[SHARDS_KEY].values()
+    (output,) = ChunkCheckpoint(None, model).as_state([part])[SHARDS_KEY].values()
     # Else Megatron's writer copies it.
-    assert told.data.untyped_storage().nbytes() == told.data.numel() * told.data.itemsize
-    assert told.data.data_ptr() == whole_buffer[2:].data_ptr()
+    assert output.data.untyped_storage().nbytes() == output.data.numel() * output.data.itemsize
+    assert output.data.data_ptr() == whole_buffer[2:].data_ptr()
     (copied,) = ChunkCheckpoint(None, model, snapshots=True).as_state([part])[SHARDS_KEY].values()
     whole_buffer.zero_()
-    assert not told.data.any() and copied.data.all()
+    assert not output.data.any() and copied.data.all()

@@ -29,20 +29,22 @@ def saved(tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def check_refusal(folder: Path, line: str, told: str) -> None:
+def check_refusal(folder: Path, line: str, output: str) -> None:
     """The launch ends with status 2 and one line, the last that its first rank says. The other
     one, which torchrun would end now, is not awaited."""
     run = Launch(folder, _SCRIPT, f"{_LINE} {line}", world_size=2)
     first = run.end(is_awaited=lambda rank: rank == 0)[0]
     assert first.status == 2, first.text[-3000:]
-    assert first.own_lines[-1].startswith(f"megatron_asynchzp: {told}")
+    assert first.own_lines[-1].startswith(f"megatron_asynchzp: {output}")
     assert first.text.endswith(first.own_lines[-1] + "\n")
     assert "Traceback" not in first.text and "lm loss" not in first.text
 
 
 def test_a_checkpoint_of_another_model_is_named_with_both_values(tmp_path, saved):
-    told = f"{saved / NEWER} is of another model: --num-layers is 1 in the checkpoint and 2 in this"
-    check_refusal(tmp_path, f"--load {saved} --num-layers 2", told)
+    output = (
+        f"{saved / NEWER} is of another model: --num-layers is 1 in the checkpoint and 2 in this"
+    )
+    check_refusal(tmp_path, f"--load {saved} --num-layers 2", output)
 
 
 def test_a_directory_without_an_intact_checkpoint_is_no_beginning_from_scratch(tmp_path, saved):

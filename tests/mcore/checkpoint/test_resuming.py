@@ -51,13 +51,17 @@ SAME_SIZES = {
 
 
 def resume_all(names: list[str], folder: Path) -> dict[str, tuple]:
-    told = {}
+    output = {}
     for name in names:
         job, directory = SAME_SIZES[name], folder / name.replace(" ", "_")
         whole, rest = job.train_and_save(directory), job.resume(directory)
         states = zip(whole.inspected, rest.inspected, strict=True)
-        told[name] = whole.steps[SAVED_AT:], rest.steps, all(torch.equal(*pair) for pair in states)
-    return told
+        output[name] = (
+            whole.steps[SAVED_AT:],
+            rest.steps,
+            all(torch.equal(*pair) for pair in states),
+        )
+    return output
 
 
 FAST_SAME_SIZES = ["bf16, dropout", "experts on 2 ranks, bf16"]
@@ -65,8 +69,8 @@ FAST_SAME_SIZES = ["bf16, dropout", "experts on 2 ranks, bf16"]
 
 @pytest.mark.parametrize("names", some_and_rest(SAME_SIZES, FAST_SAME_SIZES))
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(names, tmp_path):
-    for told in on_ranks(resume_all, 4, names, tmp_path):
-        for name, (whole, rest, is_same_state) in told.items():
+    for output in on_ranks(resume_all, 4, names, tmp_path):
+        for name, (whole, rest, is_same_state) in output.items():
             assert len(rest) == NUM_STEPS - SAVED_AT and rest == whole, name
             assert is_same_state, name
 
@@ -131,9 +135,9 @@ def saved_on_four(tmp_path_factory):
 @pytest.mark.parametrize("world_size", [4, 2, slow_unless(False, 8)])
 def test_a_run_resumes_on_other_sizes_and_other_numbers_of_ranks(world_size, saved_on_four):
     folder, whole = saved_on_four
-    for told in on_ranks(move_all, world_size, MOVES[world_size], folder):
-        assert len(told) == sum(map(len, MOVES[world_size].values()))
-        for (origin, target), numbers in told.items():
+    for output in on_ranks(move_all, world_size, MOVES[world_size], folder):
+        assert len(output) == sum(map(len, MOVES[world_size].values()))
+        for (origin, target), numbers in output.items():
             for ours, uninterrupted in zip(numbers, whole[origin], strict=True):
                 expected = uninterrupted[SAVED_AT:]
                 assert len(ours) == len(expected)
@@ -156,7 +160,7 @@ FAST_STOCK = ["distributed optimizer, experts on 2 ranks, bf16"]
 
 
 def round_trip(names: list[str], folder: Path) -> dict[str, tuple]:
-    told = {}
+    output = {}
     for name in names:
         stock = STOCK[name]
         has_model_ranks = "--tensor-model-parallel-size" in stock.flags
@@ -169,18 +173,18 @@ def round_trip(names: list[str], folder: Path) -> dict[str, tuple]:
         came_back = stock.resume(second)
         stock.load_and_save(second, third)
         tensors = [read_tensors(directory) for directory in (first, second, third)]
-        told[name] = (
+        output[name] = (
             find_differences(tensors[0], tensors[1]),
             find_differences(tensors[0], tensors[2]) + sorted(set(tensors[2]) - set(tensors[0])),
             (whole.losses[SAVED_AT:], went_on.losses, came_back.losses),
         )
-    return told
+    return output
 
 
 @pytest.mark.parametrize("names", some_and_rest(STOCK, FAST_STOCK))
 def test_a_stock_checkpoint_goes_through_asynchzp_and_back_bit_by_bit(names, tmp_path):
-    for told in on_ranks(round_trip, 4, names, tmp_path):
-        for name, (lost_in_ours, lost_on_return, losses) in told.items():
+    for output in on_ranks(round_trip, 4, names, tmp_path):
+        for name, (lost_in_ours, lost_on_return, losses) in output.items():
             assert not lost_in_ours and not lost_on_return, name
             whole, *others = losses
             is_half = {"--bf16", "--fp16"} & set(STOCK[name].flags)
