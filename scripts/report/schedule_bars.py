@@ -62,7 +62,8 @@ def _draw_grid(grid: Grid, axes) -> None:
             at += _GAP
     axes.set_xticks([tick for tick, _ in ticks], [label for _, label in ticks])
     axes.axhline(1.0, color=INK, linewidth=0.8)
-    axes.set_ylim(0, 1.15 * max(max(ratio for _, ratio in grid.best(c)) for c in COLUMNS[:2]))
+    highest = max(ratio for column in COLUMNS for _, ratio in grid.best(column))
+    axes.set_ylim(0, 1.15 * highest)
     axes.set_ylabel("step / floor")
     axes.set_title(grid.name, loc="left", fontsize=10)
     bare(axes)
