@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -73,7 +73,7 @@ class Result(NamedTuple):
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="quickstart.sh", description=__doc__)
-    parser.add_argument("--steps", type=int, default=240, help="training steps of each run")
+    parser.add_argument("--steps", type=int, default=150, help="training steps of each run")
     parser.add_argument("--ranks", type=int, help="default: 4 on CPU, else the number of GPUs")
     parser.add_argument("--text", nargs="+", type=Path, help="train on these files or folders")
     parser.add_argument(
@@ -186,9 +186,19 @@ def training_process(command: list[str], env: dict[str, str]) -> Iterator[subpro
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def follow(lines: Iterable[str], name: str, steps: int, console: Console) -> Iterator[Iteration]:
-    """The steps that a run prints, shown while they come: as a bar on a terminal, else as a line
-    for every tenth of the way."""
+def curve(losses: Sequence[float], top: float, width: int = 24) -> str:
+    """A loss curve as blocks of text, of one height per point; `top` fills a block."""
+    points = losses[:: max(1, -(-len(losses) // width))]
+    heights = (max(0, min(7, int(8 * loss / top))) for loss in points)
+    return "".join("▁▂▃▄▅▆▇█"[height] for height in heights)
+
+
+def follow(
+    lines: Iterable[str], name: str, steps: int, console: Console, other: Sequence[float] = ()
+) -> Iterator[Iteration]:
+    """The steps that a run prints, shown with the growing loss curve while they come: as a bar on a
+    terminal, else as a line for every tenth of the way. other: the losses of the run before."""
+    losses: list[float] = []
     columns = (
         TextColumn(f"{name:<12}"),
         BarColumn(),
@@ -199,7 +209,10 @@ def follow(lines: Iterable[str], name: str, steps: int, console: Console) -> Ite
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=steps, shown="starting")
         for step in filter(None, map(parse_iteration, lines)):
-            shown = f"loss {step.loss:.3f}  {step.step_ms:.0f} ms/step"
+            losses.append(step.loss)
+            beside = f" (before {other[len(losses) - 1]:.3f})" if len(other) >= len(losses) else ""
+            shown = f"loss {step.loss:.3f}{beside}  {step.step_ms:.0f} ms/step"
+            shown += f"  {curve(losses, losses[0])}"
             progress.update(task, completed=step.number, shown=shown)
             if not console.is_terminal and step.number % max(1, steps // 10) == 0:
                 console.print(f"{name:<12} step {step.number}/{steps}  {shown}", highlight=False)
@@ -207,9 +220,16 @@ def follow(lines: Iterable[str], name: str, steps: int, console: Console) -> Ite
 
 
 def train(
-    name: str, flags: list[str], platform: Platform, output: Path, steps: int, console: Console
+    name: str,
+    flags: list[str],
+    platform: Platform,
+    output: Path,
+    steps: int,
+    console: Console,
+    other: Sequence[float] = (),
 ) -> Result:
-    """One training run; its whole output goes to OUTPUT/NAME.log, its report to NAME.json."""
+    """One training run; its whole output goes to OUTPUT/NAME.log, its report to NAME.json. other:
+    losses to show beside its own."""
     log, report = output / f"{name}.log", output / f"{name}.json"
     report.unlink(missing_ok=True)
     # fmt: off
@@ -229,7 +249,7 @@ def train(
                 tail.append(line)
                 yield line
 
-        found = list(follow(lines(), name, steps, console))
+        found = list(follow(lines(), name, steps, console, other))
         status = process.wait()
     if status or not report.exists():
         console.print(escape("".join(tail)), style="dim", highlight=False)
@@ -337,7 +357,9 @@ def run(args: argparse.Namespace, console: Console) -> None:
     own = ["--use-asynchzp"]
     for state, size in sizes.items():
         own += [f"--asynchzp-{state}-shard-size", str(size)]
-    asynchzp = train("asynchzp", flags + own, platform, args.output, args.steps, console)
+    asynchzp = train(
+        "asynchzp", flags + own, platform, args.output, args.steps, console, stock.losses
+    )
     text = "the given text" if args.text else "the Python standard library"
     title = f"A byte-level GPT on {text}, {platform.name}, {platform.backend}, fp32"
     show_results(stock, asynchzp, sizes, title, args.output, console)

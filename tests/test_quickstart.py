@@ -193,3 +193,13 @@ def test_the_whole_quickstart_in_a_few_steps(tmp_path):
     assert (out / "loss.png").stat().st_size > 10_000
     report = json.loads((out / "asynchzp.json").read_text())
     assert report["world_size"] == 2 and report["sample"]["text"]
+
+
+@given(st.lists(st.floats(0.01, 10.0), min_size=1, max_size=300))
+def test_a_curve_in_text_is_short_and_as_high_as_its_losses(losses):
+    drawn = quickstart.curve(losses, max(losses))
+    assert 1 <= len(drawn) <= 24
+    heights = ["▁▂▃▄▅▆▇█".index(block) for block in drawn]
+    points = losses[:: max(1, -(-len(losses) // 24))]
+    for (a, low), (b, high) in zip(zip(points, heights), zip(points[1:], heights[1:])):
+        assert (a <= b) <= (low <= high)
