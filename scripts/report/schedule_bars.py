@@ -55,7 +55,8 @@ def _draw_grid(grid: Grid, axes) -> None:
             errors = [[cell.median_ms - cell.min_ms], [cell.max_ms - cell.median_ms]]
             errors = [[value / grid.floor_ms for value in side] for side in errors]
             axes.bar(at, ratio, _WIDTH * 0.9, color=_COLOURS[system], yerr=errors, ecolor=INK)
-            axes.text(at, ratio + 0.05, f"{ratio:.2f}", ha="center", fontsize=8, color=INK)
+            top = cell.max_ms / grid.floor_ms + 0.03
+            axes.text(at, top, f"{ratio:.2f}", ha="center", fontsize=8, color=INK)
             at += _WIDTH
         if at > start:
             ticks.append(((start + at - _WIDTH) / 2, column.replace(", ", " update,\n")))
@@ -64,7 +65,7 @@ def _draw_grid(grid: Grid, axes) -> None:
     axes.axhline(1.0, color=INK, linewidth=0.8)
     highest = max(ratio for column in COLUMNS for _, ratio in grid.best(column))
     axes.set_ylim(0, 1.15 * highest)
-    axes.set_ylabel("step / floor")
+    axes.set_ylabel("step / the longer of computing\nand communicating alone")
     axes.set_title(grid.name, loc="left", fontsize=10)
     bare(axes)
 
