@@ -102,7 +102,7 @@ class _Operation:
     lane: str
     resource: str
     length_ms: float
-    after: list["_Operation"]
+    after: list["_Operation"] = field(repr=False)  # each has its own: the text would be endless
     end_ms: float | None = None
 
 
