@@ -65,9 +65,10 @@ def broken_links(document: Path) -> list[str]:
 
 def existing_paths(text: str) -> list[str]:
     """Files of scripts/ and tests/ that `text` names, as paths or by -m."""
-    modules = (module.rstrip(".").replace(".", "/") + ".py" for module in _MODULE.findall(text))
+    modules = [module.rstrip(".").replace(".", "/") for module in _MODULE.findall(text)]
+    files = (f"{name}{ending}" for name in modules for ending in (".py", "/__main__.py"))
     paths = (path.rstrip(".") for path in _PATH.findall(text))
-    return [name for name in (*paths, *modules) if (ROOT / name).is_file()]
+    return [name for name in (*paths, *files) if (ROOT / name).is_file()]
 
 
 def tables_without_a_source(text: str) -> list[str]:
