@@ -1,18 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts/train can launch: every row through Megatron's own parser and on the meta device, in
-this process; and the shell scripts as far as they go without a cluster."""
+"""What scripts/train can launch: every row through Megatron's own parser and on the meta device,
+and the shell scripts as far as they go without a cluster."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from scripts.train import dry_run
 from scripts.train.rows import RowError, load_row, row_names
 
 _ROOT = Path(__file__).parents[1]
@@ -22,25 +22,55 @@ _TRAIN = _ROOT / "scripts" / "train"
 _NAMED_WITHIN = 0.02
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_hardware_queue() -> Iterator[None]:
-    """What env_cuda.sh exports; and Megatron is left as it was."""
-    before = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    yield
-    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS")
-    if before is not None:
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = before
-    from megatron_asynchzp.mcore.patches.patch import remove_patches
+# One process for all dry runs: what other tests have replaced in torch must not make the parameters
+# of a model on the meta device real.
+_CHILD = """
+import contextlib, io, json, os, sys
+channel = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+from scripts.train import dry_run
+for line in sys.stdin:
+    words, connections = json.loads(line)
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = dry_run.main(words)
+    print(json.dumps([status, out.getvalue(), err.getvalue()]), file=channel, flush=True)
+"""
 
-    remove_patches()
+
+class Ended(NamedTuple):
+    """How a dry run ended and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+
+DryRun = Callable[..., Ended]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+def run_dry() -> Iterator[DryRun]:
+    """Call with the words of a command line; connections: CUDA_DEVICE_MAX_CONNECTIONS."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    command = [sys.executable, "-c", _CHILD]
+    with subprocess.Popen(command, cwd=_ROOT, text=True, **pipes) as child:
+
+        def run(*words: str, connections: str = "1") -> Ended:  # 1 as env_cuda.sh exports
+            child.stdin.write(json.dumps([words, connections]) + "\n")
+            child.stdin.flush()
+            return Ended(*json.loads(child.stdout.readline()))
+
+        yield run
+        child.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def reports(run_dry: DryRun, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """The numbers of every row, by its name, from one dry run of all."""
     path = tmp_path_factory.mktemp("rows") / "rows.json"
-    assert dry_run.main(["--all", "--json", str(path)]) == 0
+    assert run_dry("--all", "--json", str(path)).status == 0
     return {report["row"]: report for report in json.loads(path.read_text())}
 
 
@@ -119,9 +149,9 @@ def test_groups_of_each_kind_hold_all_ranks_once(reports):
                 assert report["groups"][f"{state} shards"][0] == getattr(row, state)
 
 
-def test_the_text_of_a_row_names_flags_groups_and_what_is_assumed(capsys):
-    assert dry_run.main(["table2-36b-hzp"]) == 0
-    output = capsys.readouterr().out
+def test_the_text_of_a_row_names_flags_groups_and_what_is_assumed(run_dry):
+    status, output, _ = run_dry("table2-36b-hzp")
+    assert status == 0
     for words in (
         "--asynchzp-optim-shard-size 64",
         "optim shards",
@@ -146,22 +176,21 @@ def test_the_text_of_a_row_names_flags_groups_and_what_is_assumed(capsys):
         (["table2-9b-nd", "--platform", "ascend"], "table2-9b-nd on ascend: --sequence-parallel"),
     ],
 )
-def test_a_broken_row_is_refused_in_one_line_with_status_2(capsys, words, output):
-    assert dry_run.main(words) == 2
-    printed = capsys.readouterr()
+def test_a_broken_row_is_refused_in_one_line_with_status_2(run_dry, words, output):
+    printed = run_dry(*words)
+    assert printed.status == 2
     assert printed.out == "" and printed.err.count("\n") == 1
     assert printed.err.startswith("scripts/train: ") and output in printed.err
 
 
-def test_what_does_not_fit_into_a_device_ends_in_one_line_with_status_1(capsys):
-    assert dry_run.main(["table3-cp8-async", "--device-memory-gib", "16"]) == 1
-    assert "does not fit" in capsys.readouterr().err
+def test_what_does_not_fit_into_a_device_ends_in_one_line_with_status_1(run_dry):
+    ended = run_dry("table3-cp8-async", "--device-memory-gib", "16")
+    assert ended.status == 1 and "does not fit" in ended.err
 
 
-def test_megatron_itself_asks_for_one_hardware_queue(capsys, monkeypatch):
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    assert dry_run.main(["table2-9b-hzp"]) == 2
-    assert "CUDA_DEVICE_MAX_CONNECTIONS to 1" in capsys.readouterr().err
+def test_megatron_itself_asks_for_one_hardware_queue(run_dry):
+    ended = run_dry("table2-9b-hzp", connections="32")
+    assert ended.status == 2 and "CUDA_DEVICE_MAX_CONNECTIONS to 1" in ended.err
 
 
 def test_ascend_rows_use_layers_that_need_no_transformer_engine():
