@@ -15,9 +15,6 @@ ranks.preload(["megatron_asynchzp.testbed.preload_megatron"])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Tests that replace torch.cuda in this process come last: what they leave behind changed the
-    # logits of a model of transformers and made parameters on the meta device real.
-    items.sort(key=lambda item: "tests/cpu_platform/" in item.path.as_posix())
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

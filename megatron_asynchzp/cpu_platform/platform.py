@@ -47,11 +47,13 @@ def install() -> list[str]:
         return []
     # Before anything is replaced: importing Megatron imports dynamo, which builds a table of
     # torch's functions that stand-ins would upset.
-    import torch._dynamo
+    import torch._dynamo  # noqa: F401
 
     # Likewise torch's own table of what `with torch.device(...)` moves, which is made once: with
     # stand-ins in it, models on the meta device would be real, now and after `uninstall`.
-    torch.utils._device._device_constructors()
+    from torch.utils._device import _device_constructors
+
+    _device_constructors()
 
     parts = [_import(name) for name in _MEGATRON_PARTS]
     try:

@@ -85,6 +85,25 @@ print(made.device, made.sum().item())
 """
 
 
+def test_models_on_the_meta_device_stay_there_with_the_platform_and_after_it():
+    ended = subprocess.run([sys.executable, "-c", _META_DEVICE], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout.split()) == (0, ["meta", "meta"]), ended.stderr
+
+
+# In a process of its own: torch makes its table of device constructors once.
+_META_DEVICE = """
+import torch
+from megatron_asynchzp import cpu_platform
+def where_it_is_made():
+    with torch.device("meta"):
+        return torch.empty(2).device
+cpu_platform.install()
+print(where_it_is_made())
+cpu_platform.uninstall()
+print(where_it_is_made())
+"""
+
+
 def test_uninstall_without_install_does_nothing():
     cpu_platform.uninstall()
     assert not cpu_platform.is_installed()
