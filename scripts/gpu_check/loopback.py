@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Check: every schedule trains bit for bit as a plain process does, however late collectives are."""
+"""Check: every schedule trains bit for bit as a plain process, however late collectives are."""
 
 import time
 from collections.abc import Iterator, Sequence

@@ -61,7 +61,10 @@ class LoopbackWorld:
         return ShardGroups.of_topology(topology, range(self.size), group_of)
 
     def attend(self, driver: Driver, units: Sequence[HZPUnit], params: Mapping[str, torch.Tensor]):
-        """Serve the tasks of `driver` from now on. params: what each parameter of `units` is now."""
+        """Serve the tasks of `driver` from now on.
+
+        params: each parameter of `units`, whole, as it is now.
+        """
         self._units = {unit.name: unit for unit in units}
         self._held = self._updated = self._flat(params)
         submit = driver.submit

@@ -39,37 +39,38 @@ def live(device: torch.device) -> dict[str, int]:
     return found
 
 
-def growth(device: torch.device, act: Callable[[int], None], times: int) -> dict[str, int]:
-    """By how much what is alive grows while `act(index)` runs, after the first tenth of the times."""
+def growth(trainer: LoopbackTrainer, act: Callable[[], Any], times: int) -> dict[str, int]:
+    """By how much what is alive grows while `act()` runs, after the first tenth of the times."""
+
+    def count() -> dict[str, int]:
+        trainer.runtime.settle()
+        return live(trainer.world.device)
+
     first = max(2, int(_WARM_UP * times))
     before: dict[str, int] = {}
     for index in range(times):
         if index == first:
-            live(device)  # what counting itself needs
-            before = live(device)
-        act(index)
-    return {what: count - before[what] for what, count in live(device).items()}
+            count()  # what counting itself needs
+            before = count()
+        act()
+    return {what: number - before[what] for what, number in count().items()}
 
 
 def measure(
     schedule: str, device: torch.device, steps: int, evaluations: int
 ) -> dict[str, dict[str, int]]:
     """Growth in `steps` steps, and in `evaluations` evaluations after them."""
-    shape = ToyShape()
+    shape = ToyShape(depth=2)
     world = LoopbackWorld(device, WORLD_SIZE, 3, longest_delay_s=0.0)
     config = ScheduleConfig(schedule, 1, time_limit_s=60.0)
     trainer = LoopbackTrainer(shape, world, SIZES[0], config)
-    batches = [batch_of(shape, 0, index, device) for index in range(2)]
+    batches = [batch_of(shape, 0, 0, device)]
     grown = {
-        "steps": growth(device, lambda _: void(trainer.step(batches)), steps),
-        "evaluations": growth(device, lambda _: void(trainer.evaluate(batches[0])), evaluations),
+        "steps": growth(trainer, lambda: trainer.step(batches), steps),
+        "evaluations": growth(trainer, lambda: trainer.evaluate(batches[0]), evaluations),
     }
     trainer.close()
     return grown
-
-
-def void(result: Any) -> None:
-    """Keep nothing of it."""
 
 
 def excess(grown: dict[str, int], totals: dict[str, int]) -> list[str]:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a command with all that it starts, to its end or to a time limit, and keeps what it prints."""
+"""Runs a command to its end or to a time limit, ends all that it started, and keeps its output."""
 
 import os
 import signal

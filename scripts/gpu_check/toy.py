@@ -16,9 +16,12 @@ from scripts.gpu_check.loopback_world import sleep_on_stream
 
 @dataclass(frozen=True)
 class ToyShape:
-    """sequence: tokens of one; batch: sequences of a micro-batch. is_tied: the output layer uses the
-    embedding's weight; recomputes: blocks run again in backward; has_side_stream: half of each block
-    runs on a second stream, whose backward is late by up to `late_s`."""
+    """What the model is, and its batches.
+
+    sequence: tokens of one; batch: sequences of a micro-batch; is_tied: the output layer uses the
+    embedding's weight; recomputes: blocks run again in backward; has_side_stream: half of each
+    block runs on a second stream, whose backward is late by up to `late_s`.
+    """
 
     width: int = 16
     depth: int = 3

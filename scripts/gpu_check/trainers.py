@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.plan import plan_units
@@ -52,7 +53,12 @@ class LoopbackTrainer:
     """The engine around the same model. Close it at the end."""
 
     def __init__(
-        self, shape: ToyShape, world: LoopbackWorld, sizes: Sequence[int], schedule: ScheduleConfig
+        self,
+        shape: ToyShape,
+        world: LoopbackWorld,
+        sizes: Sequence[int],
+        schedule: ScheduleConfig,
+        driver: Driver | None = None,
     ):
         self.world = world
         self.model = new_model(shape, world.device)
@@ -63,7 +69,7 @@ class LoopbackTrainer:
             self.model, units if shape.is_tied else [*units, self.model.output], also_used_by=tied
         )
         groups = {"dense": world.groups(sizes)}
-        self.runtime = HZPRuntime(self.model, plans, groups, schedule, grad_scale=1.0 / world.size)
+        self.runtime = HZPRuntime(self.model, plans, groups, schedule, driver, 1.0 / world.size)
         world.attend(self.runtime.driver, self.runtime.units, params)
 
     @property
