@@ -53,10 +53,7 @@ def parse_arguments(argv: Sequence[str], checks: Sequence[Check]) -> argparse.Na
 def run_check(check: Check, place: Place, limit_s: float) -> Outcome:
     """The outcome of one check, in a process of its own that is ended after `limit_s` seconds."""
     try:
-        if check.gpus == 1:
-            place.need_cuda("there is none here")
-        elif check.gpus:
-            place.need_gpus(check.gpus)
+        check.need(place)
     except CheckSkipped as skipped:
         return Outcome(check.name, SKIPPED, str(skipped))
     if limit_s <= 0:
@@ -65,7 +62,7 @@ def run_check(check: Check, place: Place, limit_s: float) -> Outcome:
     result.unlink(missing_ok=True)
     # fmt: off
     command = [sys.executable, "-m", "scripts.gpu_check.child", check.name, check.module,
-               str(place.folder), *map(str, check.options)]
+               place.device, str(place.num_gpus), str(place.folder), *map(str, check.options)]
     # fmt: on
     ended = run_command(command, place.folder / f"{check.name}.log", limit_s)
     if ended.status == 0 and result.exists():

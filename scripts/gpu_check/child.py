@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one check: `python -m scripts.gpu_check.child NAME MODULE FOLDER [OPTION ...]`
-writes FOLDER/NAME.json, an Outcome."""
+"""The process of one check: `python -m scripts.gpu_check.child NAME MODULE DEVICE NUM_GPUS FOLDER
+[OPTION ...]` writes FOLDER/NAME.json, an Outcome."""
 
 import importlib
 import json
@@ -21,11 +21,11 @@ from scripts.gpu_check.outcome import (
 )
 
 
-def run(name: str, module: str, folder: Path, options: list[int]) -> Outcome:
+def run(name: str, module: str, place: Place, options: list[int]) -> Outcome:
     """The outcome of one check; an error that it did not foresee is a failure."""
     start_s = time.monotonic()
     try:
-        figures = importlib.import_module(module).run(Place.of_this_machine(folder), *options)
+        figures = importlib.import_module(module).run(place, *options)
         outcome = Outcome(name, PASSED, figures=figures)
     except CheckSkipped as skipped:
         outcome = Outcome(name, SKIPPED, str(skipped))
@@ -39,9 +39,10 @@ def run(name: str, module: str, folder: Path, options: list[int]) -> Outcome:
 
 
 def main(argv: list[str]) -> int:
-    name, module, folder, *options = argv
-    outcome = run(name, module, Path(folder), [int(option) for option in options])
-    Path(folder, f"{name}.json").write_text(json.dumps(outcome.as_dict()))
+    name, module, device, num_gpus, folder, *options = argv
+    place = Place(device, int(num_gpus), Path(folder))
+    outcome = run(name, module, place, [int(option) for option in options])
+    (place.folder / f"{name}.json").write_text(json.dumps(outcome.as_dict()))
     return 0
 
 

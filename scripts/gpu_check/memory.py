@@ -4,7 +4,7 @@
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def growth(trainer: LoopbackTrainer, act: Callable[[], Any], times: int) -> dict
         trainer.runtime.settle()
         return live(trainer.world.device)
 
-    first = max(2, int(_WARM_UP * times))
+    first = max(2, round(_WARM_UP * times))  # of at least three
     before: dict[str, int] = {}
     for index in range(times):
         if index == first:
@@ -82,10 +82,15 @@ def excess(grown: dict[str, int], totals: dict[str, int]) -> list[str]:
     ]
 
 
-def run(place: Place, steps: int = STEPS, evaluations: int = EVALUATIONS) -> dict[str, Any]:
+def run(
+    place: Place,
+    steps: int = STEPS,
+    evaluations: int = EVALUATIONS,
+    schedules: Sequence[str] = SCHEDULES,
+) -> dict[str, Any]:
     device = torch.device(place.device)
     figures, faults = {}, []
-    for schedule in SCHEDULES:
+    for schedule in schedules:
         grown = measure(schedule, device, steps, evaluations)
         figures[schedule] = grown
         totals = live(device)

@@ -39,11 +39,6 @@ class Place:
     def is_cuda(self) -> bool:
         return self.device == "cuda"
 
-    def need_cuda(self, what: str) -> None:
-        """Raise CheckSkipped, with `what` only a GPU has, on a CPU."""
-        if not self.is_cuda:
-            raise CheckSkipped(f"needs a CUDA device: {what}")
-
     def need_gpus(self, number: int) -> None:
         """Raise CheckSkipped where there are fewer."""
         if self.num_gpus < number:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Check: pretrain_gpt on one rank with the real communication library, in bf16, stock against ours."""
+"""Check: pretrain_gpt in bf16 on one rank, with the real communication library, beside stock."""
 
 import shutil
 from typing import Any

@@ -12,7 +12,6 @@ from scripts.gpu_check.outcome import Place
 
 
 def run(place: Place) -> dict[str, Any]:
-    place.need_cuda("streams")
     torch.use_deterministic_algorithms(True)
     shape = replace(
         variants(is_cuda=True)["plain"], has_side_stream=True, late_s=LONGEST_DELAY_S["cuda"]

@@ -46,7 +46,6 @@ def per_step(step: Callable[[], Any], places: Counter[str]) -> float:
 
 
 def run(place: Place) -> dict[str, Any]:
-    place.need_cuda("its driver counts these waits")
     device, figures, faults = torch.device(place.device), {}, []
     for schedule in SCHEDULES:
         trainer, batches = new_trainer(small_shape(), schedule, device)
