@@ -209,7 +209,8 @@ class _StreamWork(dist.Work):
 
 def sleep_on_stream(seconds: float) -> None:
     """The current stream does nothing for about so long."""
-    torch.cuda._sleep(int(seconds * _CYCLES_PER_S))
+    if seconds > 0:
+        torch.cuda._sleep(int(seconds * _CYCLES_PER_S))
 
 
 class _ThreadLane:

@@ -7,12 +7,18 @@ from typing import Any
 
 import torch
 
-from scripts.gpu_check.loopback import LONGEST_DELAY_S, cases, run_cases, variants
+from scripts.gpu_check.loopback import (
+    LONGEST_DELAY_S,
+    cases,
+    choose_deterministic_kernels,
+    run_cases,
+    variants,
+)
 from scripts.gpu_check.outcome import Place
 
 
 def run(place: Place) -> dict[str, Any]:
-    torch.use_deterministic_algorithms(True)
+    choose_deterministic_kernels()
     shape = replace(
         variants(is_cuda=True)["plain"], has_side_stream=True, late_s=LONGEST_DELAY_S["cuda"]
     )

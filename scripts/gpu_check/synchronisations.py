@@ -31,7 +31,7 @@ def counted_synchronisations(places: Counter[str]) -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode(before)
     for warning in caught:
-        if "synchroniz" in str(warning.message):
+        if "called a synchronizing" in str(warning.message):
             places[f"{warning.filename.rpartition('/')[2]}:{warning.lineno}"] += 1
 
 
