@@ -3,7 +3,6 @@
 """The command behind scripts/gpu_check.sh: what it runs, reports, and ends."""
 
 import json
-import os
 import subprocess
 import time
 from pathlib import Path
@@ -118,13 +117,21 @@ def test_a_wrong_command_line_is_one_line_that_names_the_flag(flags, words, caps
     assert flags[0] in last and words in last
 
 
+def test_the_documentation_has_a_row_for_each_check():
+    page = (ROOT / "docs" / "gpu_check.md").read_text()
+    for check in CHECKS:
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{check.name}` |")]
+        assert check.shows in row
+        assert f"{check.gpus} GPU" in row and ("a CPU" in row) == check.on_cpu
+        assert row.endswith(f"| {check.limit_s:.0f} |")
+
+
 def test_the_script_lists_the_checks():
     shown = subprocess.run(
         ["bash", str(ROOT / "scripts" / "gpu_check.sh"), "--help"],
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ},
     ).stdout
     for check in CHECKS:
         assert check.name in shown
