@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 from scripts.gpu_check.loopback import WORLD_SIZE
 from scripts.gpu_check.loopback_world import LoopbackWorld
 from scripts.gpu_check.outcome import CheckFailed, Place
-from scripts.gpu_check.toy import ToyShape, batch_of
-from scripts.gpu_check.trainers import LoopbackTrainer, PlainTrainer
+from scripts.gpu_check.toy import ToyShape, batch_of, loss_of, new_model
+from scripts.gpu_check.trainers import LoopbackTrainer
 
 # What the main thread may spend on a unit of 12 parameters, forward and backward, in a micro-batch.
 # The reading of the code against a stub device found 1200; the goal is a quarter of that.
@@ -58,13 +59,22 @@ def new_trainer(
     return trainer, [batch_of(shape, 0, index, device) for index in range(_MICRO_BATCHES)]
 
 
+def plain_pass(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
+    """The micro-batches of a step in a process that updates nothing."""
+    for tokens in batches:
+        loss_of(model, tokens).backward()
+        for param in model.parameters():
+            param.grad = None
+
+
 def added_us(schedule: str, device: torch.device, rounds: int = _ROUNDS) -> float:
-    """Host microseconds per block and micro-batch that the engine adds to the plain process."""
+    """Host microseconds per block and micro-batch that the engine adds to forward and backward,
+    its share of the step's own work included."""
     shape = small_shape()
     trainer, batches = new_trainer(shape, schedule, device)
-    plain = PlainTrainer(shape, device)
+    model = new_model(shape, device)
     ours = host_seconds(lambda: trainer.step(batches), rounds)
-    theirs = host_seconds(lambda: plain.step(batches), rounds)
+    theirs = host_seconds(lambda: plain_pass(model, batches), rounds)
     trainer.close()
     return (ours - theirs) / len(batches) / shape.depth * 1e6
 
@@ -99,11 +109,22 @@ def covered(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return reached - min(start for start, _ in spans), busy
 
 
+def plain_times(shape: ToyShape, device: torch.device, place: Place) -> dict[str, float]:
+    """As `traced`, of forward and backward without the engine."""
+    model = new_model(shape, device)
+    batches = [batch_of(shape, 0, index, device) for index in range(_MICRO_BATCHES)]
+    for _ in range(_WARM_UP):
+        plain_pass(model, batches)
+    path = place.folder / "trace_plain.json"
+    return traced(lambda: plain_pass(model, batches), path, place.is_cuda)
+
+
 def run(place: Place, rounds: int = _ROUNDS) -> dict[str, Any]:
     device = torch.device(place.device)
     torch.set_num_threads(1)
     figures: dict[str, Any] = {}
     shape = large_shape() if place.is_cuda else replace(small_shape(), depth=3)
+    figures["plain process"] = plain_times(shape, device, place)
     for schedule in SCHEDULES:
         added = added_us(schedule, device, rounds)
         trainer, batches = new_trainer(shape, schedule, device)
