@@ -43,8 +43,10 @@ class Case(NamedTuple):
 
 def variants(is_cuda: bool) -> dict[str, ToyShape]:
     plain = ToyShape()
-    if is_cuda:  # wide enough for kernels that take longer than their launch
-        plain = ToyShape(width=256, depth=4, vocab=512, sequence=64, batch=4)
+    if is_cuda:
+        # Kernels that take longer than their launch, and gradients on both sides of the size from
+        # which the engine moves each of them by itself.
+        plain = ToyShape(width=512, depth=4, vocab=512, sequence=64, batch=4)
     return {
         "plain": plain,
         "plain fp32": replace(plain, dtype=torch.float32),

@@ -67,6 +67,9 @@ class LoopbackWorld:
         """
         self._units = {unit.name: unit for unit in units}
         self._held = self._updated = self._flat(params)
+        if self.device.type == "cuda":
+            # The engine's first gathers wait for what it has written itself, which was earlier.
+            torch.cuda.synchronize(self.device)
         submit = driver.submit
 
         def attended_submit(task: Task) -> Task:

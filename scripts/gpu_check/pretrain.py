@@ -14,8 +14,8 @@ STEPS, SAVED_STEP, MICRO_BATCHES = 12, 6, 2
 LOSS_TOLERANCE, FIRST_LOSS_TOLERANCE = 5e-3, 1e-5
 # One rank has nobody to communicate with: a step may not take much longer than stock's.
 MOST_RATIO = {"cuda": 1.25, "cpu": 4.0}
-# Implicit waits of the host per step beyond stock's: the comparison of orders is read once.
-WAIT_BUDGET = 1
+# Implicit waits of the host per step beyond stock's.
+WAIT_BUDGET = 0
 _RUN_LIMIT_S = 90.0
 
 
