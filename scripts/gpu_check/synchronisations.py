@@ -14,8 +14,8 @@ from megatron_asynchzp.zero.config import SCHEDULES
 from scripts.gpu_check.host_time import new_trainer, small_shape
 from scripts.gpu_check.outcome import CheckFailed, Place
 
-# Per step, from its begin to the start of the next one's gathers. The update of this check waits for
-# nothing, so whatever is found is the engine's.
+# Per step, from its begin to the next one's first gathers. The optimizer of this check waits for
+# nothing: whatever is found is the engine's.
 BUDGET = 0
 _WARM_UP, _STEPS = 3, 4
 
