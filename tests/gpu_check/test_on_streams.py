@@ -20,9 +20,10 @@ from tests.support.inert_streams import inert_streams
 CPU = torch.device("cpu")
 
 
-def test_collectives_on_streams_and_late_gradients_train_as_a_plain_process():
+@pytest.mark.parametrize("schedule", loopback.SCHEDULES)
+def test_collectives_on_streams_and_late_gradients_train_as_a_plain_process(schedule):
     shape = replace(loopback.variants(is_cuda=False)["plain"], has_side_stream=True, late_s=0.01)
-    case = Case("side stream", (2, 4, 8), "inline", 0)
+    case = Case("side stream", (2, 4, 8), schedule, 1)
     with inert_streams() as calls:
         with mock.patch.object(loopback_world, "new_lane", loopback_world._StreamLane):
             assert loopback.run_cases([(case, shape)], CPU)["cases"] == 1

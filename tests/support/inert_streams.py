@@ -3,21 +3,24 @@
 """torch.cuda's streams and events without a device: whatever is put into a stream happens at once.
 What runs here is the code that uses them, not its timing."""
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import ClassVar
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 
+from megatron_asynchzp.device import StreamDevice
+
 
 class InertStream:
-    """calls: how often each method was called, on all streams."""
+    """calls: how often each method was called, on all streams and events."""
 
     calls: ClassVar[Counter[str]] = Counter()
 
-    def __init__(self, device=None, priority: int = 0):
+    def __init__(self, device: Any = None, priority: int = 0):
         pass
 
     def wait_stream(self, other: "InertStream") -> None:
@@ -28,24 +31,46 @@ class InertStream:
 
 
 class InertEvent:
+    def __init__(self, enable_timing: bool = False):
+        pass
+
     def record(self, stream: InertStream | None = None) -> None:
         InertStream.calls["record"] += 1
 
     def query(self) -> bool:
         return True
 
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "InertEvent") -> float:
+        return 0.0
+
+
+class InertDevice(StreamDevice):
+    """The engine's interface to such streams; its tensors are those of the CPU."""
+
+    def __init__(self):
+        super().__init__(torch.cuda, torch.device("cuda", 0))
+
+    def new_host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor)  # memory cannot be pinned without a device
+
 
 @contextmanager
 def inert_streams() -> Iterator[Counter[str]]:
     """In place of torch.cuda's while this lasts; yields the calls."""
     InertStream.calls = Counter()
-    current = [InertStream()]
+    threads, default = threading.local(), InertStream()
+
+    def current_stream(device: Any = None) -> InertStream:
+        return getattr(threads, "stream", default)
 
     @contextmanager
     def on_stream(stream: InertStream) -> Iterator[None]:
-        current.append(stream)
+        before, threads.stream = current_stream(), stream
         yield
-        current.pop()
+        threads.stream = before
 
     def sleep(cycles: int) -> None:
         assert cycles > 0
@@ -54,12 +79,15 @@ def inert_streams() -> Iterator[Counter[str]]:
     replaced = {
         "Stream": InertStream,
         "Event": InertEvent,
-        "current_stream": lambda device=None: current[-1],
+        "current_stream": current_stream,
         "stream": on_stream,
+        "set_device": lambda device: None,
         "_sleep": sleep,
     }
-    with (
-        mock.patch.multiple(torch.cuda, **replaced),
-        mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(torch.cuda, **replaced))
+        nothing = mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None)
+        stack.enter_context(nothing)
+        for module in ("megatron_asynchzp.zero.step", "scripts.gpu_check.poison"):
+            stack.enter_context(mock.patch(f"{module}.device_of", lambda tensor: InertDevice()))
         yield InertStream.calls
