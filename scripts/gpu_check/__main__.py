@@ -15,6 +15,7 @@ from scripts.gpu_check.process import ROOT, run_command
 from scripts.gpu_check.report import describe_machine, last_line, write_json, write_markdown
 from scripts.gpu_check.table import CHECKS, Check
 
+_EXIT_INTERRUPTED = 130
 _FOLDER = ROOT / "runs" / "gpu_check"
 
 
@@ -45,6 +46,7 @@ def parse_arguments(argv: Sequence[str], checks: Sequence[Check]) -> argparse.Na
     options.checks = [check for check in checks if check.name in chosen]
     if options.time_limit is None:
         options.time_limit = sum(check.limit_s for check in options.checks)
+    options.json, options.markdown = options.json.resolve(), options.markdown.resolve()
     if options.time_limit <= 0:
         parser.error("--time-limit: a number of seconds above 0")
     return options
@@ -79,14 +81,20 @@ def main(argv: Sequence[str], checks: Sequence[Check] = CHECKS) -> int:
     folder = options.json.parent / "gpu_check_logs"
     folder.mkdir(exist_ok=True)
     place = Place.of_this_machine(folder)
-    outcomes = []
-    for check in options.checks:
-        outcomes.append(run_check(check, place, min(check.limit_s, deadline - time.monotonic())))
-        print(outcomes[-1].line, flush=True)
-    machine = describe_machine()
-    write_json(options.json, machine, outcomes)
-    shows = {check.name: check.shows for check in checks}
-    write_markdown(options.markdown, machine, outcomes, shows)
+    outcomes: list[Outcome] = []
+    try:
+        for check in options.checks:
+            limit_s = min(check.limit_s, deadline - time.monotonic())
+            outcomes.append(run_check(check, place, limit_s))
+            print(outcomes[-1].line, flush=True)
+    except KeyboardInterrupt:
+        print("gpu_check: interrupted; what has ended is in the files", flush=True)
+        return _EXIT_INTERRUPTED
+    finally:
+        machine = describe_machine()
+        write_json(options.json, machine, outcomes)
+        shows = {check.name: check.shows for check in checks}
+        write_markdown(options.markdown, machine, outcomes, shows)
     print(f"{options.json}, {options.markdown}, logs in {folder}", flush=True)
     print(last_line(outcomes), flush=True)
     return 1 if any(outcome.status == FAILED for outcome in outcomes) else 0
