@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.gpu_check import __main__ as gpu_check
+from scripts.gpu_check.outcome import Outcome
 from scripts.gpu_check.process import ROOT
 from scripts.gpu_check.table import CHECKS, Check
 from tests.gpu_check import doubles
@@ -99,6 +100,21 @@ def test_what_the_time_limit_leaves_no_time_for_counts_as_failed(tmp_path):
     status, rows, _ = run(tmp_path, "--time-limit", "1", checks=checks)
     assert status == 1
     assert rows["passes"]["reason"] == "not started: the time limit was spent before it"
+
+
+def test_an_interrupted_run_keeps_what_has_ended(tmp_path, monkeypatch):
+    ended = iter([Outcome("passes", "passed")])
+
+    def run_check(*_):
+        for outcome in ended:
+            return outcome
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_check, "run_check", run_check)
+    checks = [double("passes", doubles.PASSES), double("hangs", doubles.HANGS)]
+    status, rows, _ = run(tmp_path, checks=checks)
+    assert status == 130
+    assert list(rows) == ["passes"]
 
 
 def test_what_one_gpu_can_run_takes_ten_minutes_at_most():
