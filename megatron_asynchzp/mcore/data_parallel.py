@@ -7,6 +7,7 @@ finalize_model_grads call on a model chunk.
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,24 +138,31 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Complete the gradients over the whole sharding group, on each rank's O shard."""
         self.runtime.sync_grads()
-        if self.ddp_config.check_for_nan_in_grad:
-            self._check_grads()
+        self._check_grads()
 
     def _check_grads(self) -> None:
-        """Stop on a gradient that is not finite. Stock DDP looks before it reduces; here the
-        reduction runs within backward, and what one rank spoils reaches the shard's owner."""
-        rerun_state_machine = get_rerun_state_machine()
-        for unit in self.runtime.units:
+        """Stop on a gradient that is not finite, report one that is unexpectedly large, as far as
+        the flags ask for it. Stock DDP looks before it reduces; here the reduction runs within
+        backward, and what one rank spoils reaches the shard's owner."""
+        machine: Any = get_rerun_state_machine()
+        # Ten times what was seen so far, as in stock Megatron.
+        is_large = partial(machine.is_unexpectedly_large, threshold=10, context="grads")
+        checks: list[tuple[Any, str, bool]] = []
+        if self.ddp_config.check_for_nan_in_grad:
+            checks += [(torch.isnan, "NaN", True), (torch.isinf, "Inf", True)]
+        if self.ddp_config.check_for_large_grads:
+            checks += [(is_large, "unexpectedly large values", False)]
+        for unit in self.runtime.units if checks else ():
             if not unit.is_trained:
                 continue
             norm = unit.main_grad.view(unit.optim_range).norm(p=2)
-            for is_bad, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-                rerun_state_machine.validate_result(
+            for is_bad, what, is_fatal in checks:
+                machine.validate_result(
                     result=norm,
-                    rejection_func=is_bad,  # pyright: ignore[reportArgumentType]
+                    rejection_func=is_bad,
                     message=f"found {what} in the gradient shard of unit {unit.name}",
                     tolerance=0.001,  # attention backward may not be deterministic
-                    fatal=True,
+                    fatal=is_fatal,
                 )
 
     def scale_gradients(self, scaling_factor: float) -> None:
