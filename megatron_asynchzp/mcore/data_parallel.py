@@ -36,16 +36,19 @@ def create_shard_groups(
     pg_collection: ProcessGroupCollection,
     has_experts: bool,
     timeout: timedelta | None = None,
+    grad_dtype: torch.dtype = torch.float32,
 ) -> dict[str, ShardGroups]:
     """Communicators of the dense and, with `has_experts`, of the expert sharding group.
 
     sizes: in ranks of the data x context parallel group; experts use their gcd with the size of
-    the expert data-parallel group. Collective over the world; `has_experts` is its common answer.
+    the expert data-parallel group; grad_dtype: see ShardGroups. Collective over the world;
+    `has_experts` is its common answer.
     """
 
     def over(group: dist.ProcessGroup, group_sizes: ShardSizes) -> ShardGroups:
         topology = ShardTopology(group.size(), group.rank(), group_sizes)
-        return ShardGroups.create(topology, dist.get_process_group_ranks(group), timeout)
+        ranks = dist.get_process_group_ranks(group)
+        return ShardGroups.create(topology, ranks, timeout, grad_dtype)
 
     groups = {"dense": over(pg_collection.dp_cp, sizes)}
     if has_experts:
@@ -223,17 +226,19 @@ def wrap_model_chunks(
     schedule: ScheduleConfig = ScheduleConfig(),
     trace: TraceRequest | None = None,
     saves_beside_training: bool = False,
+    grad_dtype: torch.dtype = torch.float32,
 ) -> list[AsyncHZPDataParallel]:
     """Shard and wrap the model chunks of this rank. Collective over the world.
 
     sizes: for the dense sharding group; data_parallel_random_init: the ranks initialised their
     parameters differently and the first rank's are used, as stock Megatron does;
-    saves_beside_training: whether a checkpoint may be written while training goes on.
+    saves_beside_training: whether a checkpoint may be written while training goes on;
+    grad_dtype: in which gradients travel.
     """
     has_experts = _is_true_anywhere(
         any(sharding_group_key(p) == "expert" for chunk in model_chunks for p in chunk.parameters())
     )
-    groups = create_shard_groups(sizes, pg_collection, has_experts, timeout)
+    groups = create_shard_groups(sizes, pg_collection, has_experts, timeout, grad_dtype)
     first_param = next(model_chunks[0].parameters())
     communication = Communication(schedule, device_of(first_param), trace)
     # From an accelerator Megatron's writer makes copies by itself.

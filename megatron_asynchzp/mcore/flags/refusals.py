@@ -142,7 +142,6 @@ REFUSALS: tuple[Refusal, ...] = (
         _other_dtype_than_fp32("--exp-avg-dtype bf16"),
         _other_dtype_than_fp32("--exp-avg-sq-dtype bf16"),
     ),
-    *because("gradients are reduced in fp32", _DROP, "--grad-reduce-in-bf16"),
     *because(
         "it is tied to the number of ranks",
         "use --non-persistent-ckpt-type global",
