@@ -69,7 +69,7 @@ def test_the_census_counts_what_starts_and_names_the_flags_that_keep_the_rest(tm
         {
             "plain": "",
             "sharded": "  --use-distributed-optimizer: true\n  --log-params-norm: true\n",
-            "clipped": "  --qk-clip: true\n",
+            "dumped": "  --save-dgrads-interval: 10\n",
             "wrong": "  --tensor-model-parallel-size: 3\n",
         },
     )
@@ -84,9 +84,9 @@ def test_the_census_counts_what_starts_and_names_the_flags_that_keep_the_rest(tm
         "4 start with stock Megatron in this pretended world",
         "3 start with --use-asynchzp",
     ]
-    assert "refused by --use-asynchzp: 1" in lines and "    1  --qk-clip" in lines
+    assert "refused by --use-asynchzp: 1" in lines and "    1  --save-dgrads-interval" in lines
     assert "refused by Megatron: 1" in lines
-    assert sum(line.startswith(f"{tmp_path}/clipped") for line in lines) == 1
+    assert sum(line.startswith(f"{tmp_path}/dumped") for line in lines) == 1
 
 
 def test_a_folder_without_recipes_is_an_error(tmp_path):

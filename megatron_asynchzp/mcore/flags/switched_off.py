@@ -57,7 +57,7 @@ NORMALISATIONS: tuple[Normalisation, ...] = tuple(Normalisation(*row) for row in
     ("--ddp-average-in-collective", "ddp_average_in_collective", False,
      "the engine sums gradients and scales the sum"),
     ("--ddp-reduce-scatter-with-fp32-accumulation", "ddp_reduce_scatter_with_fp32_accumulation",
-     False, "gradients are always reduced in fp32"),
+     False, "gradients are always summed in fp32"),
     ("--ddp-param-name-patterns-for-fp32-local-accumulation",
      "ddp_param_name_patterns_for_fp32_local_accumulation", [],
      "gradients are always accumulated in fp32"),
@@ -77,7 +77,7 @@ def normalize_args(args: Namespace) -> list[str]:
     if (args.fp16 or args.bf16) and not args.accumulate_allreduce_grads_in_fp32:
         args.accumulate_allreduce_grads_in_fp32 = True
         if args.fp16:  # Megatron does the same for bf16 by itself
-            lines.append("accumulate_allreduce_grads_in_fp32 = True: gradients are reduced in fp32")
+            lines.append("accumulate_allreduce_grads_in_fp32 = True: gradients are summed in fp32")
     if args.save and not args.exit_signal_handler and _can_gather_signals():
         args.exit_signal_handler = True
         lines.append(
