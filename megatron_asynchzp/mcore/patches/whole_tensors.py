@@ -25,7 +25,8 @@ def calc_params_l2_norm(
     from megatron_asynchzp.mcore.whole_tensors import norm_of_params
 
     # As stock: of the main parameters in bf16, of the model's in fp16.
-    in_model_dtype = force_create_fp32_copy or not get_args().bf16
+    args: Any = get_args()
+    in_model_dtype = force_create_fp32_copy or not args.bf16
     return norm_of_params(communication.runtimes, in_model_dtype)
 
 
