@@ -80,7 +80,7 @@ def test_a_script_that_is_not_there_is_named_with_status_2():
 @pytest.mark.parametrize(
     "line, output",
     [
-        (f"{_TOY} --use-asynchzp --use-megatron-fsdp", "--use-megatron-fsdp is not supported"),
+        (f"{_TOY} --use-asynchzp --skip-train", "--skip-train is not supported"),
         (f"{_TOY} --use-asynchzp --skip-train", "--skip-train is not supported"),
         (f"{_TOY} --use-asynchzp --asynchzp-param-shard-size 2", "--asynchzp-param-shard-size 2"),
         (f"{_TOY} --use-asynchzp --tensor-model-parallel-size 2", "1 ranks are not a multiple"),

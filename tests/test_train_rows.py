@@ -169,7 +169,7 @@ def test_the_text_of_a_row_names_flags_groups_and_what_is_assumed(run_dry):
         (["no-such-row"], "no-such-row: no such row"),
         (["table2-9b-hzp", "--ranks", "100"], "100 ranks are not a multiple"),
         (["table2-9b-hzp", "--", "--asynchzp-optim-shard-size", "48"], "--asynchzp-optim-shard"),
-        (["table2-9b-hzp", "--", "--use-megatron-fsdp"], "--use-megatron-fsdp is not supported"),
+        (["table2-9b-hzp", "--", "--skip-train"], "--skip-train is not supported"),
         (["table2-9b-hzp", "--", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["table2-9b-hzp", "--", "--data-path", "nowhere"], "nowhere: no dataset there"),
         (["table2-36b-nd", "--", "--num-layers", "63"], "divisible"),

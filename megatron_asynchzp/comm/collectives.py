@@ -76,9 +76,15 @@ def reduce_scatter_steps(
         full = shard
 
 
-def new_shards(full: torch.Tensor, axes: Sequence[AxisGroup]) -> list[torch.Tensor]:
-    """Memory for the results of reduce_scatter_steps."""
-    shards: list[torch.Tensor] = []
+def new_shards(
+    full: torch.Tensor, axes: Sequence[AxisGroup], wire: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    """Memory for the results of reduce_scatter_steps, the last of which is this rank's shard.
+
+    wire: where it is not the dtype of `full`, a copy of `full` in it comes first, which
+    rounded_reduce_scatter_steps sends from.
+    """
+    shards = [] if wire == full.dtype or not axes else [full.new_empty(full.numel(), dtype=wire)]
     numel = full.numel()
     for axis_group in axes:
         numel //= axis_group.axis.size
@@ -98,3 +104,55 @@ def all_reduce_steps(
     """Combine `shard` in place over `axes`, by `op`."""
     for axis_group in axes:
         yield dist.all_reduce(shard, op, group=axis_group.group, async_op=True)  # pyright: ignore[reportUnknownMemberType]
+
+
+# ---- gradients that travel in a shorter dtype than they are summed in
+
+
+def rounded_reduce_scatter_steps(
+    full: torch.Tensor, axes: Sequence[AxisGroup], shards: Sequence[torch.Tensor]
+) -> Steps:
+    """As reduce_scatter_steps, but what travels is rounded to the dtype of the first of `shards`.
+
+        rank 0   | a0 | a1 |          a0 b0 -> sum in fp32, in the order of the ranks
+        rank 1   | b0 | b1 |    ->    a1 b1 -> sum in fp32
+
+    Along each axis every rank's contribution, its own included, is rounded once, and the sum is
+    not. shards: see new_shards. `full` (fp32) is overwritten: what arrives needs its memory.
+    """
+    copy, results = shards[0], shards[1:]
+    for axis_group, result in zip(axes, results, strict=True):
+        sent = copy[: full.numel()].copy_(full)
+        received = full.view(copy.dtype)[: full.numel()]
+        yield dist.all_to_all_single(received, sent, group=axis_group.group, async_op=True)  # pyright: ignore[reportUnknownMemberType]
+        _sum_pieces(received.view(axis_group.axis.size, -1), result)
+        full = result
+
+
+def rounded_all_reduce_steps(
+    shard: torch.Tensor, axes: Sequence[AxisGroup], wire: torch.dtype
+) -> Steps:
+    """Sum `shard` (1-D, fp32) in place over `axes`; what travels is rounded to `wire`.
+
+    Every contribution is rounded once before the sum in fp32, and the sum once more, because it
+    travels too; so all ranks get the same bits.
+    """
+    for axis_group in axes:
+        size, coordinate = axis_group.axis.size, axis_group.axis.coordinate
+        length = -(-shard.numel() // size)
+        sent = shard.new_zeros(length * size, dtype=wire)
+        sent[: shard.numel()].copy_(shard)
+        received = torch.empty_like(sent)
+        yield dist.all_to_all_single(received, sent, group=axis_group.group, async_op=True)  # pyright: ignore[reportUnknownMemberType]
+        total = shard.new_empty(length)
+        _sum_pieces(received.view(size, length), total)
+        own = sent[coordinate * length :][:length].copy_(total)
+        yield all_gather_flat(sent, own, group=axis_group.group, async_op=True)
+        shard.copy_(sent[: shard.numel()])
+
+
+def _sum_pieces(pieces: torch.Tensor, result: torch.Tensor) -> None:
+    """The sum of the rows of `pieces`, in their order and in the dtype of `result`."""
+    result.copy_(pieces[0])
+    for piece in pieces[1:]:
+        result.add_(piece)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.collectives import AxisGroup
@@ -19,6 +20,8 @@ class ShardGroups:
 
     Gathering and reducing have communicators of their own, because operations of one
     communicator are serialised.
+
+    grad_dtype: in which gradients travel; they are summed in fp32.
     """
 
     topology: ShardTopology
@@ -27,6 +30,7 @@ class ShardGroups:
     grad_sync: tuple[AxisGroup, ...]
     replica_sync: tuple[AxisGroup, ...]
     param_sync: tuple[AxisGroup, ...]
+    grad_dtype: torch.dtype = torch.float32
 
     @property
     def all_reduce_axes(self) -> tuple[AxisGroup, ...]:
@@ -41,7 +45,11 @@ class ShardGroups:
 
     @classmethod
     def create(
-        cls, topology: ShardTopology, global_ranks: Sequence[int], timeout: timedelta | None = None
+        cls,
+        topology: ShardTopology,
+        global_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        grad_dtype: torch.dtype = torch.float32,
     ) -> "ShardGroups":
         """Create the groups of all ranks. Collective over the world.
 
@@ -59,7 +67,7 @@ class ShardGroups:
                 )
 
         return cls.of_topology(
-            topology, global_ranks, lambda purpose, ranks: created[purpose, ranks]
+            topology, global_ranks, lambda purpose, ranks: created[purpose, ranks], grad_dtype
         )
 
     @classmethod
@@ -68,6 +76,7 @@ class ShardGroups:
         topology: ShardTopology,
         global_ranks: Sequence[int],
         group_of: Callable[[str, tuple[int, ...]], dist.ProcessGroup],
+        grad_dtype: torch.dtype = torch.float32,
     ) -> "ShardGroups":
         """global_ranks: see `create`; group_of: the communicator over the global ranks of an axis,
         for the purpose "gather" or "reduce"."""
@@ -86,6 +95,7 @@ class ShardGroups:
             grad_reduce=along("reduce", topology.grad_axes),
             grad_sync=along("reduce", topology.grad_sync_axes),
             replica_sync=along("reduce", topology.replica_axes),
+            grad_dtype=grad_dtype,
         )
 
 

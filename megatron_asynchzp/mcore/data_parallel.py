@@ -7,6 +7,7 @@ finalize_model_grads call on a model chunk.
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,16 +36,19 @@ def create_shard_groups(
     pg_collection: ProcessGroupCollection,
     has_experts: bool,
     timeout: timedelta | None = None,
+    grad_dtype: torch.dtype = torch.float32,
 ) -> dict[str, ShardGroups]:
     """Communicators of the dense and, with `has_experts`, of the expert sharding group.
 
     sizes: in ranks of the data x context parallel group; experts use their gcd with the size of
-    the expert data-parallel group. Collective over the world; `has_experts` is its common answer.
+    the expert data-parallel group; grad_dtype: see ShardGroups. Collective over the world;
+    `has_experts` is its common answer.
     """
 
     def over(group: dist.ProcessGroup, group_sizes: ShardSizes) -> ShardGroups:
         topology = ShardTopology(group.size(), group.rank(), group_sizes)
-        return ShardGroups.create(topology, dist.get_process_group_ranks(group), timeout)
+        ranks = dist.get_process_group_ranks(group)
+        return ShardGroups.create(topology, ranks, timeout, grad_dtype)
 
     groups = {"dense": over(pg_collection.dp_cp, sizes)}
     if has_experts:
@@ -137,24 +141,31 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Complete the gradients over the whole sharding group, on each rank's O shard."""
         self.runtime.sync_grads()
-        if self.ddp_config.check_for_nan_in_grad:
-            self._check_grads()
+        self._check_grads()
 
     def _check_grads(self) -> None:
-        """Stop on a gradient that is not finite. Stock DDP looks before it reduces; here the
-        reduction runs within backward, and what one rank spoils reaches the shard's owner."""
-        rerun_state_machine = get_rerun_state_machine()
-        for unit in self.runtime.units:
+        """Stop on a gradient that is not finite, report one that is unexpectedly large, as far as
+        the flags ask for it. Stock DDP looks before it reduces; here the reduction runs within
+        backward, and what one rank spoils reaches the shard's owner."""
+        machine: Any = get_rerun_state_machine()
+        # Ten times what was seen so far, as in stock Megatron.
+        is_large = partial(machine.is_unexpectedly_large, threshold=10, context="grads")
+        checks: list[tuple[Any, str, bool]] = []
+        if self.ddp_config.check_for_nan_in_grad:
+            checks += [(torch.isnan, "NaN", True), (torch.isinf, "Inf", True)]
+        if self.ddp_config.check_for_large_grads:
+            checks += [(is_large, "unexpectedly large values", False)]
+        for unit in self.runtime.units if checks else ():
             if not unit.is_trained:
                 continue
             norm = unit.main_grad.view(unit.optim_range).norm(p=2)
-            for is_bad, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-                rerun_state_machine.validate_result(
+            for is_bad, what, is_fatal in checks:
+                machine.validate_result(
                     result=norm,
-                    rejection_func=is_bad,  # pyright: ignore[reportArgumentType]
+                    rejection_func=is_bad,
                     message=f"found {what} in the gradient shard of unit {unit.name}",
                     tolerance=0.001,  # attention backward may not be deterministic
-                    fatal=True,
+                    fatal=is_fatal,
                 )
 
     def scale_gradients(self, scaling_factor: float) -> None:
@@ -215,17 +226,19 @@ def wrap_model_chunks(
     schedule: ScheduleConfig = ScheduleConfig(),
     trace: TraceRequest | None = None,
     saves_beside_training: bool = False,
+    grad_dtype: torch.dtype = torch.float32,
 ) -> list[AsyncHZPDataParallel]:
     """Shard and wrap the model chunks of this rank. Collective over the world.
 
     sizes: for the dense sharding group; data_parallel_random_init: the ranks initialised their
     parameters differently and the first rank's are used, as stock Megatron does;
-    saves_beside_training: whether a checkpoint may be written while training goes on.
+    saves_beside_training: whether a checkpoint may be written while training goes on;
+    grad_dtype: in which gradients travel.
     """
     has_experts = _is_true_anywhere(
         any(sharding_group_key(p) == "expert" for chunk in model_chunks for p in chunk.parameters())
     )
-    groups = create_shard_groups(sizes, pg_collection, has_experts, timeout)
+    groups = create_shard_groups(sizes, pg_collection, has_experts, timeout, grad_dtype)
     first_param = next(model_chunks[0].parameters())
     communication = Communication(schedule, device_of(first_param), trace)
     # From an accelerator Megatron's writer makes copies by itself.

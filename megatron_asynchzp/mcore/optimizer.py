@@ -62,8 +62,8 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         # Every element counts on exactly one rank (see counted_parameters), so the sum over the
         # world is the model's.
         self.grad_stats_parallel_group = dist.group.WORLD
-        # Separate norms belong to multi-token prediction, which is refused. Set here because
-        # Megatron would ask the world on the first clipping, but only on ranks that own elements.
+        # Separate norms belong to --mtp-detach-heads, which is refused. Set here because Megatron
+        # would ask the world on the first clipping, but only on ranks that own elements.
         self._has_grad_norm_group_cache = dict.fromkeys(SEPARATE_GRAD_NORM_GROUPS, False)
         self._parameters = parameters
         self._checkpoint = OptimizerCheckpoint(optimizer, grad_scaler, parameters.places)

@@ -6,6 +6,7 @@ import io
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
@@ -76,9 +77,10 @@ def _groups_table(groups: dict[str, ShardGroups], ranks_per_node: int) -> Table:
 
     for key, group in groups.items():
         add(key, "gather parameters", "each unit, forward and backward", group.unshard)
-        add(key, "reduce-scatter gradients", "each unit, each micro-batch", group.grad_reduce)
-        add(key, "reduce-scatter gradients", "once per step", group.grad_sync)
-        add(key, "all-reduce gradients", "once per step (replicas)", group.replica_sync)
+        grads = "gradients in bf16" if group.grad_dtype == torch.bfloat16 else "gradients"
+        add(key, f"reduce-scatter {grads}", "each unit, each micro-batch", group.grad_reduce)
+        add(key, f"reduce-scatter {grads}", "once per step", group.grad_sync)
+        add(key, f"all-reduce {grads}", "once per step (replicas)", group.replica_sync)
         add(key, "gather parameter shards", "once per step", group.param_sync)
     return table
 

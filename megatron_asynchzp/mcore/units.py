@@ -32,7 +32,9 @@ def _tied_weights(root: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, ...]]:
             continue
         output_layer = getattr(model, "output_layer", None)
         is_passed_on = model.share_embeddings_and_output_weights
-        if output_layer is not None and is_passed_on and output_layer.weight is None:
+        # A last stage with multi-token prediction has an embedding whose weight is passed on, and a
+        # weight of the output layer that is never used.
+        if output_layer is not None and is_passed_on and output_layer.weight is not weight:
             tied[weight] = (output_layer,)
         elif getattr(weight, "shared_embedding", False):
             tied[weight] = ()

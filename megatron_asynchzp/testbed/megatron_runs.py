@@ -78,6 +78,7 @@ class StepRecord:
     loss_scale: float
     is_skipped: bool
     learning_rate: float | None
+    params_norm: float | None  # with --log-params-norm
 
 
 @dataclass
@@ -98,6 +99,10 @@ class RunRecord:
     @property
     def grad_norms(self) -> list[float | None]:
         return [step.grad_norm for step in self.steps]
+
+    @property
+    def params_norms(self) -> list[float | None]:
+        return [step.params_norm for step in self.steps]
 
 
 def run_pretrain(argv: list[str], inspect: Callable[[list, Any], Any] | None = None) -> RunRecord:
@@ -303,6 +308,7 @@ def _step_record(gathered: dict[str, Any]) -> StepRecord:
         loss_scale=float(gathered["loss_scale"]),
         is_skipped=bool(gathered["skipped_iter"]),
         learning_rate=_number(gathered["learning_rate"]),
+        params_norm=_number(gathered["params_norm"]),
     )
 
 

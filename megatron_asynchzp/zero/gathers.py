@@ -357,5 +357,6 @@ def _outer_traffic(unit: HZPUnit) -> tuple[float, float]:
     topology, numel = unit.groups.topology, unit.layout.padded_numel
     param, optim = numel / topology.sizes.param, numel / topology.sizes.optim
     replicas = topology.world_size / topology.sizes.optim
-    grads = 4 * (param - optim + 2 * optim * (1 - 1 / replicas))
+    grads = param - optim + 2 * optim * (1 - 1 / replicas)
+    grads *= unit.groups.grad_dtype.itemsize
     return unit.dtype.itemsize * (param - optim), grads

@@ -33,7 +33,7 @@ def new_grad_rings(units: Sequence[HZPUnit], config: ScheduleConfig) -> BufferRi
 
     def new_slot(unit: HZPUnit) -> Slot:
         full = torch.zeros(unit.layout.padded_numel, dtype=torch.float32, device=unit.device)
-        return Slot(full, new_shards(full, unit.groups.grad_reduce))
+        return Slot(full, new_shards(full, unit.groups.grad_reduce, unit.groups.grad_dtype))
 
     return BufferRings(
         units,

@@ -11,11 +11,14 @@ from functools import cached_property
 import torch
 
 from megatron_asynchzp.comm.collectives import (
+    AxisGroup,
     Steps,
     all_gather_steps,
     all_reduce_steps,
     new_shards,
     reduce_scatter_steps,
+    rounded_all_reduce_steps,
+    rounded_reduce_scatter_steps,
     run_steps,
 )
 from megatron_asynchzp.comm.groups import ShardGroups
@@ -247,11 +250,19 @@ class HZPUnit:
     def reduce_steps(self, full: torch.Tensor, shards: Sequence[torch.Tensor]) -> Steps:
         """Reduce-scatter `full` over the G axes in fp32 and add this rank's shard to main_grad.
 
-        shards: memory for the results, one per axis (new_shards). A rank whose parameters got no
-        gradient contributes zeros, so that the ranks agree on what is issued.
+        shards: memory for it (new_shards). A rank whose parameters got no gradient contributes
+        zeros, so that the ranks agree on what is issued.
         """
-        yield from reduce_scatter_steps(full, self.groups.grad_reduce, shards)
+        yield from self._reduce_scatter_steps(full, self.groups.grad_reduce, shards)
         self.main_grad.storage.add_(shards[-1])
+
+    def _reduce_scatter_steps(
+        self, full: torch.Tensor, axes: Sequence[AxisGroup], shards: Sequence[torch.Tensor]
+    ) -> Steps:
+        is_rounded = self.groups.grad_dtype != torch.float32
+        return (rounded_reduce_scatter_steps if is_rounded else reduce_scatter_steps)(
+            full, axes, shards
+        )
 
     def sync_grad_steps(self, scale: float) -> Steps:
         """Once per step: sum the gradients over the axes from G to O and over the replicas.
@@ -262,10 +273,13 @@ class HZPUnit:
         """
         shard, groups = self.main_grad.storage, self.groups
         if groups.grad_sync:
-            shards = new_shards(shard, groups.grad_sync)
-            yield from reduce_scatter_steps(shard, groups.grad_sync, shards)
+            shards = new_shards(shard, groups.grad_sync, groups.grad_dtype)
+            yield from self._reduce_scatter_steps(shard, groups.grad_sync, shards)
             shard = shards[-1]
-        yield from all_reduce_steps(shard, groups.replica_sync)
+        if groups.grad_dtype == torch.float32:
+            yield from all_reduce_steps(shard, groups.replica_sync)
+        else:
+            yield from rounded_all_reduce_steps(shard, groups.replica_sync, groups.grad_dtype)
         own = self.main_grad.view(self.optim_range)
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.device import CpuDevice
-from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
+from megatron_asynchzp.mcore.flags.asynchzp import resolve_grad_dtype, resolve_schedule
 from megatron_asynchzp.mcore.start_table import (
     OPTIMIZER_STATE_NBYTES,
     format_start_table,
@@ -105,12 +105,14 @@ def shard_sizes(args: Namespace) -> ShardSizes:
     )
 
 
-def shard_groups(group: dist.ProcessGroup, sizes: ShardSizes) -> ShardGroups:
+def shard_groups(
+    group: dist.ProcessGroup, sizes: ShardSizes, grad_dtype: torch.dtype = torch.float32
+) -> ShardGroups:
     """The groups of this rank alone: in a pretended world nobody has to create those of others."""
     ranks = dist.get_process_group_ranks(group)
     topology = ShardTopology(len(ranks), group.rank(), sizes)
     return ShardGroups.of_topology(
-        topology, ranks, lambda _, axis_ranks: dist.new_group(list(axis_ranks))
+        topology, ranks, lambda _, axis_ranks: dist.new_group(list(axis_ranks)), grad_dtype
     )
 
 
@@ -121,7 +123,9 @@ def _asynchzp_states(
     sizes, plans = shard_sizes(args), plan_megatron_units(stage.model)
     group_of = {"dense": stage.groups.dp_cp, "expert": stage.groups.expt_dp}
     groups = {
-        key: shard_groups(group_of[key], sizes.restricted_to(group_of[key].size()))
+        key: shard_groups(
+            group_of[key], sizes.restricted_to(group_of[key].size()), resolve_grad_dtype(args)
+        )
         for key in dict.fromkeys(plan.group_key for plan in plans)
     }
     units = [HZPUnit(plan.name, plan.params, groups[plan.group_key]) for plan in plans]

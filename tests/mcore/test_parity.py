@@ -27,6 +27,7 @@ SHARED_EXPERT = (
     "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01",
 )
 # fmt: on
+PREDICTION = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
 INTERLEAVED = (*PIPELINE, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 EVALUATION = ("--eval-iters", "2", "--eval-interval", "4")
 SELECTIVE_RECOMPUTE = ("--recompute-granularity", "selective")
@@ -57,6 +58,12 @@ ONE_RANK_MODELS = [
     Variant("experts", tuple(MIXTURE_OF_EXPERTS)),
     Variant("experts, one shared, auxiliary loss", SHARED_EXPERT, 3),
     Variant("experts on 2 ranks", TWO_EXPERT_RANKS),
+    Variant("2 more tokens predicted, untied", (*PREDICTION, *UNTIED, "--mtp-num-layers", "2")),
+    Variant(
+        "one more token predicted, experts on 2 ranks, recomputed",
+        (*PREDICTION, *TWO_EXPERT_RANKS, *FULL_RECOMPUTE),
+        3,
+    ),
     # A router turns the last bit of a score into another expert.
     Variant(
         "experts on 2 ranks, bf16",
@@ -73,10 +80,14 @@ TWO_RANK_MODELS = [
     Variant("interleaved pipeline", INTERLEAVED, 4, 2),
     Variant("pipeline, untied, recomputed", (*PIPELINE, *UNTIED, *FULL_RECOMPUTE), 3, 2),
     Variant("pipeline, bf16", (*PIPELINE, *BF16), 3, 2, is_noisy=True),
+    Variant("one more token predicted, tensor parallel", (*PREDICTION, *TENSOR), 3, 2),
+    Variant("one more token predicted, pipeline", (*PREDICTION, *PIPELINE), 3, 2),
+    Variant("one more token predicted, pipeline, untied", (*PREDICTION, *PIPELINE, *UNTIED), 3, 2),
     Variant("experts on 2 ranks, pipeline", (*TWO_EXPERT_RANKS, *PIPELINE), 3, 2),
 ]
 # What other variants of the fast tests hold too is left to the slow ones, which run all.
 SLOW_ONE_RANK_MODELS = (
+    "2 more tokens predicted, untied",
     "untied",
     "no clipping",
     "full recompute of both layers at once",
@@ -87,6 +98,7 @@ SLOW_ONE_RANK_MODELS = (
 SLOW_TWO_RANK_MODELS = (
     "tensor parallel", "tensor parallel, untied", "pipeline, bf16", "pipeline, 3 micro-batches",
     "pipeline, untied, recomputed", "interleaved pipeline",
+    "one more token predicted, tensor parallel", "one more token predicted, pipeline, untied",
 )
 # fmt: on
 EIGHT = [(2, 4, 8), (1, 2, 8), (2, 2, 4), (8, 8, 8), (1, 1, 8)]

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a --use-asynchzp run holds after its last step: bytes, step counts, groups, replicas."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -108,18 +108,39 @@ CASES: list[Case] = [
 ]
 
 
-def all_runs() -> tuple[dict[Case, dict[str, Any]], list, list]:
-    return {case: run_and_inspect(*case) for case in CASES}, stock_groups(), memory_of_steps()
+def gradients_in_bf16() -> tuple[set, list, list]:
+    """dtypes in which gradients travel with the flag, and the losses with and without it."""
+
+    def dtypes(chunks: list, _optimizer: Any) -> set:
+        return {unit.groups.grad_dtype for chunk in chunks for unit in chunk.units}
+
+    argv = gpt_args(*STEPS, *BF16, *size_flags((1, 2, 4)))
+    rounded = run_pretrain([*argv, "--grad-reduce-in-bf16"], inspect=dtypes)
+    return rounded.inspected, rounded.losses, run_pretrain(argv).losses
+
+
+class Output(NamedTuple):
+    """What all runs held, on one rank."""
+
+    states: dict[Case, dict[str, Any]]
+    stock: list
+    seen: list
+    in_bf16: tuple[set, list, list]
+
+
+def all_runs() -> Output:
+    states = {case: run_and_inspect(*case) for case in CASES}
+    return Output(states, stock_groups(), memory_of_steps(), gradients_in_bf16())
 
 
 @pytest.fixture(scope="module")
-def output() -> list[tuple[dict[Case, dict[str, Any]], list, list]]:
-    """What all runs held, by rank; one set of ranks runs them all."""
+def output() -> list[Output]:
+    """By rank; one set of ranks runs them all."""
     return on_ranks(all_runs, 4)
 
 
 def test_bytes_at_rest_follow_the_formula_within_one_percent_on_every_rank(output):
-    for (flags, sizes), state in [pair for states, _, _ in output for pair in states.items()]:
+    for (flags, sizes), state in [pair for held in output for pair in held.states.items()]:
         bytes_per_element = state["formula"] / state["dense_numel"]
         assert abs(state["held"] - state["allocated"]) <= 4096, (flags, sizes)  # step counters
         assert state["held"] >= 0.99 * state["formula"], (flags, sizes)
@@ -134,16 +155,15 @@ def test_bytes_at_rest_follow_the_formula_within_one_percent_on_every_rank(outpu
 
 def test_every_fragment_was_stepped_once_per_iteration_and_decays_as_in_stock(output):
     summed: dict[float, int] = {}
-    for states, _, _ in output:
-        assert states[TYPICAL]["steps"] == {float(NUM_STEPS)}
-        for mult, numel in states[TYPICAL]["wd_mults"]:
+    for held in output:
+        assert held.states[TYPICAL]["steps"] == {float(NUM_STEPS)}
+        for mult, numel in held.states[TYPICAL]["wd_mults"]:
             summed[mult] = summed.get(mult, 0) + numel
-    _, stock, _ = output[0]
-    assert summed == dict(stock)
+    assert summed == dict(output[0].stock)
 
 
 def test_the_start_table_names_groups_nodes_states_and_units(output):
-    table = output[0][0][TYPICAL]["table"]
+    table = output[0].states[TYPICAL]["table"]
     for fragment in (
         "between nodes",
         "in one node",
@@ -160,9 +180,15 @@ def test_the_start_table_names_groups_nodes_states_and_units(output):
 
 
 def test_after_every_backward_only_what_the_next_forward_starts_with_is_gathered(output):
-    for _, _, seen in output:
+    for seen in (held.seen for held in output):
         assert len(seen) == 2 * NUM_STEPS and {pending for _, pending in seen} == {0}
         # Within a step the next micro-batch is known; after the last one nothing is left.
         first = ["module.embedding", "module.embedding.word_embeddings.weight", "root"]
         assert [names for names, _ in seen[2:4]] == [first, []]
         assert all(names in (first, []) for names, _ in seen)
+
+
+def test_the_flag_for_gradients_in_bf16_changes_what_travels_and_hardly_the_losses(output):
+    for dtypes, rounded, exact in (held.in_bf16 for held in output):
+        assert dtypes == {torch.bfloat16}
+        assert rounded[-1] != exact[-1] and rounded == pytest.approx(exact, rel=1e-3)

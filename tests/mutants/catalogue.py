@@ -131,6 +131,15 @@ _SWAPPED = (
 
 COMMUNICATION = [
     Mutant(
+        "sum-in-bf16",
+        "gradients that travel in bf16 are summed in fp32",
+        "comm/collectives.py",
+        "        result.add_(piece)",
+        "        result.copy_(result.to(piece.dtype).add_(piece))",
+        "tests/zero/test_grad_dtype.py::"
+        "test_every_contribution_is_rounded_once_and_the_sum_is_made_in_fp32",
+    ),
+    Mutant(
         "gather-axis-order",
         "law 2: the outermost axis is gathered first",
         "comm/collectives.py",
@@ -440,6 +449,33 @@ _PER_TOKEN = (
 )
 
 ADAPTER = [
+    Mutant(
+        "replicas-not-compared",
+        "what several ranks hold of a parameter is compared between all of them",
+        "mcore/whole_tensors.py",
+        "if axis.axis.stride >= param_size]",
+        "if axis.axis.stride > param_size]",
+        "tests/mcore/test_whole_tensors.py::"
+        "test_a_change_on_one_rank_is_seen_by_all_wherever_another_rank_holds_the_same",
+    ),
+    Mutant(
+        "dump-axes",
+        "a dump of gradients has every element at its place",
+        "mcore/whole_tensors.py",
+        "axes = (*unit.groups.unshard, *unit.groups.param_sync)",
+        "axes = (*unit.groups.unshard, *unit.groups.param_sync)[::-1]",
+        "tests/mcore/test_whole_tensors.py::"
+        "test_dumps_hold_the_whole_tensors_of_stock_megatron[experts]",
+    ),
+    Mutant(
+        "translated-strategy",
+        "the strategies of Megatron-FSDP shard one state more each, gradients before parameters",
+        "mcore/flags/shard_sizes.py",
+        'sharded = ("optim", "grad", "param")',
+        'sharded = ("optim", "param", "grad")',
+        "tests/mcore/flags/test_shard_sizes.py::"
+        "test_the_flags_of_other_wrappers_become_sizes_unless_ours_are_given",
+    ),
     Mutant(
         "dp-for-dp-x-cp",
         "states are sharded over data x context parallel ranks",

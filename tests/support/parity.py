@@ -26,6 +26,8 @@ from megatron_asynchzp.testbed.megatron_runs import RunRecord, gpt_args, run_pre
 
 Sizes = tuple[int, int, int]
 FP32_TOLERANCE = 1e-6
+# Without apex stock Megatron computes the norm of fp16 parameters in fp16.
+FP16_NORM_ROUNDING = 2.0**-10
 # Ours is one more way to add: it may be an unlucky one among those that were recorded.
 NOISE_MULTIPLE = 3.0
 NOISE_RECORD = Path(__file__).parents[2] / "docs" / "results" / "records" / "stock_noise.jsonl"
@@ -54,7 +56,9 @@ class Variant:
     def argv(self, iterations: int) -> list[str]:
         batch = self.samples_per_rank * dist.get_world_size() // self.model_ranks
         return gpt_args(
-            *("--train-iters", str(iterations), "--global-batch-size", str(batch)), *self.flags
+            *("--train-iters", str(iterations), "--global-batch-size", str(batch)),
+            "--log-params-norm",
+            *self.flags,
         )
 
 
@@ -138,6 +142,9 @@ def compare_records(
     )
     if (error := _first_step_error(ours, stock)) > FP32_TOLERANCE:
         result.faults.append(f"the first step that changes the weights differs by {error:.1e}")
+    error = worst_difference(ours.params_norms, stock.params_norms)
+    if error > (FP16_NORM_ROUNDING if "--fp16" in variant.flags else bounds.loss):
+        result.faults.append(f"the norm of the parameters differs by {error:.1e}")
     if "--eval-iters" in variant.flags and stock.validation_loss is None:
         result.faults.append("the stock run evaluated nothing")
     if stock.validation_loss is not None:

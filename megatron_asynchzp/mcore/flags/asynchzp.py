@@ -6,6 +6,8 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.zero.config import AUTO, SCHEDULES, ScheduleConfig
 
@@ -128,3 +130,9 @@ def resolve_trace(args: Namespace) -> TraceRequest | None:
     # Not the last: what comes after it, and ends the trace, may be an evaluation.
     num_steps = args.train_iters or _TRACED_STEP + 1
     return TraceRequest(path, max(1, min(_TRACED_STEP, num_steps - 1)))
+
+
+def resolve_grad_dtype(args: Namespace) -> torch.dtype:
+    """In which dtype gradients travel. As in stock Megatron, --grad-reduce-in-bf16 is for bf16
+    models."""
+    return torch.bfloat16 if args.bf16 and args.grad_reduce_in_bf16 else torch.float32

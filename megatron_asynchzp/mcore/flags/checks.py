@@ -18,6 +18,7 @@ from megatron_asynchzp.mcore.flags.shard_sizes import (
     resolve_shard_sizes,
     sharding_group_size,
     sharding_ranks_per_node,
+    translated_sizes,
 )
 from megatron_asynchzp.mcore.flags.switched_off import normalize_args, refuse_changes
 
@@ -34,12 +35,17 @@ def prepare_args(args: Namespace) -> list[str]:
     resolve_schedule(args)
     refuse_racing_threads(args, runs_on_cuda(args), os.environ)
     resolve_trace(args)
-    sizes = resolve_shard_sizes(args, sharding_group_size(args), sharding_ranks_per_node(args))
+    group_size = sharding_group_size(args)
+    sizes = resolve_shard_sizes(args, group_size, sharding_ranks_per_node(args))
     refuse_missing_data(args)
     refuse_missing_writer(args)
+    lines = []
+    if translated_sizes(args, group_size):
+        flags = [f"--asynchzp-{state}-shard-size {getattr(sizes, state)}" for state in STATES]
+        lines.append(f"the flags of another wrapper have become {' '.join(flags)}")
     for state in STATES:
         setattr(args, f"asynchzp_{state}_shard_size", getattr(sizes, state))
-    return normalize_args(args)
+    return lines + normalize_args(args)
 
 
 def confirm_args(args: Namespace) -> None:

@@ -110,12 +110,6 @@ _FULL_TENSORS = "it reads whole parameters or gradients, of which a rank holds o
 
 REFUSALS: tuple[Refusal, ...] = (
     *because(
-        "it is another data-parallel wrapper",
-        "choose one of the two",
-        "--use-megatron-fsdp",
-        "--use-torch-fsdp2",
-    ),
-    *because(
         "a captured CUDA graph cannot gather and drop parameters",
         _DROP,
         other_than("--cuda-graph-impl full_iteration", "none"),
@@ -148,26 +142,6 @@ REFUSALS: tuple[Refusal, ...] = (
         _other_dtype_than_fp32("--exp-avg-dtype bf16"),
         _other_dtype_than_fp32("--exp-avg-sq-dtype bf16"),
     ),
-    *because("gradients are reduced in fp32", _DROP, "--grad-reduce-in-bf16"),
-    *because(
-        "replicas of the optimizer state follow from its shard size",
-        "use --asynchzp-optim-shard-size instead",
-        other_than("--num-distributed-optimizer-instances 2", 1),
-    ),
-    *because(
-        "it belongs to the distributed optimizer, which is not used",
-        _DROP,
-        "--overlap-param-gather-with-optimizer-step",
-    ),
-    *because(
-        "only that format can hold sharded states of any sizes",
-        "use --ckpt-format torch_dist",
-        Refusal(
-            "--ckpt-format torch --save checkpoints",
-            lambda args: args.ckpt_format != "torch_dist" and bool(args.save or args.load),
-            "other than torch_dist, with `--save` or `--load`",
-        ),
-    ),
     *because(
         "it is tied to the number of ranks",
         "use --non-persistent-ckpt-type global",
@@ -188,26 +162,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "--save-tokens-per-expert-interval 10",
         "--logits-save-dir logits",
     ),
-    *because(
-        _FULL_TENSORS,
-        _DROP,
-        "--save-params-interval 10",
-        "--save-wgrads-interval 10",
-        "--log-params-norm",
-        "--check-weight-hash-across-dp-replicas-interval 10",
-        "--check-for-large-grads",
-        "--qk-clip",
-    ),
+    *because(_FULL_TENSORS, _DROP, "--qk-clip"),
     *because(
         "inference reads whole parameters, of which a rank holds only a shard",
         _DROP_BOTH,
         "--perform-rl-step",
         equal_to("--transformer-impl inference_optimized"),
-    ),
-    *because(
-        "its fused operations hold references to parameters outside their modules",
-        _DROP,
-        "--use-transformer-engine-op-fuser",
     ),
     *because(
         "grouped tensors cannot be views of a flat buffer",
@@ -216,10 +176,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "--moe-single-grouped-bias",
     ),
     *because(
-        "multi-token prediction uses the embedding and output weights outside their modules, "
-        "which has not been tested",
-        _DROP_BOTH,
-        "--mtp-num-layers 1",
+        "the embedding and output weights are detached outside their modules, where they are not "
+        "gathered",
+        _DROP,
+        "--mtp-detach-heads",
     ),
     *because(
         "ranks of one sharding group would run different numbers of micro-batches, and each of "
@@ -253,14 +213,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "--skip-train",
     ),
     *because(
-        "it computes weight gradients after their parameters were dropped",
-        _DROP,
-        "--overlap-moe-expert-parallel-comm",
-        "--delay-wgrad-compute",
-        "--overlap-dispatch-backward-with-experts-wgrad",
-        "--defer-embedding-wgrad-compute",
-    ),
-    *because(
         "its hooks on saved tensors would copy gathered parameters",
         "use --recompute-granularity instead",
         "--cpu-offloading-num-layers 1",
@@ -274,11 +226,6 @@ REFUSALS: tuple[Refusal, ...] = (
         _more_shards_than(
             "expert_tensor_parallel_size", "--expert-tensor-parallel-num-weight-shards 4"
         ),
-    ),
-    *because(
-        "it registers buffers of Megatron's own wrapper, which is not used",
-        _DROP,
-        given("--use-nccl-ub", "nccl_ub"),
     ),
     *because(
         "the map is written by Megatron's own optimizer, which is not used",

@@ -12,6 +12,9 @@ from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes
 
 STATES = ("param", "grad", "optim")
 
+# Each shards one state more than the one before.
+_FSDP_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
 
 def sharding_group_size(args: Namespace) -> int:
     """Ranks over which dense parameters are sharded: data x context parallel."""
@@ -40,15 +43,51 @@ def sharding_ranks_per_node(args: Namespace) -> int:
     return gcd(sum(rank < on_node for rank in ranks), group_size)
 
 
+def translated_sizes(args: Namespace, group_size: int) -> dict[str, int]:
+    """Shard sizes, by state, that the flags of Megatron's other wrappers ask for.
+
+        Megatron-FSDP       param     grad      optim       instance: group / --num-distributed-
+        no_shard            1         1         1           optimizer-instances ranks
+        optim               1         1         instance
+        optim_grads         1         instance  instance
+        optim_grads_params  instance  instance  instance
+        (torch FSDP2)       group     group     group
+
+    --outer-dp-sharding-strategy optim makes the optimizer shard the whole group. Without
+    Megatron-FSDP, optimizer instances ask for an optimizer shard size alone.
+    Raises ConfigurationError for instances that the group cannot be divided into.
+    """
+    instances = args.num_distributed_optimizer_instances
+    instance, rest = divmod(group_size, instances)
+    if rest:
+        raise ConfigurationError(
+            f"--num-distributed-optimizer-instances {instances} does not divide the {group_size} "
+            "ranks of the sharding group (data x context parallel)"
+        )
+    if args.use_torch_fsdp2:
+        return dict.fromkeys(STATES, group_size)
+    if not args.use_megatron_fsdp:
+        return {"optim": instance} if instances > 1 else {}
+    strategy = args.data_parallel_sharding_strategy
+    is_outer_sharded = args.outer_dp_sharding_strategy != "no_shard"
+    sharded = ("optim", "grad", "param")[: _FSDP_STRATEGIES.index(strategy)]
+    sizes = {state: instance if state in sharded else 1 for state in STATES}
+    return sizes | {"optim": group_size} if is_outer_sharded else sizes
+
+
 def resolve_shard_sizes(args: Namespace, group_size: int, ranks_per_node: int) -> ShardSizes:
     """The three sizes with defaults filled in, for a sharding group of `group_size` ranks.
 
-    A default follows the flags that were given: it is reduced until it nests with them. Experts
-    use `ShardSizes.restricted_to` of their own group.
+    Flags of other wrappers stand in for those of ours that were not given. A default follows the
+    flags that were given: it is reduced until it nests with them. Experts use
+    `ShardSizes.restricted_to` of their own group.
 
     Raises ConfigurationError, one line, naming the flag and the values that are valid for it.
     """
-    given = {state: getattr(args, f"asynchzp_{state}_shard_size") for state in STATES}
+    given: dict[str, int | None] = dict.fromkeys(STATES)
+    given |= translated_sizes(args, group_size)
+    own = {state: getattr(args, f"asynchzp_{state}_shard_size") for state in STATES}
+    given |= {state: size for state, size in own.items() if size is not None}
     optim = group_size if given["optim"] is None else given["optim"]
     on_node = gcd(ranks_per_node, optim)
     param = _nested_default(on_node, given["grad"]) if given["param"] is None else given["param"]

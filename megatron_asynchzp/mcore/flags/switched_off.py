@@ -18,6 +18,7 @@ class Normalisation(NamedTuple):
 
 
 _UNITS = "the engine has units, not buckets"
+_PARTS = "a layer is computed as one, because its parts have no hooks that gather and reduce"
 
 # fmt: off
 NORMALISATIONS: tuple[Normalisation, ...] = tuple(Normalisation(*row) for row in (
@@ -27,15 +28,36 @@ NORMALISATIONS: tuple[Normalisation, ...] = tuple(Normalisation(*row) for row in
      "gradients are reduced by the engine after each micro-batch"),
     ("--overlap-param-gather", "overlap_param_gather", False,
      "parameters are gathered by the engine, unit by unit"),
+    ("--overlap-param-gather-with-optimizer-step", "overlap_param_gather_with_optimizer_step",
+     False, "parameter shards are gathered while the next forward runs"),
+    ("--num-distributed-optimizer-instances", "num_distributed_optimizer_instances", 1,
+     "an instance is one optimizer shard group (--asynchzp-optim-shard-size)"),
+    ("--use-megatron-fsdp", "use_megatron_fsdp", False,
+     "its sharding strategy is given as shard sizes (--asynchzp-*-shard-size)"),
+    ("--use-torch-fsdp2", "use_torch_fsdp2", False,
+     "its sharding is given as shard sizes (--asynchzp-*-shard-size)"),
+    ("--use-nccl-ub", "nccl_ub", False, "the buffers of Megatron's wrapper are not used"),
+    ("--fsdp-manual-registration", "fsdp_manual_registration", False,
+     "the buffers of Megatron's wrapper are not used"),
+    ("--ckpt-format", "ckpt_format", "torch_dist",
+     "only that format can hold sharded states of any sizes; one in another format is not loaded"),
     ("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", False,
      "gradients are accumulated by the engine, in fp32"),
+    ("--defer-embedding-wgrad-compute", "defer_embedding_wgrad_compute", False,
+     "the gradient of the output layer is reduced in each micro-batch, like the others"),
+    ("--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm", False, _PARTS),
+    ("--delay-wgrad-compute", "delay_wgrad_compute", False, _PARTS),
+    ("--overlap-dispatch-backward-with-experts-wgrad",
+     "overlap_dispatch_backward_with_experts_wgrad", False, _PARTS),
+    ("--use-transformer-engine-op-fuser", "use_transformer_engine_op_fuser", False,
+     "fused operations would hold references to parameters outside their modules"),
     ("--ddp-num-buckets", "ddp_num_buckets", None, _UNITS),
     ("--ddp-bucket-size", "ddp_bucket_size", None, _UNITS),
     ("--ddp-pad-buckets-for-high-nccl-busbw", "ddp_pad_buckets_for_high_nccl_busbw", False, _UNITS),
     ("--ddp-average-in-collective", "ddp_average_in_collective", False,
      "the engine sums gradients and scales the sum"),
     ("--ddp-reduce-scatter-with-fp32-accumulation", "ddp_reduce_scatter_with_fp32_accumulation",
-     False, "gradients are always reduced in fp32"),
+     False, "gradients are always summed in fp32"),
     ("--ddp-param-name-patterns-for-fp32-local-accumulation",
      "ddp_param_name_patterns_for_fp32_local_accumulation", [],
      "gradients are always accumulated in fp32"),
@@ -55,7 +77,7 @@ def normalize_args(args: Namespace) -> list[str]:
     if (args.fp16 or args.bf16) and not args.accumulate_allreduce_grads_in_fp32:
         args.accumulate_allreduce_grads_in_fp32 = True
         if args.fp16:  # Megatron does the same for bf16 by itself
-            lines.append("accumulate_allreduce_grads_in_fp32 = True: gradients are reduced in fp32")
+            lines.append("accumulate_allreduce_grads_in_fp32 = True: gradients are summed in fp32")
     if args.save and not args.exit_signal_handler and _can_gather_signals():
         args.exit_signal_handler = True
         lines.append(

@@ -75,6 +75,7 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
         schedule=asynchzp.resolve_schedule(args),
         trace=asynchzp.resolve_trace(args),
         saves_beside_training=args.async_save,
+        grad_dtype=asynchzp.resolve_grad_dtype(args),
     )
     if args.rank == 0:
         from megatron_asynchzp.mcore.start_table import format_start_table

@@ -3,7 +3,7 @@
 """Every function that is replaced, in the order of the documentation."""
 
 from megatron_asynchzp.mcore.checkpoint.patches import CHECKPOINT_PATCHES
-from megatron_asynchzp.mcore.patches import arguments, model, process
+from megatron_asynchzp.mcore.patches import arguments, model, process, whole_tensors
 from megatron_asynchzp.mcore.patches.patch import Patch
 
 PATCHES: tuple[Patch, ...] = (
@@ -15,5 +15,8 @@ PATCHES: tuple[Patch, ...] = (
     process.print_rank_last,
     process.destroy_process_group,
     model.build_module,
+    whole_tensors.calc_params_l2_norm,
+    whole_tensors.check_param_hashes,
+    whole_tensors.save_grads,
     *CHECKPOINT_PATCHES,
 )

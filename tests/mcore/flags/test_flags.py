@@ -24,6 +24,6 @@ def test_the_documentations_tables_are_those_of_the_code():
 
 def test_a_table_that_differs_is_written_again_and_only_the_table():
     page = megatron_tables.PAGE.read_text()
-    damaged = page.replace("--use-torch-fsdp2", "--use-something-else")
+    damaged = page.replace("--freeze-all-layers", "--use-something-else")
     assert damaged != page and megatron_tables.with_tables(damaged) == page
     assert megatron_tables.with_tables(page + "More.") == page + "More."

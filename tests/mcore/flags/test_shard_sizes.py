@@ -7,7 +7,12 @@ from itertools import product
 import pytest
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags.shard_sizes import resolve_shard_sizes, sharding_ranks_per_node
+from megatron_asynchzp.mcore.flags.checks import prepare_args
+from megatron_asynchzp.mcore.flags.shard_sizes import (
+    STATES,
+    resolve_shard_sizes,
+    sharding_ranks_per_node,
+)
 from megatron_asynchzp.sharding.topology import ShardSizes
 
 
@@ -35,6 +40,43 @@ def test_defaults_follow_the_node_and_the_flags_that_were_given(
     parse, line, group_size, ranks_per_node, expected
 ):
     assert resolve_shard_sizes(parse(line), group_size, ranks_per_node) == ShardSizes(*expected)
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("--use-megatron-fsdp", (8, 8, 8)),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy no_shard", (1, 1, 1)),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", (1, 1, 8)),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", (1, 8, 8)),
+        ("--use-megatron-fsdp --num-distributed-optimizer-instances 2", (4, 4, 4)),
+        (
+            "--use-megatron-fsdp --num-distributed-optimizer-instances 2 "
+            "--outer-dp-sharding-strategy optim",
+            (4, 4, 8),
+        ),
+        ("--use-torch-fsdp2", (8, 8, 8)),
+        ("--use-megatron-fsdp --asynchzp-grad-shard-size 2", (8, 2, 8)),
+        ("--num-distributed-optimizer-instances 2", (2, 2, 4)),
+        ("--num-distributed-optimizer-instances 2 --asynchzp-optim-shard-size 8", (2, 2, 8)),
+        ("--data-parallel-sharding-strategy optim", (2, 2, 8)),
+    ],
+)
+def test_the_flags_of_other_wrappers_become_sizes_unless_ours_are_given(
+    parse, monkeypatch, line, expected
+):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    args = parse(line)
+    lines = prepare_args(args)
+    assert tuple(getattr(args, f"asynchzp_{s}_shard_size") for s in STATES) == expected
+    assert args.num_distributed_optimizer_instances == 1 and not args.use_megatron_fsdp
+    is_translated = "fsdp" in line or "instances" in line
+    assert sum("--asynchzp-optim-shard-size" in one for one in lines[:1]) == is_translated
+
+
+def test_instances_that_the_group_cannot_be_divided_into_are_refused(parse):
+    with pytest.raises(ConfigurationError, match="^--num-distributed-optimizer-instances 3 does"):
+        prepare_args(parse("--num-distributed-optimizer-instances 3"))
 
 
 @pytest.mark.parametrize(

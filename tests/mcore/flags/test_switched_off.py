@@ -24,6 +24,13 @@ def test_each_argument_that_is_switched_off_is_one_that_megatron_has(parser, rul
         ("--ddp-average-in-collective", "ddp_average_in_collective"),
         ("--create-all-gather-group", "create_all_gather_group"),
         ("--ddp-bucket-size 100", "ddp_bucket_size"),
+        ("--overlap-param-gather-with-optimizer-step", "overlap_param_gather_with_optimizer_step"),
+        ("--use-nccl-ub", "nccl_ub"),
+        ("--defer-embedding-wgrad-compute", "defer_embedding_wgrad_compute"),
+        ("--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm"),
+        ("--delay-wgrad-compute", "delay_wgrad_compute"),
+        ("--use-transformer-engine-op-fuser", "use_transformer_engine_op_fuser"),
+        ("--use-megatron-fsdp", "use_megatron_fsdp"),
     ],
 )
 def test_what_asynchzp_replaces_is_switched_off_with_a_line_in_the_log(parse, line, name):
@@ -55,6 +62,13 @@ def test_a_run_that_saves_has_megatrons_handler_of_sigterm(parse):
     args = parse()
     assert "exit_signal_handler" not in " ".join(normalize_args(args))
     assert not args.exit_signal_handler
+
+
+def test_checkpoints_are_written_in_the_one_format_that_holds_any_sizes(parse):
+    args = parse("--ckpt-format fsdp_dtensor --save dir --save-interval 10")
+    lines = normalize_args(args)
+    assert args.ckpt_format == "torch_dist"
+    assert sum(line.startswith("ckpt_format = torch_dist: ") for line in lines) == 1
 
 
 def test_what_megatron_switches_on_again_is_noticed(parse):

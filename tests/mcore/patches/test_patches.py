@@ -321,10 +321,10 @@ def test_validation_refuses_before_megatron_sees_the_arguments(unpatched):
     apply_patches(PATCHES)
     parser = ArgumentParser(allow_abbrev=False)
     arguments.add_megatron_arguments(parser)
-    # --use-megatron-fsdp without its other flags would end in one of Megatron's assertions.
-    args = parser.parse_args(["--use-asynchzp", "--use-megatron-fsdp"])
+    # --skip-train without its other flags would end in one of Megatron's assertions.
+    args = parser.parse_args(["--use-asynchzp", "--skip-train"])
     args.rank, args.world_size = 0, 1
-    with pytest.raises(ConfigurationError, match="--use-megatron-fsdp"):
+    with pytest.raises(ConfigurationError, match="--skip-train"):
         arguments.validate_args(args)
 
 

@@ -1,0 +1,148 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What Megatron asks of whole parameters and gradients, answered from the shards: the norm of all
+parameters, whether replicas agree, and dumps of whole tensors.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from megatron_asynchzp.comm.collectives import (
+    AxisGroup,
+    all_gather_steps,
+    all_reduce_steps,
+    run_steps,
+)
+from megatron_asynchzp.sharding.buffer import FlatBuffer
+from megatron_asynchzp.sharding.topology import Range
+from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.unit import HZPUnit
+
+_logger = logging.getLogger("megatron_asynchzp")
+
+# ---- the norm of all parameters
+
+
+@torch.no_grad()
+def norm_of_params(runtimes: Sequence[HZPRuntime], in_model_dtype: bool) -> float:
+    """The 2-norm of all parameters of the model, each element counted once. Collective over the
+    world; nothing is gathered.
+
+    in_model_dtype: of the parameters as they compute, and not of the fp32 main parameters. Left
+    out is what Megatron leaves out: copies of tied weights and of tensor-parallel parameters.
+    """
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    expert_tp_group = parallel_state.get_expert_tensor_parallel_group()
+    squares: list[torch.Tensor] = []
+    for unit in (unit for runtime in runtimes for unit in runtime.units):
+        if unit.groups.topology.replica_index:
+            continue
+        for param, values in zip(unit.params, _owned_values(unit, in_model_dtype), strict=True):
+            is_first = param_is_not_tensor_parallel_duplicate(
+                param, tp_group=tp_group, expert_tp_group=expert_tp_group
+            )
+            if values.numel() and is_first and param_is_not_shared(param):
+                squares.append(values.float().norm().square())
+    device = runtimes[0].units[0].device
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
+    dist.all_reduce(total)
+    return total.item() ** 0.5
+
+
+def _owned_values(unit: HZPUnit, in_model_dtype: bool) -> list[torch.Tensor]:
+    """What this rank's O range holds of each parameter: 1-D."""
+    if not unit.is_trained:
+        return unit.model_param.sub_buffer(unit.optim_range).fragment_views()
+    # Not from model_param, which the lanes may be rebuilding: rounding gives the same numbers.
+    fragments = unit.main_param_fragments()
+    return [values.to(unit.dtype) for values in fragments] if in_model_dtype else fragments
+
+
+# ---- replicas
+
+
+@torch.no_grad()
+def do_replicas_agree(runtimes: Sequence[HZPRuntime]) -> bool:
+    """Whether all ranks that hold the same range of a state hold the same bits: parameter shards,
+    and main parameters. Collective over the world, with one answer; logs the units that differ."""
+    agree = True
+    for runtime in runtimes:
+        runtime.settle()
+        for groups in dict.fromkeys(unit.groups for unit in runtime.units):
+            units = [unit for unit in runtime.units if unit.groups is groups]
+            trained = [unit for unit in units if unit.is_trained]
+            axes = groups.all_reduce_axes
+            param_size = groups.topology.sizes.param
+            holders = [axis for axis in axes if axis.axis.stride >= param_size]
+            agree &= _agree("parameters", units, [u.model_param for u in units], holders)
+            mains = [unit.main_param for unit in trained]
+            agree &= _agree("main parameters", trained, mains, groups.replica_sync)
+    # Megatron stops each rank that gets False; the others would wait for it.
+    everywhere = torch.tensor(int(agree), device=runtimes[0].units[0].device)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    return bool(everywhere.item())
+
+
+def _agree(
+    what: str, units: Sequence[HZPUnit], shards: Sequence[FlatBuffer], axes: Sequence[AxisGroup]
+) -> bool:
+    """Whether the shards' hashes are the same on all ranks along `axes`."""
+    if not units or not axes:
+        return True
+    hashes = torch.stack([_hash_of(shard.storage) for shard in shards])
+    lowest, highest = hashes.clone(), hashes.clone()
+    run_steps(all_reduce_steps(lowest, axes, dist.ReduceOp.MIN))
+    run_steps(all_reduce_steps(highest, axes, dist.ReduceOp.MAX))
+    differs = (lowest != highest).any(dim=1).tolist()
+    for unit, is_different in zip(units, differs, strict=True):
+        if is_different:
+            _logger.error(
+                "rank %d: replicas of the %s of %s differ", dist.get_rank(), what, unit.name
+            )
+    return not any(differs)
+
+
+def _hash_of(values: torch.Tensor) -> torch.Tensor:
+    """SHA-1 of the bits of a 1-D tensor: 20 int32 numbers, which every backend can compare."""
+    digest = hashlib.sha1(values.view(torch.uint8).cpu().numpy()).digest()
+    return torch.tensor(list(digest), dtype=torch.int32, device=values.device)
+
+
+# ---- dumps
+
+
+@torch.no_grad()
+def whole_params(runtime: HZPRuntime) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter of a model chunk, whole, with its name; one unit in memory at a time.
+
+    Collective over every sharding group; between two steps.
+    """
+    runtime.settle()
+    for unit in runtime.units:
+        full = torch.empty(unit.layout.padded_numel, dtype=unit.dtype, device=unit.device)
+        run_steps(unit.gather_steps(full))
+        yield from _named(unit, full)
+
+
+@torch.no_grad()
+def whole_grads(runtime: HZPRuntime) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each fp32 gradient of a model chunk after its last reduction, as `whole_params`."""
+    runtime.settle()
+    for unit in runtime.units:
+        if unit.is_trained:
+            full = torch.empty(unit.layout.padded_numel, device=unit.device)
+            axes = (*unit.groups.unshard, *unit.groups.param_sync)
+            run_steps(all_gather_steps(unit.main_grad.view(unit.optim_range), full, axes))
+            yield from _named(unit, full)
+
+
+def _named(unit: HZPUnit, full: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    whole = FlatBuffer(unit.layout, Range(0, unit.layout.padded_numel), full)
+    return zip(unit.param_names, whole.param_views(), strict=True)

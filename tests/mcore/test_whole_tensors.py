@@ -1,0 +1,155 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What Megatron asks of whole parameters and gradients. Their norm is compared by every test of
+tests/mcore/test_parity.py.
+"""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_asynchzp.sharding.topology import ShardSizes
+from megatron_asynchzp.testbed.megatron_runs import (
+    BF16,
+    MIXTURE_OF_EXPERTS,
+    RunRecord,
+    gpt_args,
+    run_pretrain,
+)
+from tests.support.engine import nested_sizes
+from tests.support.parity import size_flags
+from tests.support.world import on_ranks
+
+
+def _wrapped_linear(sizes: ShardSizes, **ddp_options: bool):
+    """A bf16 model of one layer, wrapped, whose sharding group is the world."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
+
+    torch.manual_seed(1)
+    chunk = MegatronModule(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2))
+    chunk.linear = torch.nn.Linear(8, 8)
+    chunk.forward = lambda x: chunk.linear(x)
+    chunk.bfloat16()
+    world = dist.group.WORLD
+    groups = SimpleNamespace(dp_cp=world, tp=world, pp=world, expt_dp=world)
+    return wrap_model_chunks([chunk], DistributedDataParallelConfig(**ddp_options), groups, sizes)
+
+
+# ---- replicas
+
+
+def _agreement(sizes: tuple[int, int, int], changed: str | None) -> bool:
+    """Whether replicas agree after one element of a state has changed on the last rank."""
+    from megatron_asynchzp.mcore.whole_tensors import do_replicas_agree
+
+    (chunk,) = _wrapped_linear(ShardSizes(*sizes))
+    logging.getLogger("megatron_asynchzp").setLevel(logging.CRITICAL)
+    if changed is not None and dist.get_rank() == dist.get_world_size() - 1:
+        getattr(chunk.units[0], changed).storage[0] += 1
+    agrees = do_replicas_agree([chunk.runtime])
+    chunk.communication.close()
+    return agrees
+
+
+def _all_agreements(cases: list) -> dict:
+    return {case: _agreement(*case) for case in cases}
+
+
+def test_a_change_on_one_rank_is_seen_by_all_wherever_another_rank_holds_the_same():
+    states = (None, "model_param", "main_param")
+    cases = [(sizes, changed) for sizes in nested_sizes(4) for changed in states]
+    for found in on_ranks(_all_agreements, 4, cases):
+        for (param, grad, optim), changed in cases:
+            copies = {None: 1, "model_param": 4 // param, "main_param": 4 // optim}[changed]
+            # A change of what only one rank holds cannot be seen.
+            assert found[(param, grad, optim), changed] == (copies == 1)
+
+
+# ---- large gradients
+
+
+def _warnings_of_steps(is_asked: bool) -> list[list[str]]:
+    """What is logged in each of 102 steps, the last of which has gradients 100 times as large."""
+    from megatron.core import rerun_state_machine
+
+    rerun_state_machine.destroy_rerun_state_machine()
+    rerun_state_machine.initialize_rerun_state_machine(mode=rerun_state_machine.RerunMode.DISABLED)
+    (chunk,) = _wrapped_linear(ShardSizes(1, 2, 2), check_for_large_grads=is_asked)
+    logged: list[list[str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged[-1].append(record.getMessage())
+    logger = logging.getLogger(rerun_state_machine.__name__)
+    logger.addHandler(handler)
+    for step in range(102):
+        logged.append([])
+        chunk.zero_grad_buffer()
+        (
+            chunk(torch.ones(2, 8, dtype=torch.bfloat16)) * (100 if step == 101 else 1)
+        ).sum().backward()
+        chunk.finish_grad_sync()
+    logger.removeHandler(handler)
+    chunk.communication.close()
+    return [[line for line in lines if "unexpectedly large" in line] for lines in logged]
+
+
+def _both_warnings() -> tuple:
+    from megatron_asynchzp import cpu_platform
+
+    cpu_platform.install()
+    return _warnings_of_steps(True), _warnings_of_steps(False)
+
+
+def test_gradients_that_are_unexpectedly_large_are_reported_where_that_was_asked_for():
+    for asked, not_asked in on_ranks(_both_warnings, 2):
+        assert [len(lines) for lines in asked] == [0] * 101 + [1] and "unit root" in asked[-1][0]
+        assert not any(not_asked)
+
+
+# ---- dumps
+
+DUMPED = ("--save-params-interval", "2", "--save-wgrads-interval", "2")
+CHECKED = ("--check-weight-hash-across-dp-replicas-interval", "2", "--check-for-large-grads")
+
+
+def _run_with_dumps(folder: str, flags: tuple[str, ...]) -> RunRecord:
+    where = ("--save", folder, "--save-interval", "100", "--no-save-optim", "--no-save-rng")
+    return run_pretrain(gpt_args("--train-iters", "2", *flags, *CHECKED, *DUMPED, *where))
+
+
+def _dump_twice(folder: str, flags: tuple[str, ...], sizes: tuple[int, int, int]) -> str:
+    _run_with_dumps(f"{folder}/stock", flags)
+    return _run_with_dumps(f"{folder}/ours", (*flags, *size_flags(sizes))).log
+
+
+@pytest.mark.parametrize(
+    "flags, sizes",
+    [
+        (("--pipeline-model-parallel-size", "2"), (2, 1, 2)),
+        ((*BF16, *MIXTURE_OF_EXPERTS, "--expert-model-parallel-size", "2"), (1, 2, 4)),
+    ],
+    ids=["pipeline", "experts"],
+)
+def test_dumps_hold_the_whole_tensors_of_stock_megatron(tmp_path, flags, sizes):
+    logs = on_ranks(_dump_twice, 4, str(tmp_path), flags, sizes)
+    assert "Weight hashes match after 2 iterations" in logs[0]
+    for label in ("params", "wgrads"):
+        files = sorted((tmp_path / "stock" / label).rglob("*.pth"))
+        assert files
+        for path in files:
+            stock = torch.load(path)
+            ours = torch.load(tmp_path / "ours" / path.relative_to(tmp_path / "stock"))
+            assert ours.keys() == stock.keys()
+            for chunk, tensors in stock.items():
+                assert ours[chunk].keys() == tensors.keys() and tensors
+                for name, tensor in tensors.items():
+                    mine = ours[chunk][name]
+                    assert mine.dtype == tensor.dtype
+                    # Of gradients Megatron may keep the copy that another rank's sum is added to.
+                    torch.testing.assert_close(mine, tensor, rtol=1e-2, atol=1e-5, msg=name)

@@ -1,0 +1,95 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The census of recipes, on folders of a few."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from scripts.train.census import find_cases
+
+ROOT = Path(__file__).parents[1]
+
+_RECIPE = """
+ENV_VARS:
+  CUDA_DEVICE_MAX_CONNECTIONS: 1
+MODEL_ARGS:
+  --num-layers: 2
+  --hidden-size: 64
+  --num-attention-heads: 4
+  --seq-length: 32
+  --max-position-embeddings: 32
+  --micro-batch-size: 1
+  --global-batch-size: 8
+  --train-iters: 10
+  --lr: 1e-3
+  --bf16: true
+  --swiglu: false
+  --data-path: ${DATA_PATH}/text
+  --tokenizer-type: GPT2BPETokenizer
+  --vocab-file: ${DATA_PATH}/vocab.json
+"""
+_SCRIPT = """
+#!/bin/bash
+LAYERS=2
+MODEL_ARGS=(
+    --num-layers ${LAYERS}   # a comment
+    --hidden-size 64 --num-attention-heads ${HEADS:-4}
+    --seq-length 32 --max-position-embeddings 32
+)
+torchrun --nproc_per_node 8 pretrain_gpt.py ${MODEL_ARGS[@]} --micro-batch-size 1 \\
+    --global-batch-size 8 --train-iters 10 --lr=1e-3 --bf16 --save "$CHECKPOINTS"
+"""
+
+
+def _write_recipes(folder: Path, more: dict[str, str]) -> None:
+    for name, lines in more.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "model_config.yaml").write_text(_RECIPE + lines)
+
+
+def test_scripts_and_functional_tests_become_command_lines_without_files(tmp_path):
+    _write_recipes(tmp_path, {"inference": "MODE: inference\n", "listed": "  --spec: '[a b]'\n"})
+    (tmp_path / "train.sh").write_text(_SCRIPT)
+    (tmp_path / "other.sh").write_text("echo --verbose\n")
+    listed, script = find_cases([tmp_path])
+    assert (listed.path.parent.name, script.path.name) == ("listed", "train.sh")
+    line = " ".join(listed.flags)
+    assert "--lr 1e-3 --bf16 --spec a b --mock-data --tokenizer-type NullTokenizer" in line
+    assert not {"--swiglu", "--data-path", "--vocab-file"} & set(listed.flags)
+    line = " ".join(script.flags)
+    assert "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32" in line
+    assert "--lr=1e-3 --bf16 --save 1 --mock-data" in line and "nproc" not in line
+
+
+def test_the_census_counts_what_starts_and_names_the_flags_that_keep_the_rest(tmp_path):
+    _write_recipes(
+        tmp_path,
+        {
+            "plain": "",
+            "sharded": "  --use-distributed-optimizer: true\n  --log-params-norm: true\n",
+            "dumped": "  --save-dgrads-interval: 10\n",
+            "wrong": "  --tensor-model-parallel-size: 3\n",
+        },
+    )
+    (tmp_path / "train.sh").write_text(_SCRIPT)
+    command = [sys.executable, "-m", "scripts.train.census", str(tmp_path), "--cases"]
+    run = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=os.environ, check=True
+    )
+    lines = run.stdout.splitlines()
+    assert lines[:3] == [
+        "5 training recipes",
+        "4 start with stock Megatron in this pretended world",
+        "3 start with --use-asynchzp",
+    ]
+    assert "refused by --use-asynchzp: 1" in lines and "    1  --save-dgrads-interval" in lines
+    assert "refused by Megatron: 1" in lines
+    assert sum(line.startswith(f"{tmp_path}/dumped") for line in lines) == 1
+
+
+def test_a_folder_without_recipes_is_an_error(tmp_path):
+    command = [sys.executable, "-m", "scripts.train.census", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ)
+    assert run.returncode == 1 and "no training recipe" in run.stderr
