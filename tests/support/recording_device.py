@@ -181,6 +181,10 @@ class RecordingDevice:
         name = self._labels.get(memory, "unnamed memory")
         return f"{name}: {does[0]}, {does[1]}, and neither waits for the other"
 
+    def latest_accesses(self) -> Iterator[Access]:
+        """Of every stream and place in memory."""
+        return (access for known in self._accesses.values() for access in known.values())
+
     def attend(self, driver: Driver) -> None:
         """`driver` runs on this device: what orders its threads is recorded from now on."""
 
@@ -242,6 +246,10 @@ class RecordingHost(RecordingDevice):
 
     def record_event(self) -> None:
         return None
+
+    def latest_accesses(self) -> Iterator[Access]:
+        """Of every stream and place in memory."""
+        return (access for known in self._accesses.values() for access in known.values())
 
     def attend(self, driver: Driver) -> None:
         submit = driver.submit
