@@ -4,16 +4,23 @@
 compute they have one order on all ranks and no device gets stuck; issued by a background thread
 they have not, and devices do."""
 
+import random
 from itertools import product
 
 import pytest
 import torch
 
 from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.config import ScheduleConfig
-from tests.support.device_queues import CommandLog, Connections, Wait, find_stuck
+from megatron_asynchzp.zero.plan import plan_units
+from tests.support.device_queues import Command, CommandLog, Connections, Wait, find_stuck
+from tests.support.foreign_blocks import use_foreign_blocks
 from tests.support.parallel_layouts import LAYOUTS, WORLD, Layout, log_rank, log_ranks, order_of
 from tests.support.recording_device import DEFAULT_STREAM, Group
+from tests.support.scheduler_program import delayed_driver, recorded_groups
+from tests.support.side_stream import AutogradStreams
+from tests.support.toy_models import ToyLM, toy_batch, toy_loss
 
 SEEDS = range(200)
 BY_THE_PROGRAM, IN_BACKGROUND = ScheduleConfig("main-thread"), ScheduleConfig("threaded")
@@ -94,7 +101,56 @@ def test_a_submission_makes_the_stream_that_computes_wait_for_nothing(layout, mo
     assert sum(num_seen) > 50
 
 
-# ---- the model
+# ---- a model whose layers communicate, and whose backward autograd runs on another thread
+
+
+def log_training(rank: int, config: ScheduleConfig, seed: int) -> list[Command]:
+    """Two steps of `rank` in TP2 x DP2."""
+    dice = random.Random(f"{seed} {rank}")
+    device = CommandLog(lambda: 5e-4 if dice.random() < 0.02 else 0.0)
+    streams, layout = AutogradStreams(device), LAYOUTS[0]
+    tensor_parallel, sharding = (
+        next(ranks for ranks in groups if rank in ranks)
+        for groups in (layout.foreign, layout.sharding)
+    )
+    with device.recording(), streams.applied():
+        model = ToyLM(vocab=11, width=8, depth=3, recompute=seed % 2 == 1)
+        use_foreign_blocks(model, streams, Group(layout.name, tensor_parallel))
+        driver = delayed_driver(device, config, dice.randrange(10**9))
+        groups = {"dense": recorded_groups(layout.sizes, rank, sharding)}
+        plans = plan_units(model, [*model.blocks, model.embedding, model.output])
+        runtime = HZPRuntime(model, plans, groups, config, driver)
+        for step in range(2):
+            runtime.zero_grads()
+            for index in range(2):
+                runtime.is_last_micro_batch = index == 1
+                streams.backward(toy_loss(model, toy_batch(step, index, rank, vocab=11)))
+            runtime.sync_grads()
+            runtime.sync_params()
+        runtime.close()
+        driver.close()
+    return device.commands
+
+
+@pytest.mark.parametrize("seeds", [range(0, 20, 2), range(1, 20, 2)], ids=["", "recomputed"])
+def test_the_hooks_of_a_model_issue_ours_between_those_of_its_layers_in_one_order(seeds):
+    logs = {rank: log_training(rank, BY_THE_PROGRAM, seeds[0]) for rank in WORLD}
+    expected = order_of(logs[0])
+    foreign = [index for index, (_, purpose, *_) in enumerate(expected) if purpose == "tp"]
+    assert any(later - index > 1 for index, later in zip(foreign, foreign[1:]))
+    assert all(order_of(commands) == expected for commands in logs.values())
+    for seed in seeds:
+        assert order_of(log_training(WORLD[seed // 2 % 4], BY_THE_PROGRAM, seed)) == expected
+    for num_queues in NUM_QUEUES:
+        assert find_any_stuck(logs, num_queues) is None
+
+
+def test_the_hooks_of_a_model_with_a_background_thread_have_no_order():
+    orders = [order_of(log_training(0, IN_BACKGROUND, seed)) for seed in range(0, 20, 2)]
+    assert any(order != orders[0] for order in orders)
+
+
+# ---- the model of a device
 
 A, B = Group("a", (0, 1)), Group("b", (0, 1))
 
