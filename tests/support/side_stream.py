@@ -47,9 +47,15 @@ class AutogradStreams:
             node.metadata.setdefault(_MADE_ON, stream)
         return nodes
 
+    def watch(self, params: Iterable[torch.Tensor]) -> None:
+        """Let the nodes of `params` wait for their gradients, also where nobody else has a hook;
+        within `applied`."""
+        for param in params:
+            param.register_post_accumulate_grad_hook(lambda _param: None)
+
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Hooks that are registered within run on the stream of their node."""
+        """Hooks that are registered within run on the stream of their node, after the gradient."""
         register = torch.Tensor.register_post_accumulate_grad_hook
 
         def register_on_stream(param: torch.Tensor, hook):

@@ -24,7 +24,7 @@ def test_a_unit_that_collects_gradients_to_the_end_of_backward_leaves_others_a_s
             for unit in units:  # the root's norm comes first in backward and is reduced last
                 for index, param in enumerate(unit.params):
                     param.grad = torch.ones(param.shape, dtype=param.dtype)
-                    scheduler.reductions.take(unit, index)
+                    scheduler.reductions.take(unit, (index,))
                 if unit is not units[0]:
                     scheduler.reduce(unit)
             scheduler.reduce(units[0])

@@ -49,6 +49,7 @@ def train(run: Run, seed: int) -> RecordingDevice:
     with device.recording(), streams.applied():
         torch.manual_seed(seed)
         model = use_side_stream(ToyLM(vocab=11, width=8, depth=2), streams).to(run.dtype)
+        streams.watch(model.parameters())
         driver = delayed_driver(device, run.config, seed)
         groups = {"dense": recorded_groups(run.sizes, rank=5)}
         plans = plan_units(model, [*model.blocks, model.embedding, model.output])
