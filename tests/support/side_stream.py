@@ -22,7 +22,7 @@ from torch import nn
 from tests.support.recording_device import DEFAULT_STREAM, Clock, RecordingDevice
 from tests.support.toy_models import ToyLM
 
-SIDE = "side stream"
+SIDE, WRAPPING = "side stream", "stream on which the model is wrapped"
 _MADE_ON = "stream on which this node was made"
 
 
@@ -47,11 +47,27 @@ class AutogradStreams:
             node.metadata.setdefault(_MADE_ON, stream)
         return nodes
 
-    def watch(self, params: Iterable[torch.Tensor]) -> None:
-        """Let the nodes of `params` wait for their gradients, also where nobody else has a hook;
-        within `applied`."""
-        for param in params:
+    def watch(self, model: nn.Module) -> None:
+        """Let the nodes of all parameters wait for their gradients, also where nobody else has a
+        hook, and notice which of them are held from the start of a forward on; within `applied`,
+        before hooks that are to run earlier are put before this one."""
+        for param in model.parameters():
             param.register_post_accumulate_grad_hook(lambda _param: None)
+
+        def begin_forward(model: nn.Module, _args: object) -> None:
+            self.note_accumulators(model.parameters(), DEFAULT_STREAM)
+
+        model.register_forward_pre_hook(begin_forward)
+
+    @contextmanager
+    def wrapping(self, model: nn.Module) -> Iterator[None]:
+        """As Megatron's get_model: what is made within is made on a stream of its own, and so are
+        the nodes that are held from then on."""
+        with self.device.on_stream(WRAPPING):
+            yield
+            self.note_accumulators(model.parameters(), WRAPPING)
+            end = self.device.now()
+        self.device.order(end, DEFAULT_STREAM)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

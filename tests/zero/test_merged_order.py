@@ -116,7 +116,7 @@ def log_training(rank: int, config: ScheduleConfig, seed: int) -> list[Command]:
     with device.recording(), streams.applied():
         model = ToyLM(vocab=11, width=8, depth=3, recompute=seed % 2 == 1)
         use_foreign_blocks(model, streams, Group(layout.name, tensor_parallel))
-        streams.watch(model.parameters())
+        streams.watch(model)
         driver = delayed_driver(device, config, dice.randrange(10**9))
         groups = {"dense": recorded_groups(layout.sizes, rank, sharding)}
         plans = plan_units(model, [*model.blocks, model.embedding, model.output])

@@ -5,6 +5,7 @@ routed ones): no slot is read or rewritten too early, whichever stream a gradien
 
 import random
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.plan import plan_units
 from tests.support.engine import nested_sizes
-from tests.support.recording_device import DEFAULT_STREAM, RecordingDevice
+from tests.support.recording_device import RecordingDevice
 from tests.support.scheduler_program import WORLD_SIZE, delayed_driver, recorded_groups
 from tests.support.side_stream import SIDE, AutogradStreams, use_side_stream
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
+
+# From how many bytes on a gradient is taken by itself.
+LARGE = "megatron_asynchzp.zero.autograd._LARGE_GRAD_NBYTES"
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Run:
     dtype: torch.dtype
     micro_batches: int
     steps: int
+    large_nbytes: int
 
     @classmethod
     def draw(cls, seed: int, kind: str) -> "Run":
@@ -39,6 +44,7 @@ class Run:
             dice.choice((torch.bfloat16, torch.float32)),
             dice.randint(1, 2),
             dice.choice((1, 1, 2)),
+            dice.choice((64, 2**20)),
         )
 
 
@@ -46,15 +52,15 @@ def train(run: Run, seed: int) -> RecordingDevice:
     """A few steps of two layers, with what autograd does about streams on a device."""
     device = RecordingDevice()
     streams = AutogradStreams(device)
-    with device.recording(), streams.applied():
+    with device.recording(), streams.applied(), mock.patch(LARGE, run.large_nbytes):
         torch.manual_seed(seed)
         model = use_side_stream(ToyLM(vocab=11, width=8, depth=2), streams).to(run.dtype)
-        streams.watch(model.parameters())
+        streams.watch(model)
         driver = delayed_driver(device, run.config, seed)
         groups = {"dense": recorded_groups(run.sizes, rank=5)}
         plans = plan_units(model, [*model.blocks, model.embedding, model.output])
-        runtime = HZPRuntime(model, plans, groups, run.config, driver)
-        streams.note_accumulators(model.parameters(), DEFAULT_STREAM)
+        with streams.wrapping(model):
+            runtime = HZPRuntime(model, plans, groups, run.config, driver)
         for step in range(run.steps):
             runtime.zero_grads()
             for index in range(run.micro_batches):
