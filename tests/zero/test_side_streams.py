@@ -4,7 +4,7 @@
 routed ones): no slot is read or rewritten too early, whichever stream a gradient comes from."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import pytest
@@ -93,4 +93,6 @@ def test_a_gradient_that_is_taken_on_the_side_stream_is_seen_to_race(monkeypatch
             return SIDE if param.dim() == 2 else super().stream_of_hook(param)
 
     monkeypatch.setattr("tests.zero.test_side_streams.AutogradStreams", OnTheSide)
-    assert all(races(train(Run.draw(seed, "main-thread"), seed)) for seed in range(5))
+    for seed in range(5):
+        run = replace(Run.draw(seed, "main-thread"), large_nbytes=64)
+        assert races(train(run, seed)) != []
