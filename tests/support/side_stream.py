@@ -63,6 +63,7 @@ class AutogradStreams:
     def wrapping(self, model: nn.Module) -> Iterator[None]:
         """As Megatron's get_model: what is made within is made on a stream of its own, and so are
         the nodes that are held from then on."""
+        self.device.order(self.device.now(), WRAPPING)
         with self.device.on_stream(WRAPPING):
             yield
             self.note_accumulators(model.parameters(), WRAPPING)
