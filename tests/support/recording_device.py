@@ -10,7 +10,7 @@ them came first in this run does not count: a stream, or a thread, may be late b
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
@@ -49,16 +49,22 @@ class Access(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Stands for a process group: as with NCCL, its collectives run on a stream of its own."""
+    """Stands for a process group over `ranks`, for one purpose. As with NCCL, its collectives run
+    on a stream of its own, which has its name."""
 
-    name: str
+    purpose: str
+    ranks: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.purpose} over {self.ranks}"
 
 
 class Collective(NamedTuple):
     """What was issued: the operation, over which group, on how many elements."""
 
     operation: str
-    group: str
+    group: Group
     numel: int
 
 
@@ -113,7 +119,7 @@ class RecordingDevice:
         return torch.empty_like(tensor)
 
     def bind_thread(self) -> None:
-        _Noting(self).__enter__()  # to the end of the thread
+        self._noting().__enter__()  # to the end of the thread
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -182,6 +188,10 @@ class RecordingDevice:
         name = self._labels.get(memory, "unnamed memory")
         return f"{name}: {does[0]}, {does[1]}, and neither waits for the other"
 
+    def latest_accesses(self) -> Iterator[Access]:
+        """Of every stream and place in memory."""
+        return (access for known in self._accesses.values() for access in known.values())
+
     def attend(self, driver: Driver) -> None:
         """`driver` runs on this device: what orders its threads is recorded from now on."""
 
@@ -194,9 +204,12 @@ class RecordingDevice:
                 "megatron_asynchzp.comm.collectives.reduce_scatter_flat", self._reduce_scatter
             ),
             mock.patch("torch.distributed.all_reduce", self._all_reduce),
-            _Noting(self),
+            self._noting(),
         ):
             yield
+
+    def _noting(self) -> AbstractContextManager:
+        return _Noting(self)
 
     # ---- collectives
 
@@ -204,7 +217,7 @@ class RecordingDevice:
         self, operation: str, group: Group, read: torch.Tensor, written: torch.Tensor
     ) -> "FinishedLater":
         self.order(self.now(), group.name)
-        self.collectives.append(Collective(operation, group.name, written.numel()))
+        self.collectives.append(Collective(operation, group, written.numel()))
         self.operate(operation, read, is_write=False, stream=group.name)
         self.operate(operation, written, is_write=True, stream=group.name)
         with self._lock:
@@ -240,6 +253,10 @@ class RecordingHost(RecordingDevice):
 
     def record_event(self) -> None:
         return None
+
+    def latest_accesses(self) -> Iterator[Access]:
+        """Of every stream and place in memory."""
+        return (access for known in self._accesses.values() for access in known.values())
 
     def attend(self, driver: Driver) -> None:
         submit = driver.submit

@@ -5,7 +5,7 @@ The units, their generators and the drivers are the engine's own; only the colle
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -82,19 +82,21 @@ class Execution:
         return self.device.collectives
 
 
-def recorded_groups(sizes: tuple[int, int, int], rank: int) -> ShardGroups:
-    """The communicators of a rank, without ranks."""
-    topology = ShardTopology(WORLD_SIZE, rank, ShardSizes(*sizes))
-    return ShardGroups.of_topology(
-        topology, range(WORLD_SIZE), lambda purpose, ranks: Group(f"{purpose} over {ranks}")
-    )
+def recorded_groups(
+    sizes: tuple[int, int, int], rank: int, sharding_group: Sequence[int] = range(WORLD_SIZE)
+) -> ShardGroups:
+    """The communicators of global rank `rank`, which lies in `sharding_group`, without ranks."""
+    topology = ShardTopology(len(sharding_group), sharding_group.index(rank), ShardSizes(*sizes))
+    return ShardGroups.of_topology(topology, sharding_group, Group)
 
 
-def _new_unit(program: Program, index: int, groups: ShardGroups) -> HZPUnit:
-    shape = program.units[index]
-    values = torch.ones(shape.numel - 3, dtype=program.dtype), torch.ones(3, dtype=program.dtype)
+def new_unit(
+    name: str, shape: UnitShape, groups: ShardGroups, dtype: torch.dtype = torch.bfloat16
+) -> HZPUnit:
+    """A unit of two parameters."""
+    values = torch.ones(shape.numel - 3, dtype=dtype), torch.ones(3, dtype=dtype)
     params = [torch.nn.Parameter(value, shape.is_trained) for value in values]
-    return HZPUnit(f"u{index}", [("weight", params[0]), ("bias", params[1])], groups)
+    return HZPUnit(name, [("weight", params[0]), ("bias", params[1])], groups)
 
 
 def _label(device: RecordingDevice, unit: HZPUnit) -> None:
@@ -152,7 +154,10 @@ def execute(
     device = new_device()
     with device.recording(), torch.no_grad():
         groups = recorded_groups(program.sizes, program.rank)
-        units = [_new_unit(program, i, groups) for i in range(len(program.units))]
+        units = [
+            new_unit(f"u{index}", shape, groups, program.dtype)
+            for index, shape in enumerate(program.units)
+        ]
         driver = delayed_driver(device, program.config, seed)
         try:
             scheduler = scheduler_class(units, program.config, driver, 0.5)
@@ -164,7 +169,7 @@ def execute(
             for unit in units:
                 _label(device, unit)
             for step in program.steps:
-                _Runner(scheduler, step).run()
+                Runner(scheduler, step).run()
             scheduler.settle()
         finally:
             driver.close()
@@ -176,7 +181,7 @@ def update(unit: HZPUnit) -> None:
     unit.main_param.storage.add_(unit.main_grad.view(unit.optim_range), alpha=-0.1)
 
 
-class _Runner:
+class Runner:
     """One step, with the calls that HZPRuntime makes from its hooks."""
 
     def __init__(self, scheduler: StepScheduler, step: Step):

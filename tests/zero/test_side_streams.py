@@ -1,0 +1,98 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that compute a part of themselves on a side stream (Megatron's shared experts beside the
+routed ones): no slot is read or rewritten too early, whichever stream a gradient comes from."""
+
+import random
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.plan import plan_units
+from tests.support.engine import nested_sizes
+from tests.support.recording_device import RecordingDevice
+from tests.support.scheduler_program import WORLD_SIZE, delayed_driver, recorded_groups
+from tests.support.side_stream import SIDE, AutogradStreams, use_side_stream
+from tests.support.toy_models import ToyLM, toy_batch, toy_loss
+
+# From how many bytes on a gradient is taken by itself.
+LARGE = "megatron_asynchzp.zero.autograd._LARGE_GRAD_NBYTES"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a seed stands for."""
+
+    config: ScheduleConfig
+    sizes: tuple[int, int, int]
+    dtype: torch.dtype
+    micro_batches: int
+    steps: int
+    large_nbytes: int
+
+    @classmethod
+    def draw(cls, seed: int, kind: str) -> "Run":
+        dice = random.Random(seed)
+        depth, slots = dice.randint(0, 2), dice.randint(1, 3)
+        return cls(
+            ScheduleConfig(kind, depth, grad_slots=slots),
+            dice.choice(nested_sizes(WORLD_SIZE)),
+            dice.choice((torch.bfloat16, torch.float32)),
+            dice.randint(1, 2),
+            dice.choice((1, 1, 2)),
+            dice.choice((64, 2**20)),
+        )
+
+
+def train(run: Run, seed: int) -> RecordingDevice:
+    """A few steps of two layers, with what autograd does about streams on a device."""
+    device = RecordingDevice()
+    streams = AutogradStreams(device)
+    with device.recording(), streams.applied(), mock.patch(LARGE, run.large_nbytes):
+        torch.manual_seed(seed)
+        model = use_side_stream(ToyLM(vocab=11, width=8, depth=2), streams).to(run.dtype)
+        streams.watch(model)
+        driver = delayed_driver(device, run.config, seed)
+        groups = {"dense": recorded_groups(run.sizes, rank=5)}
+        plans = plan_units(model, [*model.blocks, model.embedding, model.output])
+        with streams.wrapping(model):
+            runtime = HZPRuntime(model, plans, groups, run.config, driver)
+        for step in range(run.steps):
+            runtime.zero_grads()
+            for index in range(run.micro_batches):
+                runtime.is_last_micro_batch = index == run.micro_batches - 1
+                streams.backward(toy_loss(model, toy_batch(step, index, 0, vocab=11)))
+            runtime.sync_grads()
+            with torch.no_grad():
+                for unit in runtime.units:
+                    unit.main_param.storage.add_(unit.main_grad.view(unit.optim_range))
+            runtime.sync_params()
+        runtime.close()
+        driver.close()
+    return device
+
+
+def races(device: RecordingDevice) -> list[str]:
+    assert any(access.stream == SIDE for access in device.latest_accesses())
+    return device.races
+
+
+@pytest.mark.parametrize("kind, seeds", [("main-thread", range(200)), ("threaded", range(20))])
+def test_gradients_from_a_side_stream_are_neither_reduced_too_early_nor_overwritten(kind, seeds):
+    for seed in seeds:
+        assert races(train(Run.draw(seed, kind), seed)) == [], seed
+
+
+def test_a_gradient_that_is_taken_on_the_side_stream_is_seen_to_race(monkeypatch):
+    class OnTheSide(AutogradStreams):
+        def stream_of_hook(self, param: torch.Tensor) -> str:
+            return SIDE if param.dim() == 2 else super().stream_of_hook(param)
+
+    monkeypatch.setattr("tests.zero.test_side_streams.AutogradStreams", OnTheSide)
+    for seed in range(5):
+        run = replace(Run.draw(seed, "main-thread"), large_nbytes=64)
+        assert races(train(run, seed)) != []
