@@ -52,11 +52,16 @@ class HZPUnit:
     Parameters that are not trained have a model_param only.
 
     name: for messages; params: (name, parameter) in layout order, all of one dtype and either
-    all trained or none; groups: communicators of the sharding group of this unit.
+    all trained or none; groups: communicators of the sharding group of this unit; shard: the P
+    shard, 1-D, where the parameters were sharded while the model was built (Construction).
     """
 
     def __init__(
-        self, name: str, params: Sequence[tuple[str, torch.nn.Parameter]], groups: ShardGroups
+        self,
+        name: str,
+        params: Sequence[tuple[str, torch.nn.Parameter]],
+        groups: ShardGroups,
+        shard: torch.Tensor | None = None,
     ):
         self.name = name
         self.groups = groups
@@ -71,7 +76,7 @@ class HZPUnit:
         )
         self.phase = Phase.SHARDED
         self._full_param: FlatBuffer | None = None
-        self._allocate_and_shard()
+        self._allocate_and_shard(shard)
 
     # ---- construction
 
@@ -82,10 +87,13 @@ class HZPUnit:
         storage = torch.zeros(range_.numel, dtype=dtype, device=self.device)
         return FlatBuffer(self.layout, range_, storage)
 
-    def _allocate_and_shard(self) -> None:
+    def _allocate_and_shard(self, shard: torch.Tensor | None) -> None:
         sizes = self.groups.topology.sizes
-        self.model_param = self._new_buffer(self._range(sizes.param), self.dtype)
-        self.model_param.copy_params(self.params)
+        if shard is None:
+            self.model_param = self._new_buffer(self._range(sizes.param), self.dtype)
+            self.model_param.copy_params(self.params)
+        else:
+            self.model_param = FlatBuffer(self.layout, self._range(sizes.param), shard)
         self.optim_range = self._range(sizes.optim)
         if self.is_trained:
             self.main_grad = self._new_buffer(self._range(sizes.grad), torch.float32)
