@@ -87,12 +87,11 @@ class _ShardedModule:
             shard = self.new_shard(parts, device).storage
             full = shard.new_empty(self.layout.padded_numel)
             run_steps(all_gather_steps(shard, full, self.groups.unshard))
-            full = full.to(parts[0].values.device)
             for part in parts:
+                own = full[part.piece.range.start : part.piece.range.stop].view(part.piece.shape)
                 part.param.__class__ = part.kind
-                part.param.data = full[part.piece.range.start : part.piece.range.stop].view(
-                    part.piece.shape
-                )
+                # A storage of its own, as it had before.
+                part.param.data = own.to(part.values.device, copy=True)
 
 
 class Construction:
