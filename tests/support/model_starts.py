@@ -20,7 +20,8 @@ class StartMemory(NamedTuple):
 
     built: at most while the modules were built; peak: until model and optimizer were complete;
     shards: of parameters, states: all at rest, in_flight: of the rings, by the engine;
-    largest_unit: its parameters, whole; model: all parameters, whole.
+    largest_unit: its parameters, whole; model: all parameters, whole; drawing: what Megatron takes
+    beside a weight to draw it on a CPU: in fp32 for all tensor-parallel ranks, cast, and cut.
     """
 
     built: int
@@ -30,10 +31,11 @@ class StartMemory(NamedTuple):
     in_flight: int
     largest_unit: int
     model: int
+    drawing: int
 
     @property
     def built_limit(self) -> float:
-        return 1.05 * (self.shards + self.in_flight + self.largest_unit)
+        return 1.05 * (self.shards + self.largest_unit + self.drawing)
 
     @property
     def limit(self) -> float:
@@ -114,7 +116,12 @@ def _memory_of(chunks: list, built: int, peak: int) -> StartMemory | None:
     units = [unit for chunk in chunks for unit in getattr(chunk, "units", [])]
     if not units:
         return None
+    from megatron.training import get_args
+
     whole = [unit.layout.numel * unit.dtype.itemsize for unit in units]
+    weight = max(piece.range.numel for unit in units for piece in unit.layout.slices)
+    args: Any = get_args()
+    itemsize = units[0].dtype.itemsize
     return StartMemory(
         built,
         peak,
@@ -123,6 +130,7 @@ def _memory_of(chunks: list, built: int, peak: int) -> StartMemory | None:
         in_flight=sum(sum(chunk.runtime.ring_nbytes().values()) for chunk in chunks),
         largest_unit=max(whole),
         model=sum(whole),
+        drawing=weight * ((4 + itemsize) * args.tensor_model_parallel_size + itemsize),
     )
 
 
