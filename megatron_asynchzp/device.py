@@ -20,6 +20,7 @@ import torch.distributed as dist
 class CpuDevice:
     """Operations are complete when they return; only collectives run beside the host."""
 
+    is_cuda = False
     runs_ahead = False
     """Whether waiting for a collective only orders streams, so that it may be done early."""
     # No wait is longer than this: between two of them Python sees signals and `is_over`.
@@ -70,12 +71,18 @@ class CpuDevice:
                 return False
         return True
 
-    def synchronize(
-        self, event: None, limit_s: float, is_over: Callable[[], bool] = lambda: False
-    ) -> bool:
-        """Hold the host until `event`; False where it has not happened after `limit_s` seconds,
-        or not before `is_over`."""
+    def has_passed(self, event: object) -> bool:
+        """Whether an event, or a mark, has happened."""
         return True
+
+    def synchronize(self, event: None, limit_s: float) -> bool:
+        """Hold the host until `event`; False where it has not happened after `limit_s` seconds."""
+        return True
+
+    def new_host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory of the host, of the shape and dtype of `tensor`, that the device copies to without
+        holding the host."""
+        return torch.empty_like(tensor)
 
     def bind_thread(self) -> None:
         """Make a new thread use this device."""
@@ -98,21 +105,23 @@ class StreamDevice:
     def __init__(self, module: ModuleType, device: torch.device):
         self._module = module
         self._device = device
+        self.is_cuda = device.type == "cuda"
 
     def new_stream(self) -> Any:
-        return self._module.Stream(device=self._device)
+        # High: a collective that waits for the device would hold up the peers that wait for it.
+        return self._module.Stream(device=self._device, priority=-1)
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         return self._module.stream(stream)
 
     def record_event(self) -> Any:
         event = self._module.Event()
-        event.record(self._module.current_stream(self._device))
+        event.record()  # on the current stream
         return event
 
     def wait_event(self, event: Any) -> None:
-        # An event that has happened is not put into the stream: nothing to wait for.
-        if event is not None and not event.query():
+        # Not `query` first: it holds the interpreter, and a wait for what has happened is free.
+        if event is not None:
             self._module.current_stream(self._device).wait_event(event)
 
     def wait_work(
@@ -120,26 +129,30 @@ class StreamDevice:
     ) -> None:
         work.wait()  # with a time limit NCCL would block the host
 
-    def synchronize(
-        self, event: Any, limit_s: float, is_over: Callable[[], bool] = lambda: False
-    ) -> bool:
+    def has_passed(self, event: Any) -> bool:
+        return event.query()
+
+    def synchronize(self, event: Any, limit_s: float) -> bool:
         deadline = time.monotonic() + limit_s
         while not event.query():
-            if time.monotonic() > deadline or is_over():
+            if time.monotonic() > deadline:
                 return False
             time.sleep(self._POLL_S)
         return True
+
+    def new_host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def bind_thread(self) -> None:
         self._module.set_device(self._device)
 
     def mark(self) -> Any:
         event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream(self._device))
+        event.record()
         return event
 
     def seconds_between(self, start: Any, end: Any) -> float:
-        end.synchronize()
+        end.synchronize()  # no wait for what has passed
         return start.elapsed_time(end) / 1e3
 
 

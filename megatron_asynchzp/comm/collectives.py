@@ -48,17 +48,19 @@ def all_gather_steps(shard: torch.Tensor, full: torch.Tensor, axes: Sequence[Axi
     shard: 1-D, n elements; full: 1-D, n x product of the axis sizes, same dtype. The outermost
     axis is gathered first: over the slowest link travels the least, and every intermediate
     result is a contiguous part of `full`, so no memory is needed beside it. `shard` may already
-    lie at its place in `full`.
+    lie at its place in `full`; the first gather puts it there otherwise.
     """
     if not axes:
         if full.data_ptr() != shard.data_ptr():
             full.copy_(shard)
         return
     inner, outer = axes[0], axes[1:]
-    length = full.numel() // inner.axis.size
-    own = full[inner.axis.coordinate * length :][:length]
-    yield from all_gather_steps(shard, own, outer)
-    yield all_gather_flat(full, own, group=inner.group, async_op=True)
+    if outer:
+        length = full.numel() // inner.axis.size
+        own = full[inner.axis.coordinate * length :][:length]
+        yield from all_gather_steps(shard, own, outer)
+        shard = own
+    yield all_gather_flat(full, shard, group=inner.group, async_op=True)
 
 
 def reduce_scatter_steps(

@@ -1,37 +1,31 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns threads and streams: when the collectives of a task run, and how a failure of one reaches
-the main thread.
+"""Owns when the collectives of a task run, on which stream, and how a failure of one reaches the
+main thread.
 
 A task is a generator that issues one collective after another and yields the handle of each. All
-three schedules run the same generators and differ only in which thread drives them:
+schedules run the same generators and differ only in who drives them:
 
     inline        the caller, to the end, at once
-    main-thread   the caller issues early and completes at the wait
-    threaded      background threads, on streams of their own
+    main-thread   the caller issues early; on streams all of it, else it completes at the wait
+    threaded      background threads (thread_driver.py)
 
 [Note: one total order] Two threads could launch collectives in an order that differs between
-ranks, which can deadlock on NCCL. So where there are streams one thread launches all of them, task
-by task in the order of submission; submissions come from the main thread, whose program is the same
-on every rank. A CPU has no streams: there each lane's thread is one. It runs the lane's tasks in
-that same order, and waits, as a stream would, for what they depend on.
+ranks, which can deadlock on NCCL. So where there are streams one thread at a time launches: the one
+that computes, whose program is the same on every rank, or, in the threaded schedule, one in the
+background, task by task in the order of submission. Only the first keeps one order with collectives
+that Megatron launches. A CPU has no streams: there each lane's thread is one. It runs the lane's
+tasks in the order of submission, and waits, as a stream would, for what they depend on.
 """
 
-import queue
 import threading
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from megatron_asynchzp.comm.collectives import AxisGroup, Steps, ranks_along
 from megatron_asynchzp.comm.timeline import LANES, WAIT, Timeline
-
-_LAUNCH = "launch"
-# After a failure: for all threads together. One may be held by a driver that never returns.
-_ABANDON_S = 5.0
-# How much longer than the limit the main thread waits, whose message is less exact than a lane's.
-_MARGIN_S = 1.0
+from megatron_asynchzp.comm.watchdog import Watchdog
 
 
 class CollectiveFailure(RuntimeError):
@@ -53,8 +47,9 @@ class Task:
     generator; ready: events that must have happened before (None: has happened); after: tasks
     whose results it reads (None: there is none).
 
-    The driver sets the rest. step: which step it belongs to; usable: set once the results exist or,
-    on a stream, are on their way; event: after which they can be read, from then on.
+    The driver sets the rest. step: which step it belongs to; is_usable: the results exist or, on a
+    stream, are on their way; event: after which they can be read, from then on; signal: set with
+    is_usable, for other threads.
     """
 
     driver: "Driver"
@@ -73,7 +68,8 @@ class Task:
         self.start = start
         self.ready = ready
         self.after = [task for task in after if task is not None]
-        self.usable = threading.Event()
+        self.is_usable = False
+        self.signal: threading.Event | None = None
         self.event: Any = None
         self._steps: Steps = iter(())
         self._work: Any = None
@@ -102,9 +98,11 @@ class Task:
     def issue(self) -> None:
         """Issue the first collective, after what it depends on."""
         device = self.driver.device
-        for event in (*self.ready, *(task.event for task in self.after)):
+        for event in self.ready:
             device.wait_event(event)
-        self._start_mark = device.mark()
+        for task in self.after:
+            device.wait_event(task.event)
+        self._start_mark = self.driver.timeline.mark()
         self._steps = self.start()
         self._work = next(self._steps, None)
 
@@ -115,8 +113,14 @@ class Task:
             device.wait_work(self._work, self.driver.limit_s, self.driver.has_failed)
             self._work = next(self._steps, None)
         self.event = device.record_event()
-        self.driver.timeline.add(self.lane, self.unit, self._start_mark, device.mark())
-        self.usable.set()
+        self.driver.timeline.note(self.lane, self.unit, self._start_mark)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Nobody has to wait for this task any longer."""
+        self.is_usable = True
+        if self.signal is not None:
+            self.signal.set()
 
     # ---- for those who need the results
 
@@ -130,39 +134,50 @@ class Task:
     def wait(self) -> None:
         """Let the current stream read the results; the time it waits counts as exposed.
 
-        For the main thread.
+        For the thread that computes.
         """
-        device = self.driver.device
-        if self.usable.is_set() and not device.runs_ahead:
+        device, timeline = self.driver.device, self.driver.timeline
+        if self.is_usable and not device.runs_ahead:
             self.await_usable()
             return
-        start = device.mark()
+        start = timeline.mark()
         self.await_usable()
         device.wait_event(self.event)
-        self.driver.timeline.add(WAIT, f"{self.lane} {self.unit}", start, device.mark())
+        timeline.note(WAIT, f"{self.lane} {self.unit}", start)
 
 
 class Driver:
     """Runs tasks. This one, `inline`, at once and on the calling thread.
 
-    timeline: where tasks and waits are recorded; limit_s: seconds a collective may take.
+    timeline: where tasks and waits are recorded; limit_s: seconds a collective may take;
+    on_failure: see OnFailure.
 
     step: the latest that has begun; submitted: "lane unit" of each task, in order, until the
-    comparison of orders takes it; last_task: the latest.
+    comparison of orders takes it; latest: of each lane the task that was submitted last; last_task:
+    of all lanes.
     """
 
-    def __init__(self, timeline: Timeline, limit_s: float = 600.0):
+    def __init__(
+        self, timeline: Timeline, limit_s: float = 600.0, on_failure: OnFailure | None = None
+    ):
         self.timeline, self.device, self.limit_s = timeline, timeline.device, limit_s
         self.step = 0
         self.submitted: list[str] = []
+        self.latest: dict[str, Task] = {}
         self.last_task: Task | None = None
         self._failure: Exception | None = None
+        self._on_failure = on_failure
+        self._is_closed = threading.Event()
+        # On a device that runs ahead nobody waits for a collective on the host.
+        self._watchdog = Watchdog(self.device, limit_s, self._fail_as_late, self._is_closed)
 
     def begin_step(self, step: int) -> None:
         """`step`, counted from 1, begins for one of the model chunks that share this driver."""
         if step != self.step:
             self.step = step
-            self.timeline.fold()
+            self.timeline.begin_step(step)
+
+    # ---- failures
 
     def has_failed(self) -> bool:
         """Whether a task failed."""
@@ -189,45 +204,90 @@ class Driver:
             self.fail(task.failure(error))
             self.raise_failure()
 
+    def fail_in_background(self, task: Task, error: BaseException) -> None:
+        """As `fail`, in a thread that has nothing else to do: the main thread raises the failure
+        where it waits, and may be stuck elsewhere."""
+        failure = task.failure(error)
+        if self.fail(failure) and self._on_failure is not None:
+            self._on_failure(failure, self._is_closed.wait)
+
+    def _fail_as_late(self, task: Task) -> None:
+        self.fail_in_background(task, TimeoutError(f"not finished after {self.limit_s:g} s"))
+
+    # ---- tasks
+
     def submit(self, task: Task) -> Task:
         """Run `task`, now or later. Raises the failure of this task, or of one before it."""
-        self.raise_failure()
+        if self._failure is not None or self._is_closed.is_set():
+            self._refuse(task)
         task.driver, task.step = self, self.step
-        self.last_task = task
+        self.last_task = self.latest[task.lane] = task
         self.submitted.append(f"{task.lane} {task.unit}")
         self._start(task)
         return task
 
+    def _refuse(self, task: Task) -> None:
+        self.raise_failure()
+        raise RuntimeError(f"{task.title}: submitted after the communication was closed")
+
     def _start(self, task: Task) -> None:
-        start = self.device.mark()
+        start = self.timeline.mark()
         with self.failing_as(task):
-            task.issue()
-            task.finish()
-        self.timeline.add(WAIT, f"{task.lane} {task.unit}", start, self.device.mark())
+            self.run(task)
+        self.timeline.note(WAIT, f"{task.lane} {task.unit}", start)
+
+    def run(self, task: Task) -> None:
+        """Issue and complete all of `task`; on a device, in the current stream."""
+        task.issue()
+        task.finish()
+        if self.device.runs_ahead:
+            self._watchdog.watch(task.lane, task.event, task)
 
     def complete(self, task: Task) -> None:
         """Return when `task` is usable. Raises the first failure."""
         self.raise_failure()
 
-    def unfinished(self) -> list[Task]:
-        """Tasks on their way, of every model chunk that shares this driver."""
-        return []
-
     def close(self) -> None:
         """Leave nothing running; after a failure, which is raised again, without waiting."""
+        self._is_closed.set()
+        self._watchdog.close()
         self.raise_failure()
 
 
+class StreamDriver(Driver):
+    """`main-thread` on a device with streams: the caller issues the whole task into the stream of
+    its lane, and goes on.
+
+    Only that stream waits for what the task reads; the stream that computes waits where it reads
+    results. So ours and Megatron's collectives are launched in one order, that of the program.
+    """
+
+    def __init__(
+        self, timeline: Timeline, limit_s: float = 600.0, on_failure: OnFailure | None = None
+    ):
+        super().__init__(timeline, limit_s, on_failure)
+        self._streams = {lane: self.device.new_stream() for lane in LANES}
+
+    def _start(self, task: Task) -> None:
+        try:
+            with self.device.on_stream(self._streams[task.lane]):
+                self.run(task)
+        except Exception as error:
+            self.fail(task.failure(error))
+            self.raise_failure()
+
+
 class MainThreadDriver(Driver):
-    """Issues early from the main thread and completes at the wait: the paper's baseline.
+    """`main-thread` on a CPU: issues early and completes at the wait. The paper's baseline.
 
     A task that reads what is still on its way is issued when the next task of that lane is: by
     then the main thread would otherwise have waited for nothing.
     """
 
-    def __init__(self, timeline: Timeline, limit_s: float = 600.0):
-        super().__init__(timeline, limit_s)
-        self._streams = {lane: self.device.new_stream() for lane in LANES}
+    def __init__(
+        self, timeline: Timeline, limit_s: float = 600.0, on_failure: OnFailure | None = None
+    ):
+        super().__init__(timeline, limit_s, on_failure)
         self._unfinished: list[Task] = []
         self._postponed: set[Task] = set()
 
@@ -236,11 +296,11 @@ class MainThreadDriver(Driver):
             is_due = any(before.lane == task.lane for before in other.after)
             if is_due and other in self._postponed:
                 self._issue(other)
-        if self.device.runs_ahead or all(other.usable.is_set() for other in task.after):
+        if all(other.is_usable for other in task.after):
             self._issue(task)
         else:
             self._postponed.add(task)
-        self._unfinished = [other for other in self._unfinished if not other.usable.is_set()]
+        self._unfinished = [other for other in self._unfinished if not other.is_usable]
         self._unfinished.append(task)
 
     def _issue(self, task: Task) -> None:
@@ -248,155 +308,26 @@ class MainThreadDriver(Driver):
         self._postponed.discard(task)
         for other in task.after:
             other.wait()
-        with self.device.on_stream(self._streams[task.lane]), self.failing_as(task):
+        with self.failing_as(task):
             task.issue()
-            if self.device.runs_ahead:
-                task.finish()
 
     def complete(self, task: Task) -> None:
         """As on a stream, every task before it in its lane is completed first: a caller that waits
         for the last reduction of a unit wants the results of all of them."""
         self.raise_failure()
-        if task.usable.is_set():
+        if task.is_usable:
             return
         for other in self._unfinished[: self._unfinished.index(task)]:
             if other.lane == task.lane:
                 other.await_usable()
         if task in self._postponed:
             self._issue(task)
-        if not task.usable.is_set():
+        if not task.is_usable:
             with self.failing_as(task):
                 task.finish()
-
-    def unfinished(self) -> list[Task]:
-        return list(self._unfinished)
 
     def close(self) -> None:
         self.raise_failure()
         for task in self._unfinished:
             task.await_usable()
-
-
-class ThreadDriver(Driver):
-    """Runs tasks beside the main thread.
-
-        streams   main      submit ... compute ... wait
-                  launch        task | task | task         all into the lanes' streams
-                  a lane               watch the limit
-
-        CPU       main      submit ... compute ... wait
-                  a lane        issue, complete | issue, complete
-
-    delay: seconds to sleep before each action, for tests; on_failure: see OnFailure.
-    """
-
-    def __init__(
-        self,
-        timeline: Timeline,
-        limit_s: float = 600.0,
-        on_failure: OnFailure | None = None,
-        delay: Callable[[], float] | None = None,
-    ):
-        super().__init__(timeline, limit_s)
-        self._on_failure, self._delay = on_failure, delay
-        self._streams = {lane: self.device.new_stream() for lane in LANES}
-        self._lock = threading.Lock()
-        self._unfinished: dict[Task, None] = {}  # in the order of submission
-        self._is_closed = threading.Event()
-        self._threads: dict[str, threading.Thread] = {}
-        self._queues: dict[str, queue.SimpleQueue[Task | None]] = {}
-        if self.device.runs_ahead:
-            self._start_thread(_LAUNCH, self._launch)
-        for lane in LANES:
-            self._start_thread(lane, self._watch if self.device.runs_ahead else self._run)
-
-    def _start_thread(self, name: str, act: Callable[[Task], None]) -> None:
-        tasks = self._queues[name] = queue.SimpleQueue()
-        self._threads[name] = threading.Thread(
-            target=self._loop, args=(tasks, act), name=f"asynchzp-{name}", daemon=True
-        )
-        self._threads[name].start()
-
-    # ---- the main thread
-
-    def _start(self, task: Task) -> None:
-        if self._is_closed.is_set():
-            raise RuntimeError(f"{task.title}: submitted after the communication was closed")
-        with self._lock:
-            self.raise_failure()
-            self._unfinished[task] = None
-        self._queues[_LAUNCH if _LAUNCH in self._queues else task.lane].put(task)
-
-    def complete(self, task: Task) -> None:
-        self.raise_failure()
-        # The lane has a limit too. This one is for a thread that never came back from issuing.
-        if not task.usable.wait(self.limit_s + _MARGIN_S):
-            late = TimeoutError(f"not issued and finished after {self.limit_s:g} s")
-            self.fail(task.failure(late))
-        self.raise_failure()
-
-    def unfinished(self) -> list[Task]:
-        with self._lock:
-            return list(self._unfinished)
-
-    def fail(self, failure: Exception) -> bool:
-        """Every unfinished task ends with the first failure: no thread waits for it any longer."""
-        with self._lock:
-            is_first = super().fail(failure)
-            unfinished, self._unfinished = list(self._unfinished), {}
-        for task in unfinished:
-            task.usable.set()
-        return is_first
-
-    def close(self) -> None:
-        """Finish what was submitted and end the threads; after a failure, which is raised again,
-        only end them."""
-        self._is_closed.set()
-        try:
-            for task in self.unfinished():
-                task.await_usable()
-        except CollectiveFailure:
-            pass
-        if not self.has_failed():
-            for name, thread in self._threads.items():
-                self._queues[name].put(None)  # the launching one, if any, feeds those after it
-                thread.join(self.limit_s)
-        deadline = time.monotonic() + _ABANDON_S
-        for tasks in self._queues.values():
-            tasks.put(None)
-        for thread in self._threads.values():
-            thread.join(max(0.0, deadline - time.monotonic()))
-        self.raise_failure()
-
-    # ---- the background threads
-
-    def _loop(self, tasks: "queue.SimpleQueue[Task | None]", act: Callable[[Task], None]) -> None:
-        self.device.bind_thread()
-        while (task := tasks.get()) is not None:
-            if self._delay is not None:
-                time.sleep(self._delay())
-            try:
-                if not self.has_failed():
-                    act(task)
-            except BaseException as error:  # the main thread raises it where it waits
-                failure = task.failure(error)
-                if self.fail(failure) and self._on_failure is not None:
-                    self._on_failure(failure, self._is_closed.wait)
-
-    def _launch(self, task: Task) -> None:
-        """Put the whole task into its lane's stream."""
-        self._run(task)
-        self._queues[task.lane].put(task)
-
-    def _watch(self, task: Task) -> None:
-        if not self.device.synchronize(task.event, self.limit_s, self.has_failed):
-            raise TimeoutError(f"not finished after {self.limit_s:g} s")
-
-    def _run(self, task: Task) -> None:
-        for other in task.after:
-            other.await_usable()
-        with self.device.on_stream(self._streams[task.lane]):
-            task.issue()
-            task.finish()
-        with self._lock:
-            self._unfinished.pop(task, None)
+        super().close()

@@ -33,7 +33,7 @@ class OrderCheck:
     def __init__(self, driver: Driver, axes: Sequence[AxisGroup], device: torch.device):
         self._driver, self._axes, self._device = driver, axes, device
         self._mine: list[str] = []
-        self._extremes = torch.empty(0)
+        self._answer = torch.empty(0)  # on the host
         self._task: Task | None = None
 
     def start(self) -> None:
@@ -46,13 +46,21 @@ class OrderCheck:
         value = 0
         for entry in self._mine:
             value = zlib.crc32(entry.encode(), value)
-        own = torch.tensor([value], dtype=torch.int64, device=self._device)
-        self._extremes = torch.stack([own, -own])
-        self._task = self._submit_max(self._extremes)
+        # Filled on the device: a copy from the host would hold it until the device has caught up.
+        own = torch.full((1,), value, dtype=torch.int64, device=self._device)
+        extremes = torch.stack([own, -own])
+        answer = self._answer = self._driver.device.new_host_copy(extremes)
+
+        def steps() -> Steps:
+            yield from all_reduce_steps(extremes, self._axes, dist.ReduceOp.MAX)
+            answer.copy_(extremes, non_blocking=True)
+
+        self._task = self._submit(steps)
 
     def wait(self) -> None:
-        """Return when the ranks have met: their communicators are free for other operations."""
-        if self._task is not None:
+        """Return when the ranks have met: their communicators are free for other operations. On a
+        device they are in order by themselves."""
+        if self._task is not None and not self._driver.device.runs_ahead:
             self._task.wait()
 
     def finish(self) -> None:
@@ -61,8 +69,9 @@ class OrderCheck:
         if self._task is None:
             return
         task, self._task = self._task, None
-        task.wait()
-        if _first_difference(self._extremes) is not None:
+        task.await_usable()
+        self._driver.device.synchronize(task.event, self._driver.limit_s)
+        if _first_difference(self._answer) is not None:
             mismatch = OrderMismatch(f"step {task.step}: {self._describe_difference()}")
             self._driver.fail(mismatch)  # this step's gradients are of no use
             raise mismatch
@@ -74,7 +83,7 @@ class OrderCheck:
     def _submit(self, start: Callable[[], Steps]) -> Task:
         driver = self._driver
         # Other model chunks of this rank may still use the same communicators.
-        after = [task for task in driver.unfinished() if task.lane in ("reduce", "grad-sync")]
+        after = [driver.latest.get(lane) for lane in ("reduce", "grad-sync")]
         ready = (driver.device.record_event(),)
         return driver.submit(Task("order", "all units", self._axes, start, ready, after))
 

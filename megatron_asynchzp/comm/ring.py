@@ -17,28 +17,46 @@ class Slot:
 
     scratch: memory that the slot's operation needs beside it; free_event: what the next writer's
     stream must wait for.
+
+    Views of the storage are made once per user layout: making them costs more than using them.
     """
 
     def __init__(self, storage: torch.Tensor, scratch: Sequence[torch.Tensor] = ()):
         self.storage = storage
         self.scratch = scratch
         self.free_event: Any = None
+        self._views: dict[str, list[torch.Tensor]] = {}
         self._num_owners = self._count_owners()
 
     def _count_owners(self) -> int:
         return torch._C._storage_Use_Count(self.storage.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage]
 
-    def is_viewed(self) -> bool:
-        """Whether a tensor outside the ring lies in this memory, which is to be reused now."""
-        for _ in range(_VIEW_CHECKS):  # a backend's thread may drop its handle a moment later
+    def views_for(
+        self, layout: str, make: Callable[[torch.Tensor], list[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """What `make` makes of the storage for users of this layout; no tensor but views."""
+        views = self._views.get(layout)
+        if views is None:
+            views = self._views[layout] = make(self.storage)
+            self._num_owners += len(views)
+        return views
+
+    def is_viewed(self, patiently: bool = True) -> bool:
+        """Whether a tensor outside the ring lies in this memory, which is to be reused now.
+
+        patiently: ask again after a moment, in which a backend's thread may drop its handle.
+        """
+        for _ in range(_VIEW_CHECKS if patiently else 1):
             if self._count_owners() <= self._num_owners:
                 return False
-            time.sleep(_VIEW_CHECK_PAUSE_S)
+            if patiently:
+                time.sleep(_VIEW_CHECK_PAUSE_S)
         return True
 
     def leave_storage(self) -> None:
         """Take new memory and leave the old one to the tensors that still view it."""
         self.storage = torch.zeros_like(self.storage)
+        self._views.clear()
         self._num_owners = self._count_owners()
 
     @property

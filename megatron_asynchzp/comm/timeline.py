@@ -7,7 +7,7 @@ the trace files made of them.
 import json
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,14 +38,17 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class CommTimes:
-    """Seconds of communication. busy: during which at least one collective was on its way;
-    exposed: for which computation had to wait."""
+    """Seconds of communication in some steps. busy: during which at least one collective was on its
+    way; exposed: for which computation had to wait; steps: how many were timed."""
 
     busy_s: float = 0.0
     exposed_s: float = 0.0
+    steps: int = 0
 
     def __add__(self, other: "CommTimes") -> "CommTimes":
-        return CommTimes(self.busy_s + other.busy_s, self.exposed_s + other.exposed_s)
+        return CommTimes(
+            self.busy_s + other.busy_s, self.exposed_s + other.exposed_s, self.steps + other.steps
+        )
 
     @property
     def overlap(self) -> float:
@@ -54,15 +57,30 @@ class CommTimes:
 
 
 class Timeline:
-    """Records spans. Any thread may add (list.append is atomic), the rest is for the main one."""
+    """Records spans. Any thread may add (list.append is atomic), the rest is for the main one.
 
-    def __init__(self, device: Device):
+    every: on a device that runs ahead, where a mark is an event in a stream, one step in so many is
+    timed; a CPU's marks cost nothing, and all its steps are. Evaluation is not timed.
+    """
+
+    def __init__(self, device: Device, every: int = 1):
         self.device = device
+        self._every = every if device.runs_ahead else 1
+        self._is_timing = True
         self._spans: list[Span] = []
-        self._folding: list[Span] = []
+        self._folding: list[list[Span]] = []
         self._captured: list[Span] | None = None
         self._capture_start: Any = None
         self._times = CommTimes()
+
+    def mark(self) -> Any:
+        """Now, on the current stream, as the start of a span; None where nothing is recorded."""
+        return self.device.mark() if self._is_timing else None
+
+    def note(self, lane: str, name: str, start: Any) -> None:
+        """Record that something ran from the mark `start` until now; nothing where it is None."""
+        if start is not None:
+            self.add(lane, name, start, self.device.mark())
 
     def add(self, lane: str, name: str, start: Any, end: Any) -> None:
         """Record that something ran from the mark `start` to the mark `end`."""
@@ -71,16 +89,27 @@ class Timeline:
         if (captured := self._captured) is not None:
             captured.append(span)
 
-    def fold(self) -> None:
-        """A step begins: the spans of the step before the last become times and are forgotten.
+    def begin_step(self, step: int) -> None:
+        """`step` begins: the spans of timed steps that are over become times and are forgotten.
 
-        One step late, so that nothing has to be waited for where the device runs ahead.
+        The step before is left for the next time, so that nothing has to be waited for where the
+        device runs ahead.
         """
-        previous, self._folding, self._spans = self._folding, self._spans, []
-        self._times += measure_comm(self.in_seconds(previous))
+        while self._folding and all(self.device.has_passed(s.end) for s in self._folding[0]):
+            spans = self.in_seconds(self._folding.pop(0))
+            self._times += replace(measure_comm(spans), steps=1)
+        if self._spans:
+            self._folding.append(self._spans)
+        self._spans = []
+        # Folded two steps later: in time for the log line of a step that `every` divides.
+        self._is_timing = (step + 2) % self._every == 0 or self._every <= 2 or self.is_capturing
+
+    def pause(self) -> None:
+        """An evaluation begins: nothing is timed until the next step."""
+        self._is_timing = self.is_capturing
 
     def take_times(self) -> CommTimes:
-        """What was folded since the last call."""
+        """What was timed and is over, since the last call."""
         times, self._times = self._times, CommTimes()
         return times
 
@@ -92,6 +121,7 @@ class Timeline:
     def start_capture(self) -> None:
         """From now on keep every span."""
         self._captured, self._capture_start = [], self.device.mark()
+        self._is_timing = True
 
     def stop_capture(self) -> list[Span]:
         """What ended since `start_capture`, and that time itself; in seconds after the first."""

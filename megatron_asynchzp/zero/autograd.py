@@ -6,13 +6,13 @@ state of the micro-batch that runs.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from megatron_asynchzp.comm.driver import Driver
@@ -22,7 +22,10 @@ from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.step import StepScheduler
-from megatron_asynchzp.zero.unit import HZPUnit
+from megatron_asynchzp.zero.unit import HZPUnit, Phase
+
+# From this size on a gradient is moved as soon as it is there.
+_LARGE_GRAD_NBYTES = 2**20
 
 
 @dataclass
@@ -68,9 +71,11 @@ class HZPRuntime(StepScheduler):
     ):
         self.group_keys: dict[HZPUnit, str] = {}
         self._saved_views = SavedViews(on_missing=self._unshard)
+        self._has_pushed: list[bool] = []
         self._batch = _MicroBatch()
         self._reduce_last: set[HZPUnit] = set()
         self._handles: list[RemovableHandle] = []
+        self._accumulators: list[Any] = []
         units_of: dict[nn.Module, list[HZPUnit]] = {root: []}
         for plan in plans:
             shard = None if construction is None else construction.take(plan)
@@ -95,7 +100,9 @@ class HZPRuntime(StepScheduler):
 
         self._handles.append(root.register_forward_pre_hook(begin_forward, prepend=True))
         for unit in self.units:
-            self._handles += _attach_grad_hooks(unit, runtime)
+            self._accumulators += _accumulators_of(unit)
+            is_shared = unit in self._reduce_last
+            self._handles += _attach_grad_hooks(unit, runtime, takes_all=is_shared)
 
     def detach(self) -> None:
         """Close and remove every hook; the parameters stay sharded."""
@@ -109,6 +116,7 @@ class HZPRuntime(StepScheduler):
     def zero_grads(self) -> None:
         """Start a step, or start it again: forget all gradients and any unfinished backward."""
         self._batch = _MicroBatch()
+        self._saved_views.begin_step(self.gathers.viewed)
         super().zero_grads()
 
     # ---- called by the hooks, in the order of one micro-batch
@@ -124,7 +132,9 @@ class HZPRuntime(StepScheduler):
     def before_forward(self, units: list[HZPUnit]) -> None:
         """A module that needs `units` is called."""
         # First what after_forward undoes, then what can fail.
-        self._saved_views.push()
+        self._has_pushed.append(self._saved_views.are_needed_by(units))
+        if self._has_pushed[-1]:
+            self._saved_views.push()
         self._batch.depth.update(units)
         for unit in units:
             if not self._batch.in_backward:
@@ -136,7 +146,8 @@ class HZPRuntime(StepScheduler):
 
     def after_forward(self, units: list[HZPUnit]) -> None:
         """The call has returned, or raised an error."""
-        self._saved_views.pop()
+        if self._has_pushed.pop():
+            self._saved_views.pop()
         if self.driver.has_failed():
             return  # the error of the call is that failure
         self._note_compute("forward", units)
@@ -194,7 +205,7 @@ class HZPRuntime(StepScheduler):
         for unit in units if self._batch.compute_marks else ():
             start = self._batch.compute_marks.pop((direction, unit), None)
             if start is not None:
-                timeline.add(COMPUTE, f"{direction} {unit.name}", start, timeline.device.mark())
+                timeline.note(COMPUTE, f"{direction} {unit.name}", start)
 
 
 # ---- hooks
@@ -226,21 +237,37 @@ def _pass_through_after_backward(
     A parameter among them (a tied weight) is left alone: what comes out would be a view of it
     that the caller's frame keeps for longer than the unit is gathered.
     """
-    leaves, spec = tree_flatten((args, kwargs))
+    values = [*args, *kwargs.values()]
+    spec = None
+    if not all(map(_is_leaf, values)):
+        values, spec = tree_flatten((args, kwargs))
     where = [
         index
-        for index, leaf in enumerate(leaves)
-        if isinstance(leaf, torch.Tensor)
-        and leaf.requires_grad
-        and not isinstance(leaf, nn.Parameter)
+        for index, value in enumerate(values)
+        if isinstance(value, torch.Tensor)
+        and value.requires_grad
+        and not isinstance(value, nn.Parameter)
     ]
     if not where:
         return args, kwargs
-    through = _AfterBackward.apply(runtime, units, *(leaves[i] for i in where))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    through = _AfterBackward.apply(runtime, units, *(values[i] for i in where))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     passed = cast("tuple[torch.Tensor, ...]", through)
     for i, tensor in zip(where, passed, strict=True):
-        leaves[i] = tensor
-    return tree_unflatten(leaves, spec)
+        values[i] = tensor
+    if spec is not None:
+        return tree_unflatten(values, spec)
+    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+
+def _is_leaf(value: Any) -> bool:
+    """Whether flattening would leave `value` as it is. Flattening takes longer than to look."""
+    return value is None or isinstance(value, torch.Tensor) or tree_is_leaf(value)
+
+
+def _tensors_of(output: Any) -> list[torch.Tensor]:
+    """The tensors of a module's output that carry a gradient."""
+    leaves = [output] if isinstance(output, torch.Tensor) else tree_flatten(output)[0]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
 def _attach_unit_hooks(
@@ -260,9 +287,8 @@ def _attach_unit_hooks(
     def post_forward(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         runtime.after_forward(units)
         if torch.is_grad_enabled():
-            for leaf in tree_flatten(output)[0]:
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(begin_backward)  # pyright: ignore[reportUnknownMemberType]
+            for tensor in _tensors_of(output):
+                tensor.register_hook(begin_backward)  # pyright: ignore[reportUnknownMemberType]
 
     return [
         module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True),
@@ -271,17 +297,34 @@ def _attach_unit_hooks(
     ]
 
 
-def _attach_grad_hooks(unit: HZPUnit, runtime: HZPRuntime) -> list[RemovableHandle]:
-    """Hook the trained parameters of `unit`: each gradient is taken as soon as it is complete."""
+def _attach_grad_hooks(
+    unit: HZPUnit, runtime: HZPRuntime, takes_all: bool
+) -> list[RemovableHandle]:
+    """Take the gradient of every large parameter of `unit` as soon as it is complete, so that its
+    memory is free again; small ones are taken together when the unit is reduced.
+
+    takes_all: the small ones too: gradients come from several modules, to be added in fp32.
+    """
 
     def hook_of(index: int) -> Callable[[torch.Tensor], None]:
-        return lambda _param: runtime.reductions.take(unit, index)
+        return lambda _param: runtime.reductions.take(unit, (index,))
 
     return [
         param.register_post_accumulate_grad_hook(hook_of(index))  # pyright: ignore[reportUnknownMemberType]
         for index, param in enumerate(unit.params)
-        if param.requires_grad
+        if param.requires_grad and (takes_all or param.nbytes >= _LARGE_GRAD_NBYTES)
     ]
+
+
+def _accumulators_of(unit: HZPUnit) -> list[Any]:
+    """The nodes that accumulate the gradients of `unit`.
+
+    [Note: side streams] Autograd runs such a node on the stream on which it was made, after
+    whatever stream made the gradient. Kept from now on they are those of the stream that computes,
+    so a module may compute its gradients on another stream, as Megatron's shared experts do.
+    """
+    trained = [param for param in unit.params if param.requires_grad]
+    return [torch.autograd.graph.get_gradient_edge(param).node for param in trained]
 
 
 # ---- saved views
@@ -309,17 +352,45 @@ class SavedViews:
     memory is reused, read another unit's parameters: a silent wrong gradient. Packed as
     (unit, offset, shape, stride) it costs nothing and unpacks from the parameters gathered for
     backward; `on_missing` gathers them where they are not gathered yet.
+
+    The hooks cost some microseconds for each tensor that is saved. The layers of Megatron and of
+    Transformer Engine save the parameter itself, which autograd keeps as the object that it is: it
+    reads what was gathered for backward without any hook. So a unit of which a whole step saved
+    nothing else goes without them, until a view of it is found when its memory is to be reused
+    ([Note: views that outlive the unit]).
     """
 
     def __init__(self, on_missing: Callable[[HZPUnit], None]):
         self._on_missing = on_missing
         self._units_by_storage: dict[int, HZPUnit] = {}
+        self._watched: set[HZPUnit] = set()  # gathered for a forward of this step, under hooks
+        self._with_views: set[HZPUnit] = set()
+        self._without_views: set[HZPUnit] = set()
+
+    def begin_step(self, viewed: set[HZPUnit]) -> None:
+        """A step begins: what the one before has shown of its units holds from now on.
+
+        viewed: units of which a view was found when their memory was to be reused.
+        """
+        self._with_views |= viewed
+        self._without_views = (self._without_views | self._watched) - self._with_views
+        self._watched.clear()
+
+    def note_view(self, unit: HZPUnit) -> None:
+        """`unit` needs the hooks: a view of its parameters was found."""
+        self._with_views.add(unit)
+
+    def are_needed_by(self, units: Iterable[HZPUnit]) -> bool:
+        """Whether the forward of `units` is to run under the hooks."""
+        return not self._without_views.issuperset(units)
 
     def track(self, unit: HZPUnit) -> None:
         """Recognise views of `unit`'s gathered parameters from now on."""
-        if not unit.is_always_unsharded:
+        if unit not in self._without_views and not unit.is_always_unsharded:
             pointer = unit.full_param_storage.untyped_storage().data_ptr()
             self._units_by_storage[pointer] = unit
+            if torch.is_grad_enabled():
+                self._watched.add(unit)
 
     def push(self) -> None:
         """Let autograd save through this object until the matching `pop`."""
@@ -335,13 +406,20 @@ class SavedViews:
         pointer = tensor.untyped_storage().data_ptr()
         unit = self._units_by_storage.get(pointer)
         if unit is None or not unit.is_gathered_at(pointer):
-            return tensor
+            # [Note: saved outputs] A node that saves its own output through hooks would hold a
+            # tensor that holds the node: a cycle that nothing collects where backward never runs.
+            # Autograd puts its own edges on what `_unpack` returns.
+            return tensor if tensor.grad_fn is None else tensor.detach()
+        if type(tensor) is torch.Tensor:
+            self.note_view(unit)
         offset = int(tensor.storage_offset())
         return SavedView(unit, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def _unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
         if not isinstance(saved, SavedView):
             return saved
+        if saved.unit.phase is not Phase.UNSHARDED:
+            self.note_view(saved.unit)  # nothing else would gather it in time
         self._on_missing(saved.unit)
         full = saved.unit.full_param_storage
         if saved.dtype != full.dtype:

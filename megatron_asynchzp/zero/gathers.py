@@ -6,6 +6,7 @@ ahead of its use into which slot, and which parameter shards are rebuilt after t
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -84,7 +85,8 @@ class Gathers:
     A unit is spare while it is gathered and not in use: its gather was started ahead of the use,
     or it was kept from one use to the next. The slot of a spare unit can be taken from it.
 
-    warned: topics of the warnings that were logged, each once. _used: units of this training step
+    warned: topics of the warnings that were logged, each once; viewed: units of which a view was
+    found when their memory was to be reused. _used: units of this training step
     in the order of their first use, those included that are never gathered. Nothing that is
     iterated is a set: its order would differ between ranks.
     """
@@ -96,6 +98,7 @@ class Gathers:
         self._order = self._training_order
         self._used: dict[HZPUnit, None] = {}
         self.warned: set[str] = set()
+        self.viewed: set[HZPUnit] = set()
         self._slots: dict[HZPUnit, Slot] = {}
         self._gathers: dict[HZPUnit, Task] = {}  # of units that are not in use yet
         self._kept: dict[HZPUnit, None] = {}
@@ -103,7 +106,8 @@ class Gathers:
         self._updates: dict[HZPUnit, Task] = {}
         self._synced_early: set[HZPUnit] = set()
         self._room_in_backward = 0.0
-        self._shards_written = self._device.record_event()
+        self._shards_written: dict[str, Any] = {}
+        self.note_written()
         self.rings = new_param_rings(units, config, self._device)
 
     # ---- use
@@ -126,7 +130,8 @@ class Gathers:
                 self._start_gather(unit, self._acquire_slot(unit))
             self._gathers.pop(unit).wait()
             self._syncs.pop(unit, None)  # the gather came after it
-            unit.point_at(self._slots[unit].storage)
+            slot = self._slots[unit]
+            unit.point_at(slot.storage, slot.views_for(unit.views_key, unit.views_of))
         self._prefetch()
 
     def _visit(self, unit: HZPUnit) -> None:
@@ -174,7 +179,9 @@ class Gathers:
         self._kept.pop(unit, None)
         unit.reshard()
         slot = self._slots[unit]
-        if slot.is_viewed():
+        # On a device a collective's handle is dropped where it is waited for, by this thread.
+        if slot.is_viewed(patiently=not self._device.runs_ahead and unit not in self.viewed):
+            self.viewed.add(unit)
             # [Note: views that outlive the unit] Saved-tensor hooks see what autograd saves, not
             # what a module keeps elsewhere (an attribute of ctx, a cache). Reusing the memory
             # under such a view would silently give wrong numbers (law 5).
@@ -227,7 +234,8 @@ class Gathers:
                 unit.name,
                 unit.groups.unshard,
                 lambda: unit.gather_steps(slot.storage),
-                ready=(self._shards_written, slot.free_event),  # the last write, the last reader
+                # The last write, and the last reader.
+                ready=(self._shards_written.pop("gather", None), slot.free_event),
                 after=(self._syncs.get(unit), self._updates.get(unit)),
             )
         )
@@ -303,7 +311,7 @@ class Gathers:
                 unit.name,
                 unit.groups.param_sync,
                 unit.sync_param_steps,
-                ready=(self._shards_written,),
+                ready=(self._shards_written.pop("param-sync", None),),
                 after=(self._updates.get(unit),),
             )
         )
@@ -320,12 +328,14 @@ class Gathers:
 
     def note_written(self) -> None:
         """Parameter shards were written on the current stream: gathers come after that."""
-        self._shards_written = self._device.record_event()
+        # What comes later in the lane of one that has waited for it comes after it, too.
+        self._shards_written = dict.fromkeys(("gather", "param-sync"), self._device.record_event())
 
     # ---- steps
 
     def begin_evaluation(self) -> None:
         """A forward without backward begins."""
+        self._driver.timeline.pause()
         self._restart_order(self._evaluation_order)
 
     def begin_step(self) -> None:

@@ -5,7 +5,8 @@ what waits for them.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,15 @@ from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit
 
 Update = Callable[[HZPUnit], None]
+
+
+class _Collected(NamedTuple):
+    """The gradients of a unit in this micro-batch: where they go, the place of each parameter
+    there, and which of these have a gradient."""
+
+    slot: Slot
+    places: list[torch.Tensor]
+    written: set[int]
 
 
 def new_grad_rings(units: Sequence[HZPUnit], config: ScheduleConfig) -> BufferRings[HZPUnit]:
@@ -48,7 +58,7 @@ class Reductions:
         self, units: Sequence[HZPUnit], config: ScheduleConfig, driver: Driver, scale: float
     ):
         self._driver, self._scale = driver, scale
-        self._slots: dict[HZPUnit, tuple[Slot, set[int]]] = {}
+        self._collected: dict[HZPUnit, _Collected] = {}
         self._reductions: deque[tuple[HZPUnit, Slot, Task]] = deque()
         self._last_reduction: dict[HZPUnit, Task] = {}
         self._syncs: dict[HZPUnit, Task] = {}
@@ -56,26 +66,28 @@ class Reductions:
 
     # ---- one micro-batch
 
-    def take(self, unit: HZPUnit, index: int) -> None:
-        """Take the gradient of parameter `index`, which is complete for this call of its module."""
+    def take(self, unit: HZPUnit, indices: Iterable[int]) -> None:
+        """Move the gradients of the parameters `indices`, as far as there are any, to the fp32
+        memory of the unit; another one of the same parameter is added to it."""
         if unit.reduces_in_place:
-            unit.take_grad(index, unit.main_grad.storage, adds=True)
-            return
-        slot, written = self._slot_of(unit)
-        if unit.take_grad(index, slot.storage, adds=index in written):
-            written.add(index)
+            unit.take_grads(indices, unit.whole_grads)
+        else:
+            collected = self._collect(unit)
+            unit.take_grads(indices, collected.places, collected.written)
 
-    def _slot_of(self, unit: HZPUnit) -> tuple[Slot, set[int]]:
-        """fp32 memory for this micro-batch's full gradients of `unit`, and which are there."""
-        if unit not in self._slots:
+    def _collect(self, unit: HZPUnit) -> _Collected:
+        """fp32 memory for this micro-batch's full gradients of `unit`."""
+        collected = self._collected.get(unit)
+        if collected is None:
             while (slot := self.rings.acquire(unit)) is None:
                 self._await_oldest_reduction()
-            self._slots[unit] = slot, set()
-        return self._slots[unit]
+            places = slot.views_for(unit.views_key, unit.views_of)
+            collected = self._collected[unit] = _Collected(slot, places, set())
+        return collected
 
     def has_pending(self, unit: HZPUnit) -> bool:
-        """Whether gradients of this micro-batch were taken and are not on their way yet."""
-        return unit in self._slots
+        """Whether gradients of this micro-batch are there that are not on their way yet."""
+        return unit in self._collected or unit.has_grads
 
     def start_reduction(self, unit: HZPUnit) -> None:
         """Reduce the gradients of `unit` over the G axes; the lane adds them to main_grad."""
@@ -84,11 +96,13 @@ class Reductions:
                 f"{unit.name}: a gradient came after the one of the last micro-batch; leave the "
                 "no_sync() context only for the last one"
             )
+        self.take(unit, range(len(unit.params)))
         if unit.reduces_in_place:
             return
-        slot, written = self._slot_of(unit)
-        del self._slots[unit]
-        unit.zero_rest(slot.storage, written)
+        slot, places, written = self._collect(unit)
+        del self._collected[unit]
+        gaps = slot.views_for(f"between {unit.views_key}", unit.gaps_of)
+        unit.zero_rest(places, gaps, written)
         task = self._driver.submit(
             Task(
                 "reduce",
@@ -155,9 +169,9 @@ class Reductions:
     def begin_step(self) -> None:
         """A step begins, or begins again: of the last one nothing is left in flight or in slots."""
         self._finish_reductions()
-        for unit, (slot, _) in self._slots.items():
-            self.rings.release(unit, slot)
-        self._slots.clear()
+        for unit, collected in self._collected.items():
+            self.rings.release(unit, collected.slot)
+        self._collected.clear()
         self._await_syncs()
         self._syncs.clear()
         self._last_reduction.clear()

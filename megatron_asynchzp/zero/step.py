@@ -143,9 +143,10 @@ class StepScheduler:
             self.driver.submitted.clear()
             return
         self._order_check.start()
-        # Where units are updated in backward the gradients are used already, and the next
-        # comparison raises: this one would queue behind the parameters of the next step.
-        if self.update is None:
+        # Where units are updated in backward the gradients are used already, and this comparison
+        # would queue behind the parameters of the next step; on a device the host would have to
+        # wait. Then the next comparison raises, or `settle`, before a checkpoint is written.
+        if self.update is None and not self.driver.device.runs_ahead:
             self._order_check.finish()
 
     def sync_params(self) -> None:

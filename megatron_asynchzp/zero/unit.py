@@ -5,7 +5,8 @@ persistent buffers of their states.
 """
 
 import enum
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import torch
 
@@ -54,6 +55,9 @@ class HZPUnit:
     name: for messages; params: (name, parameter) in layout order, all of one dtype and either
     all trained or none; groups: communicators of the sharding group of this unit; shard: the P
     shard, 1-D, where the parameters were sharded while the model was built (Construction).
+
+    slot_size: equal for units that fit the same slots; views_key: equal for those whose parameters
+    lie at the same places.
     """
 
     def __init__(
@@ -74,8 +78,12 @@ class HZPUnit:
         self.layout = FlatLayout.build(
             [(param_name, tuple(param.shape)) for param_name, param in params], sizes.optim
         )
+        # Strings: they remember their hash.
+        self.slot_size = f"{self.layout.padded_numel} x {self.dtype} by {groups.topology.sizes}"
+        self.slot_size += f" of {groups.topology.world_size}"
+        self.views_key = str([(piece.shape, piece.range.start) for piece in self.layout.slices])
         self.phase = Phase.SHARDED
-        self._full_param: FlatBuffer | None = None
+        self._full_param: torch.Tensor | None = None
         self._allocate_and_shard(shard)
 
     # ---- construction
@@ -104,8 +112,8 @@ class HZPUnit:
                 self.copy_model_to_main()
         self._placeholders = self._make_placeholders()
         if self.is_always_unsharded:
-            self._full_param = self.model_param
-            self._point_params_at(self._full_param.param_views())
+            self._full_param = self.model_param.storage
+            self._point_params_at(self.model_param.param_views())
             self.phase = Phase.UNSHARDED
         else:
             self._point_params_at(self._placeholders)
@@ -130,12 +138,6 @@ class HZPUnit:
         """Whether main_param is a view of model_param (fp32 models)."""
         return self.dtype == torch.float32
 
-    @property
-    def slot_size(self) -> Hashable:
-        """Equal for units that fit the same slots."""
-        topology = self.groups.topology
-        return self.layout.padded_numel, self.dtype, topology.world_size, topology.sizes
-
     # ---- parameters
 
     def _enter(self, phase: Phase) -> None:
@@ -143,17 +145,29 @@ class HZPUnit:
             raise IllegalTransition(f"{self.name}: {self.phase.value} -> {phase.value}")
         self.phase = phase
 
-    @torch.no_grad()
     def gather_steps(self, full: torch.Tensor) -> Steps:
         """Gather the full parameters over the P axes into `full` (1-D, padded_numel)."""
         yield from all_gather_steps(self.model_param.storage, full, self.groups.unshard)
 
-    @torch.no_grad()
-    def point_at(self, full: torch.Tensor) -> None:
-        """Make every parameter a view of `full`, which holds the gathered parameters."""
+    def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """The place of each parameter in `full` (1-D, padded_numel, any dtype), in its shape."""
+        return FlatBuffer(self.layout, Range(0, self.layout.padded_numel), full).param_views()
+
+    def gaps_of(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """What of `full` (1-D, padded_numel) belongs to no parameter; no empty tensors."""
+        edges = [0]
+        for piece in self.layout.slices:
+            edges += [piece.range.start, piece.range.stop]
+        edges.append(self.layout.padded_numel)
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return [full[start:stop] for start, stop in pairs if stop > start]
+
+    def point_at(self, full: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+        """Make every parameter one of `views`, which are views_of(full); `full` holds the gathered
+        parameters."""
         self._enter(Phase.UNSHARDED)
-        self._full_param = FlatBuffer(self.layout, Range(0, self.layout.padded_numel), full)
-        self._point_params_at(self._full_param.param_views())
+        self._full_param = full
+        self._point_params_at(views)
 
     def unshard(self) -> None:
         """Gather into new memory, at once. Collective over the P group; no-op where gathered."""
@@ -161,7 +175,7 @@ class HZPUnit:
             return
         full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.device)
         run_steps(self.gather_steps(full))
-        self.point_at(full)
+        self.point_at(full, self.views_of(full))
 
     def reshard(self) -> None:
         """Drop the full parameters. No-op where they are dropped already or never sharded."""
@@ -176,12 +190,12 @@ class HZPUnit:
         """1-D tensor of the gathered parameters; raises IllegalTransition where sharded."""
         if self._full_param is None:
             raise IllegalTransition(f"{self.name}: its parameters are not gathered")
-        return self._full_param.storage
+        return self._full_param
 
     def is_gathered_at(self, pointer: int) -> bool:
         """Whether the full parameters are in the storage that starts at address `pointer`."""
         full = self._full_param
-        return full is not None and full.storage.untyped_storage().data_ptr() == pointer
+        return full is not None and full.untyped_storage().data_ptr() == pointer
 
     # ---- gradients
 
@@ -190,34 +204,54 @@ class HZPUnit:
         """With a gradient shard size of 1 the shard is the whole: gradients go straight into it."""
         return self.groups.topology.sizes.grad == 1
 
-    @torch.no_grad()
-    def take_grad(self, index: int, full: torch.Tensor, adds: bool) -> bool:
-        """Move the gradient of parameter `index` to its place in `full` (1-D fp32, padded_numel).
+    @cached_property
+    def whole_grads(self) -> list[torch.Tensor]:
+        """The place of each parameter's gradient in main_grad, where that is the whole."""
+        return self.main_grad.param_views()
 
-        adds: whether to add to what is there. Returns whether there was a gradient.
+    @property
+    def has_grads(self) -> bool:
+        """Whether a parameter has a gradient that was not taken yet."""
+        return any(param.grad is not None for param in self.params)
+
+    def take_grads(
+        self,
+        indices: Iterable[int],
+        places: Sequence[torch.Tensor],
+        written: set[int] | None = None,
+    ) -> None:
+        """Move the gradients of the parameters `indices`, as far as there are any, to their
+        `places` (fp32, one per parameter), with one operation for all.
+
+        written: places that have a gradient, to which another one is added; None for all.
         """
-        param = self.params[index]
-        if param.grad is None:
-            return False
-        piece = self.layout.slices[index].range
-        target = full[piece.start : piece.stop].view(param.shape)
-        if adds:
-            target.add_(param.grad)
-        else:
-            target.copy_(param.grad)
-        param.grad = None
-        return True
+        new: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        more: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        for index in indices:
+            param = self.params[index]
+            if (grad := param.grad) is None:
+                continue
+            into, grads = more if written is None or index in written else new
+            into.append(places[index])
+            grads.append(grad)
+            param.grad = None
+            if written is not None:
+                written.add(index)
+        if new[0]:
+            torch._foreach_copy_(*new)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        if more[0]:
+            torch._foreach_add_(*more)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
-    def zero_rest(self, full: torch.Tensor, written: Collection[int]) -> None:
-        """Zero what no gradient was written to: padding, and parameters not among `written`."""
-        reached = 0
-        for index, piece in enumerate(self.layout.slices):
-            if index in written:
-                full[reached : piece.range.start].zero_()
-                reached = piece.range.stop
-        full[reached:].zero_()
+    def zero_rest(
+        self, places: Sequence[torch.Tensor], gaps: Sequence[torch.Tensor], written: set[int]
+    ) -> None:
+        """Zero the `gaps` between parameters, and the `places` of those not among `written`."""
+        rest = list(gaps)
+        if len(written) < len(places):
+            rest += [place for index, place in enumerate(places) if index not in written]
+        if rest:
+            torch._foreach_zero_(rest)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
-    @torch.no_grad()
     def reduce_steps(self, full: torch.Tensor, shards: Sequence[torch.Tensor]) -> Steps:
         """Reduce-scatter `full` over the G axes in fp32 and add this rank's shard to main_grad.
 
@@ -227,7 +261,6 @@ class HZPUnit:
         yield from reduce_scatter_steps(full, self.groups.grad_reduce, shards)
         self.main_grad.storage.add_(shards[-1])
 
-    @torch.no_grad()
     def sync_grad_steps(self, scale: float) -> Steps:
         """Once per step: sum the gradients over the axes from G to O and over the replicas.
 
@@ -279,14 +312,12 @@ class HZPUnit:
         if self.is_trained and not self.is_main_param_aliased:
             self.main_param.storage.copy_(self.model_param.view(self.optim_range))
 
-    @torch.no_grad()
     def sync_param_steps(self) -> Steps:
         """Once per step: cast main_param to the model dtype and gather it into the P shard."""
         if not self.is_main_param_aliased:
             self.model_param.view(self.optim_range).copy_(self.main_param.storage)
         yield from self.complete_param_steps()
 
-    @torch.no_grad()
     def complete_param_steps(self) -> Steps:
         """Gather the P shard from what the ranks hold of it in their O ranges."""
         own = self.model_param.view(self.optim_range)

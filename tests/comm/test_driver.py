@@ -43,12 +43,12 @@ def test_submit_returns_in_the_threaded_schedule_while_every_lane_waits_for_the_
     works = {lane: HeldWork() for lane in LANES}
     tasks = {lane: submit(driver, lane, work) for lane, work in works.items()}
     behind = {lane: submit(driver, lane, works[lane], (tasks["gather"],)) for lane in LANES}
-    assert not any(task.usable.is_set() for task in [*tasks.values(), *behind.values()])
+    assert not any(task.is_usable for task in [*tasks.values(), *behind.values()])
     # Lanes do not wait for each other: the last one that was submitted may be the first to end.
     for lane in reversed(works):
         works[lane].end.set()
         tasks[lane].wait()
-        assert not any(behind[other].usable.is_set() for other in works) or lane == "gather"
+        assert not any(behind[other].is_usable for other in works) or lane == "gather"
     for task in behind.values():
         task.wait()
     driver.close()
@@ -58,8 +58,8 @@ def test_submit_issues_but_does_not_wait_in_the_main_thread_schedule():
     driver = new_driver("main-thread")
     works = {lane: HeldWork() for lane in LANES}
     tasks = [submit(driver, lane, work) for lane, work in works.items()]
-    assert not any(task.usable.is_set() for task in tasks)
+    assert not any(task.is_usable for task in tasks)
     for work in works.values():
         work.end.set()
     driver.close()
-    assert all(task.usable.is_set() for task in tasks)
+    assert all(task.is_usable for task in tasks)

@@ -31,7 +31,7 @@ TICK_S = 0.5  # spans of whole halves: sums are exact
 class TickingDevice:
     """A CPU whose clock moves by one tick each time it is read."""
 
-    runs_ahead = False
+    runs_ahead, is_cuda = False, False
 
     def __init__(self):
         self.now = 0
@@ -42,6 +42,9 @@ class TickingDevice:
 
     def seconds_between(self, start: int, end: int) -> float:
         return TICK_S * (end - start)
+
+    def has_passed(self, event) -> bool:
+        return True
 
     def wait_event(self, event) -> None: ...
 
@@ -112,16 +115,16 @@ def test_a_step_becomes_times_one_step_late_and_is_forgotten():
 
     add("gather", 4)
     add(WAIT, 1)
-    timeline.fold()  # step 1 ends
+    timeline.begin_step(1)  # step 1 ends
     assert timeline.take_times() == CommTimes()
     add("gather", 6)
-    timeline.fold()
-    assert timeline.take_times() == CommTimes(4 * TICK_S, 1 * TICK_S)
+    timeline.begin_step(1)
+    assert timeline.take_times() == CommTimes(4 * TICK_S, 1 * TICK_S, steps=1)
     assert timeline.take_times() == CommTimes()
-    timeline.fold()
-    timeline.fold()
-    assert timeline.take_times() == CommTimes(6 * TICK_S, 0.0)
-    timeline.fold()
+    timeline.begin_step(1)
+    timeline.begin_step(1)
+    assert timeline.take_times() == CommTimes(6 * TICK_S, 0.0, steps=1)
+    timeline.begin_step(1)
     assert timeline.take_times() == CommTimes()
 
 
@@ -129,8 +132,47 @@ def test_times_of_several_steps_are_taken_together():
     timeline = Timeline(TickingDevice())
     for _ in range(5):
         timeline.add("reduce", "u", 0, 2)
-        timeline.fold()
-    assert timeline.take_times() == CommTimes(4 * 2 * TICK_S, 0.0)
+        timeline.begin_step(1)
+    assert timeline.take_times() == CommTimes(4 * 2 * TICK_S, 0.0, steps=4)
+
+
+class LateDevice(TickingDevice):
+    """A device that runs ahead: nothing has happened before the test lets it."""
+
+    runs_ahead, is_cuda = True, True
+    has_caught_up = False
+
+    def has_passed(self, event) -> bool:
+        return self.has_caught_up
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 10])
+def test_a_device_that_runs_ahead_is_timed_in_one_step_of_so_many_and_never_in_evaluation(every):
+    device = LateDevice()
+    device.has_caught_up = True
+    timeline, timed = Timeline(device, every), []
+    timeline.take_times()
+    for step in range(1, 31):
+        timeline.begin_step(step)
+        if timeline.take_times().steps:
+            timed.append(step)
+        timeline.note("gather", "u", timeline.mark())
+        timeline.pause()
+        assert timeline.mark() is None
+    # In time for the log line of a step that `every` divides; two steps are always open.
+    assert timed == [step for step in range(3, 31) if every < 3 or step % every == 0]
+
+
+def test_times_are_folded_when_the_device_has_caught_up_and_not_waited_for():
+    device = LateDevice()
+    timeline = Timeline(device)
+    for step in range(1, 6):
+        timeline.begin_step(step)
+        timeline.note("gather", "u", timeline.mark())
+    assert timeline.take_times().steps == 0
+    device.has_caught_up = True
+    timeline.begin_step(6)
+    assert timeline.take_times().steps == 4
 
 
 def test_however_many_steps_are_run_the_spans_of_two_of_them_are_kept():
@@ -145,7 +187,7 @@ def test_however_many_steps_are_run_the_spans_of_two_of_them_are_kept():
             timeline.add("gather", name, 0, 1)
         del name
         assert len(names) == 7 * min(step + 1, 2)
-        timeline.fold()
+        timeline.begin_step(1)
 
 
 def test_a_step_that_several_model_chunks_begin_is_folded_once():
@@ -154,7 +196,7 @@ def test_a_step_that_several_model_chunks_begin_is_folded_once():
         for _ in range(3):
             driver.begin_step(step)
         driver.timeline.add("gather", "u", 0, step)
-    assert driver.timeline.take_times() == CommTimes(1 * TICK_S, 0.0)
+    assert driver.timeline.take_times() == CommTimes(1 * TICK_S, 0.0, steps=1)
 
 
 def test_a_capture_holds_what_was_added_while_it_lasted_and_how_long_that_was():
@@ -166,8 +208,8 @@ def test_a_capture_holds_what_was_added_while_it_lasted_and_how_long_that_was():
     timeline.start_capture()
     assert timeline.is_capturing
     timeline.add("gather", "u", began_before, device.mark())
-    timeline.fold()
-    timeline.fold()
+    timeline.begin_step(1)
+    timeline.begin_step(1)
     timeline.add(COMPUTE, "forward u", device.mark(), device.mark())
     captured = timeline.stop_capture()
     timeline.add("gather", "after", device.mark(), device.mark())

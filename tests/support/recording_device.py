@@ -65,7 +65,7 @@ class Collective(NamedTuple):
 class RecordingDevice:
     """The interface of megatron_asynchzp.device. races: one sentence for each that was found."""
 
-    runs_ahead = True
+    runs_ahead, is_cuda = True, True
 
     def __init__(self):
         self.races: list[str] = []
@@ -102,8 +102,15 @@ class RecordingDevice:
     def wait_work(self, work: "FinishedLater", limit_s: float, is_over=None) -> None:
         work.wait()
 
-    def synchronize(self, event: Clock | None, limit_s: float, is_over=None) -> bool:
+    def synchronize(self, event: Clock | None, limit_s: float) -> bool:
+        self.wait_event(event)  # what is issued from now on comes after it, on any stream
         return True
+
+    def has_passed(self, event: Clock | None) -> bool:
+        return True
+
+    def new_host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor)
 
     def bind_thread(self) -> None:
         _Noting(self).__enter__()  # to the end of the thread

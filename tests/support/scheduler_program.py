@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_asynchzp.comm.driver import Driver, Task, ThreadDriver
+from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.comm.thread_driver import ThreadDriver
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.zero.config import ScheduleConfig
@@ -249,7 +250,7 @@ class _Runner:
             return
         for index, param in enumerate(unit.params):
             param.grad = torch.ones(param.shape, dtype=param.dtype)
-            self.scheduler.reductions.take(unit, index)
+            self.scheduler.reductions.take(unit, (index,))
 
     def _optimizer_step(self) -> None:
         if self.scheduler.update is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from megatron_asynchzp.comm.driver import ThreadDriver
+from megatron_asynchzp.comm.thread_driver import ThreadDriver
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.testbed.ranks import run_ranks

@@ -78,7 +78,7 @@ def check_hidden_views() -> bool:
     schedule = ScheduleConfig("threaded", 2, 3)
     grads, warned = grads_after_two_steps(hide_weights(build_toy(depth=4)), schedule)
     assert all(map(torch.allclose, grads, expected)) and warned == {"views"}
-    with mock.patch.object(Slot, "is_viewed", lambda _: False):
+    with mock.patch.object(Slot, "is_viewed", lambda *_, **__: False):
         grads, _ = grads_after_two_steps(hide_weights(build_toy(depth=4)), schedule)
     return all(map(torch.allclose, grads, expected))
 

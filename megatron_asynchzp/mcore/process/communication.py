@@ -29,7 +29,6 @@ class Communication:
     def __init__(self, schedule: ScheduleConfig, device: Device, trace: TraceRequest | None = None):
         self.schedule = schedule
         self._trace = trace
-        self._logged_step = 0
         self.last_line = LastLine()
         self.driver = schedule.start_driver(device, self.last_line.watch_main)
         self.runtimes: list[HZPRuntime] = []
@@ -61,10 +60,10 @@ class Communication:
             print(f"megatron_asynchzp: {text}", flush=True)
 
     def take_log_text(self) -> str:
-        """For the log line: milliseconds per step that computation waited, and the rest in %."""
-        times, step = self.driver.timeline.take_times(), self.driver.step
-        steps, self._logged_step = max(1, step - self._logged_step), step
-        exposed_ms = 1e3 * times.exposed_s / steps
+        """For the log line: milliseconds per step that computation waited, and the rest in %; of
+        the steps that were timed and are over."""
+        times = self.driver.timeline.take_times()
+        exposed_ms = 1e3 * times.exposed_s / max(1, times.steps)
         return f" exposed comm (ms): {exposed_ms:.1f} | overlap (%): {100 * times.overlap:.1f} |"
 
     def describe_position(self) -> str:

@@ -1,0 +1,124 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the background threads that run tasks: the threaded schedule."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from megatron_asynchzp.comm.driver import CollectiveFailure, Driver, OnFailure, Task
+from megatron_asynchzp.comm.timeline import LANES, Timeline
+
+# After a failure: for all threads together. One may be held by a driver that never returns.
+_ABANDON_S = 5.0
+# How much longer than the limit the main thread waits, whose message is less exact than a lane's.
+_MARGIN_S = 1.0
+
+
+class ThreadDriver(Driver):
+    """Runs tasks beside the main thread.
+
+        streams   main      submit ... compute ... wait
+                  launch        task | task | task         all into the lanes' streams
+
+        CPU       main      submit ... compute ... wait
+                  a lane        issue, complete | issue, complete
+
+    delay: seconds to sleep before each action, for tests; on_failure: see OnFailure.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        limit_s: float = 600.0,
+        on_failure: OnFailure | None = None,
+        delay: Callable[[], float] | None = None,
+    ):
+        super().__init__(timeline, limit_s, on_failure)
+        self._delay = delay
+        self._streams = {lane: self.device.new_stream() for lane in LANES}
+        self._lock = threading.Lock()
+        self._unfinished: dict[Task, None] = {}  # in the order of submission
+        self._threads: list[threading.Thread] = []
+        self._queues: dict[str, queue.SimpleQueue[Task | None]] = {}
+        if self.device.runs_ahead:
+            self._queues = dict.fromkeys(LANES, self._start_thread("launch"))
+        else:
+            self._queues = {lane: self._start_thread(lane) for lane in LANES}
+
+    def _start_thread(self, name: str) -> "queue.SimpleQueue[Task | None]":
+        tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        thread = threading.Thread(
+            target=self._loop, args=(tasks,), name=f"asynchzp-{name}", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
+        return tasks
+
+    # ---- the main thread
+
+    def _start(self, task: Task) -> None:
+        task.signal = threading.Event()
+        with self._lock:
+            self.raise_failure()
+            self._unfinished[task] = None
+        self._queues[task.lane].put(task)
+
+    def complete(self, task: Task) -> None:
+        self.raise_failure()
+        signal = task.signal
+        # The lane has a limit too. This one is for a thread that never came back from issuing.
+        if signal is not None and not signal.wait(self.limit_s + _MARGIN_S):
+            late = TimeoutError(f"not issued and finished after {self.limit_s:g} s")
+            self.fail(task.failure(late))
+        self.raise_failure()
+
+    def fail(self, failure: Exception) -> bool:
+        """Every unfinished task ends with the first failure: no thread waits for it any longer."""
+        with self._lock:
+            is_first = super().fail(failure)
+            unfinished, self._unfinished = list(self._unfinished), {}
+        for task in unfinished:
+            task.let_go()
+        return is_first
+
+    def close(self) -> None:
+        """Finish what was submitted and end the threads; after a failure, which is raised again,
+        only end them."""
+        self._is_closed.set()
+        try:
+            with self._lock:
+                unfinished = list(self._unfinished)
+            for task in unfinished:
+                task.await_usable()
+        except CollectiveFailure:
+            pass
+        # After a failure a thread may be held by a backend that never returns.
+        deadline = time.monotonic() + (_ABANDON_S if self.has_failed() else self.limit_s)
+        for tasks in self._queues.values():
+            tasks.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        super().close()
+
+    # ---- the background threads
+
+    def _loop(self, tasks: "queue.SimpleQueue[Task | None]") -> None:
+        self.device.bind_thread()
+        while (task := tasks.get()) is not None:
+            if self._delay is not None:
+                time.sleep(self._delay())
+            try:
+                if not self.has_failed():
+                    self._run_beside(task)
+            except BaseException as error:  # the main thread raises it where it waits
+                self.fail_in_background(task, error)
+
+    def _run_beside(self, task: Task) -> None:
+        for other in task.after:
+            other.await_usable()
+        with self.device.on_stream(self._streams[task.lane]):
+            self.run(task)
+        with self._lock:
+            self._unfinished.pop(task, None)

@@ -1,0 +1,83 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the time limit of what is on its way in the streams of a device."""
+
+import threading
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from megatron_asynchzp.device import Device
+
+# How often the thread looks, in parts of the limit and in seconds at most. An event that is asked
+# too often holds up every other thread, and one that is never asked stays alive.
+_LOOKS_PER_LIMIT, _LONGEST_PAUSE_S = 10, 5.0
+
+
+class _Watched[Item](NamedTuple):
+    """What ends with `event`, and is late from `deadline` on (time.monotonic)."""
+
+    event: Any
+    deadline: float
+    item: Item
+
+
+class Watchdog[Item]:
+    """A thread that looks now and then whether the oldest item of each lane has ended.
+
+    device: whose events are asked; limit_s: how long an item may take; on_late: called in the
+    thread, once, with the first item that takes longer; is_closed: ends the thread.
+
+    Items of a lane end in the order in which they came, so a search by halves finds the first that
+    has not, with a handful of questions. The thread starts with the first item.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        limit_s: float,
+        on_late: Callable[[Item], None],
+        is_closed: threading.Event,
+    ):
+        self._device, self._limit_s = device, limit_s
+        self._on_late, self._is_closed = on_late, is_closed
+        self._lanes: dict[str, deque[_Watched[Item]]] = {}
+        self._thread: threading.Thread | None = None
+
+    def watch(self, lane: str, event: Any, item: Item) -> None:
+        """From now on `item` may take `limit_s` seconds until `event`."""
+        watched = _Watched(event, time.monotonic() + self._limit_s, item)
+        if lane not in self._lanes:
+            self._lanes = {**self._lanes, lane: deque()}  # the thread may be going through it
+        self._lanes[lane].append(watched)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, name="asynchzp-limit", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Wait for the thread, which `is_closed` has ended."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_LONGEST_PAUSE_S)
+
+    def _look(self) -> None:
+        self._device.bind_thread()
+        pause_s = min(self._limit_s / _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S)
+        while not self._is_closed.wait(pause_s):
+            for watched in self._lanes.values():
+                late = self._forget_ended(watched)
+                if late is not None:
+                    self._on_late(late.item)
+                    return
+
+    def _forget_ended(self, lane: "deque[_Watched[Item]]") -> "_Watched[Item] | None":
+        """Drop what has ended; returns the oldest that is left, if it is late."""
+
+        def is_on_its_way(place: int) -> bool:
+            return not self._device.has_passed(lane[place].event)
+
+        for _ in range(bisect_left(range(len(lane)), True, key=is_on_its_way)):
+            lane.popleft()
+        is_late = bool(lane) and time.monotonic() > lane[0].deadline
+        return lane[0] if is_late else None

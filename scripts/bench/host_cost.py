@@ -1,0 +1,246 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Host time of the engine per unit and micro-batch, without a device: its streams and collectives
+do nothing, so what is left is what Python costs.
+
+    python -m scripts.bench.host_cost --json host_cost.jsonl
+
+Each row: a schedule and a number of parameters per unit; microseconds that the engine adds to
+forward and to backward, in all threads together (CPU time of the process, less that of the plain
+model in the same run, median over repetitions), and calls of the device per unit and micro-batch.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.device import StreamDevice
+from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.plan import plan_units
+
+_NUM_UNITS, _STEPS = 16, 10
+_WORLD, _RANK, _SIZES = 8, 3, ShardSizes(2, 4, 8)
+
+
+class _Done:
+    """The handle of a collective that has completed."""
+
+    def __init__(self, calls: Counter[str]):
+        self._calls = calls
+
+    def wait(self) -> None:
+        self._calls["wait for collective"] += 1
+
+
+class _Event:
+    """Has happened; its calls are counted."""
+
+    def __init__(self, calls: Counter[str], **_options: object):
+        self._calls = calls
+        calls["new event"] += 1
+
+    def record(self, _stream: object = None) -> None:
+        self._calls["record"] += 1
+
+    def query(self) -> bool:
+        self._calls["query"] += 1
+        return True
+
+    def synchronize(self) -> None:
+        self._calls["synchronize"] += 1
+
+    def elapsed_time(self, _end: object) -> float:
+        return 0.0
+
+
+class _Stream:
+    """Does nothing; its calls are counted."""
+
+    def __init__(self, calls: Counter[str]):
+        self._calls = calls
+
+    def wait_event(self, _event: object) -> None:
+        self._calls["wait for event"] += 1
+
+
+class _Module:
+    """In the place of torch.cuda: what the engine calls of it, counted."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self._stream = _Stream(self.calls)
+
+    def Event(self, **options: object) -> _Event:
+        return _Event(self.calls, **options)
+
+    def Stream(self, **_options: object) -> _Stream:
+        return self._stream
+
+    def current_stream(self, _device: object = None) -> _Stream:
+        self.calls["current stream"] += 1
+        return self._stream
+
+    def stream(self, _stream: object) -> AbstractContextManager[None]:
+        self.calls["switch stream"] += 1
+        return nullcontext()
+
+    def set_device(self, _device: object) -> None:
+        return
+
+
+class _Linear(torch.autograd.Function):
+    """Saves its weight itself, as the layers of Megatron and Transformer Engine do."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, weight = ctx.saved_tensors
+        return grads[0] @ weight, grads[0].t() @ hidden
+
+
+class _Layer(nn.Module):
+    """As many parameters, and saved tensors, as asked for; hardly any arithmetic."""
+
+    def __init__(self, num_params: int):
+        super().__init__()
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.randn(8, 8, dtype=torch.bfloat16)) for _ in range(num_params)
+        )
+
+    def forward(self, hidden: torch.Tensor, **_unused: object) -> torch.Tensor:
+        for weight in self.weights:
+            hidden = _Linear.apply(hidden, weight)
+        return hidden
+
+
+class _Model(nn.Module):
+    def __init__(self, num_params: int):
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(num_params) for _ in range(_NUM_UNITS))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden * 1
+        for layer in self.layers:
+            hidden = layer(hidden, mask=None, context=None, rotary=None, bias=None)
+        return hidden
+
+
+def _train_step(model: nn.Module) -> tuple[float, float]:
+    """CPU microseconds per unit of forward and of backward."""
+    hidden = torch.randn(2, 8, dtype=torch.bfloat16, requires_grad=True)
+    start = time.process_time()
+    loss = model(hidden).sum()
+    middle = time.process_time()
+    loss.backward()
+    end = time.process_time()
+    return 1e6 * (middle - start) / _NUM_UNITS, 1e6 * (end - middle) / _NUM_UNITS
+
+
+def _measure_plain(num_params: int) -> tuple[float, float]:
+    model = _Model(num_params)
+    times: list[tuple[float, float]] = []
+    for _ in range(1 + _STEPS):
+        model.zero_grad()
+        times.append(_train_step(model))
+    return _medians(times[1:])
+
+
+def _medians(times: list[tuple[float, float]]) -> tuple[float, float]:
+    forward, backward = zip(*times, strict=True)
+    return statistics.median(forward), statistics.median(backward)
+
+
+def _measure_engine(kind: str, num_params: int) -> tuple[tuple[float, float], Counter[str]]:
+    """Microseconds of forward and of backward, and calls of the device per unit and step."""
+    model, module = _Model(num_params), _Module()
+    device = StreamDevice(cast("ModuleType", module), torch.device("cuda"))
+    topology = ShardTopology(_WORLD, _RANK, _SIZES)
+    groups = ShardGroups.of_topology(
+        topology, range(_WORLD), lambda _purpose, _ranks: cast("dist.ProcessGroup", object())
+    )
+    config = ScheduleConfig(kind, checks_order=False)
+    driver = config.start_driver(device)
+    plans = plan_units(model, list(model.layers))
+    runtime = HZPRuntime(model, plans, {"dense": groups}, config, driver)
+    done = _Done(module.calls)
+    times: list[tuple[float, float]] = []
+    collectives = "megatron_asynchzp.comm.collectives."
+    with (
+        mock.patch(f"{collectives}all_gather_flat", lambda *_, **__: done),
+        mock.patch(f"{collectives}reduce_scatter_flat", lambda *_, **__: done),
+        mock.patch("torch.distributed.all_reduce", lambda *_, **__: done),
+    ):
+        for step in range(2 + _STEPS):
+            runtime.zero_grads()
+            runtime.is_last_micro_batch = False
+            if step == 2:
+                module.calls.clear()
+            times.append(_train_step(model))
+        calls = module.calls.copy()
+        runtime.close()
+        driver.close()
+    return _medians(times[2:]), calls
+
+
+def measure(kind: str, num_params: int, repetitions: int) -> dict[str, Any]:
+    """One row of the record."""
+    added: list[tuple[float, float]] = []
+    calls: Counter[str] = Counter()
+    for _ in range(repetitions):
+        plain = _measure_plain(num_params)
+        engine, calls = _measure_engine(kind, num_params)
+        added.append((engine[0] - plain[0], engine[1] - plain[1]))
+    both = [forward + backward for forward, backward in added]
+    forward, backward = _medians(added)
+    per_unit = _NUM_UNITS * _STEPS
+    return {
+        "schedule": kind,
+        "params": num_params,
+        "forward_us": round(forward, 1),
+        "backward_us": round(backward, 1),
+        "total_us": round(statistics.median(both), 1),
+        "spread_us": round(max(both) - min(both), 1),
+        "device_calls": round(sum(calls.values()) / per_unit, 1),
+        "calls": {name: round(count / per_unit, 2) for name, count in sorted(calls.items())},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--schedules", nargs="+", default=["main-thread", "threaded"])
+    parser.add_argument("--params", nargs="+", type=int, default=[12, 256])
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--label", default="", help="written into each row")
+    parser.add_argument("--json", type=Path, help="append rows to this file")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    for kind in options.schedules:
+        for num_params in options.params:
+            row = {"label": options.label, **measure(kind, num_params, options.repetitions)}
+            print(json.dumps(row), flush=True)
+            if options.json is not None:
+                with options.json.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

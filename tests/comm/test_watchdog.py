@@ -1,0 +1,112 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The time limit on a device with streams: what does not end is named, in every schedule, and what
+has ended is let go without being asked for again and again."""
+
+import threading
+import time
+import weakref
+from contextlib import nullcontext
+
+import pytest
+
+from megatron_asynchzp.comm.driver import CollectiveFailure, Driver, Task
+from megatron_asynchzp.comm.timeline import LANES
+from megatron_asynchzp.comm.watchdog import Watchdog
+from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
+
+LIMIT_S = 0.3
+
+
+class Event:
+    """Has happened from the moment the test says so."""
+
+    def __init__(self):
+        self.has_happened = False
+        self.num_questions = 0
+
+
+class StreamsWithoutEnd:
+    """A device whose streams do nothing until the test says so."""
+
+    runs_ahead, is_cuda = True, True
+
+    def __init__(self):
+        self.events = []
+
+    def new_stream(self) -> None: ...
+
+    def on_stream(self, stream):
+        return nullcontext()
+
+    def record_event(self) -> Event:
+        self.events.append(Event())
+        return self.events[-1]
+
+    def wait_event(self, event) -> None: ...
+
+    def wait_work(self, *unused) -> None: ...
+
+    def bind_thread(self) -> None: ...
+
+    def mark(self) -> float:
+        return time.monotonic()
+
+    def has_passed(self, event) -> bool:
+        if isinstance(event, Event):
+            event.num_questions += 1
+            return event.has_happened
+        return True
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_task_that_does_not_end_is_named_and_ends_the_driver_though_nobody_waits_for_it(kind):
+    device, reported, is_reported = StreamsWithoutEnd(), [], threading.Event()
+
+    def report(failure, wait) -> None:
+        reported.append(str(failure))
+        is_reported.set()
+
+    driver = ScheduleConfig(kind, time_limit_s=LIMIT_S).start_driver(device, report)
+    for unit in ("u0", "u1"):
+        driver.submit(Task("reduce", unit, (), lambda: iter([object()])))
+    assert is_reported.wait(10)
+    expected = "reduce-scatter of the gradients of u0 on this rank in step 0 failed: not finished"
+    assert reported == [f"{expected} after {LIMIT_S:g} s"]
+    with pytest.raises(CollectiveFailure, match="of u0"):
+        driver.submit(Task("gather", "u2", (), lambda: iter([object()])))
+    with pytest.raises(CollectiveFailure):
+        driver.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("asynchzp") and t.is_alive()]
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_what_ends_in_time_is_let_go_and_no_error(kind):
+    device = StreamsWithoutEnd()
+    driver: Driver = ScheduleConfig(kind, time_limit_s=LIMIT_S).start_driver(device)
+    tasks = weakref.WeakSet()
+    for index in range(300):
+        task = Task(tuple(LANES)[index % 2], f"u{index}", (), lambda: iter([object()]))
+        tasks.add(task)
+        driver.submit(task).wait()
+        device.events[-1].has_happened = True
+    del task
+    deadline = time.monotonic() + 10
+    while len(tasks) > len(LANES) and time.monotonic() < deadline:
+        time.sleep(LIMIT_S / 10)
+    assert len(tasks) <= len(LANES)  # the latest of each lane
+    driver.close()
+
+
+def test_a_look_asks_a_handful_of_events_however_many_are_on_their_way():
+    device, is_closed = StreamsWithoutEnd(), threading.Event()
+    watchdog = Watchdog(device, 0.5, lambda item: None, is_closed)
+    events = [device.record_event() for _ in range(1000)]
+    for event in events[:700]:
+        event.has_happened = True
+    for event in events:
+        watchdog.watch("gather", event, None)
+    time.sleep(0.08)  # one look comes after 0.05 s
+    is_closed.set()
+    watchdog.close()
+    assert 1 <= sum(event.num_questions for event in events) <= 40
