@@ -205,6 +205,8 @@ def wrap_model_chunks(
     communication = Communication(schedule, device_of(first_param), trace)
     # From an accelerator Megatron's writer makes copies by itself.
     takes_snapshots = saves_beside_training and first_param.device.type == "cpu"
+    if construction is not None:
+        construction.note_whole(param for chunk in model_chunks for param in chunk.parameters())
     wrapped = []
     for chunk in model_chunks:
         if data_parallel_random_init:

@@ -119,7 +119,7 @@ class Construction:
     ):
         self.groups = groups
         self.peak_whole_nbytes = 0
-        """The most that was whole at once, of the modules seen."""
+        """The most bytes of parameters that were whole at once."""
         self._group_key_of, self._device, self._prepare = group_key_of, device, prepare
         self._sharded: dict[nn.Parameter, _ShardedModule] = {}
         self._readers: dict[nn.Parameter, str] = {}
@@ -135,7 +135,7 @@ class Construction:
         alone: parameters that will be units of their own (tied weights). What cannot be sharded
         yet stays whole: a group that shards no parameters, tensors that are not plain.
         """
-        self._note_whole(param for param in module.parameters() if param not in self._sharded)
+        self.note_whole(module.parameters())
         grouped: dict[tuple[object, ...], list[tuple[str, nn.Parameter]]] = {}
         for name, param in module.named_parameters():
             if self._can_shard(param):
@@ -160,8 +160,9 @@ class Construction:
         is_split = groups is not None and groups.topology.sizes.param > 1
         return is_split and is_plain and param.is_floating_point() and not param.is_meta
 
-    def _note_whole(self, params: Iterable[nn.Parameter]) -> None:
-        whole = {*params, *self._readers}
+    def note_whole(self, params: Iterable[nn.Parameter]) -> None:
+        """`params` are complete: those that are not sharded are whole now."""
+        whole = {*(param for param in params if param not in self._sharded), *self._readers}
         nbytes = sum(param.numel() * param.dtype.itemsize for param in whole)
         self.peak_whole_nbytes = max(self.peak_whole_nbytes, nbytes)
 
@@ -203,7 +204,7 @@ class Construction:
             del self._sharded[param]
             self._readers[param] = reason
         sharded.parts = []
-        self._note_whole(())
+        self.note_whole(())
 
     # ---- the model is complete
 

@@ -138,7 +138,9 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
     if args.rank == 0:
         from megatron_asynchzp.mcore.start_table import format_start_table
 
-        print(format_start_table(chunks, node_size(args), args.optimizer), flush=True)
+        whole_nbytes = None if construction is None else construction.peak_whole_nbytes
+        table = format_start_table(chunks, node_size(args), args.optimizer, whole_nbytes)
+        print(table, flush=True)
     return chunks
 
 
