@@ -19,6 +19,7 @@ from megatron_asynchzp.comm.collectives import all_gather_steps, run_steps
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.sharding.buffer import FlatBuffer
 from megatron_asynchzp.sharding.layout import FlatLayout, ParamSlice
+from megatron_asynchzp.sharding.topology import Range
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -55,36 +56,35 @@ class _ShardedModule:
             for (name, param), piece in zip(params, self.layout.slices, strict=True)
         ]
 
-    def _cut(self, param: nn.Parameter, piece: ParamSlice) -> torch.Tensor:
+    def _held(self, piece: ParamSlice) -> Range:
+        """The elements of a parameter that lie in this rank's shard, in its own coordinates."""
         held = piece.range.intersect(self.range)
-        if not held.numel:
-            return param.detach().reshape(-1)[:0].clone()
-        inside = held.within(piece.range)
-        return param.detach().reshape(-1)[inside.start : inside.stop].clone()
+        return held.within(piece.range) if held.numel else Range(0, 0)
+
+    def _cut(self, param: nn.Parameter, piece: ParamSlice) -> torch.Tensor:
+        held = self._held(piece)
+        return param.detach().reshape(-1)[held.start : held.stop].clone()
 
     @property
     def params(self) -> list[nn.Parameter]:
         return [part.param for part in self.parts]
 
-    def fill(self, buffer: FlatBuffer, parts: Iterable[_Part]) -> FlatBuffer:
-        """Write the values of `parts` to their places in `buffer`, which has this range."""
+    def new_shard(self, parts: Sequence[_Part], device: torch.device | None = None) -> torch.Tensor:
+        """This rank's shard, zero but for the values of `parts`, which are of one dtype."""
+        values = parts[0].values
+        storage = torch.zeros(self.range.numel, dtype=values.dtype, device=device or values.device)
+        buffer = FlatBuffer(self.layout, self.range, storage)
         for part in parts:
             held = part.piece.range.intersect(self.range)
             if held.numel:
                 buffer.view(held).copy_(part.values)
-        return buffer
-
-    def new_shard(self, parts: Sequence[_Part], device: torch.device | None = None) -> FlatBuffer:
-        """This rank's shard, zero but for the values of `parts`, which are of one dtype."""
-        values = parts[0].values
-        storage = torch.zeros(self.range.numel, dtype=values.dtype, device=device or values.device)
-        return self.fill(FlatBuffer(self.layout, self.range, storage), parts)
+        return storage
 
     def gather(self, device: torch.device | None) -> None:
         """Make all parameters whole again. Collective over the P group; device: where it runs."""
         for dtype in dict.fromkeys(part.values.dtype for part in self.parts):
             parts = [part for part in self.parts if part.values.dtype == dtype]
-            shard = self.new_shard(parts, device).storage
+            shard = self.new_shard(parts, device)
             full = shard.new_empty(self.layout.padded_numel)
             run_steps(all_gather_steps(shard, full, self.groups.unshard))
             for part in parts:
@@ -181,7 +181,7 @@ class Construction:
         for part in parts:
             part.values = fn(part.values)
             part.param.__class__ = part.kind
-            part.param.data = part.param.data.flatten()[:1].clone()
+            part.param.data = part.param.data.new_full((1,), float("nan"))
         type(module)._apply(module, fn, recurse)
         for part in parts:
             sharded = self._sharded.pop(part.param)
@@ -230,7 +230,7 @@ class Construction:
             for sharded in found:
                 self._unshard(sharded, OTHER_UNITS)
             return None
-        shard = found[0].new_shard(found[0].parts).storage
+        shard = found[0].new_shard(found[0].parts)
         for part in found[0].parts:
             part.param.__class__ = part.kind
             del self._sharded[part.param]
