@@ -100,7 +100,6 @@ class HZPRuntime(StepScheduler):
 
         self._handles.append(root.register_forward_pre_hook(begin_forward, prepend=True))
         for unit in self.units:
-            self._accumulators += _accumulators_of(unit)
             is_shared = unit in self._reduce_last
             self._handles += _attach_grad_hooks(unit, runtime, takes_all=is_shared)
 
@@ -116,6 +115,8 @@ class HZPRuntime(StepScheduler):
     def zero_grads(self) -> None:
         """Start a step, or start it again: forget all gradients and any unfinished backward."""
         self._batch = _MicroBatch()
+        if not self._accumulators:
+            self._accumulators = [node for unit in self.units for node in _accumulators_of(unit)]
         self._saved_views.begin_step(self.gathers.viewed)
         super().zero_grads()
 
@@ -320,8 +321,9 @@ def _accumulators_of(unit: HZPUnit) -> list[Any]:
     """The nodes that accumulate the gradients of `unit`.
 
     [Note: side streams] Autograd runs such a node on the stream on which it was made, after
-    whatever stream made the gradient. Kept from now on they are those of the stream that computes,
-    so a module may compute its gradients on another stream, as Megatron's shared experts do.
+    whatever stream made the gradient. Made when the first step begins (Megatron wraps a model on
+    another stream) and kept, they are those of the stream that computes; so a module may compute
+    its gradients elsewhere, as Megatron's shared experts do.
     """
     trained = [param for param in unit.params if param.requires_grad]
     return [torch.autograd.graph.get_gradient_edge(param).node for param in trained]

@@ -52,7 +52,7 @@ class Row:
     param: int | None = None
     grad: int | None = None
     optim: int | None = None
-    schedule: str = "threaded"
+    schedule: str = "auto"
 
     @property
     def is_asynchzp(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.zero.config import AUTO, SCHEDULES, ScheduleConfig
 
 # Late enough for the order of units to be known and for allocations to be over.
 _TRACED_STEP = 10
@@ -32,10 +32,11 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
     _add_shard_sizes(group)
     group.add_argument(
         "--asynchzp-schedule",
-        choices=SCHEDULES,
-        default="threaded",
-        help="What drives the collectives: threads (threaded), the main thread ahead of time "
-        "(main-thread), or the main thread when it needs them (inline). Default: threaded.",
+        choices=(AUTO, *SCHEDULES),
+        default=AUTO,
+        help="Who issues the collectives: background threads (threaded), the thread that computes "
+        "ahead of their use (main-thread), or the same when they are needed (inline). Default: "
+        "main-thread on CUDA, threaded elsewhere (auto).",
     )
     group.add_argument(
         "--asynchzp-prefetch-depth",
@@ -106,6 +107,7 @@ def resolve_schedule(args: Namespace) -> ScheduleConfig:
             args.asynchzp_prefetch_depth,
             time_limit_s=60.0 * args.distributed_timeout_minutes,
             checks_order=args.asynchzp_check_order,
+            timed_every=args.log_interval,
         )
     except ValueError as error:
         raise ConfigurationError(

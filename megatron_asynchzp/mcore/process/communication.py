@@ -16,6 +16,7 @@ from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.timeline import stop_trace
 from megatron_asynchzp.device import Device
 from megatron_asynchzp.mcore.flags.asynchzp import TraceRequest
+from megatron_asynchzp.mcore.process.interrupts import watch_interrupts
 from megatron_asynchzp.mcore.process.last_line import EXIT_FAILURE, LastLine, leave
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.config import ScheduleConfig
@@ -30,6 +31,7 @@ class Communication:
         self.schedule = schedule
         self._trace = trace
         self.last_line = LastLine()
+        watch_interrupts(self.last_line)
         self.driver = schedule.start_driver(device, self.last_line.watch_main)
         self.runtimes: list[HZPRuntime] = []
         # A model that is dropped takes its threads with it.

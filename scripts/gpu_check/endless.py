@@ -1,0 +1,33 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Check: a collective that never ends is one line that names it, and status 1."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_asynchzp.zero.config import SCHEDULES
+from scripts.gpu_check.outcome import CheckFailed, Place
+from scripts.gpu_check.process import run_command
+
+LIMIT_S = 3.0
+# From the limit to the end of the process: what the engine allows itself, twice.
+_END_S = 25.0
+_START_S = 60.0
+
+
+def run(place: Place, schedules: Sequence[str] = SCHEDULES) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for schedule in schedules:
+        command = [sys.executable, "-m", "scripts.gpu_check.endless_run"]
+        log, limit_s = place.folder / f"endless_{schedule}.log", _START_S + LIMIT_S + _END_S
+        ended = run_command([*command, schedule, place.device, str(LIMIT_S)], log, limit_s)
+        own = ended.own_lines
+        figures[schedule] = own[0] if own else "no line"
+        if ended.status != 1:
+            raise CheckFailed(f"{schedule}: {ended.describe(limit_s)}", figures)
+        if len(own) != 1 or f"after {LIMIT_S:g} s" not in own[0]:
+            raise CheckFailed(f"{schedule}: printed {own or 'no line of ours'}", figures)
+        if any(line.startswith("Traceback") for line in ended.lines):
+            raise CheckFailed(f"{schedule}: printed a traceback beside its line", figures)
+    return figures

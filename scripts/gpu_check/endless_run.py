@@ -1,0 +1,40 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""A training run whose collectives stop ending: `python -m scripts.gpu_check.endless_run SCHEDULE
+DEVICE LIMIT_S`. It is to end with one line and status 1, as a rank of Megatron's would."""
+
+import sys
+
+import torch
+
+from megatron_asynchzp.device import device_of
+from megatron_asynchzp.mcore.process.communication import Communication
+from megatron_asynchzp.mcore.process.ending import report_own_errors
+from megatron_asynchzp.zero.config import ScheduleConfig
+from scripts.gpu_check.loopback import WORLD_SIZE
+from scripts.gpu_check.loopback_world import LoopbackWorld
+from scripts.gpu_check.toy import ToyShape, batch_of
+from scripts.gpu_check.trainers import LoopbackTrainer
+
+_LAST_GOOD_STEP, _STEPS = 1, 10
+
+
+def main(argv: list[str]) -> int:
+    schedule, device, limit_s = argv[0], torch.device(argv[1]), float(argv[2])
+    report_own_errors()
+    config = ScheduleConfig(schedule, time_limit_s=limit_s)
+    world = LoopbackWorld(device, WORLD_SIZE, 0, longest_delay_s=0.0)
+    communication = Communication(config, device_of(torch.empty(0, device=device)))
+    shape = ToyShape()
+    trainer = LoopbackTrainer(shape, world, (2, 4, 8), config, communication.driver)
+    communication.runtimes.append(trainer.runtime)
+    for step in range(_STEPS):
+        world.endless = step > _LAST_GOOD_STEP
+        losses = trainer.step([batch_of(shape, step, 0, device)])
+        print(f"step {step}: loss {losses[0].item():.4f}", flush=True)
+    print("no collective was missed", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,140 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Check: what the engine costs the host per unit and micro-batch, how long the GPU is idle beside
+it, and a trace of one step."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
+from scripts.gpu_check.loopback import WORLD_SIZE
+from scripts.gpu_check.loopback_world import LoopbackWorld
+from scripts.gpu_check.outcome import CheckFailed, Place
+from scripts.gpu_check.toy import ToyShape, batch_of, loss_of, new_model
+from scripts.gpu_check.trainers import LoopbackTrainer
+
+# What the main thread may spend on a unit of 12 parameters, forward and backward, in a micro-batch.
+# The reading of the code against a stub device found 1200; the goal is a quarter of that.
+# On a CPU the copies of the collectives count too.
+LIMIT_US = {"cuda": 1500.0, "cpu": 8000.0}
+_SIZES = (8, 8, 8)
+_MICRO_BATCHES, _WARM_UP, _ROUNDS = 4, 2, 5
+
+
+def small_shape() -> ToyShape:
+    """Kernels shorter than their launch: the host is what takes time."""
+    return ToyShape(width=16, depth=8)
+
+
+def large_shape() -> ToyShape:
+    """Kernels of about a millisecond: the host should be ahead of the GPU."""
+    return ToyShape(width=2048, depth=8, vocab=8192, sequence=512, batch=8)
+
+
+def host_seconds(step: Callable[[], Any], rounds: int) -> float:
+    """Seconds that this thread computes in the fastest of `rounds` steps."""
+    for _ in range(_WARM_UP):
+        step()
+    found = []
+    for _ in range(rounds):
+        start_s = time.thread_time()
+        step()
+        found.append(time.thread_time() - start_s)
+    return min(found)
+
+
+def new_trainer(
+    shape: ToyShape, schedule: str, device: torch.device
+) -> tuple[LoopbackTrainer, list[torch.Tensor]]:
+    """An engine whose collectives are copies without delay, and the batches of a step."""
+    world = LoopbackWorld(device, WORLD_SIZE, 0, longest_delay_s=0.0)
+    trainer = LoopbackTrainer(shape, world, _SIZES, ScheduleConfig(schedule, 1))
+    return trainer, [batch_of(shape, 0, index, device) for index in range(_MICRO_BATCHES)]
+
+
+def plain_pass(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
+    """The micro-batches of a step in a process that updates nothing."""
+    for tokens in batches:
+        loss_of(model, tokens).backward()
+        for param in model.parameters():
+            param.grad = None
+
+
+def added_us(schedule: str, device: torch.device, rounds: int = _ROUNDS) -> float:
+    """Host microseconds per block and micro-batch that the engine adds to forward and backward,
+    its share of the step's own work included."""
+    shape = small_shape()
+    trainer, batches = new_trainer(shape, schedule, device)
+    model = new_model(shape, device)
+    ours = host_seconds(lambda: trainer.step(batches), rounds)
+    theirs = host_seconds(lambda: plain_pass(model, batches), rounds)
+    trainer.close()
+    return (ours - theirs) / len(batches) / shape.depth * 1e6
+
+
+def traced(step: Callable[[], Any], path: Path, is_cuda: bool) -> dict[str, float]:
+    """A step as a trace in `path`: how long it took, and on a GPU which part of it was idle."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+    with profile(activities=activities) as profiler:
+        step()
+        if is_cuda:
+            torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
+    if not is_cuda:
+        return {}
+    spans = [
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    whole, busy = covered(spans)
+    return {"step ms": whole / 1e3, "idle part": 1.0 - busy / whole if whole else 1.0}
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """From the first start to the last end, and how much of that at least one span covers."""
+    if not spans:
+        return 0.0, 0.0
+    busy, reached = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        busy += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return reached - min(start for start, _ in spans), busy
+
+
+def plain_times(shape: ToyShape, device: torch.device, place: Place) -> dict[str, float]:
+    """As `traced`, of forward and backward without the engine."""
+    model = new_model(shape, device)
+    batches = [batch_of(shape, 0, index, device) for index in range(_MICRO_BATCHES)]
+    for _ in range(_WARM_UP):
+        plain_pass(model, batches)
+    path = place.folder / "trace_plain.json"
+    return traced(lambda: plain_pass(model, batches), path, place.is_cuda)
+
+
+def run(place: Place, rounds: int = _ROUNDS) -> dict[str, Any]:
+    device = torch.device(place.device)
+    torch.set_num_threads(1)
+    figures: dict[str, Any] = {}
+    shape = large_shape() if place.is_cuda else replace(small_shape(), depth=3)
+    figures["plain process"] = plain_times(shape, device, place)
+    for schedule in SCHEDULES:
+        added = added_us(schedule, device, rounds)
+        trainer, batches = new_trainer(shape, schedule, device)
+        for _ in range(_WARM_UP):
+            trainer.step(batches)
+        path = place.folder / f"trace_{schedule}.json"
+        times = traced(lambda: trainer.step(batches), path, place.is_cuda)  # noqa: B023
+        trainer.close()
+        figures[schedule] = {"host us per unit and micro-batch": added, **times}
+        if added > (limit_us := LIMIT_US[place.device]):
+            text = f"{added:.0f} host us per unit and micro-batch, more than {limit_us:g}"
+            raise CheckFailed(f"{schedule}: {text}", figures)
+    return figures

@@ -1,0 +1,72 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a check is given, and what it answers."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+
+
+class CheckFailed(Exception):
+    """What a check was to show is not so; the message is one line.
+
+    figures: what was measured until then.
+    """
+
+    def __init__(self, reason: str, figures: dict[str, Any] | None = None):
+        super().__init__(" ".join(reason.split()))
+        self.figures = figures or {}
+
+
+class CheckSkipped(Exception):
+    """The check cannot run here; the message is the reason, in one line."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a check runs.
+
+    device: "cuda" or "cpu"; num_gpus: how many there are; folder: for logs and traces.
+    """
+
+    device: str
+    num_gpus: int
+    folder: Path
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device == "cuda"
+
+    def need_gpus(self, number: int) -> None:
+        """Raise CheckSkipped where there are fewer."""
+        if self.num_gpus < number:
+            raise CheckSkipped(f"needs {number} GPUs, this machine has {self.num_gpus}")
+
+    @classmethod
+    def of_this_machine(cls, folder: Path) -> "Place":
+        import torch
+
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return cls("cuda" if num_gpus else "cpu", num_gpus, folder)
+
+
+@dataclass
+class Outcome:
+    """The row of one check. seconds: what it took; figures: what it measured, by name."""
+
+    check: str
+    status: str
+    reason: str = ""
+    seconds: float = 0.0
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def line(self) -> str:
+        """For the screen."""
+        shown = f"{self.check:16} {self.status:8} {self.seconds:6.1f} s"
+        return f"{shown}  {self.reason}".rstrip()
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,51 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Check: pretrain_gpt in bf16 on one rank, with the real communication library, beside stock."""
+
+import shutil
+from typing import Any
+
+from megatron_asynchzp.testbed.megatron_flags import size_flags
+from scripts.gpu_check.megatron_runs import require_equal, run_pretrain, training_flags
+from scripts.gpu_check.outcome import CheckFailed, Place
+
+STEPS, SAVED_STEP, MICRO_BATCHES = 12, 6, 2
+# Rounding to bf16 flips bits, and training amplifies that.
+LOSS_TOLERANCE, FIRST_LOSS_TOLERANCE = 5e-3, 1e-5
+# One rank has nobody to communicate with: a step may not take much longer than stock's.
+MOST_RATIO = {"cuda": 1.25, "cpu": 4.0}
+# Implicit waits of the host per step beyond stock's.
+WAIT_BUDGET = 0
+_RUN_LIMIT_S = 90.0
+
+
+def run(place: Place) -> dict[str, Any]:
+    folder = place.folder / "pretrain_checkpoints"
+    shutil.rmtree(folder, ignore_errors=True)
+    base = training_flags(place, STEPS, MICRO_BATCHES, "--bf16")
+    own = [*base, *size_flags((1, 1, 1))]
+    saved = [*own, "--save", str(folder), "--save-interval", str(SAVED_STEP)]
+    loaded = [*own, "--load", str(folder), "--ckpt-step", str(SAVED_STEP)]
+    stock = run_pretrain(place, "pretrain_stock", 1, base, _RUN_LIMIT_S)
+    ours = run_pretrain(place, "pretrain_ours", 1, saved, _RUN_LIMIT_S)
+    again = run_pretrain(place, "pretrain_resumed", 1, loaded, _RUN_LIMIT_S)
+    shutil.rmtree(folder, ignore_errors=True)
+    require_equal("first loss", ours.losses[:1], stock.losses[:1], FIRST_LOSS_TOLERANCE)
+    waits = sum(ours.waits.values()) - sum(stock.waits.values())
+    ratio = ours.step_s / stock.step_s
+    figures = {
+        "losses apart": require_equal("losses", ours.losses, stock.losses, LOSS_TOLERANCE),
+        "resumed apart": require_equal(
+            "losses after loading", again.losses, ours.losses[SAVED_STEP:], FIRST_LOSS_TOLERANCE
+        ),
+        "stock step ms": 1e3 * stock.step_s,
+        "step ratio": ratio,
+        "stock waits per step": sum(stock.waits.values()),
+        "more waits than stock": waits,
+        "our waits": ours.waits,
+    }
+    if not ratio <= MOST_RATIO[place.device]:
+        raise CheckFailed(f"a step takes {ratio:.2f} times as long as stock's", figures)
+    if waits > WAIT_BUDGET:
+        raise CheckFailed(f"{waits:g} more implicit waits per step than stock", figures)
+    return figures
