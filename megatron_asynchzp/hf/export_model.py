@@ -14,7 +14,7 @@ from megatron_asynchzp.hf.mapping import OTHER_KEYS, TensorRule, rules_of
 from megatron_asynchzp.hf.megatron_arguments import read_arguments
 from megatron_asynchzp.hf.output_folder import complete_or_absent, refuse_occupied
 from megatron_asynchzp.hf.progress import Progress, no_progress
-from megatron_asynchzp.hf.safetensors_folder import write_folder
+from megatron_asynchzp.hf.safetensors_folder import TensorInfo, write_folder
 from megatron_asynchzp.hf.shape import ConversionError, ModelShape, describe_difference
 from megatron_asynchzp.hf.torch_dist import TensorReader, find_checkpoint, read_arguments_of
 
@@ -41,8 +41,8 @@ def export_model(
     is intact. depth: what of its data is read to judge that.
     dtype: cast to it; by default every tensor keeps its own.
     vocab_size: rows of the embedding that are no padding, where the checkpoint does not tell.
-    Memory holds one file's tensors. Raises ConversionError for a model that does not map and for
-    an `output` that is not empty; then nothing is written.
+    Memory holds one tensor, in a few copies. Raises ConversionError for a model that does not map
+    and for an `output` that is not empty; then nothing is written.
     """
     refuse_occupied(output)
     checkpoint = find_checkpoint(load, step, depth)
@@ -54,8 +54,8 @@ def export_model(
     def target_dtype(rule: TensorRule) -> torch.dtype:
         return dtype or reader.tensors[keys[rule.key]].properties.dtype
 
-    sizes = {
-        name: size.numel() * target_dtype(rule).itemsize
+    infos = {
+        name: TensorInfo(size, target_dtype(rule))
         for rule, layer in jobs
         for name, size in zip(rule.names_of(layer), rule.hf_sizes(shape), strict=True)
     }
@@ -68,7 +68,7 @@ def export_model(
 
     with complete_or_absent(output) as folder:
         write_config(shape, folder, target_dtype(rules_of(shape)[0]))
-        write_folder(folder, sizes, tensors(), max_file_nbytes)
+        write_folder(folder, infos, tensors(), max_file_nbytes)
     return shape
 
 

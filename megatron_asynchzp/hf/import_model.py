@@ -38,37 +38,37 @@ def import_model(
     load: the directory. save: Megatron's --load folder to be.
     dtype: cast to it; by default every tensor keeps its own.
     vocab_multiple: the embedding is padded with zero rows to a multiple of this.
-    Memory holds one tensor. Raises ConversionError for a model that does not map and for a `save`
-    that is not empty; then nothing is written.
+    Memory holds one tensor, in a few copies. Raises ConversionError for a model that does not map
+    and for a `save` that is not empty; then nothing is written.
     """
     refuse_occupied(save)
     shape = read_config(load, vocab_multiple)
-    with FolderReader(load) as reader:
-        prefix = _match_names(reader, shape, is_cast=dtype is not None)
-        num_tensors = sum(shape.num_layers if r.is_per_layer else 1 for r in rules_of(shape))
-        ticks = iter(progress(range(num_tensors), num_tensors))
+    reader = FolderReader(load)
+    prefix = _match_names(reader, shape, is_cast=dtype is not None)
+    num_tensors = sum(shape.num_layers if r.is_per_layer else 1 for r in rules_of(shape))
+    ticks = iter(progress(range(num_tensors), num_tensors))
 
-        def make(rule: TensorRule, layer: int) -> Tensor:
-            next(ticks, None)
-            parts = tuple(reader.read(prefix(name)) for name in rule.names_of(layer))
-            whole = rule.to_megatron(parts, shape)
-            return whole.to(dtype or whole.dtype)
+    def make(rule: TensorRule, layer: int) -> Tensor:
+        next(ticks, None)
+        parts = tuple(reader.read(prefix(name)) for name in rule.names_of(layer))
+        whole = rule.to_megatron(parts, shape)
+        return whole.to(dtype or whole.dtype)
 
-        tensors = [
-            TensorToWrite(
-                rule.key,
-                rule.megatron_size(shape),
-                # _match_names has refused a directory with other dtypes.
-                dtype or reader.info(prefix(rule.names_of(0)[0])).dtype,  # pyright: ignore[reportArgumentType]
-                shape.num_layers if rule.is_per_layer else None,
-                partial(make, rule),
-            )
-            for rule in rules_of(shape)
-        ]
-        with complete_or_absent(save) as folder:
-            write_checkpoint(folder / RELEASE, tensors, dict(_objects(shape)))
-            replace_file(folder / TRACKER, RELEASE.encode())
-            next(ticks, None)
+    tensors = [
+        TensorToWrite(
+            rule.key,
+            rule.megatron_size(shape),
+            # _match_names has refused a directory with other dtypes.
+            dtype or reader.info(prefix(rule.names_of(0)[0])).dtype,  # pyright: ignore[reportArgumentType]
+            shape.num_layers if rule.is_per_layer else None,
+            partial(make, rule),
+        )
+        for rule in rules_of(shape)
+    ]
+    with complete_or_absent(save) as folder:
+        write_checkpoint(folder / RELEASE, tensors, dict(_objects(shape)))
+        replace_file(folder / TRACKER, RELEASE.encode())
+        next(ticks, None)
     return shape
 
 

@@ -5,10 +5,9 @@ get.
 """
 
 import json
-import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,77 +22,110 @@ class TensorInfo(NamedTuple):
     size: torch.Size
     dtype: torch.dtype | None  # None: none that a model of ours can have
 
+    @property
+    def nbytes(self) -> int:
+        return self.size.numel() * (self.dtype.itemsize if self.dtype else 0)
+
 
 class FolderReader:
-    """Tensors of one directory, read one at a time. A context manager: files stay open."""
+    """Tensors of one directory, read one at a time."""
 
     def __init__(self, folder: Path):
-        from safetensors import safe_open
-
         if (folder / _INDEX).is_file():
             files = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
         elif (folder / _ONE_FILE).is_file():
             files = [_ONE_FILE]
         else:
             raise ConversionError(f"{folder} has neither {_ONE_FILE} nor {_INDEX}")
+        self._file_of: dict[str, Path] = {}
+        self._infos: dict[str, TensorInfo] = {}
         for name in files:
             if not (folder / name).is_file():
                 raise ConversionError(f"{folder} has no {name}, which its index names")
-        self._opened = [safe_open(folder / name, framework="pt") for name in files]
-        # keys(), for the opened file is no dictionary and cannot be iterated.
-        self._file_of = {name: file for file in self._opened for name in file.keys()}  # noqa: SIM118
+            self._read_header(folder / name)
 
-    def __enter__(self) -> "FolderReader":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for file in self._opened:
-            file.__exit__(None, None, None)
+    def _read_header(self, file: Path) -> None:
+        with _opened(file) as tensors:
+            # keys(), for the opened file is no dictionary and cannot be iterated.
+            for name in tensors.keys():  # noqa: SIM118
+                piece = tensors.get_slice(name)
+                dtype = _DTYPES.get(piece.get_dtype())
+                self._infos[name] = TensorInfo(torch.Size(piece.get_shape()), dtype)
+                self._file_of[name] = file
 
     @property
     def names(self) -> set[str]:
         return set(self._file_of)
 
     def info(self, name: str) -> TensorInfo:
-        piece = self._file_of[name].get_slice(name)
-        return TensorInfo(torch.Size(piece.get_shape()), _DTYPES.get(piece.get_dtype()))
+        return self._infos[name]
 
     def read(self, name: str) -> Tensor:
-        return self._file_of[name].get_tensor(name)
+        # The file is mapped into memory, and what was read of it stays there until it is closed.
+        with _opened(self._file_of[name]) as tensors:
+            return tensors.get_tensor(name)
+
+
+def _opened(file: Path) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(file, framework="pt")
 
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def write_folder(
-    folder: Path, sizes: dict[str, int], tensors: Iterable[tuple[str, Tensor]], max_file_nbytes: int
+    folder: Path,
+    infos: Mapping[str, TensorInfo],
+    tensors: Iterable[tuple[str, Tensor]],
+    max_file_nbytes: int,
 ) -> None:
-    """Write `tensors`, which come in the order of `sizes` (bytes, by name), in files of at most
-    max_file_nbytes where no single tensor is larger. One file's tensors are in memory at a time.
-    The directory holds its config.json already.
+    """Write `tensors`, which come in the order of `infos`, in files of at most max_file_nbytes
+    where no single tensor is larger. One tensor is in memory at a time.
     """
-    from safetensors.torch import save_file
-
     groups: list[list[str]] = [[]]
     filled = 0
-    for name, nbytes in sizes.items():
-        if groups[-1] and filled + nbytes > max_file_nbytes:
+    for name, info in infos.items():
+        if groups[-1] and filled + info.nbytes > max_file_nbytes:
             groups.append([])
             filled = 0
         groups[-1].append(name)
-        filled += nbytes
+        filled += info.nbytes
     flow = iter(tensors)
     weight_map = {}
     for index, group in enumerate(groups):
         numbered = f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors"
         file = numbered if len(groups) > 1 else _ONE_FILE
-        held = {}
-        for expected in group:
-            name, held[expected] = next(flow)
-            assert name == expected, (name, expected)
-            weight_map[expected] = file
-        save_file(held, folder / file, metadata={"format": "pt"})
-        shutil.copymode(folder / "config.json", folder / file)  # save_file keeps others out
+        weight_map |= dict.fromkeys(group, file)
+        _write_file(folder / file, {name: infos[name] for name in group}, flow)
     if len(groups) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        total = sum(info.nbytes for info in infos.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _write_file(
+    file: Path, infos: Mapping[str, TensorInfo], flow: Iterator[tuple[str, Tensor]]
+) -> None:
+    """Write one file as safetensors lays it out: the length of the header (8 bytes, little-endian),
+    the header (JSON), the elements. The library itself writes no file tensor by tensor."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, info in infos.items():
+        start, end = end, end + info.nbytes
+        place = {
+            "dtype": _DTYPE_NAMES[info.dtype],
+            "shape": info.size,
+            "data_offsets": [start, end],
+        }
+        header[name] = place
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the elements begin at a multiple of 8
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for expected, info in infos.items():
+            name, tensor = next(flow)
+            assert (name, tensor.shape, tensor.dtype) == (expected, *info), (name, expected)
+            out.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))

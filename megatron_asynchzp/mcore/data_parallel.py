@@ -24,37 +24,13 @@ from megatron_asynchzp.device import device_of
 from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
 from megatron_asynchzp.mcore.flags.asynchzp import TraceRequest
 from megatron_asynchzp.mcore.process.communication import Communication
+from megatron_asynchzp.mcore.shard_groups import broadcast_from_first_rank, create_shard_groups
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
-from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.unit import HZPUnit
-
-
-def create_shard_groups(
-    sizes: ShardSizes,
-    pg_collection: ProcessGroupCollection,
-    has_experts: bool,
-    timeout: timedelta | None = None,
-    grad_dtype: torch.dtype = torch.float32,
-) -> dict[str, ShardGroups]:
-    """Communicators of the dense and, with `has_experts`, of the expert sharding group.
-
-    sizes: in ranks of the data x context parallel group; experts use their gcd with the size of
-    the expert data-parallel group; grad_dtype: see ShardGroups. Collective over the world;
-    `has_experts` is its common answer.
-    """
-
-    def over(group: dist.ProcessGroup, group_sizes: ShardSizes) -> ShardGroups:
-        topology = ShardTopology(group.size(), group.rank(), group_sizes)
-        ranks = dist.get_process_group_ranks(group)
-        return ShardGroups.create(topology, ranks, timeout, grad_dtype)
-
-    groups = {"dense": over(pg_collection.dp_cp, sizes)}
-    if has_experts:
-        expert_group = pg_collection.expt_dp
-        groups["expert"] = over(expert_group, sizes.restricted_to(expert_group.size()))
-    return groups
 
 
 class AsyncHZPDataParallel(DistributedDataParallel):
@@ -65,7 +41,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
     config, ddp_config, module, pg_collection: as for DistributedDataParallel.
     groups: see create_shard_groups; they and `communication` are shared by all chunks of a rank;
-    takes_snapshots: see ChunkCheckpoint.
+    takes_snapshots: see ChunkCheckpoint; construction: see HZPRuntime.
     """
 
     def __init__(
@@ -77,6 +53,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         groups: dict[str, ShardGroups],
         communication: Communication,
         takes_snapshots: bool = False,
+        construction: Construction | None = None,
     ):
         _BaseDataParallel.__init__(self, config=config, module=module)
         self.ddp_config = ddp_config
@@ -101,6 +78,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
             communication.schedule,
             communication.driver,
             grad_scale,
+            construction,
         )
         communication.runtimes.append(self.runtime)
         self.checkpoint = ChunkCheckpoint(self.runtime, module, takes_snapshots)
@@ -206,16 +184,6 @@ def _is_true_anywhere(mine: bool) -> bool:
     return any(everyone)
 
 
-def _broadcast_from_first_rank(
-    module: torch.nn.Module, pg_collection: ProcessGroupCollection
-) -> None:
-    """Give every rank of a sharding group the parameters of its first rank."""
-    for param in module.parameters():
-        is_dense = getattr(param, "allreduce", True)
-        group = pg_collection.dp_cp if is_dense else pg_collection.expt_dp
-        dist.broadcast(param.data, dist.get_global_rank(group, 0), group=group)
-
-
 def wrap_model_chunks(
     model_chunks: Sequence[torch.nn.Module],
     ddp_config: DistributedDataParallelConfig,
@@ -227,32 +195,49 @@ def wrap_model_chunks(
     trace: TraceRequest | None = None,
     saves_beside_training: bool = False,
     grad_dtype: torch.dtype = torch.float32,
+    construction: Construction | None = None,
 ) -> list[AsyncHZPDataParallel]:
     """Shard and wrap the model chunks of this rank. Collective over the world.
 
     sizes: for the dense sharding group; data_parallel_random_init: the ranks initialised their
     parameters differently and the first rank's are used, as stock Megatron does;
     saves_beside_training: whether a checkpoint may be written while training goes on;
-    grad_dtype: in which gradients travel.
+    grad_dtype: in which gradients travel;
+    construction: under which the chunks were built, if their modules are sharded already. It ends.
     """
     has_experts = _is_true_anywhere(
         any(sharding_group_key(p) == "expert" for chunk in model_chunks for p in chunk.parameters())
     )
-    groups = create_shard_groups(sizes, pg_collection, has_experts, timeout, grad_dtype)
+    groups = {} if construction is None else dict(construction.groups)
+    if "dense" not in groups or (has_experts and "expert" not in groups):
+        missing = create_shard_groups(sizes, pg_collection, has_experts, timeout, grad_dtype)
+        groups = missing | groups
     first_param = next(model_chunks[0].parameters())
     communication = Communication(schedule, device_of(first_param), trace)
     # From an accelerator Megatron's writer makes copies by itself.
     takes_snapshots = saves_beside_training and first_param.device.type == "cpu"
+    if construction is not None:
+        construction.note_whole(param for chunk in model_chunks for param in chunk.parameters())
     wrapped = []
     for chunk in model_chunks:
         if data_parallel_random_init:
-            _broadcast_from_first_rank(chunk, pg_collection)
-        config = get_model_config(chunk)
+            for param in chunk.parameters():
+                if construction is None or not construction.holds(param):
+                    broadcast_from_first_rank(param, pg_collection)
         wrapped.append(
             AsyncHZPDataParallel(
-                config, ddp_config, chunk, pg_collection, groups, communication, takes_snapshots
+                get_model_config(chunk),
+                ddp_config,
+                chunk,
+                pg_collection,
+                groups,
+                communication,
+                takes_snapshots,
+                construction,
             )
         )
+    if construction is not None:
+        construction.close()
     # Megatron sets this for --overlap-grad-reduce, which is switched off: it overlaps anyway. The
     # schedules read it from the first chunk's config, and chunks need not share one.
     no_syncs = [chunk.no_sync for chunk in wrapped]

@@ -86,7 +86,7 @@ def _groups_table(groups: dict[str, ShardGroups], ranks_per_node: int) -> Table:
 
 
 def _states_table(
-    units: Sequence[HZPUnit], groups: dict[str, ShardGroups], optimizer: str, rings: dict[str, int]
+    units: Sequence[HZPUnit], groups: dict[str, ShardGroups], optimizer: str, beside: dict[str, int]
 ) -> Table:
     formula = state_nbytes_by_formula(units, optimizer)
     allocated = state_nbytes_allocated(units, optimizer)
@@ -104,8 +104,8 @@ def _states_table(
         )
     total = [_format_nbytes(sum(of.values())) for of in (formula, allocated)]
     table.add_row("all", "", *total, style="bold")
-    for kind, nbytes in rings.items():
-        table.add_row(f"{kind} (beside the states)", "", "", _format_nbytes(nbytes))
+    for kind, nbytes in beside.items():
+        table.add_row(kind, "", "", _format_nbytes(nbytes))
     return table
 
 
@@ -128,18 +128,28 @@ def _units_table(units: Sequence[HZPUnit]) -> Table:
 
 
 def format_start_table(
-    chunks: Sequence[AsyncHZPDataParallel], ranks_per_node: int, optimizer: str = "adam"
+    chunks: Sequence[AsyncHZPDataParallel],
+    ranks_per_node: int,
+    optimizer: str = "adam",
+    whole_nbytes: int | None = None,
 ) -> str:
-    """The whole table as text, for the rank that calls it; optimizer: as in --optimizer."""
+    """The whole table as text, for the rank that calls it.
+
+    optimizer: as in --optimizer; whole_nbytes: of the parameters that were whole at most, while a
+    model was built in shards.
+    """
     units = [unit for chunk in chunks for unit in chunk.units]
     used = {chunk.runtime.group_keys[unit] for chunk in chunks for unit in chunk.units}
     groups = {key: group for key, group in chunks[0].groups.items() if key in used}
     text = io.StringIO()
     console = Console(file=text, width=118)
     console.print(_groups_table(groups, ranks_per_node))
-    rings: Counter[str] = Counter()
+    beside: Counter[str] = Counter()
     for chunk in chunks:
-        rings.update(chunk.runtime.ring_nbytes())
-    console.print(_states_table(units, groups, optimizer, rings))
+        for kind, nbytes in chunk.runtime.ring_nbytes().items():
+            beside[f"{kind} (beside the states)"] += nbytes
+    if whole_nbytes is not None:
+        beside["whole at most, while the model was built"] = whole_nbytes
+    console.print(_states_table(units, groups, optimizer, beside))
     console.print(_units_table(units))
     return text.getvalue()

@@ -16,8 +16,22 @@ def sharding_group_key(param: nn.Parameter) -> str:
     return "dense" if getattr(param, "allreduce", True) else "expert"
 
 
-def _language_models(root: nn.Module) -> list[Any]:  # they share attributes, not a class
-    return [m for m in root.modules() if hasattr(m, "shared_embedding_or_output_weight")]
+EDGES = ("embedding", "output_layer")
+"""What units besides layers are called in a language model."""
+
+
+def is_layer(module: object) -> bool:
+    """Whether it is a module that Megatron's models repeat."""
+    return isinstance(module, (BaseTransformerLayer, MambaLayer))
+
+
+def is_language_model(module: nn.Module) -> bool:
+    """Whether it has an embedding or an output layer: such models share attributes, not a class."""
+    return hasattr(module, "shared_embedding_or_output_weight")
+
+
+def _language_models(root: nn.Module) -> list[Any]:
+    return [module for module in root.modules() if is_language_model(module)]
 
 
 def _tied_weights(root: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, ...]]:
@@ -43,10 +57,10 @@ def _tied_weights(root: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, ...]]:
 
 def plan_megatron_units(root: nn.Module) -> list[UnitPlan]:
     """Units of a model chunk: layers, their experts, the embedding, the output layer, the rest."""
-    layers = [m for m in root.modules() if isinstance(m, (BaseTransformerLayer, MambaLayer))]
+    layers = [module for module in root.modules() if is_layer(module)]
     edges: list[nn.Module] = []
     for model in _language_models(root):
-        for name in ("embedding", "output_layer"):
+        for name in EDGES:
             module = getattr(model, name, None)
             if isinstance(module, nn.Module) and any(True for _ in module.parameters()):
                 edges.append(module)

@@ -19,6 +19,7 @@ from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.timeline import COMPUTE
 from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.step import StepScheduler
 from megatron_asynchzp.zero.unit import HZPUnit, Phase
@@ -54,7 +55,8 @@ class HZPRuntime(StepScheduler):
         step       all:   sync_grads (wait) | optimizer | sync_params (O to P)
 
     root: the module whose call is one forward; plans: a partition of its parameters;
-    groups: communicators by group key of the plans; the rest is as in StepScheduler.
+    groups: communicators by group key of the plans; construction: under which `root` was built, if
+    its modules are sharded already; the rest is as in StepScheduler.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class HZPRuntime(StepScheduler):
         schedule: ScheduleConfig = ScheduleConfig(),
         driver: Driver | None = None,
         grad_scale: float = 1.0,
+        construction: Construction | None = None,
     ):
         self.group_keys: dict[HZPUnit, str] = {}
         self._saved_views = SavedViews(on_missing=self._unshard)
@@ -75,7 +78,8 @@ class HZPRuntime(StepScheduler):
         self._accumulators: list[Any] = []
         units_of: dict[nn.Module, list[HZPUnit]] = {root: []}
         for plan in plans:
-            unit = HZPUnit(plan.name, plan.params, groups[plan.group_key])
+            shard = None if construction is None else construction.take(plan)
+            unit = HZPUnit(plan.name, plan.params, groups[plan.group_key], shard)
             self.group_keys[unit] = plan.group_key
             if len(plan.modules) > 1:
                 self._reduce_last.add(unit)

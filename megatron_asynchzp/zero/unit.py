@@ -56,14 +56,19 @@ class HZPUnit:
     Parameters that are not trained have a model_param only.
 
     name: for messages; params: (name, parameter) in layout order, all of one dtype and either
-    all trained or none; groups: communicators of the sharding group of this unit.
+    all trained or none; groups: communicators of the sharding group of this unit; shard: the P
+    shard, 1-D, where the parameters were sharded while the model was built (Construction).
 
     slot_size: equal for units that fit the same slots; views_key: equal for those whose parameters
     lie at the same places.
     """
 
     def __init__(
-        self, name: str, params: Sequence[tuple[str, torch.nn.Parameter]], groups: ShardGroups
+        self,
+        name: str,
+        params: Sequence[tuple[str, torch.nn.Parameter]],
+        groups: ShardGroups,
+        shard: torch.Tensor | None = None,
     ):
         self.name = name
         self.groups = groups
@@ -82,7 +87,7 @@ class HZPUnit:
         self.views_key = str([(piece.shape, piece.range.start) for piece in self.layout.slices])
         self.phase = Phase.SHARDED
         self._full_param: torch.Tensor | None = None
-        self._allocate_and_shard()
+        self._allocate_and_shard(shard)
 
     # ---- construction
 
@@ -93,10 +98,13 @@ class HZPUnit:
         storage = torch.zeros(range_.numel, dtype=dtype, device=self.device)
         return FlatBuffer(self.layout, range_, storage)
 
-    def _allocate_and_shard(self) -> None:
+    def _allocate_and_shard(self, shard: torch.Tensor | None) -> None:
         sizes = self.groups.topology.sizes
-        self.model_param = self._new_buffer(self._range(sizes.param), self.dtype)
-        self.model_param.copy_params(self.params)
+        if shard is None:
+            self.model_param = self._new_buffer(self._range(sizes.param), self.dtype)
+            self.model_param.copy_params(self.params)
+        else:
+            self.model_param = FlatBuffer(self.layout, self._range(sizes.param), shard)
         self.optim_range = self._range(sizes.optim)
         if self.is_trained:
             self.main_grad = self._new_buffer(self._range(sizes.grad), torch.float32)

@@ -200,9 +200,6 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
     ),
     *because(
-        "parameters are sharded from their initial values", _DROP, "--init-model-with-meta-device"
-    ),
-    *because(
         "there is no gradient and no optimizer state left to shard",
         _DROP_BOTH,
         "--freeze-all-layers",

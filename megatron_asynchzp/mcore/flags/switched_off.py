@@ -63,6 +63,8 @@ NORMALISATIONS: tuple[Normalisation, ...] = tuple(Normalisation(*row) for row in
      "gradients are always accumulated in fp32"),
     ("--create-all-gather-group", "create_all_gather_group", False,
      "the engine has process groups of its own for gathering"),
+    ("--init-model-with-meta-device", "init_model_with_meta_device", False,
+     "each layer is sharded as soon as it is built, with its initial values"),
 ))
 # fmt: on
 

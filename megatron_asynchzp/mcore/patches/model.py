@@ -7,6 +7,7 @@ flag each replacement calls the original with what it was given.
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 from megatron_asynchzp.mcore.flags import asynchzp
@@ -16,6 +17,71 @@ from megatron_asynchzp.mcore.flags.shard_sizes import (
     sharding_ranks_per_node,
 )
 from megatron_asynchzp.mcore.patches.patch import replaces, run_args
+from megatron_asynchzp.sharding.topology import ShardSizes
+
+_LIBRARY_WAITS_LONGER = timedelta(minutes=1)
+
+
+@replaces(
+    "megatron.training.models.dist_utils.unimodal_build_distributed_models",
+    "build_model_func transformer_config pg_collection ddp_config "
+    "overlap_param_gather_with_optimizer_step use_megatron_fsdp use_torch_fsdp2 wrap_with_ddp "
+    "data_parallel_random_init mixed_precision_wrapper pre_wrap_hook model_type",
+    why="model builders build models here: each layer is sharded as soon as it is complete",
+    drop_when="a builder calls back when a layer is complete",
+)
+def build_models(original: Callable, *args: Any, **options: Any) -> Any:
+    return _build_in_shards(original, args, options)
+
+
+@replaces(
+    "megatron.training.training.get_model",
+    "model_provider_func model_type wrap_with_ddp config pg_collection",
+    why="scripts that pass a model_provider build models here, as above",
+    drop_when="Megatron drops get_model",
+)
+def get_model(original: Callable, *args: Any, **options: Any) -> Any:
+    return _build_in_shards(original, args, options)
+
+
+def _build_in_shards(original: Callable, args: tuple, options: dict[str, Any]) -> Any:
+    given = signature(original).bind(*args, **options)
+    given.apply_defaults()
+    run = run_args()
+    if run is None or not given.arguments["wrap_with_ddp"]:
+        return original(*args, **options)
+    from megatron_asynchzp.mcore.construction import constructing
+
+    pg_collection = given.arguments["pg_collection"] or _process_groups()
+    with constructing(
+        _shard_sizes(run, pg_collection),
+        pg_collection,
+        has_experts=run.expert_model_parallel_size > 1,
+        data_parallel_random_init=run.data_parallel_random_init,
+        timeout=_timeout(run),
+        grad_dtype=asynchzp.resolve_grad_dtype(run),
+    ):
+        return original(*args, **options)
+
+
+def _process_groups() -> Any:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def _shard_sizes(args: Namespace, pg_collection: Any) -> ShardSizes:
+    return resolve_shard_sizes(args, pg_collection.dp_cp.size(), sharding_ranks_per_node(args))
+
+
+def _timeout(args: Namespace) -> timedelta:
+    """Of the engine's communicators. A device's library ends the process without a word about units:
+    the engine's own limit comes before it. On a CPU it is gloo that ends a wait."""
+    limit = timedelta(minutes=args.distributed_timeout_minutes)
+    import torch
+
+    is_on_cpu = torch.accelerator.current_accelerator() is None
+    return limit if is_on_cpu else limit + _LIBRARY_WAITS_LONGER
 
 
 @replaces(
@@ -57,30 +123,34 @@ def wrap_chunks(
 
 def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collection: Any) -> list:
     from megatron_asynchzp.mcore.checkpoint.guard import claim_save_directory
+    from megatron_asynchzp.mcore.construction import current_construction
     from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
 
-    if pg_collection is None:
-        from megatron.core.process_groups_config import ProcessGroupCollection
-
-        pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    pg_collection = pg_collection or _process_groups()
     claim_save_directory(args)
-    group_size = pg_collection.dp_cp.size()
+    construction = current_construction()
     chunks = wrap_model_chunks(
         model_chunks,
         ddp_config,
         pg_collection,
-        resolve_shard_sizes(args, group_size, sharding_ranks_per_node(args)),
+        _shard_sizes(args, pg_collection),
         data_parallel_random_init=args.data_parallel_random_init,
-        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        timeout=_timeout(args),
         schedule=asynchzp.resolve_schedule(args),
         trace=asynchzp.resolve_trace(args),
         saves_beside_training=args.async_save,
         grad_dtype=asynchzp.resolve_grad_dtype(args),
+        construction=construction,
     )
+    if construction is not None and pg_collection.dp_cp.rank() == pg_collection.tp.rank() == 0:
+        for line in construction.describe_whole([u for chunk in chunks for u in chunk.units]):
+            print(f"megatron_asynchzp: {line}", flush=True)
     if args.rank == 0:
         from megatron_asynchzp.mcore.start_table import format_start_table
 
-        print(format_start_table(chunks, node_size(args), args.optimizer), flush=True)
+        whole_nbytes = None if construction is None else construction.peak_whole_nbytes
+        table = format_start_table(chunks, node_size(args), args.optimizer, whole_nbytes)
+        print(table, flush=True)
     return chunks
 
 
@@ -106,8 +176,8 @@ def get_optimizer(
     "megatron.core.transformer.spec_utils.build_module",
     "spec_or_module args kwargs",
     why="every attention layer, whatever model it belongs to, gets its core attention from the "
-    "spec that is built here",
-    drop_when="Megatron lets a flag name a core attention",
+    "spec that is built here; and a layer that has been built is complete",
+    drop_when="Megatron lets a flag name a core attention, and calls back for each layer",
 )
 def build_module(original: Callable, spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
     if (run := run_args("use_pasa_attention")) is not None:
@@ -115,4 +185,9 @@ def build_module(original: Callable, spec_or_module: Any, *args: Any, **kwargs: 
         from megatron_asynchzp.mcore.attention.flags import pasa_options
 
         spec_or_module = use_pasa_in(spec_or_module, pasa_options(run))
-    return original(spec_or_module, *args, **kwargs)
+    module = original(spec_or_module, *args, **kwargs)
+    if run_args() is not None:
+        from megatron_asynchzp.mcore.construction import note_built
+
+        note_built(module)
+    return module

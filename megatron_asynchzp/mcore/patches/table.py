@@ -9,6 +9,8 @@ from megatron_asynchzp.mcore.patches.patch import Patch
 PATCHES: tuple[Patch, ...] = (
     arguments.add_arguments,
     arguments.validate_args,
+    model.build_models,
+    model.get_model,
     model.ddp_wrap,
     model.wrap_chunks,
     model.get_optimizer,

@@ -13,9 +13,15 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_asynchzp.testbed.megatron_runs import BF16, gpt_args, run_pretrain
+from megatron_asynchzp.hf.export_model import export_model
+from megatron_asynchzp.hf.import_model import import_model
+from megatron_asynchzp.testbed.megatron_flags import size_flags
+from megatron_asynchzp.testbed.megatron_runs import BF16, UNTIED, gpt_args, run_pretrain
 from megatron_asynchzp.testbed.memory import install_memory_count
+from tests.support.model_starts import differing, start
 from tests.support.world import on_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -24,8 +30,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @contextmanager
-def measured(count: Any, name: str, peaks: list[int]):
-    """Note how far above its start each call of guard.`name` gets, in bytes."""
+def measured(count: Any, name: str, peaks: list[int], beyond: list[int] | None = None):
+    """Note how far above its start each call of guard.`name` gets, in bytes; and how far above both
+    its start and its end."""
     from megatron_asynchzp.mcore.checkpoint import guard
 
     original: Callable = getattr(guard, name)
@@ -36,6 +43,8 @@ def measured(count: Any, name: str, peaks: list[int]):
         count.reset_peak()
         result = original(*args)
         peaks.append(count.peak_nbytes - before)
+        if beyond is not None:
+            beyond.append(count.peak_nbytes - max(before, count.live_nbytes))
         return result
 
     with mock.patch.object(guard, name, measuring):
@@ -73,3 +82,58 @@ def test_no_rank_allocates_more_than_its_shards_and_a_unit(flags, tmp_path):
         output = f"save {saves}, load {loads}, shards {own}, unit {unit}, all {everything}"
         print(output)
         assert max(saves + loads) <= own + unit < 0.8 * everything, output
+
+
+# --- loading, whatever wrote the checkpoint -----------------------------------------------------
+
+# fmt: off
+_LLAMA = ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear",
+          "--position-embedding-type", "rope", *UNTIED, "--hidden-size", "128", "--num-layers", "6",
+          "--lr-warmup-iters", "0", "--ckpt-format", "torch_dist"]
+# fmt: on
+_WEIGHTS_ONLY = ["--no-load-optim", "--no-load-rng", "--finetune"]
+
+
+def largest_piece(folder: Path) -> int:
+    """Bytes of the largest piece of a tensor that is stored as one in the newest checkpoint."""
+    newest = max(path for path in folder.iterdir() if path.is_dir() and path.name != "locks")
+    entries = FileSystemReader(newest).read_metadata().state_dict_metadata.values()
+    return max(
+        chunk.sizes.numel() * entry.properties.dtype.itemsize
+        for entry in entries
+        if isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks
+    )
+
+
+def load_from(source: str, flags: list[str], folder: Path) -> tuple:
+    """Write a checkpoint as `source` says and load it; bytes beyond those before and after, of the
+    largest unit and piece; parameters that differ from those that stock Megatron loads."""
+    argv = [*gpt_args(*_LLAMA, *flags), "--train-iters", "1"]
+    ours = size_flags((dist.get_world_size(),) * 3)
+    writer = [*ours] if source == "ours" else ["--use-distributed-optimizer"]
+    writer += ["--dist-ckpt-optim-fully-reshardable"] if source == "stock" else []
+    run_pretrain([*argv, *writer, "--save", str(folder / "written"), "--save-interval", "1"])
+    load = ["--load", str(folder / "written")]
+    if source == "hf":
+        if dist.get_rank() == 0:
+            export_model(folder / "written", folder / "hf")
+            import_model(folder / "hf", folder / "imported")
+        dist.barrier()
+        load = ["--load", str(folder / "imported"), *_WEIGHTS_ONLY]
+    count, extra = install_memory_count(), []
+    with measured(count, "guard_load_checkpoint", [], extra):
+        loaded = start([*argv, *ours, *load, "--override-opt_param-scheduler"])
+    count.uninstall()
+    stock = start([*argv, *load, *_WEIGHTS_ONLY])
+    (beyond,) = extra
+    buffer = largest_piece(Path(load[1]))
+    return beyond, loaded.memory.largest_unit, buffer, differing(loaded.weights, stock.weights)
+
+
+@pytest.mark.parametrize("flags", [BF16, pytest.param([], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("source", ["ours", "stock", "hf"])
+def test_loading_takes_a_unit_and_a_read_buffer_beside_the_states(source, flags, tmp_path):
+    for beyond, unit, buffer, different in on_ranks(load_from, 2, source, flags, tmp_path):
+        assert different == []
+        assert 0 < beyond <= 1.05 * (unit + buffer), (beyond, unit, buffer)

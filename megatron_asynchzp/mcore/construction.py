@@ -1,0 +1,84 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the construction of Megatron's models in shards: when it begins, and which modules are
+complete when.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from megatron_asynchzp.mcore.shard_groups import (
+    broadcast_from_first_rank,
+    communication_device,
+    create_shard_groups,
+)
+from megatron_asynchzp.mcore.units import EDGES, is_language_model, is_layer, sharding_group_key
+from megatron_asynchzp.sharding.topology import ShardSizes
+from megatron_asynchzp.zero.construction import Construction
+
+# The model that this process builds now.
+_CONSTRUCTION: ContextVar[Construction | None] = ContextVar("asynchzp_construction", default=None)
+
+
+@contextmanager
+def constructing(
+    sizes: ShardSizes,
+    pg_collection: ProcessGroupCollection,
+    has_experts: bool,
+    data_parallel_random_init: bool = False,
+    timeout: timedelta | None = None,
+    grad_dtype: torch.dtype = torch.float32,
+) -> Iterator[None]:
+    """While the body builds model chunks, shard their layers, embeddings and output layers as soon
+    as each is complete. Collective over the world. Arguments as for wrap_model_chunks.
+    """
+    groups = create_shard_groups(sizes, pg_collection, has_experts, timeout, grad_dtype)
+
+    def use_first_rank(param: nn.Parameter) -> None:
+        broadcast_from_first_rank(param, pg_collection)
+
+    construction = Construction(
+        groups,
+        sharding_group_key,
+        communication_device(pg_collection.dp_cp),
+        use_first_rank if data_parallel_random_init else None,
+    )
+    token = _CONSTRUCTION.set(construction)
+    hook = register_module_module_registration_hook(_note_registered)
+    try:
+        yield
+    finally:
+        hook.remove()
+        _CONSTRUCTION.reset(token)
+
+
+def current_construction() -> Construction | None:
+    """That of the model being built, if it is built in shards."""
+    return _CONSTRUCTION.get()
+
+
+def note_built(module: Any) -> None:
+    """Megatron has built `module` from its spec: a layer is complete."""
+    construction = _CONSTRUCTION.get()
+    if construction is not None and is_layer(module):
+        construction.shard(module)
+
+
+def _note_registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    """`module` becomes a child of `parent`: a language model's embedding or output layer is
+    complete."""
+    construction = _CONSTRUCTION.get()
+    if construction is None or module is None or name not in EDGES or not is_language_model(parent):
+        return
+    # A tied embedding is a unit without the positions beside it.
+    words: Any = getattr(module, "word_embeddings", None)
+    is_tied = getattr(parent, "share_embeddings_and_output_weights", False)
+    construction.shard(module, {words.weight} if is_tied and words is not None else ())

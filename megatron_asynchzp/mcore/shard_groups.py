@@ -1,0 +1,59 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the communicators of Megatron's sharding groups, and what their ranks begin with."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.mcore.units import sharding_group_key
+from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+
+
+def create_shard_groups(
+    sizes: ShardSizes,
+    pg_collection: ProcessGroupCollection,
+    has_experts: bool,
+    timeout: timedelta | None = None,
+    grad_dtype: torch.dtype = torch.float32,
+) -> dict[str, ShardGroups]:
+    """Communicators of the dense and, with `has_experts`, of the expert sharding group.
+
+    sizes: in ranks of the data x context parallel group; experts use their gcd with the size of
+    the expert data-parallel group; grad_dtype: see ShardGroups. Collective over the world;
+    `has_experts` is its common answer.
+    """
+
+    def over(group: dist.ProcessGroup, group_sizes: ShardSizes) -> ShardGroups:
+        topology = ShardTopology(group.size(), group.rank(), group_sizes)
+        ranks = dist.get_process_group_ranks(group)
+        return ShardGroups.create(topology, ranks, timeout, grad_dtype)
+
+    groups = {"dense": over(pg_collection.dp_cp, sizes)}
+    if has_experts:
+        expert_group = pg_collection.expt_dp
+        groups["expert"] = over(expert_group, sizes.restricted_to(expert_group.size()))
+    return groups
+
+
+def communication_device(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors are for the collectives of `group`: a model may be built elsewhere
+    (--use-cpu-initialization)."""
+    accelerator = torch.accelerator.current_accelerator()
+    is_on_host = accelerator is None or dist.get_backend(group) == "gloo"
+    return torch.device("cpu") if is_on_host else accelerator
+
+
+def broadcast_from_first_rank(
+    param: torch.nn.Parameter, pg_collection: ProcessGroupCollection
+) -> None:
+    """Give all ranks of the parameter's sharding group the first one's values. Collective."""
+    is_dense = sharding_group_key(param) == "dense"
+    group = pg_collection.dp_cp if is_dense else pg_collection.expt_dp
+    values = param.data.to(communication_device(group))
+    dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
+    if values.data_ptr() != param.data_ptr():
+        param.data.copy_(values)

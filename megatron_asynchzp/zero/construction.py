@@ -1,0 +1,313 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what is left of a model's parameters while the model is built: of a module that is complete
+each rank keeps its own part, long before there are units.
+"""
+
+import traceback
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from megatron_asynchzp.comm.collectives import all_gather_steps, run_steps
+from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.sharding.buffer import FlatBuffer
+from megatron_asynchzp.sharding.layout import FlatLayout, ParamSlice
+from megatron_asynchzp.sharding.topology import Range
+from megatron_asynchzp.zero.plan import UnitPlan
+from megatron_asynchzp.zero.unit import HZPUnit
+
+OTHER_UNITS = "its parameters are divided into other units than when it was built"
+
+
+@dataclass
+class _Part:
+    """What this rank holds of one parameter.
+
+    kind: the parameter's class before; values: 1-D, its elements that lie in this rank's shard.
+    """
+
+    name: str
+    param: nn.Parameter
+    kind: type
+    piece: ParamSlice
+    values: torch.Tensor
+
+
+class _ShardedModule:
+    """The parameters of a module that will form one unit: laid out, cut, and replaced by NaN."""
+
+    def __init__(
+        self, params: Sequence[tuple[str, nn.Parameter]], groups: ShardGroups, group_key: str
+    ):
+        self.group_key = group_key
+        self.groups = groups
+        sizes = groups.topology.sizes
+        self.layout = FlatLayout.build([(n, tuple(p.shape)) for n, p in params], sizes.optim)
+        self.range = groups.topology.shard_range(sizes.param, self.layout.padded_numel)
+        self.parts = [
+            _Part(name, param, type(param), piece, self._cut(param, piece))
+            for (name, param), piece in zip(params, self.layout.slices, strict=True)
+        ]
+
+    def _held(self, piece: ParamSlice) -> Range:
+        """The elements of a parameter that lie in this rank's shard, in its own coordinates."""
+        held = piece.range.intersect(self.range)
+        return held.within(piece.range) if held.numel else Range(0, 0)
+
+    def _cut(self, param: nn.Parameter, piece: ParamSlice) -> torch.Tensor:
+        held = self._held(piece)
+        return param.detach().reshape(-1)[held.start : held.stop].clone()
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return [part.param for part in self.parts]
+
+    def new_shard(self, parts: Sequence[_Part], device: torch.device | None = None) -> torch.Tensor:
+        """This rank's shard, zero but for the values of `parts`, which are of one dtype."""
+        values = parts[0].values
+        storage = torch.zeros(self.range.numel, dtype=values.dtype, device=device or values.device)
+        buffer = FlatBuffer(self.layout, self.range, storage)
+        for part in parts:
+            held = part.piece.range.intersect(self.range)
+            if held.numel:
+                buffer.view(held).copy_(part.values)
+        return storage
+
+    def gather(self, device: torch.device | None) -> None:
+        """Make all parameters whole again. Collective over the P group; device: where it runs."""
+        for dtype in dict.fromkeys(part.values.dtype for part in self.parts):
+            parts = [part for part in self.parts if part.values.dtype == dtype]
+            shard = self.new_shard(parts, device)
+            full = shard.new_empty(self.layout.padded_numel)
+            run_steps(all_gather_steps(shard, full, self.groups.unshard))
+            for part in parts:
+                own = full[part.piece.range.start : part.piece.range.stop].view(part.piece.shape)
+                part.param.__class__ = part.kind
+                # A storage of its own, as it had before.
+                part.param.data = own.to(part.values.device, copy=True)
+
+
+class Construction:
+    """A model that is being built, module by module, on every rank of its sharding groups.
+
+        module built      its parameters are whole
+        shard(module)     this rank's part is cut out; each parameter is an expanded NaN
+        module.bfloat16() or any other conversion happens to the parts
+        a weight is read  its unit is gathered and stays whole       (collective)
+        take(plan)        the part becomes the shard of a unit
+
+    Nothing of that changes a value, and no random number is drawn: the weights are those of the
+    model built whole.
+
+    groups: communicators by group key. group_key_of: as in plan_units. device: where collectives
+    run, if not where the parameters are. prepare: is given each whole parameter before it is cut.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[str, ShardGroups],
+        group_key_of: Callable[[nn.Parameter], str] = lambda _: "dense",
+        device: torch.device | None = None,
+        prepare: Callable[[nn.Parameter], None] | None = None,
+    ):
+        self.groups = groups
+        self.peak_whole_nbytes = 0
+        """The most bytes of parameters that were whole at once."""
+        self._group_key_of, self._device, self._prepare = group_key_of, device, prepare
+        self._sharded: dict[nn.Parameter, _ShardedModule] = {}
+        self._readers: dict[nn.Parameter, str] = {}
+        self._classes: dict[type, type] = {}
+        self._modules: dict[nn.Module, list[_ShardedModule]] = {}
+
+    # ---- a module is complete
+
+    @torch.no_grad()
+    def shard(self, module: nn.Module, alone: Collection[nn.Parameter] = ()) -> None:
+        """Keep only this rank's part of the parameters of `module`, which is complete.
+
+        alone: parameters that will be units of their own (tied weights). What cannot be sharded
+        yet stays whole: a group that shards no parameters, tensors that are not plain.
+        """
+        self.note_whole(module.parameters())
+        grouped: dict[tuple[object, ...], list[tuple[str, nn.Parameter]]] = {}
+        for name, param in module.named_parameters():
+            if self._can_shard(param):
+                key = (self._group_key_of(param), param.requires_grad, param in alone and name)
+                grouped.setdefault(key, []).append((name, param))
+        for (group_key, *_), params in grouped.items():
+            if self._prepare is not None:
+                for _, param in params:
+                    self._prepare(param)
+            sharded = _ShardedModule(params, self.groups[str(group_key)], str(group_key))
+            self._modules.setdefault(module, []).append(sharded)
+            module._apply = partial(self._convert, module)  # pyright: ignore[reportAttributeAccessIssue]
+            for part in sharded.parts:
+                self._sharded[part.param] = sharded
+                self._hide(part, part.values.new_full((1,), float("nan")))
+
+    def _can_shard(self, param: nn.Parameter) -> bool:
+        if param in self._sharded or param in self._readers:
+            return False
+        groups = self.groups.get(self._group_key_of(param))
+        is_plain = type(param.data) is torch.Tensor and param.layout == torch.strided
+        is_split = groups is not None and groups.topology.sizes.param > 1
+        return is_split and is_plain and param.is_floating_point() and not param.is_meta
+
+    def note_whole(self, params: Iterable[nn.Parameter]) -> None:
+        """`params` are complete: those that are not sharded are whole now."""
+        whole = {*(param for param in params if param not in self._sharded), *self._readers}
+        nbytes = sum(param.numel() * param.dtype.itemsize for param in whole)
+        self.peak_whole_nbytes = max(self.peak_whole_nbytes, nbytes)
+
+    def _hide(self, part: _Part, one: torch.Tensor) -> None:
+        """Let the parameter be `one` element, expanded, and notice its use."""
+        part.param.data = one.detach().expand(part.piece.shape)
+        if part.kind not in self._classes:
+            self._classes[part.kind] = _new_guarded_class(part.kind, self._unshard_arguments)
+        part.param.__class__ = self._classes[part.kind]
+
+    # ---- what happens to modules before they are units
+
+    def _convert(self, module: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
+        """In the place of `module._apply`, which torch's conversions (bfloat16, cuda, ...) call."""
+        parts = [part for sharded in self._modules[module] for part in sharded.parts]
+        for part in parts:
+            part.values = fn(part.values)
+            part.param.__class__ = part.kind
+            part.param.data = part.param.data.new_full((1,), float("nan"))
+        type(module)._apply(module, fn, recurse)
+        for part in parts:
+            sharded = self._sharded.pop(part.param)
+            part.param = module.get_parameter(part.name)  # torch may have made another one
+            self._sharded[part.param] = sharded
+            self._hide(part, part.param.data)
+        return module
+
+    def _unshard_arguments(self, arguments: Any) -> None:
+        """A function that is about to read or write parameters has these arguments."""
+        leaves = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, nn.Parameter)]
+        for param in leaves:
+            if param in self._sharded:
+                self._unshard(self._sharded[param], f"{_caller()} uses its weights")
+
+    @torch.no_grad()
+    def _unshard(self, sharded: _ShardedModule, reason: str) -> None:
+        sharded.gather(self._device)
+        for param in sharded.params:
+            del self._sharded[param]
+            self._readers[param] = reason
+        sharded.parts = []
+        self.note_whole(())
+
+    # ---- the model is complete
+
+    def holds(self, param: nn.Parameter) -> bool:
+        """Whether this rank has only a part of `param`."""
+        return param in self._sharded
+
+    def take(self, plan: UnitPlan) -> torch.Tensor | None:
+        """This rank's shard of the unit, 1-D in the parameters' dtype; None where it is whole.
+
+        The parameters are placeholders afterwards. Parameters that turn out to form other units are
+        gathered first. Collective over their groups, as all ranks plan the same units.
+        """
+        params = [param for _, param in plan.params]
+        found = list(dict.fromkeys(self._sharded[p] for p in params if p in self._sharded))
+        fits = (
+            len(found) == 1
+            and found[0].group_key == plan.group_key
+            and [id(param) for param in found[0].params] == [id(param) for param in params]
+            and len({part.values.dtype for part in found[0].parts}) == 1
+        )
+        if not fits:
+            for sharded in found:
+                self._unshard(sharded, OTHER_UNITS)
+            return None
+        shard = found[0].new_shard(found[0].parts)
+        for part in found[0].parts:
+            part.param.__class__ = part.kind
+            del self._sharded[part.param]
+        found[0].parts = []
+        return shard
+
+    def close(self) -> None:
+        """Gather what no unit has taken, and let go of all modules. Collective."""
+        for sharded in dict.fromkeys(self._sharded.values()):
+            self._unshard(sharded, OTHER_UNITS)
+        for module in self._modules:
+            del module._apply
+        self._modules.clear()
+
+    def describe_whole(self, units: Sequence[HZPUnit]) -> list[str]:
+        """One line for each reason why some of `units` stayed whole, with their bytes."""
+        found: dict[str, list[HZPUnit]] = {}
+        for unit in units:
+            reason = next((self._readers[p] for p in unit.params if p in self._readers), None)
+            if reason is not None:
+                found.setdefault(reason, []).append(unit)
+        return [_describe(reason, stayed) for reason, stayed in found.items()]
+
+
+def _describe(reason: str, units: Sequence[HZPUnit]) -> str:
+    nbytes = sum(unit.layout.numel * unit.dtype.itemsize for unit in units)
+    names = units[0].name if len(units) == 1 else f"{units[0].name} ... {units[-1].name}"
+    count = "1 unit" if len(units) == 1 else f"{len(units)} units"
+    return (
+        f"{count} ({names}) stayed whole until the model was complete, {nbytes / 2**20:,.1f} MiB "
+        f"on each rank: {reason}"
+    )
+
+
+# ---- parameters that notice their use
+
+# What does not look at the elements of a parameter. Everything else gathers its unit.
+# fmt: off
+_PROPERTIES = ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn",
+               "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "_version")
+_METHODS = ("size", "numel", "nelement", "dim", "ndimension", "stride", "element_size",
+            "storage_offset", "is_contiguous", "is_floating_point", "is_complex", "requires_grad_",
+            "register_hook", "register_post_accumulate_grad_hook", "__len__")
+# fmt: on
+_SETTERS = ("requires_grad", "grad")
+_HARMLESS: set[Any] = {
+    *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
+    *(getattr(torch.Tensor, name) for name in _METHODS),
+    *(getattr(torch.Tensor, name).__set__ for name in _SETTERS),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
+
+
+def _new_guarded_class(kind: type, before_use: Callable[[Any], None]) -> type:
+    """A class like `kind`, for `__class__` of a parameter: calls `before_use` with the arguments of
+    every function that may look at the parameter's elements, or set them."""
+
+    def guard(
+        _cls: type,
+        func: Callable,
+        _types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func not in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+                before_use((args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            return func(*args, **(kwargs or {}))
+
+    return type(kind)(kind.__name__, (kind,), {"__torch_function__": classmethod(guard)})
+
+
+def _caller() -> str:
+    """The function that uses a parameter: the innermost one that is neither torch's nor ours."""
+    not_it = (str(Path(torch.__file__).parent), __file__)
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(not_it):
+            return f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"
+    return "something"
