@@ -111,6 +111,7 @@ class HZPRuntime(StepScheduler):
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
+            self._accumulators.clear()
 
     def zero_grads(self) -> None:
         """Start a step, or start it again: forget all gradients and any unfinished backward."""

@@ -79,8 +79,11 @@ class Reductions:
         """fp32 memory for this micro-batch's full gradients of `unit`."""
         collected = self._collected.get(unit)
         if collected is None:
-            while (slot := self.rings.acquire(unit)) is None:
+            while (slot := self.rings.acquire(unit)) is None and self._reductions:
                 self._await_oldest_reduction()
+            # All slots are being filled: one unit collects to the end of backward, say the norm
+            # behind the layers, and another of its size begins.
+            slot = slot or self.rings.grow(unit)
             places = slot.views_for(unit.views_key, unit.views_of)
             collected = self._collected[unit] = _Collected(slot, places, set())
         return collected

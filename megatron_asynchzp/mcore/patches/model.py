@@ -75,8 +75,8 @@ def _shard_sizes(args: Namespace, pg_collection: Any) -> ShardSizes:
 
 
 def _timeout(args: Namespace) -> timedelta:
-    """Of the engine's communicators. A device's library ends the process without a word about units:
-    the engine's own limit comes before it. On a CPU it is gloo that ends a wait."""
+    """Of the engine's communicators. A device's library ends the process and names no unit, so the
+    engine's own limit comes before it. On a CPU it is gloo that ends a wait."""
     limit = timedelta(minutes=args.distributed_timeout_minutes)
     import torch
 
