@@ -43,6 +43,16 @@ class ShardGroups:
         axes = (*self.unshard, *self.param_sync, *self.all_reduce_axes)
         return {axis.group for axis in axes}
 
+    def connect(self, device: torch.device) -> None:
+        """Use every communicator once. Collective over the sharding group.
+
+        NCCL makes a communicator, and takes its memory, in its first collective: now, rather than
+        in the middle of the first step.
+        """
+        axes = (*self.unshard, *self.param_sync, *self.all_reduce_axes)  # in one order on all ranks
+        for group in dict.fromkeys(axis.group for axis in axes):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)  # pyright: ignore[reportUnknownMemberType]
+
     @classmethod
     def create(
         cls,
@@ -50,12 +60,14 @@ class ShardGroups:
         global_ranks: Sequence[int],
         timeout: timedelta | None = None,
         grad_dtype: torch.dtype = torch.float32,
+        new_options: Callable[[], Any] = lambda: None,
     ) -> "ShardGroups":
         """Create the groups of all ranks. Collective over the world.
 
         global_ranks: global rank of each rank of the sharding group, in its order; the sharding
         groups of other ranks have the same size. Every rank creates every group, in one order,
-        so that creation cannot deadlock and names never collide.
+        so that creation cannot deadlock and names never collide. new_options: makes what torch
+        takes as `pg_options`, once for each group.
         """
         everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
         dist.all_gather_object(everyone, tuple(global_ranks))  # pyright: ignore[reportUnknownMemberType]
@@ -63,7 +75,10 @@ class ShardGroups:
         for purpose in ("gather", "reduce"):
             for ranks in _axis_groups(topology, sorted(set(everyone))):
                 created[purpose, ranks] = dist.new_group(  # pyright: ignore[reportUnknownMemberType]
-                    list(ranks), timeout=timeout, group_desc=f"ASYNCHZP_{purpose.upper()}"
+                    list(ranks),
+                    timeout=timeout,
+                    pg_options=new_options(),
+                    group_desc=f"ASYNCHZP_{purpose.upper()}",
                 )
 
         return cls.of_topology(

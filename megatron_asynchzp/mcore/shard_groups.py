@@ -3,6 +3,9 @@
 """Owns the communicators of Megatron's sharding groups, and what their ranks begin with."""
 
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,24 +30,49 @@ def create_shard_groups(
     `has_experts` is its common answer.
     """
 
-    def over(group: dist.ProcessGroup, group_sizes: ShardSizes) -> ShardGroups:
+    def over(name: str, group: dist.ProcessGroup, group_sizes: ShardSizes) -> ShardGroups:
         topology = ShardTopology(group.size(), group.rank(), group_sizes)
         ranks = dist.get_process_group_ranks(group)
-        return ShardGroups.create(topology, ranks, timeout, grad_dtype)
+        options = partial(communicator_options, name, dist.get_backend(group))
+        created = ShardGroups.create(topology, ranks, timeout, grad_dtype, options)
+        device = communication_device(group)
+        if device.type != "cpu":
+            created.connect(device)
+        return created
 
-    groups = {"dense": over(pg_collection.dp_cp, sizes)}
+    groups = {"dense": over("dp_cp", pg_collection.dp_cp, sizes)}
     if has_experts:
         expert_group = pg_collection.expt_dp
-        groups["expert"] = over(expert_group, sizes.restricted_to(expert_group.size()))
+        expert_sizes = sizes.restricted_to(expert_group.size())
+        groups["expert"] = over("ep_dp", expert_group, expert_sizes)
     return groups
+
+
+def communicator_options(name: str, backend: str) -> Any:
+    """For torch's `pg_options`: NCCL's options for a communicator of ours, None for other backends.
+
+    name: Megatron's group that ours replace, whose entry in the file of
+    --nccl-communicator-config-path (channels, network) holds for ours. Their stream has priority,
+    unless that entry takes it away: a collective that waits for the device holds up its peers.
+    """
+    if backend != "nccl":
+        return None
+    import yaml
+    from megatron.core.parallel_state import get_nccl_options
+    from megatron.training.global_vars import get_args
+
+    path = get_args().nccl_communicator_config_path
+    entry = (yaml.safe_load(Path(path).read_text()) or {}).get(name, {}) if path else {}
+    return get_nccl_options(name, {name: {"is_high_priority_stream": True, **entry}})
 
 
 def communication_device(group: dist.ProcessGroup) -> torch.device:
     """Where tensors are for the collectives of `group`: a model may be built elsewhere
     (--use-cpu-initialization)."""
     accelerator = torch.accelerator.current_accelerator()
-    is_on_host = accelerator is None or dist.get_backend(group) == "gloo"
-    return torch.device("cpu") if is_on_host else accelerator
+    if accelerator is None or dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    return accelerator
 
 
 def broadcast_from_first_rank(
