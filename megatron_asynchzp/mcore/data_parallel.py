@@ -133,10 +133,12 @@ class AsyncHZPDataParallel(DistributedDataParallel):
             checks += [(torch.isnan, "NaN", True), (torch.isinf, "Inf", True)]
         if self.ddp_config.check_for_large_grads:
             checks += [(is_large, "unexpectedly large values", False)]
-        for unit in self.runtime.units if checks else ():
-            if not unit.is_trained:
-                continue
-            norm = unit.main_grad.view(unit.optim_range).norm(p=2)
+        units = [unit for unit in self.runtime.units if unit.is_trained] if checks else []
+        if not units:
+            return
+        norms = [unit.main_grad.view(unit.optim_range).norm(p=2) for unit in units]
+        # All together: each copy to the host would wait for the device.
+        for unit, norm in zip(units, torch.stack(norms).cpu(), strict=True):
             for is_bad, what, is_fatal in checks:
                 machine.validate_result(
                     result=norm,

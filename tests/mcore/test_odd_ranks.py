@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks unlike the others: one that owns nothing but padding, one with a broken gradient."""
 
+from collections.abc import Iterable
+from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.testbed.megatron_runs import FP16, gpt_args, run_pretrain
@@ -38,14 +39,14 @@ def test_a_rank_that_owns_no_element_still_steps_clips_and_unscales_with_the_oth
 def run_with_a_bad_gradient() -> None:
     from megatron_asynchzp.zero.unit import HZPUnit
 
-    take_grad = HZPUnit.take_grad
+    take_grads = HZPUnit.take_grads
 
-    def poisoned(self: HZPUnit, index: int, full: torch.Tensor, adds: bool) -> bool:
-        if dist.get_rank() == 1 and index == 0:
-            self.params[index].grad.view(-1)[0] = float("nan")
-        return take_grad(self, index, full, adds)
+    def poisoned(self: HZPUnit, indices: Iterable[int], *places: Any) -> None:
+        if dist.get_rank() == 1 and self.params[0].grad is not None:
+            self.params[0].grad.view(-1)[0] = float("nan")
+        take_grads(self, indices, *places)
 
-    with mock.patch.object(HZPUnit, "take_grad", poisoned):
+    with mock.patch.object(HZPUnit, "take_grads", poisoned):
         argv = gpt_args("--train-iters", "2", "--rerun-mode", "disabled")
         run_pretrain([*argv, *size_flags((4, 4, 4))])
 

@@ -199,9 +199,9 @@ COMMUNICATION = [
     Mutant(
         "submit-waits",
         "law 6: submitting never waits for the network",
-        "comm/driver.py",
-        "self._queues else task.lane].put(task)",
-        "self._queues else task.lane].put(task)\n        task.await_usable()",
+        "comm/thread_driver.py",
+        "self._queues[task.lane].put(task)",
+        "self._queues[task.lane].put(task)\n        task.await_usable()",
         "tests/comm/test_driver.py::"
         "test_submit_returns_in_the_threaded_schedule_while_every_lane_waits_for_the_network",
     ),
@@ -229,14 +229,14 @@ COMMUNICATION = [
         "streams-ignore-earlier-jobs",
         "a task begins after those whose results it reads",
         "comm/driver.py",
-        "for event in (*self.ready, *(task.event for task in self.after)):",
-        "for event in self.ready:",
+        "for task in self.after:\n            device",
+        "for task in ():\n            device",
         _RACES_OF_STREAMS,
     ),
     Mutant(
         "threads-ignore-earlier-jobs",
         "a task begins after those whose results it reads",
-        "comm/driver.py",
+        "comm/thread_driver.py",
         "for other in task.after:\n            other.await_usable()",
         "for other in ():\n            other.await_usable()",
         _RACES_OF_THREADS,
@@ -318,15 +318,15 @@ ENGINE = [
         "gradients-replace-each-other",
         "gradients of one parameter add up",
         "zero/unit.py",
-        "target.add_(param.grad)",
-        "target.copy_(param.grad)",
+        "torch._foreach_add_(*more)",
+        "torch._foreach_copy_(*more)",
         _FIRST_GRADIENTS,
     ),
     Mutant(
         "stale-gradients-in-a-slot",
         "a weight without a gradient counts as zero",
         "zero/unit.py",
-        "full[reached:].zero_()",
+        "torch._foreach_zero_(rest)",
         "pass",
         f"{_UNIT}weights_without_a_gradient_count_as_zero",
     ),
@@ -398,8 +398,8 @@ ENGINE = [
         "gather-before-the-optimizer",
         "a gather reads shards that the optimizer has finished",
         "zero/gathers.py",
-        "ready=(self._shards_written, slot.free_event),",
-        "ready=(slot.free_event,),",
+        '(self._shards_written.pop("gather", None), slot.free_event)',
+        "(slot.free_event,)",
         _RACES_OF_STREAMS,
     ),
     Mutant(
@@ -479,9 +479,9 @@ ADAPTER = [
     Mutant(
         "dp-for-dp-x-cp",
         "states are sharded over data x context parallel ranks",
-        "mcore/data_parallel.py",
-        "over(pg_collection.dp_cp, sizes)",
-        "over(pg_collection.dp, sizes)",
+        "mcore/shard_groups.py",
+        'over("dp_cp", pg_collection.dp_cp, sizes)',
+        'over("dp_cp", pg_collection.dp, sizes)',
         _CONTEXT,
     ),
     Mutant(
@@ -642,4 +642,80 @@ ATTENTION = [
     ),
 ]
 
-MUTANTS = [*SHARDING, *COMMUNICATION, *ENGINE, *ADAPTER, *ATTENTION]
+_LEFT_BEHIND = "tests/zero/test_left_behind.py::test_"
+
+DEVICES = [
+    Mutant(
+        "submission-holds-up-computation",
+        "on a device only the lanes' streams wait for what a task reads",
+        "comm/driver.py",
+        "with self.device.on_stream(self._streams[task.lane]):\n                self.run(task)",
+        "with self.device.on_stream(self._streams[task.lane]):\n                pass\n"
+        "            self.run(task)",
+        "tests/zero/test_merged_order.py::"
+        "test_a_submission_makes_the_stream_that_computes_wait_for_nothing",
+    ),
+    Mutant(
+        "nobody-watches-streams",
+        "law 7: what does not end in time is named, in every schedule",
+        "comm/watchdog.py",
+        "is_late = bool(lane) and time.monotonic() > lane[0].deadline",
+        "is_late = False",
+        "tests/comm/test_watchdog.py::"
+        "test_a_task_that_does_not_end_is_named_and_ends_the_driver_though_nobody_waits_for_it",
+    ),
+    Mutant(
+        "the-comparison-holds-the-host",
+        "a step on a device does not hold the host",
+        "zero/step.py",
+        "if self.update is None and not self.driver.device.runs_ahead:",
+        "if self.update is None:",
+        "tests/comm/test_order_check.py::"
+        "test_no_step_holds_the_host_for_its_own_comparison_but_the_last_is_read_at_the_end",
+    ),
+    Mutant(
+        "accumulators-are-left-to-chance",
+        "a gradient from another stream is on the one that computes before it is taken",
+        "zero/autograd.py",
+        "[node for unit in self.units for node in _accumulators_of(unit)]",
+        "[None]",
+        "tests/zero/test_side_streams.py::"
+        "test_gradients_from_a_side_stream_are_neither_reduced_too_early_nor_overwritten",
+    ),
+    Mutant(
+        "a-full-ring-of-gradients",
+        "law 4: a ring grows where more units are filled at once than it has slots",
+        "zero/reductions.py",
+        "slot = slot or self.rings.grow(unit)",
+        "assert slot is not None",
+        "tests/zero/test_grad_slots.py::"
+        "test_a_unit_that_collects_gradients_to_the_end_of_backward_leaves_others_a_slot",
+    ),
+    Mutant(
+        "views-are-not-noticed",
+        "law 5: saved-tensor hooks are off only where no view is saved",
+        "zero/autograd.py",
+        "        if type(tensor) is torch.Tensor:\n            self.note_view(unit)\n",
+        "",
+        "tests/zero/test_saved_views.py::"
+        "test_linear_layers_get_the_same_gradients_at_every_ring_size_and_depth",
+    ),
+    Mutant(
+        "outputs-hold-their-graph",
+        "a graph that no backward goes through is freed",
+        "zero/autograd.py",
+        "return tensor if tensor.grad_fn is None else tensor.detach()",
+        "return tensor",
+        f"{_LEFT_BEHIND}graphs_that_no_backward_goes_through_are_freed_without_the_collector",
+    ),
+    Mutant(
+        "evaluation-is-timed",
+        "evaluation leaves no records behind",
+        "zero/gathers.py",
+        "self._driver.timeline.pause()",
+        "pass",
+        f"{_LEFT_BEHIND}forty_evaluations_leave_no_more_behind_than_two",
+    ),
+]
+
+MUTANTS = [*SHARDING, *COMMUNICATION, *ENGINE, *DEVICES, *ADAPTER, *ATTENTION]
