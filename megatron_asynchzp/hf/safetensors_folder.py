@@ -114,6 +114,7 @@ def _write_file(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, info in infos.items():
+        assert info.dtype is not None, name
         start, end = end, end + info.nbytes
         place = {
             "dtype": _DTYPE_NAMES[info.dtype],

@@ -61,7 +61,8 @@ def communicator_options(name: str, backend: str) -> Any:
     from megatron.core.parallel_state import get_nccl_options
     from megatron.training.global_vars import get_args
 
-    path = get_args().nccl_communicator_config_path
+    args: Any = get_args()
+    path = args.nccl_communicator_config_path
     entry = (yaml.safe_load(Path(path).read_text()) or {}).get(name, {}) if path else {}
     return get_nccl_options(name, {name: {"is_high_priority_stream": True, **entry}})
 

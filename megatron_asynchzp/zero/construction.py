@@ -147,7 +147,7 @@ class Construction:
                     self._prepare(param)
             sharded = _ShardedModule(params, self.groups[str(group_key)], str(group_key))
             self._modules.setdefault(module, []).append(sharded)
-            module._apply = partial(self._convert, module)  # pyright: ignore[reportAttributeAccessIssue]
+            module._apply = partial(self._convert, module)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
             for part in sharded.parts:
                 self._sharded[part.param] = sharded
                 self._hide(part, part.values.new_full((1,), float("nan")))
@@ -175,14 +175,16 @@ class Construction:
 
     # ---- what happens to modules before they are units
 
-    def _convert(self, module: nn.Module, fn: Callable, recurse: bool = True) -> nn.Module:
+    def _convert(
+        self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> nn.Module:
         """In the place of `module._apply`, which torch's conversions (bfloat16, cuda, ...) call."""
         parts = [part for sharded in self._modules[module] for part in sharded.parts]
         for part in parts:
             part.values = fn(part.values)
             part.param.__class__ = part.kind
             part.param.data = part.param.data.new_full((1,), float("nan"))
-        type(module)._apply(module, fn, recurse)
+        type(module)._apply(module, fn, recurse)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
         for part in parts:
             sharded = self._sharded.pop(part.param)
             part.param = module.get_parameter(part.name)  # torch may have made another one
@@ -242,7 +244,7 @@ class Construction:
         for sharded in dict.fromkeys(self._sharded.values()):
             self._unshard(sharded, OTHER_UNITS)
         for module in self._modules:
-            del module._apply
+            del module._apply  # pyright: ignore[reportPrivateUsage]
         self._modules.clear()
 
     def describe_whole(self, units: Sequence[HZPUnit]) -> list[str]:
@@ -290,7 +292,7 @@ def _new_guarded_class(kind: type, before_use: Callable[[Any], None]) -> type:
 
     def guard(
         _cls: type,
-        func: Callable,
+        func: Callable[..., Any],
         _types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
