@@ -3,16 +3,22 @@
 """Host time of the engine per unit and micro-batch, without a device: its streams and collectives
 do nothing, so what is left is what Python costs.
 
-    python -m scripts.bench.host_cost --json host_cost.jsonl
+    python -m scripts.bench.host_cost --out host_cost.jsonl [--beside CHECKOUT]
 
 Each row: a schedule and a number of parameters per unit; microseconds that the engine adds to
 forward and to backward, in all threads together (CPU time of the process, less that of the plain
-model in the same run, median over repetitions), and calls of the device per unit and micro-batch.
+model in the same process), and calls of the device per unit and micro-batch. Medians and spread
+over the repetitions, each in a process of its own. --beside measures the engine of another checkout
+in turn with this one.
 """
 
 import argparse
+import itertools
 import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
@@ -28,10 +34,12 @@ from torch import nn
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.device import StreamDevice
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.testbed.machine import machine_record
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.plan import plan_units
 
+_ROOT = Path(__file__).parents[2]
 _NUM_UNITS, _STEPS = 16, 10
 _WORLD, _RANK, _SIZES = 8, 3, ShardSizes(2, 4, 8)
 
@@ -200,26 +208,49 @@ def _measure_engine(kind: str, num_params: int) -> tuple[tuple[float, float], Co
     return _medians(times[2:]), calls
 
 
-def measure(kind: str, num_params: int, repetitions: int) -> dict[str, Any]:
-    """One row of the record."""
-    added: list[tuple[float, float]] = []
-    calls: Counter[str] = Counter()
-    for _ in range(repetitions):
-        plain = _measure_plain(num_params)
-        engine, calls = _measure_engine(kind, num_params)
-        added.append((engine[0] - plain[0], engine[1] - plain[1]))
-    both = [forward + backward for forward, backward in added]
-    forward, backward = _medians(added)
+def measure(kind: str, num_params: int) -> dict[str, Any]:
+    """Once, in this process."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    plain = _measure_plain(num_params)
+    engine, calls = _measure_engine(kind, num_params)
     per_unit = _NUM_UNITS * _STEPS
     return {
-        "schedule": kind,
-        "params": num_params,
-        "forward_us": round(forward, 1),
-        "backward_us": round(backward, 1),
-        "total_us": round(statistics.median(both), 1),
-        "spread_us": round(max(both) - min(both), 1),
-        "device_calls": round(sum(calls.values()) / per_unit, 1),
+        "forward_us": engine[0] - plain[0],
+        "backward_us": engine[1] - plain[1],
+        "total_us": sum(engine) - sum(plain),
+        "device_calls": sum(calls.values()) / per_unit,
         "calls": {name: round(count / per_unit, 2) for name, count in sorted(calls.items())},
+    }
+
+
+def _measure_in_child(kind: str, num_params: int, checkout: Path) -> dict[str, Any]:
+    """The same with the engine of `checkout`, in a process of its own."""
+    paths = os.pathsep.join((str(checkout), str(_ROOT)))
+    command = [sys.executable, "-P", "-m", "scripts.bench.host_cost", "--once", kind]
+    ended = subprocess.run(
+        [*command, "--params", str(num_params)],
+        env=os.environ | {"PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(ended.stdout)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of the repetitions, and the spread of their totals."""
+    totals = [row["total_us"] for row in rows]
+    medians = {
+        key: round(statistics.median(row[key] for row in rows), 1)
+        for key in ("forward_us", "backward_us", "total_us", "device_calls")
+    }
+    return {
+        **medians,
+        "fastest_us": round(min(totals), 1),
+        "slowest_us": round(max(totals), 1),
+        "repetitions": len(rows),
+        "calls": rows[-1]["calls"],
     }
 
 
@@ -228,18 +259,29 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=["main-thread", "threaded"])
     parser.add_argument("--params", nargs="+", type=int, default=[12, 256])
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--label", default="", help="written into each row")
-    parser.add_argument("--json", type=Path, help="append rows to this file")
+    parser.add_argument("--beside", type=Path, help="another checkout of this project")
+    parser.add_argument("--out", type=Path, help="append records to this file")
+    parser.add_argument("--once", metavar="SCHEDULE", help="one measurement, as JSON")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    for kind in options.schedules:
-        for num_params in options.params:
-            row = {"label": options.label, **measure(kind, num_params, options.repetitions)}
-            print(json.dumps(row), flush=True)
-            if options.json is not None:
-                with options.json.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+    if options.once is not None:
+        print(json.dumps(measure(options.once, options.params[0])))
+        return
+    checkouts = {"this": _ROOT}
+    if options.beside is not None:
+        checkouts = {"before": options.beside.resolve(), **checkouts}
+    records: list[dict[str, Any]] = [machine_record()]
+    for kind, num_params in itertools.product(options.schedules, options.params):
+        rows: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
+        for _ in range(options.repetitions):
+            for name, checkout in checkouts.items():
+                rows[name].append(_measure_in_child(kind, num_params, checkout))
+        for name, measured in rows.items():
+            what = {"engine": name, "schedule": kind, "params": num_params}
+            records.append({"kind": "host_cost", **what, **summary(measured)})
+            print(json.dumps(records[-1]), flush=True)
+    if options.out is not None:
+        with options.out.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 if __name__ == "__main__":

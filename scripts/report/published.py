@@ -88,6 +88,20 @@ def stock_noise() -> str:
     return "\n".join([*rows, "", provenance("stock_noise")])
 
 
+def host_cost() -> str:
+    """Before and after, with the spread of the totals."""
+    rows = ["| schedule | parameters of a unit | engine | forward | backward | both | calls |"]
+    rows.append("|---|---:|---|---:|---:|---:|---:|")
+    for line in read_record("host_cost").lines:
+        spread = f"{line['fastest_us']:.0f} to {line['slowest_us']:.0f}"
+        rows.append(
+            f"| {line['schedule']} | {line['params']} | {line['engine']} "
+            f"| {line['forward_us']:.0f} | {line['backward_us']:.0f} "
+            f"| {line['total_us']:.0f} ({spread}) | {line['device_calls']:.1f} |"
+        )
+    return "\n".join([*rows, "", provenance("host_cost")])
+
+
 def pipeline() -> str:
     """Gathers, then reductions, of each layer in one step, by depth and stage."""
     rows: dict[tuple, list[dict]] = {}
@@ -158,6 +172,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "checkpoints": lambda: checkpoint_table.tables(read_record("checkpoints").lines),
     "parity": parity,
     "stock noise": stock_noise,
+    "host cost": host_cost,
     "pipeline": pipeline,
     "quickstart": quickstart,
     "pasa gradient": lambda: pasa_table.gradient_table(read_record("pasa_accuracy").lines),

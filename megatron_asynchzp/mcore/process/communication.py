@@ -31,7 +31,7 @@ class Communication:
         self.schedule = schedule
         self._trace = trace
         self.last_line = LastLine()
-        watch_interrupts(self.last_line)
+        self._stop_watching = watch_interrupts(self.last_line)
         self.driver = schedule.start_driver(device, self.last_line.watch_main)
         self.runtimes: list[HZPRuntime] = []
         # A model that is dropped takes its threads with it.
@@ -91,7 +91,10 @@ class Communication:
             return
         if not self.driver.has_failed():
             self._write_trace()
-        _end(self.runtimes, self.driver)
+        try:
+            _end(self.runtimes, self.driver)
+        finally:
+            self._stop_watching()
 
     @classmethod
     def current(cls) -> "Communication | None":

@@ -7,6 +7,7 @@ that thread comes back to Python, which a `backward()` or a wait for a lost peer
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 from megatron_asynchzp.mcore.process.last_line import EXIT_INTERRUPTED, LastLine, leave
@@ -14,24 +15,20 @@ from megatron_asynchzp.mcore.process.last_line import EXIT_INTERRUPTED, LastLine
 _GRACE_S = 5.0
 
 
-def watch_interrupts(last_line: LastLine, grace_s: float = _GRACE_S) -> None:
+def watch_interrupts(last_line: LastLine, grace_s: float = _GRACE_S) -> Callable[[], None]:
     """From now on SIGINT ends this process with the line of an interrupt where the main thread does
     not come back to Python within `grace_s` seconds. Where it does, nothing is changed.
 
-    For the main thread; does nothing in another one, or where SIGINT or its file is in other hands.
+    Returns what ends this. For the main thread; does nothing in another one, or where SIGINT or its
+    file is in other hands.
     """
     if threading.current_thread() is not threading.main_thread():
-        return
+        return _nothing
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return
+        return _nothing
     receiver, sender = os.pipe()
     os.set_blocking(sender, False)
     before = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-    if before != -1:
-        signal.set_wakeup_fd(before)
-        os.close(receiver)
-        os.close(sender)
-        return
     came_back = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -39,12 +36,33 @@ def watch_interrupts(last_line: LastLine, grace_s: float = _GRACE_S) -> None:
         signal.default_int_handler(number, frame)
 
     def watch() -> None:
-        while True:
-            if signal.SIGINT in os.read(receiver, 64):
+        while received := os.read(receiver, 64):
+            if signal.SIGINT in received:
                 if not came_back.wait(grace_s):
                     last_line.print("interrupted")
                     leave(EXIT_INTERRUPTED)
                 came_back.clear()
+        os.close(receiver)
 
+    thread = threading.Thread(target=watch, name="asynchzp-interrupt", daemon=True)
+
+    def end() -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+            if signal.getsignal(signal.SIGINT) is handle:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.close(sender)  # the thread reads the end of the file
+            thread.join()
+
+    if before != -1:
+        signal.set_wakeup_fd(before)
+        os.close(receiver)
+        os.close(sender)
+        return _nothing
     signal.signal(signal.SIGINT, handle)
-    threading.Thread(target=watch, name="asynchzp-interrupt", daemon=True).start()
+    thread.start()
+    return end
+
+
+def _nothing() -> None:
+    return
