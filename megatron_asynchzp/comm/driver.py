@@ -201,8 +201,11 @@ class Driver:
         try:
             yield
         except Exception as error:
-            self.fail(task.failure(error))
-            self.raise_failure()
+            self._fail_and_raise(task, error)
+
+    def _fail_and_raise(self, task: Task, error: Exception) -> None:
+        self.fail(task.failure(error))
+        self.raise_failure()
 
     def fail_in_background(self, task: Task, error: BaseException) -> None:
         """As `fail`, in a thread that has nothing else to do: the main thread raises the failure
@@ -272,9 +275,8 @@ class StreamDriver(Driver):
         try:
             with self.device.on_stream(self._streams[task.lane]):
                 self.run(task)
-        except Exception as error:
-            self.fail(task.failure(error))
-            self.raise_failure()
+        except Exception as error:  # not `failing_as`: this is done for every task
+            self._fail_and_raise(task, error)
 
 
 class MainThreadDriver(Driver):

@@ -21,7 +21,6 @@ from megatron_asynchzp.comm.collectives import (
     run_steps,
 )
 from megatron_asynchzp.sharding.buffer import FlatBuffer
-from megatron_asynchzp.sharding.topology import Range
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -144,5 +143,4 @@ def whole_grads(runtime: HZPRuntime) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _named(unit: HZPUnit, full: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    whole = FlatBuffer(unit.layout, Range(0, unit.layout.padded_numel), full)
-    return zip(unit.param_names, whole.param_views(), strict=True)
+    return zip(unit.param_names, unit.views_of(full), strict=True)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
 from scripts.report.compare_rows import Comparison, Row
-from scripts.report.compare_table import calibration_lines, cells
+from scripts.report.compare_table import calibration_lines, cells, setting
+from scripts.report.records import markdown_table
 
 # fmt: off
 _HEAD = [
@@ -35,20 +36,12 @@ def peak_of(row: Row) -> float:
 
 def measured_table(comparison: Comparison) -> str:
     """Everything that was measured, in the order of time."""
-    profile, work = comparison.profile, comparison.workload
     nodes, ranks = comparison.nodes, comparison.ranks_per_node
-    lines = [
-        f"{nodes} nodes x {ranks} ranks; {profile['inter_gbit']:g} Gbit/s and "
-        f"{profile['inter_latency_us']:g} us between nodes, {profile['intra_gbit']:g} Gbit/s and "
-        f"{profile['intra_latency_us']:g} us inside; {work['layers']} layers of hidden size "
-        f"{work['hidden']}, {work['samples']} samples of {work['seq_length']} tokens a step, "
-        f"{work['layer_ms']:g} ms forward for a sample and layer.",
-        "",
-    ]
+    lines = [f"{nodes} nodes x {ranks} ranks; {setting(comparison)}", ""]
     if comparison.calibration is not None:
         lines += [*calibration_lines(comparison.calibration), ""]
-    lines += ["| " + " | ".join(_HEAD) + " |", "|---|---|" + "---:|" * (len(_HEAD) - 2)]
-    lines += ["| " + " | ".join(cells(row, comparison.best_nd)) + " |" for row in comparison.rows]
+    rows = [cells(row, comparison.best_nd) for row in comparison.rows]
+    lines.append(markdown_table(_HEAD, rows, num_left=2).rstrip())
     notes = dict.fromkeys(row.note for row in comparison.rows if row.note)
     if notes:
         lines += ["", *(f"- {note}" for note in notes)]

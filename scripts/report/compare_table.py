@@ -49,18 +49,9 @@ def markdown(records: Iterable[dict]) -> str:
 
 
 def _section(comparison: Comparison) -> str:
-    profile, workload = comparison.profile, comparison.workload
     nodes, ranks = comparison.nodes, comparison.ranks_per_node
-    lines = [
-        f"### {nodes} nodes x {ranks} ranks, {profile['name']}",
-        "",
-        f"{profile['inter_gbit']:g} Gbit/s and {profile['inter_latency_us']:g} us between nodes, "
-        f"{profile['intra_gbit']:g} Gbit/s and {profile['intra_latency_us']:g} us inside; "
-        f"{workload['layers']} layers of hidden size {workload['hidden']}, "
-        f"{workload['samples']} samples of {workload['seq_length']} tokens a step, "
-        f"{workload['layer_ms']:g} ms forward for a sample and layer.",
-        "",
-    ]
+    lines = [f"### {nodes} nodes x {ranks} ranks, {comparison.profile['name']}", ""]
+    lines += [setting(comparison), ""]
     if comparison.calibration is not None:
         lines += [*calibration_lines(comparison.calibration), ""]
     rows = [cells(row, comparison.best_nd) for row in comparison.rows]
@@ -68,6 +59,18 @@ def _section(comparison: Comparison) -> str:
     notes = dict.fromkeys(row.note for row in comparison.rows if row.note)
     lines += [*verdict(comparison), *(f"- {note}" for note in notes), ""]
     return "\n".join(lines)
+
+
+def setting(comparison: Comparison) -> str:
+    """The network and the work that were the same for all."""
+    profile, work = comparison.profile, comparison.workload
+    return (
+        f"{profile['inter_gbit']:g} Gbit/s and {profile['inter_latency_us']:g} us between nodes, "
+        f"{profile['intra_gbit']:g} Gbit/s and {profile['intra_latency_us']:g} us inside; "
+        f"{work['layers']} layers of hidden size {work['hidden']}, "
+        f"{work['samples']} samples of {work['seq_length']} tokens a step, "
+        f"{work['layer_ms']:g} ms forward for a sample and layer."
+    )
 
 
 def calibration_lines(it: dict) -> list[str]:
