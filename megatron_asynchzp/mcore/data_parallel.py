@@ -16,6 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
@@ -81,7 +82,9 @@ class AsyncHZPDataParallel(DistributedDataParallel):
             communication.driver,
             grad_scale,
             construction,
+            config.gradient_accumulation_fusion,
         )
+        _give_gradients_to_autograd(module)
         communication.runtimes.append(self.runtime)
         self.checkpoint = ChunkCheckpoint(self.runtime, module, takes_snapshots)
         self._provide_main_grads()
@@ -121,6 +124,8 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Complete the gradients over the whole sharding group, on each rank's O shard."""
         self.runtime.sync_grads()
+        if self.config.gradient_accumulation_fusion:
+            self._provide_main_grads()  # backward had the places of whole gradients there
         self._check_grads()
 
     def _check_grads(self) -> None:
@@ -179,6 +184,14 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         """Take over a loaded state dict of this chunk. Always strict: Megatron would otherwise
         try again without being so, and train on with what was there."""
         self.checkpoint.load_state_dict(state_dict)
+
+
+def _give_gradients_to_autograd(model: torch.nn.Module) -> None:
+    """Megatron's own linear layers (the output layer, for one) read main_grad in forward, before
+    the engine has memory for a gradient. They leave fused gradients to Transformer Engine's."""
+    for module in model.modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module.gradient_accumulation_fusion = False
 
 
 def _is_true_anywhere(mine: bool) -> bool:
