@@ -8,11 +8,8 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from megatron_asynchzp.comm.arena import Arena, Place
 from megatron_asynchzp.comm.driver import Driver, Task
-from megatron_asynchzp.device import Device
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit, Phase
 

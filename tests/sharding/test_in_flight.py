@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory in flight by formula: what layers need, what a budget leaves, and when it is refused."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 

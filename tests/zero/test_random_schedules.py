@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that sleep at random, memory in flight and depths of every size: the same bits, no place lost."""
+"""Threads that sleep at random, whatever memory and depth: the same bits, and no place is lost."""
 
 import random
 import time
