@@ -38,9 +38,9 @@ class Run:
     @classmethod
     def draw(cls, seed: int, kind: str) -> "Run":
         dice = random.Random(seed)
-        depth, slots = dice.randint(0, 2), dice.randint(1, 3)
+        depth, slot = dice.randint(0, 2), dice.choice((64, 1024, 2**20))
         return cls(
-            ScheduleConfig(kind, depth, grad_slots=slots),
+            ScheduleConfig(kind, depth, grad_slot_nbytes=slot),
             dice.choice(nested_sizes(WORLD_SIZE)),
             dice.choice((torch.bfloat16, torch.float32)),
             dice.randint(1, 2),
