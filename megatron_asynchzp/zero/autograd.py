@@ -21,7 +21,7 @@ from megatron_asynchzp.comm.timeline import COMPUTE
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.plan import UnitPlan
-from megatron_asynchzp.zero.step import StepScheduler
+from megatron_asynchzp.zero.step import Stays, StepScheduler
 from megatron_asynchzp.zero.unit import HZPUnit, Phase
 
 # From this size on a gradient is taken as soon as it is there.
@@ -70,6 +70,7 @@ class HZPRuntime(StepScheduler):
         grad_scale: float = 1.0,
         construction: Construction | None = None,
         fuses_grads: bool = False,
+        stays: Stays | None = None,
     ):
         self._fuses_grads = fuses_grads
         self.group_keys: dict[HZPUnit, str] = {}
@@ -88,7 +89,7 @@ class HZPRuntime(StepScheduler):
                 self._reduce_last.add(unit)
             for module in plan.modules:
                 units_of.setdefault(module, []).append(unit)
-        super().__init__(list(self.group_keys), schedule, driver, grad_scale)
+        super().__init__(list(self.group_keys), schedule, driver, grad_scale, stays)
         self._attach(root, units_of)
 
     def _attach(self, root: nn.Module, units_of: dict[nn.Module, list[HZPUnit]]) -> None:
@@ -130,7 +131,8 @@ class HZPRuntime(StepScheduler):
         are called twice in a forward, whose gradients add up."""
         for unit in self.units if self._fuses_grads else ():
             if unit.is_trained:
-                can_overwrite = not unit.reduces_in_place and unit not in self._reduce_last
+                adds_up = unit.reduces_in_place or self.stays.grads is not None
+                can_overwrite = not adds_up and unit not in self._reduce_last
                 unit.fuse_grads(overwrites=self.step > 0 and can_overwrite)
 
     # ---- called by the hooks, in the order of one micro-batch

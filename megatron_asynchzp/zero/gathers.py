@@ -5,12 +5,16 @@ ahead of its use into which place, and which parameter shards are rebuilt after 
 """
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
+
+import torch
 
 from megatron_asynchzp.comm.arena import Arena, Place
 from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.sharding.in_flight import ALIGNMENT_NBYTES
 from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.residency import Residency
 from megatron_asynchzp.zero.unit import HZPUnit, Phase
 
 _logger = logging.getLogger("megatron_asynchzp")
@@ -51,6 +55,19 @@ class UseOrder:
         return (self._expected[place] for place in range(position, end))
 
 
+class KeptParams:
+    """Parameters that stay gathered from one use to a later one: the decision, and the memory that
+    all model chunks of a rank share for it. Raises nothing.
+
+    budget: bytes beside those that the chunks need without it; chunks: who uses it.
+    """
+
+    def __init__(self, budget: int, device: torch.device, record_event: Callable[[], Any]):
+        self.residency = Residency[HZPUnit](budget, lambda unit: unit.gathered_nbytes)
+        self.arena = Arena(budget // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES, device, record_event)
+        self.chunks: list[Gathers] = []
+
+
 class Gathers:
     """Gathers units ahead of their use, and rebuilds their shards after the optimizer.
 
@@ -68,7 +85,12 @@ class Gathers:
     """
 
     def __init__(
-        self, units: Sequence[HZPUnit], config: ScheduleConfig, nbytes: int, driver: Driver
+        self,
+        units: Sequence[HZPUnit],
+        config: ScheduleConfig,
+        nbytes: int,
+        driver: Driver,
+        stays: KeptParams | None = None,
     ):
         self._units, self._driver, self._device = units, driver, driver.device
         self._depth = config.depth
@@ -89,7 +111,13 @@ class Gathers:
         self._room_in_backward = 0.0
         self._shards_written: dict[str, Any] = {}
         self.note_written()
-        self.arena = Arena(nbytes, units[0].device, self._device.record_event)
+        self._stays = stays
+        if stays is None:
+            self.arena = Arena(nbytes, units[0].device, self._device.record_event)
+        else:
+            stays.arena.grow(nbytes)
+            stays.chunks.append(self)
+            self.arena = stays.arena
 
     # ---- use
 
@@ -116,6 +144,8 @@ class Gathers:
         self._prefetch()
 
     def _visit(self, unit: HZPUnit) -> None:
+        if self._stays is not None and self._order is self._training_order:
+            self._stays.residency.visit(unit)
         if (expected := self._order.visit(unit)) is not None:
             self._warn_once(
                 "departure",
@@ -128,11 +158,16 @@ class Gathers:
         """The computation with `unit` has been issued; its memory may be used again."""
         if unit.is_always_unsharded or unit.phase is not Phase.UNSHARDED or unit in self._kept:
             return
-        if self._is_next(unit):
-            self._kept.setdefault(unit)  # the turn from forward to backward
+        if self._is_next(unit) or self._is_to_stay(unit):
+            self._kept.setdefault(unit)  # the turn from forward to backward, or a later use
         else:
             self._drop(unit)
         self._prefetch()
+
+    def _is_to_stay(self, unit: HZPUnit) -> bool:
+        """Whether there is memory for `unit` until its next use in this step."""
+        is_training = self._order is self._training_order
+        return is_training and self._stays is not None and self._stays.residency.keeps(unit)
 
     def _is_next(self, unit: HZPUnit) -> bool:
         """Whether `unit` is used again, soon, before anything that is not gathered yet."""
@@ -196,10 +231,13 @@ class Gathers:
 
     def _take_place(self, unit: HZPUnit) -> Place:
         """A place for a unit that is needed now: free, taken from spare units, or in new memory."""
-        spares = [*self._kept, *self._gathers]
+        chunks = [self] if self._stays is None else self._stays.chunks
+        spares = [(c, spare) for c in chunks if c is not self for spare in c.spares]
+        spares += [(self, spare) for spare in self.spares]
         while (place := self._acquire_place(unit)) is None:
             if spares:
-                self._drop_spare(spares.pop())
+                chunk, spare = spares.pop()
+                chunk.drop_spare(spare)
                 continue
             nbytes = unit.layout.padded_numel * unit.dtype.itemsize
             self._warn_once(
@@ -213,17 +251,23 @@ class Gathers:
     def _release_place(self, unit: HZPUnit) -> None:
         self.arena.release(self._places.pop(unit), self._device.record_event())
 
-    def _drop_spare(self, unit: HZPUnit) -> None:
+    def drop_spare(self, unit: HZPUnit) -> None:
+        """Take its memory from a unit of `spares`."""
         if unit in self._kept:
             self._drop(unit)
             return
         self._gathers.pop(unit).wait()
         self._release_place(unit)
 
+    @property
+    def spares(self) -> list[HZPUnit]:
+        """What is gathered and not in use; those that are needed last are first."""
+        return [*self._kept, *self._gathers]
+
     def drop_spares(self) -> None:
         """Return when nothing is gathered that is not in use."""
         for unit in [*self._gathers, *self._kept]:
-            self._drop_spare(unit)
+            self.drop_spare(unit)
 
     def _start_gather(self, unit: HZPUnit, place: Place) -> None:
         self._places[unit] = place
@@ -349,6 +393,8 @@ class Gathers:
     def _restart_order(self, order: UseOrder) -> None:
         self._order = order
         order.restart()
+        if self._stays is not None and order is self._training_order:
+            self._stays.residency.restart()
 
 
 def _outer_traffic(unit: HZPUnit) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from megatron_asynchzp.comm.collectives import Steps, split_for_reduction
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES
 from megatron_asynchzp.sharding.pieces import GradPiece
+from megatron_asynchzp.zero.residency import Residency
 from megatron_asynchzp.zero.unit import HZPUnit
 
 Update = Callable[[HZPUnit], None]
@@ -54,7 +55,8 @@ class Reductions:
         reduce                             | u1.0 | pack u1.1 | u1.1 | pack u1.2 | u1.2 |
 
     nbytes: of the arena, enough for one piece of any unit; pieces: of the gradients of each unit
-    that is reduced; scale: factor on the summed gradients.
+    that is reduced; scale: factor on the summed gradients; stays: what decides whose gradients of
+    several micro-batches are added up before they are reduced, None for none.
     """
 
     def __init__(
@@ -64,11 +66,14 @@ class Reductions:
         pieces: dict[HZPUnit, list[GradPiece]],
         driver: Driver,
         scale: float,
+        stays: Residency[HZPUnit] | None = None,
     ):
         self._driver, self._scale, self._pieces = driver, scale, pieces
+        self._stays = stays
         self._is_odd = {unit: bool(index % 2) for index, unit in enumerate(units)}
         self._collected: dict[HZPUnit, _Grads] = {}
         self._provided: dict[HZPUnit, _Provided] = {}
+        self._kept: set[HZPUnit] = set()  # collected, and nothing was added since
         self._reductions: deque[_Reduction] = deque()
         self._last_reduction: dict[HZPUnit, Task] = {}
         self._syncs: dict[HZPUnit, Task] = {}
@@ -82,6 +87,8 @@ class Reductions:
         if unit.reduces_in_place:
             unit.add_grads(indices)
         else:
+            if unit in self._kept and unit.has_grads:
+                self._kept.discard(unit)
             provided = self._provided.get(unit)
             places = None if provided is None else provided.places
             unit.take_grads(indices, self._collected.setdefault(unit, {}), places)
@@ -109,7 +116,23 @@ class Reductions:
 
     def has_pending(self, unit: HZPUnit) -> bool:
         """Whether gradients of this micro-batch are there that are not on their way yet."""
-        return unit in self._collected or unit.has_grads
+        return (unit in self._collected and unit not in self._kept) or unit.has_grads
+
+    def is_kept(self, unit: HZPUnit) -> bool:
+        """Whether gradients of earlier micro-batches are there that are not on their way yet."""
+        return unit in self._kept
+
+    def keep(self, unit: HZPUnit, is_last: bool) -> bool:
+        """Whether the gradients of `unit`, complete for this micro-batch, wait for those of a later
+        one, to which they are added in fp32. is_last: there is none."""
+        if self._stays is None or unit.reduces_in_place:
+            return False
+        self._stays.visit(unit)
+        if is_last or not self._stays.keeps(unit):
+            return False
+        self.take(unit, range(len(unit.params)))
+        self._kept.add(unit)
+        return True
 
     def start_reduction(self, unit: HZPUnit) -> None:
         """Reduce the gradients of `unit` over the G axes; the lane adds them to main_grad."""
@@ -121,6 +144,7 @@ class Reductions:
         self.take(unit, range(len(unit.params)))
         if unit.reduces_in_place:
             return
+        self._kept.discard(unit)
         grads, pieces = self._collected.pop(unit), self._pieces[unit]
         provided = self._provided.pop(unit, None)
         place = None if provided is None else provided.place
@@ -246,7 +270,10 @@ class Reductions:
     def begin_step(self) -> None:
         """A step begins, or begins again: of the last one nothing is in flight or collected."""
         self._finish_reductions()
+        if self._stays is not None:
+            self._stays.restart()
         self._collected.clear()
+        self._kept.clear()
         for provided in self._provided.values():
             if provided.place is not None:
                 self.arena.release(provided.place)

@@ -144,6 +144,11 @@ class HZPUnit:
         return self.groups.topology.sizes.param == 1
 
     @property
+    def gathered_nbytes(self) -> int:
+        """Of its full parameters."""
+        return self.layout.padded_numel * self.dtype.itemsize
+
+    @property
     def is_main_param_aliased(self) -> bool:
         """Whether main_param is a view of model_param (fp32 models)."""
         return self.dtype == torch.float32
@@ -256,8 +261,8 @@ class HZPUnit:
                     taken[index] = places[index]
             elif (before := taken.get(index)) is None:
                 taken[index] = grad
-            elif places is not None and before is places[index]:
-                before.add_(grad)  # a layer may add to it again
+            elif before.dtype == torch.float32:
+                before.add_(grad)  # as autograd would; a layer may have put it there
             else:
                 taken[index] = before.float() + grad
             param.grad = None

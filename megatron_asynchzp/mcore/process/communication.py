@@ -20,6 +20,7 @@ from megatron_asynchzp.mcore.process.interrupts import watch_interrupts
 from megatron_asynchzp.mcore.process.last_line import EXIT_FAILURE, LastLine, leave
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.step import Stays
 
 
 class Communication:
@@ -34,6 +35,7 @@ class Communication:
         self._stop_watching = watch_interrupts(self.last_line)
         self.driver = schedule.start_driver(device, self.last_line.watch_main)
         self.runtimes: list[HZPRuntime] = []
+        self.stays = Stays()
         # A model that is dropped takes its threads with it.
         self._end = weakref.finalize(self, _end_quietly, self.runtimes, self.driver)
         self._end.atexit = False
@@ -66,7 +68,18 @@ class Communication:
         the steps that were timed and are over."""
         times = self.driver.timeline.take_times()
         exposed_ms = 1e3 * times.exposed_s / max(1, times.steps)
-        return f" exposed comm (ms): {exposed_ms:.1f} | overlap (%): {100 * times.overlap:.1f} |"
+        text = f" exposed comm (ms): {exposed_ms:.1f} | overlap (%): {100 * times.overlap:.1f} |"
+        return text + self._stays_text()
+
+    def _stays_text(self) -> str:
+        """How many gathers and reductions of the last step were saved, and with how much memory."""
+        text = ""
+        params = None if self.stays.params is None else self.stays.params.residency
+        for what, residency in (("gathers", params), ("reductions", self.stays.grads)):
+            if residency is not None:
+                kept_mib = residency.planned_nbytes / 2**20
+                text += f" {what} saved: {residency.num_found} ({kept_mib:.0f} MiB kept) |"
+        return text
 
     def describe_position(self) -> str:
         """Where training is, for an error that Megatron or the script raised."""
