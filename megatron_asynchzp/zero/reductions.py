@@ -6,6 +6,7 @@ reduced piece by piece, and what waits for that.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -21,6 +22,21 @@ from megatron_asynchzp.zero.unit import HZPUnit
 Update = Callable[[HZPUnit], None]
 _Grads = dict[int, torch.Tensor]
 """Gradients of a unit in this micro-batch, by index of the parameter."""
+
+
+@dataclass
+class _Collected:
+    """The gradients of a unit in this micro-batch.
+
+    grads: autograd's own; or, where layers write gradients themselves ([Note: fused gradients]),
+    place: for all of them, places: of each parameter in it, and of the gaps between, written: of
+    which parameters there is a gradient in it.
+    """
+
+    grads: _Grads = field(default_factory=_Grads)
+    place: Place | None = None
+    places: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    written: set[int] = field(default_factory=set[int])
 
 
 class _Reduction(NamedTuple):
@@ -59,8 +75,7 @@ class Reductions:
         scale: float,
     ):
         self._driver, self._scale, self._pieces = driver, scale, pieces
-        self._is_odd = {unit: bool(index % 2) for index, unit in enumerate(units)}
-        self._collected: dict[HZPUnit, _Grads] = {}
+        self._collected: dict[HZPUnit, _Collected] = {}
         self._reductions: deque[_Reduction] = deque()
         self._last_reduction: dict[HZPUnit, Task] = {}
         self._syncs: dict[HZPUnit, Task] = {}
@@ -72,9 +87,33 @@ class Reductions:
         """Collect the gradients of the parameters `indices`, as far as there are any; another one
         of the same parameter is added in fp32."""
         if unit.reduces_in_place:
-            unit.add_grads(indices)
+            unit.write_grads(indices, unit.whole_grads)
+            return
+        collected = self._collected.setdefault(unit, _Collected())
+        if collected.place is None:
+            unit.take_grads(indices, collected.grads)
         else:
-            unit.take_grads(indices, self._collected.setdefault(unit, {}))
+            unit.write_grads(indices, collected.places, collected.written)
+
+    def provide(self, unit: HZPUnit) -> None:
+        """The backward of `unit`, which is reduced in one piece, begins: let its layers find the
+        places of their gradients."""
+        if unit.reduces_in_place:
+            unit.point_main_grads_at(unit.whole_grads)
+            return
+        collected = self._collected.setdefault(unit, _Collected())
+        if collected.place is None:
+            collected.place = self._acquire_place(unit)
+            collected.places = self._places_in(unit, 0, collected.place)
+            for index, grad in collected.grads.items():
+                collected.places[index].copy_(grad)
+            collected.written.update(collected.grads)
+            collected.grads.clear()
+        places = collected.places[: len(unit.params)]
+        if not unit.overwrites_main_grads:
+            unit.zero_rest(places, collected.written)
+            collected.written.update(range(len(places)))
+        unit.point_main_grads_at(places)
 
     def has_pending(self, unit: HZPUnit) -> bool:
         """Whether gradients of this micro-batch are there that are not on their way yet."""
@@ -90,10 +129,14 @@ class Reductions:
         self.take(unit, range(len(unit.params)))
         if unit.reduces_in_place:
             return
-        grads, pieces = self._collected.pop(unit), self._pieces[unit]
-        place = self._acquire_place(unit, pieces)
-        self._pack(unit, 0, grads, place)
-        if len(pieces) == 1:
+        collected = self._collected.pop(unit)
+        grads, place = collected.grads, collected.place
+        if place is None:
+            place = self._acquire_place(unit)
+            self._pack(unit, 0, grads, place)
+        else:
+            unit.zero_rest(collected.places, collected.written)
+        if len(self._pieces[unit]) == 1:
             grads = {}
         task = self._driver.submit(
             Task(
@@ -107,17 +150,21 @@ class Reductions:
         self._reductions.append(_Reduction(place, task, grads))
         self._last_reduction[unit] = task
 
-    def _acquire_place(self, unit: HZPUnit, pieces: list[GradPiece]) -> Place:
+    def _acquire_place(self, unit: HZPUnit) -> Place:
+        pieces = self._pieces[unit]
         while len(pieces) > 1 and any(reduction.grads for reduction in self._reductions):
             self._await_oldest_reduction()
         nbytes = unit.reduction_nbytes(pieces[0])
         while True:
-            place = self.arena.acquire(
-                nbytes, nbytes // FP32_NBYTES, torch.float32, from_top=self._is_odd[unit]
-            )
+            place = self.arena.acquire(nbytes, nbytes // FP32_NBYTES, torch.float32)
             if place is not None:
                 return place
-            self._await_oldest_reduction()
+            if self._reductions:
+                self._await_oldest_reduction()
+            else:
+                # All places are being filled: one unit collects fused gradients to the end of
+                # backward, say the norm behind the layers, and another begins.
+                self.arena.grow(nbytes)
 
     def _memory_for(self, unit: HZPUnit, piece: GradPiece, place: Place) -> list[torch.Tensor]:
         """The piece in `place`, and what reducing it takes."""
@@ -131,13 +178,17 @@ class Reductions:
 
         return place.views_for(f"{piece.numel} by {unit.size_key}", split)
 
-    def _pack(self, unit: HZPUnit, number: int, grads: _Grads, place: Place) -> None:
-        """Write a piece of the unit's gradients to `place`."""
+    def _places_in(self, unit: HZPUnit, number: int, place: Place) -> list[torch.Tensor]:
+        """Where what a piece holds of each parameter goes, and then the gaps of the piece."""
         piece = self._pieces[unit][number]
         full = self._memory_for(unit, piece, place)[0]
         key = f"{number} of {len(self._pieces[unit])} by {unit.views_key}"
-        places = place.views_for(key, lambda _: unit.places_of(piece, full))
-        unit.pack_grads(piece, grads, places)
+        return place.views_for(key, lambda _: unit.places_of(piece, full))
+
+    def _pack(self, unit: HZPUnit, number: int, grads: _Grads, place: Place) -> None:
+        """Write a piece of the unit's gradients to `place`."""
+        places = self._places_in(unit, number, place)
+        unit.pack_grads(self._pieces[unit][number], grads, places)
 
     def _reduce_steps(self, unit: HZPUnit, grads: _Grads, place: Place) -> Steps:
         for number, piece in enumerate(self._pieces[unit]):
@@ -200,8 +251,11 @@ class Reductions:
         self._await_syncs()
 
     def begin_step(self) -> None:
-        """A step begins, or begins again: of the last one nothing is left in flight or collected."""
+        """A step begins, or begins again: nothing of the last one is in flight or collected."""
         self._finish_reductions()
+        for collected in self._collected.values():
+            if collected.place is not None:
+                self.arena.release(collected.place)
         self._collected.clear()
         self._await_syncs()
         self._syncs.clear()

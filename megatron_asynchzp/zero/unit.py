@@ -5,8 +5,9 @@ persistent buffers of their states.
 """
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -63,7 +64,7 @@ class HZPUnit:
     see UnitPlan, one of its own where None.
 
     size_key: equal for units that fit the same memory in flight; views_key: equal for those whose
-    parameters lie at the same places.
+    parameters lie at the same places; overwrites_main_grads: see fuse_grads, None without it.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class HZPUnit:
         self.size_key = f"{self.layout.padded_numel} x {self.dtype} by {groups.topology.sizes}"
         self.size_key += f" of {groups.topology.world_size}"
         self.views_key = str([(piece.shape, piece.range.start) for piece in self.layout.slices])
+        self.overwrites_main_grads: bool | None = None
         self.phase = Phase.SHARDED
         self._full_param: torch.Tensor | None = None
         self._allocate_and_shard(shard)
@@ -208,6 +210,26 @@ class HZPUnit:
         """The place of each parameter's gradient in main_grad, where that is the whole."""
         return self.main_grad.param_views()
 
+    def fuse_grads(self, overwrites: bool) -> None:
+        """Let layers put the gradients of their weights where they are collected themselves.
+
+        [Note: fused gradients] Megatron's DDP, and Transformer Engine for it: in backward a layer
+        finds the place in `param.main_grad` (point_main_grads_at), adds to it, sets
+        `grad_added_to_main_grad` and gives autograd a dummy of undefined values. `overwrites`: it
+        writes over what is there, with `overwrite_main_grad`. Layers read that in forward.
+        """
+        if self.overwrites_main_grads is not overwrites:
+            self.overwrites_main_grads = overwrites
+            params: list[Any] = self.params
+            for param in params:
+                param.grad_added_to_main_grad, param.overwrite_main_grad = False, overwrites
+
+    def point_main_grads_at(self, places: Sequence[torch.Tensor]) -> None:
+        """Make `places` (fp32, one per parameter) those that layers write gradients to."""
+        params: list[Any] = self.params
+        for param, place in zip(params, places, strict=True):
+            param.main_grad = place
+
     @property
     def has_grads(self) -> bool:
         """Whether a parameter has a gradient that was not taken yet."""
@@ -226,35 +248,63 @@ class HZPUnit:
             taken[index] = grad if before is None else before.float() + grad
             param.grad = None
 
-    def add_grads(self, indices: Iterable[int]) -> None:
-        """Add the gradients of the parameters `indices`, as far as there are any, to main_grad,
-        which is the whole, with one operation for all."""
-        taken: dict[int, torch.Tensor] = {}
-        self.take_grads(indices, taken)
-        if taken:
-            places = [self.whole_grads[index] for index in taken]
-            torch._foreach_add_(places, list(taken.values()))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    def write_grads(
+        self,
+        indices: Iterable[int],
+        places: Sequence[torch.Tensor],
+        written: set[int] | None = None,
+    ) -> None:
+        """Move the gradients of the parameters `indices`, as far as there are any, to their
+        `places` (fp32, one per parameter), with one operation for all.
+
+        written: places that have a gradient, to which another one is added; None for all. What a
+        layer has put there itself is there already.
+        """
+        is_fused = self.overwrites_main_grads is not None
+        new: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        more: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        for index in indices:
+            param = self.params[index]
+            if (grad := param.grad) is None:
+                continue
+            if is_fused and _has_dummy(param):
+                param.grad = None
+                if written is not None:
+                    written.add(index)
+                continue
+            into, grads = more if written is None or index in written else new
+            into.append(places[index])
+            grads.append(grad)
+            param.grad = None
+            if written is not None:
+                written.add(index)
+        if new[0]:
+            torch._foreach_copy_(*new)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        if more[0]:
+            torch._foreach_add_(*more)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+    def zero_rest(self, places: Sequence[torch.Tensor], written: Container[int]) -> None:
+        """Zero those of `places`, of parameters and gaps, that are not among `written`."""
+        rest = [place for index, place in enumerate(places) if index not in written]
+        if rest:
+            torch._foreach_zero_(rest)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     def pack_grads(
         self, piece: GradPiece, grads: Mapping[int, torch.Tensor], places: Sequence[torch.Tensor]
     ) -> None:
         """Write what `piece` holds of `grads` (by index of the parameter) to `places` (fp32), which
         are places_of(piece). Parameters without a gradient, and what belongs to none, become 0."""
-        into: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        rest = list(places[len(piece.copies) :])
-        for copy, place in zip(piece.copies, places):
-            grad = grads.get(copy.index)
-            if grad is None:
-                rest.append(place)
-                continue
-            into.append(place)
-            is_whole = copy.source is None
-            sources.append(grad if is_whole else grad.reshape(-1)[slice(*copy.source)])
-        if into:
+        written: dict[int, None] = {}  # in this order
+        for number, copy in enumerate(piece.copies):
+            if (grad := grads.get(copy.index)) is not None:
+                is_whole = copy.source is None
+                sources.append(grad if is_whole else grad.reshape(-1)[slice(*copy.source)])
+                written[number] = None
+        if sources:
+            into = [places[number] for number in written]
             torch._foreach_copy_(into, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        if rest:
-            torch._foreach_zero_(rest)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        self.zero_rest(places, written)
 
     def places_of(self, piece: GradPiece, full: torch.Tensor) -> list[torch.Tensor]:
         """Where in `full` (1-D, fp32, piece.numel) each copy of `piece` goes, and then its gaps."""
@@ -325,8 +375,11 @@ class HZPUnit:
 
     def zero_grads(self) -> None:
         """Forget every gradient of this step."""
-        for param in self.params:
+        params: list[Any] = self.params
+        for param in params:
             param.grad = None
+            if self.overwrites_main_grads is not None:
+                param.grad_added_to_main_grad = False
         if self.is_trained:
             self.main_grad.storage.zero_()
 
@@ -377,3 +430,11 @@ class HZPUnit:
             if trained and not self.is_main_param_aliased
             else 0,
         }
+
+
+def _has_dummy(param: Any) -> bool:
+    """Whether `param.grad` is a dummy: since this was last asked, a layer has put the gradient into
+    main_grad. For a weight that several modules use Megatron asks for dummies of zeros, to which
+    autograd adds what the others give it."""
+    was_added, param.grad_added_to_main_grad = param.grad_added_to_main_grad, False
+    return was_added and not getattr(param, "zero_out_wgrad", False)

@@ -74,6 +74,7 @@ def shard_model(
     schedule: ScheduleConfig = ScheduleConfig(),
     driver: Driver | None = None,
     memory: float = 1.0,
+    fuses_grads: bool = False,
 ) -> HZPRuntime:
     """A runtime over the default group; blocks, embedding and output are units.
 
@@ -83,9 +84,11 @@ def shard_model(
     tied = {model.embedding.weight: (model.output,)} if model.is_tied else {}
     plans = plan_units(model, [*model.blocks, model.embedding, model.output], also_used_by=tied)
     in_flight = [_in_flight(plan, groups, schedule.grad_slot_nbytes) for plan in plans]
-    schedule = with_memory(schedule, in_flight, memory)
+    if not fuses_grads:
+        schedule = with_memory(schedule, in_flight, memory)
+    scale = 1.0 / dist.get_world_size()
     return HZPRuntime(
-        model, plans, {"dense": groups}, schedule, driver, 1.0 / dist.get_world_size()
+        model, plans, {"dense": groups}, schedule, driver, scale, fuses_grads=fuses_grads
     )
 
 
@@ -101,9 +104,10 @@ class EngineTrainer:
         driver: Driver | None = None,
         updates_in_backward: bool = False,
         memory: float = 1.0,
+        fuses_grads: bool = False,
     ):
         self.model = model
-        self.runtime = shard_model(model, sizes, schedule, driver, memory)
+        self.runtime = shard_model(model, sizes, schedule, driver, memory, fuses_grads)
         assert not trains_all or all(unit.is_trained for unit in self.runtime.units)
         self._optimizers = {
             unit: self._new_optimizer(unit) for unit in self.runtime.units if unit.is_trained

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.zero.config import AUTO, SCHEDULES, ScheduleConfig
+from megatron_asynchzp.zero.config import AUTO, DEFAULT_GRAD_SLOT_NBYTES, SCHEDULES, ScheduleConfig
 
 # Late enough for the order of units to be known and for allocations to be over.
 _TRACED_STEP = 10
@@ -48,6 +48,24 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Units of each size that are gathered ahead of the one that computes. Default: 1.",
     )
     group.add_argument(
+        "--asynchzp-memory-in-flight-gb",
+        type=float,
+        default=None,
+        metavar="GIB",
+        help="At most so much memory on a rank for gathered parameters and for gradients that are "
+        "reduced; its model chunks share it equally. With less, gathers start later. Default: as "
+        "much as two layers of each size need (in the start table).",
+    )
+    group.add_argument(
+        "--asynchzp-grad-slot-mb",
+        type=float,
+        default=DEFAULT_GRAD_SLOT_NBYTES / 2**20,
+        metavar="MIB",
+        help="Gradients of a unit that are larger than this in fp32 are reduced in pieces of at "
+        "most this size; with gradient accumulation fusion always in one. Default: "
+        f"{DEFAULT_GRAD_SLOT_NBYTES // 2**20}.",
+    )
+    group.add_argument(
         "--no-asynchzp-check-order",
         action="store_false",
         dest="asynchzp_check_order",
@@ -58,8 +76,9 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--asynchzp-trace",
         metavar="FILE",
         default=None,
-        help="Write a Chrome trace of one step of rank 0: the tenth, or the last but one. "
-        "Default: no trace.",
+        help="Write a Chrome trace of one step of rank 0: the tenth, or the last but one. With a "
+        "pipeline the first rank of each further stage N writes its own, as FILE with .stageN "
+        "before the suffix. Default: no trace.",
     )
     group.add_argument(
         "--asynchzp-verify",
@@ -103,10 +122,16 @@ def add_device_argument(parser) -> None:
 
 def resolve_schedule(args: Namespace) -> ScheduleConfig:
     """The schedule that the flags ask for; raises ConfigurationError for one that cannot be."""
+    budget = args.asynchzp_memory_in_flight_gb
+    if budget is not None:
+        chunks = args.virtual_pipeline_model_parallel_size or 1
+        budget = _nbytes("--asynchzp-memory-in-flight-gb", budget, 2**30) // chunks
     try:
         return ScheduleConfig(
             args.asynchzp_schedule,
             args.asynchzp_prefetch_depth,
+            budget,
+            _nbytes("--asynchzp-grad-slot-mb", args.asynchzp_grad_slot_mb, 2**20),
             time_limit_s=60.0 * args.distributed_timeout_minutes,
             checks_order=args.asynchzp_check_order,
             timed_every=args.log_interval,
@@ -117,10 +142,17 @@ def resolve_schedule(args: Namespace) -> ScheduleConfig:
         ) from error
 
 
+def _nbytes(flag: str, value: float, unit: int) -> int:
+    """A size in bytes. Raises ConfigurationError for one that is none."""
+    if not 0 < value < float("inf"):
+        raise ConfigurationError(f"{flag} {value:g}: give a size larger than 0")
+    return int(value * unit)
+
+
 def resolve_trace(args: Namespace) -> TraceRequest | None:
     """What --asynchzp-trace asks of this rank. Raises ConfigurationError for a folder that does not
     exist, now rather than when the step has run."""
-    if args.asynchzp_trace is None or args.rank != 0:
+    if args.asynchzp_trace is None or (stage := _stage_led(args)) is None:
         return None
     path = Path(args.asynchzp_trace)
     if not path.parent.is_dir() or path.is_dir():
@@ -129,7 +161,19 @@ def resolve_trace(args: Namespace) -> TraceRequest | None:
         )
     # Not the last: what comes after it, and ends the trace, may be an evaluation.
     num_steps = args.train_iters or _TRACED_STEP + 1
+    if stage > 0:
+        path = path.with_name(f"{path.stem}.stage{stage}{path.suffix}")
     return TraceRequest(path, max(1, min(_TRACED_STEP, num_steps - 1)))
+
+
+def _stage_led(args: Namespace) -> int | None:
+    """The pipeline stage whose first rank this is; None for every other rank."""
+    stages = args.pipeline_model_parallel_size
+    ranks = args.world_size // stages
+    if args.use_tp_pp_dp_mapping:
+        ranks = args.tensor_model_parallel_size * args.context_parallel_size
+    stage, place = divmod(args.rank, ranks)
+    return stage if place == 0 and stage < stages else None
 
 
 def resolve_grad_dtype(args: Namespace) -> torch.dtype:
