@@ -22,6 +22,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.device import device_of
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
 from megatron_asynchzp.mcore.flags.asynchzp import TraceRequest
 from megatron_asynchzp.mcore.process.communication import Communication
@@ -31,7 +32,6 @@ from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.construction import Construction
-from megatron_asynchzp.zero.step import Stays
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -75,17 +75,25 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         # is normalised per token, which finalize_model_grads does itself.
         grad_scale = 1.0 if config.calculate_per_token_loss else 1.0 / self.dp_cp_group.size()
         self.communication = communication
-        self.runtime = HZPRuntime(
-            module,
-            plan_megatron_units(module, index),
-            groups,
-            communication.schedule,
-            communication.driver,
-            grad_scale,
-            construction,
-            config.gradient_accumulation_fusion,
-            communication.stays,
-        )
+        if config.gradient_accumulation_fusion and communication.schedule.keep_grads_nbytes:
+            raise ConfigurationError(
+                "--asynchzp-keep-grads-gb: layers that write weight gradients themselves would "
+                "write over those that are kept; add --no-gradient-accumulation-fusion"
+            )
+        try:
+            self.runtime = HZPRuntime(
+                module,
+                plan_megatron_units(module, index),
+                groups,
+                communication.schedule,
+                communication.driver,
+                grad_scale,
+                construction,
+                config.gradient_accumulation_fusion,
+                communication.stays,
+            )
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--asynchzp-memory-in-flight-gb: {error}") from error
         _give_gradients_to_autograd(module)
         communication.runtimes.append(self.runtime)
         self.checkpoint = ChunkCheckpoint(self.runtime, module, takes_snapshots)
@@ -233,7 +241,6 @@ def wrap_model_chunks(
         groups = missing | groups
     first_param = next(model_chunks[0].parameters())
     communication = Communication(schedule, device_of(first_param), trace)
-    communication.stays = Stays.of(schedule, communication.driver, first_param.device)
     # From an accelerator Megatron's writer makes copies by itself.
     takes_snapshots = saves_beside_training and first_param.device.type == "cpu"
     if construction is not None:

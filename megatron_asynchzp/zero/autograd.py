@@ -7,7 +7,7 @@ state of the micro-batch that runs.
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.timeline import COMPUTE
+from megatron_asynchzp.sharding.layout import FP32_NBYTES
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.plan import UnitPlan
@@ -89,6 +90,10 @@ class HZPRuntime(StepScheduler):
                 self._reduce_last.add(unit)
             for module in plan.modules:
                 units_of.setdefault(module, []).append(unit)
+        if fuses_grads:
+            # Layers write to the whole gradient of a unit.
+            largest = max(unit.layout.padded_numel for unit in self.group_keys)
+            schedule = replace(schedule, grad_slot_nbytes=FP32_NBYTES * largest)
         super().__init__(list(self.group_keys), schedule, driver, grad_scale, stays)
         self._attach(root, units_of)
 
@@ -131,8 +136,7 @@ class HZPRuntime(StepScheduler):
         are called twice in a forward, whose gradients add up."""
         for unit in self.units if self._fuses_grads else ():
             if unit.is_trained:
-                adds_up = unit.reduces_in_place or self.stays.grads is not None
-                can_overwrite = not adds_up and unit not in self._reduce_last
+                can_overwrite = not unit.reduces_in_place and unit not in self._reduce_last
                 unit.fuse_grads(overwrites=self.step > 0 and can_overwrite)
 
     # ---- called by the hooks, in the order of one micro-batch

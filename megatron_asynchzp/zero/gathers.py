@@ -79,9 +79,9 @@ class Gathers:
     or it was kept from one use to the next. The place of a spare unit can be taken from it.
 
     nbytes: of memory for gathered parameters; warned: topics of the warnings that were logged, each
-    once; viewed: units of which a view was found when their memory was to be reused. _used: units of this training step
-    in the order of their first use, those included that are never gathered. Nothing that is
-    iterated is a set: its order would differ between ranks.
+    once; viewed: units of which a view was found when their memory was to be reused. _used: units
+    of this training step in the order of their first use, those included that are never gathered.
+    Nothing that is iterated is a set: its order would differ between ranks.
     """
 
     def __init__(
@@ -99,8 +99,10 @@ class Gathers:
         self._used: dict[HZPUnit, None] = {}
         self.warned: set[str] = set()
         self.viewed: set[HZPUnit] = set()
-        # Units that follow one another lie at opposite ends.
-        self._is_odd = {unit: bool(index % 2) for index, unit in enumerate(units)}
+        # The largest units lie at one end, those of the next size at the other, and so on in turn:
+        # units of one size then use the same places again, and leave the rest in one piece.
+        sizes = sorted({_full_nbytes(unit) for unit in units}, reverse=True)
+        self._is_at_top = {unit: sizes.index(_full_nbytes(unit)) % 2 == 1 for unit in units}
         self._places: dict[HZPUnit, Place] = {}
         self._apart: set[str] = set()  # sizes of units that do not use the arena's memory
         self._gathers: dict[HZPUnit, Task] = {}  # of units that are not in use yet
@@ -225,7 +227,7 @@ class Gathers:
             unit.size_key,
             unit.layout.padded_numel,
             unit.dtype,
-            from_top=self._is_odd[unit],
+            from_top=self._is_at_top[unit],
             is_apart=unit.size_key in self._apart,
         )
 
@@ -239,7 +241,7 @@ class Gathers:
                 chunk, spare = spares.pop()
                 chunk.drop_spare(spare)
                 continue
-            nbytes = unit.layout.padded_numel * unit.dtype.itemsize
+            nbytes = _full_nbytes(unit)
             self._warn_once(
                 "growth",
                 f"{unit.name} is used with more units at a time than there is memory in flight "
@@ -395,6 +397,11 @@ class Gathers:
         order.restart()
         if self._stays is not None and order is self._training_order:
             self._stays.residency.restart()
+
+
+def _full_nbytes(unit: HZPUnit) -> int:
+    """Of its gathered parameters."""
+    return unit.layout.padded_numel * unit.dtype.itemsize
 
 
 def _outer_traffic(unit: HZPUnit) -> tuple[float, float]:

@@ -17,8 +17,8 @@ class UnitPlan:
 
     group_key: which sharding group ("dense", "expert"); layer: equal for units of one unit module,
     which are needed at the same time, "" for what is around all unit modules; modules: any call of
-    one of them needs the parameters. The gradient of parameters with several modules is complete only at the end
-    of backward.
+    one of them needs the parameters. The gradient of parameters with several modules is complete
+    only at the end of backward.
     """
 
     name: str

@@ -62,8 +62,9 @@ class StepScheduler:
     this rank, whose tasks then have one order (None: one of its own); grad_scale: factor on the
     summed gradients; stays: shared by the other chunks of this rank (None: its own).
 
-    memory: that it has in flight; step: how many have begun; is_last_micro_batch: whether the gradients of the one that runs are
-    reduced over the whole sharding group, see `no_sync`; update: see `update_in_backward`.
+    memory: what it has in flight, by formula; step: how many have begun; is_last_micro_batch:
+    whether the gradients of the one that runs are reduced over the whole sharding group, see
+    `no_sync`; update: see `update_in_backward`.
     """
 
     def __init__(

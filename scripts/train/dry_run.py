@@ -7,7 +7,8 @@ Needs no device and no other rank; takes seconds. Usually through scripts/train/
     scripts/train/launch.sh table2-36b-hzp --dry-run [-- more Megatron flags]
     scripts/train/launch.sh --all                # one line per row
 
-Exit status: 0; 1 where states and memory in flight do not fit into a device; 2 for a row that cannot run.
+Exit status: 0; 1 where states and memory in flight do not fit into a device; 2 for a row that
+cannot run.
 """
 
 import argparse
@@ -113,8 +114,8 @@ class Report:
             )
         return (
             f"{self.row.name}: states and memory in flight fit: {held:.1f} of {there:g} GiB on the "
-            f"fullest rank; {there - held:.1f} remain for activations, temporaries and the libraries, of "
-            "which no estimate is included"
+            f"fullest rank; {there - held:.1f} remain for activations, temporaries and the "
+            "libraries, of which no estimate is included"
         )
 
     def as_json(self) -> dict:

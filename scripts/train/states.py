@@ -118,7 +118,7 @@ def shard_groups(
 def _asynchzp_states(
     stage: Stage, args: Namespace, ranks_per_node: int, common: tuple
 ) -> StageStates:
-    """The units, buffers and memory in flight that the run will have, and the table it will print."""
+    """The units and bytes that the run will have, and the table it will print."""
     sizes, plans = shard_sizes(args), plan_megatron_units(stage.model)
     group_of = {"dense": stage.groups.dp_cp, "expert": stage.groups.expt_dp}
     groups = {

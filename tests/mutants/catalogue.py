@@ -182,7 +182,7 @@ COMMUNICATION = [
     Mutant(
         "views-are-overwritten",
         "law 5: memory that somebody still views is not reused",
-        "comm/ring.py",
+        "comm/arena.py",
         "            time.sleep(_VIEW_CHECK_PAUSE_S)\n        return True",
         "            time.sleep(_VIEW_CHECK_PAUSE_S)\n        return False",
         "tests/zero/test_saved_views.py::"
@@ -190,10 +190,10 @@ COMMUNICATION = [
     ),
     Mutant(
         "early-slot-release",
-        "law 5: a slot is rewritten only after its last reader",
-        "comm/ring.py",
-        "slot.free_event = free_event",
-        "slot.free_event = None",
+        "law 5: memory is rewritten only after its last reader",
+        "comm/arena.py",
+        "self._last_users.append((place.span, last_user))",
+        "pass",
         _RACES_OF_STREAMS,
     ),
     Mutant(
@@ -209,10 +209,10 @@ COMMUNICATION = [
         "submit-waits-for-gathers",
         "law 6: computation goes on while the next gather is in flight",
         "zero/gathers.py",
-        "            self._start_gather(unit, slot)\n        return slot is not None",
-        "            self._start_gather(unit, slot)\n"
+        "            self._start_gather(unit, place)\n        return place is not None",
+        "            self._start_gather(unit, place)\n"
         "            self._gathers[unit].await_usable()\n"
-        "        return slot is not None",
+        "        return place is not None",
         "tests/zero/test_asynchrony.py::"
         "test_forward_goes_on_while_the_next_gather_is_held_and_backward_while_a_reduction_is",
     ),
@@ -283,11 +283,11 @@ ENGINE = [
         _FIRST_GRADIENTS,
     ),
     Mutant(
-        "grad-ring-dtype",
+        "reduced-in-the-models-dtype",
         "gradients are reduced in fp32",
         "zero/reductions.py",
-        "dtype=torch.float32, device=unit.device)",
-        "dtype=unit.dtype, device=unit.device)",
+        "nbytes // FP32_NBYTES, torch.float32)",
+        "nbytes // FP32_NBYTES, unit.dtype)",
         f"{_TRAFFIC}[sizes3-dtype3]",
     ),
     Mutant(
@@ -388,18 +388,18 @@ ENGINE = [
     ),
     Mutant(
         "grad-slot-returned-early",
-        "a slot of gradients is rewritten only after its reduction",
+        "memory for gradients is rewritten only after their reduction",
         "zero/reductions.py",
-        "unit, slot, task = self._reductions.popleft()\n        task.wait()",
-        "unit, slot, task = self._reductions.popleft()",
+        "        reduction.task.wait()\n",
+        "",
         _RACES_OF_THREADS,
     ),
     Mutant(
         "gather-before-the-optimizer",
         "a gather reads shards that the optimizer has finished",
         "zero/gathers.py",
-        '(self._shards_written.pop("gather", None), slot.free_event)',
-        "(slot.free_event,)",
+        '(self._shards_written.pop("gather", None), *place.ready)',
+        "place.ready",
         _RACES_OF_STREAMS,
     ),
     Mutant(
@@ -642,6 +642,101 @@ ATTENTION = [
     ),
 ]
 
+_PIECES = "tests/zero/test_grad_pieces.py::test_"
+_ARENA = "tests/comm/test_arena.py::test_"
+_IN_FLIGHT = "tests/sharding/test_in_flight.py::test_"
+
+IN_FLIGHT = [
+    Mutant(
+        "readers-of-overlapping-places",
+        "law 5: a writer waits for the readers of every byte it writes",
+        "comm/arena.py",
+        "[event for other, event in self._last_users if _overlap(other, span)]",
+        "[event for other, event in self._last_users if other == span]",
+        f"{_ARENA}the_next_writer_waits_for_the_last_user_of_every_byte_and_for_no_one_before_it",
+    ),
+    Mutant(
+        "places-across-their-neighbours",
+        "law 5: two units never hold the same byte",
+        "comm/arena.py",
+        "                    start = held[1]\n",
+        "",
+        f"{_ARENA}places_never_overlap_lie_within_and_depend_on_the_order_of_calls_alone",
+    ),
+    Mutant(
+        "one-end-of-the-arena",
+        "what is free stays in one piece between the two ends",
+        "comm/arena.py",
+        "return stop - nbytes if from_top else start",
+        "return start",
+        f"{_ARENA}users_in_turn_at_opposite_ends_leave_room_for_the_next_whatever_their_sizes",
+    ),
+    Mutant(
+        "views-of-neighbours-count",
+        "law 5: views of one place are told from those of others",
+        "comm/arena.py",
+        "return torch.from_dlpack(part.view(dtype))",
+        "return part.view(dtype)",
+        f"{_ARENA}views_of_a_place_are_seen_whoever_views_its_neighbours",
+    ),
+    Mutant(
+        "a-place-apart-is-in-the-arena",
+        "law 5: memory that is viewed is not rewritten by another unit",
+        "comm/arena.py",
+        "        if is_apart:\n",
+        "        if False:\n",
+        f"{_ARENA}a_place_apart_takes_its_part_of_the_arena_but_none_of_its_memory",
+    ),
+    Mutant(
+        "a-piece-of-a-neighbour",
+        "a piece holds the same part of every rank's shard",
+        "sharding/pieces.py",
+        "offset = number * part.numel - here.start",
+        "offset = number * part.numel - number * shard",
+        "tests/sharding/test_pieces.py::test_a_reduce_scatter_of_every_piece_is_one_of_the_whole",
+    ),
+    Mutant(
+        "pieces-at-the-start-of-the-shard",
+        "the sum of a piece goes to its part of the gradient shard",
+        "zero/unit.py",
+        "self.main_grad.storage[slice(*piece.part)]",
+        "self.main_grad.storage[: piece.part.numel]",
+        f"{_PIECES}gradients_in_pieces_are_those_in_one_piece_in_every_bit",
+    ),
+    Mutant(
+        "gradients-gone-before-the-last-piece",
+        "gradients stay until their last piece is packed",
+        "zero/reductions.py",
+        "if len(self._pieces[unit]) == 1:",
+        "if True:",
+        f"{_PIECES}gradients_in_pieces_are_those_in_one_piece_in_every_bit",
+    ),
+    Mutant(
+        "added-in-the-models-dtype",
+        "another gradient of a parameter is added in fp32",
+        "zero/unit.py",
+        "before.float() + grad",
+        "before + grad",
+        f"{_PIECES}another_gradient_of_the_same_parameter_is_added_in_fp32",
+    ),
+    Mutant(
+        "a-budget-that-is-not-kept",
+        "memory in flight stays within its budget",
+        "sharding/in_flight.py",
+        "        grads = min(grads, _aligned(budget - params))\n",
+        "",
+        f"{_IN_FLIGHT}a_budget_is_kept_or_refused_with_the_number_and_more_never_gives_less",
+    ),
+    Mutant(
+        "memory-per-size",
+        "layers that are never needed together share memory",
+        "sharding/in_flight.py",
+        "                break\n",
+        "                continue\n",
+        f"{_IN_FLIGHT}equal_layers_need_two_and_an_embedding_shares_its_memory_with_the_output_layer",
+    ),
+]
+
 _LEFT_BEHIND = "tests/zero/test_left_behind.py::test_"
 
 _STAND_INS = "tests/zero/test_te_stand_ins.py::test_"
@@ -685,13 +780,12 @@ DEVICES = [
         "test_gradients_from_a_side_stream_are_neither_reduced_too_early_nor_overwritten",
     ),
     Mutant(
-        "a-full-ring-of-gradients",
-        "law 4: a ring grows where more units are filled at once than it has slots",
+        "no-memory-for-fused-gradients",
+        "law 4: memory grows where layers write more gradients at once than there is memory for",
         "zero/reductions.py",
-        "slot = slot or self.rings.grow(unit)",
-        "assert slot is not None",
-        "tests/zero/test_grad_slots.py::"
-        "test_a_unit_that_collects_gradients_to_the_end_of_backward_leaves_others_a_slot",
+        "                self.arena.grow(nbytes)\n",
+        '                raise RuntimeError("full")\n',
+        f"{_PIECES}where_layers_write_gradients_themselves_memory_grows_for_those_that_come_late",
     ),
     Mutant(
         "views-are-not-noticed",
@@ -700,7 +794,7 @@ DEVICES = [
         "        if type(tensor) is torch.Tensor:\n            self.note_view(unit)\n",
         "",
         "tests/zero/test_saved_views.py::"
-        "test_linear_layers_get_the_same_gradients_at_every_ring_size_and_depth",
+        "test_linear_layers_get_the_same_gradients_whatever_memory_and_depth",
     ),
     Mutant(
         "outputs-hold-their-graph",
@@ -749,7 +843,7 @@ DEVICES = [
         "fused-places-hold-another-unit",
         "a layer that adds to its gradient's place finds zeros there",
         "zero/reductions.py",
-        "unit.zero_rest(collected.places, (), collected.written)",
+        "unit.zero_rest(places, collected.written)",
         "pass",
         f"{_STAND_INS}stand_ins_follow_stock_torch_and_bit_for_bit_where_they_write_gradients_"
         "themselves",
@@ -773,4 +867,4 @@ DEVICES = [
     ),
 ]
 
-MUTANTS = [*SHARDING, *COMMUNICATION, *ENGINE, *DEVICES, *ADAPTER, *ATTENTION]
+MUTANTS = [*SHARDING, *COMMUNICATION, *ENGINE, *IN_FLIGHT, *DEVICES, *ADAPTER, *ATTENTION]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.zero.config import AUTO, SCHEDULES, ScheduleConfig
+from megatron_asynchzp.zero.config import AUTO, DEFAULT_GRAD_SLOT_NBYTES, SCHEDULES, ScheduleConfig
 
 # Late enough for the order of units to be known and for allocations to be over.
 _TRACED_STEP = 10
@@ -47,6 +47,33 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="UNITS",
         help="Units of each size that are gathered ahead of the one that computes. Default: 1.",
     )
+    group.add_argument(
+        "--asynchzp-memory-in-flight-gb",
+        type=float,
+        default=None,
+        metavar="GIB",
+        help="At most so much memory on a rank for gathered parameters and for gradients that are "
+        "reduced; its model chunks share it equally. With less, gathers start later. Default: as "
+        "much as two layers of each size need (in the start table).",
+    )
+    group.add_argument(
+        "--asynchzp-grad-slot-mb",
+        type=float,
+        default=DEFAULT_GRAD_SLOT_NBYTES / 2**20,
+        metavar="MIB",
+        help="Gradients of a unit that are larger than this in fp32 are reduced in pieces of at "
+        "most this size; with gradient accumulation fusion always in one. Default: "
+        f"{DEFAULT_GRAD_SLOT_NBYTES // 2**20}.",
+    )
+    for what, saved in (("params", "parameters gathered"), ("grads", "gradients unreduced")):
+        group.add_argument(
+            f"--asynchzp-keep-{what}-gb",
+            type=float,
+            default=0.0,
+            metavar="GIB",
+            help=f"So much more memory on a rank to keep {saved} from one micro-batch to a later "
+            "one, with pipelines and with gradient accumulation. Default: 0.",
+        )
     group.add_argument(
         "--no-asynchzp-check-order",
         action="store_false",
@@ -104,18 +131,42 @@ def add_device_argument(parser) -> None:
 
 def resolve_schedule(args: Namespace) -> ScheduleConfig:
     """The schedule that the flags ask for; raises ConfigurationError for one that cannot be."""
+    budget = args.asynchzp_memory_in_flight_gb
+    if budget is not None:
+        chunks = args.virtual_pipeline_model_parallel_size or 1
+        budget = _nbytes("--asynchzp-memory-in-flight-gb", budget, 2**30) // chunks
     try:
         return ScheduleConfig(
             args.asynchzp_schedule,
             args.asynchzp_prefetch_depth,
+            budget,
+            _nbytes("--asynchzp-grad-slot-mb", args.asynchzp_grad_slot_mb, 2**20),
             time_limit_s=60.0 * args.distributed_timeout_minutes,
             checks_order=args.asynchzp_check_order,
             timed_every=args.log_interval,
+            keep_params_nbytes=_nbytes_or_none(
+                "--asynchzp-keep-params-gb", args.asynchzp_keep_params_gb
+            ),
+            keep_grads_nbytes=_nbytes_or_none(
+                "--asynchzp-keep-grads-gb", args.asynchzp_keep_grads_gb
+            ),
         )
     except ValueError as error:
         raise ConfigurationError(
             f"--asynchzp-prefetch-depth {args.asynchzp_prefetch_depth}: {error}"
         ) from error
+
+
+def _nbytes(flag: str, value: float, unit: int) -> int:
+    """A size in bytes. Raises ConfigurationError for one that is none."""
+    if not 0 < value < float("inf"):
+        raise ConfigurationError(f"{flag} {value:g}: give a size larger than 0")
+    return int(value * unit)
+
+
+def _nbytes_or_none(flag: str, gib: float) -> int:
+    """As _nbytes, where 0 stands for no memory."""
+    return _nbytes(flag, gib, 2**30) if gib else 0
 
 
 def resolve_trace(args: Namespace) -> TraceRequest | None:

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags import checks
+from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
 
 
 def test_arguments_are_left_alone_when_the_run_is_refused(parse):
@@ -119,3 +120,24 @@ def test_a_background_thread_is_refused_where_nccl_takes_two_launching_threads_f
     for environ in ({}, {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}):
         checks.refuse_racing_threads(threaded, is_cuda=True, environ=environ)
     checks.refuse_racing_threads(threaded, is_cuda=False, environ=IMPLICIT_ORDER)
+
+
+@pytest.mark.parametrize("flag", ["--asynchzp-memory-in-flight-gb", "--asynchzp-grad-slot-mb"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+def test_a_size_that_is_none_is_refused_in_one_line(parse, flag, value):
+    with pytest.raises(ConfigurationError, match=f"^{flag} .*: give a size larger than 0$"):
+        checks.prepare_args(parse(f"{flag}={value}"))
+
+
+def test_what_is_not_a_number_is_refused_in_one_line(parse, capsys):
+    with pytest.raises(SystemExit):
+        parse("--asynchzp-grad-slot-mb many")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "--asynchzp-grad-slot-mb: invalid float value: 'many'" in last
+
+
+def test_the_chunks_of_a_rank_share_its_memory_in_flight(parse):
+    args = parse("--asynchzp-memory-in-flight-gb 3 --asynchzp-grad-slot-mb 0.5")
+    args.virtual_pipeline_model_parallel_size = 2
+    schedule = resolve_schedule(args)
+    assert schedule.in_flight_nbytes == 3 * 2**29 and schedule.grad_slot_nbytes == 2**19

@@ -222,6 +222,8 @@ def test_patching_adds_our_flags_and_nothing_else(unpatched):
         "--asynchzp-optim-shard-size",
         "--asynchzp-schedule",
         "--asynchzp-prefetch-depth",
+        "--asynchzp-memory-in-flight-gb",
+        "--asynchzp-grad-slot-mb",
         "--no-asynchzp-check-order",
         "--asynchzp-trace",
         "--asynchzp-verify",
