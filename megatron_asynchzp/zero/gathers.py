@@ -233,13 +233,11 @@ class Gathers:
 
     def _take_place(self, unit: HZPUnit) -> Place:
         """A place for a unit that is needed now: free, taken from spare units, or in new memory."""
-        chunks = [self] if self._stays is None else self._stays.chunks
-        spares = [(c, spare) for c in chunks if c is not self for spare in c.spares]
-        spares += [(self, spare) for spare in self.spares]
+        spares = self._spares()
         while (place := self._acquire_place(unit)) is None:
             if spares:
                 chunk, spare = spares.pop()
-                chunk.drop_spare(spare)
+                chunk._drop_spare(spare)
                 continue
             nbytes = _full_nbytes(unit)
             self._warn_once(
@@ -253,23 +251,29 @@ class Gathers:
     def _release_place(self, unit: HZPUnit) -> None:
         self.arena.release(self._places.pop(unit), self._device.record_event())
 
-    def drop_spare(self, unit: HZPUnit) -> None:
-        """Take its memory from a unit of `spares`."""
+    def _drop_spare(self, unit: HZPUnit) -> None:
         if unit in self._kept:
             self._drop(unit)
             return
         self._gathers.pop(unit).wait()
         self._release_place(unit)
 
-    @property
-    def spares(self) -> list[HZPUnit]:
-        """What is gathered and not in use; those that are needed last are first."""
-        return [*self._kept, *self._gathers]
+    def _spares(self) -> list[tuple["Gathers", HZPUnit]]:
+        """What may lose its place to a unit that is needed now, the last one first; with its
+        chunk, where chunks share their memory."""
+        others = [] if self._stays is None else [c for c in self._stays.chunks if c is not self]
+        all_kept = [(chunk, unit) for chunk in (*others, self) for unit in chunk._kept]
+        return [
+            *((chunk, unit) for chunk, unit in all_kept if chunk._is_to_stay(unit)),
+            *((chunk, unit) for chunk in others for unit in chunk._gathers),
+            *((chunk, unit) for chunk, unit in all_kept if not chunk._is_to_stay(unit)),
+            *((self, unit) for unit in self._gathers),
+        ]
 
     def drop_spares(self) -> None:
         """Return when nothing is gathered that is not in use."""
         for unit in [*self._gathers, *self._kept]:
-            self.drop_spare(unit)
+            self._drop_spare(unit)
 
     def _start_gather(self, unit: HZPUnit, place: Place) -> None:
         self._places[unit] = place

@@ -281,6 +281,9 @@ class Reductions:
             if collected.place is not None:
                 self.arena.release(collected.place)
         self._collected.clear()
+        self._kept.clear()
+        if self._stays is not None:
+            self._stays.restart()
         self._await_syncs()
         self._syncs.clear()
         self._last_reduction.clear()

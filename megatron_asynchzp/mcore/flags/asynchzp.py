@@ -144,12 +144,8 @@ def resolve_schedule(args: Namespace) -> ScheduleConfig:
             time_limit_s=60.0 * args.distributed_timeout_minutes,
             checks_order=args.asynchzp_check_order,
             timed_every=args.log_interval,
-            keep_params_nbytes=_nbytes_or_none(
-                "--asynchzp-keep-params-gb", args.asynchzp_keep_params_gb
-            ),
-            keep_grads_nbytes=_nbytes_or_none(
-                "--asynchzp-keep-grads-gb", args.asynchzp_keep_grads_gb
-            ),
+            keep_params_nbytes=_kept_nbytes("params", args.asynchzp_keep_params_gb),
+            keep_grads_nbytes=_kept_nbytes("grads", args.asynchzp_keep_grads_gb),
         )
     except ValueError as error:
         raise ConfigurationError(
@@ -164,9 +160,9 @@ def _nbytes(flag: str, value: float, unit: int) -> int:
     return int(value * unit)
 
 
-def _nbytes_or_none(flag: str, gib: float) -> int:
+def _kept_nbytes(what: str, gib: float) -> int:
     """As _nbytes, where 0 stands for no memory."""
-    return _nbytes(flag, gib, 2**30) if gib else 0
+    return _nbytes(f"--asynchzp-keep-{what}-gb", gib, 2**30) if gib else 0
 
 
 def resolve_trace(args: Namespace) -> TraceRequest | None:
