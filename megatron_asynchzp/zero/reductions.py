@@ -89,7 +89,7 @@ class Reductions:
         if unit.reduces_in_place:
             unit.write_grads(indices, unit.whole_grads)
             return
-        collected = self._collected.setdefault(unit, _Collected())
+        collected = self._collect(unit)
         if collected.place is None:
             unit.take_grads(indices, collected.grads)
         else:
@@ -101,7 +101,7 @@ class Reductions:
         if unit.reduces_in_place:
             unit.point_main_grads_at(unit.whole_grads)
             return
-        collected = self._collected.setdefault(unit, _Collected())
+        collected = self._collect(unit)
         if collected.place is None:
             collected.place = self._acquire_place(unit)
             collected.places = self._places_in(unit, 0, collected.place)
@@ -114,6 +114,12 @@ class Reductions:
             unit.zero_rest(places, collected.written)
             collected.written.update(range(len(places)))
         unit.point_main_grads_at(places)
+
+    def _collect(self, unit: HZPUnit) -> _Collected:
+        collected = self._collected.get(unit)
+        if collected is None:
+            collected = self._collected[unit] = _Collected()
+        return collected
 
     def has_pending(self, unit: HZPUnit) -> bool:
         """Whether gradients of this micro-batch are there that are not on their way yet."""
