@@ -85,7 +85,7 @@ def plan_units(
     for params in grouped.values():
         first_name, first = params[0]
         group_key = group_key_of(first)
-        layer = first_name if first in also_used_by else _home_of(first_name, unit_paths)
+        layer = _home_of(first_name, unit_paths)
         if first in also_used_by:
             name, path = first_name, _parent_of(first_name)
         else:

@@ -96,7 +96,7 @@ class Reductions:
             return
         if unit in self._kept and unit.has_grads:
             self._kept.discard(unit)
-        collected = self._collected.setdefault(unit, _Collected())
+        collected = self._collect(unit)
         if collected.place is None:
             unit.take_grads(indices, collected.grads)
         else:
@@ -108,7 +108,7 @@ class Reductions:
         if unit.reduces_in_place:
             unit.point_main_grads_at(unit.whole_grads)
             return
-        collected = self._collected.setdefault(unit, _Collected())
+        collected = self._collect(unit)
         if collected.place is None:
             collected.place = self._acquire_place(unit)
             collected.places = self._places_in(unit, 0, collected.place)
@@ -121,6 +121,12 @@ class Reductions:
             unit.zero_rest(places, collected.written)
             collected.written.update(range(len(places)))
         unit.point_main_grads_at(places)
+
+    def _collect(self, unit: HZPUnit) -> _Collected:
+        collected = self._collected.get(unit)
+        if collected is None:
+            collected = self._collected[unit] = _Collected()
+        return collected
 
     def has_pending(self, unit: HZPUnit) -> bool:
         """Whether gradients of this micro-batch are there that are not on their way yet."""
