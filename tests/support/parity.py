@@ -26,6 +26,8 @@ from megatron_asynchzp.testbed.megatron_runs import RunRecord, gpt_args, run_pre
 
 Sizes = tuple[int, int, int]
 FP32_TOLERANCE = 1e-6
+# An expert's gradient is a sum over the tokens that its router sent it, in the order they came.
+EXPERT_TOLERANCE = 5e-6
 # Without apex stock Megatron computes the norm of fp16 parameters in fp16.
 FP16_NORM_ROUNDING = 2.0**-10
 # Ours is one more way to add: it may be an unlucky one among those that were recorded.
@@ -39,7 +41,8 @@ class Variant:
 
     samples_per_rank: global batch over data-parallel ranks, which is the number of micro-batches;
     model_ranks: tensor x pipeline parallel ranks of one model; is_noisy: bounds follow from what
-    two stock runs differ by, see [Note: bounds]; overflows: the run must skip some steps, not all.
+    two stock runs differ by, see [Note: bounds]; overflows: the run must skip some steps, not all;
+    tolerance: of losses and norms in fp32.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Variant:
     model_ranks: int = 1
     is_noisy: bool = False
     overflows: bool = False
+    tolerance: float = FP32_TOLERANCE
 
     @property
     def is_fp32(self) -> bool:
@@ -101,7 +105,7 @@ def bounds_of(variant: Variant, steps: int) -> Bounds:
     Raises LookupError where the noise of a noisy variant was not recorded.
     """
     if not variant.is_noisy:
-        return Bounds()
+        return Bounds(variant.tolerance, variant.tolerance)
     rows = [row for row in _recorded_noise() if row["configuration"] == variant.name]
     rows = [row for row in rows if row["steps"] >= steps]
     if not rows:
@@ -145,6 +149,10 @@ def compare_records(
     error = worst_difference(ours.params_norms, stock.params_norms)
     if error > (FP16_NORM_ROUNDING if "--fp16" in variant.flags else bounds.loss):
         result.faults.append(f"the norm of the parameters differs by {error:.1e}")
+    if (error := _worst_of_more_losses(ours, stock)) > bounds.loss:
+        result.faults.append(f"auxiliary or prediction losses differ by {error:.1e}")
+    if {"--mtp-num-layers", "--num-experts"} & set(variant.flags) and not stock.steps[0].more_losses:
+        result.faults.append("the stock run has no auxiliary or prediction losses")
     if "--eval-iters" in variant.flags and stock.validation_loss is None:
         result.faults.append("the stock run evaluated nothing")
     if stock.validation_loss is not None:
@@ -164,6 +172,17 @@ def compare_records(
     if not stock.losses[-1] < stock.losses[0]:
         result.faults.append("the stock run learned nothing, so this proves nothing")
     return result
+
+
+def _worst_of_more_losses(ours: RunRecord, stock: RunRecord) -> float:
+    """Infinite where one side has a loss that the other has not."""
+    worst = 0.0
+    for mine, theirs in zip(ours.steps, stock.steps, strict=True):
+        if mine.more_losses.keys() != theirs.more_losses.keys():
+            return float("inf")
+        for name, values in theirs.more_losses.items():
+            worst = max(worst, worst_difference(mine.more_losses[name], values))
+    return worst
 
 
 def _first_step_error(ours: RunRecord, stock: RunRecord) -> float:
