@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.testbed.megatron_flags import MEGATRON_FSDP, flags_of
-from megatron_asynchzp.testbed.tiny_gpt import LineDataset, seed_parameters
+from megatron_asynchzp.testbed.tiny_gpt import BASE_SEED, LineDataset, seed_parameters
 
 # fmt: off
 BASE_ARGS = [
@@ -39,7 +39,7 @@ BASE_ARGS = [
         "attention-dropout": 0, "hidden-dropout": 0, "micro-batch-size": 1, "global-batch-size": 8,
         "train-iters": 6, "lr": "3e-3", "min-lr": "3e-4", "lr-decay-style": "cosine",
         "lr-decay-iters": 100, "lr-warmup-iters": 2, "weight-decay": 0.1, "clip-grad": 1.0,
-        "init-method-std": 0.05, "seed": 1234, "eval-iters": 0, "eval-interval": 1000,
+        "init-method-std": 0.05, "seed": BASE_SEED, "eval-iters": 0, "eval-interval": 1000,
         "log-interval": 1000, "distributed-timeout-minutes": 1, "logging-level": 40,
     }),
     "--no-create-attention-mask-in-dataloader", "--mock-data", "--log-num-zeros-in-grad",
