@@ -11,8 +11,8 @@ models. The platform gives Mamba layers their kernels (state_space.py).
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules

@@ -65,7 +65,9 @@ def split_convolve_scan(
     Raises NotImplementedError for packed sequences and other activations than SiLU.
     """
     if seq_idx is not None or activation != "silu" or norm_before_gate:
-        raise NotImplementedError("Mamba on the CPU platform: whole sequences, SiLU, gate then norm")
+        raise NotImplementedError(
+            "Mamba on the CPU platform: whole sequences, SiLU, gate then norm"
+        )
     heads = D.shape[0]
     inner = heads * (headdim or D.shape[1])
     rest = packed.shape[-1] - 2 * inner - heads

@@ -164,8 +164,9 @@ def initialized_args(argv: list[str]) -> Any:
 
 
 def pretrain(argv: list[str]) -> None:
-    """Megatron's own training of a GPT or a hybrid model whose weights are drawn from their names. Records nothing
-    and takes nothing down; the CPU platform is in place, and the plugin's patches if asked for."""
+    """Megatron's own training of a GPT or a hybrid model whose weights are drawn from their names.
+    Records nothing and takes nothing down; the CPU platform is in place, and the plugin's patches
+    if asked for."""
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils, training
 
@@ -175,10 +176,8 @@ def pretrain(argv: list[str]) -> None:
     if args.save and not args.async_save:
         return_results_in_process()
     is_hybrid = args.hybrid_layer_pattern is not None
-    names = argument_utils
-    model_config = (
-        names.hybrid_config_from_args if is_hybrid else names.gpt_config_from_args
-    )(args)
+    build = "hybrid_config_from_args" if is_hybrid else "gpt_config_from_args"
+    model_config = getattr(argument_utils, build)(args)
     model_config.pre_wrap_hooks.append(seed_parameters)
     training.pretrain(
         argument_utils.pretrain_cfg_container_from_args(args, model_config),

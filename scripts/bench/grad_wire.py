@@ -134,7 +134,8 @@ def verdicts(lines: Sequence[dict]) -> list[tuple[bool, str]]:
     ends = {(line["wire"], line["seed"]): line for line in lines if line.get("kind") == "loss"}
     if ends:
         own, other, rounded = (
-            ends[key]["last"] for key in (("fp32", _SEEDS[0]), ("fp32", _SEEDS[1]), ("bf16", _SEEDS[0]))
+            ends[key]["last"]
+            for key in (("fp32", _SEEDS[0]), ("fp32", _SEEDS[1]), ("bf16", _SEEDS[0]))
         )
         spread, apart = abs(other - own), abs(rounded - own)
         text = f"bf16 ends {apart:.1e} from fp32 ({own:.4f}), two seeds end {spread:.1e} apart"

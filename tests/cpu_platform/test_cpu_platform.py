@@ -244,7 +244,21 @@ def test_cpu_defaults_list_each_change_and_change_nothing_twice():
     assert cpu_platform.apply_cpu_defaults(args) == []
 
 
-@pytest.mark.parametrize("flag", ["fp8", "sequence_parallel", "nccl_ub"])
+def test_kernels_and_layers_of_a_device_have_their_forms_on_the_cpu():
+    args = argparse.Namespace(
+        use_flash_attn=True,
+        moe_token_dispatcher_type="flex",
+        spec=["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+        sequence_parallel=True,
+    )
+    cpu_platform.apply_cpu_defaults(args)
+    assert (args.use_flash_attn, args.moe_token_dispatcher_type) == (False, "alltoall")
+    assert args.spec[0] == "megatron_asynchzp.cpu_platform.local_hybrid" and args.sequence_parallel
+    args = argparse.Namespace(spec=["mine", "spec"], moe_token_dispatcher_type="allgather")
+    assert cpu_platform.apply_cpu_defaults(args) == []
+
+
+@pytest.mark.parametrize("flag", ["fp8", "use_torch_fsdp2", "optimizer_cuda_graph"])
 def test_what_a_cpu_cannot_do_is_refused_by_name(flag):
     with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')}"):
         cpu_platform.apply_cpu_defaults(argparse.Namespace(**{flag: True}))
