@@ -124,6 +124,9 @@ def _replace_collectives(names: Replacements):
     for owner in (dist, dist.distributed_c10d):
         for name in devices.REDUCTIONS:
             names.replace(owner, name, devices.reduction_with_factor(getattr(owner, name)))
+        names.replace(owner, "all_gather", devices.gather_of_any_sizes(owner.all_gather))
+        scattered = devices.scatter_of_any_sizes(owner.reduce_scatter)
+        names.replace(owner, "reduce_scatter", scattered)
     names.replace(dist, "_make_nccl_premul_sum", devices.PreMultipliedSum)
 
 
