@@ -30,6 +30,7 @@ from megatron_asynchzp.testbed.profile import named_profile
 from megatron_asynchzp.testbed.ranks import Cluster, run_ranks
 from scripts.bench.compare_measure import RUN_LIMIT_S, measure, prepare_environment
 from scripts.report.records import append
+from scripts.report.wire_table import wire_ratio
 
 PROFILE = "slower-between-nodes"
 FASTER = 1.15
@@ -142,17 +143,11 @@ def verdicts(lines: Sequence[dict]) -> list[tuple[bool, str]]:
         found.append((apart <= spread < ends["fp32", _SEEDS[0]]["first"] - own, text))
     timed = {line["wire"]: line for line in lines if line.get("kind") == "time"}
     if timed:
-        factor = ratio(lines)
+        factor = wire_ratio(lines)
         is_busy = max(line["foreign"] for line in timed.values()) > FOREIGN_LIMIT
         text = f"a step with bf16 is {factor:.2f} times as fast as with fp32"
         found.append((factor >= FASTER or is_busy, text + ", on a busy machine" * is_busy))
     return found
-
-
-def ratio(lines: Sequence[dict]) -> float:
-    """How many times as fast a step is with bf16; medians over the runs."""
-    timed = {line["wire"]: line for line in lines if line.get("kind") == "time"}
-    return statistics.median(timed["fp32"]["step_ms"]) / statistics.median(timed["bf16"]["step_ms"])
 
 
 if __name__ == "__main__":
