@@ -52,7 +52,11 @@ def main(argv: Sequence[str]) -> int:
     args, overrules = _parse(argv[:middle]), list(argv[middle + 1 :])
     failed = 0
     for recipe in args.recipe:
-        for case in find_cases([_folder_of(args.checkout, recipe)]):
+        cases = list(find_cases([_folder_of(args.checkout, recipe)]))
+        if not cases:
+            print(f"\n{recipe}\n  FAILED: it does not train")
+        failed += not cases
+        for case in cases:
             outcome = run(args.checkout, case, args.ranks, overrules, args.time_limit)
             _print(recipe, outcome)
             failed += not outcome.is_trained
