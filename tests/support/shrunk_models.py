@@ -51,6 +51,9 @@ QWEN_3_EXPERTS = (
         }
     ),
     *_TWO_EXPERT_RANKS,
+    # With the usual weights two scores of a token are so close in step 19 on 8 ranks that another
+    # order of additions, a last bit, sends it to another expert.
+    *("--seed", "7"),
 )
 
 # DeepSeek-V3: 3 dense layers and 58 of 256 experts, 8 per token from 4 of 8 groups, one shared
