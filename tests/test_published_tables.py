@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from scripts.report import cluster_table, pasa_table, schedule_grid
+from scripts.report import cluster_table, compare_front, pasa_table, schedule_grid
 from scripts.report.add_record import added
+from scripts.report.compare_rows import Row
 from scripts.report.parity_table import parity_table
 from scripts.report.records import RecordsError
 
@@ -60,6 +61,12 @@ def test_each_cluster_has_its_own_floor():
     assert found[1].ratio("threaded", "late, blocks") == 1.5 and not found[0].systems
 
 
+def test_the_front_has_whom_nobody_beats_in_both_time_and_memory():
+    points = {"slow": (9, 1), "beaten": (9, 2), "middle": (5, 3), "fast": (4, 8), "large": (4, 9)}
+    rows = [Row(name, "", step_ms=(ms,), peak_mb=mb) for name, (ms, mb) in points.items()]
+    assert [row.name for row in compare_front.front(rows)] == ["slow", "middle", "fast"]
+
+
 def test_a_network_without_its_floors_is_refused_in_one_line():
     with pytest.raises(RecordsError, match="'communication only' was not measured on a network"):
         schedule_grid.grids([*step("compute only", 400.0), *step("threaded", 440.0)])
@@ -90,10 +97,10 @@ def test_the_plateau_ends_where_the_mean_of_ten_steps_is_below():
 
 
 def test_rows_of_the_paper_that_are_one_run_are_one_row_of_the_fullest_stage():
-    def row(name: str, ranks: int, rings: int) -> dict:
+    def row(name: str, ranks: int, in_flight: int) -> dict:
         held = {"model_param": 2**30, "main_grad": 2**31, "main_param": 0, "moments": 2**29}
-        small = {"allocated": dict.fromkeys(held, 1), "rings": {"param_ring": 1}}
-        full = {"allocated": held, "rings": {"param_ring": rings}}
+        small = {"allocated": dict.fromkeys(held, 1), "in_flight": {"param_ring": 1}}
+        full = {"allocated": held, "in_flight": {"param_ring": in_flight}}
         return {"row": name, "ranks": ranks, "parameters": 9e9, "stages": [small, full]}
 
     lines = [row("a-hzp", 8, 2**30), row("b-hzp", 16, 2**30), row("a-nd", 8, 0)]
@@ -101,7 +108,7 @@ def test_rows_of_the_paper_that_are_one_run_are_one_row_of_the_fullest_stage():
         "| a-hzp, b-hzp | 9.00B | 8 to 16 | 1.00 | 2.00 | 0.50 | 3.50 | 1.00 | 4.50 |",
         "| a-nd | 9.00B | 8 | 1.00 | 2.00 | 0.50 | 3.50 |  | 3.50 |",
     ]
-    assert cluster_table.cell(lines[0], "rings") == "1.00"
+    assert cluster_table.cell(lines[0], "in flight") == "1.00"
 
 
 def test_a_comparison_beyond_its_bound_counts_as_different():
