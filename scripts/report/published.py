@@ -24,9 +24,10 @@ from scripts.report import (
 )
 from scripts.report.compare_rows import Comparison, comparisons
 from scripts.report.loss_picture import RINGS
-from scripts.report.parity_table import parity_table
+from scripts.report.parity_table import parity_table, shrunk_table
 from scripts.report.plot_timeline import write_picture
 from scripts.report.records import NotRecorded, Record, read_record
+from scripts.report.wire_table import wire_table
 
 MIB = 2**20
 
@@ -173,6 +174,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "scaling": lambda: scaling_table.markdown(read_record("scaling").lines),
     "checkpoints": lambda: checkpoint_table.tables(read_record("checkpoints").lines),
     "parity": parity,
+    "shrunk models": lambda: shrunk_table(read_record("shrunk_models").lines),
+    "grad wire": lambda: wire_table(read_record("grad_wire").lines),
     "stock noise": stock_noise,
     "host cost": host_cost,
     "pipeline": pipeline,
