@@ -128,11 +128,25 @@ REFUSALS: tuple[Refusal, ...] = (
         "--reuse-grad-buf-for-mxfp8-param-ag",
     ),
     *because(
-        "the sharded optimizer is Adam or SGD on fp32 main parameters",
-        "use --optimizer adam or sgd alone",
-        other_than("--optimizer muon", "adam", "sgd"),
+        "the sharded optimizer is Adam, SGD or Muon on fp32 main parameters",
+        "use --optimizer adam, sgd or muon alone",
+        other_than("--optimizer soap", "adam", "sgd", "muon", "dist_muon"),
         "--optimizer-cpu-offload",
         "--use-precision-aware-optimizer",
+    ),
+    *because(
+        "Megatron has no gradient scaler for it",
+        "use --bf16",
+        Refusal(
+            "--optimizer muon --fp16",
+            lambda args: args.fp16 and args.optimizer in ("muon", "dist_muon"),
+            "with --fp16",
+        ),
+    ),
+    *because(
+        "what is not a matrix has Adam",
+        "use --muon-scalar-optimizer adam",
+        equal_to("--muon-scalar-optimizer lion"),
     ),
     *because(
         "main parameters, gradients and optimizer states are kept in fp32",
