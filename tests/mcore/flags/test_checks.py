@@ -119,3 +119,14 @@ def test_a_background_thread_is_refused_where_nccl_takes_two_launching_threads_f
     for environ in ({}, {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}):
         checks.refuse_racing_threads(threaded, is_cuda=True, environ=environ)
     checks.refuse_racing_threads(threaded, is_cuda=False, environ=IMPLICIT_ORDER)
+
+
+def test_muon_needs_the_package_with_its_arithmetic_and_coefficients_it_knows(parse, monkeypatch):
+    checks.refuse_missing_muon(parse("--optimizer muon"))
+    with pytest.raises(ConfigurationError, match="^--muon-coefficient-type cubic .*quintic"):
+        checks.refuse_missing_muon(parse("--optimizer muon --muon-coefficient-type cubic"))
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    checks.refuse_missing_muon(parse())
+    for name in ("muon", "dist_muon"):
+        with pytest.raises(ConfigurationError, match="pip install emerging-optimizers$"):
+            checks.refuse_missing_muon(parse(f"--optimizer {name}"))

@@ -1,0 +1,144 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs with --optimizer muon: against one stock rank, against stock on as many ranks, saved
+and resumed on other sizes.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_asynchzp.testbed.megatron_flags import size_flags
+from megatron_asynchzp.testbed.megatron_runs import (
+    BF16,
+    MIXTURE_OF_EXPERTS,
+    UNTIED,
+    gpt_args,
+    run_pretrain,
+)
+from tests.mcore.test_parity import PIPELINE, TENSOR, TWO_EXPERT_RANKS
+from tests.support.checkpoints import NUM_STEPS, SAVED_AT, Job
+from tests.support.engine import nested_sizes
+from tests.support.parity import Variant, assert_equal_runs, compare
+from tests.support.world import on_ranks
+
+pytestmark = pytest.mark.slow
+
+# Newton-Schulz in fp32: rounding to bf16, Megatron's default, would hide what differs.
+MUON = ("--optimizer", "muon", "--muon-fp32-matmul-prec", "high")
+STEPS, TOLERANCE = 20, 1e-5
+DUPLICATED = ("--muon-tp-mode", "duplicated")
+DISTRIBUTED = ("--muon-tp-mode", "distributed")
+QUERY_GROUPS = ("--swiglu", "--group-query-attention", "--num-query-groups", "2")
+
+
+def params_of(chunks: list, _: object) -> dict[str, torch.Tensor]:
+    """Every parameter of this rank's model, whole."""
+    from megatron_asynchzp.mcore.whole_tensors import whole_params
+
+    found = {}
+    for chunk in chunks:
+        is_sharded = hasattr(chunk, "runtime")
+        named = whole_params(chunk.runtime) if is_sharded else chunk.named_parameters()
+        found |= {name.replace("module.", ""): param.detach().clone() for name, param in named}
+    return found
+
+
+def train(flags: tuple[str, ...], all_sizes: list) -> list[dict[str, torch.Tensor]]:
+    """The parameters after STEPS, with each of the sizes; None stands for stock Megatron."""
+    found = []
+    for sizes in all_sizes:
+        ours = [] if sizes is None else size_flags(sizes)
+        argv = gpt_args(*MUON, *flags, "--train-iters", str(STEPS), *ours)
+        found.append(run_pretrain(argv, inspect=params_of).inspected)
+    return found
+
+
+def assert_slices_of(params: dict, whole: dict, rank: int, case: object) -> None:
+    """Whether each of `params` is the reference, or this tensor-parallel rank's part of it."""
+    assert set(params) == set(whole)
+    for name, param in params.items():
+        expected = whole[name]
+        for dim, (mine, full) in enumerate(zip(param.shape, expected.shape, strict=True)):
+            if mine != full:
+                expected = expected.chunk(full // mine, dim)[rank % (full // mine)]
+        torch.testing.assert_close(
+            param, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=f"{name}, {case}"
+        )
+
+
+@pytest.mark.parametrize("embedding", [(), tuple(UNTIED)], ids=["tied", "untied"])
+def test_every_nesting_of_4_ranks_ends_with_the_parameters_of_one_stock_rank(embedding):
+    ((whole,),) = on_ranks(train, 1, embedding, [None], timeout_s=600)
+    sizes = nested_sizes(4)
+    for rank, found in enumerate(on_ranks(train, 4, embedding, sizes, timeout_s=1800)):
+        for one, params in zip(sizes, found, strict=True):
+            assert_slices_of(params, whole, rank, one)
+
+
+@pytest.mark.parametrize("mode", [DUPLICATED, DISTRIBUTED], ids=["duplicated", "distributed"])
+@pytest.mark.parametrize("embedding", [(), tuple(UNTIED)], ids=["tied", "untied"])
+def test_tensor_parallel_ranks_that_work_together_end_as_one_stock_rank(embedding, mode):
+    # Queries, keys and values of all heads are not one matrix on a tensor-parallel rank.
+    flags = (*embedding, "--muon-no-split-qkv")
+    ((whole,),) = on_ranks(train, 1, flags, [None], timeout_s=600)
+    found = on_ranks(train, 4, (*flags, *TENSOR, *mode), nested_sizes(2), timeout_s=1800)
+    for rank, sizes_params in enumerate(found):
+        for sizes, params in zip(nested_sizes(2), sizes_params, strict=True):
+            assert_slices_of(params, whole, rank, sizes)
+
+
+VARIANTS = [
+    Variant("muon", MUON),
+    Variant("muon, Nesterov, whole queries", (*MUON, "--muon-nesterov", "--muon-no-split-qkv")),
+    Variant("muon, grouped queries", (*MUON, *QUERY_GROUPS), 3),
+    Variant("muon, tensor parallel", (*MUON, *TENSOR), 3, 2),
+    Variant("muon, tensor parallel, duplicated", (*MUON, *TENSOR, *DUPLICATED), 1, 2),
+    Variant("muon, pipeline, untied", (*MUON, *PIPELINE, *UNTIED), 3, 2),
+    Variant("muon, experts", (*MUON, *MIXTURE_OF_EXPERTS)),
+    Variant("muon, experts on 2 ranks", (*MUON, *TWO_EXPERT_RANKS)),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_a_run_is_that_of_stock_muon_on_as_many_ranks(variant):
+    sizes = nested_sizes(4 // variant.model_ranks)
+    cases = [(variant, sizes if len(sizes) < 4 else [(1, 2, 4), (2, 1, 2), (4, 4, 4)])]
+    assert_equal_runs(on_ranks(compare, 4, cases, STEPS, timeout_s=1800)[0])
+
+
+MOVES = [
+    (
+        Job((2, 1, 4), MUON),
+        [Job((1, 2, 2), MUON), Job((1, 1, 1), (*MUON, *PIPELINE)), Job(None, MUON)],
+    ),
+    (Job((2, 2, 4), (*MUON, *TWO_EXPERT_RANKS)), [Job((4, 1, 4), (*MUON, *MIXTURE_OF_EXPERTS))]),
+    (Job(None, (*MUON, *UNTIED)), [Job((2, 1, 4), (*MUON, *UNTIED))]),
+]
+
+
+def move(origin: Job, targets: list[Job], folder: Path) -> tuple[list, list[list]]:
+    whole = origin.train_and_save(folder)
+    return whole.losses[SAVED_AT:], [target.resume(folder).losses for target in targets]
+
+
+@pytest.mark.parametrize("origin, targets", MOVES, ids=["dense", "experts", "from stock"])
+def test_a_run_resumes_on_other_sizes_and_from_and_to_stock(origin, targets, tmp_path):
+    whole, moved = on_ranks(move, 4, origin, targets, tmp_path, timeout_s=1800)[0]
+    for losses, target in zip(moved, targets, strict=True):
+        assert len(losses) == NUM_STEPS - SAVED_AT
+        assert losses == pytest.approx(whole, rel=1e-6), target
+
+
+def repeat(sizes: tuple, folder: Path) -> tuple:
+    job = Job(sizes, (*MUON, *BF16))
+    whole, rest = job.train_and_save(folder), job.resume(folder)
+    states = zip(whole.inspected, rest.inspected, strict=True)
+    return whole.steps[SAVED_AT:], rest.steps, all(torch.equal(*pair) for pair in states)
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(tmp_path):
+    for whole, rest, is_same_state in on_ranks(partial(repeat, (2, 4, 4)), 4, tmp_path):
+        assert len(rest) == NUM_STEPS - SAVED_AT and rest == whole and is_same_state
