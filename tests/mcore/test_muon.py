@@ -18,6 +18,7 @@ from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import device_of
 from megatron_asynchzp.mcore.muon import ShardedMuon, build_muon, muon_overrides
+from megatron_asynchzp.mcore.start_table import state_nbytes_allocated, state_nbytes_by_formula
 from megatron_asynchzp.zero.unit import HZPUnit
 from megatron_asynchzp.zero.whole_matrices import Matrix
 from tests.support.engine import nested_sizes
@@ -139,8 +140,9 @@ def build(optimizer_config: OptimizerConfig, groups: ShardGroups):
     for group in param_groups:
         group["params"] = [fragments[param] for param in group["params"]]
         group["lr"], group["weight_decay"] = 0.01, 0.0
+    names = ("tp", "expt_tp", "gtp_remat", "expt_gtp_remat")
     optimizers, init_state = build_muon(
-        optimizer_config, [chunk], param_groups, fragments, SimpleNamespace(tp=None, expt_tp=None)
+        optimizer_config, [chunk], param_groups, fragments, SimpleNamespace(**dict.fromkeys(names))
     )
     return optimizers, init_state, unit, fragments
 
@@ -164,6 +166,20 @@ def test_embeddings_norms_biases_and_tensors_that_are_no_matrices_have_adam(buil
     have_muon = {name for name, keys in states.items() if keys == {"momentum_buffer"}}
     assert have_muon == {"linear_qkv.weight", "experts.weight"}
     assert all({"exp_avg", "exp_avg_sq"} <= states[name] for name in set(states) - have_muon)
+
+
+def test_the_start_table_counts_one_momentum_of_matrices_and_two_moments_of_the_rest(built):
+    optimizers, init_state, unit, _ = built
+    init_state(None, CONFIG)
+    held = {
+        value.data_ptr(): value.nbytes
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if value.dim()  # not a counter of steps
+    }
+    for state_nbytes in (state_nbytes_by_formula, state_nbytes_allocated):
+        assert state_nbytes([unit], "muon")["optimizer_moments"] == sum(held.values())
 
 
 def test_queries_keys_and_values_are_orthogonalised_apart(built):
