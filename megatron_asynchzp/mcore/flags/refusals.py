@@ -61,7 +61,8 @@ def given(example: str, name: str | None = None) -> Refusal:
 def other_than(example: str, *allowed: object) -> Refusal:
     """Refused with all values but `allowed`."""
     name = _argument(example)
-    condition = f"other than {' and '.join(map(str, allowed))}"
+    *others, last = map(str, allowed)
+    condition = f"other than {', '.join(others)} and {last}" if others else f"other than {last}"
     return Refusal(example, lambda args: getattr(args, name, allowed[0]) not in allowed, condition)
 
 
@@ -140,7 +141,7 @@ REFUSALS: tuple[Refusal, ...] = (
         Refusal(
             "--optimizer muon --fp16",
             lambda args: args.fp16 and args.optimizer in ("muon", "dist_muon"),
-            "with --fp16",
+            "muon with --fp16",
         ),
     ),
     *because(
