@@ -4,7 +4,6 @@
 and resumed on other sizes.
 """
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -78,58 +77,70 @@ def test_every_nesting_of_4_ranks_ends_with_the_parameters_of_one_stock_rank(emb
             assert_slices_of(params, whole, rank, one)
 
 
-@pytest.mark.parametrize("mode", [DUPLICATED, DISTRIBUTED], ids=["duplicated", "distributed"])
-@pytest.mark.parametrize("embedding", [(), tuple(UNTIED)], ids=["tied", "untied"])
-def test_tensor_parallel_ranks_that_work_together_end_as_one_stock_rank(embedding, mode):
+TOGETHER = {"duplicated, untied": (*DUPLICATED, *UNTIED), "distributed, tied": DISTRIBUTED}
+
+
+@pytest.mark.parametrize("flags", TOGETHER.values(), ids=TOGETHER)
+def test_tensor_parallel_ranks_that_work_together_end_as_one_stock_rank(flags):
     # Queries, keys and values of all heads are not one matrix on a tensor-parallel rank.
-    flags = (*embedding, "--muon-no-split-qkv")
+    flags, sizes = (*flags, "--muon-no-split-qkv"), [(1, 1, 1), (1, 2, 2), (2, 1, 2)]
     ((whole,),) = on_ranks(train, 1, flags, [None], timeout_s=600)
-    found = on_ranks(train, 4, (*flags, *TENSOR, *mode), nested_sizes(2), timeout_s=1800)
-    for rank, sizes_params in enumerate(found):
-        for sizes, params in zip(nested_sizes(2), sizes_params, strict=True):
-            assert_slices_of(params, whole, rank, sizes)
+    ours = on_ranks(train, 4, (*flags, *TENSOR), sizes, timeout_s=1800)
+    for rank, found in enumerate(ours):
+        for one, params in zip(sizes, found, strict=True):
+            assert_slices_of(params, whole, rank, one)
 
 
-VARIANTS = [
-    Variant("muon", MUON),
-    Variant("muon, Nesterov, whole queries", (*MUON, "--muon-nesterov", "--muon-no-split-qkv")),
-    Variant("muon, grouped queries", (*MUON, *QUERY_GROUPS), 3),
-    Variant("muon, tensor parallel", (*MUON, *TENSOR), 3, 2),
-    Variant("muon, tensor parallel, duplicated", (*MUON, *TENSOR, *DUPLICATED), 1, 2),
-    Variant("muon, pipeline, untied", (*MUON, *PIPELINE, *UNTIED), 3, 2),
-    Variant("muon, experts", (*MUON, *MIXTURE_OF_EXPERTS)),
-    Variant("muon, experts on 2 ranks", (*MUON, *TWO_EXPERT_RANKS)),
-]
+NESTEROV = ("--muon-nesterov", "--muon-no-split-qkv")
+MANY = [(1, 2, 4), (2, 1, 2), (4, 4, 4)]
+CASES = {
+    "one rank": [
+        (Variant("muon", MUON), MANY),
+        (Variant("muon, Nesterov, whole queries", (*MUON, *NESTEROV)), [(2, 4, 4)]),
+        (Variant("muon, grouped queries", (*MUON, *QUERY_GROUPS), 3), [(2, 2, 4)]),
+    ],
+    "two ranks": [
+        (Variant("muon, tensor parallel", (*MUON, *TENSOR), 3, 2), nested_sizes(2)),
+        (Variant("muon, duplicated", (*MUON, *TENSOR, *DUPLICATED), 1, 2), [(1, 2, 2)]),
+        (Variant("muon, pipeline", (*MUON, *PIPELINE, *UNTIED), 3, 2), [(2, 1, 2)]),
+    ],
+    "experts": [
+        (Variant("muon, experts", (*MUON, *MIXTURE_OF_EXPERTS)), MANY[:1]),
+        (Variant("muon, experts on 2 ranks", (*MUON, *TWO_EXPERT_RANKS)), MANY),
+    ],
+}
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-def test_a_run_is_that_of_stock_muon_on_as_many_ranks(variant):
-    sizes = nested_sizes(4 // variant.model_ranks)
-    cases = [(variant, sizes if len(sizes) < 4 else [(1, 2, 4), (2, 1, 2), (4, 4, 4)])]
-    assert_equal_runs(on_ranks(compare, 4, cases, STEPS, timeout_s=1800)[0])
+@pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
+def test_a_run_is_that_of_stock_muon_on_as_many_ranks(cases):
+    assert_equal_runs(on_ranks(compare, 4, cases, 10, timeout_s=1800)[0])
 
 
-MOVES = [
-    (
-        Job((2, 1, 4), MUON),
-        [Job((1, 2, 2), MUON), Job((1, 1, 1), (*MUON, *PIPELINE)), Job(None, MUON)],
-    ),
-    (Job((2, 2, 4), (*MUON, *TWO_EXPERT_RANKS)), [Job((4, 1, 4), (*MUON, *MIXTURE_OF_EXPERTS))]),
-    (Job(None, (*MUON, *UNTIED)), [Job((2, 1, 4), (*MUON, *UNTIED))]),
-]
+MOVES = {
+    Job((2, 1, 4), MUON): [
+        Job((1, 2, 2), MUON),
+        Job((1, 1, 1), (*MUON, *PIPELINE)),
+        Job(None, MUON),
+    ],
+    Job((2, 2, 4), (*MUON, *TWO_EXPERT_RANKS)): [Job((4, 1, 4), (*MUON, *MIXTURE_OF_EXPERTS))],
+    Job(None, (*MUON, *UNTIED)): [Job((2, 1, 4), (*MUON, *UNTIED))],
+}
 
 
-def move(origin: Job, targets: list[Job], folder: Path) -> tuple[list, list[list]]:
-    whole = origin.train_and_save(folder)
-    return whole.losses[SAVED_AT:], [target.resume(folder).losses for target in targets]
+def move_all(folder: Path) -> list[tuple[Job, Job, list, list]]:
+    moved = []
+    for number, (origin, targets) in enumerate(MOVES.items()):
+        whole = origin.train_and_save(folder / str(number)).losses[SAVED_AT:]
+        for target in targets:
+            losses = target.resume(folder / str(number)).losses
+            moved.append((origin, target, whole, losses))
+    return moved
 
 
-@pytest.mark.parametrize("origin, targets", MOVES, ids=["dense", "experts", "from stock"])
-def test_a_run_resumes_on_other_sizes_and_from_and_to_stock(origin, targets, tmp_path):
-    whole, moved = on_ranks(move, 4, origin, targets, tmp_path, timeout_s=1800)[0]
-    for losses, target in zip(moved, targets, strict=True):
+def test_a_run_resumes_on_other_sizes_and_from_and_to_stock(tmp_path):
+    for origin, target, whole, losses in on_ranks(move_all, 4, tmp_path, timeout_s=1800)[0]:
         assert len(losses) == NUM_STEPS - SAVED_AT
-        assert losses == pytest.approx(whole, rel=1e-6), target
+        assert losses == pytest.approx(whole, rel=1e-6), (origin, target)
 
 
 def repeat(sizes: tuple, folder: Path) -> tuple:
@@ -140,5 +151,5 @@ def repeat(sizes: tuple, folder: Path) -> tuple:
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(tmp_path):
-    for whole, rest, is_same_state in on_ranks(partial(repeat, (2, 4, 4)), 4, tmp_path):
+    for whole, rest, is_same_state in on_ranks(repeat, 4, (2, 4, 4), tmp_path):
         assert len(rest) == NUM_STEPS - SAVED_AT and rest == whole and is_same_state
