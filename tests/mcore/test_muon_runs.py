@@ -6,6 +6,7 @@ and resumed on other sizes.
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,19 +34,19 @@ DISTRIBUTED = ("--muon-tp-mode", "distributed")
 QUERY_GROUPS = ("--swiglu", "--group-query-attention", "--num-query-groups", "2")
 
 
-def params_of(chunks: list, _: object) -> dict[str, torch.Tensor]:
-    """Every parameter of this rank's model, whole."""
+def params_of(chunks: list, _: object) -> dict[str, np.ndarray]:
+    """Every parameter of this rank's model, whole. Tensors would end with the rank."""
     from megatron_asynchzp.mcore.whole_tensors import whole_params
 
     found = {}
     for chunk in chunks:
         is_sharded = hasattr(chunk, "runtime")
         named = whole_params(chunk.runtime) if is_sharded else chunk.named_parameters()
-        found |= {name.replace("module.", ""): param.detach().clone() for name, param in named}
+        found |= {n.replace("module.", ""): param.detach().clone().numpy() for n, param in named}
     return found
 
 
-def train(flags: tuple[str, ...], all_sizes: list) -> list[dict[str, torch.Tensor]]:
+def train(flags: tuple[str, ...], all_sizes: list) -> list[dict[str, np.ndarray]]:
     """The parameters after STEPS, with each of the sizes; None stands for stock Megatron."""
     found = []
     for sizes in all_sizes:
@@ -59,12 +60,12 @@ def assert_slices_of(params: dict, whole: dict, rank: int, case: object) -> None
     """Whether each of `params` is the reference, or this tensor-parallel rank's part of it."""
     assert set(params) == set(whole)
     for name, param in params.items():
-        expected = whole[name]
+        expected = torch.from_numpy(whole[name])
         for dim, (mine, full) in enumerate(zip(param.shape, expected.shape, strict=True)):
             if mine != full:
                 expected = expected.chunk(full // mine, dim)[rank % (full // mine)]
         torch.testing.assert_close(
-            param, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=f"{name}, {case}"
+            torch.from_numpy(param), expected, rtol=TOLERANCE, atol=TOLERANCE, msg=f"{name}, {case}"
         )
 
 
