@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.emerging_optimizers import _is_nonlinear_or_embedding
 from rich.console import Console
 from rich.table import Table
 
@@ -17,14 +18,21 @@ from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
 from megatron_asynchzp.sharding.topology import spans_nodes
 from megatron_asynchzp.zero.unit import HZPUnit
 
-OPTIMIZER_STATE_NBYTES = {"adam": 8, "sgd": 4}  # per element: two fp32 moments, one momentum
+# Per element: two fp32 moments, or one momentum. Beside Muon's matrices the rest has Adam.
+OPTIMIZER_STATE_NBYTES = {"adam": 8, "sgd": 4, "muon": 4}
 _MAX_RANKS_SHOWN = 8
+
+
+def _moment_nbytes(param: torch.nn.Parameter, optimizer: str) -> int:
+    """Of each element of a parameter."""
+    is_adams = optimizer == "muon" and _is_nonlinear_or_embedding(param)
+    return OPTIMIZER_STATE_NBYTES["adam" if is_adams else optimizer]
 
 
 def state_nbytes_by_formula(units: Sequence[HZPUnit], optimizer: str = "adam") -> dict[str, float]:
     """AsyncHZP section 3 without padding: b N/P, 4 N/G, 4 N/O and m N/O for the moments.
 
-    b is the element size of the model, m that of OPTIMIZER_STATE_NBYTES; an fp32 model has no
+    b is the element size of the model, m the bytes of OPTIMIZER_STATE_NBYTES; an fp32 model has no
     main_param of its own. N counts each unit with the sizes of its own sharding group.
     """
     total = {"model_param": 0.0, "main_grad": 0.0, "main_param": 0.0, "optimizer_moments": 0.0}
@@ -34,7 +42,8 @@ def state_nbytes_by_formula(units: Sequence[HZPUnit], optimizer: str = "adam") -
         if unit.is_trained:
             total["main_grad"] += 4 * numel / sizes.grad
             total["main_param"] += 0 if unit.is_main_param_aliased else 4 * numel / sizes.optim
-            total["optimizer_moments"] += OPTIMIZER_STATE_NBYTES[optimizer] * numel / sizes.optim
+            moments = sum(_moment_nbytes(param, optimizer) * param.numel() for param in unit.params)
+            total["optimizer_moments"] += moments / sizes.optim
     return total
 
 
@@ -45,8 +54,8 @@ def state_nbytes_allocated(units: Sequence[HZPUnit], optimizer: str = "adam") ->
         for state, nbytes in unit.state_nbytes().items():
             total[state] += nbytes
         if unit.is_trained:
-            owned = sum(fragment.numel() for fragment in unit.main_param_fragments())
-            total["optimizer_moments"] += OPTIMIZER_STATE_NBYTES[optimizer] * owned
+            for param, fragment in zip(unit.params, unit.main_param_fragments(), strict=True):
+                total["optimizer_moments"] += _moment_nbytes(param, optimizer) * fragment.numel()
     return total
 
 

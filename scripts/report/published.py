@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from scripts.report import (
@@ -26,7 +27,7 @@ from scripts.report.compare_rows import Comparison, comparisons
 from scripts.report.loss_picture import RINGS
 from scripts.report.parity_table import parity_table, shrunk_table
 from scripts.report.plot_timeline import write_picture
-from scripts.report.records import NotRecorded, Record, read_record
+from scripts.report.records import NotRecorded, Record, markdown_table, read_record
 from scripts.report.wire_table import wire_table
 
 MIB = 2**20
@@ -104,6 +105,23 @@ def host_cost() -> str:
     return "\n".join([*rows, "", provenance("host_cost")])
 
 
+def muon() -> str:
+    """Each system with Adam and with Muon."""
+    found: dict[tuple[str, str], list[dict]] = {}
+    for line in read_record("muon").lines:
+        found.setdefault((line["system"], line["optimizer"]), []).append(line)
+    rows = []
+    for (system, optimizer), lines in found.items():
+        if reason := next((line["reason"] for line in lines if "reason" in line), None):
+            rows.append([system, optimizer, reason, ""])
+            continue
+        step_ms = median(ms for line in lines for ms in line["step_ms"])
+        sent = median(line["node_nbytes"] for line in lines)
+        rows.append([system, optimizer, f"{step_ms:.0f}", f"{sent / 1e6:.2f}"])
+    table = markdown_table(["system", "optimizer", "step (ms)", "sent per step (MB)"], rows, 2)
+    return f"{table}\n{provenance('muon')}"
+
+
 def pipeline() -> str:
     """Gathers, then reductions, of each layer in one step, by depth and stage."""
     rows: dict[tuple, list[dict]] = {}
@@ -178,6 +196,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "grad wire": lambda: wire_table(read_record("grad_wire").lines),
     "stock noise": stock_noise,
     "host cost": host_cost,
+    "muon": muon,
     "pipeline": pipeline,
     "quickstart": quickstart,
     "pasa gradient": lambda: pasa_table.gradient_table(read_record("pasa_accuracy").lines),

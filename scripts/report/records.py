@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parents[2] / "docs" / "results" / "records"
 EXPECTED = {
     *("checkpoints", "clusters", "compare", "compare fast", "host_cost", "mutants", "parity"),
     *("pasa_accuracy", "pasa_training", "pipeline", "quickstart", "scaling", "schedules"),
-    *("stock_noise", "timeline", "grad_wire", "shrunk_models"),
+    *("stock_noise", "timeline", "grad_wire", "shrunk_models", "muon"),
 }
 
 

@@ -39,6 +39,7 @@ def prepare_args(args: Namespace) -> list[str]:
     sizes = resolve_shard_sizes(args, group_size, sharding_ranks_per_node(args))
     refuse_missing_data(args)
     refuse_missing_writer(args)
+    refuse_missing_muon(args)
     lines = []
     if translated_sizes(args, group_size):
         flags = [f"--asynchzp-{state}-shard-size {getattr(sizes, state)}" for state in STATES]
@@ -145,6 +146,25 @@ def refuse_missing_writer(args: Namespace) -> None:
         raise ConfigurationError(
             "--async-save: its writer is not installed; install nvidia-resiliency-ext, or add "
             "--async-strategy mcore"
+        )
+
+
+def refuse_missing_muon(args: Namespace) -> None:
+    """Raise ConfigurationError for Muon without the package that holds its arithmetic."""
+    if args.optimizer not in ("muon", "dist_muon"):
+        return
+    if find_spec("emerging_optimizers") is None:
+        raise ConfigurationError(
+            "--optimizer muon: Megatron takes its Newton-Schulz iteration from a package that is "
+            "not installed; pip install emerging-optimizers"
+        )
+    from megatron.core.optimizer.emerging_optimizers import get_supported_coefficient_types
+
+    known = get_supported_coefficient_types()
+    if args.muon_coefficient_type not in known:
+        raise ConfigurationError(
+            f"--muon-coefficient-type {args.muon_coefficient_type} is not known to the "
+            f"emerging-optimizers that is installed; use one of {', '.join(known)}"
         )
 
 

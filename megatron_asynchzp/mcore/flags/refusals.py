@@ -61,7 +61,8 @@ def given(example: str, name: str | None = None) -> Refusal:
 def other_than(example: str, *allowed: object) -> Refusal:
     """Refused with all values but `allowed`."""
     name = _argument(example)
-    condition = f"other than {' and '.join(map(str, allowed))}"
+    *others, last = map(str, allowed)
+    condition = f"other than {', '.join(others)} and {last}" if others else f"other than {last}"
     return Refusal(example, lambda args: getattr(args, name, allowed[0]) not in allowed, condition)
 
 
@@ -128,11 +129,25 @@ REFUSALS: tuple[Refusal, ...] = (
         "--reuse-grad-buf-for-mxfp8-param-ag",
     ),
     *because(
-        "the sharded optimizer is Adam or SGD on fp32 main parameters",
-        "use --optimizer adam or sgd alone",
-        other_than("--optimizer muon", "adam", "sgd"),
+        "the sharded optimizer is Adam, SGD or Muon on fp32 main parameters",
+        "use --optimizer adam, sgd or muon alone",
+        other_than("--optimizer soap", "adam", "sgd", "muon", "dist_muon"),
         "--optimizer-cpu-offload",
         "--use-precision-aware-optimizer",
+    ),
+    *because(
+        "Megatron has no gradient scaler for it",
+        "use --bf16",
+        Refusal(
+            "--optimizer muon --fp16",
+            lambda args: args.fp16 and args.optimizer in ("muon", "dist_muon"),
+            "muon with --fp16",
+        ),
+    ),
+    *because(
+        "what is not a matrix has Adam",
+        "use --muon-scalar-optimizer adam",
+        equal_to("--muon-scalar-optimizer lion"),
     ),
     *because(
         "main parameters, gradients and optimizer states are kept in fp32",

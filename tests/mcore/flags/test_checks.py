@@ -141,3 +141,14 @@ def test_the_chunks_of_a_rank_share_its_memory_in_flight(parse):
     args.virtual_pipeline_model_parallel_size = 2
     schedule = resolve_schedule(args)
     assert schedule.in_flight_nbytes == 3 * 2**29 and schedule.grad_slot_nbytes == 2**19
+
+
+def test_muon_needs_the_package_with_its_arithmetic_and_coefficients_it_knows(parse, monkeypatch):
+    checks.refuse_missing_muon(parse("--optimizer muon"))
+    with pytest.raises(ConfigurationError, match="^--muon-coefficient-type cubic .*quintic"):
+        checks.refuse_missing_muon(parse("--optimizer muon --muon-coefficient-type cubic"))
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    checks.refuse_missing_muon(parse())
+    for name in ("muon", "dist_muon"):
+        with pytest.raises(ConfigurationError, match="pip install emerging-optimizers$"):
+            checks.refuse_missing_muon(parse(f"--optimizer {name}"))
