@@ -42,7 +42,8 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
     config, ddp_config, module, pg_collection: as for DistributedDataParallel.
     groups: see create_shard_groups; they and `communication` are shared by all chunks of a rank;
-    takes_snapshots: see ChunkCheckpoint; construction: see HZPRuntime.
+    takes_snapshots: see ChunkCheckpoint; construction: see HZPRuntime; index: of this chunk on its
+    rank.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         communication: Communication,
         takes_snapshots: bool = False,
         construction: Construction | None = None,
+        index: int = 0,
     ):
         _BaseDataParallel.__init__(self, config=config, module=module)
         self.ddp_config = ddp_config
@@ -74,7 +76,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         self.communication = communication
         self.runtime = HZPRuntime(
             module,
-            plan_megatron_units(module),
+            plan_megatron_units(module, index),
             groups,
             communication.schedule,
             communication.driver,
@@ -234,7 +236,7 @@ def wrap_model_chunks(
     if construction is not None:
         construction.note_whole(param for chunk in model_chunks for param in chunk.parameters())
     wrapped = []
-    for chunk in model_chunks:
+    for index, chunk in enumerate(model_chunks):
         if data_parallel_random_init:
             for param in chunk.parameters():
                 if construction is None or not construction.holds(param):
@@ -249,6 +251,7 @@ def wrap_model_chunks(
                 communication,
                 takes_snapshots,
                 construction,
+                index,
             )
         )
     if construction is not None:
