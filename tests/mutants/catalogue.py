@@ -719,6 +719,15 @@ DEVICES = [
         f"{_LEFT_BEHIND}forty_evaluations_leave_no_more_behind_than_two",
     ),
     Mutant(
+        "evaluation-lengthens-the-record",
+        "the record of what was submitted does not grow with an evaluation",
+        "comm/driver.py",
+        "if len(self.submitted) > _LONG_RECORD:",
+        "if False:",
+        "tests/comm/test_driver.py::"
+        "test_an_evaluation_of_any_length_leaves_a_short_record_that_shows_each_difference",
+    ),
+    Mutant(
         "fused-second-call-overwrites",
         "fused gradients of a unit that is called twice add up",
         "zero/autograd.py",
