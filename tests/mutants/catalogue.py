@@ -166,7 +166,7 @@ COMMUNICATION = [
     Mutant(
         "order-check-of-the-last-entry",
         "law 3: what the ranks compare covers all that was issued",
-        "comm/order_check.py",
+        "comm/driver.py",
         "value = zlib.crc32(entry.encode(), value)",
         "value = zlib.crc32(entry.encode())",
         _SWAPPED,
