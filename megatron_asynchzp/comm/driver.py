@@ -19,13 +19,22 @@ tasks in the order of submission, and waits, as a stream would, for what they de
 """
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+import zlib
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from megatron_asynchzp.comm.collectives import AxisGroup, Steps, ranks_along
 from megatron_asynchzp.comm.timeline import LANES, WAIT, Timeline
 from megatron_asynchzp.comm.watchdog import Watchdog
+
+
+def hash_of(entries: Iterable[str]) -> int:
+    """Of what was submitted, in its order; the same in every process."""
+    value = 0
+    for entry in entries:
+        value = zlib.crc32(entry.encode(), value)
+    return value
 
 
 class CollectiveFailure(RuntimeError):
@@ -35,6 +44,9 @@ class CollectiveFailure(RuntimeError):
 OnFailure = Callable[[CollectiveFailure, Callable[[float], bool]], None]
 """Called with the first failure in the background thread that saw it, which has nothing else to
 do; the second argument waits for so many seconds and returns whether the driver was closed."""
+
+# More entries than this are folded into one where the record is shortened.
+_LONG_RECORD = 1000
 
 # torch appends the C++ frames to some of its messages, behind these words.
 _CPP_TRACE = "Exception raised from"
@@ -53,7 +65,13 @@ class Task:
     """
 
     driver: "Driver"
-    step: int = 0
+    step = 0
+    is_usable = False
+    signal: threading.Event | None = None
+    event: Any = None
+    _steps: Steps = iter(())
+    _work: Any = None
+    _start_mark: Any = None
 
     def __init__(
         self,
@@ -68,12 +86,6 @@ class Task:
         self.start = start
         self.ready = ready
         self.after = [task for task in after if task is not None]
-        self.is_usable = False
-        self.signal: threading.Event | None = None
-        self.event: Any = None
-        self._steps: Steps = iter(())
-        self._work: Any = None
-        self._start_mark: Any = None
 
     @property
     def title(self) -> str:
@@ -228,6 +240,13 @@ class Driver:
         self.submitted.append(f"{task.lane} {task.unit}")
         self._start(task)
         return task
+
+    def shorten_record(self) -> None:
+        """A forward of an evaluation begins, which may be any number of them without a comparison:
+        fold what was submitted into one entry where it is long."""
+        if len(self.submitted) > _LONG_RECORD:
+            folded = f"{len(self.submitted)} collectives with hash {hash_of(self.submitted):08x}"
+            self.submitted = [folded]
 
     def _refuse(self, task: Task) -> None:
         self.raise_failure()

@@ -5,7 +5,6 @@ state of the micro-batch that runs.
 """
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -39,8 +38,8 @@ class _MicroBatch:
     """
 
     in_backward: bool = False
-    calls: Counter[HZPUnit] = field(default_factory=Counter[HZPUnit])
-    depth: Counter[HZPUnit] = field(default_factory=Counter[HZPUnit])
+    calls: dict[HZPUnit, int] = field(default_factory=dict[HZPUnit, int])
+    depth: dict[HZPUnit, int] = field(default_factory=dict[HZPUnit, int])
     started_backward: set[HZPUnit] = field(default_factory=set[HZPUnit])
     compute_marks: dict[tuple[str, HZPUnit], Any] = field(
         default_factory=dict[tuple[str, HZPUnit], Any]
@@ -155,11 +154,13 @@ class HZPRuntime(StepScheduler):
         self._has_pushed.append(self._saved_views.are_needed_by(units))
         if self._has_pushed[-1]:
             self._saved_views.push()
-        self._batch.depth.update(units)
+        batch = self._batch
         for unit in units:
-            if not self._batch.in_backward:
-                self._batch.calls[unit] += 1
-                if self._batch.calls[unit] > 1:
+            batch.depth[unit] = batch.depth.get(unit, 0) + 1
+        for unit in units:
+            if not batch.in_backward:
+                calls = batch.calls[unit] = batch.calls.get(unit, 0) + 1
+                if calls > 1:
                     self._note_second_call(unit)
             self._unshard(unit)
         self._mark_compute("forward", units)
@@ -233,8 +234,10 @@ class HZPRuntime(StepScheduler):
 
     def _note_compute(self, direction: str, units: list[HZPUnit]) -> None:
         """The computation of this direction with `units` has ended, in a captured trace."""
+        if not self._batch.compute_marks:
+            return
         timeline = self.driver.timeline
-        for unit in units if self._batch.compute_marks else ():
+        for unit in units:
             start = self._batch.compute_marks.pop((direction, unit), None)
             if start is not None:
                 timeline.note(COMPUTE, f"{direction} {unit.name}", start)

@@ -5,7 +5,7 @@ ahead of its use into which place, and which parameter shards are rebuilt after 
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -48,11 +48,10 @@ class UseOrder:
         self._is_followed = expected is unit
         return None if self._is_followed else expected
 
-    def upcoming(self, most: int) -> Iterator[HZPUnit]:
+    def upcoming(self, most: int) -> Sequence[HZPUnit]:
         """The next uses, as far as they are known, at most that many."""
         position = len(self._used)
-        end = min(position + most, len(self._expected)) if self._is_followed else position
-        return (self._expected[place] for place in range(position, end))
+        return self._expected[position : position + most] if self._is_followed else ()
 
 
 class KeptParams:
@@ -176,14 +175,11 @@ class Gathers:
         for following in self._upcoming():
             if following is unit:
                 return True
-            if not self._is_gathered(following):
+            if following.phase is Phase.SHARDED and following not in self._gathers:
                 return False
         return False
 
-    def _is_gathered(self, unit: HZPUnit) -> bool:
-        return unit in self._gathers or unit.phase is Phase.UNSHARDED
-
-    def _upcoming(self) -> Iterator[HZPUnit]:
+    def _upcoming(self) -> Sequence[HZPUnit]:
         # Far enough for memory that holds a part of the model, which is what it is for.
         return self._order.upcoming(len(self._units))
 
@@ -296,14 +292,14 @@ class Gathers:
         among: whose shards can be read, or will be by what was submitted; None for all.
         """
         for unit in self._upcoming():
-            if self._is_gathered(unit):
+            if unit.phase is Phase.UNSHARDED or unit in self._gathers:
                 continue
             if (among is not None and unit not in among) or not self._try_gather_ahead(unit):
                 return
 
     def _try_gather_ahead(self, unit: HZPUnit) -> bool:
         """Gather `unit` if the depth and the memory allow it. Returns whether."""
-        if sum(ahead.size_key == unit.size_key for ahead in self._gathers) >= self._depth:
+        if [ahead.size_key for ahead in self._gathers].count(unit.size_key) >= self._depth:
             return False
         place = self._acquire_place(unit)
         if place is not None:
@@ -385,6 +381,7 @@ class Gathers:
     def begin_evaluation(self) -> None:
         """A forward without backward begins."""
         self._driver.timeline.pause()
+        self._driver.shorten_record()
         self._restart_order(self._evaluation_order)
 
     def begin_step(self) -> None:

@@ -39,9 +39,6 @@ class Phase(enum.Enum):
     """The full parameters are in memory and every parameter is a view of them."""
 
 
-LEGAL_TRANSITIONS = {Phase.SHARDED: {Phase.UNSHARDED}, Phase.UNSHARDED: {Phase.SHARDED}}
-
-
 class IllegalTransition(RuntimeError):
     """The phase of a unit does not allow what was requested of it."""
 
@@ -138,7 +135,7 @@ class HZPUnit:
         for param, tensor in zip(self.params, tensors, strict=True):
             param.data = tensor
 
-    @property
+    @cached_property
     def is_always_unsharded(self) -> bool:
         """With a parameter shard size of 1 the shard is the whole: nothing to gather."""
         return self.groups.topology.sizes.param == 1
@@ -156,13 +153,13 @@ class HZPUnit:
     # ---- parameters
 
     def _enter(self, phase: Phase) -> None:
-        if phase not in LEGAL_TRANSITIONS[self.phase]:
+        if phase is self.phase:
             raise IllegalTransition(f"{self.name}: {self.phase.value} -> {phase.value}")
         self.phase = phase
 
     def gather_steps(self, full: torch.Tensor) -> Steps:
         """Gather the full parameters over the P axes into `full` (1-D, padded_numel)."""
-        yield from all_gather_steps(self.model_param.storage, full, self.groups.unshard)
+        return all_gather_steps(self.model_param.storage, full, self.groups.unshard)
 
     def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
         """The place of each parameter in `full` (1-D, padded_numel, any dtype), in its shape."""
@@ -205,7 +202,7 @@ class HZPUnit:
 
     # ---- gradients
 
-    @property
+    @cached_property
     def reduces_in_place(self) -> bool:
         """With a gradient shard size of 1 the shard is the whole: gradients go straight into it."""
         return self.groups.topology.sizes.grad == 1

@@ -166,7 +166,7 @@ COMMUNICATION = [
     Mutant(
         "order-check-of-the-last-entry",
         "law 3: what the ranks compare covers all that was issued",
-        "comm/order_check.py",
+        "comm/driver.py",
         "value = zlib.crc32(entry.encode(), value)",
         "value = zlib.crc32(entry.encode())",
         _SWAPPED,
@@ -811,6 +811,15 @@ DEVICES = [
         "self._driver.timeline.pause()",
         "pass",
         f"{_LEFT_BEHIND}forty_evaluations_leave_no_more_behind_than_two",
+    ),
+    Mutant(
+        "evaluation-lengthens-the-record",
+        "the record of what was submitted does not grow with an evaluation",
+        "comm/driver.py",
+        "if len(self.submitted) > _LONG_RECORD:",
+        "if False:",
+        "tests/comm/test_driver.py::"
+        "test_an_evaluation_of_any_length_leaves_a_short_record_that_shows_each_difference",
     ),
     Mutant(
         "fused-second-call-overwrites",
