@@ -258,7 +258,11 @@ def _build(args: Namespace, groups: object) -> torch.nn.Module:
     def without_checks(self: torch.nn.Module, *_: object, **__: object) -> None:
         torch.nn.Module.__init__(self)  # the core attention has no parameters
 
-    with mock.patch.object(DotProductAttention, "__init__", without_checks):
+    with (
+        mock.patch.object(DotProductAttention, "__init__", without_checks),
+        # A tied embedding on two stages is sent from one to the other.
+        mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
+    ):
         with torch.device("meta"):
             model = config.get_builder_cls()(config).build_model(groups)
     # As Float16Module does.

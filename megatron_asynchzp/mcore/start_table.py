@@ -15,6 +15,7 @@ from rich.table import Table
 from megatron_asynchzp.comm.collectives import AxisGroup
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
+from megatron_asynchzp.mcore.rounded_adam import moments_of
 from megatron_asynchzp.planner.memory import Sizes, state_nbytes
 from megatron_asynchzp.sharding.topology import spans_nodes
 from megatron_asynchzp.zero.unit import HZPUnit
@@ -26,10 +27,10 @@ _MAX_RANKS_SHOWN = 8
 
 
 def moments_nbytes(args: Namespace) -> int:
-    """Bytes per element of the optimizer's states. args: validated, or an OptimizerConfig."""
+    """Bytes per element of the optimizer's states. args: validated."""
     if args.optimizer == "sgd":
         return 4
-    return args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+    return sum(dtype.itemsize for dtype in moments_of(args))
 
 
 def state_nbytes_by_formula(
