@@ -131,12 +131,16 @@ def _asynchzp_states(
     is_shown = stage.index == 0  # rank 0's, as in a run
     table = _start_table(units, plans, groups, rings, args, ranks_per_node) if is_shown else ""
     moments = moments_nbytes(args)
+    largest = max(unit.layout.padded_numel for unit in units)
     whole = max(unit.layout.padded_numel * unit.dtype.itemsize for unit in units)
+    is_copied = args.distributed_backend == "gloo"
     memory = Memory(
         state_nbytes_allocated(units, moments),
         rings,
         whole,
         stage_activations(setting_of(args), stage.index),
+        copied_params=whole if is_copied else 0.0,
+        copied_grads=largest * 4 if is_copied else 0.0,
     )
     return StageStates(*common, state_nbytes_by_formula(units, moments), memory, table)
 
