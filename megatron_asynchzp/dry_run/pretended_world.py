@@ -44,12 +44,13 @@ class Refused(ConfigurationError):
 class Stage:
     """One pipeline stage as its first rank has it, valid while its world is there.
 
-    model: on the meta device, in the dtype of training; groups: Megatron's ProcessGroupCollection;
-    rank: the global rank; num_ranks: of the stage.
+    model: on the meta device, in the dtype of training; None for a hybrid model, whose layers need
+    the kernels of a device to be built; groups: Megatron's ProcessGroupCollection; rank: the global
+    rank; num_ranks: of the stage.
     """
 
     index: int
-    model: torch.nn.Module
+    model: torch.nn.Module | None
     groups: object
     rank: int
     num_ranks: int
@@ -213,7 +214,7 @@ def stages(args: Namespace) -> Iterator[Stage]:
         with _world(args, index * apart) as groups:
             try:
                 with _answers_of_a_gpu(), _silence():
-                    model = _build(args, groups)
+                    model = None if args.hybrid_layer_pattern else _build(args, groups)
             except Exception as error:
                 raise Refused(_one_line(error, "")) from error
             yield Stage(index, model, groups, index * apart, num_ranks)
@@ -247,11 +248,10 @@ def _world(args: Namespace, rank: int) -> Iterator[object]:
 def _build(args: Namespace, groups: object) -> torch.nn.Module:
     """This stage's model with Megatron's own builder, without memory and without values."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
+    from megatron.training.argument_utils import gpt_config_from_args
 
     without_kernels = platform.values_without_device() | {"perform_initialization": False}
-    from_args = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
-    config = from_args(Namespace(**(vars(args) | without_kernels)))
+    config = gpt_config_from_args(Namespace(**(vars(args) | without_kernels)))
     # Checked by now, and refused by the local layers; it changes no shape.
     config.transformer.sequence_parallel = False
 

@@ -5,6 +5,7 @@ stock Megatron's by formula; activations by the planner's formulas.
 """
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -23,7 +24,16 @@ from megatron_asynchzp.mcore.start_table import (
     state_nbytes_by_formula,
 )
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
-from megatron_asynchzp.planner.memory import Memory, stage_activations
+from megatron_asynchzp.planner.activations import Setting
+from megatron_asynchzp.planner.memory import (
+    Memory,
+    Sizes,
+    in_flight,
+    largest_unit,
+    stage_activations,
+    states,
+)
+from megatron_asynchzp.planner.model import GroupKey, Unit, stage_units
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.zero.gathers import new_param_rings
 from megatron_asynchzp.zero.plan import UnitPlan
@@ -36,13 +46,15 @@ class StageStates:
     """What one rank of a pipeline stage holds, in bytes.
 
     numel: of the rank's parameters before data parallelism, by sharding group ("dense",
-    "expert"); whole_numel: of the stage, over its tensor and expert parallel ranks; formula: by
-    state, without padding; memory: with padding, and all that comes beside the states.
+    "expert"); planned: the same by the planner's formulas; whole_numel: of the stage, over its
+    tensor and expert parallel ranks; formula: by state, without padding; memory: with padding, and
+    all that comes beside the states.
     """
 
     index: int
     num_ranks: int
     numel: dict[str, int]
+    planned: dict[str, int]
     whole_numel: int
     formula: dict[str, float]
     memory: Memory
@@ -51,18 +63,56 @@ class StageStates:
 
 def stage_states(stage: Stage, args: Namespace, ranks_per_node: int) -> StageStates:
     """Of the first rank of `stage`, whose padding is the least and whose moments are the most."""
-    numel = {"dense": 0, "expert": 0}
-    whole = 0
-    for param in stage.model.parameters():
+    setting = setting_of(args)
+    planned_units = stage_units(setting.model, setting.parallel, setting.batch, stage.index)
+    planned = {"dense": 0, "expert": 0}
+    for unit in planned_units:
+        planned[unit.group] += unit.numel
+    if stage.model is None:
+        numel, whole = planned, _planned_whole(planned, args)
+    else:
+        numel, whole = _numel(stage.model, args)
+    common = (stage.index, stage.num_ranks, numel, planned, whole)
+    if not getattr(args, "use_asynchzp", False):
+        formula = _baseline_nbytes(numel, stage, args)
+        activations = stage_activations(setting, stage.index)
+        return StageStates(*common, formula, Memory(formula, {}, 0.0, activations))
+    if stage.model is None:
+        formula, memory = _planned_memory(stage, args, setting, planned_units)
+        return StageStates(*common, formula, memory)
+    return _asynchzp_states(stage, args, ranks_per_node, common)
+
+
+def _numel(model: torch.nn.Module, args: Namespace) -> tuple[dict[str, int], int]:
+    """Parameters of the rank by sharding group, and of its stage."""
+    numel, whole = {"dense": 0, "expert": 0}, 0
+    for param in model.parameters():
         key = sharding_group_key(param)
         numel[key] += param.numel()
         whole += param.numel() * _num_parts(param, key, args)
-    common = (stage.index, stage.num_ranks, numel, whole)
-    if getattr(args, "use_asynchzp", False):
-        return _asynchzp_states(stage, args, ranks_per_node, common)
-    formula = _baseline_nbytes(numel, stage, args)
-    activations = stage_activations(setting_of(args), stage.index)
-    return StageStates(*common, formula, Memory(formula, {}, 0.0, activations))
+    return numel, whole
+
+
+def _planned_whole(planned: dict[str, int], args: Namespace) -> int:
+    """Of a stage, as if tensor parallelism divided every parameter: norms are not worth more."""
+    experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    return planned["dense"] * args.tensor_model_parallel_size + planned["expert"] * experts
+
+
+def _planned_memory(
+    stage: Stage, args: Namespace, setting: Setting, units: Sequence[Unit]
+) -> tuple[dict[str, float], Memory]:
+    """By the planner's formulas alone, without padding."""
+    sizes: dict[GroupKey, Sizes] = {}
+    of_dense = shard_sizes(args)
+    for key, group in (("dense", stage.groups.dp_cp), ("expert", stage.groups.expt_dp)):
+        of_group = of_dense.restricted_to(group.size())
+        sizes[key] = Sizes(of_group.param, of_group.grad, of_group.optim)
+    itemsize = setting.model.itemsize
+    formula = states(units, itemsize, sizes, moments_nbytes(args))
+    flying = in_flight(units, itemsize, sizes, resolve_schedule(args).depth)
+    activations = stage_activations(setting, stage.index)
+    return formula, Memory(formula, flying, largest_unit(units, itemsize), activations)
 
 
 def _num_parts(param: torch.nn.Parameter, key: str, args: Namespace) -> int:

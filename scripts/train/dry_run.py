@@ -121,6 +121,7 @@ def _stage_as_json(stage: Any) -> dict:
     return {
         "ranks": stage.num_ranks,
         "numel": stage.numel,
+        "planned": stage.planned,
         "formula": stage.formula,
         "allocated": dict(memory.at_rest),
         "rings": dict(memory.in_flight),

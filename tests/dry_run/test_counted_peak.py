@@ -6,9 +6,7 @@ import shutil
 
 import pytest
 
-from tests.support.counted_peak import counted_peaks, predicted_peaks
-from tests.support.dry_models import CASES
-from tests.support.world import on_ranks
+from scripts.bench.count_peaks import CASES, compare
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,26 +19,10 @@ _WITHIN = 0.05
 
 
 def test_the_predicted_peak_is_within_5_percent_of_the_counted_one_for_every_kind_of_model():
-    assert len(CASES) >= 12
-    predicted = predicted_peaks([(case.flags, case.ranks) for case in CASES])
-    wrong = []
-    for ranks in sorted({case.ranks for case in CASES}):
-        chosen = [index for index, case in enumerate(CASES) if case.ranks == ranks]
-        counted = on_ranks(counted_peaks, ranks, [CASES[i].flags for i in chosen], timeout_s=900)
-        for position, index in enumerate(chosen):
-            stages = predicted[index]
-            per_stage = ranks // len(stages)
-            for number, stage in enumerate(stages):
-                of_ranks = [counted[number * per_stage + i][position] for i in range(per_stage)]
-                start, total = (max(peak[i] for peak in of_ranks) for i in (0, 1))
-                error = stage.total / total - 1
-                line = (
-                    f"{CASES[index].name}, stage {number}: predicted {stage.total / 2**20:.2f} "
-                    f"MiB, counted {total / 2**20:.2f} ({error:+.1%}); start "
-                    f"{stage.start / 2**20:.2f}, counted {start / 2**20:.2f}"
-                )
-                print(line)
-                # A start may take less: a model in construction shares memory with the rings.
-                if abs(error) > _WITHIN or start > (1 + _WITHIN) * stage.start:
-                    wrong.append(line)
-    assert not wrong, "\n".join(wrong)
+    lines = list(compare(CASES))
+    assert len({line["model"] for line in lines}) >= 12
+    for line in lines:
+        predicted, counted = line["predicted"], line["counted"]
+        assert predicted["total"] == pytest.approx(counted["total"], rel=_WITHIN), line
+        # A start may take less: a model in construction is not there when the rings are made.
+        assert counted["start"] <= (1 + _WITHIN) * predicted["start"], line
