@@ -181,18 +181,38 @@ def _asynchzp_states(
     is_shown = stage.index == 0  # rank 0's, as in a run
     table = _start_table(units, plans, groups, rings, args, ranks_per_node) if is_shown else ""
     moments = moments_nbytes(args)
-    largest = max(unit.layout.padded_numel for unit in units)
     whole = max(unit.layout.padded_numel * unit.dtype.itemsize for unit in units)
-    is_copied = args.distributed_backend == "gloo"
+    is_cpu = args.distributed_backend == "gloo"
     memory = Memory(
         state_nbytes_allocated(units, moments),
         rings,
         whole,
         stage_activations(setting_of(args), stage.index),
-        copied_params=whole if is_copied else 0.0,
-        copied_grads=largest * 4 if is_copied else 0.0,
+        copied_params=_largest_copy(units, "param") if is_cpu else 0.0,
+        copied_grads=_largest_copy(units, "grad") if is_cpu else 0.0,
+        drawn=_drawn_nbytes(units, args) if is_cpu else 0.0,
     )
     return StageStates(*common, state_nbytes_by_formula(units, moments), memory, table)
+
+
+def _largest_copy(units: Sequence[HZPUnit], state: str) -> float:
+    """Bytes of the largest unit whose parameters are gathered, or whose gradients are reduced."""
+    return max(
+        (
+            unit.layout.padded_numel * (unit.dtype.itemsize if state == "param" else 4)
+            for unit in units
+            if getattr(unit.groups.topology.sizes, state) > 1
+        ),
+        default=0.0,
+    )
+
+
+def _drawn_nbytes(units: Sequence[HZPUnit], args: Namespace) -> float:
+    """Beside the largest weight, on a CPU: that of all tensor-parallel ranks in fp32 and in its own
+    dtype, and the part of this rank."""
+    itemsize = units[0].dtype.itemsize
+    weight = max(piece.range.numel for unit in units for piece in unit.layout.slices)
+    return weight * ((4 + itemsize) * args.tensor_model_parallel_size + itemsize)
 
 
 def _start_table(

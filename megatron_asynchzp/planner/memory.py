@@ -192,7 +192,9 @@ def stage_activations(of: Setting, stage: int) -> Activations:
 class Memory:
     """Bytes of one rank. at_rest: by state; in_flight: by kind; whole_unit: the largest unit whole,
     which construction holds once, and backward as autograd's own gradients; copied_params,
-    copied_grads: what a backend copies while it gathers and reduces (gloo: a unit)."""
+    copied_grads: what a backend copies while it gathers and reduces (gloo: a unit); drawn: what
+    drawing one weight takes beside it (Megatron on a CPU: the weight of all tensor-parallel ranks,
+    in fp32)."""
 
     at_rest: Mapping[str, float]
     in_flight: Mapping[str, float]
@@ -200,6 +202,7 @@ class Memory:
     activations: Activations
     copied_params: float = 0.0
     copied_grads: float = 0.0
+    drawn: float = 0.0
 
     @property
     def states(self) -> float:
@@ -211,8 +214,10 @@ class Memory:
 
     @property
     def start(self) -> float:
-        """The peak until the first step: moments come with the first update."""
-        return self.states - self.at_rest[_MOMENTS] + self.flying + self.whole_unit
+        """The peak until the first step: while weights are drawn, with the shards of parameters
+        alone; or when all but the moments is there, which come with the first update."""
+        drawing = self.at_rest["model_param"] + self.drawn
+        return self.whole_unit + max(drawing, self.states - self.at_rest[_MOMENTS] + self.flying)
 
     @property
     def working(self) -> float:

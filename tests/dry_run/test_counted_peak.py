@@ -23,6 +23,7 @@ def test_the_predicted_peak_is_within_5_percent_of_the_counted_one_for_every_kin
     assert len({line["model"] for line in lines}) >= 12
     for line in lines:
         predicted, counted = line["predicted"], line["counted"]
-        assert predicted["total"] == pytest.approx(counted["total"], rel=_WITHIN), line
+        peaks = max(predicted.values()), max(counted.values())
+        assert peaks[0] == pytest.approx(peaks[1], rel=_WITHIN), line
         # A start may take less: a model in construction is not there when the rings are made.
         assert counted["start"] <= (1 + _WITHIN) * predicted["start"], line

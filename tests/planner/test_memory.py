@@ -114,5 +114,8 @@ def test_the_total_is_the_higher_of_the_start_and_of_the_two_peaks_of_a_step():
     assert _memory(**(small | {"whole_layer": 6.0})).total == 90 + 15 + 1 + 3 + (8 - 6)
     start = 50 + 15 + 8  # moments come with the first update
     assert _memory(**small).start == start
+    assert replace(_memory(**small), drawn=54.0).start == start
+    assert replace(_memory(**small), drawn=60.0).start == 10 + 8 + 60
+    assert replace(_memory(**small), copied_params=6.0).total == _memory(**small).total + 6
     unheld = replace(_memory(**small), at_rest={"model_param": 10.0, "optimizer_moments": 0.0})
     assert unheld.left_of(100.0) == 100.0 - max(10 + 15 + 8, 10 + 15 + 1 + 3)
