@@ -230,8 +230,12 @@ class Memory:
 
     @property
     def training(self) -> float:
-        """The peak of a step: while the loss is computed, or in the backward pass of a layer."""
-        beside = max(self.activations.logits, self.working)
+        """The peak of a step: while the loss is computed, or in the backward pass of a layer.
+
+        The loss may find the last reductions of the micro-batch before it still in flight, or not:
+        half of what they copy counts.
+        """
+        beside = max(self.activations.logits + self.copied_grads / 2, self.working)
         kept = self.activations.kept + self.activations.buffer
         return self.states + self.flying + self.copied_params + kept + beside
 
