@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.dry_run.pretended_world import Stage
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_grad_dtype, resolve_schedule
 from megatron_asynchzp.mcore.planned_model import setting_of
@@ -25,19 +24,12 @@ from megatron_asynchzp.mcore.start_table import (
 )
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
 from megatron_asynchzp.planner.activations import Setting
-from megatron_asynchzp.planner.memory import (
-    Memory,
-    Sizes,
-    in_flight,
-    largest_unit,
-    stage_activations,
-    states,
-)
+from megatron_asynchzp.planner.memory import Memory, Sizes, largest_unit, stage_activations, states
 from megatron_asynchzp.planner.model import GroupKey, Unit, stage_units
+from megatron_asynchzp.sharding.in_flight import MemoryInFlight, UnitInFlight, memory_in_flight
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.zero.gathers import new_param_rings
 from megatron_asynchzp.zero.plan import UnitPlan
-from megatron_asynchzp.zero.reductions import new_grad_rings
+from megatron_asynchzp.zero.step import memory_in_flight_of
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -104,15 +96,35 @@ def _planned_memory(
 ) -> tuple[dict[str, float], Memory]:
     """By the planner's formulas alone, without padding."""
     sizes: dict[GroupKey, Sizes] = {}
-    of_dense = shard_sizes(args)
+    topologies: dict[GroupKey, ShardTopology] = {}
+    of_dense, schedule = shard_sizes(args), resolve_schedule(args)
     for key, group in (("dense", stage.groups.dp_cp), ("expert", stage.groups.expt_dp)):
         of_group = of_dense.restricted_to(group.size())
         sizes[key] = Sizes(of_group.param, of_group.grad, of_group.optim)
+        topologies[key] = ShardTopology(group.size(), group.rank(), of_group)
     itemsize = setting.model.itemsize
     formula = states(units, itemsize, sizes, moments_nbytes(args))
-    flying = in_flight(units, itemsize, sizes, resolve_schedule(args).depth)
-    activations = stage_activations(setting, stage.index)
-    return formula, Memory(formula, flying, largest_unit(units, itemsize), activations)
+    needs = [
+        UnitInFlight.of(
+            "" if unit.kind == "root" else unit.name.removesuffix(".experts"),
+            unit.numel,
+            itemsize,
+            True,
+            topologies[unit.group],
+            schedule.grad_slot_nbytes,
+        )
+        for unit in units
+        if unit.numel
+    ]
+    flying = memory_in_flight(needs, schedule.depth, budget=schedule.in_flight_nbytes)
+    memory = Memory(
+        formula,
+        flying.allocated,
+        largest_unit(units, itemsize),
+        stage_activations(setting, stage.index),
+        own_grads=flying.own_grads,
+    )
+    return formula, memory
 
 
 def _num_parts(param: torch.nn.Parameter, key: str, args: Namespace) -> int:
@@ -167,7 +179,7 @@ def shard_groups(
 def _asynchzp_states(
     stage: Stage, args: Namespace, ranks_per_node: int, common: tuple
 ) -> StageStates:
-    """The units, buffers and rings that the run will have, and the table it will print."""
+    """The units, buffers and memory in flight of the run, and the table it will print."""
     sizes, plans = shard_sizes(args), plan_megatron_units(stage.model)
     group_of = {"dense": stage.groups.dp_cp, "expert": stage.groups.expt_dp}
     groups = {
@@ -176,61 +188,50 @@ def _asynchzp_states(
         )
         for key in dict.fromkeys(plan.group_key for plan in plans)
     }
-    units = [HZPUnit(plan.name, plan.params, groups[plan.group_key]) for plan in plans]
-    rings = _ring_nbytes(units, args)
+    units = [
+        HZPUnit(plan.name, plan.params, groups[plan.group_key], layer=plan.layer) for plan in plans
+    ]
+    flying = memory_in_flight_of(units, resolve_schedule(args))
     is_shown = stage.index == 0  # rank 0's, as in a run
-    table = _start_table(units, plans, groups, rings, args, ranks_per_node) if is_shown else ""
+    table = _start_table(units, plans, groups, flying, args, ranks_per_node) if is_shown else ""
     moments = moments_nbytes(args)
     whole = max(unit.layout.padded_numel * unit.dtype.itemsize for unit in units)
     is_cpu = args.distributed_backend == "gloo"
     memory = Memory(
         state_nbytes_allocated(units, moments),
-        rings,
+        flying.allocated,
         whole,
         stage_activations(setting_of(args), stage.index),
-        copied_params=_largest_copy(units, "param") if is_cpu else 0.0,
-        copied_grads=_largest_copy(units, "grad") if is_cpu else 0.0,
-        drawn=_drawn_nbytes(units, args) if is_cpu else 0.0,
+        copied_params=_largest_gathered(units) if is_cpu else 0.0,
+        copied_grads=flying.grads if is_cpu else 0.0,
+        own_grads=flying.own_grads,
     )
     return StageStates(*common, state_nbytes_by_formula(units, moments), memory, table)
 
 
-def _largest_copy(units: Sequence[HZPUnit], state: str) -> float:
-    """Bytes of the largest unit whose parameters are gathered, or whose gradients are reduced."""
+def _largest_gathered(units: Sequence[HZPUnit]) -> float:
+    """Bytes of the largest unit whose parameters are gathered."""
     return max(
         (
-            unit.layout.padded_numel * (unit.dtype.itemsize if state == "param" else 4)
+            unit.layout.padded_numel * unit.dtype.itemsize
             for unit in units
-            if getattr(unit.groups.topology.sizes, state) > 1
+            if unit.groups.topology.sizes.param > 1
         ),
         default=0.0,
     )
-
-
-def _drawn_nbytes(units: Sequence[HZPUnit], args: Namespace) -> float:
-    """Beside the largest weight, on a CPU: that of all tensor-parallel ranks in fp32 and in its own
-    dtype, and the part of this rank."""
-    itemsize = units[0].dtype.itemsize
-    weight = max(piece.range.numel for unit in units for piece in unit.layout.slices)
-    return weight * ((4 + itemsize) * args.tensor_model_parallel_size + itemsize)
 
 
 def _start_table(
     units: list[HZPUnit],
     plans: list[UnitPlan],
     groups: dict[str, ShardGroups],
-    rings: dict[str, int],
+    memory: MemoryInFlight,
     args: Namespace,
     ranks_per_node: int,
 ) -> str:
     keys = dict(zip(units, (plan.group_key for plan in plans), strict=True))
-    runtime = SimpleNamespace(group_keys=keys, ring_nbytes=lambda: rings)
+    runtime = SimpleNamespace(
+        group_keys=keys, memory=memory, in_flight_nbytes=lambda: memory.allocated
+    )
     chunk = SimpleNamespace(units=units, groups=groups, runtime=runtime)
     return format_start_table([chunk], ranks_per_node, moments_nbytes(args))
-
-
-def _ring_nbytes(units: list[HZPUnit], args: Namespace) -> dict[str, int]:
-    """As the run will have them: the units' device, meta, gives the slots no memory."""
-    schedule = resolve_schedule(args)
-    params = new_param_rings(units, schedule, CpuDevice())
-    return {"param_ring": params.nbytes, "grad_ring": new_grad_rings(units, schedule).nbytes}

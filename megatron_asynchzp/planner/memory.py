@@ -74,22 +74,38 @@ def in_flight(
     sizes: Mapping[GroupKey, Sizes],
     prefetch_depth: int = 1,
     grad_slots: int = 2,
+    slot_nbytes: float = 2**28,
 ) -> dict[str, float]:
-    """Of units of one rank: rings of whole parameters and of whole fp32 gradients, one ring for
-    each size of unit, without padding. Replace this function with the engine's memory in flight."""
-    equal: dict[tuple[int, GroupKey], int] = defaultdict(int)
-    for unit in units:
-        if unit.numel:
-            equal[unit.numel, unit.group] += 1
-    params = grads = 0.0
-    for (numel, group), number in equal.items():
-        if sizes[group].param > 1:
-            params += min(number, prefetch_depth + 1) * numel * itemsize
-        if sizes[group].grad > 1:
-            # A slot, and beside it what the reduction over its first axis leaves.
-            whole = numel * _FP32 * (1 + 1 / sizes[group].grad)
-            grads += min(number, grad_slots) * whole
-    return {"param_ring": params, "grad_ring": grads}
+    """Of units of one rank, in the order of their use: an arena of whole parameters, and slots of
+    fp32 gradients, without padding. Each unit is taken as a layer of its own; the engine's own
+    formula is sharding/in_flight.py.
+
+    slot_nbytes: gradients of larger units are reduced in pieces of so many bytes.
+    """
+    params = [unit.numel * itemsize * (sizes[unit.group].param > 1) for unit in units]
+    grads = [
+        min(unit.numel * _FP32, slot_nbytes) * (1 + 1 / sizes[unit.group].grad)
+        for unit in units
+        if sizes[unit.group].grad > 1
+    ]
+    slots = sorted(grads, reverse=True)[:grad_slots]
+    return {
+        "gathered parameters": _most_of_neighbours(params, prefetch_depth + 1),
+        "gradients to reduce": sum(slots),
+    }
+
+
+def _most_of_neighbours(sizes: Sequence[float], most: int) -> float:
+    """The most that units which follow one another take, `most` of each size at a time."""
+    largest = 0.0
+    for first in range(len(sizes)):
+        taken: dict[float, int] = defaultdict(int)
+        for size in sizes[first:]:
+            if taken[size] == most:
+                break
+            taken[size] += 1
+        largest = max(largest, sum(size * number for size, number in taken.items()))
+    return largest
 
 
 def largest_unit(units: Sequence[Sized], itemsize: int) -> float:
@@ -192,9 +208,8 @@ def stage_activations(of: Setting, stage: int) -> Activations:
 class Memory:
     """Bytes of one rank. at_rest: by state; in_flight: by kind; whole_unit: the largest unit whole,
     which construction holds once, and backward as autograd's own gradients; copied_params,
-    copied_grads: what a backend copies while it gathers and reduces (gloo: a unit); drawn: what
-    drawing one weight takes beside it (Megatron on a CPU: the weight of all tensor-parallel ranks,
-    in fp32)."""
+    copied_grads: what a backend copies while it gathers and reduces (gloo: a unit, a slot);
+    own_grads: gradients as autograd makes them, at most; None for those of the largest unit."""
 
     at_rest: Mapping[str, float]
     in_flight: Mapping[str, float]
@@ -202,7 +217,7 @@ class Memory:
     activations: Activations
     copied_params: float = 0.0
     copied_grads: float = 0.0
-    drawn: float = 0.0
+    own_grads: float | None = None
 
     @property
     def states(self) -> float:
@@ -214,10 +229,8 @@ class Memory:
 
     @property
     def start(self) -> float:
-        """The peak until the first step: while weights are drawn, with the shards of parameters
-        alone; or when all but the moments is there, which come with the first update."""
-        drawing = self.at_rest["model_param"] + self.drawn
-        return self.whole_unit + max(drawing, self.states - self.at_rest[_MOMENTS] + self.flying)
+        """The peak until the first step: moments come with the first update."""
+        return self.states - self.at_rest[_MOMENTS] + self.flying + self.whole_unit
 
     @property
     def working(self) -> float:
@@ -225,7 +238,8 @@ class Memory:
         activations are freed; while the gradients of the layer before it are reduced, that one's
         are free already."""
         active = self.activations
-        own = max(0.0, self.whole_unit - active.whole_layer)
+        own_grads = self.whole_unit if self.own_grads is None else self.own_grads
+        own = max(0.0, own_grads - active.whole_layer)
         return active.working + own + max(0.0, self.copied_grads - active.kept_layer)
 
     @property

@@ -124,7 +124,7 @@ def _stage_as_json(stage: Any) -> dict:
         "planned": stage.planned,
         "formula": stage.formula,
         "allocated": dict(memory.at_rest),
-        "rings": dict(memory.in_flight),
+        "in_flight": dict(memory.in_flight),
         "whole_unit": memory.whole_unit,
         "activations": asdict(memory.activations),
         "start": memory.start,

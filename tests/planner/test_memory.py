@@ -94,8 +94,11 @@ def test_nothing_is_in_flight_of_states_that_no_one_shares():
     assert sum(in_flight(units, 2, whole).values()) == 0
     shared = {"dense": Sizes(2, 2, 4), "expert": Sizes(2, 2, 4)}
     flying = in_flight(units, 2, shared)
-    assert flying["param_ring"] >= 2 * largest_unit(units, 2)
-    assert in_flight(units, 2, shared, prefetch_depth=2)["param_ring"] > flying["param_ring"]
+    params, grads = flying.values()
+    assert params >= 2 * largest_unit(units, 2)
+    assert in_flight(units, 2, shared, prefetch_depth=2)["gathered parameters"] > params
+    pieces = in_flight(units, 2, shared, slot_nbytes=1024)["gradients to reduce"]
+    assert pieces == 2 * 1024 * 1.5 < grads
 
 
 def _memory(**rest) -> Memory:
@@ -116,8 +119,7 @@ def test_the_total_is_the_higher_of_the_start_and_of_the_two_peaks_of_a_step():
     assert _memory(**(small | {"whole_layer": 6.0})).total == 90 + 15 + 1 + 3 + (8 - 6)
     start = 50 + 15 + 8  # moments come with the first update
     assert _memory(**small).start == start
-    assert replace(_memory(**small), drawn=54.0).start == start
-    assert replace(_memory(**small), drawn=60.0).start == 10 + 8 + 60
+    assert replace(_memory(**(small | {"whole_layer": 6.0})), own_grads=10.0).working == 3 + 4
     assert replace(_memory(**small), copied_params=6.0).total == _memory(**small).total + 6
     unheld = replace(_memory(**small), at_rest={"model_param": 10.0, "optimizer_moments": 0.0})
     assert unheld.left_of(100.0) == 100.0 - max(10 + 15 + 8, 10 + 15 + 1 + 3)
