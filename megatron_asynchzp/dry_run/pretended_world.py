@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -51,7 +52,7 @@ class Stage:
 
     index: int
     model: torch.nn.Module | None
-    groups: object
+    groups: Any
     rank: int
     num_ranks: int
 

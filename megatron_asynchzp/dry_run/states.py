@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ def stage_states(stage: Stage, args: Namespace, ranks_per_node: int) -> StageSta
         numel, whole = planned, _planned_whole(planned, args)
     else:
         numel, whole = _numel(stage.model, args)
-    common = (stage.index, stage.num_ranks, numel, planned, whole)
+    common: Any = (stage.index, stage.num_ranks, numel, planned, whole)
     if not getattr(args, "use_asynchzp", False):
         formula = _baseline_nbytes(numel, stage, args)
         activations = stage_activations(setting, stage.index)
@@ -72,7 +73,7 @@ def stage_states(stage: Stage, args: Namespace, ranks_per_node: int) -> StageSta
     if stage.model is None:
         formula, memory = _planned_memory(stage, args, setting, planned_units)
         return StageStates(*common, formula, memory)
-    return _asynchzp_states(stage, args, ranks_per_node, common)
+    return _asynchzp_states(stage, stage.model, args, ranks_per_node, common)
 
 
 def _numel(model: torch.nn.Module, args: Namespace) -> tuple[dict[str, int], int]:
@@ -98,7 +99,11 @@ def _planned_memory(
     sizes: dict[GroupKey, Sizes] = {}
     topologies: dict[GroupKey, ShardTopology] = {}
     of_dense, schedule = shard_sizes(args), resolve_schedule(args)
-    for key, group in (("dense", stage.groups.dp_cp), ("expert", stage.groups.expt_dp)):
+    groups: dict[GroupKey, dist.ProcessGroup] = {
+        "dense": stage.groups.dp_cp,
+        "expert": stage.groups.expt_dp,
+    }
+    for key, group in groups.items():
         of_group = of_dense.restricted_to(group.size())
         sizes[key] = Sizes(of_group.param, of_group.grad, of_group.optim)
         topologies[key] = ShardTopology(group.size(), group.rank(), of_group)
@@ -171,16 +176,18 @@ def shard_groups(
     """The groups of this rank alone: in a pretended world nobody has to create those of others."""
     ranks = dist.get_process_group_ranks(group)
     topology = ShardTopology(len(ranks), group.rank(), sizes)
-    return ShardGroups.of_topology(
-        topology, ranks, lambda _, axis_ranks: dist.new_group(list(axis_ranks)), grad_dtype
-    )
+
+    def new_group(_: str, axis_ranks: Sequence[int]) -> Any:
+        return dist.new_group(list(axis_ranks))
+
+    return ShardGroups.of_topology(topology, ranks, new_group, grad_dtype)
 
 
 def _asynchzp_states(
-    stage: Stage, args: Namespace, ranks_per_node: int, common: tuple
+    stage: Stage, model: torch.nn.Module, args: Namespace, ranks_per_node: int, common: Any
 ) -> StageStates:
     """The units, buffers and memory in flight of the run, and the table it will print."""
-    sizes, plans = shard_sizes(args), plan_megatron_units(stage.model)
+    sizes, plans = shard_sizes(args), plan_megatron_units(model)
     group_of = {"dense": stage.groups.dp_cp, "expert": stage.groups.expt_dp}
     groups = {
         key: shard_groups(
@@ -233,5 +240,5 @@ def _start_table(
     runtime = SimpleNamespace(
         group_keys=keys, memory=memory, in_flight_nbytes=lambda: memory.allocated
     )
-    chunk = SimpleNamespace(units=units, groups=groups, runtime=runtime)
+    chunk: Any = SimpleNamespace(units=units, groups=groups, runtime=runtime)
     return format_start_table([chunk], ranks_per_node, moments_nbytes(args))

@@ -68,16 +68,18 @@ class RoundedAdam(torch.optim.AdamW):
                     continue
                 if not self.state[param]:
                     self.initialize_state(param)
-                self._update(param, self.state[param], group)
+                self._update(param, param.grad, self.state[param], group)
 
-    def _update(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        tensors = (param, param.grad, state["exp_avg"], state["exp_avg_sq"])
+    def _update(
+        self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        tensors = (param, grad, state["exp_avg"], state["exp_avg_sq"])
         for chunk in zip(*(tensor.view(-1).split(_CHUNK) for tensor in tensors), strict=True):
-            values, grad, *stored = chunk
+            values, gradient, *stored = chunk
             moments = [moment.float() for moment in stored]  # itself where it is fp32
             adam(
                 [values],
-                [grad],
+                [gradient],
                 *([moment] for moment in moments),
                 max_exp_avg_sqs=[],
                 state_steps=[state["step"].clone()],
