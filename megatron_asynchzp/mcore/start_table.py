@@ -3,8 +3,10 @@
 """The table in the log of a start: groups, units and bytes, by formula and as allocated."""
 
 import io
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,39 +17,65 @@ from rich.table import Table
 from megatron_asynchzp.comm.collectives import AxisGroup
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
+from megatron_asynchzp.mcore.rounded_adam import moments_of
+from megatron_asynchzp.planner.memory import Sizes, state_nbytes
 from megatron_asynchzp.sharding.topology import spans_nodes
 from megatron_asynchzp.zero.unit import HZPUnit
 
-# Per element: two fp32 moments, or one momentum. Beside Muon's matrices the rest has Adam.
-OPTIMIZER_STATE_NBYTES = {"adam": 8, "sgd": 4, "muon": 4}
 _MAX_RANKS_SHOWN = 8
 
 
-def _moment_nbytes(param: torch.nn.Parameter, optimizer: str) -> int:
-    """Of each element of a parameter."""
-    is_adams = optimizer == "muon" and _is_nonlinear_or_embedding(param)
-    return OPTIMIZER_STATE_NBYTES["adam" if is_adams else optimizer]
+@dataclass(frozen=True)
+class MomentBytes:
+    """Bytes per element of the optimizer's states. all_params: two fp32 moments, unless the flags
+    say otherwise; matrices: of those that Muon updates, whose momentum is one; None without it."""
+
+    all_params: int = 8
+    matrices: int | None = None
+
+    def of(self, param: torch.nn.Parameter) -> int:
+        """Per element of `param`."""
+        if self.matrices is None or _is_nonlinear_or_embedding(param):
+            return self.all_params
+        return self.matrices
+
+    @property
+    def most_params(self) -> int:
+        """Per element of all but embeddings, norms and biases."""
+        return self.all_params if self.matrices is None else self.matrices
 
 
-def state_nbytes_by_formula(units: Sequence[HZPUnit], optimizer: str = "adam") -> dict[str, float]:
-    """AsyncHZP section 3 without padding: b N/P, 4 N/G, 4 N/O and m N/O for the moments.
+def moments_nbytes(args: Namespace) -> MomentBytes:
+    """As the flags ask for. args: validated."""
+    if args.optimizer == "sgd":
+        return MomentBytes(4)
+    nbytes = sum(dtype.itemsize for dtype in moments_of(args))
+    return MomentBytes(nbytes, 4 if args.optimizer == "muon" else None)
 
-    b is the element size of the model, m the bytes of OPTIMIZER_STATE_NBYTES; an fp32 model has no
-    main_param of its own. N counts each unit with the sizes of its own sharding group.
-    """
+
+def state_nbytes_by_formula(
+    units: Sequence[HZPUnit], moments: MomentBytes = MomentBytes()
+) -> dict[str, float]:
+    """AsyncHZP section 3 without padding, by the planner's formula. N counts each unit with the
+    sizes of its own sharding group; what is not trained has parameters alone."""
     total = {"model_param": 0.0, "main_grad": 0.0, "main_param": 0.0, "optimizer_moments": 0.0}
     for unit in units:
-        numel, sizes = unit.layout.numel, unit.groups.topology.sizes
-        total["model_param"] += numel * unit.dtype.itemsize / sizes.param
-        if unit.is_trained:
-            total["main_grad"] += 4 * numel / sizes.grad
-            total["main_param"] += 0 if unit.is_main_param_aliased else 4 * numel / sizes.optim
-            moments = sum(_moment_nbytes(param, optimizer) * param.numel() for param in unit.params)
-            total["optimizer_moments"] += moments / sizes.optim
+        sizes, numel = unit.groups.topology.sizes, unit.layout.numel
+        of_moments = sum(moments.of(param) * param.numel() for param in unit.params)
+        of_unit = state_nbytes(
+            numel,
+            unit.dtype.itemsize,
+            Sizes(sizes.param, sizes.grad, sizes.optim),
+            of_moments / numel,
+        )
+        for state, nbytes in of_unit.items():
+            total[state] += nbytes if unit.is_trained or state == "model_param" else 0.0
     return total
 
 
-def state_nbytes_allocated(units: Sequence[HZPUnit], optimizer: str = "adam") -> dict[str, int]:
+def state_nbytes_allocated(
+    units: Sequence[HZPUnit], moments: MomentBytes = MomentBytes()
+) -> dict[str, int]:
     """Bytes of this rank's persistent buffers, and of the moments it will hold beside them."""
     total = {"model_param": 0, "main_grad": 0, "main_param": 0, "optimizer_moments": 0}
     for unit in units:
@@ -55,7 +83,7 @@ def state_nbytes_allocated(units: Sequence[HZPUnit], optimizer: str = "adam") ->
             total[state] += nbytes
         if unit.is_trained:
             for param, fragment in zip(unit.params, unit.main_param_fragments(), strict=True):
-                total["optimizer_moments"] += _moment_nbytes(param, optimizer) * fragment.numel()
+                total["optimizer_moments"] += moments.of(param) * fragment.numel()
     return total
 
 
@@ -97,11 +125,11 @@ def _groups_table(groups: dict[str, ShardGroups], ranks_per_node: int) -> Table:
 def _states_table(
     units: Sequence[HZPUnit],
     groups: dict[str, ShardGroups],
-    optimizer: str,
+    moments: int,
     beside: Sequence[tuple[str, float, int | None]],
 ) -> Table:
-    formula = state_nbytes_by_formula(units, optimizer)
-    allocated = state_nbytes_allocated(units, optimizer)
+    formula = state_nbytes_by_formula(units, moments)
+    allocated = state_nbytes_allocated(units, moments)
     sizes = {key: group.topology.sizes for key, group in groups.items()}
     columns = {"model_param": "param", "main_grad": "grad"}
     table = Table(title="Bytes per rank", title_justify="left")
@@ -164,13 +192,13 @@ def _units_table(units: Sequence[HZPUnit]) -> Table:
 def format_start_table(
     chunks: Sequence[AsyncHZPDataParallel],
     ranks_per_node: int,
-    optimizer: str = "adam",
+    moments: MomentBytes = MomentBytes(),
     whole_nbytes: int | None = None,
 ) -> str:
     """The whole table as text, for the rank that calls it.
 
-    optimizer: as in --optimizer; whole_nbytes: of the parameters that were whole at most, while a
-    model was built in shards.
+    moments: bytes per element of the optimizer's states; whole_nbytes: of the parameters that were
+    whole at most, while a model was built in shards.
     """
     units = [unit for chunk in chunks for unit in chunk.units]
     used = {chunk.runtime.group_keys[unit] for chunk in chunks for unit in chunk.units}
@@ -179,6 +207,6 @@ def format_start_table(
     console = Console(file=text, width=118)
     console.print(_groups_table(groups, ranks_per_node))
     beside = _beside_states(chunks, whole_nbytes)
-    console.print(_states_table(units, groups, optimizer, beside))
+    console.print(_states_table(units, groups, moments, beside))
     console.print(_units_table(units))
     return text.getvalue()

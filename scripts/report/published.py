@@ -18,6 +18,7 @@ from scripts.report import (
     compare_picture,
     loss_picture,
     pasa_table,
+    peak_table,
     scaling_picture,
     scaling_table,
     schedule_bars,
@@ -203,6 +204,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "pasa forward": lambda: pasa_table.forward_table(read_record("pasa_accuracy").lines),
     "pasa training": lambda: pasa_table.training_table(read_record("pasa_training").lines),
     "pasa plateau": lambda: pasa_table.plateau_table(read_record("pasa_training").lines),
+    "peaks": lambda: peak_table.table(read_record("peaks").lines),
+    "real size": lambda: peak_table.table(read_record("real_size").lines),
     "clusters": lambda: cluster_table.table(read_record("clusters").lines),
 }
 

@@ -133,7 +133,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "use --optimizer adam, sgd or muon alone",
         other_than("--optimizer soap", "adam", "sgd", "muon", "dist_muon"),
         "--optimizer-cpu-offload",
-        "--use-precision-aware-optimizer",
     ),
     *because(
         "Megatron has no gradient scaler for it",
@@ -150,12 +149,10 @@ REFUSALS: tuple[Refusal, ...] = (
         equal_to("--muon-scalar-optimizer lion"),
     ),
     *because(
-        "main parameters, gradients and optimizer states are kept in fp32",
+        "main parameters and gradients are kept in fp32",
         _DROP,
         _other_dtype_than_fp32("--main-params-dtype fp16"),
         _other_dtype_than_fp32("--main-grads-dtype bf16"),
-        _other_dtype_than_fp32("--exp-avg-dtype bf16"),
-        _other_dtype_than_fp32("--exp-avg-sq-dtype bf16"),
     ),
     *because(
         "it is tied to the number of ranks",

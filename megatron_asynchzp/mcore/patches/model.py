@@ -146,10 +146,11 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
         for line in construction.describe_whole([u for chunk in chunks for u in chunk.units]):
             print(f"megatron_asynchzp: {line}", flush=True)
     if args.rank == 0:
-        from megatron_asynchzp.mcore.start_table import format_start_table
+        from megatron_asynchzp.mcore.start_table import format_start_table, moments_nbytes
 
         whole_nbytes = None if construction is None else construction.peak_whole_nbytes
-        table = format_start_table(chunks, node_size(args), args.optimizer, whole_nbytes)
+        moments = moments_nbytes(args)
+        table = format_start_table(chunks, node_size(args), moments, whole_nbytes)
         print(table, flush=True)
     return chunks
 
@@ -164,12 +165,14 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
 def get_optimizer(
     original: Callable, config, model_chunks, config_overrides=None, *rest: Any, **options: Any
 ) -> Any:
-    if run_args() is None:
+    if (args := run_args()) is None:
         return original(config, model_chunks, config_overrides, *rest, **options)
     from megatron_asynchzp.mcore.optimizer import get_asynchzp_optimizer
+    from megatron_asynchzp.mcore.rounded_adam import moments_of
 
     pg_collection = options.get("pg_collection")
-    return get_asynchzp_optimizer(config, model_chunks, config_overrides, pg_collection)
+    moments = moments_of(args)
+    return get_asynchzp_optimizer(config, model_chunks, config_overrides, pg_collection, moments)
 
 
 @replaces(

@@ -1,0 +1,263 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns how many bytes one rank needs: at rest, in flight, for activations and logits, at its peak
+while it starts and while it trains. Must not import Megatron or torch.distributed.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from megatron_asynchzp.planner import activations
+from megatron_asynchzp.planner.activations import Setting
+from megatron_asynchzp.planner.model import GroupKey, Layer, chunk_layers
+
+_FP32 = 4
+_MOMENTS = "optimizer_moments"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Ranks that share one copy of the parameters (P), the gradients (G), the optimizer (O)."""
+
+    param: int
+    grad: int
+    optim: int
+
+
+class Sized(Protocol):
+    """What memory in flight depends on: parameters of a unit on one rank, and their group."""
+
+    @property
+    def numel(self) -> int: ...
+    @property
+    def group(self) -> GroupKey: ...
+
+
+# ---- at rest
+
+
+def state_nbytes(
+    numel: float, itemsize: int, sizes: Sizes, moments: float = 2 * _FP32
+) -> dict[str, float]:
+    """AsyncHZP section 3, without padding: b N/P, 4 N/G, 4 N/O and m N/O.
+
+    b: itemsize of the model's parameters (fp32 ones are their own main parameters); moments: bytes
+    of the optimizer's states per element, m: 8 for Adam in fp32, 4 with both moments in bf16.
+    """
+    return {
+        "model_param": numel * itemsize / sizes.param,
+        "main_grad": _FP32 * numel / sizes.grad,
+        "main_param": 0.0 if itemsize == _FP32 else _FP32 * numel / sizes.optim,
+        _MOMENTS: moments * numel / sizes.optim,
+    }
+
+
+def states(
+    units: Sequence[Sized], itemsize: int, sizes: Mapping[GroupKey, Sizes], moments: float = 8.0
+) -> dict[str, float]:
+    """The sum over `units`."""
+    total: dict[str, float] = defaultdict(float)
+    for unit in units:
+        for state, nbytes in state_nbytes(unit.numel, itemsize, sizes[unit.group], moments).items():
+            total[state] += nbytes
+    return dict(total)
+
+
+# ---- in flight
+
+
+def in_flight(
+    units: Sequence[Sized],
+    itemsize: int,
+    sizes: Mapping[GroupKey, Sizes],
+    prefetch_depth: int = 1,
+    grad_slots: int = 2,
+    slot_nbytes: float = 2**28,
+) -> dict[str, float]:
+    """Of units of one rank, in the order of their use: an arena of whole parameters, and slots of
+    fp32 gradients, without padding. Each unit is taken as a layer of its own; the engine's own
+    formula is sharding/in_flight.py.
+
+    slot_nbytes: gradients of larger units are reduced in pieces of so many bytes.
+    """
+    params = [unit.numel * itemsize * (sizes[unit.group].param > 1) for unit in units]
+    grads = [
+        min(unit.numel * _FP32, slot_nbytes) * (1 + 1 / sizes[unit.group].grad)
+        for unit in units
+        if sizes[unit.group].grad > 1
+    ]
+    slots = sorted(grads, reverse=True)[:grad_slots]
+    return {
+        "gathered parameters": _most_of_neighbours(params, prefetch_depth + 1),
+        "gradients to reduce": sum(slots),
+    }
+
+
+def _most_of_neighbours(sizes: Sequence[float], most: int) -> float:
+    """The most that units which follow one another take, `most` of each size at a time."""
+    largest = 0.0
+    for first in range(len(sizes)):
+        taken: dict[float, int] = defaultdict(int)
+        for size in sizes[first:]:
+            if taken[size] == most:
+                break
+            taken[size] += 1
+        largest = max(largest, sum(size * number for size, number in taken.items()))
+    return largest
+
+
+def largest_unit(units: Sequence[Sized], itemsize: int) -> float:
+    """Bytes of the largest unit, whole: what a model in construction, and autograd in backward,
+    hold of one unit."""
+    return max((unit.numel for unit in units), default=0) * itemsize
+
+
+# ---- activations
+
+
+@dataclass(frozen=True)
+class Activations:
+    """kept: from forward to backward, of all micro-batches in flight; logits: beside it while the
+    loss is computed; working: beside it while one layer is computed again and differentiated;
+    whole_layer: of the largest layer in its own backward pass, which frees it; kept_layer: of a
+    layer until then; buffer: memory that an implementation keeps for good."""
+
+    kept: float
+    logits: float
+    working: float
+    whole_layer: float = 0.0
+    kept_layer: float = 0.0
+    buffer: float = 0.0
+
+
+def micro_batches_in_flight(of: Setting, stage: int) -> float:
+    """How many micro-batches a rank of `stage` holds activations of at most, in whole stages: with
+    virtual stages a part of one for each model chunk (Megatron's 1F1B schedules)."""
+    pp, virtual, number = of.parallel.pp, of.parallel.virtual, of.batch.num_micro_batches
+    if virtual == 1:
+        return min(pp - stage, number)
+    warm_up = 2 * (pp - stage - 1) + (virtual - 1) * pp
+    return min(warm_up + 1, virtual * number) / virtual
+
+
+def _kept_of_layers(layers: Sequence[Layer], of: Setting) -> float:
+    """Of one micro-batch in one model chunk."""
+    recompute, per_layer = of.recompute, [activations.layer_nbytes(one, of) for one in layers]
+    if recompute.granularity != "full":
+        return sum(per_layer)
+    if recompute.method == "uniform":
+        return of.hidden_nbytes * -(-len(layers) // recompute.num_layers)
+    again = min(recompute.num_layers, len(layers))
+    return again * of.hidden_nbytes + sum(per_layer[again:])
+
+
+def _working(layers: Sequence[Layer], of: Setting) -> float:
+    """Of the layers that are computed again together, and the gradients of activations in one.
+
+    Recomputing a block of first layers begins when backward has freed all the others.
+    """
+    gradients = max((activations.gradient_nbytes(one, of) for one in layers), default=0.0)
+    whole = replace(of, recompute=activations.Recompute())
+    full = [activations.layer_nbytes(one, whole) for one in layers]
+    match of.recompute.granularity:
+        case "full":
+            number = of.recompute.num_layers
+            if of.recompute.method == "uniform":
+                again = max((sum(full[i : i + number]) for i in range(len(full))), default=0.0)
+            else:
+                again = max(0.0, max(full[:number], default=0.0) - sum(full[number:]))
+        case "selective":
+            kept = (activations.layer_nbytes(one, of) for one in layers)
+            again = max((a - b for a, b in zip(full, kept, strict=True)), default=0.0)
+        case _:
+            again = 0.0
+    return again + gradients
+
+
+def stage_activations(of: Setting, stage: int) -> Activations:
+    """Of a rank of pipeline stage `stage`."""
+    chunks = chunk_layers(of.model, of.parallel, stage)
+    layers = [layer for chunk in chunks for layer in chunk]
+    is_last = stage == of.parallel.pp - 1
+    mtp = of.model.mtp if is_last else ()
+    one = sum(_kept_of_layers(chunk, of) for chunk in chunks)
+    if of.parallel.pp > 1:  # what a stage received, for as long as its gradient is not sent
+        one += of.hidden_nbytes * of.parallel.virtual * (stage > 0)
+    kept = one * micro_batches_in_flight(of, stage)
+    logits = buffer = 0.0
+    if is_last:
+        # The last norm and the predictions of further tokens belong to one micro-batch at a time.
+        kept += activations.final_norm_nbytes(of) * (1 + len(mtp))
+        kept += sum(activations.layer_nbytes(layer, of) + 4 * of.hidden_nbytes for layer in mtp)
+        logits = activations.loss_nbytes(of) * (1 + len(mtp))
+    if of.kernels.core == "scores":
+        buffer = max((activations.buffer_nbytes(layer, of) for layer in layers), default=0.0)
+    whole = replace(of, recompute=activations.Recompute())
+    whole_layer = max((activations.layer_nbytes(layer, whole) for layer in layers), default=0.0)
+    kept_layer = sum(_kept_of_layers(chunk, of) for chunk in chunks) / max(1, len(layers))
+    working = _working([*layers, *mtp], of)
+    return Activations(kept, logits, working, whole_layer, kept_layer, buffer)
+
+
+# ---- the whole
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank. at_rest: by state; in_flight: by kind; whole_unit: the largest unit whole,
+    which construction holds once, and backward as autograd's own gradients; copied_params,
+    copied_grads: what a backend copies while it gathers and reduces (gloo: a unit, a slot);
+    own_grads: gradients as autograd makes them, at most; None for those of the largest unit."""
+
+    at_rest: Mapping[str, float]
+    in_flight: Mapping[str, float]
+    whole_unit: float
+    activations: Activations
+    copied_params: float = 0.0
+    copied_grads: float = 0.0
+    own_grads: float | None = None
+
+    @property
+    def states(self) -> float:
+        return sum(self.at_rest.values())
+
+    @property
+    def flying(self) -> float:
+        return sum(self.in_flight.values())
+
+    @property
+    def start(self) -> float:
+        """The peak until the first step: moments come with the first update."""
+        return self.states - self.at_rest[_MOMENTS] + self.flying + self.whole_unit
+
+    @property
+    def working(self) -> float:
+        """While one layer is differentiated. Autograd's gradients of its parameters appear as its
+        activations are freed; while the gradients of the layer before it are reduced, that one's
+        are free already."""
+        active = self.activations
+        own_grads = self.whole_unit if self.own_grads is None else self.own_grads
+        own = max(0.0, own_grads - active.whole_layer)
+        return active.working + own + max(0.0, self.copied_grads - active.kept_layer)
+
+    @property
+    def training(self) -> float:
+        """The peak of a step: while the loss is computed, or in the backward pass of a layer.
+
+        The loss may find the last reductions of the micro-batch before it still in flight, or not:
+        half of what they copy counts.
+        """
+        beside = max(self.activations.logits + self.copied_grads / 2, self.working)
+        kept = self.activations.kept + self.activations.buffer
+        return self.states + self.flying + self.copied_params + kept + beside
+
+    @property
+    def total(self) -> float:
+        """The highest of all."""
+        return max(self.start, self.training)
+
+    def left_of(self, device_nbytes: float) -> float:
+        """What remains of a device for its libraries and fragmentation; negative: too little."""
+        return device_nbytes - self.total
