@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_asynchzp.testbed import ranks
-from scripts import prepare_data
-from scripts.prepare_data import BYTE_EOD, ByteEncoder, InputError, write_dataset
+from megatron_asynchzp.tools import prepare_data
+from megatron_asynchzp.tools.prepare_data import BYTE_EOD, ByteEncoder, InputError, write_dataset
 
 SCRIPT = Path(prepare_data.__file__)
 
@@ -120,14 +120,14 @@ def test_bad_input_is_one_line_and_leaves_nothing(make, output, tmp_path, capsys
     out.mkdir()
     assert prepare_data.main([*arguments, "--output-prefix", str(out / "corpus")]) == 2
     line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith("prepare_data: ") and output in line
+    assert line.startswith("asynchzp prepare-data: ") and output in line
     assert not list(out.iterdir())
 
 
 def test_an_unreadable_file_is_named(tmp_path, capsys):
     unreadable = "/proc/self/mem"  # opens, then fails to read: for root too
     assert prepare_data.main([unreadable, "--output-prefix", str(tmp_path / "corpus")]) == 2
-    assert f"prepare_data: cannot read {unreadable}" in capsys.readouterr().err
+    assert f"asynchzp prepare-data: cannot read {unreadable}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -163,12 +163,12 @@ def test_stopping_it_midway_leaves_nothing(stop, tmp_path):
     finally:
         process.kill()
     assert process.exitcode == 130
-    assert "prepare_data: interrupted" in log.read_text()
+    assert "asynchzp prepare-data: interrupted" in log.read_text()
     assert not list(out.iterdir())
 
 
 def _run_script(arguments: list[str], log: Path) -> None:
-    """As `python scripts/prepare_data.py`, in a process that has imported Megatron already."""
+    """As `asynchzp prepare-data`, in a process that has imported Megatron already."""
     sys.argv = [str(SCRIPT), *arguments]
     with open(log, "w") as sys.stderr:
         runpy.run_path(str(SCRIPT), run_name="__main__")

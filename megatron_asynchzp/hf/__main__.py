@@ -43,7 +43,7 @@ def _end(text: str, status: int) -> NoReturn:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_asynchzp.hf",
+        prog="asynchzp hf",
         description="Convert models between Megatron checkpoints and Hugging Face directories.",
     )
     commands = parser.add_subparsers(required=True, metavar="export|import")

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_asynchzp.testbed.contenders.side_by_side import ND, OURS, SHARDED
+from megatron_asynchzp.tools.styles import BLUE, INK, RED, SKY, VERMILION, bare, new_figure
 from scripts.report.compare_rows import Comparison, comparisons
 from scripts.report.records import write_picture
-from scripts.report.styles import BLUE, INK, RED, SKY, VERMILION, bare, new_figure
 
 COLOURS = {OURS: VERMILION, ND: BLUE, SHARDED: SKY}
 

@@ -26,8 +26,8 @@ from megatron_asynchzp.attention.delegate import delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.vendors import Sdpa
 from megatron_asynchzp.testbed.machine import machine_record
+from megatron_asynchzp.tools.styles import new_figure
 from scripts.report.records import replace
-from scripts.report.styles import new_figure
 
 VOCABULARY, LENGTH, BATCH, WIDTH, HEADS, LAYERS = 64, 64, 16, 128, 2, 2
 LOSS_SCALE = 2.0**12  # as mixed-precision training has it: dO would underflow in fp16

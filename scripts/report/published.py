@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_asynchzp.tools.plot_timeline import write_picture
 from scripts.report import (
     checkpoint_table,
     cluster_table,
@@ -24,7 +25,6 @@ from scripts.report import (
 from scripts.report.compare_rows import Comparison, comparisons
 from scripts.report.loss_picture import RINGS
 from scripts.report.parity_table import parity_table
-from scripts.report.plot_timeline import write_picture
 from scripts.report.records import NotRecorded, Record, read_record
 
 MIB = 2**20

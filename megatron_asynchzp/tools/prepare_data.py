@@ -195,7 +195,7 @@ def _positive(text: str) -> int:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="prepare_data", description=__doc__)
+    parser = argparse.ArgumentParser(prog="asynchzp prepare-data", description=__doc__)
     parser.add_argument("inputs", nargs="*", type=Path, help="text files and folders of them")
     parser.add_argument("--output-prefix", type=Path, required=True, metavar="PREFIX")
     parser.add_argument(
@@ -239,10 +239,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(prepare(args))
     except InputError as error:
-        print(f"prepare_data: {error}", file=sys.stderr)
+        print(f"asynchzp prepare-data: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("prepare_data: interrupted, nothing was written", file=sys.stderr)
+        print("asynchzp prepare-data: interrupted, nothing was written", file=sys.stderr)
         return 130
     return 0
 

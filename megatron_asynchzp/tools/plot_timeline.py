@@ -3,7 +3,7 @@
 """Draws traces of one training step (--asynchzp-trace FILE) below each other on one time axis: what
 was computed, what was waited for and which collectives were on their way.
 
-    python -m scripts.report.plot_timeline inline.json threaded.json --output timeline.png
+    asynchzp plot inline.json threaded.json --output timeline.png
 """
 
 import argparse
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron_asynchzp.comm.timeline import COMPUTE, WAIT, Span
-from scripts.report.step_trace import (
+from megatron_asynchzp.tools.step_trace import (
     Computation,
     Trace,
     TraceError,
@@ -21,7 +21,7 @@ from scripts.report.step_trace import (
     short_names,
     unit_of,
 )
-from scripts.report.styles import BLUE, GREEN, INK, ORANGE, PINK, SKY, new_figure
+from megatron_asynchzp.tools.styles import BLUE, GREEN, INK, ORANGE, PINK, SKY, new_figure
 
 # Those that move bytes of the model; the comparison of the ranks' orders is too short to be seen.
 LANES = ("gather", "reduce", "grad-sync", "param-sync")
@@ -225,18 +225,18 @@ def write_picture(files: Sequence[Path], output: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="plot_timeline.py", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="asynchzp plot", description=__doc__.split("\n\n")[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a trace of one step")
     parser.add_argument("--output", type=Path, required=True, metavar="PNG", help="the picture")
     args = parser.parse_args(argv)
     try:
         write_picture(args.files, args.output)
     except (TraceError, OutputError) as error:
-        print(f"plot_timeline: {error}", file=sys.stderr)
+        print(f"asynchzp plot: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         message = f"{error.name} is not installed; install megatron_asynchzp[plots]"
-        print(f"plot_timeline: {message}", file=sys.stderr)
+        print(f"asynchzp plot: {message}", file=sys.stderr)
         return 2
     return 0
 
