@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_asynchzp.attention import inspect
 from tests.support.launches import Ended, launch
 
 _ROOT = Path(__file__).parents[1]
@@ -203,3 +204,13 @@ def test_a_script_trains_with_use_asynchzp_as_it_does_without(tmp_path, script, 
     assert _losses(sharded) == _losses(stock)
     output = [text for text in sharded[0].own_lines if "use_distributed_optimizer = False" in text]
     assert len(output) == 1
+
+
+@pytest.mark.slow
+def test_queries_and_keys_of_a_step_are_captured_for_the_inspector(tmp_path, capsys):
+    line = f"{_TOY} --asynchzp-device cpu --asynchzp-capture-attention 2:{tmp_path / 'qk.pt'}"
+    ended = launch(tmp_path, _OWN_SCRIPT, f"{line} --use-asynchzp", world_size=2)
+    assert len(_losses(ended)) == 3
+    assert sum("2 layers of step 2 are in" in text for text in ended[0].own_lines) == 1
+    assert inspect.main([str(tmp_path / "qk.pt")]) in (0, 1)
+    assert "decoder.layers.1.self_attention" in capsys.readouterr().out
