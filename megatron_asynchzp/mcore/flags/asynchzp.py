@@ -66,8 +66,9 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--asynchzp-trace",
         metavar="FILE",
         default=None,
-        help="Write a Chrome trace of one step of rank 0: the tenth, or the last but one. "
-        "Default: no trace.",
+        help="Write a Chrome trace of one step of rank 0: the tenth, or the last but one. With a "
+        "pipeline the first rank of each further stage N writes its own, as FILE with .stageN "
+        "before the suffix. Default: no trace.",
     )
     group.add_argument(
         "--asynchzp-verify",
@@ -135,12 +136,15 @@ def resolve_schedule(args: Namespace) -> "ScheduleConfig":
 
 def resolve_trace(args: Namespace) -> TraceRequest | None:
     """What --asynchzp-trace asks of this rank; raises as refuse_trace_path."""
-    if args.asynchzp_trace is None or args.rank != 0:
+    if args.asynchzp_trace is None or (stage := _stage_led(args)) is None:
         return None
     refuse_trace_path(args)
+    path = Path(args.asynchzp_trace)
     # Not the last: what comes after it, and ends the trace, may be an evaluation.
     num_steps = args.train_iters or _TRACED_STEP + 1
-    return TraceRequest(Path(args.asynchzp_trace), max(1, min(_TRACED_STEP, num_steps - 1)))
+    if stage > 0:
+        path = path.with_name(f"{path.stem}.stage{stage}{path.suffix}")
+    return TraceRequest(path, max(1, min(_TRACED_STEP, num_steps - 1)))
 
 
 def refuse_trace_path(args: Namespace) -> None:
@@ -151,6 +155,16 @@ def refuse_trace_path(args: Namespace) -> None:
         raise ConfigurationError(
             f"--asynchzp-trace {path}: no such folder; name a file in a folder that exists"
         )
+
+
+def _stage_led(args: Namespace) -> int | None:
+    """The pipeline stage whose first rank this is; None for every other rank."""
+    stages = args.pipeline_model_parallel_size
+    ranks = args.world_size // stages
+    if args.use_tp_pp_dp_mapping:
+        ranks = args.tensor_model_parallel_size * args.context_parallel_size
+    stage, place = divmod(args.rank, ranks)
+    return stage if place == 0 and stage < stages else None
 
 
 def resolve_grad_dtype(args: Namespace) -> "torch.dtype":
