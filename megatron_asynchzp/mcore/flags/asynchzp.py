@@ -78,6 +78,11 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         "or manifest, sizes and zip directories without the data (structure). Default: full.",
     )
     add_device_argument(group)
+    group.add_argument(
+        "--asynchzp-verbose",
+        action="store_true",
+        help="List every name that the CPU platform replaces. Default: their number.",
+    )
     return parser
 
 

@@ -52,6 +52,8 @@ def _build_in_shards(original: Callable, args: tuple, options: dict[str, Any]) -
         return original(*args, **options)
     from megatron_asynchzp.mcore.construction import constructing
 
+    if run.rank == 0:
+        print("megatron_asynchzp: building the model, one layer at a time", flush=True)
     pg_collection = given.arguments["pg_collection"] or _process_groups()
     with constructing(
         _shard_sizes(run, pg_collection),

@@ -228,6 +228,7 @@ def test_patching_adds_our_flags_and_nothing_else(unpatched):
         "--asynchzp-trace",
         "--asynchzp-verify",
         "--asynchzp-device",
+        "--asynchzp-verbose",
         "--use-pasa-attention",
         "--pasa-mode",
         "--pasa-vendor",
