@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -227,8 +228,9 @@ def test_a_short_run_prints_little_of_ours_and_nothing_twice_and_its_scalars_can
     assert [one.status for one in ended] == [0, 0], ended[0].text[-3000:]
     text = "".join(one.text for one in ended)
     assert "CPU RNG state changed" not in text and "Theoretical memory" not in text
-    before = ended[0].text.split("AsyncHZP groups of rank 0")[1].split("> building train")[0]
-    table = [row for row in before.splitlines() if row.startswith("  ")]
+    below = ended[0].text.split("AsyncHZP groups of rank 0\n")[1].splitlines()
+    titles = ("  ", "State bytes per rank", "Units")
+    table = list(takewhile(lambda row: row.startswith(titles), below))
     own = [row for one in ended for row in one.own_lines] + table
     assert 10 < len(own) <= 60
     assert not [row for row in set(own) if own.count(row) > 1]
