@@ -229,7 +229,7 @@ def test_a_short_run_prints_little_of_ours_and_nothing_twice_and_its_scalars_can
     text = "".join(one.text for one in ended)
     assert "CPU RNG state changed" not in text and "Theoretical memory" not in text
     below = ended[0].text.split("AsyncHZP groups of rank 0\n")[1].splitlines()
-    titles = ("  ", "State bytes per rank", "Units")
+    titles = ("  ", "Bytes per rank", "Units")
     table = list(takewhile(lambda row: row.startswith(titles), below))
     own = [row for one in ended for row in one.own_lines] + table
     assert 10 < len(own) <= 60

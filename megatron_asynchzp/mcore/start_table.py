@@ -91,7 +91,10 @@ def _groups_table(groups: dict[str, ShardGroups], ranks_per_node: int) -> str:
 
 
 def _states_table(
-    units: Sequence[HZPUnit], groups: dict[str, ShardGroups], optimizer: str, beside: dict[str, int]
+    units: Sequence[HZPUnit],
+    groups: dict[str, ShardGroups],
+    optimizer: str,
+    beside: Sequence[tuple[str, float, int | None]],
 ) -> str:
     formula = state_nbytes_by_formula(units, optimizer)
     allocated = state_nbytes_allocated(units, optimizer)
@@ -106,10 +109,32 @@ def _states_table(
             (state, shard, _format_nbytes(formula[state]), _format_nbytes(allocated[state]))
         )
     by_formula, in_fact = (_format_nbytes(sum(of.values())) for of in (formula, allocated))
-    rows.append(("all", "", by_formula, in_fact))
-    for kind, nbytes in beside.items():
-        rows.append((kind, "", "", _format_nbytes(nbytes)))
-    return format_table("State bytes per rank", rows)
+    rows.append(("all, at rest", "", by_formula, in_fact))
+    for kind, counted_before, held in beside:
+        counted = "" if held is None else _format_nbytes(held)
+        rows.append((kind, "", _format_nbytes(counted_before), counted))
+    return format_table("Bytes per rank", rows)
+
+
+def _beside_states(
+    chunks: Sequence[AsyncHZPDataParallel], whole_nbytes: int | None
+) -> list[tuple[str, float, int | None]]:
+    """What is held beside the states: its name, bytes by formula and as allocated."""
+    formula: Counter[str] = Counter()
+    allocated: Counter[str] = Counter()
+    for chunk in chunks:
+        formula.update(chunk.runtime.memory.allocated)
+        allocated.update(chunk.runtime.in_flight_nbytes())
+    rows: list[tuple[str, float, int | None]] = []
+    rows += [(f"in flight: {kind}", formula[kind], allocated[kind]) for kind in formula]
+    rows.append(("in flight, together", formula.total(), allocated.total()))
+    own_grads = max(chunk.runtime.memory.own_grads for chunk in chunks)
+    rows.append(("autograd's own gradients, at most", own_grads, None))
+    if whole_nbytes is not None:
+        units = [unit for chunk in chunks for unit in chunk.units]
+        largest = max(unit.layout.numel * unit.dtype.itemsize for unit in units)
+        rows.append(("whole at most, while the model was built", largest, whole_nbytes))
+    return rows
 
 
 def _units_table(units: Sequence[HZPUnit]) -> str:
@@ -141,15 +166,9 @@ def format_start_table(
     units = [unit for chunk in chunks for unit in chunk.units]
     used = {chunk.runtime.group_keys[unit] for chunk in chunks for unit in chunk.units}
     groups = {key: group for key, group in chunks[0].groups.items() if key in used}
-    beside: Counter[str] = Counter()
-    for chunk in chunks:
-        for kind, nbytes in chunk.runtime.ring_nbytes().items():
-            beside[f"{kind} (beside the states)"] += nbytes
-    if whole_nbytes is not None:
-        beside["whole at most, while the model was built"] = whole_nbytes
     tables = (
         _groups_table(groups, ranks_per_node),
-        _states_table(units, groups, optimizer, beside),
+        _states_table(units, groups, optimizer, _beside_states(chunks, whole_nbytes)),
         _units_table(units),
     )
     return "\n".join(tables)

@@ -124,7 +124,7 @@ def quickstart_equal() -> str:
 
 
 def cluster_figure(row: str, what: str) -> str:
-    """GiB of the fullest rank: "states", "rings" or "together"."""
+    """GiB of the fullest rank: "states", "in flight" or "together"."""
     (line,) = (one for one in read_record("clusters").lines if one["row"] == row)
     return cluster_table.cell(line, what)
 

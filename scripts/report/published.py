@@ -131,7 +131,7 @@ def quickstart() -> str:
         rows.append(f"| {label} | {state_mib(stock, key)} | {state_mib(ours, key)} |")
     rows += [
         f"| **at rest** | {at_rest_mib(stock)} | {at_rest_mib(ours)} |",
-        f"| in flight (rings) | {state_mib(stock, RINGS)} | {state_mib(ours, RINGS)} |",
+        f"| in flight | {state_mib(stock, RINGS)} | {state_mib(ours, RINGS)} |",
         f"| **together** | {together_mib(stock)} | {together_mib(ours)} |",
     ]
     return "\n".join(rows)

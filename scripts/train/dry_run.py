@@ -7,7 +7,7 @@ Needs no device and no other rank; takes seconds. Usually through scripts/train/
     scripts/train/launch.sh table2-36b-hzp --dry-run [-- more Megatron flags]
     scripts/train/launch.sh --all                # one line per row
 
-Exit status: 0; 1 where states and rings do not fit into a device; 2 for a row that cannot run.
+Exit status: 0; 1 where states and memory in flight do not fit into a device; 2 for a row that cannot run.
 """
 
 import argparse
@@ -97,7 +97,7 @@ class Report:
 
     @property
     def largest_gib(self) -> float:
-        """States and rings of the rank that holds most."""
+        """States and memory in flight of the rank that holds most."""
         return max(stage.total for stage in self.stages) / GIB
 
     @property
@@ -108,12 +108,12 @@ class Report:
         held, there = self.largest_gib, self.machine.device_memory_gib
         if not self.fits:
             return (
-                f"{self.row.name}: does not fit: a rank holds {held:.1f} GiB of states and rings, "
-                f"a device has {there:g}"
+                f"{self.row.name}: does not fit: a rank holds {held:.1f} GiB of states and in "
+                f"flight, a device has {there:g}"
             )
         return (
-            f"{self.row.name}: states and rings fit: {held:.1f} of {there:g} GiB on the fullest "
-            f"rank; {there - held:.1f} remain for activations, temporaries and the libraries, of "
+            f"{self.row.name}: states and memory in flight fit: {held:.1f} of {there:g} GiB on the "
+            f"fullest rank; {there - held:.1f} remain for activations, temporaries and the libraries, of "
             "which no estimate is included"
         )
 
@@ -132,7 +132,7 @@ class Report:
                     "numel": stage.numel,
                     "formula": stage.formula,
                     "allocated": stage.allocated,
-                    "rings": stage.rings,
+                    "in_flight": stage.in_flight,
                 }
                 for stage in self.stages
             ],
@@ -176,11 +176,13 @@ class Report:
     def _stages_table(self) -> str:
         # fmt: off
         columns = ("stage", "ranks", "parameters on a rank", "params", "grads", "main params",
-                   "moments", "rings", "all, GiB")
+                   "moments", "in flight", "all, GiB")
         # fmt: on
         rows = []
         for stage in self.stages:
-            held = [stage.allocated[state] for state in stage.formula] + [sum(stage.rings.values())]
+            held = [stage.allocated[state] for state in stage.formula] + [
+                sum(stage.in_flight.values())
+            ]
             numbers = [f"{nbytes / GIB:.2f}" for nbytes in (*held, stage.total)]
             numel = f"{stage.numel['dense']:,}"
             if stage.numel["expert"]:
@@ -231,7 +233,7 @@ def _summary(report: Report) -> str:
     fits = "fits" if report.fits else "does not fit"
     return (
         f"{report.row.name:20} {report.parameters / 1e9:7.2f}B {report.ranks:5} ranks  states "
-        f"{states:6.2f} GiB  with rings {report.largest_gib:6.2f} GiB  {fits}"
+        f"{states:6.2f} GiB  with what is in flight {report.largest_gib:6.2f} GiB  {fits}"
     )
 
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_grad_dtype, resolve_schedule
 from megatron_asynchzp.mcore.start_table import (
     OPTIMIZER_STATE_NBYTES,
@@ -21,10 +20,10 @@ from megatron_asynchzp.mcore.start_table import (
     state_nbytes_by_formula,
 )
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
+from megatron_asynchzp.sharding.in_flight import MemoryInFlight
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.zero.gathers import new_param_rings
 from megatron_asynchzp.zero.plan import UnitPlan
-from megatron_asynchzp.zero.reductions import new_grad_rings
+from megatron_asynchzp.zero.step import memory_in_flight_of
 from megatron_asynchzp.zero.unit import HZPUnit
 from scripts.train.pretended_world import Stage
 
@@ -35,7 +34,7 @@ class StageStates:
 
     numel: of the rank's parameters before data parallelism, by sharding group ("dense",
     "expert"); whole_numel: of the stage, over its tensor and expert parallel ranks; formula,
-    allocated: by state, without and with padding; rings: AsyncHZP's memory in flight.
+    allocated: by state, without and with padding; in_flight: AsyncHZP's, allocated at the start.
     """
 
     index: int
@@ -44,12 +43,12 @@ class StageStates:
     whole_numel: int
     formula: dict[str, float]
     allocated: dict[str, float]
-    rings: dict[str, int]
+    in_flight: dict[str, int]
     start_table: str = ""
 
     @property
     def total(self) -> float:
-        return sum(self.allocated.values()) + sum(self.rings.values())
+        return sum(self.allocated.values()) + sum(self.in_flight.values())
 
 
 def stage_states(stage: Stage, args: Namespace, ranks_per_node: int) -> StageStates:
@@ -119,7 +118,7 @@ def shard_groups(
 def _asynchzp_states(
     stage: Stage, args: Namespace, ranks_per_node: int, common: tuple
 ) -> StageStates:
-    """The units, buffers and rings that the run will have, and the table it will print."""
+    """The units, buffers and memory in flight that the run will have, and the table it will print."""
     sizes, plans = shard_sizes(args), plan_megatron_units(stage.model)
     group_of = {"dense": stage.groups.dp_cp, "expert": stage.groups.expt_dp}
     groups = {
@@ -128,15 +127,17 @@ def _asynchzp_states(
         )
         for key in dict.fromkeys(plan.group_key for plan in plans)
     }
-    units = [HZPUnit(plan.name, plan.params, groups[plan.group_key]) for plan in plans]
-    rings = _ring_nbytes(units, args)
+    units = [
+        HZPUnit(plan.name, plan.params, groups[plan.group_key], layer=plan.layer) for plan in plans
+    ]
+    memory = memory_in_flight_of(units, resolve_schedule(args))
     is_shown = stage.index == 0  # rank 0's, as in a run
-    table = _start_table(units, plans, groups, rings, args, ranks_per_node) if is_shown else ""
+    table = _start_table(units, plans, groups, memory, args, ranks_per_node) if is_shown else ""
     return StageStates(
         *common,
         state_nbytes_by_formula(units, args.optimizer),
         state_nbytes_allocated(units, args.optimizer),
-        rings,
+        memory.allocated,
         table,
     )
 
@@ -145,18 +146,13 @@ def _start_table(
     units: list[HZPUnit],
     plans: list[UnitPlan],
     groups: dict[str, ShardGroups],
-    rings: dict[str, int],
+    memory: MemoryInFlight,
     args: Namespace,
     ranks_per_node: int,
 ) -> str:
     keys = dict(zip(units, (plan.group_key for plan in plans), strict=True))
-    runtime = SimpleNamespace(group_keys=keys, ring_nbytes=lambda: rings)
+    runtime = SimpleNamespace(
+        group_keys=keys, memory=memory, in_flight_nbytes=lambda: memory.allocated
+    )
     chunk = SimpleNamespace(units=units, groups=groups, runtime=runtime)
     return format_start_table([chunk], ranks_per_node, args.optimizer)
-
-
-def _ring_nbytes(units: list[HZPUnit], args: Namespace) -> dict[str, int]:
-    """As the run will have them: the units' device, meta, gives the slots no memory."""
-    schedule = resolve_schedule(args)
-    params = new_param_rings(units, schedule, CpuDevice())
-    return {"param_ring": params.nbytes, "grad_ring": new_grad_rings(units, schedule).nbytes}

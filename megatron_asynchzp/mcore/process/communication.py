@@ -87,8 +87,8 @@ class Communication:
         )
 
     def nbytes_in_flight(self) -> int:
-        """Of the rings, which are allocated once."""
-        return sum(sum(runtime.ring_nbytes().values()) for runtime in self.runtimes)
+        """Of the memory for parameters and gradients in flight, which is allocated once."""
+        return sum(sum(runtime.in_flight_nbytes().values()) for runtime in self.runtimes)
 
     def describe_position(self) -> str:
         """Where training is, for an error that Megatron or the script raised."""
