@@ -49,7 +49,7 @@ def phases(computations: Sequence[Computation]) -> list[Phase]:
 
 
 def chunk_of(unit: str) -> int:
-    """Which model chunk of its rank a unit belongs to: 0 where its name tells none."""
+    """Which model chunk of its rank a unit belongs to: 0 where its name has none."""
     first, _, _rest = unit.partition(".")
     digits = first.removeprefix("chunk")
     return int(digits) if first.startswith("chunk") and digits.isdigit() else 0

@@ -321,7 +321,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def prepare(args: argparse.Namespace) -> str:
-    """Do what the command line asks; returns what to tell the user."""
+    """Do what the command line asks; returns what to print."""
     if not args.output_prefix.name:
         raise InputError(f"--output-prefix must end in a name: {args.output_prefix}")
     suffixes = tuple(s if s.startswith(".") else f".{s}" for s in args.suffix or TEXT_SUFFIXES)

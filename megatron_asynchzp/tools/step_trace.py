@@ -161,7 +161,7 @@ def number_batches(leaves: Sequence[Span]) -> list[Computation]:
 
 
 def short_names(units: Iterable[str]) -> dict[str, str]:
-    """What tells a unit from the others: the number of a layer and what follows it, else a word."""
+    """A name that no other unit has: the number of a layer and what follows it, else a word."""
     names = {}
     for unit in units:
         words = [word for word in unit.split(".") if word not in ("module", "weight")] or [unit]

@@ -178,7 +178,7 @@ def _free_space(iteration_dir: Path | str) -> str:
 
 
 def guard_load_checkpoint(load: Callable[[], Any], args: Namespace, load_arg: str) -> Any:
-    """Call Megatron's load_checkpoint for the newest intact checkpoint, whatever the tracker says.
+    """Call Megatron's load_checkpoint for the newest intact checkpoint, not for the tracker's.
 
     Collective. Raises CheckpointError where there is none, or it does not fit.
     """

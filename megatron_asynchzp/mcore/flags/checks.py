@@ -74,7 +74,7 @@ def runs_on_cuda(args: Namespace) -> bool:
 def refuse_racing_threads(args: Namespace, is_cuda: bool, environ: Mapping[str, str]) -> None:
     """Raise ConfigurationError for a thread that would launch beside another one on CUDA: with
     communicators of Megatron's in one order on some ranks and in another on others, which can hang;
-    or where NCCL was told to take two threads for an error."""
+    or where NCCL is set to treat two threads as an error."""
     if not is_cuda or args.asynchzp_schedule != "threaded":
         return
     reason = "a background thread launches collectives while the main thread launches"
