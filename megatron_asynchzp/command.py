@@ -26,6 +26,7 @@ COMMANDS = {
     "launch": Command("launch", "start", "train with torchrun and an unmodified Megatron script"),
     "prepare-data": Command("tools.prepare_data", "main", "text to Megatron's indexed dataset"),
     "plot": Command("tools.plot_timeline", "main", "a picture of traces (--asynchzp-trace)"),
+    "plot-pipeline": Command("tools.plot_pipeline", "main", "a picture of a pipeline's stages"),
     "hf": Command("hf.__main__", "main", "checkpoints to Hugging Face directories and back"),
     "inspect": Command("attention.inspect", "main", "whether a model needs PASA attention"),
 }

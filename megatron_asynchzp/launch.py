@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.attention.flags import add_pasa_arguments
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
-from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE, check_or_exit, report
+from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE, check_or_exit, report, world_size
 
 _SYNOPSIS = (
     "torchrun [torchrun options] -m megatron_asynchzp.launch SCRIPT [arguments of SCRIPT]\n"
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     if not script.is_file():
         print(f"megatron_asynchzp: {script}: no such script\n\n{usage()}", end="", file=sys.stderr)
         sys.exit(EXIT_USAGE)
-    check_or_exit(argv[1:], int(os.environ.get("WORLD_SIZE", "1")))
+    check_or_exit(argv[1:], world_size())
     run_script(script, argv[1:])
 
 

@@ -4,12 +4,11 @@
 what `megatron_asynchzp.launch` does. The only module of the package that acts on import.
 """
 
-import os
 import sys
 
-from megatron_asynchzp.mcore.process.refusal import check_or_exit
+from megatron_asynchzp.mcore.process.refusal import check_or_exit, world_size
 
-check_or_exit(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")))  # before the heavy imports
+check_or_exit(sys.argv[1:], world_size())  # before the heavy imports
 
 from megatron_asynchzp.mcore.process.ending import report_own_errors  # noqa: E402
 from megatron_asynchzp.mcore.process.startup import prepare_process  # noqa: E402

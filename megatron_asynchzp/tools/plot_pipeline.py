@@ -112,7 +112,9 @@ def _draw_spans(axes: Any, spans: Sequence, place: tuple, colour: str, shift_ms:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="plot_pipeline", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="asynchzp plot-pipeline", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="one trace per stage, first stage first"
     )
@@ -121,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         save_picture(make_figure([read_trace(path) for path in args.files]), args.output)
     except (TraceError, OutputError) as error:
-        print(f"plot_pipeline: error: {error}", file=sys.stderr)
+        print(f"asynchzp plot-pipeline: {error}", file=sys.stderr)
         return 2
     return 0
 

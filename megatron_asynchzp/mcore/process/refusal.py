@@ -33,6 +33,12 @@ def check_or_exit(argv: Sequence[str], world_size: int | None) -> None:
         sys.exit(EXIT_USAGE)
 
 
+def world_size() -> int | None:
+    """Ranks of the run, which torchrun gives to each of them; None for a process without it."""
+    ranks = os.environ.get("WORLD_SIZE", "")
+    return int(ranks) if ranks.isdecimal() else None
+
+
 def report(error: BaseException) -> None:
     """Print an error of ours as one line on stderr, once per node.
 
