@@ -20,6 +20,7 @@ tasks in the order of submission, and waits, as a stream would, for what they de
 
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -165,8 +166,8 @@ class Driver:
     on_failure: see OnFailure.
 
     step: the latest that has begun; submitted: "lane unit" of each task, in order, until the
-    comparison of orders takes it; latest: of each lane the task that was submitted last; last_task:
-    of all lanes.
+    comparison of orders takes it; counts: tasks submitted so far, by lane; latest: of each lane the
+    task that was submitted last; last_task: of all lanes.
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class Driver:
         self.timeline, self.device, self.limit_s = timeline, timeline.device, limit_s
         self.step = 0
         self.submitted: list[str] = []
+        self.counts: Counter[str] = Counter()
         self.latest: dict[str, Task] = {}
         self.last_task: Task | None = None
         self._failure: Exception | None = None
@@ -238,6 +240,7 @@ class Driver:
         task.driver, task.step = self, self.step
         self.last_task = self.latest[task.lane] = task
         self.submitted.append(f"{task.lane} {task.unit}")
+        self.counts[task.lane] += 1
         self._start(task)
         return task
 

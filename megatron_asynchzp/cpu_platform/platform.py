@@ -150,6 +150,9 @@ def _replace_megatron(
 ):
     names.replace(datasets_utils, "compile_helpers", _check_helpers)
     names.replace(moe_utils, "maybe_move_tensor_to_cpu", _as_split_sizes)
+    # Its check whether a context of CUDA's random numbers drew from the CPU's: here they are one.
+    random_log = logging.getLogger("megatron.core.tensor_parallel.random")
+    names.replace(random_log, "filters", [*random_log.filters, _is_not_about_cpu_numbers])
     # NCCL's options would be handed to a gloo group.
     names.replace(parallel_state, "get_nccl_options", lambda *_, **__: None)
     _replace_checkpoints(names, distrib_optimizer.DistributedOptimizer)
@@ -246,6 +249,10 @@ def _import(name: str) -> ModuleType:
 def _check_helpers():
     """For compile_helpers: the wheel ships the compiled index builder but no Makefile."""
     _import("core.datasets.helpers_cpp")
+
+
+def _is_not_about_cpu_numbers(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("CPU RNG state changed")
 
 
 def _as_split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

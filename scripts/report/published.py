@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from megatron_asynchzp.tools.plot_timeline import write_picture
 from scripts.report import (
     checkpoint_table,
     cluster_table,
@@ -27,7 +28,6 @@ from scripts.report import (
 from scripts.report.compare_rows import Comparison, comparisons
 from scripts.report.loss_picture import RINGS
 from scripts.report.parity_table import parity_table, shrunk_table
-from scripts.report.plot_timeline import write_picture
 from scripts.report.records import NotRecorded, Record, markdown_table, read_record
 from scripts.report.wire_table import wire_table
 

@@ -17,6 +17,7 @@ FLOORS = {
     "sharding": 1, "attention": 1, "planner": 1, "checkpoint_files": 1,
     "comm": 2, "zero": 3, "mcore": 4, "cpu_platform": 4, "dry_run": 5, "testbed": 5, "launch": 6,
     "sharded_state": 3, "sharded_model": 4,
+    "tools": 5, "command": 6,
     "hf": 5,  # reads and writes Megatron's checkpoints through megatron.core.dist_checkpointing
 }
 # fmt: on

@@ -1069,6 +1069,86 @@ PLANNER = [
     ),
 ]
 
+# ---- what a user meets --------------------------------------------------------------------------
+
+_MISTAKE = "tests/test_mistakes.py::test_a_mistake_ends_in_one_line_and_not_with_0"
+_COMMAND_LINE = "tests/mcore/flags/test_command_line.py::test_"
+
+DAILY_USE = [
+    Mutant(
+        "mistyped-flags-pass",
+        "a mistyped flag of ours is refused with the nearest name",
+        "mcore/flags/command_line.py",
+        "if meant := mistyped(flag, own):",
+        "if (meant := mistyped(flag, own)) and False:",
+        f"{_MISTAKE}[our main flag mistyped]",
+    ),
+    Mutant(
+        "flags-without-effect-pass",
+        "sizes without --use-asynchzp are refused",
+        "mcore/flags/command_line.py",
+        "if not (args.use_pasa_attention if is_pasa else args.use_asynchzp):",
+        "if False:",
+        f"{_MISTAKE}[sizes without the main flag]",
+    ),
+    Mutant(
+        "megatrons-flags-look-mistyped",
+        "no flag of Megatron is taken for a mistyped one of ours",
+        "mcore/flags/command_line.py",
+        "_ALIKE = 0.9",
+        "_ALIKE = 0.5",
+        f"{_COMMAND_LINE}no_flag_of_megatron_is_taken_for_a_mistyped_flag_of_ours",
+    ),
+    Mutant(
+        "checks-import-torch",
+        "a refusal loads neither torch nor Megatron",
+        "mcore/flags/checks.py",
+        "import os\nfrom argparse import Namespace",
+        "import os\n\nimport torch as torch\nfrom argparse import Namespace",
+        f"{_COMMAND_LINE}checking_a_command_line_loads_neither_torch_nor_megatron",
+    ),
+    Mutant(
+        "any-file-is-an-index",
+        "a foreign file is not taken for a dataset",
+        "mcore/flags/checks.py",
+        "if header != _INDEX_HEADER:",
+        "if not header:",
+        f"{_MISTAKE}[a foreign index]",
+    ),
+    Mutant(
+        "torchrun-gets-no-line",
+        "torchrun repeats the line at its end",
+        "mcore/process/refusal.py",
+        "_leave_for_torchrun(str(error))",
+        "pass",
+        "tests/test_mistakes.py::test_torchrun_gets_the_line_for_the_table_that_it_ends_with",
+    ),
+    Mutant(
+        "waits-are-drawn-as-computing",
+        "a unit that waits is not drawn as computing",
+        "tools/plot_timeline.py",
+        "if wait.start >= whole.end:",
+        "if True:",
+        "tests/test_plot_timeline.py::test_a_unit_that_waits_is_not_drawn_as_computing",
+    ),
+    Mutant(
+        "workers-out-of-order",
+        "several processes write the dataset that one writes",
+        "tools/prepare_data.py",
+        "yield from pending.popleft().result()\n        while pending:",
+        "yield from pending.pop().result()\n        while pending:",
+        "tests/test_prepare_data.py::test_two_processes_write_the_same_dataset_as_one",
+    ),
+    Mutant(
+        "layers-in-the-order-of-letters",
+        "the inspector shows layer 2 before layer 10",
+        "attention/inspect.py",
+        "sorted(layers, key=_layer_order)",
+        "sorted(layers, key=str)",
+        "tests/attention/test_inspect.py::test_layers_may_have_names_whose_numbers_are_in_order",
+    ),
+]
+
 MUTANTS = [
     *SHARDING,
     *COMMUNICATION,
@@ -1080,4 +1160,5 @@ MUTANTS = [
     *PLATFORM,
     *MATRICES,
     *PLANNER,
+    *DAILY_USE,
 ]

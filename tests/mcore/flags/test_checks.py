@@ -40,8 +40,8 @@ def test_a_world_or_batch_that_does_not_divide_is_refused(parse, line, world_siz
 
 
 def _touch_dataset(folder, name: str) -> str:
-    for ending in (".idx", ".bin"):
-        (folder / (name + ending)).write_bytes(b"")
+    (folder / f"{name}.idx").write_bytes(b"MMIDIDX\x00\x00" + bytes(25))
+    (folder / f"{name}.bin").write_bytes(b"some tokens")
     return str(folder / name)
 
 
@@ -82,13 +82,13 @@ def test_a_yaml_configuration_cannot_drop_use_asynchzp_silently(flag):
 
 
 def test_saving_beside_training_needs_its_writer(parse, monkeypatch):
-    flags = "--async-save --use-persistent-ckpt-worker"
+    flags = "--save runs --save-interval 5 --async-save --use-persistent-ckpt-worker"
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match="^--async-save: .* add --async-strategy mcore$"):
-        checks.refuse_missing_writer(parse(flags))
-    checks.refuse_missing_writer(parse(f"{flags} --async-strategy mcore"))
+        checks.refuse_useless_saves(parse(flags))
+    checks.refuse_useless_saves(parse(f"{flags} --async-strategy mcore"))
     monkeypatch.setattr(checks, "find_spec", lambda name: object())
-    checks.refuse_missing_writer(parse(flags))
+    checks.refuse_useless_saves(parse(flags))
 
 
 @pytest.mark.parametrize(
