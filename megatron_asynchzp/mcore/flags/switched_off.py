@@ -5,7 +5,7 @@
 from argparse import Namespace
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_asynchzp.errors import ConfigurationError
 
@@ -38,7 +38,7 @@ _UNITS = "the engine has units, not buckets"
 _PARTS = "a layer is computed as one, because its parts have no hooks that gather and reduce"
 
 # fmt: off
-NORMALISATIONS: tuple[Normalisation, ...] = tuple(Normalisation(*row) for row in (
+_ROWS: tuple[tuple[Any, ...], ...] = (
     ("--use-distributed-optimizer", "use_distributed_optimizer", False,
      "the optimizer state is sharded by --asynchzp-optim-shard-size"),
     ("--overlap-grad-reduce", "overlap_grad_reduce", False,
@@ -83,8 +83,9 @@ NORMALISATIONS: tuple[Normalisation, ...] = tuple(Normalisation(*row) for row in
      "the engine has process groups of its own for gathering"),
     ("--init-model-with-meta-device", "init_model_with_meta_device", False,
      "each layer is sharded as soon as it is built, with its initial values"),
-))
+)
 # fmt: on
+NORMALISATIONS = tuple(Normalisation(*row) for row in _ROWS)
 
 
 def normalize_args(args: Namespace) -> list[str]:
