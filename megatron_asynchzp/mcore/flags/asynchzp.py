@@ -191,16 +191,18 @@ def resolve_schedule(args: Namespace) -> "ScheduleConfig":
     """The schedule that the flags ask for; raises ConfigurationError for one that cannot be."""
     from megatron_asynchzp.zero.config import ScheduleConfig
 
+    slot = _nbytes("--asynchzp-grad-slot-mb", args.asynchzp_grad_slot_mb, 2**20)
     budget = args.asynchzp_memory_in_flight_gb
     if budget is not None:
-        chunks = args.virtual_pipeline_model_parallel_size or 1
+        # Megatron's validation sets it.
+        chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
         budget = _nbytes("--asynchzp-memory-in-flight-gb", budget, 2**30) // chunks
     try:
         return ScheduleConfig(
             args.asynchzp_schedule,
             args.asynchzp_prefetch_depth,
             budget,
-            _nbytes("--asynchzp-grad-slot-mb", args.asynchzp_grad_slot_mb, 2**20),
+            slot,
             time_limit_s=60.0 * args.distributed_timeout_minutes,
             checks_order=args.asynchzp_check_order,
             timed_every=args.log_interval,
