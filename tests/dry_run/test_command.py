@@ -61,7 +61,7 @@ def run() -> Iterator:
 def test_a_command_line_runs_dry_with_all_its_tables(run):
     status, out, err = run("--tensor-model-parallel-size", "2", "--sequence-parallel")
     assert status == 0 and "megatron_asynchzp: " not in err
-    for words in ("8 ranks, 8 per node", "Mesh", "State bytes per rank", "Memory per rank"):
+    for words in ("8 ranks, 8 per node", "Mesh", "Bytes per rank", "Memory per rank"):
         assert words in out
 
 
@@ -85,7 +85,7 @@ def test_a_hybrid_model_with_mamba_layers_and_experts_runs_dry_by_formula(run):
     words = [*_HYBRID]
     status, out, err = run(*words)
     assert status == 0, err
-    assert "of experts" in out and "Memory per rank" in out
+    assert "Memory per rank" in out
 
 
 def test_a_device_that_is_too_small_ends_in_one_line_with_status_1(run):
