@@ -66,8 +66,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=3, help="timed runs of each wire")
     parser.add_argument("--out", type=Path, help="file to append JSON lines to")
     args = parser.parse_args(argv)
-    if args.train_steps and args.train_steps < LAST:
-        parser.error(f"--train-steps must be 0, or at least {LAST}")
+    if args.train_steps and args.train_steps < 2 * LAST:
+        parser.error(f"--train-steps must be 0, or at least {2 * LAST}")
     if args.repetitions < 0:
         parser.error("--repetitions must not be negative")
     return args
