@@ -39,6 +39,7 @@ _NODES, _RANKS = 2, 2
 _SIZES = (_RANKS, _NODES * _RANKS, _NODES * _RANKS)
 _WIRES = {"fp32": (), "bf16": ("--grad-reduce-in-bf16",)}
 _SEEDS = (1234, 4321)
+_LOG = Path("runs", "grad_wire.log")
 # Computing is short beside the network, so that what travels decides.
 _WORKLOAD = Workload(layer_ms=2.0, warm_up=2, steps=6)
 
@@ -65,8 +66,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=3, help="timed runs of each wire")
     parser.add_argument("--out", type=Path, help="file to append JSON lines to")
     args = parser.parse_args(argv)
-    if args.train_steps and args.train_steps < LAST:
-        parser.error(f"--train-steps must be 0, or at least {LAST}")
+    if args.train_steps and args.train_steps < 2 * LAST:
+        parser.error(f"--train-steps must be 0, or at least {2 * LAST}")
     if args.repetitions < 0:
         parser.error("--repetitions must not be negative")
     return args
@@ -104,6 +105,7 @@ def _train(steps: int, runs: list[tuple[str, int]]) -> list[tuple[float, float]]
 
 def times(repetitions: int) -> list[dict]:
     """One record per wire; the runs of both alternate."""
+    _LOG.parent.mkdir(exist_ok=True)
     profile = replace(named_profile(PROFILE), ranks_per_node=_RANKS)
     cluster = Cluster(_NODES, _RANKS, profile)
     micro_batch = _WORKLOAD.samples // cluster.num_ranks // 2
@@ -111,9 +113,9 @@ def times(repetitions: int) -> list[dict]:
     for _ in range(repetitions):
         for wire, flags in _WIRES.items():
             one = Contender(wire, "", micro_batch, ("--bf16", *size_flags(_SIZES), *flags))
-            run = measure(cluster, _WORKLOAD, one, RUN_LIMIT_S, Path("grad_wire.log"))
+            run = measure(cluster, _WORKLOAD, one, RUN_LIMIT_S, _LOG)
             if "reason" in run:
-                sys.exit(f"grad_wire: {wire}: {run['reason']}; grad_wire.log has more")
+                sys.exit(f"grad_wire: {wire}: {run['reason']}; {_LOG} has more")
             records[wire]["step_ms"] += [statistics.median(run["step_ms"])]
             records[wire]["foreign"] = max(records[wire]["foreign"], run["foreign"])
             records[wire]["node_nbytes"] = run["node_nbytes"]
