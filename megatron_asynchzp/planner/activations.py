@@ -1,0 +1,316 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns how many bytes autograd keeps of each part of a layer from forward to backward, on one rank
+and for one micro-batch.
+
+Derived from what autograd saves in Megatron 0.19's layers: each function names the tensors. With
+LOCAL kernels, which are Megatron's own on a CPU, a test holds them against a count of every tensor.
+FUSED kernels are those of Transformer Engine with flash attention, by the same rule; they are not
+checked against a device.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_asynchzp.planner.model import (
+    Attention,
+    Batch,
+    Experts,
+    LatentAttention,
+    Layer,
+    Mamba,
+    Mlp,
+    Model,
+    Parallel,
+)
+
+_FP32, _INDEX = 4, 8
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What an implementation keeps.
+
+    core: "scores" keeps the softmax of all pairs of tokens (Megatron's own attention), "pasa" is
+    torch's attention on a CPU behind PASA, "flash" keeps none of the pairs; is_fused: norms, gates
+    and rotary embeddings keep no intermediate; dropout: whether hidden states drop out, which keeps
+    a mask; attention_dropout: the same for attention.
+    """
+
+    core: Literal["scores", "pasa", "flash"] = "flash"
+    is_fused: bool = True
+    dropout: bool = False
+    attention_dropout: bool = False
+    has_rope: bool = True
+    is_softmax_fp32: bool = False
+
+
+LOCAL = Kernels("scores", is_fused=False)
+FUSED = Kernels()
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What is computed again in backward.
+
+    granularity: as in --recompute-granularity; method, num_layers: of full recomputation; modules:
+    of selective recomputation, as in --recompute-modules.
+    """
+
+    granularity: Literal["none", "selective", "full"] = "none"
+    method: Literal["uniform", "block"] = "uniform"
+    num_layers: int = 1
+    modules: frozenset[str] = frozenset({"core_attn"})
+
+    def has(self, module: str) -> bool:
+        return self.granularity == "selective" and module in self.modules
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the bytes of every part depend on. tokens: of a rank in one micro-batch; outside: the
+    same where sequence parallelism divides them; pairs: of a query and a key, per head."""
+
+    model: Model
+    parallel: Parallel
+    batch: Batch
+    kernels: Kernels = FUSED
+    recompute: Recompute = Recompute()
+
+    @property
+    def tokens(self) -> float:
+        return self.batch.tokens / self.parallel.cp
+
+    @property
+    def outside(self) -> float:
+        return self.tokens / (self.parallel.tp if self.parallel.sequence_parallel else 1)
+
+    @property
+    def pairs(self) -> float:
+        return self.tokens * self.batch.seq_length
+
+    @property
+    def mask_itemsize(self) -> int:
+        """Of what dropout keeps: a byte on a device, factors in the dtype of the states on a CPU."""
+        return 1 if self.kernels.is_fused else self.model.itemsize
+
+    @property
+    def hidden_nbytes(self) -> float:
+        """Hidden states between two layers."""
+        return self.outside * self.model.hidden * self.model.itemsize
+
+
+def norm_nbytes(width: float, tokens: float, of: Setting) -> float:
+    """Without its output, which the next projection keeps. torch's RMSNorm computes in fp32 and
+    keeps its input and the normalized input in it; LayerNorm keeps its input and two numbers a
+    token."""
+    if of.model.norm_numel == 1 and not of.kernels.is_fused:
+        copies = 2 if of.model.itemsize != _FP32 else 1
+        kept_input = of.model.itemsize if of.model.itemsize == _FP32 else 0
+        return tokens * (width * (copies * _FP32 + kept_input) + _FP32)
+    return tokens * (width * of.model.itemsize + of.model.norm_numel * of.model.itemsize)
+
+
+def _rope_nbytes(rotated: float, of: Setting) -> float:
+    """Sine and cosine, once for queries and once for keys."""
+    if not of.kernels.has_rope or of.kernels.is_fused:
+        return 0.0
+    return 4 * of.batch.seq_length * rotated * of.model.itemsize
+
+
+# ---- attention
+
+
+def _core_nbytes(heads: float, queries: float, values: float, kept: float, of: Setting) -> float:
+    """Of the core attention. queries, values: channels of all heads of a rank; kept: channels of
+    queries, keys and values that the projections made, of which the core keeps some as they are."""
+    token_nbytes = of.tokens * of.model.itemsize
+    match of.kernels.core:
+        case "flash":
+            # Queries, keys, values; the output is what the next projection keeps.
+            return token_nbytes * kept + _FP32 * of.tokens * heads
+        case "pasa" if queries != values:  # torch computes such heads in fp32, with all pairs
+            return _FP32 * (of.tokens * (2 * queries + values) + of.pairs * heads)
+        case "pasa":  # rotated queries, shifted keys, values as projected, and the output
+            is_rotated = of.kernels.has_rope
+            channels = kept + queries * (2 + is_rotated)
+            return token_nbytes * channels + _FP32 * of.tokens * heads
+        case _:
+            return token_nbytes * kept + _scores_nbytes(heads, of)
+
+
+def _scores_nbytes(heads: float, of: Setting) -> float:
+    """The softmax, once in the dtype it was computed in and once for the product with the values
+    where that differs; the dropped softmax and its mask; which keys are hidden."""
+    size, per_pair = of.model.itemsize, float(of.model.itemsize)
+    if of.kernels.is_softmax_fp32 and size != _FP32:
+        per_pair += _FP32
+    if of.kernels.attention_dropout:
+        per_pair += size + of.mask_itemsize
+    return of.pairs * heads * per_pair + of.batch.seq_length**2
+
+
+def _attention_nbytes(part: Attention, of: Setting) -> float:
+    tp, size = of.parallel.tp, of.model.itemsize
+    width = part.num_heads * part.head_dim / tp
+    kv = part.num_groups * part.head_dim / tp
+    mixed = width + 2 * kv
+    heads = part.num_heads / tp
+    is_grouped = part.num_groups != part.num_heads
+    match of.kernels.core:
+        case "scores" if is_grouped:  # keys and values repeated for every head
+            kept = 3 * width
+        case "scores":  # values are a part of the projection's output, which stays whole
+            kept = mixed + (2 * width if of.kernels.has_rope else 0)
+        case _:
+            kept = mixed
+    nbytes = of.outside * of.model.hidden * size + of.tokens * width * size  # the projections'
+    if of.recompute.has("core_attn"):
+        inputs = mixed if of.kernels.is_fused or not of.kernels.has_rope else mixed + width + kv
+        nbytes += of.tokens * inputs * size
+    else:
+        nbytes += _core_nbytes(heads, width, width, kept, of)
+    if part.has_qk_norm:
+        nbytes += norm_nbytes(width + kv, of.tokens, of)
+    return nbytes + _rope_nbytes(part.head_dim, of)
+
+
+def _latent_nbytes(part: LatentAttention, of: Setting) -> float:
+    tp, size = of.parallel.tp, of.model.itemsize
+    heads = part.num_heads / tp
+    queries, values = heads * (part.qk_dim + part.rope_dim), heads * part.v_dim
+    compressed = part.q_rank + part.kv_rank + part.rope_dim
+    nbytes = of.outside * of.model.hidden * size  # the first projections
+    nbytes += of.tokens * (compressed + values) * size  # the second ones and the last
+    if part.has_qk_norm:
+        nbytes += norm_nbytes(part.q_rank + part.kv_rank, of.tokens, of)
+    kept = 2 * queries + values
+    if of.recompute.has("mla_up_proj"):
+        kept = 0.0
+    if of.recompute.has("core_attn"):
+        nbytes += of.tokens * kept * size
+    else:
+        nbytes += _core_nbytes(heads, queries, values, kept, of)
+    return nbytes + _rope_nbytes(part.rope_dim, of)
+
+
+def _mamba_nbytes(part: Mamba, of: Setting) -> float:
+    """The input of each projection, what the first one made, and the convolution's output; the
+    fused scan computes the rest again."""
+    tp, size = of.parallel.tp, of.model.itemsize
+    inner = part.num_heads * part.head_dim / tp
+    states = 2 * part.num_groups * part.state_dim / tp
+    made = 2 * inner + states + part.num_heads / tp
+    return of.outside * of.model.hidden * size + of.tokens * size * (
+        made + (inner + states) + 2 * inner
+    )
+
+
+# ---- MLP
+
+
+def _activation_nbytes(rows: float, ffn: float, is_gated: bool, is_weighted: bool, of: Setting):
+    """Between two projections, for `rows` tokens. is_weighted: multiplied by a router's weight.
+
+    Gated, with LOCAL kernels: both halves, the activation of one, the other (copied), their
+    product; without a gate the first projection's output and its activation.
+    """
+    if of.kernels.is_fused:
+        kept = 2.0 + 1.0 if is_gated else 2.0
+    else:
+        kept = (5.0 if is_gated else 2.0) + is_weighted
+    if is_weighted and of.recompute.has("moe_act"):
+        kept = 2.0 if is_gated else 1.0
+    return rows * ffn * kept * of.model.itemsize
+
+
+def _mlp_nbytes(part: Mlp, of: Setting) -> float:
+    own = of.outside * of.model.hidden * of.model.itemsize
+    if of.recompute.has("mlp"):
+        return own
+    return own + _activation_nbytes(of.tokens, part.ffn / of.parallel.tp, part.is_gated, False, of)
+
+
+def _experts_nbytes(part: Experts, of: Setting) -> float:
+    """Of a balanced router: every rank computes as many tokens as it sends."""
+    size, hidden = of.model.itemsize, of.model.hidden
+    own = of.outside * hidden * size
+    if of.recompute.has("moe"):
+        return own
+    routed = of.outside * part.topk
+    if of.parallel.experts_tp > 1:
+        routed *= of.parallel.experts_tp
+    # The router's logits and weights in fp32, where each token goes and comes from.
+    router = of.outside * (part.num_experts * _FP32 * of.kernels.is_fused + 4 * part.topk * _INDEX)
+    inputs = routed * hidden * size
+    if of.parallel.ep > 1:  # before and after the exchange, and on the way back
+        inputs *= 2
+    ffn = part.ffn / of.parallel.experts_tp
+    nbytes = own + router + inputs + _activation_nbytes(routed, ffn, part.is_gated, True, of)
+    if part.shared_ffn and not of.recompute.has("shared_experts"):
+        shared = part.shared_ffn / of.parallel.tp
+        nbytes += _activation_nbytes(of.tokens, shared, part.is_gated, False, of)
+    return nbytes
+
+
+# ---- a layer
+
+
+def layer_nbytes(layer: Layer, of: Setting) -> float:
+    """Bytes that one layer keeps for backward where it is not computed again as a whole.
+
+    The hidden states that enter it are counted where a norm keeps them.
+    """
+    nbytes = 0.0
+    norms = sum(part is not None for part in (layer.mixer, layer.mlp))
+    norm = norm_nbytes(of.model.hidden, of.outside, of)
+    if of.recompute.has("layernorm"):  # its output is computed again, its input stays
+        norm -= of.hidden_nbytes
+    nbytes += norms * norm
+    if of.kernels.dropout:  # a mask for each addition to the hidden states
+        nbytes += norms * of.outside * of.model.hidden * of.mask_itemsize
+    match layer.mixer:
+        case Attention():
+            nbytes += _attention_nbytes(layer.mixer, of)
+        case LatentAttention():
+            nbytes += _latent_nbytes(layer.mixer, of)
+        case Mamba():
+            nbytes += _mamba_nbytes(layer.mixer, of)
+    match layer.mlp:
+        case Mlp():
+            nbytes += _mlp_nbytes(layer.mlp, of)
+        case Experts():
+            nbytes += _experts_nbytes(layer.mlp, of)
+    return nbytes
+
+
+def gradient_nbytes(layer: Layer, of: Setting) -> float:
+    """Gradients of activations that live at once at most in the backward pass of one layer: those
+    between the projections of its MLP, or of the pairs of its core attention."""
+    size, ffn, rows = of.model.itemsize, 0.0, of.tokens
+    match layer.mlp:
+        case Mlp():
+            ffn = layer.mlp.ffn / of.parallel.tp * (1 + layer.mlp.is_gated)
+        case Experts():
+            ffn = layer.mlp.ffn / of.parallel.experts_tp * (1 + layer.mlp.is_gated)
+            rows = of.outside * layer.mlp.topk * of.parallel.experts_tp
+    return rows * ffn * size + 2 * of.hidden_nbytes
+
+
+def loss_nbytes(of: Setting) -> float:
+    """What the logits take at most, with Megatron's cross entropy over tensor-parallel ranks: their
+    own bytes and an fp32 copy, from which the gradient is made in place."""
+    per_logit = _FP32 + (of.model.itemsize if of.model.itemsize != _FP32 else 0)
+    return of.tokens * of.model.vocabulary / of.parallel.tp * per_logit
+
+
+def final_norm_nbytes(of: Setting) -> float:
+    """The last norm and its output, which the logits' projection keeps."""
+    return norm_nbytes(of.model.hidden, of.outside, of) + of.hidden_nbytes
+
+
+def buffer_nbytes(layer: Layer, of: Setting) -> float:
+    """Megatron's own attention writes its scores to one buffer, which all layers share."""
+    if not isinstance(layer.mixer, (Attention, LatentAttention)):
+        return 0.0
+    return of.pairs * layer.mixer.num_heads / of.parallel.tp * of.model.itemsize
