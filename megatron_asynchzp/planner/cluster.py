@@ -36,6 +36,11 @@ class Device:
         """What a layer reaches."""
         return 1e12 * self.tflops * self.efficiency
 
+    @property
+    def usable_nbytes(self) -> float:
+        """For a model."""
+        return GIB * (self.memory_gib - self.reserved_gib)
+
 
 @dataclass(frozen=True)
 class Link:

@@ -4,13 +4,21 @@
 that the simulation runs, to a step's time, and to its traffic.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any
 
 from megatron_asynchzp.planner import model as shapes
+from megatron_asynchzp.planner.activations import FUSED, Kernels, Recompute, Setting
 from megatron_asynchzp.planner.cluster import Cluster, Ring
+from megatron_asynchzp.planner.memory import (
+    Memory,
+    in_flight,
+    largest_unit,
+    stage_activations,
+    states,
+)
 from megatron_asynchzp.planner.model import Batch, Model, Parallel, Unit
 from megatron_asynchzp.planner.order import (
     GATHER,
@@ -28,8 +36,6 @@ from megatron_asynchzp.planner.simulate import Stage, StageTimes, Step, UnitCost
 from megatron_asynchzp.planner.traffic import Group, seconds, step_traffic, unit_collectives
 from megatron_asynchzp.sharding.topology import ShardSizes
 
-Recompute = Literal["none", "selective", "full"]
-
 # Bytes that the optimizer's kernels move for each element that a rank owns: gradient twice (norm,
 # update), main parameter and both moments read and written, the model's copy written.
 _OPTIMIZER_NBYTES = 8 + 3 * 8 + 2
@@ -39,19 +45,24 @@ _FOLDED = 3, 4  # micro-batches of each stage, between which a step is extrapola
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a search chooses. sizes: of the dense sharding group."""
+    """Everything that a search chooses, and what it leaves as it is: grad_itemsize, of gradients
+    while they travel, and moments_nbytes, the optimizer's states of one element. sizes: of the
+    dense sharding group."""
 
     sizes: ShardSizes
     parallel: Parallel
     batch: Batch
     schedule: Schedule = Schedule()
-    recompute: Recompute = "none"
+    recompute: Recompute = Recompute()
     grad_itemsize: int = 4
+    moments_nbytes: float = 8.0
 
 
 @dataclass(frozen=True)
 class Costing:
     """A plan for a model on a cluster.
+
+    known: parts that other plans for the same model, cluster and kernels share, to compute once.
 
     Raises ValueError where the ranks, layers or micro-batches do not divide.
     """
@@ -59,6 +70,8 @@ class Costing:
     model: Model
     plan: Plan
     cluster: Cluster
+    kernels: Kernels = FUSED
+    known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         parallel, ranks = self.plan.parallel, self.cluster.num_ranks
@@ -69,6 +82,11 @@ class Costing:
             if ranks % product:
                 raise ValueError(f"{what} parallel size {product} does not divide {ranks} ranks")
         self.plan.sizes.check(self.dense_ranks)
+
+    def _once[Value](self, key: object, make: Callable[[], Value]) -> Value:
+        if key not in self.known:
+            self.known[key] = make()
+        return self.known[key]
 
     # ---- groups
 
@@ -95,10 +113,14 @@ class Costing:
     def units(self) -> tuple[tuple[Unit, ...], ...]:
         """Of each stage."""
         model, plan = self.model, self.plan
-        return tuple(
-            shapes.stage_units(model, plan.parallel, plan.batch, stage)
-            for stage in range(plan.parallel.pp)
-        )
+
+        def make() -> tuple[tuple[Unit, ...], ...]:
+            return tuple(
+                shapes.stage_units(model, plan.parallel, plan.batch, stage)
+                for stage in range(plan.parallel.pp)
+            )
+
+        return self._once(("units", plan.parallel, plan.batch), make)
 
     def padded(self, unit: Unit) -> int:
         return self.groups[unit.group].padded(unit.numel)
@@ -129,23 +151,26 @@ class Costing:
 
     def _unit_cost(self, unit: Unit) -> UnitCost:
         forward_s, backward_s = self.compute_s(unit)
+        lanes = (self.work(kind, unit) for kind in (GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC))
+        return UnitCost(unit.name, forward_s, backward_s, *lanes)
+
+    def work(self, kind: int, unit: Unit) -> list[tuple[str, float]]:
+        """Links that one operation on `unit` occupies, and for how many seconds."""
+        if unit.numel == 0:
+            return []
         group = self.groups[unit.group]
+        issued = unit_collectives(kind, self.padded(unit), self.model.itemsize, group)
+        return seconds(issued, group, self.cluster)
 
-        def work(kind: int) -> list[tuple[str, float]]:
-            if unit.numel == 0:
-                return []
-            issued = unit_collectives(kind, self.padded(unit), self.model.itemsize, group)
-            return seconds(issued, group, self.cluster)
-
-        return UnitCost(
-            unit.name,
-            forward_s,
-            backward_s,
-            work(GATHER),
-            work(REDUCE),
-            work(GRAD_SYNC),
-            work(PARAM_SYNC),
-        )
+    def communication(self, stage: int) -> list[dict[int, list[tuple[str, float]]]]:
+        """Of each unit of a stage, by kind of operation."""
+        known: dict[tuple[int, str], dict[int, list[tuple[str, float]]]] = {}
+        for unit in self.units[stage]:
+            key = (unit.numel, unit.group)
+            if key not in known:
+                kinds = (GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC)
+                known[key] = {kind: self.work(kind, unit) for kind in kinds}
+        return [known[unit.numel, unit.group] for unit in self.units[stage]]
 
     def compute_s(self, unit: Unit) -> tuple[float, float]:
         """Forward and backward of a micro-batch on the slowest rank, with what model parallelism
@@ -154,11 +179,20 @@ class Costing:
         forward_s = unit.flops / cluster.device.flops_per_s * cluster.slowest
         sent_s, again = self.model_parallel_s(unit), 0.0
         if unit.kind in ("layer", "experts", "mtp"):
-            if plan.recompute == "full":
-                again = forward_s + sent_s
-            elif plan.recompute == "selective":
+            if plan.recompute.granularity == "full":
+                again = self._share_computed_again * (forward_s + sent_s)
+            elif plan.recompute.has("core_attn"):
                 again = self._core_attention_s(unit)
         return forward_s + sent_s, 2 * forward_s + sent_s + again
+
+    @cached_property
+    def _share_computed_again(self) -> float:
+        """Of the layers, under full recomputation."""
+        recompute, parallel = self.plan.recompute, self.plan.parallel
+        if recompute.method == "uniform":
+            return 1.0
+        chunk = len(self.model.layers) / (parallel.pp * parallel.virtual)
+        return min(1.0, recompute.num_layers / chunk)
 
     def _core_attention_s(self, unit: Unit) -> float:
         """Forward of the scores and their product with the values."""
@@ -230,6 +264,42 @@ class Costing:
             order = self.order(index, phases)
             found.append(Stage(phases, order, self._costs[index], self.optimizer_s(index)))
         return found
+
+    # ---- memory
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Of the rank that needs most, with the padding of its units."""
+        return max(
+            (self._stage_memory(stage) for stage in range(self.plan.parallel.pp)),
+            key=lambda of_stage: of_stage.total,
+        )
+
+    def _stage_memory(self, stage: int) -> Memory:
+        plan, schedule = self.plan, self.plan.schedule
+        key = (plan.parallel, plan.sizes, plan.moments_nbytes, schedule, stage)
+        at_rest, flying, whole = self._once(("states", *key), lambda: self._states(stage))
+        setting = Setting(self.model, plan.parallel, plan.batch, self.kernels, plan.recompute)
+        key = ("activations", plan.parallel, plan.batch, plan.recompute, stage)
+        kept = self._once(key, lambda: stage_activations(setting, stage))
+        return Memory(at_rest, flying, whole, kept)
+
+    def _states(self, stage: int) -> tuple[dict[str, float], dict[str, float], float]:
+        plan, itemsize = self.plan, self.model.itemsize
+        units = [
+            replace(unit, numel=self.padded(unit)) for unit in self.units[stage] if unit.numel
+        ]
+        sizes = {key: group.sizes for key, group in self.groups.items()}
+        depth, grad_slots = plan.schedule.depth, plan.schedule.grad_slots
+        return (
+            states(units, itemsize, sizes, plan.moments_nbytes),
+            in_flight(units, itemsize, sizes, depth, grad_slots),
+            largest_unit(units, itemsize),
+        )
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.cluster.device.usable_nbytes
 
     # ---- results
 
