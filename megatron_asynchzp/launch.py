@@ -48,13 +48,17 @@ def main(argv: list[str]) -> None:
 
 
 def run_script(script: Path, arguments: list[str]) -> None:
-    """Patch Megatron, then run `script` as __main__; ends with one line on an error of ours."""
+    """Patch Megatron, then run `script` as __main__; ends with one line on an error of ours. With
+    --asynchzp-dry-run nothing is started."""
     # The script's folder comes first, so that a Megatron checkout is what gets patched.
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [str(script), *arguments]
+    from megatron_asynchzp.dry_run import command
     from megatron_asynchzp.mcore.process import ending, startup
 
     try:
+        if (asked := command.asked_of(arguments)) is not None:
+            sys.exit(command.dry_run(script, arguments, asked))
         startup.prepare_process(arguments)
         runpy.run_path(str(script), run_name="__main__")
     except ending.OWN_ERRORS as error:

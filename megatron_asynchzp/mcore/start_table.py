@@ -3,6 +3,7 @@
 """The table in the log of a start: groups, units and bytes, by formula and as allocated."""
 
 import io
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 
@@ -14,31 +15,45 @@ from rich.table import Table
 from megatron_asynchzp.comm.collectives import AxisGroup
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
+from megatron_asynchzp.planner.memory import Sizes, state_nbytes
 from megatron_asynchzp.sharding.topology import spans_nodes
 from megatron_asynchzp.zero.unit import HZPUnit
 
-OPTIMIZER_STATE_NBYTES = {"adam": 8, "sgd": 4}  # per element: two fp32 moments, one momentum
+ADAM_MOMENTS_NBYTES = 8
+"""Per element: two moments in fp32."""
+
 _MAX_RANKS_SHOWN = 8
 
 
-def state_nbytes_by_formula(units: Sequence[HZPUnit], optimizer: str = "adam") -> dict[str, float]:
-    """AsyncHZP section 3 without padding: b N/P, 4 N/G, 4 N/O and m N/O for the moments.
+def moments_nbytes(args: Namespace) -> int:
+    """Bytes per element of the optimizer's states. args: validated, or an OptimizerConfig."""
+    if args.optimizer == "sgd":
+        return 4
+    return args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
 
-    b is the element size of the model, m that of OPTIMIZER_STATE_NBYTES; an fp32 model has no
-    main_param of its own. N counts each unit with the sizes of its own sharding group.
-    """
+
+def state_nbytes_by_formula(
+    units: Sequence[HZPUnit], moments: int = ADAM_MOMENTS_NBYTES
+) -> dict[str, float]:
+    """AsyncHZP section 3 without padding, by the planner's formula. N counts each unit with the
+    sizes of its own sharding group; what is not trained has parameters alone."""
     total = {"model_param": 0.0, "main_grad": 0.0, "main_param": 0.0, "optimizer_moments": 0.0}
     for unit in units:
-        numel, sizes = unit.layout.numel, unit.groups.topology.sizes
-        total["model_param"] += numel * unit.dtype.itemsize / sizes.param
-        if unit.is_trained:
-            total["main_grad"] += 4 * numel / sizes.grad
-            total["main_param"] += 0 if unit.is_main_param_aliased else 4 * numel / sizes.optim
-            total["optimizer_moments"] += OPTIMIZER_STATE_NBYTES[optimizer] * numel / sizes.optim
+        sizes = unit.groups.topology.sizes
+        of_unit = state_nbytes(
+            unit.layout.numel,
+            unit.dtype.itemsize,
+            Sizes(sizes.param, sizes.grad, sizes.optim),
+            moments,
+        )
+        for state, nbytes in of_unit.items():
+            total[state] += nbytes if unit.is_trained or state == "model_param" else 0.0
     return total
 
 
-def state_nbytes_allocated(units: Sequence[HZPUnit], optimizer: str = "adam") -> dict[str, int]:
+def state_nbytes_allocated(
+    units: Sequence[HZPUnit], moments: int = ADAM_MOMENTS_NBYTES
+) -> dict[str, int]:
     """Bytes of this rank's persistent buffers, and of the moments it will hold beside them."""
     total = {"model_param": 0, "main_grad": 0, "main_param": 0, "optimizer_moments": 0}
     for unit in units:
@@ -46,7 +61,7 @@ def state_nbytes_allocated(units: Sequence[HZPUnit], optimizer: str = "adam") ->
             total[state] += nbytes
         if unit.is_trained:
             owned = sum(fragment.numel() for fragment in unit.main_param_fragments())
-            total["optimizer_moments"] += OPTIMIZER_STATE_NBYTES[optimizer] * owned
+            total["optimizer_moments"] += moments * owned
     return total
 
 
@@ -86,10 +101,10 @@ def _groups_table(groups: dict[str, ShardGroups], ranks_per_node: int) -> Table:
 
 
 def _states_table(
-    units: Sequence[HZPUnit], groups: dict[str, ShardGroups], optimizer: str, beside: dict[str, int]
+    units: Sequence[HZPUnit], groups: dict[str, ShardGroups], moments: int, beside: dict[str, int]
 ) -> Table:
-    formula = state_nbytes_by_formula(units, optimizer)
-    allocated = state_nbytes_allocated(units, optimizer)
+    formula = state_nbytes_by_formula(units, moments)
+    allocated = state_nbytes_allocated(units, moments)
     sizes = {key: group.topology.sizes for key, group in groups.items()}
     columns = {"model_param": "param", "main_grad": "grad"}
     table = Table(title="State bytes per rank", title_justify="left")
@@ -130,13 +145,13 @@ def _units_table(units: Sequence[HZPUnit]) -> Table:
 def format_start_table(
     chunks: Sequence[AsyncHZPDataParallel],
     ranks_per_node: int,
-    optimizer: str = "adam",
+    moments: int = ADAM_MOMENTS_NBYTES,
     whole_nbytes: int | None = None,
 ) -> str:
     """The whole table as text, for the rank that calls it.
 
-    optimizer: as in --optimizer; whole_nbytes: of the parameters that were whole at most, while a
-    model was built in shards.
+    moments: bytes per element of the optimizer's states; whole_nbytes: of the parameters that were
+    whole at most, while a model was built in shards.
     """
     units = [unit for chunk in chunks for unit in chunk.units]
     used = {chunk.runtime.group_keys[unit] for chunk in chunks for unit in chunk.units}
@@ -150,6 +165,6 @@ def format_start_table(
             beside[f"{kind} (beside the states)"] += nbytes
     if whole_nbytes is not None:
         beside["whole at most, while the model was built"] = whole_nbytes
-    console.print(_states_table(units, groups, optimizer, beside))
+    console.print(_states_table(units, groups, moments, beside))
     console.print(_units_table(units))
     return text.getvalue()

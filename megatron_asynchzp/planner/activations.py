@@ -91,7 +91,7 @@ class Setting:
 
     @property
     def mask_itemsize(self) -> int:
-        """Of what dropout keeps: a byte on a device, factors in the dtype of the states on a CPU."""
+        """Of what dropout keeps: a byte on a device, factors in the model's dtype on a CPU."""
         return 1 if self.kernels.is_fused else self.model.itemsize
 
     @property

@@ -18,15 +18,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from math import lcm
 from pathlib import Path
 from unittest import mock
 
+from megatron_asynchzp.dry_run.pretended_world import Refused, fewest_ranks, parse, patch_megatron
 from megatron_asynchzp.errors import ConfigurationError
-from scripts.train.pretended_world import Refused, parse, patch_megatron
 
 _RANKS_PER_NODE = 8
-_WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 # Megatron wants 1 with tensor parallelism on Hopper, anything else with its own FSDP.
 _CONNECTIONS = ("1", "8")
 
@@ -170,30 +168,6 @@ def find_cases(folders: list[Path]) -> Iterator[Case]:
 # ---- asking Megatron
 
 
-def _number(flags: list[str], flag: str) -> int:
-    """The value of a parallel size, 1 where it is not given or not a number."""
-    with suppress(ValueError, IndexError):
-        return int(flags[flags.index(flag) + 1])
-    return 1
-
-
-def _world_size(flags: list[str]) -> int:
-    """The first of the usual worlds that the parallel sizes and the batch divide, or the smallest
-    world that the sizes allow."""
-    sizes = [_number(flags, f"--{kind}-parallel-size") for kind in ("tensor-model", "context")]
-    dense, expert = sizes[0] * sizes[1], sizes[0]
-    if "--expert-tensor-parallel-size" in flags:
-        expert = _number(flags, "--expert-tensor-parallel-size")
-    expert *= _number(flags, "--expert-model-parallel-size")
-    stages = _number(flags, "--pipeline-model-parallel-size")
-    needed = lcm(dense, expert) * stages
-    samples = 0  # that any number of ranks can share
-    if "--global-batch-size" in flags:
-        samples = _number(flags, "--global-batch-size") // _number(flags, "--micro-batch-size")
-    worlds = [size for size in _WORLDS if size % needed == 0]
-    return next((size for size in worlds if samples % (size // dense // stages) == 0), needed)
-
-
 def _refusal(flags: list[str], world_size: int) -> Refused | None:
     """How Megatron or the plugin refuses `flags`; None where they are accepted."""
     refusal = None
@@ -211,7 +185,7 @@ def _refusal(flags: list[str], world_size: int) -> Refused | None:
 
 def judge(case: Case) -> Verdict:
     """Ask Megatron alone, and with `--use-asynchzp`."""
-    size = _world_size(case.flags)
+    size = fewest_ranks(case.flags)
     return Verdict(
         case, _refusal(case.flags, size), _refusal([*case.flags, "--use-asynchzp"], size)
     )

@@ -1,24 +1,25 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """What a run would be, without running it: the whole command line through Megatron's own parser
-and validation for the row's number of ranks, its groups, and the bytes that each rank will hold.
+and validation for the row's number of ranks, its groups, and the memory that each rank needs.
 Needs no device and no other rank; takes seconds. Usually through scripts/train/launch.sh:
 
     scripts/train/launch.sh table2-36b-hzp --dry-run [-- more Megatron flags]
     scripts/train/launch.sh --all                # one line per row
 
-Exit status: 0; 1 where states and rings do not fit into a device; 2 for a row that cannot run.
+Exit status: 0; 1 where a rank needs more than a device has; 2 for a row that cannot run.
 """
 
 import argparse
 import functools
-import io
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from megatron_asynchzp.errors import ConfigurationError
 from scripts.train.rows import PLATFORMS, Row, RowError, load_row, platform_default, row_names
 
 GIB = 2**30
@@ -45,149 +46,89 @@ class Machine:
         )
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a command line gives. kinds: the groups of rank 0 (mesh.GroupKind); stages: the
-    StageStates of each pipeline stage; lines: what --use-asynchzp changed."""
-
-    args: argparse.Namespace
-    lines: list[str]
-    kinds: list
-    stages: list
-
-
-def measure(flags: tuple[str, ...], ranks: int, ranks_per_node: int) -> Measured:
-    """Raises Refused for what cannot run."""
+def _measure(*run: Any) -> Any:
     # Here and not above: a wrong name of a row is reported without importing Megatron.
-    from scripts.train import pretended_world
+    from megatron_asynchzp.dry_run import measured
 
-    pretended_world.patch_megatron()
-    from scripts.train import mesh, states
-
-    args, lines = pretended_world.parse(list(flags), ranks, ranks_per_node)
-    sizes = states.shard_sizes(args) if args.use_asynchzp else None
-    measured = Measured(args, lines, [], [])
-    for stage in pretended_world.stages(args):
-        if not measured.kinds:
-            measured.kinds.extend(mesh.group_kinds(stage, args, sizes))
-        measured.stages.append(states.stage_states(stage, args, ranks_per_node))
-    return measured
+    return measured.measure(*run)
 
 
 class Report:
-    """What is printed of one row; raises RowError (Refused) while it is made.
+    """What is printed of one row; raises ConfigurationError while it is made.
 
-    extra: more Megatron flags; ranks: in place of the row's; measure: the function above.
+    extra: more Megatron flags; ranks: in place of the row's; measure: measured.measure.
     """
 
     def __init__(
         self, row: Row, machine: Machine, extra: list[str], ranks: int | None, measure: Callable
     ):
         self.row, self.machine = row, machine
-        self.ranks = ranks or row.ranks
-        self.ranks_per_node = min(machine.ranks_per_node, self.ranks)
+        ranks = ranks or row.ranks
         self.flags = row.flags(machine.platform, extra)
-        measured = measure(tuple(self.flags), self.ranks, self.ranks_per_node)
-        self.args, self.lines = measured.args, measured.lines
-        self.kinds, self.stages = measured.kinds, measured.stages
+        self.measured = measure(tuple(self.flags), ranks, min(machine.ranks_per_node, ranks))
 
     @property
-    def parameters(self) -> int:
-        return sum(stage.whole_numel for stage in self.stages)
+    def memory(self):
+        """Of the rank that needs most."""
+        return self.measured.fullest.memory
 
     @property
-    def largest_gib(self) -> float:
-        """States and rings of the rank that holds most."""
-        return max(stage.total for stage in self.stages) / GIB
+    def device_nbytes(self) -> float:
+        return self.machine.device_memory_gib * GIB
 
     @property
     def fits(self) -> bool:
-        return self.largest_gib <= self.machine.device_memory_gib
+        return self.memory.left_of(self.device_nbytes) >= 0
 
     def verdict(self) -> str:
-        held, there = self.largest_gib, self.machine.device_memory_gib
-        if not self.fits:
-            return (
-                f"{self.row.name}: does not fit: a rank holds {held:.1f} GiB of states and rings, "
-                f"a device has {there:g}"
-            )
-        return (
-            f"{self.row.name}: states and rings fit: {held:.1f} of {there:g} GiB on the fullest "
-            f"rank; {there - held:.1f} remain for activations, temporaries and the libraries, of "
-            "which no estimate is included"
-        )
+        from megatron_asynchzp.dry_run import report
+
+        return f"{self.row.name}: {report.verdict(self.measured, self.device_nbytes)}"
 
     def as_json(self) -> dict:
         """For tests and tables: sizes in ranks, bytes per rank by state and stage."""
         return {
             "row": self.row.name,
-            "ranks": self.ranks,
-            "parameters": self.parameters,
+            "ranks": self.measured.args.world_size,
+            "parameters": self.measured.parameters,
             "expected_parameters": self.row.parameters,
             "fits": self.fits,
-            "groups": {kind.name: [kind.size, kind.count] for kind in self.kinds},
-            "stages": [
-                {
-                    "ranks": stage.num_ranks,
-                    "numel": stage.numel,
-                    "formula": stage.formula,
-                    "allocated": stage.allocated,
-                    "rings": stage.rings,
-                }
-                for stage in self.stages
-            ],
+            "groups": {kind.name: [kind.size, kind.count] for kind in self.measured.kinds},
+            "stages": [_stage_as_json(stage) for stage in self.measured.stages],
         }
 
-    # ---- text
-
     def text(self) -> str:
-        row, args = self.row, self.args
-        micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+        from megatron_asynchzp.dry_run import report
+
+        row, measured = self.row, self.measured
         parts = [
-            f"{row.name}: {row.model}, {row.paper}",
-            f"{self.ranks} ranks, {self.ranks_per_node} per node ({self.machine.platform});"
-            f" {args.data_parallel_size} data-parallel replicas, {micro_batches} micro-batches of "
-            f"{args.micro_batch_size} x {args.seq_length} tokens per step",
+            f"{row.name}: {row.model}, {row.paper} ({self.machine.platform})",
+            report.describe_run(measured),
             *row.notes,
             "",
             "Megatron's flags",
             *_wrapped(self.flags),
             "",
-            *(f"set by --use-asynchzp: {line}" for line in self.lines),
-            self._mesh_table(),
-            self.stages[0].start_table,
-            self._stages_table(),
-            f"{self.parameters:,} parameters (the paper says {row.parameters / 1e9:g}B)",
+            report.tables(measured),
+            f"{measured.parameters:,} parameters (the paper says {row.parameters / 1e9:g}B)",
             *([self.verdict()] if self.fits else []),  # else it is the error
         ]
         return "\n".join(parts)
 
-    def _mesh_table(self) -> str:
-        # fmt: off
-        rows = [
-            (kind.name, kind.shares, str(kind.size), str(kind.count), _some(kind.first),
-             kind.link(self.ranks_per_node))
-            for kind in self.kinds
-        ]
-        # fmt: on
-        columns = ("groups", "share", "ranks", "how many", "the first", "link")
-        return _table("Mesh", columns, rows)
 
-    def _stages_table(self) -> str:
-        # fmt: off
-        columns = ("stage", "ranks", "parameters on a rank", "params", "grads", "main params",
-                   "moments", "rings", "all, GiB")
-        # fmt: on
-        rows = []
-        for stage in self.stages:
-            held = [stage.allocated[state] for state in stage.formula] + [sum(stage.rings.values())]
-            numbers = [f"{nbytes / GIB:.2f}" for nbytes in (*held, stage.total)]
-            numel = f"{stage.numel['dense']:,}"
-            if stage.numel["expert"]:
-                numel += f" + {stage.numel['expert']:,} of experts"
-            rows.append((str(stage.index), str(stage.num_ranks), numel, *numbers))
-        of = "before sharding over data-parallel ranks"
-        return _table(f"GiB per rank, by pipeline stage (parameters: {of})", columns, rows)
+def _stage_as_json(stage: Any) -> dict:
+    memory = stage.memory
+    return {
+        "ranks": stage.num_ranks,
+        "numel": stage.numel,
+        "formula": stage.formula,
+        "allocated": dict(memory.at_rest),
+        "rings": dict(memory.in_flight),
+        "whole_unit": memory.whole_unit,
+        "activations": asdict(memory.activations),
+        "start": memory.start,
+        "total": memory.total,
+    }
 
 
 def _wrapped(flags: list[str]) -> list[str]:
@@ -206,32 +147,13 @@ def _wrapped(flags: list[str]) -> list[str]:
     return [*lines, line]
 
 
-def _some(ranks: tuple[int, ...]) -> str:
-    if len(ranks) <= 4:
-        return " ".join(map(str, ranks))
-    return f"{ranks[0]} {ranks[1]} ... {ranks[-1]}"
-
-
-def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*row)
-    console = Console(file=io.StringIO(), width=118)
-    console.print(table)
-    return console.file.getvalue()
-
-
 def _summary(report: Report) -> str:
-    states = max(sum(stage.allocated.values()) for stage in report.stages) / GIB
+    memory, measured = report.memory, report.measured
     fits = "fits" if report.fits else "does not fit"
     return (
-        f"{report.row.name:20} {report.parameters / 1e9:7.2f}B {report.ranks:5} ranks  states "
-        f"{states:6.2f} GiB  with rings {report.largest_gib:6.2f} GiB  {fits}"
+        f"{report.row.name:20} {measured.parameters / 1e9:7.2f}B {measured.args.world_size:5} ranks"
+        f"  states {memory.states / GIB:6.2f}  start {memory.start / GIB:6.2f}  in all "
+        f"{memory.total / GIB:6.2f} GiB  {fits}"
     )
 
 
@@ -261,11 +183,11 @@ def main(argv: list[str]) -> int:
     if any(number is not None and number < 1 for number in (asked.ranks, asked.ranks_per_node)):
         parser.error("--ranks and --ranks-per-node are at least 1")
     machine, reports, is_refused = Machine.of(asked), [], False
-    once = functools.cache(measure)  # rows of different tables are often the same run
+    once = functools.cache(_measure)  # rows of different tables are often the same run
     for name in row_names() if asked.all else [asked.row]:
         try:
             report = Report(load_row(name), machine, argv[cut + 1 :], asked.ranks, once)
-        except RowError as error:
+        except (RowError, ConfigurationError) as error:
             print(f"scripts/train: {error}", file=sys.stderr)
             is_refused = True
             continue

@@ -23,6 +23,19 @@ class TraceRequest:
     step: int
 
 
+class DryRunStop(ConfigurationError):
+    """Megatron's arguments are validated, and nothing is to run. validated: those arguments.
+
+    Its message is for a process that did not start as a dry run."""
+
+    def __init__(self, args: Namespace):
+        super().__init__(
+            "--asynchzp-dry-run starts no ranks: python -m megatron_asynchzp.launch SCRIPT [flags] "
+            "--asynchzp-dry-run"
+        )
+        self.validated = args
+
+
 def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add the flags of this plugin to Megatron's parser, as an `extra_args_provider` would."""
     group = parser.add_argument_group(title="asynchzp")
@@ -68,6 +81,7 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="What --load reads to find damage before it loads: the CRC-32 of every record (full), "
         "or manifest, sizes and zip directories without the data (structure). Default: full.",
     )
+    add_dry_run_arguments(group)
     add_device_argument(group)
     return parser
 
@@ -88,6 +102,30 @@ def _add_shard_sizes(group) -> None:
             help=f"Ranks (data x context parallel) that share one copy of the {what}. "
             f"Default: {default}.",
         )
+
+
+def add_dry_run_arguments(parser) -> None:
+    """The flags that the launcher reads before anything is started."""
+    parser.add_argument(
+        "--asynchzp-dry-run",
+        nargs="?",
+        type=int,
+        const=0,
+        default=None,
+        metavar="RANKS",
+        help="Start nothing: print the groups of so many ranks, and the memory of each by pipeline "
+        "stage. Only through megatron_asynchzp.launch; without RANKS: WORLD_SIZE of the "
+        "environment, else the fewest ranks that the parallel sizes and the batch allow. "
+        "Default: train.",
+    )
+    parser.add_argument(
+        "--asynchzp-device-gb",
+        type=float,
+        default=None,
+        metavar="GIB",
+        help="Memory of one device, of which the dry run tells what is left; it ends with status 1 "
+        "where nothing is. Default: not compared.",
+    )
 
 
 def add_device_argument(parser) -> None:

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 
 from megatron_asynchzp.mcore.attention.flags import add_pasa_arguments, refuse_unsupported_attention
-from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
+from megatron_asynchzp.mcore.flags.asynchzp import DryRunStop, add_asynchzp_arguments
 from megatron_asynchzp.mcore.flags.checks import confirm_args, prepare_args, refuse_yaml
 from megatron_asynchzp.mcore.patches.patch import replaces
 from megatron_asynchzp.mcore.process.platform import apply_platform_defaults
@@ -44,4 +44,6 @@ def validate_args(original: Callable, args: Namespace, defaults: dict = {}):  # 
     if args.rank == 0:
         for line in lines:
             print(f"megatron_asynchzp: {line}", flush=True)
+    if getattr(args, "asynchzp_dry_run", None) is not None:
+        raise DryRunStop(args)
     return result

@@ -12,6 +12,7 @@ import textwrap
 from argparse import ArgumentError, ArgumentParser, Namespace
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import add_device_argument
@@ -42,7 +43,7 @@ def apply_platform_defaults(args: Namespace) -> list[str]:
     """
     from megatron_asynchzp import cpu_platform
 
-    if not cpu_platform.is_installed():
+    if not is_on_cpu():
         return []
     try:
         changed = cpu_platform.apply_cpu_defaults(args)
@@ -51,15 +52,40 @@ def apply_platform_defaults(args: Namespace) -> list[str]:
     return [f"CPU platform: {'; '.join(changed)}"] if changed else []
 
 
-def _reason_for_cpu(argv: list[str]) -> str | None:
-    """Why this process runs on the CPU platform; None where an accelerator is used."""
+def is_on_cpu() -> bool:
+    """Whether the CPU platform is installed. A dry run pretends either."""
+    from megatron_asynchzp import cpu_platform
+
+    return cpu_platform.is_installed()
+
+
+def values_without_device() -> dict[str, Any]:
+    """Arguments with which Megatron builds a model without a device: argument -> value."""
+    from megatron_asynchzp.cpu_platform.arguments import CPU_VALUES
+
+    return dict(CPU_VALUES)
+
+
+def stream_without_device() -> type:
+    """What stands for torch.cuda.Stream where there is none."""
+    from megatron_asynchzp.cpu_platform.inert_cuda import InertStream
+
+    return InertStream
+
+
+def is_cpu_asked(argv: list[str]) -> bool:
+    """Whether --asynchzp-device in `argv` asks for the CPU platform."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_device_argument(parser)
     try:
-        chosen = parser.parse_known_args(argv)[0].asynchzp_device
+        return parser.parse_known_args(argv)[0].asynchzp_device == "cpu"
     except ArgumentError:
-        chosen = "auto"  # Megatron's parser, which knows all flags, reports the wrong value
-    if chosen == "cpu":
+        return False  # Megatron's parser, which knows all flags, reports the wrong value
+
+
+def _reason_for_cpu(argv: list[str]) -> str | None:
+    """Why this process runs on the CPU platform; None where an accelerator is used."""
+    if is_cpu_asked(argv):
         return "--asynchzp-device cpu"
     return None if _has_accelerator() else "no accelerator found"
 

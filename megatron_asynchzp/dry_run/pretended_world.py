@@ -8,29 +8,36 @@ import contextlib
 import io
 import logging
 import os
+import runpy
 import sys
 import traceback
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import lcm
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from scripts.train.rows import RowError
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.asynchzp import DryRunStop
+from megatron_asynchzp.mcore.process import platform
 
 # Megatron asks more of the environment (CUDA_DEVICE_MAX_CONNECTIONS) of Hopper and older.
 _CAPABILITY = (9, 0)
+
+_WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 # How our lines begin in what validation prints.
 _OURS = "megatron_asynchzp: "
 
 
-class Refused(RowError):
-    """A command line that cannot run."""
+class Refused(ConfigurationError):
+    """A command line that cannot run. The message is one line, for the user."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +58,6 @@ class Stage:
 @contextlib.contextmanager
 def _answers_of_a_gpu() -> Iterator[None]:
     """What Megatron asks torch.cuda while it parses and builds."""
-    from megatron_asynchzp.cpu_platform.inert_cuda import InertStream
-
     properties = SimpleNamespace(major=_CAPABILITY[0], minor=_CAPABILITY[1])
     with mock.patch.multiple(
         torch.cuda,
@@ -60,7 +65,7 @@ def _answers_of_a_gpu() -> Iterator[None]:
         get_device_properties=lambda *_: properties,
         get_device_capability=lambda *_: _CAPABILITY,
         current_device=lambda: torch.device("meta"),
-        Stream=InertStream,
+        Stream=platform.stream_without_device(),
     ):
         yield
 
@@ -110,19 +115,49 @@ def parse(flags: list[str], world_size: int, ranks_per_node: int) -> tuple[Names
 
     Raises Refused for what Megatron or --use-asynchzp refuses.
     """
-    patch_megatron()
-    from megatron.training import arguments
 
+    def validated() -> Namespace:
+        from megatron.training import arguments
+
+        args = arguments.parse_args()
+        arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
+        return args
+
+    return _parse(validated, ["pretrain_gpt.py", *flags], world_size, ranks_per_node)
+
+
+def parse_script(
+    script: Path, flags: list[str], world_size: int, ranks_per_node: int
+) -> tuple[Namespace, list[str]]:
+    """As `parse`, with the flags and defaults that `script` adds: it runs until Megatron has
+    validated its arguments. flags: --asynchzp-dry-run is among them."""
+
+    def validated() -> Namespace:
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except DryRunStop as stop:
+            return stop.validated
+        raise ConfigurationError(f"{script} ended before Megatron validated its arguments")
+
+    return _parse(validated, [str(script), *flags], world_size, ranks_per_node)
+
+
+def _parse(
+    validated: Callable[[], Namespace], argv: list[str], world_size: int, ranks_per_node: int
+) -> tuple[Namespace, list[str]]:
+    patch_megatron()
     world = {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(ranks_per_node)}
+    is_cpu = platform.is_cpu_asked(argv)
     with (
         mock.patch.dict(os.environ, world),
-        mock.patch.object(sys, "argv", ["pretrain_gpt.py", *flags]),
+        mock.patch.object(sys, "argv", argv),
+        mock.patch.object(platform, "is_on_cpu", lambda: is_cpu),
+        mock.patch("megatron_asynchzp.mcore.process.startup.choose_platform", lambda _: None),
         _answers_of_a_gpu(),
         _silence() as printed,
     ):
         try:
-            args = arguments.parse_args()
-            arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
+            args = validated()
             _set_padded_vocabulary(args)
         except (Exception, SystemExit) as error:
             raise Refused(_one_line(error, printed.getvalue())) from error
@@ -131,11 +166,36 @@ def parse(flags: list[str], world_size: int, ranks_per_node: int) -> tuple[Names
 
 
 def _set_padded_vocabulary(args: Namespace) -> None:
-    """As the run will: from the tokenizer, except where its builder needs no more than the flag."""
-    if args.padded_vocab_size is None and args.tokenizer_type != "NullTokenizer":
+    """As the run will: from the tokenizer."""
+    if args.padded_vocab_size is None:
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
         build_tokenizer(args)
+
+
+def _number(flags: list[str], flag: str, default: int = 1) -> int:
+    """The last value of a flag, `default` where it is not given or not a number."""
+    with contextlib.suppress(ValueError, IndexError):
+        return int(flags[len(flags) - flags[::-1].index(flag)])
+    return default
+
+
+def fewest_ranks(flags: list[str]) -> int:
+    """The first of the usual worlds that the parallel sizes, the shard sizes and the batch divide,
+    or the smallest world that the sizes allow."""
+    sizes = [_number(flags, f"--{kind}-parallel-size") for kind in ("tensor-model", "context")]
+    dense, expert = sizes[0] * sizes[1], sizes[0]
+    if "--expert-tensor-parallel-size" in flags:
+        expert = _number(flags, "--expert-tensor-parallel-size")
+    expert *= _number(flags, "--expert-model-parallel-size")
+    stages = _number(flags, "--pipeline-model-parallel-size")
+    shards = _number(flags, "--asynchzp-optim-shard-size") * sizes[0]
+    needed = lcm(dense, expert, shards) * stages
+    samples = 0  # that any number of ranks can share
+    if "--global-batch-size" in flags:
+        samples = _number(flags, "--global-batch-size") // _number(flags, "--micro-batch-size")
+    worlds = [size for size in _WORLDS if size % needed == 0]
+    return next((size for size in worlds if samples % (size // dense // stages) == 0), needed)
 
 
 def stages(args: Namespace) -> Iterator[Stage]:
@@ -187,12 +247,11 @@ def _world(args: Namespace, rank: int) -> Iterator[object]:
 def _build(args: Namespace, groups: object) -> torch.nn.Module:
     """This stage's model with Megatron's own builder, without memory and without values."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
-    from megatron_asynchzp.cpu_platform.arguments import CPU_VALUES
-
-    without_kernels = CPU_VALUES | {"perform_initialization": False}
-    config = gpt_config_from_args(Namespace(**(vars(args) | without_kernels)))
+    without_kernels = platform.values_without_device() | {"perform_initialization": False}
+    from_args = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
+    config = from_args(Namespace(**(vars(args) | without_kernels)))
     # Checked by now, and refused by the local layers; it changes no shape.
     config.transformer.sequence_parallel = False
 

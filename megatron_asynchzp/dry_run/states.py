@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns the bytes of one pretended pipeline stage: AsyncHZP's from real units on the meta device,
-stock Megatron's by formula.
+stock Megatron's by formula; activations by the planner's formulas.
 """
 
 from argparse import Namespace
@@ -13,29 +13,31 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.device import CpuDevice
+from megatron_asynchzp.dry_run.pretended_world import Stage
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_grad_dtype, resolve_schedule
+from megatron_asynchzp.mcore.planned_model import setting_of
 from megatron_asynchzp.mcore.start_table import (
-    OPTIMIZER_STATE_NBYTES,
     format_start_table,
+    moments_nbytes,
     state_nbytes_allocated,
     state_nbytes_by_formula,
 )
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
+from megatron_asynchzp.planner.memory import Memory, stage_activations
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.zero.gathers import new_param_rings
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.reductions import new_grad_rings
 from megatron_asynchzp.zero.unit import HZPUnit
-from scripts.train.pretended_world import Stage
 
 
 @dataclass(frozen=True)
 class StageStates:
-    """What one rank of a pipeline stage holds between steps, in bytes.
+    """What one rank of a pipeline stage holds, in bytes.
 
     numel: of the rank's parameters before data parallelism, by sharding group ("dense",
-    "expert"); whole_numel: of the stage, over its tensor and expert parallel ranks; formula,
-    allocated: by state, without and with padding; rings: AsyncHZP's memory in flight.
+    "expert"); whole_numel: of the stage, over its tensor and expert parallel ranks; formula: by
+    state, without padding; memory: with padding, and all that comes beside the states.
     """
 
     index: int
@@ -43,13 +45,8 @@ class StageStates:
     numel: dict[str, int]
     whole_numel: int
     formula: dict[str, float]
-    allocated: dict[str, float]
-    rings: dict[str, int]
+    memory: Memory
     start_table: str = ""
-
-    @property
-    def total(self) -> float:
-        return sum(self.allocated.values()) + sum(self.rings.values())
 
 
 def stage_states(stage: Stage, args: Namespace, ranks_per_node: int) -> StageStates:
@@ -64,7 +61,8 @@ def stage_states(stage: Stage, args: Namespace, ranks_per_node: int) -> StageSta
     if getattr(args, "use_asynchzp", False):
         return _asynchzp_states(stage, args, ranks_per_node, common)
     formula = _baseline_nbytes(numel, stage, args)
-    return StageStates(*common, formula, formula, {})
+    activations = stage_activations(setting_of(args), stage.index)
+    return StageStates(*common, formula, Memory(formula, {}, 0.0, activations))
 
 
 def _num_parts(param: torch.nn.Parameter, key: str, args: Namespace) -> int:
@@ -89,7 +87,7 @@ def _baseline_nbytes(numel: dict[str, int], stage: Stage, args: Namespace) -> di
         "model_param": float(model * sum(numel.values())),
         "main_grad": float(grad * sum(numel.values())),
         "main_param": 4 * owned if model == 2 else 0.0,
-        "optimizer_moments": OPTIMIZER_STATE_NBYTES[args.optimizer] * owned,
+        "optimizer_moments": moments_nbytes(args) * owned,
     }
 
 
@@ -132,13 +130,15 @@ def _asynchzp_states(
     rings = _ring_nbytes(units, args)
     is_shown = stage.index == 0  # rank 0's, as in a run
     table = _start_table(units, plans, groups, rings, args, ranks_per_node) if is_shown else ""
-    return StageStates(
-        *common,
-        state_nbytes_by_formula(units, args.optimizer),
-        state_nbytes_allocated(units, args.optimizer),
+    moments = moments_nbytes(args)
+    whole = max(unit.layout.padded_numel * unit.dtype.itemsize for unit in units)
+    memory = Memory(
+        state_nbytes_allocated(units, moments),
         rings,
-        table,
+        whole,
+        stage_activations(setting_of(args), stage.index),
     )
+    return StageStates(*common, state_nbytes_by_formula(units, moments), memory, table)
 
 
 def _start_table(
@@ -152,7 +152,7 @@ def _start_table(
     keys = dict(zip(units, (plan.group_key for plan in plans), strict=True))
     runtime = SimpleNamespace(group_keys=keys, ring_nbytes=lambda: rings)
     chunk = SimpleNamespace(units=units, groups=groups, runtime=runtime)
-    return format_start_table([chunk], ranks_per_node, args.optimizer)
+    return format_start_table([chunk], ranks_per_node, moments_nbytes(args))
 
 
 def _ring_nbytes(units: list[HZPUnit], args: Namespace) -> dict[str, int]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from megatron_asynchzp.dry_run.pretended_world import Stage
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology, spans_nodes
-from scripts.train.pretended_world import Stage
 
 
 @dataclass(frozen=True)

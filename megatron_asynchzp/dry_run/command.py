@@ -1,0 +1,63 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The dry run of the launcher: `python -m megatron_asynchzp.launch SCRIPT ... --asynchzp-dry-run`.
+
+Exit status: 0; 1 where a rank needs more than --asynchzp-device-gb; 2 for what cannot run.
+"""
+
+import os
+import sys
+from argparse import ArgumentError, ArgumentParser, Namespace
+from pathlib import Path
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.asynchzp import add_dry_run_arguments
+
+EXIT_TOO_LARGE, EXIT_REFUSED = 1, 2
+_RANKS_PER_NODE = 8
+
+
+def asked_of(arguments: list[str]) -> Namespace | None:
+    """The flags of a dry run, where `arguments` ask for one. Raises ConfigurationError."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_dry_run_arguments(parser)
+    try:
+        asked, _ = parser.parse_known_args(arguments)
+    except ArgumentError as error:
+        raise ConfigurationError(f"{error.argument_name}: {error.message}") from error
+    if asked.asynchzp_dry_run is None:
+        return None
+    if asked.asynchzp_dry_run < 0:
+        raise ConfigurationError(
+            f"--asynchzp-dry-run {asked.asynchzp_dry_run}: give a number of ranks above 0"
+        )
+    if asked.asynchzp_device_gb is not None and not asked.asynchzp_device_gb > 0:
+        raise ConfigurationError(
+            f"--asynchzp-device-gb {asked.asynchzp_device_gb:g}: give the GiB of one device"
+        )
+    return asked
+
+
+def dry_run(script: Path, arguments: list[str], asked: Namespace) -> int:
+    """Print the tables of a run of `script`; returns the exit status. Raises ConfigurationError for
+    what cannot run."""
+    if os.environ.get("RANK", "0") != "0":  # started with torchrun all the same
+        return 0
+    # Only now: a wrong flag is reported without importing Megatron.
+    from megatron_asynchzp.dry_run import measured, pretended_world, report
+
+    ranks = asked.asynchzp_dry_run or int(os.environ.get("WORLD_SIZE", 0))
+    ranks = ranks or pretended_world.fewest_ranks(arguments)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", _RANKS_PER_NODE))
+    found = measured.measure_script(script, arguments, ranks, min(per_node, ranks))
+    print(report.describe_run(found))
+    print(report.tables(found))
+    print(f"{found.parameters:,} parameters")
+    if asked.asynchzp_device_gb is None:
+        return 0
+    device_nbytes = asked.asynchzp_device_gb * report.GIB
+    print(report.verdict(found, device_nbytes), flush=True)
+    fits = found.fullest.memory.left_of(device_nbytes) >= 0
+    if not fits:
+        print(f"megatron_asynchzp: {report.verdict(found, device_nbytes)}", file=sys.stderr)
+    return 0 if fits else EXIT_TOO_LARGE

@@ -1,0 +1,126 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns how a dry run is printed: groups, the start table, and memory by pipeline stage."""
+
+import io
+from collections.abc import Sequence
+
+from megatron_asynchzp.dry_run.measured import Measured
+from megatron_asynchzp.planner.memory import Memory
+
+GIB = 2**30
+
+
+def describe_run(measured: Measured) -> str:
+    """Ranks, replicas and micro-batches, in one line."""
+    args = measured.args
+    micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    return (
+        f"{args.world_size} ranks, {measured.ranks_per_node} per node; "
+        f"{args.data_parallel_size} data-parallel replicas, {micro_batches} micro-batches of "
+        f"{args.micro_batch_size} x {args.seq_length} tokens per step"
+    )
+
+
+def tables(measured: Measured) -> str:
+    """What was changed, the groups, the table of a start, states and memory by stage."""
+    parts = [
+        *(f"set by --use-asynchzp: {line}" for line in measured.lines),
+        _mesh_table(measured),
+        measured.stages[0].start_table,
+        _states_table(measured),
+        memory_table(measured),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _mesh_table(measured: Measured) -> str:
+    # fmt: off
+    rows = [
+        (kind.name, kind.shares, str(kind.size), str(kind.count), _some(kind.first),
+         kind.link(measured.ranks_per_node))
+        for kind in measured.kinds
+    ]
+    # fmt: on
+    columns = ("groups", "share", "ranks", "how many", "the first", "link")
+    return _table("Mesh", columns, rows)
+
+
+def _states_table(measured: Measured) -> str:
+    columns = (
+        "stage",
+        "ranks",
+        "parameters on a rank",
+        "params",
+        "grads",
+        "main params",
+        "moments",
+    )
+    rows = []
+    for stage in measured.stages:
+        numbers = [_amount(stage.memory.at_rest[state]) for state in stage.formula]
+        numel = f"{stage.numel['dense']:,}"
+        if stage.numel["expert"]:
+            numel += f" + {stage.numel['expert']:,} of experts"
+        rows.append((str(stage.index), str(stage.num_ranks), numel, *numbers))
+    of = "before sharding over data-parallel ranks"
+    return _table(f"States per rank, by pipeline stage (parameters: {of})", columns, rows)
+
+
+def memory_table(measured: Measured) -> str:
+    """Peaks by pipeline stage, and what they consist of."""
+    columns = ("stage", "start", "at rest", "in flight", "activations", "logits", "other", "total")
+    rows = [
+        (str(stage.index), *(_amount(nbytes) for nbytes in memory_columns(stage.memory)))
+        for stage in measured.stages
+    ]
+    return _table("Memory per rank, by pipeline stage", columns, rows)
+
+
+def memory_columns(memory: Memory) -> tuple[float, ...]:
+    """Start-up peak; at rest; in flight, with autograd's gradients of one unit; activations;
+    logits; what else the peak has; the total, which is the higher of start and training."""
+    active = memory.activations
+    flying = memory.flying + memory.whole_unit
+    kept = active.kept + active.buffer
+    logits = active.logits if active.logits >= active.working else 0.0
+    other = active.peak - kept - logits
+    return (memory.start, memory.states, flying, kept, logits, other, memory.total)
+
+
+def verdict(measured: Measured, device_nbytes: float) -> str:
+    """Whether the fullest rank fits into a device, in one sentence."""
+    stage = measured.fullest
+    total, there = stage.memory.total / GIB, device_nbytes / GIB
+    where = f"a rank of stage {stage.index} needs {total:.1f} GiB, a device has {there:g}"
+    if total > there:
+        return f"does not fit: {where}"
+    return (
+        f"fits: {where}; {there - total:.1f} GiB are left for temporaries, fragmentation and the "
+        "libraries, of which no estimate is included"
+    )
+
+
+def _amount(nbytes: float) -> str:
+    """In GiB, or where that shows nothing in MiB."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= 0.1 * GIB else f"{nbytes / 2**20:.3g} MiB"
+
+
+def _some(ranks: Sequence[int]) -> str:
+    if len(ranks) <= 4:
+        return " ".join(map(str, ranks))
+    return f"{ranks[0]} {ranks[1]} ... {ranks[-1]}"
+
+
+def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*row)
+    text = io.StringIO()
+    Console(file=text, width=118).print(table)
+    return text.getvalue()
