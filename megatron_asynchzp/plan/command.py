@@ -17,6 +17,7 @@ from megatron_asynchzp.planner.cluster import GIB, Cluster, cluster_names, load_
 from megatron_asynchzp.planner.costs import Plan
 from megatron_asynchzp.planner.order import Schedule
 from megatron_asynchzp.planner.search import VARIED, Outcome, Progress, Space, search
+from megatron_asynchzp.planner.traffic import Wire
 from megatron_asynchzp.sharding.topology import ShardSizes
 
 EXIT_TOO_LARGE, EXIT_REFUSED = 1, 2
@@ -70,7 +71,7 @@ def space_of(setting: Setting, args: Namespace, asked: Namespace, cluster: Clust
         batch,
         Schedule(grad_slots=2),
         own,
-        grad_itemsize=2 if args.grad_reduce_in_bf16 else 4,
+        wire=Wire(2 if args.grad_reduce_in_bf16 else 4),
     )
     recomputes = (own,) if "recompute" in asked.keep else (own, Recompute(), Recompute("full"))
     sizes = (batch.size,) if "micro-batch-size" in asked.keep else None

@@ -33,7 +33,13 @@ from megatron_asynchzp.planner.order import (
 )
 from megatron_asynchzp.planner.pipeline import stage_phases
 from megatron_asynchzp.planner.simulate import Stage, StageTimes, Step, UnitCost, simulate
-from megatron_asynchzp.planner.traffic import Group, seconds, step_traffic, unit_collectives
+from megatron_asynchzp.planner.traffic import (
+    Group,
+    Wire,
+    seconds,
+    step_traffic,
+    unit_collectives,
+)
 from megatron_asynchzp.sharding.topology import ShardSizes
 
 # Bytes that the optimizer's kernels move for each element that a rank owns: gradient twice (norm,
@@ -45,17 +51,19 @@ _FOLDED = 3, 4  # micro-batches of each stage, between which a step is extrapola
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a search chooses, and what it leaves as it is: grad_itemsize, of gradients
-    while they travel, and moments_nbytes, the optimizer's states of one element. sizes: of the
-    dense sharding group."""
+    """Everything that a search chooses, and what it leaves as it is: how states travel, and
+    moments_nbytes, the optimizer's states of one element. sizes: of the
+    dense sharding group; expert_sizes: of the experts', None as the engine restricts `sizes` to
+    their group"""
 
     sizes: ShardSizes
     parallel: Parallel
     batch: Batch
     schedule: Schedule = Schedule()
     recompute: Recompute = Recompute()
-    grad_itemsize: int = 4
+    wire: Wire = Wire()
     moments_nbytes: float = 8.0
+    expert_sizes: ShardSizes | None = None
 
 
 @dataclass(frozen=True)
@@ -101,10 +109,10 @@ class Costing:
         parallel, plan = self.plan.parallel, self.plan
         distance = parallel.experts_tp * parallel.ep
         expert_ranks = self.cluster.num_ranks // (distance * parallel.pp)
-        expert_sizes = plan.sizes.restricted_to(expert_ranks)
+        expert_sizes = plan.expert_sizes or plan.sizes.restricted_to(expert_ranks)
         return {
-            "dense": Group(self.dense_ranks, plan.sizes, parallel.tp, plan.grad_itemsize),
-            "expert": Group(expert_ranks, expert_sizes, distance, plan.grad_itemsize),
+            "dense": Group(self.dense_ranks, plan.sizes, parallel.tp, plan.wire),
+            "expert": Group(expert_ranks, expert_sizes, distance, plan.wire),
         }
 
     # ---- stages

@@ -50,11 +50,15 @@ class Phase(NamedTuple):
 @dataclass(frozen=True)
 class Schedule:
     """depth: units of each size gathered ahead, 0 for the inline schedule; param_slots: 0 for
-    depth + 1; grad_slots: full gradients in flight, of each size."""
+    depth + 1; grad_slots: full gradients in flight, of each size; overlaps_params: whether a step
+    begins before all parameter shards are rebuilt, as the engine's does; is_inline: nothing runs
+    beside the computation (the depth is then 0)."""
 
     depth: int = 1
     param_slots: int = 0
     grad_slots: int = 2
+    overlaps_params: bool = True
+    is_inline: bool = False
 
 
 COMPUTE, GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC = range(5)
@@ -108,6 +112,7 @@ class StepOrder:
             chunk.expect(phases)
         for chunk in self._chunks:
             chunk.start_syncs()
+        self._first_after = () if schedule.overlaps_params else tuple(range(len(self.actions)))
         for self._phase, phase in enumerate(phases):
             self._chunks[phase.chunk].run(phase)
         self._phase = len(phases)
@@ -121,12 +126,15 @@ class StepOrder:
 
     def submit(self, kind: int, unit: int, after: Iterable[int | None]) -> int:
         """The index of the new action."""
-        deps = tuple({one for one in after if one is not None})
-        self.actions.append(Action(kind, unit, deps, self._phase))
+        deps = {one for one in after if one is not None}
+        if self.schedule.is_inline and self.actions:
+            deps.add(len(self.actions) - 1)
+        self.actions.append(Action(kind, unit, tuple(deps), self._phase))
         return len(self.actions) - 1
 
     def compute(self, unit: int, after: Iterable[int | None]) -> int:
-        self._last_compute = self.submit(COMPUTE, unit, after)
+        self._last_compute = self.submit(COMPUTE, unit, (*after, *self._first_after))
+        self._first_after = ()
         return self._last_compute
 
     def take_grad_slot(self, chunk: "_Chunk", unit: int) -> list[int]:

@@ -246,7 +246,7 @@ class _Bounds:
         if key not in self._compute:
             self._compute[key] = self._computing(costing)
         compute, first = self._compute[key]
-        key = (parallel, plan.sizes, plan.grad_itemsize)
+        key = (parallel, plan.sizes, plan.wire)
         if key not in self._links:
             self._links[key] = [
                 self._carried(costing, stage) for stage in range(parallel.pp)

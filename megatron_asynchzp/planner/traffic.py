@@ -61,18 +61,37 @@ class Collective(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Wire:
+    """How states travel. The default is the engine's.
+
+    grad_itemsize: bytes of an element of the gradients; sums_rounded: whether shorter ones are added
+    on their way, as by NCCL, in place of going to their owner as they are, to be added in fp32;
+    pieces: messages into which a unit is cut where whole tensors belong to a rank (sums over
+    replicas are not cut).
+    """
+
+    grad_itemsize: int = _FP32
+    sums_rounded: bool = False
+    pieces: int = 1
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether gradients go to their owners without being added."""
+        return self.grad_itemsize != _FP32 and not self.sums_rounded
+
+
+@dataclass(frozen=True)
 class Group:
     """A sharding group as all its ranks see it.
 
     ranks: of the group; sizes: of the three states; distance: of consecutive ranks of the group, in
-    global ranks (the tensor-parallel size for dense parameters); grad_itemsize: bytes of an element
-    of the gradients while they travel.
+    global ranks (the tensor-parallel size for dense parameters).
     """
 
     ranks: int
     sizes: ShardSizes
     distance: int = 1
-    grad_itemsize: int = _FP32
+    wire: Wire = Wire()
 
     @cached_property
     def topology(self) -> ShardTopology:
@@ -96,12 +115,10 @@ def unit_collectives(
     if kind == PARAM_SYNC:
         return _gathers(padded_numel // sizes.param, itemsize, topology.param_sync_axes)
     if kind == REDUCE:
-        return _reductions(padded_numel, group.grad_itemsize, topology.grad_axes)
+        return _reductions(padded_numel, group.wire, topology.grad_axes)
     shard = padded_numel // sizes.grad
-    synced = _reductions(shard, group.grad_itemsize, topology.grad_sync_axes)
-    return synced + _sums(
-        padded_numel // sizes.optim, group.grad_itemsize, topology.replica_axes
-    )
+    synced = _reductions(shard, group.wire, topology.grad_sync_axes)
+    return synced + _sums(padded_numel // sizes.optim, group.wire, topology.replica_axes)
 
 
 def _gathers(numel: int, itemsize: int, axes: Sequence[MeshAxis]) -> list[Collective]:
@@ -113,9 +130,8 @@ def _gathers(numel: int, itemsize: int, axes: Sequence[MeshAxis]) -> list[Collec
     return found[::-1]
 
 
-def _reductions(numel: int, itemsize: int, axes: Sequence[MeshAxis]) -> list[Collective]:
-    """Where gradients travel rounded, pieces go to their owners as they are (all-to-all)."""
-    operation = REDUCE_SCATTER if itemsize == _FP32 else ALL_TO_ALL
+def _reductions(numel: int, wire: Wire, axes: Sequence[MeshAxis]) -> list[Collective]:
+    operation, itemsize = ALL_TO_ALL if wire.is_exchanged else REDUCE_SCATTER, wire.grad_itemsize
     found: list[Collective] = []
     for axis in axes:
         found.append(Collective(operation, numel, itemsize, axis.size, axis.stride))
@@ -123,8 +139,9 @@ def _reductions(numel: int, itemsize: int, axes: Sequence[MeshAxis]) -> list[Col
     return found
 
 
-def _sums(numel: int, itemsize: int, axes: Sequence[MeshAxis]) -> list[Collective]:
-    if itemsize == _FP32:
+def _sums(numel: int, wire: Wire, axes: Sequence[MeshAxis]) -> list[Collective]:
+    itemsize = wire.grad_itemsize
+    if not wire.is_exchanged:
         return [Collective(ALL_REDUCE, numel, itemsize, axis.size, axis.stride) for axis in axes]
     found: list[Collective] = []
     for axis in axes:
@@ -150,11 +167,12 @@ def seconds(
     for each in collectives:
         ring = ring_of(each, group, cluster)
         link = BETWEEN if ring.crosses_nodes else INSIDE
-        nbytes = each.numel * each.itemsize
+        pieces = 1 if each.operation == ALL_REDUCE else group.wire.pieces
+        nbytes = each.numel * each.itemsize / pieces
         if each.operation == ALL_TO_ALL:
-            length = ring.exchange_seconds(nbytes, cluster)
+            length = pieces * ring.exchange_seconds(nbytes, cluster)
         else:
-            length = each.turns * ring.seconds(nbytes, cluster)
+            length = pieces * each.turns * ring.seconds(nbytes, cluster)
         found.append((link, length))
     return found
 

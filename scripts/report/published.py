@@ -16,6 +16,7 @@ from scripts.report import (
     compare_picture,
     loss_picture,
     pasa_table,
+    planner_table,
     scaling_picture,
     scaling_table,
     schedule_bars,
@@ -179,6 +180,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "pasa forward": lambda: pasa_table.forward_table(read_record("pasa_accuracy").lines),
     "pasa training": lambda: pasa_table.training_table(read_record("pasa_training").lines),
     "pasa plateau": lambda: pasa_table.plateau_table(read_record("pasa_training").lines),
+    "planner": lambda: planner_table.markdown(read_record("planner_published").lines),
+    "planner points": lambda: planner_table.points(read_record("planner_published").lines),
     "clusters": lambda: cluster_table.table(read_record("clusters").lines),
 }
 
