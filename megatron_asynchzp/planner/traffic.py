@@ -7,7 +7,6 @@ seconds, and the sum of a step.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from megatron_asynchzp.planner.cluster import Cluster, Ring
@@ -20,7 +19,7 @@ from megatron_asynchzp.planner.order import (
     Action,
 )
 from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
-from megatron_asynchzp.sharding.topology import MeshAxis, ShardSizes, ShardTopology
+from megatron_asynchzp.sharding.topology import ShardSizes
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL = (
     "all_gather",
@@ -60,6 +59,13 @@ class Collective(NamedTuple):
         return self.turns * (self.size - 1)
 
 
+class Axis(NamedTuple):
+    """An axis of the mesh: how many ranks it has, and how far apart they are in the group."""
+
+    size: int
+    stride: int
+
+
 @dataclass(frozen=True)
 class Wire:
     """How states travel. The default is the engine's.
@@ -93,9 +99,13 @@ class Group:
     distance: int = 1
     wire: Wire = Wire()
 
-    @cached_property
-    def topology(self) -> ShardTopology:
-        return ShardTopology(self.ranks, 0, self.sizes)
+    def axes(self, inner: int, outer: int) -> tuple[Axis, ...]:
+        """From a shard of `inner` ranks to one of `outer`, innermost first; the mesh of
+        ShardTopology, without its members."""
+        sizes = self.sizes
+        cuts = sorted({1, sizes.param, sizes.grad, sizes.optim, self.ranks})
+        pairs = [pair for pair in zip(cuts, cuts[1:]) if inner <= pair[0] and pair[1] <= outer]
+        return tuple(Axis(high // low, low) for low, high in pairs)
 
     def padded(self, numel: int) -> int:
         """Elements of a unit's flat buffer whose parameters take `numel`."""
@@ -109,19 +119,20 @@ def unit_collectives(
 
     itemsize: bytes of a parameter.
     """
-    topology, sizes = group.topology, group.sizes
+    sizes = group.sizes
     if kind == GATHER:
-        return _gathers(padded_numel, itemsize, topology.param_axes)
+        return _gathers(padded_numel, itemsize, group.axes(1, sizes.param))
     if kind == PARAM_SYNC:
-        return _gathers(padded_numel // sizes.param, itemsize, topology.param_sync_axes)
+        return _gathers(padded_numel // sizes.param, itemsize, group.axes(sizes.param, sizes.optim))
     if kind == REDUCE:
-        return _reductions(padded_numel, group.wire, topology.grad_axes)
+        return _reductions(padded_numel, group.wire, group.axes(1, sizes.grad))
     shard = padded_numel // sizes.grad
-    synced = _reductions(shard, group.wire, topology.grad_sync_axes)
-    return synced + _sums(padded_numel // sizes.optim, group.wire, topology.replica_axes)
+    synced = _reductions(shard, group.wire, group.axes(sizes.grad, sizes.optim))
+    replicas = group.axes(sizes.optim, group.ranks)
+    return synced + _sums(padded_numel // sizes.optim, group.wire, replicas)
 
 
-def _gathers(numel: int, itemsize: int, axes: Sequence[MeshAxis]) -> list[Collective]:
+def _gathers(numel: int, itemsize: int, axes: Sequence[Axis]) -> list[Collective]:
     """Of the outermost axis first, whose result is the least."""
     found: list[Collective] = []
     for axis in axes:
@@ -130,7 +141,7 @@ def _gathers(numel: int, itemsize: int, axes: Sequence[MeshAxis]) -> list[Collec
     return found[::-1]
 
 
-def _reductions(numel: int, wire: Wire, axes: Sequence[MeshAxis]) -> list[Collective]:
+def _reductions(numel: int, wire: Wire, axes: Sequence[Axis]) -> list[Collective]:
     operation, itemsize = ALL_TO_ALL if wire.is_exchanged else REDUCE_SCATTER, wire.grad_itemsize
     found: list[Collective] = []
     for axis in axes:
@@ -139,7 +150,7 @@ def _reductions(numel: int, wire: Wire, axes: Sequence[MeshAxis]) -> list[Collec
     return found
 
 
-def _sums(numel: int, wire: Wire, axes: Sequence[MeshAxis]) -> list[Collective]:
+def _sums(numel: int, wire: Wire, axes: Sequence[Axis]) -> list[Collective]:
     itemsize = wire.grad_itemsize
     if not wire.is_exchanged:
         return [Collective(ALL_REDUCE, numel, itemsize, axis.size, axis.stride) for axis in axes]
