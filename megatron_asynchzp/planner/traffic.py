@@ -22,10 +22,10 @@ from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
 from megatron_asynchzp.sharding.topology import ShardSizes
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL = (
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
 )
 INSIDE, BETWEEN = "inside", "between"
 _FP32 = 4
