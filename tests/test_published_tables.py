@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from scripts.report import cluster_table, pasa_table, schedule_grid
+from scripts.report import cluster_table, compare_front, pasa_table, schedule_grid
 from scripts.report.add_record import added
+from scripts.report.compare_rows import Row
 from scripts.report.parity_table import parity_table
 from scripts.report.records import RecordsError
 
@@ -58,6 +59,12 @@ def test_each_cluster_has_its_own_floor():
     found = schedule_grid.grids([*FLOORS, *larger, *step("threaded", 3000.0, nodes=4)])
     assert [grid.floor_ms for grid in found] == [1000.0, 2000.0]
     assert found[1].ratio("threaded", "late, blocks") == 1.5 and not found[0].systems
+
+
+def test_the_front_has_whom_nobody_beats_in_both_time_and_memory():
+    points = {"slow": (9, 1), "beaten": (9, 2), "middle": (5, 3), "fast": (4, 8), "large": (4, 9)}
+    rows = [Row(name, "", step_ms=(ms,), peak_mb=mb) for name, (ms, mb) in points.items()]
+    assert [row.name for row in compare_front.front(rows)] == ["slow", "middle", "fast"]
 
 
 def test_a_network_without_its_floors_is_refused_in_one_line():

@@ -5,6 +5,7 @@ the trace files made of them.
 """
 
 import json
+import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -71,6 +72,7 @@ class Timeline:
         self._folding: list[list[Span]] = []
         self._captured: list[Span] | None = None
         self._capture_start: Any = None
+        self._capture_began_s = 0.0
         self._times = CommTimes()
 
     def mark(self) -> Any:
@@ -121,7 +123,14 @@ class Timeline:
     def start_capture(self) -> None:
         """From now on keep every span."""
         self._captured, self._capture_start = [], self.device.mark()
+        self._capture_began_s = time.time()
         self._is_timing = True
+
+    @property
+    def capture_began_s(self) -> float:
+        """When the latest capture began, in seconds of the host's clock since the epoch: what the
+        traces of several ranks have in common, as far as their clocks agree."""
+        return self._capture_began_s
 
     def stop_capture(self) -> list[Span]:
         """What ended since `start_capture`, and that time itself; in seconds after the first."""
@@ -161,8 +170,11 @@ def measure_comm(spans: Sequence[Span]) -> CommTimes:
     )
 
 
-def chrome_trace(spans: Iterable[Span], rank: int) -> dict[str, Any]:
-    """Spans (in seconds) as a trace for chrome://tracing and Perfetto: one track per lane."""
+def chrome_trace(spans: Iterable[Span], rank: int, began_s: float = 0.0) -> dict[str, Any]:
+    """Spans (in seconds) as a trace for chrome://tracing and Perfetto: one track per lane.
+
+    began_s: the time of day at which the span of CAPTURE begins, see Timeline.capture_began_s.
+    """
     tracks = {lane: track for track, lane in enumerate((CAPTURE, COMPUTE, WAIT, *LANES))}
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
@@ -183,7 +195,8 @@ def chrome_trace(spans: Iterable[Span], rank: int) -> dict[str, Any]:
                 "dur": 1e6 * (span.end - span.start),
             }
         )
-    return {"displayTimeUnit": "ms", "traceEvents": events}
+    other = {"rank": rank, "began_s": began_s}
+    return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": other}
 
 
 @contextmanager
@@ -198,4 +211,5 @@ def captured_trace(timeline: Timeline, path: Path, rank: int = 0) -> Generator[N
 
 def stop_trace(timeline: Timeline, path: Path, rank: int) -> None:
     """End the capture of `timeline` and write it. Raises OSError."""
-    path.write_text(json.dumps(chrome_trace(timeline.stop_capture(), rank)))
+    spans = timeline.stop_capture()
+    path.write_text(json.dumps(chrome_trace(spans, rank, timeline.capture_began_s)))

@@ -16,6 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
@@ -41,7 +42,8 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
     config, ddp_config, module, pg_collection: as for DistributedDataParallel.
     groups: see create_shard_groups; they and `communication` are shared by all chunks of a rank;
-    takes_snapshots: see ChunkCheckpoint; construction: see HZPRuntime.
+    takes_snapshots: see ChunkCheckpoint; construction: see HZPRuntime; index: of this chunk on its
+    rank.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         communication: Communication,
         takes_snapshots: bool = False,
         construction: Construction | None = None,
+        index: int = 0,
     ):
         _BaseDataParallel.__init__(self, config=config, module=module)
         self.ddp_config = ddp_config
@@ -73,13 +76,15 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         self.communication = communication
         self.runtime = HZPRuntime(
             module,
-            plan_megatron_units(module),
+            plan_megatron_units(module, index),
             groups,
             communication.schedule,
             communication.driver,
             grad_scale,
             construction,
+            config.gradient_accumulation_fusion,
         )
+        _give_gradients_to_autograd(module)
         communication.runtimes.append(self.runtime)
         self.checkpoint = ChunkCheckpoint(self.runtime, module, takes_snapshots)
         self._provide_main_grads()
@@ -119,6 +124,8 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Complete the gradients over the whole sharding group, on each rank's O shard."""
         self.runtime.sync_grads()
+        if self.config.gradient_accumulation_fusion:
+            self._provide_main_grads()  # backward had the places of whole gradients there
         self._check_grads()
 
     def _check_grads(self) -> None:
@@ -179,6 +186,14 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         self.checkpoint.load_state_dict(state_dict)
 
 
+def _give_gradients_to_autograd(model: torch.nn.Module) -> None:
+    """Megatron's own linear layers (the output layer, for one) read main_grad in forward, before
+    the engine has memory for a gradient. They leave fused gradients to Transformer Engine's."""
+    for module in model.modules():
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module.gradient_accumulation_fusion = False
+
+
 def _is_true_anywhere(mine: bool) -> bool:
     """Whether it is so on any rank of the world: a pipeline stage may be without experts."""
     everyone = [False] * dist.get_world_size()
@@ -221,7 +236,7 @@ def wrap_model_chunks(
     if construction is not None:
         construction.note_whole(param for chunk in model_chunks for param in chunk.parameters())
     wrapped = []
-    for chunk in model_chunks:
+    for index, chunk in enumerate(model_chunks):
         if data_parallel_random_init:
             for param in chunk.parameters():
                 if construction is None or not construction.holds(param):
@@ -236,6 +251,7 @@ def wrap_model_chunks(
                 communication,
                 takes_snapshots,
                 construction,
+                index,
             )
         )
     if construction is not None:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which modules of a Megatron model are units."""
 
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.ssm.mamba_layer import MambaLayer
@@ -55,8 +56,12 @@ def _tied_weights(root: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, ...]]:
     return tied
 
 
-def plan_megatron_units(root: nn.Module) -> list[UnitPlan]:
-    """Units of a model chunk: layers, their experts, the embedding, the output layer, the rest."""
+def plan_megatron_units(root: nn.Module, chunk: int = 0) -> list[UnitPlan]:
+    """Units of a model chunk: layers, their experts, the embedding, the output layer, the rest.
+
+    chunk: its index on this rank. Of all but the first it is in the units' names: each chunk of an
+    interleaved pipeline counts its layers from 0.
+    """
     layers = [module for module in root.modules() if is_layer(module)]
     edges: list[nn.Module] = []
     for model in _language_models(root):
@@ -64,4 +69,5 @@ def plan_megatron_units(root: nn.Module) -> list[UnitPlan]:
             module = getattr(model, name, None)
             if isinstance(module, nn.Module) and any(True for _ in module.parameters()):
                 edges.append(module)
-    return plan_units(root, [*layers, *edges], sharding_group_key, _tied_weights(root))
+    plans = plan_units(root, [*layers, *edges], sharding_group_key, _tied_weights(root))
+    return [replace(plan, name=f"chunk{chunk}.{plan.name}") for plan in plans] if chunk else plans

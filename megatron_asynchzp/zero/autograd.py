@@ -56,7 +56,8 @@ class HZPRuntime(StepScheduler):
 
     root: the module whose call is one forward; plans: a partition of its parameters;
     groups: communicators by group key of the plans; construction: under which `root` was built, if
-    its modules are sharded already; the rest is as in StepScheduler.
+    its modules are sharded already; fuses_grads: whether layers write weight gradients to main_grad
+    themselves ([Note: fused gradients]); the rest is as in StepScheduler.
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class HZPRuntime(StepScheduler):
         driver: Driver | None = None,
         grad_scale: float = 1.0,
         construction: Construction | None = None,
+        fuses_grads: bool = False,
     ):
+        self._fuses_grads = fuses_grads
         self.group_keys: dict[HZPUnit, str] = {}
         self._saved_views = SavedViews(on_missing=self._unshard)
         self._has_pushed: list[bool] = []
@@ -119,7 +122,16 @@ class HZPRuntime(StepScheduler):
         if not self._accumulators:
             self._accumulators = [node for unit in self.units for node in _accumulators_of(unit)]
         self._saved_views.begin_step(self.gathers.viewed)
+        self._announce_fusion()
         super().zero_grads()
+
+    def _announce_fusion(self) -> None:
+        """What the step before has shown decides which units' layers may overwrite: not those that
+        are called twice in a forward, whose gradients add up."""
+        for unit in self.units if self._fuses_grads else ():
+            if unit.is_trained:
+                can_overwrite = not unit.reduces_in_place and unit not in self._reduce_last
+                unit.fuse_grads(overwrites=self.step > 0 and can_overwrite)
 
     # ---- called by the hooks, in the order of one micro-batch
 
@@ -142,9 +154,19 @@ class HZPRuntime(StepScheduler):
             if not self._batch.in_backward:
                 self._batch.calls[unit] += 1
                 if self._batch.calls[unit] > 1:
-                    self._reduce_last.add(unit)  # its gradient is complete with the first call's
+                    self._note_second_call(unit)
             self._unshard(unit)
         self._mark_compute("forward", units)
+
+    def _note_second_call(self, unit: HZPUnit) -> None:
+        """Its gradient is complete with that of the first call, the last one of backward."""
+        if unit.overwrites_main_grads:
+            raise RuntimeError(
+                f"{unit.name} is called twice in a forward of step {self.step} and was not in the "
+                "step before: its fused weight gradients would be lost; add "
+                "--no-gradient-accumulation-fusion"
+            )
+        self._reduce_last.add(unit)
 
     def after_forward(self, units: list[HZPUnit]) -> None:
         """The call has returned, or raised an error."""
@@ -167,6 +189,8 @@ class HZPRuntime(StepScheduler):
         for unit in units:
             self._batch.started_backward.add(unit)
             self._unshard(unit)
+            if unit.overwrites_main_grads is not None:
+                self.reductions.provide(unit)
         self._mark_compute("backward", units)
 
     def after_backward(self, units: list[HZPUnit]) -> None:

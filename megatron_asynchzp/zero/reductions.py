@@ -75,6 +75,17 @@ class Reductions:
             collected = self._collect(unit)
             unit.take_grads(indices, collected.places, collected.written)
 
+    def provide(self, unit: HZPUnit) -> None:
+        """The backward of `unit` begins: let its layers find the places of their gradients."""
+        if unit.reduces_in_place:
+            unit.point_main_grads_at(unit.whole_grads)
+            return
+        collected = self._collect(unit)
+        if not unit.overwrites_main_grads:
+            unit.zero_rest(collected.places, (), collected.written)
+            collected.written.update(range(len(unit.params)))
+        unit.point_main_grads_at(collected.places)
+
     def _collect(self, unit: HZPUnit) -> _Collected:
         """fp32 memory for this micro-batch's full gradients of `unit`."""
         collected = self._collected.get(unit)

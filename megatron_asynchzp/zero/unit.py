@@ -7,6 +7,7 @@ persistent buffers of their states.
 import enum
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -60,7 +61,7 @@ class HZPUnit:
     shard, 1-D, where the parameters were sharded while the model was built (Construction).
 
     slot_size: equal for units that fit the same slots; views_key: equal for those whose parameters
-    lie at the same places.
+    lie at the same places; overwrites_main_grads: see fuse_grads, None without it.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class HZPUnit:
         self.slot_size = f"{self.layout.padded_numel} x {self.dtype} by {groups.topology.sizes}"
         self.slot_size += f" of {groups.topology.world_size}"
         self.views_key = str([(piece.shape, piece.range.start) for piece in self.layout.slices])
+        self.overwrites_main_grads: bool | None = None
         self.phase = Phase.SHARDED
         self._full_param: torch.Tensor | None = None
         self._allocate_and_shard(shard)
@@ -212,6 +214,26 @@ class HZPUnit:
         """The place of each parameter's gradient in main_grad, where that is the whole."""
         return self.main_grad.param_views()
 
+    def fuse_grads(self, overwrites: bool) -> None:
+        """Let layers put the gradients of their weights where they are collected themselves.
+
+        [Note: fused gradients] Megatron's DDP, and Transformer Engine for it: in backward a layer
+        finds the place in `param.main_grad` (point_main_grads_at), adds to it, sets
+        `grad_added_to_main_grad` and gives autograd a dummy of undefined values. `overwrites`: it
+        writes over what is there, with `overwrite_main_grad`. Layers read that in forward.
+        """
+        if self.overwrites_main_grads is not overwrites:
+            self.overwrites_main_grads = overwrites
+            params: list[Any] = self.params
+            for param in params:
+                param.grad_added_to_main_grad, param.overwrite_main_grad = False, overwrites
+
+    def point_main_grads_at(self, places: Sequence[torch.Tensor]) -> None:
+        """Make `places` (fp32, one per parameter) those that layers write gradients to."""
+        params: list[Any] = self.params
+        for param, place in zip(params, places, strict=True):
+            param.main_grad = place
+
     @property
     def has_grads(self) -> bool:
         """Whether a parameter has a gradient that was not taken yet."""
@@ -226,13 +248,20 @@ class HZPUnit:
         """Move the gradients of the parameters `indices`, as far as there are any, to their
         `places` (fp32, one per parameter), with one operation for all.
 
-        written: places that have a gradient, to which another one is added; None for all.
+        written: places that have a gradient, to which another one is added; None for all. What a
+        layer has put there itself is there already.
         """
+        is_fused = self.overwrites_main_grads is not None
         new: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         more: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         for index in indices:
             param = self.params[index]
             if (grad := param.grad) is None:
+                continue
+            if is_fused and _has_dummy(param):
+                param.grad = None
+                if written is not None:
+                    written.add(index)
                 continue
             into, grads = more if written is None or index in written else new
             into.append(places[index])
@@ -295,8 +324,11 @@ class HZPUnit:
 
     def zero_grads(self) -> None:
         """Forget every gradient of this step."""
-        for param in self.params:
+        params: list[Any] = self.params
+        for param in params:
             param.grad = None
+            if self.overwrites_main_grads is not None:
+                param.grad_added_to_main_grad = False
         if self.is_trained:
             self.main_grad.storage.zero_()
 
@@ -347,3 +379,11 @@ class HZPUnit:
             if trained and not self.is_main_param_aliased
             else 0,
         }
+
+
+def _has_dummy(param: Any) -> bool:
+    """Whether `param.grad` is a dummy: since this was last asked, a layer has put the gradient into
+    main_grad. For a weight that several modules use Megatron asks for dummies of zeros, to which
+    autograd adds what the others give it."""
+    was_added, param.grad_added_to_main_grad = param.grad_added_to_main_grad, False
+    return was_added and not getattr(param, "zero_out_wgrad", False)

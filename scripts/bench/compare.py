@@ -26,6 +26,7 @@ from megatron_asynchzp.testbed.profile import PROFILES, NetworkProfile, named_pr
 from megatron_asynchzp.testbed.ranks import Cluster
 from scripts.bench.compare_calibration import calibrate
 from scripts.bench.compare_measure import RUN_LIMIT_S, measure, prepare_environment
+from scripts.report import compare_front
 from scripts.report.compare_picture import draw
 from scripts.report.compare_table import calibration_lines, markdown
 from scripts.report.records import append
@@ -104,8 +105,9 @@ def main() -> None:
     text = markdown(records)
     (args.out / "table.md").write_text(text)
     draw(records, args.out / "compare.png")
+    compare_front.draw(records, args.out / "compare_front.png")
     Console(width=None if sys.stdout.isatty() else 200).print(Markdown(text))
-    print(f"{args.out}/: records.jsonl, table.md, compare.png")
+    print(f"{args.out}/: records.jsonl, table.md, compare.png, compare_front.png")
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_asynchzp.comm.timeline import COMPUTE, WAIT, Span
 from scripts.report.step_trace import (
@@ -214,9 +215,13 @@ class OutputError(Exception):
 
 def write_picture(files: Sequence[Path], output: Path) -> None:
     """Raises TraceError or OutputError."""
+    save_picture(make_figure([read_trace(path) for path in files]), output)
+
+
+def save_picture(figure: Any, output: Path) -> None:
+    """Raises OutputError."""
     if output.suffix.lower() != ".png":
         raise OutputError(f"--output {output}: give a file name that ends in .png")
-    figure = make_figure([read_trace(path) for path in files])
     try:
         figure.savefig(output, dpi=DPI)
     except OSError as error:

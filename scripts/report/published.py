@@ -12,6 +12,7 @@ from typing import NamedTuple
 from scripts.report import (
     checkpoint_table,
     cluster_table,
+    compare_front,
     compare_memory,
     compare_picture,
     loss_picture,
@@ -160,6 +161,7 @@ def compared(network: str) -> Comparison:
 def _tables_of(network: str) -> dict[str, Callable[[], str]]:
     return {
         f"compare {network}": lambda: compare_memory.measured_table(compared(network)),
+        f"compare {network} caps": lambda: compare_front.capped_table(compared(network)),
         f"compare {network} memory": lambda: compare_memory.memory_table(compared(network)),
     }
 
@@ -226,6 +228,7 @@ PICTURES: dict[str, Picture] = {
     "schedules.png": Picture("schedules", lambda r, file: schedule_bars.draw(r.lines, file)),
     "timeline.png": Picture("timeline", _draw_timeline),
     "compare.png": Picture("compare", lambda r, file: compare_picture.draw(r.lines, file)),
+    "compare_front.png": Picture("compare", lambda r, file: compare_front.draw(r.lines, file)),
     "scaling.png": Picture(
         "scaling",
         lambda r, file: scaling_picture.draw(r.lines, file),

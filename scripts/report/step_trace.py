@@ -35,13 +35,15 @@ class Computation(NamedTuple):
 @dataclass(frozen=True)
 class Trace:
     """One step. computations: leaves in order; outer: modules that contain leaves; spans: all of
-    them; seconds count from where the step begins, and what was on its way then is before.
+    them; seconds count from where the step begins, and what was on its way then is before; began_s:
+    that moment on the host's clock, 0 where the file has none.
     """
 
     name: str
     computations: tuple[Computation, ...]
     outer: tuple[Span, ...]
     spans: tuple[Span, ...]
+    began_s: float = 0.0
 
     def lane(self, name: str) -> list[Span]:
         return [span for span in self.spans if span.lane == name]
@@ -50,6 +52,11 @@ class Trace:
         """Whether most of its time is not that of the leaves in it."""
         within_s = sum(c.end - c.start for c in self.computations if _contains(outer, c))
         return within_s < 0.5 * (outer.end - outer.start)
+
+    @property
+    def computation_spans(self) -> list[Span]:
+        """The computation of leaves, as spans."""
+        return [Span(COMPUTE, each.unit, each.start, each.end) for each in self.computations]
 
     @property
     def step_s(self) -> float:
@@ -64,7 +71,8 @@ def read_trace(path: Path) -> Trace:
     """Raises TraceError, with the remedy, for anything that is not a trace of a step."""
     remedy = "name a file that a run with --asynchzp-trace has written"
     try:
-        events = json.loads(path.read_text())["traceEvents"]
+        content = json.loads(path.read_text())
+        events, began_s = content["traceEvents"], _began_s(content)
         spans = [
             Span(e["cat"], e["name"], 1e-6 * e["ts"], 1e-6 * (e["ts"] + e["dur"]))
             for e in events
@@ -80,7 +88,11 @@ def read_trace(path: Path) -> Trace:
     first = by_lane[CAPTURE].start
     moved = tuple(s._replace(start=s.start - first, end=s.end - first) for s in spans)
     leaves, outer = split_leaves([span for span in moved if span.lane == COMPUTE])
-    return Trace(path.stem, tuple(number_batches(leaves)), tuple(outer), moved)
+    return Trace(path.stem, tuple(number_batches(leaves)), tuple(outer), moved, began_s)
+
+
+def _began_s(content: dict) -> float:
+    return float(content.get("otherData", {}).get("began_s", 0.0))
 
 
 def split_leaves(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:

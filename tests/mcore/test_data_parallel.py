@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.support.world import on_ranks
 
 
-def _wrapped_chunks(num_chunks: int, has_one_config: bool) -> list:
+def _wrapped_chunks(num_chunks: int, has_one_config: bool, linear=None, **config) -> list:
     """Chunks of one rank, with one config each or one for all, wrapped on two ranks."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.transformer.module import MegatronModule
@@ -21,12 +21,12 @@ def _wrapped_chunks(num_chunks: int, has_one_config: bool) -> list:
     from megatron_asynchzp.sharding.topology import ShardSizes
 
     def new_config() -> TransformerConfig:
-        return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+        return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **config)
 
     shared, chunks = new_config(), []
     for _ in range(num_chunks):
         chunk = MegatronModule(shared if has_one_config else new_config())
-        chunk.linear = torch.nn.Linear(8, 8)
+        chunk.linear = linear or torch.nn.Linear(8, 8)
         chunks.append(chunk)
     world = dist.group.WORLD
     groups = SimpleNamespace(dp_cp=world, tp=world, pp=world, expt_dp=world)
@@ -59,3 +59,36 @@ def test_the_config_of_every_chunk_holds_back_the_last_reduction_of_all(num_chun
     everyone = list(range(num_chunks))
     ranks = on_ranks(_held_back, 2, num_chunks, has_one_config)
     assert ranks == [[everyone] * num_chunks] * 2
+
+
+def _train_fused_layer() -> tuple[list[bool], bool, list[float]]:
+    """Of a layer that writes its gradient itself beside one of Megatron's own: whether each fuses
+    when it is wrapped; whether main_grad is this rank's fragment after the gradients were synced;
+    and what is in it."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    from tests.support.te_stand_ins import Linear
+
+    torch.manual_seed(1)
+    fused, own = Linear(8, 8), ColumnParallelLinear.__new__(ColumnParallelLinear)
+    torch.nn.Module.__init__(own)
+    fused.is_fused = own.gradient_accumulation_fusion = True
+    fused.own = own
+    chunk = _wrapped_chunks(1, True, fused, gradient_accumulation_fusion=True)[0]
+    chunk.zero_grad_buffer()
+    chunk.module.forward = fused.forward
+    chunk(torch.eye(8)).sum().backward()
+    chunk.finish_grad_sync()
+    fragment = chunk.units[0].main_grad_fragments()[0]
+    main_grad = fused.weight.main_grad
+    is_fragment = main_grad.data_ptr() == fragment.data_ptr() and main_grad.shape == fragment.shape
+    chunk.communication.close()
+    return [fused.is_fused, own.gradient_accumulation_fusion], is_fragment, main_grad.tolist()
+
+
+def test_gradients_that_a_layer_writes_itself_are_found_where_megatron_reduces_them():
+    ranks = on_ranks(_train_fused_layer, 2)
+    for fuses, is_fragment, _grad in ranks:
+        assert fuses == [True, False]
+        assert is_fragment
+    assert [value for _, _, grad in ranks for value in grad] == [1.0] * 64

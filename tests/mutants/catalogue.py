@@ -644,6 +644,8 @@ ATTENTION = [
 
 _LEFT_BEHIND = "tests/zero/test_left_behind.py::test_"
 
+_STAND_INS = "tests/zero/test_te_stand_ins.py::test_"
+
 DEVICES = [
     Mutant(
         "submission-holds-up-computation",
@@ -715,6 +717,59 @@ DEVICES = [
         "self._driver.timeline.pause()",
         "pass",
         f"{_LEFT_BEHIND}forty_evaluations_leave_no_more_behind_than_two",
+    ),
+    Mutant(
+        "fused-second-call-overwrites",
+        "fused gradients of a unit that is called twice add up",
+        "zero/autograd.py",
+        "can_overwrite = not unit.reduces_in_place and unit not in self._reduce_last",
+        "can_overwrite = not unit.reduces_in_place",
+        f"{_STAND_INS}stand_ins_follow_stock_torch_and_bit_for_bit_where_they_write_gradients_"
+        "themselves",
+    ),
+    Mutant(
+        "fused-dummies-are-gradients",
+        "the dummy that a layer gives autograd for a gradient it has written is not read",
+        "zero/unit.py",
+        'return was_added and not getattr(param, "zero_out_wgrad", False)',
+        "return False",
+        f"{_STAND_INS}stand_ins_follow_stock_torch_and_bit_for_bit_where_they_write_gradients_"
+        "themselves",
+    ),
+    Mutant(
+        "fused-zeros-are-forgotten",
+        "what a tied weight gets from a layer that does not fuse is added to what is fused",
+        "zero/unit.py",
+        'return was_added and not getattr(param, "zero_out_wgrad", False)',
+        "return was_added",
+        f"{_STAND_INS}stand_ins_follow_stock_torch_and_bit_for_bit_where_they_write_gradients_"
+        "themselves",
+    ),
+    Mutant(
+        "fused-places-hold-another-unit",
+        "a layer that adds to its gradient's place finds zeros there",
+        "zero/reductions.py",
+        "unit.zero_rest(collected.places, (), collected.written)",
+        "pass",
+        f"{_STAND_INS}stand_ins_follow_stock_torch_and_bit_for_bit_where_they_write_gradients_"
+        "themselves",
+    ),
+    Mutant(
+        "fused-gradient-is-lost",
+        "a second call that would overwrite a fused gradient is refused",
+        "zero/autograd.py",
+        "        if unit.overwrites_main_grads:\n            raise",
+        "        if False:\n            raise",
+        f"{_STAND_INS}a_second_call_that_would_overwrite_the_gradient_of_the_first_is_refused",
+    ),
+    Mutant(
+        "fused-places-reach-megatron",
+        "Megatron finds this rank's fragment of a gradient in main_grad after the reduction",
+        "mcore/data_parallel.py",
+        "if self.config.gradient_accumulation_fusion:",
+        "if False:",
+        "tests/mcore/test_data_parallel.py::test_gradients_that_a_layer_writes_itself_are_found_"
+        "where_megatron_reduces_them",
     ),
 ]
 

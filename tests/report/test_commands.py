@@ -20,6 +20,7 @@ TABLES = {
 }
 PICTURES = {
     "compare_picture": made_up.compare_records,
+    "compare_front": made_up.compare_records,
     "scaling_picture": made_up.scaling_records,
     "schedule_bars": made_up.schedule_records,
 }

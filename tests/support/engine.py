@@ -47,13 +47,15 @@ def shard_model(
     sizes: Sequence[int],
     schedule: ScheduleConfig = ScheduleConfig(),
     driver: Driver | None = None,
+    fuses_grads: bool = False,
 ) -> HZPRuntime:
     """A runtime over the default group; blocks, embedding and output are units."""
     groups = shard_groups(tuple(sizes), schedule.time_limit_s)
     tied = {model.embedding.weight: (model.output,)} if model.is_tied else {}
     plans = plan_units(model, [*model.blocks, model.embedding, model.output], also_used_by=tied)
+    scale = 1.0 / dist.get_world_size()
     return HZPRuntime(
-        model, plans, {"dense": groups}, schedule, driver, 1.0 / dist.get_world_size()
+        model, plans, {"dense": groups}, schedule, driver, scale, fuses_grads=fuses_grads
     )
 
 
@@ -68,9 +70,10 @@ class EngineTrainer:
         schedule: ScheduleConfig = ScheduleConfig(),
         driver: Driver | None = None,
         updates_in_backward: bool = False,
+        fuses_grads: bool = False,
     ):
         self.model = model
-        self.runtime = shard_model(model, sizes, schedule, driver)
+        self.runtime = shard_model(model, sizes, schedule, driver, fuses_grads)
         assert not trains_all or all(unit.is_trained for unit in self.runtime.units)
         self._optimizers = {
             unit: self._new_optimizer(unit) for unit in self.runtime.units if unit.is_trained

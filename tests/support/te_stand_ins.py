@@ -314,18 +314,25 @@ class FusedOutput(StandIn):
 
 
 def build_te_toy(
-    dtype: torch.dtype = torch.float32, is_fused=False, is_stock=False, seed=5, **toy: Any
+    dtype: torch.dtype = torch.float32,
+    is_fused=False,
+    is_stock=False,
+    is_repeated=False,
+    seed=5,
+    **toy: Any,
 ) -> ToyLM:
-    """A language model of stand-ins, the same on every rank; toy: see ToyLM."""
+    """A language model of stand-ins, the same on every rank; is_repeated: one block is called
+    twice; toy: see ToyLM."""
     torch.manual_seed(seed)
     model = ToyLM(depth=2, **toy)
     width, vocab = model.embedding.embedding_dim, model.embedding.num_embeddings
-    model.blocks = nn.ModuleList(Block(width) for _ in model.blocks)
+    first = Block(width)
+    model.blocks = nn.ModuleList([first, first if is_repeated else Block(width)])
     model.norm = OpNorm(width)
     model.output = FusedOutput(width, vocab, model.is_tied)
     for module in model.modules():
         if isinstance(module, StandIn):
             module.is_fused, module.is_stock = is_fused, is_stock
-    # Megatron's own output layer, not Transformer Engine's, shares a weight.
-    model.output.is_fused = is_fused and not model.is_tied
+    if model.is_tied:  # as Megatron does, for the gradient of the embedding
+        model.embedding.weight.zero_out_wgrad = True
     return model.to(dtype)

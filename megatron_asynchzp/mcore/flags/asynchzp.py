@@ -71,8 +71,9 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--asynchzp-trace",
         metavar="FILE",
         default=None,
-        help="Write a Chrome trace of one step of rank 0: the tenth, or the last but one. "
-        "Default: no trace.",
+        help="Write a Chrome trace of one step of rank 0: the tenth, or the last but one. With a "
+        "pipeline the first rank of each further stage N writes its own, as FILE with .stageN "
+        "before the suffix. Default: no trace.",
     )
     group.add_argument(
         "--asynchzp-verify",
@@ -158,7 +159,7 @@ def resolve_schedule(args: Namespace) -> ScheduleConfig:
 def resolve_trace(args: Namespace) -> TraceRequest | None:
     """What --asynchzp-trace asks of this rank. Raises ConfigurationError for a folder that does not
     exist, now rather than when the step has run."""
-    if args.asynchzp_trace is None or args.rank != 0:
+    if args.asynchzp_trace is None or (stage := _stage_led(args)) is None:
         return None
     path = Path(args.asynchzp_trace)
     if not path.parent.is_dir() or path.is_dir():
@@ -167,7 +168,19 @@ def resolve_trace(args: Namespace) -> TraceRequest | None:
         )
     # Not the last: what comes after it, and ends the trace, may be an evaluation.
     num_steps = args.train_iters or _TRACED_STEP + 1
+    if stage > 0:
+        path = path.with_name(f"{path.stem}.stage{stage}{path.suffix}")
     return TraceRequest(path, max(1, min(_TRACED_STEP, num_steps - 1)))
+
+
+def _stage_led(args: Namespace) -> int | None:
+    """The pipeline stage whose first rank this is; None for every other rank."""
+    stages = args.pipeline_model_parallel_size
+    ranks = args.world_size // stages
+    if args.use_tp_pp_dp_mapping:
+        ranks = args.tensor_model_parallel_size * args.context_parallel_size
+    stage, place = divmod(args.rank, ranks)
+    return stage if place == 0 and stage < stages else None
 
 
 def resolve_grad_dtype(args: Namespace) -> torch.dtype:

@@ -3,18 +3,35 @@
 """The Megatron arguments to which `--use-asynchzp` gives one fixed value."""
 
 from argparse import Namespace
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from megatron_asynchzp.errors import ConfigurationError
 
 
+def can_fuse_grads() -> bool:
+    """Whether layers can add weight gradients to main_grad themselves: Megatron asks for apex's
+    extension. Transformer Engine before 2.15 looks for main_grad at the saved weight, which comes
+    back from saved-tensor hooks without it."""
+    if not all(map(find_spec, ("transformer_engine", "fused_weight_gradient_mlp_cuda"))):
+        return False
+    from megatron.core.utils import is_te_min_version
+
+    return is_te_min_version("2.15.0")
+
+
 class Normalisation(NamedTuple):
-    """A Megatron argument that gets one fixed value, because asynchzp does its job."""
+    """A Megatron argument that gets one fixed value, because asynchzp does its job.
+
+    is_spared: whether it keeps what the user gave it, in this installation.
+    """
 
     flag: str
     name: str
     value: object
     reason: str
+    is_spared: Callable[[], bool] = lambda: False
 
 
 _UNITS = "the engine has units, not buckets"
@@ -42,7 +59,8 @@ NORMALISATIONS: tuple[Normalisation, ...] = tuple(Normalisation(*row) for row in
     ("--ckpt-format", "ckpt_format", "torch_dist",
      "only that format can hold sharded states of any sizes; one in another format is not loaded"),
     ("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", False,
-     "gradients are accumulated by the engine, in fp32"),
+     "layers add gradients up themselves only with Transformer Engine 2.15 and apex's "
+     "fused_weight_gradient_mlp_cuda; without them the engine does, in fp32", can_fuse_grads),
     ("--defer-embedding-wgrad-compute", "defer_embedding_wgrad_compute", False,
      "the gradient of the output layer is reduced in each micro-batch, like the others"),
     ("--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm", False, _PARTS),
@@ -73,7 +91,7 @@ def normalize_args(args: Namespace) -> list[str]:
     """Give each argument of NORMALISATIONS its value; return one line for each that changed."""
     lines = []
     for rule in NORMALISATIONS:
-        if getattr(args, rule.name) != rule.value:
+        if _breaks(args, rule):
             setattr(args, rule.name, rule.value)
             lines.append(f"{rule.name} = {rule.value}: {rule.reason} ({rule.flag})")
     if (args.fp16 or args.bf16) and not args.accumulate_allreduce_grads_in_fp32:
@@ -89,10 +107,14 @@ def normalize_args(args: Namespace) -> list[str]:
     return lines
 
 
+def _breaks(args: Namespace, rule: Normalisation) -> bool:
+    return getattr(args, rule.name) != rule.value and not rule.is_spared()
+
+
 def refuse_changes(args: Namespace) -> None:
     """Raise ConfigurationError for what Megatron's validation switched on again."""
     for rule in NORMALISATIONS:
-        if getattr(args, rule.name) != rule.value:
+        if _breaks(args, rule):
             raise ConfigurationError(
                 f"Megatron set {rule.name} to {getattr(args, rule.name)}, which --use-asynchzp "
                 f"needs to be {rule.value}: {rule.reason}"

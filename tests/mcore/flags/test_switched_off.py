@@ -3,10 +3,16 @@
 """What --use-asynchzp switches off in Megatron, and the lines it logs."""
 
 import pytest
+from packaging.version import Version
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags import switched_off
 from megatron_asynchzp.mcore.flags.checks import confirm_args, prepare_args
-from megatron_asynchzp.mcore.flags.switched_off import NORMALISATIONS, normalize_args
+from megatron_asynchzp.mcore.flags.switched_off import (
+    NORMALISATIONS,
+    normalize_args,
+    refuse_changes,
+)
 
 
 @pytest.mark.parametrize("rule", NORMALISATIONS, ids=lambda rule: rule.name)
@@ -31,6 +37,7 @@ def test_each_argument_that_is_switched_off_is_one_that_megatron_has(parser, rul
         ("--delay-wgrad-compute", "delay_wgrad_compute"),
         ("--use-transformer-engine-op-fuser", "use_transformer_engine_op_fuser"),
         ("--use-megatron-fsdp", "use_megatron_fsdp"),
+        ("", "gradient_accumulation_fusion"),
     ],
 )
 def test_what_asynchzp_replaces_is_switched_off_with_a_line_in_the_log(parse, line, name):
@@ -38,6 +45,26 @@ def test_what_asynchzp_replaces_is_switched_off_with_a_line_in_the_log(parse, li
     lines = normalize_args(args)
     assert not getattr(args, name)
     assert sum(line.startswith(f"{name} = ") for line in lines) == 1
+
+
+INSTALLATIONS = [
+    (["transformer_engine", "fused_weight_gradient_mlp_cuda"], "2.15.0", True),
+    (["transformer_engine", "fused_weight_gradient_mlp_cuda"], "2.14.1", False),
+    (["transformer_engine"], "2.15.0", False),
+    (["fused_weight_gradient_mlp_cuda"], None, False),
+]
+
+
+@pytest.mark.parametrize("modules, version, is_kept", INSTALLATIONS)
+def test_layers_keep_fused_gradients_where_what_they_need_is_installed(
+    parse, monkeypatch, modules, version, is_kept
+):
+    monkeypatch.setattr(switched_off, "find_spec", lambda name: name in modules)
+    monkeypatch.setattr("megatron.core.utils.get_te_version", lambda: Version(version))
+    args = parse()
+    normalize_args(args)
+    assert args.gradient_accumulation_fusion == is_kept
+    refuse_changes(args)
 
 
 def test_a_second_normalisation_changes_nothing_and_says_nothing(parse):

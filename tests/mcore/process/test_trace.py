@@ -194,8 +194,23 @@ def test_the_timeline_does_not_grow_with_steps(by_rank):
         assert 0 < after_9_steps <= 1.5 * after_4_steps
 
 
-def arguments(path: Path, rank: int = 0, train_iters: int | None = 100) -> Namespace:
-    return Namespace(asynchzp_trace=str(path), rank=rank, train_iters=train_iters)
+def arguments(
+    path: Path,
+    rank: int = 0,
+    train_iters: int | None = 100,
+    stages: int = 1,
+    stages_inside: bool = False,
+) -> Namespace:
+    return Namespace(
+        asynchzp_trace=str(path),
+        rank=rank,
+        train_iters=train_iters,
+        world_size=8,
+        pipeline_model_parallel_size=stages,
+        tensor_model_parallel_size=2,
+        context_parallel_size=1,
+        use_tp_pp_dp_mapping=stages_inside,
+    )
 
 
 @pytest.mark.parametrize("place", ["nowhere/trace.json", ""])
@@ -211,4 +226,19 @@ def test_rank_0_traces_the_tenth_step_or_the_last_but_one(tmp_path):
     for train_iters, step in ((None, 10), (100, 10), (11, 10), (10, 9), (2, 1), (1, 1)):
         assert resolve_trace(arguments(path, train_iters=train_iters)).step == step
     assert resolve_trace(arguments(path, rank=1)) is None
+
+
+@pytest.mark.parametrize("stages_inside, leaders", [(False, (0, 4)), (True, (0, 2))])
+def test_the_first_rank_of_each_pipeline_stage_traces_into_a_file_of_its_own(
+    stages_inside, leaders, tmp_path
+):
+    requests = [
+        resolve_trace(arguments(tmp_path / "t.json", rank, stages=2, stages_inside=stages_inside))
+        for rank in range(8)
+    ]
+    names = {rank: request.path.name for rank, request in enumerate(requests) if request}
+    assert names == dict(zip(leaders, ("t.json", "t.stage1.json"), strict=True))
+
+
+def test_without_a_trace_no_rank_has_a_request():
     assert resolve_trace(Namespace(asynchzp_trace=None, rank=0, train_iters=5)) is None

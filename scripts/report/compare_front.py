@@ -1,0 +1,154 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Draws the records of compare.py as the choice that users face: the time of a step over the memory
+that a rank needs for it, with the front of those that nothing beats in both.
+
+    python -m scripts.report.compare_front runs/compare/records.jsonl --output front.png
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_asynchzp.testbed.contenders.side_by_side import ND, OURS, SHARDED
+from scripts.report.compare_memory import peak_of
+from scripts.report.compare_rows import Comparison, Row, comparisons
+from scripts.report.records import markdown_table, write_picture
+from scripts.report.styles import BLUE, INK, SKY, VERMILION, bare, new_figure
+
+_MARKS = {OURS: ("o", VERMILION), ND: ("s", BLUE), SHARDED: ("^", SKY)}
+
+
+def front(rows: Iterable[Row]) -> list[Row]:
+    """The rows than which no other is as fast with less memory, or faster with as much; those with
+    the least memory first."""
+    found: list[Row] = []
+    for row in sorted(rows, key=lambda row: (row.median_ms, peak_of(row))):
+        if not found or peak_of(row) < peak_of(found[-1]):
+            found.append(row)
+    return found[::-1]
+
+
+def measured(comparison: Comparison) -> list[Row]:
+    """Those whose time and peak are known."""
+    return [row for row in comparison.rows if row.is_timed and row.peak_mb is not None]
+
+
+def caps_of(rows: Sequence[Row]) -> list[int]:
+    """Up to five caps in MB: the peaks of the contenders at each quarter of them, rounded up."""
+    peaks = sorted(map(peak_of, rows))
+    return [*dict.fromkeys(math.ceil(peaks[(len(peaks) - 1) * part // 4]) for part in range(5))]
+
+
+def capped_table(comparison: Comparison) -> str:
+    """For a cap on the peak of a rank the fastest contender of each kind that stays below it."""
+    rows = measured(comparison)
+    table = []
+    for cap in caps_of(rows):
+        line = [str(cap)]
+        within = [row for row in rows if peak_of(row) <= cap]
+        for family in (OURS, ND, SHARDED):
+            best = next((row for row in within if row.family == family), None)
+            text = "none" if best is None else f"{best.name}, {best.median_ms:.0f}"
+            line.append(f"**{text}**" if best is not None and best is within[0] else text)
+        table.append(line)
+    head = ["MB of a rank, at most", "AsyncHZP, ms", "stock ND, ms", "sharded peers, ms"]
+    return markdown_table(head, table, num_left=0)
+
+
+def draw(records: Iterable[dict], file: Path) -> None:
+    """Write the picture as a PNG."""
+    from matplotlib.lines import Line2D
+
+    found = comparisons(records)
+    figure = new_figure(13, 0.9 + 5.0 * len(found))
+    panels = figure.subplots(len(found), 1, squeeze=False)[:, 0]
+    for comparison, axes in zip(found, panels, strict=True):
+        _draw_study(comparison, axes)
+    handles: list[Any] = [
+        Line2D([], [], marker=mark, color=colour, linestyle="", markersize=8, label=family)
+        for family, (mark, colour) in _MARKS.items()
+    ]
+    handles.append(Line2D([], [], color=INK, linestyle=":", label="nothing beats these in both"))
+    figure.legend(handles=handles, loc="outside upper right", ncols=4, frameon=False)
+    figure.suptitle("Time of a step over memory of a rank", x=0.01, ha="left", fontsize=12)
+    figure.draw_without_rendering()  # places the panels, which names need to be placed themselves
+    for comparison, axes in zip(found, panels, strict=True):
+        _name_points(axes, measured(comparison))
+    figure.savefig(file, dpi=110)
+
+
+def _draw_study(comparison: Comparison, axes: Any) -> None:
+    rows = measured(comparison)
+    best = front(rows)
+    axes.plot(
+        [peak_of(row) for row in best],
+        [row.median_ms for row in best],
+        color=INK,
+        linestyle=":",
+        linewidth=1.2,
+        drawstyle="steps-post",
+        zorder=1,
+    )
+    for family, (mark, colour) in _MARKS.items():
+        of_family = [row for row in rows if row.family == family]
+        axes.scatter(
+            [peak_of(row) for row in of_family],
+            [row.median_ms for row in of_family],
+            marker=mark,
+            color=colour,
+            s=60,
+            zorder=2,
+        )
+    nodes, ranks = comparison.nodes, comparison.ranks_per_node
+    name = f"{nodes} nodes x {ranks} ranks, {comparison.profile['name']}"
+    axes.set_title(name, loc="left", fontsize=10, fontweight="bold")
+    axes.set_xlabel("peak of a rank's tensors (MB)", fontsize=9)
+    axes.set_ylabel("step (ms), median", fontsize=9)
+    axes.margins(x=0.08, y=0.12)
+    bare(axes, grid="both")
+
+
+# Where a name may stand beside its point: offsets in points, and which end of it is there.
+# fmt: off
+_PLACES = (
+    (8, 0, "left"), (-8, 0, "right"), (4, 12, "left"), (4, -12, "left"), (-4, 12, "right"),
+    (-4, -12, "right"), (4, 24, "left"), (4, -24, "left"), (-4, 24, "right"), (-4, -24, "right"),
+)
+# fmt: on
+
+
+def _name_points(axes: Any, rows: Sequence[Row]) -> None:
+    """Each point's name beside it, where neither a name nor a point is in the way."""
+    from matplotlib.patheffects import withStroke
+    from matplotlib.transforms import Bbox
+
+    best = front(rows)
+    halo = [withStroke(linewidth=2.5, foreground="white")]
+    points = [axes.transData.transform((peak_of(row), row.median_ms)) for row in rows]
+    taken: list[Any] = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in points]
+    for row in sorted(rows, key=peak_of):
+        for dx, dy, side in _PLACES:
+            text = axes.annotate(
+                row.name,
+                (peak_of(row), row.median_ms),
+                xytext=(dx, dy),
+                textcoords="offset points",
+                ha=side,
+                va="center",
+                fontsize=8,
+                color=INK,
+                weight="bold" if row in best else "normal",
+                path_effects=halo,
+            )
+            box = text.get_window_extent()
+            if not any(box.overlaps(other) for other in taken):
+                break
+            if (dx, dy, side) != _PLACES[-1]:
+                text.remove()
+        taken.append(box)
+
+
+if __name__ == "__main__":
+    write_picture("compare_front", "scripts.bench.compare", draw)

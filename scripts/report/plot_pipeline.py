@@ -1,0 +1,130 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Draws one training step of a pipeline, its stages below each other on one clock: what each stage
+computed, for which micro-batch, when it waited for parameters or gradients, and its bubbles.
+
+    python -m scripts.report.plot_pipeline trace.json trace.stage1.json --output pipeline.png
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_asynchzp.comm.timeline import WAIT, union_s
+from scripts.report.plot_timeline import OutputError, save_picture
+from scripts.report.step_trace import Computation, Trace, TraceError, read_trace
+from scripts.report.styles import BLUE, GREEN, INK, ORANGE, RED, SKY, bare, new_figure
+
+_COLOURS = {"forward": BLUE, "backward": GREEN}
+# Below each stage: what was on its way, as thin lines.
+_LANES = {"gather": SKY, "reduce": ORANGE}
+_PALER = 0.45  # share of white in every other micro-batch
+_WIDTH_IN, _STAGE_IN = 13.0, 0.85
+
+
+class Phase(NamedTuple):
+    """A chunk's forward or backward of one micro-batch (both counted from 0), in seconds."""
+
+    direction: str
+    chunk: int
+    batch: int
+    start: float
+    end: float
+
+
+def phases(computations: Sequence[Computation]) -> list[Phase]:
+    """What was computed without another phase in between. A recomputation is part of its
+    backward."""
+    found: list[Phase] = []
+    for each in computations:
+        direction = "backward" if each.is_recomputed else each.direction
+        kind = direction, chunk_of(each.unit), each.batch
+        if found and found[-1][:3] == kind:
+            found[-1] = found[-1]._replace(end=max(found[-1].end, each.end))
+        else:
+            found.append(Phase(*kind, each.start, each.end))
+    return found
+
+
+def chunk_of(unit: str) -> int:
+    """Which model chunk of its rank a unit belongs to: 0 where its name tells none."""
+    first, _, _rest = unit.partition(".")
+    digits = first.removeprefix("chunk")
+    return int(digits) if first.startswith("chunk") and digits.isdigit() else 0
+
+
+def idle_share(trace: Trace) -> float:
+    """The part of the step in which a stage neither computed nor waited for our collectives."""
+    busy = [*trace.computation_spans, *trace.lane(WAIT)]
+    return 1 - union_s(busy) / trace.step_s
+
+
+def make_figure(traces: Sequence[Trace]) -> Any:
+    """A matplotlib figure with a row per stage, first stage first."""
+    from matplotlib.patches import Patch
+
+    figure = new_figure(_WIDTH_IN, 1.1 + _STAGE_IN * len(traces))
+    axes = figure.subplots()
+    first = min(trace.began_s for trace in traces)
+    for row, trace in enumerate(traces):
+        _draw_stage(axes, row, trace, 1e3 * (trace.began_s - first))
+    axes.set_yticks(
+        range(len(traces)),
+        [f"stage {row}\nidle {100 * idle_share(trace):.0f} %" for row, trace in enumerate(traces)],
+        fontsize=8,
+    )
+    axes.set_ylim(len(traces) - 0.45, -0.55)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("time (ms)")
+    bare(axes, grid="x")
+    handles = [Patch(color=colour, label=name) for name, colour in _COLOURS.items()]
+    handles.append(Patch(color=RED, label="waits for parameters or gradients"))
+    handles += [Patch(color=colour, label=name) for name, colour in _LANES.items()]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)
+    return figure
+
+
+def _draw_stage(axes: Any, row: int, trace: Trace, shift_ms: float) -> None:
+    from matplotlib.colors import to_rgb
+
+    chunks = {chunk_of(each.unit) for each in trace.computations}
+    points_per_ms = 72 * (_WIDTH_IN - 1.5) / (1e3 * trace.step_s)
+    for phase in phases(trace.computations):
+        start, size = shift_ms + 1e3 * phase.start, 1e3 * (phase.end - phase.start)
+        paler = _PALER * (phase.batch % 2)
+        colour = tuple(v + paler * (1 - v) for v in to_rgb(_COLOURS[phase.direction]))
+        axes.broken_barh([(start, size)], (row - 0.4, 0.5), facecolors=[colour], edgecolor="white")
+        text = str(phase.batch + 1) + (f".{phase.chunk}" if len(chunks) > 1 else "")
+        if 5.0 * len(text) < size * points_per_ms:
+            middle = start + size / 2, row - 0.15
+            style = {"ha": "center", "va": "center", "fontsize": 7}
+            axes.annotate(text, middle, color=INK if paler else "white", **style)
+    _draw_spans(axes, trace.lane(WAIT), (row - 0.4, 0.5), RED, shift_ms)
+    for index, (lane, colour) in enumerate(_LANES.items()):
+        _draw_spans(axes, trace.lane(lane), (row + 0.15 + 0.13 * index, 0.11), colour, shift_ms)
+
+
+def _draw_spans(axes: Any, spans: Sequence, place: tuple, colour: str, shift_ms: float) -> None:
+    bars = [(shift_ms + 1e3 * span.start, 1e3 * (span.end - span.start)) for span in spans]
+    axes.broken_barh(bars, place, facecolors=colour, linewidth=0)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="plot_pipeline", description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="one trace per stage, first stage first"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="PNG", help="the picture")
+    args = parser.parse_args(argv)
+    try:
+        save_picture(make_figure([read_trace(path) for path in args.files]), args.output)
+    except (TraceError, OutputError) as error:
+        print(f"plot_pipeline: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
