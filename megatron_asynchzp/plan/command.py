@@ -3,6 +3,7 @@
 """Owns the command: its flags, the model that a Megatron command line describes, what is printed."""
 
 import argparse
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -97,6 +98,8 @@ def setting_of(command: Sequence[str], cluster: Cluster) -> tuple[Setting, Names
     from megatron_asynchzp.dry_run import pretended_world
     from megatron_asynchzp.mcore import planned_model
 
+    # Megatron asks for it beside some parallel sizes; no device is used here.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     script, flags = Path(command[0]), list(command[1:])
     ranks, per_node = cluster.num_ranks, cluster.ranks_per_node
     if script.is_file():
