@@ -54,7 +54,9 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     add("--trace", type=Path, metavar="JSON", help="the best plan's step, for Perfetto")
     asked = parser.parse_args(own)
     if not command:
-        parser.error("give the training command after --, as in: -- pretrain_gpt.py --num-layers 32")
+        parser.error(
+            "give the training command after --, as in: -- pretrain_gpt.py --num-layers 32"
+        )
     if asked.ranks is not None and asked.ranks < 1:
         parser.error(f"--ranks {asked.ranks}: give a number of at least 1")
     for path, suffix in ((asked.picture, ".png"), (asked.trace, ".json")):
@@ -183,5 +185,3 @@ def _progress() -> Iterator[Progress]:
             bars.update(tasks[what], completed=done)
 
         yield show
-
-

@@ -33,13 +33,7 @@ from megatron_asynchzp.planner.order import (
 )
 from megatron_asynchzp.planner.pipeline import stage_phases
 from megatron_asynchzp.planner.simulate import Stage, StageTimes, Step, UnitCost, simulate
-from megatron_asynchzp.planner.traffic import (
-    Group,
-    Wire,
-    seconds,
-    step_traffic,
-    unit_collectives,
-)
+from megatron_asynchzp.planner.traffic import Group, Wire, seconds, step_traffic, unit_collectives
 from megatron_asynchzp.sharding.topology import ShardSizes
 
 # Bytes that the optimizer's kernels move for each element that a rank owns: gradient twice (norm,
@@ -294,9 +288,7 @@ class Costing:
 
     def _states(self, stage: int) -> tuple[dict[str, float], dict[str, float], float]:
         plan, itemsize = self.plan, self.model.itemsize
-        units = [
-            replace(unit, numel=self.padded(unit)) for unit in self.units[stage] if unit.numel
-        ]
+        units = [replace(unit, numel=self.padded(unit)) for unit in self.units[stage] if unit.numel]
         sizes = {key: group.sizes for key, group in self.groups.items()}
         depth, grad_slots = plan.schedule.depth, plan.schedule.grad_slots
         return (

@@ -75,7 +75,9 @@ def hierarchy(outcome: Outcome, best: Candidate) -> str:
             return "hierarchical sizes are the only ones that fit"
         plain = min(others, key=lambda one: one.step_s)
         gain = plain.step_s / best.step_s - 1
-        return f"hierarchical sizes are {gain:.1%} faster than {plain.scheme}, the best of the others"
+        return (
+            f"hierarchical sizes are {gain:.1%} faster than {plain.scheme}, the best of the others"
+        )
     gain = best.step_s / fastest.step_s - 1
     behind = f"the fastest hierarchical sizes gain {gain:.2%}" if gain > 0 else "none is faster"
     return f"hierarchy does not pay here: {best.scheme} is as good ({behind})"

@@ -248,9 +248,7 @@ class _Bounds:
         compute, first = self._compute[key]
         key = (parallel, plan.sizes, plan.wire)
         if key not in self._links:
-            self._links[key] = [
-                self._carried(costing, stage) for stage in range(parallel.pp)
-            ]
+            self._links[key] = [self._carried(costing, stage) for stage in range(parallel.pp)]
         worst = ends = 0.0
         for of_stage in self._links[key]:
             for link in (INSIDE, BETWEEN):

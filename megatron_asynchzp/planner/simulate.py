@@ -21,12 +21,7 @@ from megatron_asynchzp.planner.order import (
 from megatron_asynchzp.planner.pipeline import before
 from megatron_asynchzp.planner.traffic import BETWEEN, INSIDE
 
-LANE_NAMES = {
-    GATHER: "gather",
-    REDUCE: "reduce",
-    GRAD_SYNC: "grad-sync",
-    PARAM_SYNC: "param-sync",
-}
+LANE_NAMES = {GATHER: "gather", REDUCE: "reduce", GRAD_SYNC: "grad-sync", PARAM_SYNC: "param-sync"}
 """As the engine's timeline calls them."""
 
 _RESOURCES = {INSIDE: 1, BETWEEN: 2}  # of a stage; 0 computes

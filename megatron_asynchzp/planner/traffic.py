@@ -10,14 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_asynchzp.planner.cluster import Cluster, Ring
-from megatron_asynchzp.planner.order import (
-    COMPUTE,
-    GATHER,
-    GRAD_SYNC,
-    PARAM_SYNC,
-    REDUCE,
-    Action,
-)
+from megatron_asynchzp.planner.order import COMPUTE, GATHER, GRAD_SYNC, PARAM_SYNC, REDUCE, Action
 from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
 from megatron_asynchzp.sharding.topology import ShardSizes
 
@@ -112,9 +105,7 @@ class Group:
         return round_up(max(numel, 1), self.sizes.optim * PARAM_ALIGNMENT_NUMEL)
 
 
-def unit_collectives(
-    kind: int, padded_numel: int, itemsize: int, group: Group
-) -> list[Collective]:
+def unit_collectives(kind: int, padded_numel: int, itemsize: int, group: Group) -> list[Collective]:
     """What one operation of `kind` (a lane of planner.order) issues, in its order.
 
     itemsize: bytes of a parameter.

@@ -49,7 +49,11 @@ FAULTS = [
     ("tflops = 100", 'tflops = "fast"', "device.tflops: 'fast' is not a number"),
     ("tflops = 100", "tflops = nan", "device.tflops: nan is not a number"),
     ("tflops = 100", "", "device.tflops: is missing"),
-    ("reserved_gib = 4.0", "reserved_gib = 90", "device.reserved_gib: leaves nothing of memory_gib"),
+    (
+        "reserved_gib = 4.0",
+        "reserved_gib = 90",
+        "device.reserved_gib: leaves nothing of memory_gib",
+    ),
     ("efficiency = 0.5", "efficiency = 1.5", "device.efficiency: 1.5 is not a number above 0"),
     ("gb_s = 10.0", "gb_s = 0", "inside.gb_s: 0 is not a number above 0"),
     ("gb_s = 10.0", "gbs = 10.0", "inside.gbs: is not one of cards, efficiency, gb_s"),

@@ -65,7 +65,9 @@ def test_interleaving_divides_the_bubble_by_the_chunks():
         for stage in range(4):
             phases = stage_phases(stage, 4, chunks, 8)
             units = [OrderUnit(chunk, is_gathered=False) for chunk in range(chunks)]
-            order = StepOrder(units, [[Visit(chunk)] for chunk in range(chunks)], phases, Schedule())
+            order = StepOrder(
+                units, [[Visit(chunk)] for chunk in range(chunks)], phases, Schedule()
+            )
             cost = UnitCost("u", 1.0 / chunks, 2.0 / chunks)
             made.append(Stage(phases, order, [cost] * chunks))
         return simulate(made, chunks=chunks).step_s - 3 * 8

@@ -41,14 +41,7 @@ from megatron_asynchzp.testbed.fabric.rings import (
     ring_reduce_scatter,
 )
 from megatron_asynchzp.zero.config import ScheduleConfig
-from tests.support.scheduler_program import (
-    WORLD_SIZE,
-    Execution,
-    Program,
-    Step,
-    UnitShape,
-    execute,
-)
+from tests.support.scheduler_program import WORLD_SIZE, Execution, Program, Step, UnitShape, execute
 
 NESTED = [
     (param, grad, optim)
@@ -97,7 +90,13 @@ def order_of(program: Program) -> StepOrder:
     """The planner's description of the same program."""
     step, (param, grad, _) = program.steps[-1], program.sizes
     units = [
-        OrderUnit(padded(shape, program), param > 1, grad > 1, shape.is_trained, reduces_at_end=i == step.root)
+        OrderUnit(
+            padded(shape, program),
+            param > 1,
+            grad > 1,
+            shape.is_trained,
+            reduces_at_end=i == step.root,
+        )
         for i, shape in enumerate(program.units)
     ]
     visits = tuple(Visit(i) for i in range(len(units)) if i != step.root)
@@ -165,7 +164,9 @@ def test_every_collective_has_the_ranks_and_the_elements_that_the_engines_has(pa
         for lane, unit in done.submitted:
             numel = padded(program.units[int(unit[1:])], program)
             expected.update(as_recorded(LANES[lane], numel, group))
-        found = Counter((one.operation, len(one.group.ranks), one.numel) for one in done.collectives)
+        found = Counter(
+            (one.operation, len(one.group.ranks), one.numel) for one in done.collectives
+        )
         assert found == expected, program
 
 
