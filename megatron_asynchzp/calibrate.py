@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the links and the computing of the machines it runs on, and writes a cluster file for the
-planner:
+"""Measures the links and the computing of the machines it runs on, and writes a cluster file for
+the planner:
 
     torchrun --nnodes 2 --nproc-per-node 8 [...] -m megatron_asynchzp.calibrate \\
         --tflops 989 --memory-gib 80 --output mine.toml

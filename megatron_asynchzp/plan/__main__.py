@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which shard sizes, prefetch depth, micro-batch size and recomputation make a Megatron command line
-fastest on a cluster. Starts no ranks and needs no device:
+"""Which shard sizes, prefetch depth, micro-batch size and recomputation make a Megatron command
+line fastest on a cluster. Starts no ranks and needs no device:
 
     python -m megatron_asynchzp.plan --cluster h100 --ranks 256 -- pretrain_gpt.py <your flags>
 

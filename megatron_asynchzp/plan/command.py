@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the command: its flags, the model that a Megatron command line describes, what is printed."""
+"""Owns the command: its flags, the model that a training command describes, what is printed."""
 
 import argparse
 import os
@@ -164,8 +164,8 @@ def _nothing_fits(outcome: Outcome, space: Space, file: str) -> str:
     assert smallest is not None
     sizes, needed = smallest.plan.sizes, smallest.costing.memory.total / GIB
     return (
-        f"{file}: device.memory_gib: none of {outcome.num_plans} plans fits into {device.memory_gib:g}"
-        f" GiB less {device.reserved_gib:g}; the smallest, ({sizes.param}, {sizes.grad}, "
+        f"{file}: device.memory_gib: none of {outcome.num_plans} plans fits into "
+        f"{device.memory_gib:g} GiB less {device.reserved_gib:g}; the smallest, ({sizes.param}, {sizes.grad}, "
         f"{sizes.optim}), needs {needed:.1f} GiB; use more ranks, or --vary tp pp cp"
     )
 

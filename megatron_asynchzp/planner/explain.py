@@ -21,14 +21,13 @@ def limit(best: Candidate) -> str:
     computing, bubble = times.compute_s / step_s, times.bubble_s / step_s
     parts = (
         f"computing takes {computing:.0%} of the step, waiting for communication "
-        f"{times.exposed_s / step_s:.0%}, for other stages {bubble:.0%}; the links inside a node are "
-        f"busy for {shares[INSIDE]:.0%} of it, those between nodes for {shares[BETWEEN]:.0%}"
+        f"{times.exposed_s / step_s:.0%}, for other stages {bubble:.0%}; the links inside a node "
+        f"are busy for {shares[INSIDE]:.0%} of it, those between nodes for {shares[BETWEEN]:.0%}"
     )
     link = max(shares, key=lambda name: shares[name])
     if times.exposed_s < 0.1 * step_s:
         what = "the pipeline's bubble" if bubble > 0.2 else "computing"
     elif shares[link] > _BUSY:
-        what = f"the bandwidth {link} node{'s' if link == BETWEEN else 's'}"
         what = "the bandwidth between nodes" if link == BETWEEN else "the bandwidth inside nodes"
     else:
         what = "communication that nothing runs beside (the ends of a step, latencies)"

@@ -11,7 +11,7 @@ from megatron_asynchzp.planner.activations import FUSED, Kernels, Recompute
 from megatron_asynchzp.planner.cluster import Cluster
 from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.model import Batch, Experts, Model, Parallel
-from megatron_asynchzp.planner.order import GATHER, GRAD_SYNC, PARAM_SYNC, REDUCE, Schedule
+from megatron_asynchzp.planner.order import GATHER, GRAD_SYNC, PARAM_SYNC, REDUCE
 from megatron_asynchzp.planner.simulate import Step
 from megatron_asynchzp.planner.traffic import BETWEEN, INSIDE
 from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes
@@ -202,8 +202,8 @@ def plans(space: Space) -> Iterator[Plan]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """ranked: simulated plans that fit, best first; baselines: the fastest plan of each scheme, None
-    where none of it fits; num_plans, num_fitting, num_simulated: how many there were; smallest: the
+    """ranked: simulated plans that fit, best first; baselines: the fastest plan of each scheme,
+    None where none of it fits; num_plans, num_fitting, num_simulated: how many there were; smallest: the
     plan with the least memory, where nothing fits; out_of_memory: a plan that may be faster than
     the first and does not fit, with a lower bound of its step in seconds."""
 

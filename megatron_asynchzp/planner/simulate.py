@@ -171,7 +171,7 @@ class _StageNodes:
         computes = _PER_STAGE * self.index
         main = add(computes, stage.optimizer_s, ())
         self.optimizer = main
-        lane_last = {kind: main for kind in LANE_NAMES}
+        lane_last = dict.fromkeys(LANE_NAMES, main)
         last = self.last
         work_of = {kind: [cost.work(kind) for cost in costs] for kind in LANE_NAMES}
         links = {link: self.resource(link) for link in _RESOURCES}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_asynchzp.planner.cluster import Cluster, Ring
-from megatron_asynchzp.planner.order import COMPUTE, GATHER, GRAD_SYNC, PARAM_SYNC, REDUCE, Action
+from megatron_asynchzp.planner.order import COMPUTE, GATHER, PARAM_SYNC, REDUCE, Action
 from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
 from megatron_asynchzp.sharding.topology import ShardSizes
 
@@ -63,8 +63,8 @@ class Axis(NamedTuple):
 class Wire:
     """How states travel. The default is the engine's.
 
-    grad_itemsize: bytes of an element of the gradients; sums_rounded: whether shorter ones are added
-    on their way, as by NCCL, in place of going to their owner as they are, to be added in fp32;
+    grad_itemsize: bytes of an element of the gradients; sums_rounded: whether shorter ones are
+    added on their way, as by NCCL, in place of going to their owner as they are, to be added in fp32;
     pieces: messages into which a unit is cut where whole tensors belong to a rank (sums over
     replicas are not cut).
     """

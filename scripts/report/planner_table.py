@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the JSON lines of published_errors.py into Markdown: how far the planner is from what others
-measured.
+"""Turns the JSON lines of published_errors.py into Markdown: how far the planner is from what
+others measured.
 
     python -m scripts.report.planner_table runs/errors.jsonl
 """

@@ -15,7 +15,8 @@ PACKAGE = ROOT / "megatron_asynchzp"
 FLOORS = {
     "config": 0, "device": 0, "errors": 0, "replacements": 0,
     "sharding": 1, "attention": 1, "checkpoint_files": 1, "comm": 2, "planner": 2, "zero": 3,
-    "mcore": 4, "cpu_platform": 4, "dry_run": 5, "testbed": 5, "launch": 6, "plan": 6, "calibrate": 5,
+    "mcore": 4, "cpu_platform": 4, "dry_run": 5, "testbed": 5, "launch": 6, "plan": 6,
+    "calibrate": 5,
     "sharded_state": 3, "sharded_model": 4,
     "hf": 5,  # reads and writes Megatron's checkpoints through megatron.core.dist_checkpointing
 }

@@ -42,4 +42,4 @@ def _calibrated() -> str:
 def test_a_calibration_of_four_ranks_is_a_cluster_file():
     texts = run_ranks(_calibrated, 4)
     cluster = read_cluster(tomllib.loads(texts[0]), "here")
-    assert cluster.inside.gb_s > 0 and cluster.between.gb_s > 0 and 0 < cluster.device.efficiency
+    assert cluster.inside.gb_s > 0 and cluster.between.gb_s > 0 and cluster.device.efficiency > 0

@@ -45,13 +45,11 @@ def test_a_plan_is_printed_with_its_flags_its_reasons_and_its_limit(megatron, ca
     assert all(file.stat().st_size > 1000 for file in files)
 
 
-# fmt: off
 @pytest.mark.parametrize("argv, line", [
     (["--cluster", "h1000"], "h1000: No such file or directory; give a file or one of"),
     (["--cluster", "h100", "--ranks", "12"], "h100: 12 ranks do not fill nodes of 8"),
     (["--cluster", "h100", "--ranks", "128"], "--global-batch-size 64: no micro-batch size"),
-])
-# fmt: on
+])  # fmt: skip
 def test_what_cannot_be_planned_is_one_line(megatron, capsys, argv, line):
     assert main([*argv, *TRAINING]) == 2
     text = capsys.readouterr().err
@@ -73,7 +71,8 @@ def test_a_model_that_fits_nowhere_names_the_field_and_what_is_needed(megatron, 
 
 
 @pytest.mark.parametrize("argv", [
-    ["--cluster", "h100"], ["--", "pretrain_gpt.py"], ["--cluster", "h100", "--ranks", "0", "--", "x"],
+    ["--cluster", "h100"], ["--", "pretrain_gpt.py"],
+    ["--cluster", "h100", "--ranks", "0", "--", "x"],
     ["--cluster", "h100", "--picture", "plan.pdf", "--", "x"],
 ])  # fmt: skip
 def test_a_wrong_command_line_is_refused_as_argparse_does(argv):

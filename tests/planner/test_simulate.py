@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The simulation of a step: laws that hold for every model, network and schedule, and known steps."""
+"""The simulation of a step: laws for every model and network, and known steps."""
 
 import time
 from dataclasses import replace
