@@ -165,8 +165,8 @@ def _nothing_fits(outcome: Outcome, space: Space, file: str) -> str:
     sizes, needed = smallest.plan.sizes, smallest.costing.memory.total / GIB
     return (
         f"{file}: device.memory_gib: none of {outcome.num_plans} plans fits into "
-        f"{device.memory_gib:g} GiB less {device.reserved_gib:g}; the smallest, ({sizes.param}, {sizes.grad}, "
-        f"{sizes.optim}), needs {needed:.1f} GiB; use more ranks, or --vary tp pp cp"
+        f"{device.memory_gib:g} GiB less {device.reserved_gib:g}; the smallest, "
+        f"({sizes.param}, {sizes.grad}, {sizes.optim}), needs {needed:.1f} GiB; use more ranks, or --vary tp pp cp"
     )
 
 
@@ -176,7 +176,8 @@ def _progress() -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import Progress as Bars
 
-    with Bars(console=Console(stderr=True), transient=True) as bars:
+    is_shown = sys.stderr.isatty()
+    with Bars(console=Console(stderr=True), transient=True, disable=not is_shown) as bars:
         tasks = {}
 
         def show(what: str, done: int, total: int) -> None:

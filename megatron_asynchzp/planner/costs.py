@@ -259,8 +259,16 @@ class Costing:
             nbytes += _OPTIMIZER_NBYTES * numel / sizes.optim + _ZEROED_NBYTES * numel / sizes.grad
         return nbytes / (1e9 * self.cluster.device.memory_gb_s)
 
+    @cached_property
+    def _stages(self) -> dict[int, list[Stage]]:
+        """By the number of micro-batches."""
+        return {}
+
     def stages(self, micro_batches: int) -> list[Stage]:
-        found: list[Stage] = []
+        """Of a step with so many micro-batches."""
+        if micro_batches in self._stages:
+            return self._stages[micro_batches]
+        found = self._stages[micro_batches] = []
         for index in range(self.plan.parallel.pp):
             phases = self.phases(index, micro_batches)
             order = self.order(index, phases)
@@ -341,7 +349,7 @@ class Costing:
             def left(count: int, stage: int = stage, units: tuple[Unit, ...] = units) -> float:
                 numels = [self.padded(unit) for unit in units]
                 groups = [self.groups[unit.group] for unit in units]
-                actions = self.order(stage, self.phases(stage, count)).actions
+                actions = self.stages(count)[stage].order.actions
                 actions = [one for one in actions if units[one.unit].numel]
                 itemsize = self.model.itemsize
                 return step_traffic(actions, numels, itemsize, groups, self.cluster).node_nbytes

@@ -18,6 +18,9 @@ from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes
 
 PLAIN = 0.005
 """A plan whose sizes have a name (ZeRO-3, ...) is preferred to one that is faster by less."""
+RESERVE = 0.5
+"""The part of a step for which a plain plan's links may be busy where those of the fastest are less:
+what the planner does not know of, such as switches that many nodes share, finds some room then."""
 _EQUAL = 0.001  # steps that differ by less count as equal: then what sends and holds less is better
 _MOST_SIZES = 8
 _SIMULATED = 40
@@ -61,6 +64,13 @@ class Candidate:
     def step_s(self) -> float:
         assert self.step is not None
         return self.step.step_s
+
+    @property
+    def busiest_link(self) -> float:
+        """The part of the step for which a link of some stage is busy."""
+        assert self.step is not None
+        busy = (seconds for one in self.step.stages for seconds in one.links_s.values())
+        return max(busy, default=0.0) / self.step_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -203,9 +213,9 @@ def plans(space: Space) -> Iterator[Plan]:
 @dataclass(frozen=True)
 class Outcome:
     """ranked: simulated plans that fit, best first; baselines: the fastest plan of each scheme,
-    None where none of it fits; num_plans, num_fitting, num_simulated: how many there were; smallest: the
-    plan with the least memory, where nothing fits; out_of_memory: a plan that may be faster than
-    the first and does not fit, with a lower bound of its step in seconds."""
+    None where none of it fits; num_plans, num_fitting, num_simulated: how many there were;
+    smallest: the plan with the least memory, where nothing fits; out_of_memory: a plan that may be
+    faster than the first and does not fit, with a lower bound of its step in seconds."""
 
     ranked: tuple[Candidate, ...]
     baselines: dict[str, Candidate | None]
@@ -217,12 +227,14 @@ class Outcome:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest, or one of other systems' that is as good as that."""
+        """The fastest, or one of other systems' that is as good as that, with no busier links."""
         if not self.ranked:
             return None
         fastest = self.ranked[0]
+        busiest = max(RESERVE, fastest.busiest_link)
         for one in self.ranked:
-            if one.scheme and one.step_s <= (1 + PLAIN) * fastest.step_s:
+            is_as_fast = one.step_s <= (1 + PLAIN) * fastest.step_s
+            if one.scheme and is_as_fast and one.busiest_link <= busiest:
                 return one
         return fastest
 

@@ -64,8 +64,8 @@ class Wire:
     """How states travel. The default is the engine's.
 
     grad_itemsize: bytes of an element of the gradients; sums_rounded: whether shorter ones are
-    added on their way, as by NCCL, in place of going to their owner as they are, to be added in fp32;
-    pieces: messages into which a unit is cut where whole tensors belong to a rank (sums over
+    added on their way, as by NCCL, in place of going to their owner as they are, to be added in
+    fp32; pieces: messages into which a unit is cut where whole tensors belong to a rank (sums over
     replicas are not cut).
     """
 
