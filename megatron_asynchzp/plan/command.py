@@ -166,7 +166,8 @@ def _nothing_fits(outcome: Outcome, space: Space, file: str) -> str:
     return (
         f"{file}: device.memory_gib: none of {outcome.num_plans} plans fits into "
         f"{device.memory_gib:g} GiB less {device.reserved_gib:g}; the smallest, "
-        f"({sizes.param}, {sizes.grad}, {sizes.optim}), needs {needed:.1f} GiB; use more ranks, or --vary tp pp cp"
+        f"({sizes.param}, {sizes.grad}, {sizes.optim}), needs {needed:.1f} GiB; "
+        "use more ranks, or --vary tp pp cp"
     )
 
 

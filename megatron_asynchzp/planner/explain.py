@@ -67,19 +67,19 @@ def _against(name: str, other: Candidate | None, best: Candidate) -> str:
 
 def hierarchy(outcome: Outcome, best: Candidate) -> str:
     """Whether shard sizes of our own are worth it here."""
-    fastest = outcome.ranked[0]
-    if not best.scheme:
-        others = [one for one in outcome.baselines.values() if one is not None]
-        if not others:
-            return "hierarchical sizes are the only ones that fit"
-        plain = min(others, key=lambda one: one.step_s)
-        gain = plain.step_s / best.step_s - 1
-        return (
-            f"hierarchical sizes are {gain:.1%} faster than {plain.scheme}, the best of the others"
-        )
-    gain = best.step_s / fastest.step_s - 1
-    behind = f"the fastest hierarchical sizes gain {gain:.2%}" if gain > 0 else "none is faster"
-    return f"hierarchy does not pay here: {best.scheme} is as good ({behind})"
+    flat = [one for name, one in outcome.baselines.items() if one is not None and name != "HSDP"]
+    if best in flat:
+        gain = best.step_s / outcome.ranked[0].step_s - 1
+        behind = f"the fastest other sizes gain {gain:.2%}" if gain > 0 else "none is faster"
+        return f"hierarchy does not pay here: {best.scheme} is as good ({behind})"
+    if not flat:
+        return "hierarchy pays here: neither ZeRO-3 nor the distributed optimizer fits"
+    plain = min(flat, key=lambda one: one.step_s)
+    gain = plain.step_s / best.step_s - 1
+    return (
+        f"hierarchy pays here: {gain:.1%} faster than {plain.scheme}, whose links are busy for "
+        f"{plain.busiest_link:.0%} of its step in place of {best.busiest_link:.0%}"
+    )
 
 
 def missed(outcome: Outcome, space: Space) -> str:

@@ -19,8 +19,9 @@ from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes
 PLAIN = 0.005
 """A plan whose sizes have a name (ZeRO-3, ...) is preferred to one that is faster by less."""
 RESERVE = 0.5
-"""The part of a step for which a plain plan's links may be busy where those of the fastest are less:
-what the planner does not know of, such as switches that many nodes share, finds some room then."""
+"""The part of a step for which a plain plan's links may be busy where the fastest plan's are less:
+what the planner does not know of, such as switches of many nodes, finds some room then."""
+_FLAT = ("ZeRO-3", "distributed optimizer", "plain data parallelism")
 _EQUAL = 0.001  # steps that differ by less count as equal: then what sends and holds less is better
 _MOST_SIZES = 8
 _SIMULATED = 40
@@ -234,7 +235,7 @@ class Outcome:
         busiest = max(RESERVE, fastest.busiest_link)
         for one in self.ranked:
             is_as_fast = one.step_s <= (1 + PLAIN) * fastest.step_s
-            if one.scheme and is_as_fast and one.busiest_link <= busiest:
+            if one.scheme in _FLAT and is_as_fast and one.busiest_link <= busiest:
                 return one
         return fastest
 
