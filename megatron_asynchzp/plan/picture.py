@@ -15,6 +15,7 @@ from megatron_asynchzp.planner.simulate import Span
 
 _SHOWN_MICRO_BATCHES = 2  # of a step without a pipeline: more look the same
 _LANES = ("compute", "wait", "gather", "reduce", "grad-sync", "param-sync")
+_WIDE = ("compute", "grad-sync", "param-sync")  # an edge would hide the bars of the others
 # Okabe and Ito's colours, told apart with any colour vision.
 _COLOURS = {
     "forward": "#0072B2",
@@ -135,7 +136,7 @@ def _draw_timeline(axes: Any, best: Candidate) -> None:
                 (row - 0.38, 0.76),
                 facecolors=_COLOURS[kind],
                 edgecolors="white",
-                linewidth=0.3,
+                linewidth=0.3 if lane in _WIDE else 0,
                 label=kind if lane == "compute" else None,
             )
     axes.set_yticks(range(len(lanes)), lanes)
