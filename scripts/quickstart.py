@@ -286,7 +286,7 @@ def result_table(stock: Result, asynchzp: Result) -> Table:
             label, _ = loss_picture.STATES[state]
             row(f"{label} on a rank", (mib(of_run[state]) for of_run in held))
     row("state at rest, fullest rank", (mib(sum(of_run.values())) for of_run in held))
-    row("in flight (rings), the same rank", map(mib, rings))
+    row("in flight, the same rank", map(mib, rings))
     row("both together", map(mib, totals), end_section=True)
     row("median time per step", (_median_ms(step.step_ms for step in run.steps) for run in both))
     exposed = [[step.exposed_comm_ms for step in run.steps] for run in both]

@@ -159,7 +159,7 @@ def test_a_changed_figure_or_table_is_seen():
     assert shorter != text and rebuild.rebuilt(shorter) == (text, [])
 
 
-@pytest.mark.parametrize("name", ["no such figure; 1", "cluster; no such row; rings"])
+@pytest.mark.parametrize("name", ["no such figure; 1", "cluster; no such row; in flight"])
 def test_a_figure_that_no_record_has_is_a_line_and_stays_as_it_is(name):
     text = f"<!-- = {name} -->1<!-- -->"
     new, (problem,) = rebuild.rebuilt(text)

@@ -97,10 +97,10 @@ def test_the_plateau_ends_where_the_mean_of_ten_steps_is_below():
 
 
 def test_rows_of_the_paper_that_are_one_run_are_one_row_of_the_fullest_stage():
-    def row(name: str, ranks: int, rings: int) -> dict:
+    def row(name: str, ranks: int, in_flight: int) -> dict:
         held = {"model_param": 2**30, "main_grad": 2**31, "main_param": 0, "moments": 2**29}
-        small = {"allocated": dict.fromkeys(held, 1), "rings": {"param_ring": 1}}
-        full = {"allocated": held, "rings": {"param_ring": rings}}
+        small = {"allocated": dict.fromkeys(held, 1), "in_flight": {"param_ring": 1}}
+        full = {"allocated": held, "in_flight": {"param_ring": in_flight}}
         return {"row": name, "ranks": ranks, "parameters": 9e9, "stages": [small, full]}
 
     lines = [row("a-hzp", 8, 2**30), row("b-hzp", 16, 2**30), row("a-nd", 8, 0)]
@@ -108,7 +108,7 @@ def test_rows_of_the_paper_that_are_one_run_are_one_row_of_the_fullest_stage():
         "| a-hzp, b-hzp | 9.00B | 8 to 16 | 1.00 | 2.00 | 0.50 | 3.50 | 1.00 | 4.50 |",
         "| a-nd | 9.00B | 8 | 1.00 | 2.00 | 0.50 | 3.50 |  | 3.50 |",
     ]
-    assert cluster_table.cell(lines[0], "rings") == "1.00"
+    assert cluster_table.cell(lines[0], "in flight") == "1.00"
 
 
 def test_a_comparison_beyond_its_bound_counts_as_different():

@@ -107,6 +107,13 @@ def _over_ranks(report: dict, state: str, kind: str = "formula") -> float:
     return sum(stage[kind][state] * stage["ranks"] for stage in report["stages"])
 
 
+def test_the_planner_counts_the_parameters_that_megatrons_models_have(reports):
+    for report in reports.values():
+        for stage in report["stages"]:
+            for group, numel in stage["numel"].items():
+                assert stage["planned"][group] == pytest.approx(numel, rel=1e-6), report["row"]
+
+
 def test_optimizer_bytes_of_all_ranks_are_the_replicas_times_12_n(reports):
     for report in reports.values():
         row = load_row(report["row"])
@@ -158,6 +165,7 @@ def test_the_text_of_a_row_names_flags_groups_and_what_is_assumed(run_dry):
         "assumed: ",
         "reduce-scatter",
         "36,151,104,512 parameters",
+        "Memory per rank, by pipeline stage",
         "of which no estimate is included",
     ):
         assert words in output

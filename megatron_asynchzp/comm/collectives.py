@@ -92,6 +92,23 @@ def new_shards(
     return shards
 
 
+def split_for_reduction(
+    memory: torch.Tensor, numel: int, axes: Sequence[AxisGroup], wire: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Parts of `memory` (1-D, fp32, of reduction_nbytes) for `numel` elements to reduce, and for
+    the results, as in new_shards."""
+    full, offset = memory[:numel], numel
+    shards: list[torch.Tensor] = []
+    if axes and wire != torch.float32:
+        offset += numel * wire.itemsize // memory.itemsize
+        shards.append(memory[full.numel() : offset].view(wire))
+    for axis_group in axes:
+        numel //= axis_group.axis.size
+        shards.append(memory[offset : offset + numel])
+        offset += numel
+    return full, shards
+
+
 def run_steps(steps: Steps) -> None:
     """Issue and await every collective of `steps`, one after the other."""
     for work in steps:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -44,13 +45,14 @@ class Refused(ConfigurationError):
 class Stage:
     """One pipeline stage as its first rank has it, valid while its world is there.
 
-    model: on the meta device, in the dtype of training; groups: Megatron's ProcessGroupCollection;
-    rank: the global rank; num_ranks: of the stage.
+    model: on the meta device, in the dtype of training; None for a hybrid model, whose layers need
+    the kernels of a device to be built; groups: Megatron's ProcessGroupCollection; rank: the global
+    rank; num_ranks: of the stage.
     """
 
     index: int
-    model: torch.nn.Module
-    groups: object
+    model: torch.nn.Module | None
+    groups: Any
     rank: int
     num_ranks: int
 
@@ -213,7 +215,7 @@ def stages(args: Namespace) -> Iterator[Stage]:
         with _world(args, index * apart) as groups:
             try:
                 with _answers_of_a_gpu(), _silence():
-                    model = _build(args, groups)
+                    model = None if args.hybrid_layer_pattern else _build(args, groups)
             except Exception as error:
                 raise Refused(_one_line(error, "")) from error
             yield Stage(index, model, groups, index * apart, num_ranks)
@@ -247,18 +249,21 @@ def _world(args: Namespace, rank: int) -> Iterator[object]:
 def _build(args: Namespace, groups: object) -> torch.nn.Module:
     """This stage's model with Megatron's own builder, without memory and without values."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
+    from megatron.training.argument_utils import gpt_config_from_args
 
     without_kernels = platform.values_without_device() | {"perform_initialization": False}
-    from_args = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
-    config = from_args(Namespace(**(vars(args) | without_kernels)))
+    config = gpt_config_from_args(Namespace(**(vars(args) | without_kernels)))
     # Checked by now, and refused by the local layers; it changes no shape.
     config.transformer.sequence_parallel = False
 
     def without_checks(self: torch.nn.Module, *_: object, **__: object) -> None:
         torch.nn.Module.__init__(self)  # the core attention has no parameters
 
-    with mock.patch.object(DotProductAttention, "__init__", without_checks):
+    with (
+        mock.patch.object(DotProductAttention, "__init__", without_checks),
+        # A tied embedding on two stages is sent from one to the other.
+        mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
+    ):
         with torch.device("meta"):
             model = config.get_builder_cls()(config).build_model(groups)
     # As Float16Module does.

@@ -69,23 +69,30 @@ def _states_table(measured: Measured) -> str:
 
 def memory_table(measured: Measured) -> str:
     """Peaks by pipeline stage, and what they consist of."""
-    columns = ("stage", "start", "at rest", "in flight", "activations", "logits", "other", "total")
+    # fmt: off
+    columns = ("stage", "start", "at rest", "in flight", "activations", "logits", "or a layer",
+               "total")
+    # fmt: on
     rows = [
         (str(stage.index), *(_amount(nbytes) for nbytes in memory_columns(stage.memory)))
         for stage in measured.stages
     ]
-    return _table("Memory per rank, by pipeline stage", columns, rows)
+    title = (
+        "Memory per rank, by pipeline stage (total: the larger of start, and at rest + in flight "
+        "+ activations + the larger of logits and a layer in backward)"
+    )
+    return _table(title, columns, rows)
 
 
 def memory_columns(memory: Memory) -> tuple[float, ...]:
-    """Start-up peak; at rest; in flight, with autograd's gradients of one unit; activations;
-    logits; what else the peak has; the total, which is the higher of start and training."""
+    """Start-up peak; at rest; in flight; activations; logits; in the backward pass of one layer
+    (which is not while the loss is computed); the total, the higher of start and training."""
     active = memory.activations
-    flying = memory.flying + memory.whole_unit
-    kept = active.kept + active.buffer
-    logits = active.logits if active.logits >= active.working else 0.0
-    other = active.peak - kept - logits
-    return (memory.start, memory.states, flying, kept, logits, other, memory.total)
+    flying, kept = memory.flying + memory.copied_params, active.kept + active.buffer
+    # fmt: off
+    return (memory.start, memory.states, flying, kept, active.logits, memory.working,
+            memory.total)
+    # fmt: on
 
 
 def verdict(measured: Measured, device_nbytes: float) -> str:

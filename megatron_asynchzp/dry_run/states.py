@@ -5,14 +5,15 @@ stock Megatron's by formula; activations by the planner's formulas.
 """
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.dry_run.pretended_world import Stage
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_grad_dtype, resolve_schedule
 from megatron_asynchzp.mcore.planned_model import setting_of
@@ -23,11 +24,13 @@ from megatron_asynchzp.mcore.start_table import (
     state_nbytes_by_formula,
 )
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
-from megatron_asynchzp.planner.memory import Memory, stage_activations
+from megatron_asynchzp.planner.activations import Setting
+from megatron_asynchzp.planner.memory import Memory, Sizes, largest_unit, stage_activations, states
+from megatron_asynchzp.planner.model import GroupKey, Unit, stage_units
+from megatron_asynchzp.sharding.in_flight import MemoryInFlight, UnitInFlight, memory_in_flight
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.zero.gathers import new_param_rings
 from megatron_asynchzp.zero.plan import UnitPlan
-from megatron_asynchzp.zero.reductions import new_grad_rings
+from megatron_asynchzp.zero.step import memory_in_flight_of
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -36,13 +39,15 @@ class StageStates:
     """What one rank of a pipeline stage holds, in bytes.
 
     numel: of the rank's parameters before data parallelism, by sharding group ("dense",
-    "expert"); whole_numel: of the stage, over its tensor and expert parallel ranks; formula: by
-    state, without padding; memory: with padding, and all that comes beside the states.
+    "expert"); planned: the same by the planner's formulas; whole_numel: of the stage, over its
+    tensor and expert parallel ranks; formula: by state, without padding; memory: with padding, and
+    all that comes beside the states.
     """
 
     index: int
     num_ranks: int
     numel: dict[str, int]
+    planned: dict[str, int]
     whole_numel: int
     formula: dict[str, float]
     memory: Memory
@@ -51,18 +56,80 @@ class StageStates:
 
 def stage_states(stage: Stage, args: Namespace, ranks_per_node: int) -> StageStates:
     """Of the first rank of `stage`, whose padding is the least and whose moments are the most."""
-    numel = {"dense": 0, "expert": 0}
-    whole = 0
-    for param in stage.model.parameters():
+    setting = setting_of(args)
+    planned_units = stage_units(setting.model, setting.parallel, setting.batch, stage.index)
+    planned = {"dense": 0, "expert": 0}
+    for unit in planned_units:
+        planned[unit.group] += unit.numel
+    if stage.model is None:
+        numel, whole = planned, _planned_whole(planned, args)
+    else:
+        numel, whole = _numel(stage.model, args)
+    common: Any = (stage.index, stage.num_ranks, numel, planned, whole)
+    if not getattr(args, "use_asynchzp", False):
+        formula = _baseline_nbytes(numel, stage, args)
+        activations = stage_activations(setting, stage.index)
+        return StageStates(*common, formula, Memory(formula, {}, 0.0, activations))
+    if stage.model is None:
+        formula, memory = _planned_memory(stage, args, setting, planned_units)
+        return StageStates(*common, formula, memory)
+    return _asynchzp_states(stage, stage.model, args, ranks_per_node, common)
+
+
+def _numel(model: torch.nn.Module, args: Namespace) -> tuple[dict[str, int], int]:
+    """Parameters of the rank by sharding group, and of its stage."""
+    numel, whole = {"dense": 0, "expert": 0}, 0
+    for param in model.parameters():
         key = sharding_group_key(param)
         numel[key] += param.numel()
         whole += param.numel() * _num_parts(param, key, args)
-    common = (stage.index, stage.num_ranks, numel, whole)
-    if getattr(args, "use_asynchzp", False):
-        return _asynchzp_states(stage, args, ranks_per_node, common)
-    formula = _baseline_nbytes(numel, stage, args)
-    activations = stage_activations(setting_of(args), stage.index)
-    return StageStates(*common, formula, Memory(formula, {}, 0.0, activations))
+    return numel, whole
+
+
+def _planned_whole(planned: dict[str, int], args: Namespace) -> int:
+    """Of a stage, as if tensor parallelism divided every parameter: norms are not worth more."""
+    experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    return planned["dense"] * args.tensor_model_parallel_size + planned["expert"] * experts
+
+
+def _planned_memory(
+    stage: Stage, args: Namespace, setting: Setting, units: Sequence[Unit]
+) -> tuple[dict[str, float], Memory]:
+    """By the planner's formulas alone, without padding."""
+    sizes: dict[GroupKey, Sizes] = {}
+    topologies: dict[GroupKey, ShardTopology] = {}
+    of_dense, schedule = shard_sizes(args), resolve_schedule(args)
+    groups: dict[GroupKey, dist.ProcessGroup] = {
+        "dense": stage.groups.dp_cp,
+        "expert": stage.groups.expt_dp,
+    }
+    for key, group in groups.items():
+        of_group = of_dense.restricted_to(group.size())
+        sizes[key] = Sizes(of_group.param, of_group.grad, of_group.optim)
+        topologies[key] = ShardTopology(group.size(), group.rank(), of_group)
+    itemsize = setting.model.itemsize
+    formula = states(units, itemsize, sizes, moments_nbytes(args))
+    needs = [
+        UnitInFlight.of(
+            "" if unit.kind == "root" else unit.name.removesuffix(".experts"),
+            unit.numel,
+            itemsize,
+            True,
+            topologies[unit.group],
+            schedule.grad_slot_nbytes,
+        )
+        for unit in units
+        if unit.numel
+    ]
+    flying = memory_in_flight(needs, schedule.depth, budget=schedule.in_flight_nbytes)
+    memory = Memory(
+        formula,
+        flying.allocated,
+        largest_unit(units, itemsize),
+        stage_activations(setting, stage.index),
+        own_grads=flying.own_grads,
+    )
+    return formula, memory
 
 
 def _num_parts(param: torch.nn.Parameter, key: str, args: Namespace) -> int:
@@ -109,16 +176,18 @@ def shard_groups(
     """The groups of this rank alone: in a pretended world nobody has to create those of others."""
     ranks = dist.get_process_group_ranks(group)
     topology = ShardTopology(len(ranks), group.rank(), sizes)
-    return ShardGroups.of_topology(
-        topology, ranks, lambda _, axis_ranks: dist.new_group(list(axis_ranks)), grad_dtype
-    )
+
+    def new_group(_: str, axis_ranks: Sequence[int]) -> Any:
+        return dist.new_group(list(axis_ranks))
+
+    return ShardGroups.of_topology(topology, ranks, new_group, grad_dtype)
 
 
 def _asynchzp_states(
-    stage: Stage, args: Namespace, ranks_per_node: int, common: tuple
+    stage: Stage, model: torch.nn.Module, args: Namespace, ranks_per_node: int, common: Any
 ) -> StageStates:
-    """The units, buffers and rings that the run will have, and the table it will print."""
-    sizes, plans = shard_sizes(args), plan_megatron_units(stage.model)
+    """The units, buffers and memory in flight of the run, and the table it will print."""
+    sizes, plans = shard_sizes(args), plan_megatron_units(model)
     group_of = {"dense": stage.groups.dp_cp, "expert": stage.groups.expt_dp}
     groups = {
         key: shard_groups(
@@ -126,37 +195,50 @@ def _asynchzp_states(
         )
         for key in dict.fromkeys(plan.group_key for plan in plans)
     }
-    units = [HZPUnit(plan.name, plan.params, groups[plan.group_key]) for plan in plans]
-    rings = _ring_nbytes(units, args)
+    units = [
+        HZPUnit(plan.name, plan.params, groups[plan.group_key], layer=plan.layer) for plan in plans
+    ]
+    flying = memory_in_flight_of(units, resolve_schedule(args))
     is_shown = stage.index == 0  # rank 0's, as in a run
-    table = _start_table(units, plans, groups, rings, args, ranks_per_node) if is_shown else ""
+    table = _start_table(units, plans, groups, flying, args, ranks_per_node) if is_shown else ""
     moments = moments_nbytes(args)
     whole = max(unit.layout.padded_numel * unit.dtype.itemsize for unit in units)
+    is_cpu = args.distributed_backend == "gloo"
     memory = Memory(
         state_nbytes_allocated(units, moments),
-        rings,
+        flying.allocated,
         whole,
         stage_activations(setting_of(args), stage.index),
+        copied_params=_largest_gathered(units) if is_cpu else 0.0,
+        copied_grads=flying.grads if is_cpu else 0.0,
+        own_grads=flying.own_grads,
     )
     return StageStates(*common, state_nbytes_by_formula(units, moments), memory, table)
+
+
+def _largest_gathered(units: Sequence[HZPUnit]) -> float:
+    """Bytes of the largest unit whose parameters are gathered."""
+    return max(
+        (
+            unit.layout.padded_numel * unit.dtype.itemsize
+            for unit in units
+            if unit.groups.topology.sizes.param > 1
+        ),
+        default=0.0,
+    )
 
 
 def _start_table(
     units: list[HZPUnit],
     plans: list[UnitPlan],
     groups: dict[str, ShardGroups],
-    rings: dict[str, int],
+    memory: MemoryInFlight,
     args: Namespace,
     ranks_per_node: int,
 ) -> str:
     keys = dict(zip(units, (plan.group_key for plan in plans), strict=True))
-    runtime = SimpleNamespace(group_keys=keys, ring_nbytes=lambda: rings)
-    chunk = SimpleNamespace(units=units, groups=groups, runtime=runtime)
+    runtime = SimpleNamespace(
+        group_keys=keys, memory=memory, in_flight_nbytes=lambda: memory.allocated
+    )
+    chunk: Any = SimpleNamespace(units=units, groups=groups, runtime=runtime)
     return format_start_table([chunk], ranks_per_node, moments_nbytes(args))
-
-
-def _ring_nbytes(units: list[HZPUnit], args: Namespace) -> dict[str, int]:
-    """As the run will have them: the units' device, meta, gives the slots no memory."""
-    schedule = resolve_schedule(args)
-    params = new_param_rings(units, schedule, CpuDevice())
-    return {"param_ring": params.nbytes, "grad_ring": new_grad_rings(units, schedule).nbytes}

@@ -32,6 +32,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_asynchzp.mcore.checkpoint.optimizer_state import FragmentPlace, OptimizerCheckpoint
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
+from megatron_asynchzp.mcore.rounded_adam import MomentDtypes, build_rounded_adam
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -232,8 +233,12 @@ def get_asynchzp_optimizer(
     model_chunks: Sequence[AsyncHZPDataParallel],
     config_overrides: dict | None = None,
     pg_collection: ProcessGroupCollection | None = None,
+    moments: MomentDtypes = MomentDtypes(),
 ) -> AsyncHZPOptimizer:
-    """Build the optimizer of wrapped model chunks, with Megatron's parameter groups. Collective."""
+    """Build the optimizer of wrapped model chunks, with Megatron's parameter groups. Collective.
+
+    moments: in what Adam stores its moments.
+    """
     if config_overrides is None:
         config_overrides = get_standard_config_overrides(config)
     check_config_overrides_consistency(config, config_overrides)
@@ -244,9 +249,13 @@ def get_asynchzp_optimizer(
     for group in param_groups:
         owned = (parameters.by_model_param.get(param) for param in group["params"])
         group["params"] = [fragment for fragment in owned if fragment is not None]
-    built: Any = _get_megatron_optimizer_based_on_param_groups(
-        config, list(model_chunks), param_groups, skip_megatron_wrapping=True
-    )
+    built: Any
+    if moments.is_rounded:
+        built = build_rounded_adam(config, param_groups, moments)
+    else:
+        built = _get_megatron_optimizer_based_on_param_groups(
+            config, list(model_chunks), param_groups, skip_megatron_wrapping=True
+        )
     inner, init_state_fn = built
     _use_fused_step(inner)
     scaler = _create_grad_scaler(config)

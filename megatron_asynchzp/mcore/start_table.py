@@ -15,6 +15,7 @@ from rich.table import Table
 from megatron_asynchzp.comm.collectives import AxisGroup
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
+from megatron_asynchzp.mcore.rounded_adam import moments_of
 from megatron_asynchzp.planner.memory import Sizes, state_nbytes
 from megatron_asynchzp.sharding.topology import spans_nodes
 from megatron_asynchzp.zero.unit import HZPUnit
@@ -26,10 +27,10 @@ _MAX_RANKS_SHOWN = 8
 
 
 def moments_nbytes(args: Namespace) -> int:
-    """Bytes per element of the optimizer's states. args: validated, or an OptimizerConfig."""
+    """Bytes per element of the optimizer's states. args: validated."""
     if args.optimizer == "sgd":
         return 4
-    return args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+    return sum(dtype.itemsize for dtype in moments_of(args))
 
 
 def state_nbytes_by_formula(
@@ -101,13 +102,16 @@ def _groups_table(groups: dict[str, ShardGroups], ranks_per_node: int) -> Table:
 
 
 def _states_table(
-    units: Sequence[HZPUnit], groups: dict[str, ShardGroups], moments: int, beside: dict[str, int]
+    units: Sequence[HZPUnit],
+    groups: dict[str, ShardGroups],
+    moments: int,
+    beside: Sequence[tuple[str, float, int | None]],
 ) -> Table:
     formula = state_nbytes_by_formula(units, moments)
     allocated = state_nbytes_allocated(units, moments)
     sizes = {key: group.topology.sizes for key, group in groups.items()}
     columns = {"model_param": "param", "main_grad": "grad"}
-    table = Table(title="State bytes per rank", title_justify="left")
+    table = Table(title="Bytes per rank", title_justify="left")
     for column in ("state", "shard size", "by formula", "allocated (padding included)"):
         table.add_column(column)
     for state in formula:
@@ -118,10 +122,32 @@ def _states_table(
             state, shard, _format_nbytes(formula[state]), _format_nbytes(allocated[state])
         )
     total = [_format_nbytes(sum(of.values())) for of in (formula, allocated)]
-    table.add_row("all", "", *total, style="bold")
-    for kind, nbytes in beside.items():
-        table.add_row(kind, "", "", _format_nbytes(nbytes))
+    table.add_row("all, at rest", "", *total, style="bold")
+    for kind, by_formula, held in beside:
+        counted = "" if held is None else _format_nbytes(held)
+        table.add_row(kind, "", _format_nbytes(by_formula), counted)
     return table
+
+
+def _beside_states(
+    chunks: Sequence[AsyncHZPDataParallel], whole_nbytes: int | None
+) -> list[tuple[str, float, int | None]]:
+    """What is held beside the states: its name, bytes by formula and as allocated."""
+    formula: Counter[str] = Counter()
+    allocated: Counter[str] = Counter()
+    for chunk in chunks:
+        formula.update(chunk.runtime.memory.allocated)
+        allocated.update(chunk.runtime.in_flight_nbytes())
+    rows: list[tuple[str, float, int | None]] = []
+    rows += [(f"in flight: {kind}", formula[kind], allocated[kind]) for kind in formula]
+    rows.append(("in flight, together", formula.total(), allocated.total()))
+    own_grads = max(chunk.runtime.memory.own_grads for chunk in chunks)
+    rows.append(("autograd's own gradients, at most", own_grads, None))
+    if whole_nbytes is not None:
+        units = [unit for chunk in chunks for unit in chunk.units]
+        largest = max(unit.layout.numel * unit.dtype.itemsize for unit in units)
+        rows.append(("whole at most, while the model was built", largest, whole_nbytes))
+    return rows
 
 
 def _units_table(units: Sequence[HZPUnit]) -> Table:
@@ -159,12 +185,7 @@ def format_start_table(
     text = io.StringIO()
     console = Console(file=text, width=118)
     console.print(_groups_table(groups, ranks_per_node))
-    beside: Counter[str] = Counter()
-    for chunk in chunks:
-        for kind, nbytes in chunk.runtime.ring_nbytes().items():
-            beside[f"{kind} (beside the states)"] += nbytes
-    if whole_nbytes is not None:
-        beside["whole at most, while the model was built"] = whole_nbytes
+    beside = _beside_states(chunks, whole_nbytes)
     console.print(_states_table(units, groups, moments, beside))
     console.print(_units_table(units))
     return text.getvalue()

@@ -72,7 +72,7 @@ def space_of(setting: Setting, args: Namespace, asked: Namespace, cluster: Clust
         ShardSizes(1, 1, 1),
         setting.parallel,
         batch,
-        Schedule(grad_slots=2),
+        Schedule(),
         own,
         wire=Wire(2 if args.grad_reduce_in_bf16 else 4),
     )

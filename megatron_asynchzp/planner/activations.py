@@ -131,9 +131,8 @@ def _core_nbytes(heads: float, queries: float, values: float, kept: float, of: S
             return token_nbytes * kept + _FP32 * of.tokens * heads
         case "pasa" if queries != values:  # torch computes such heads in fp32, with all pairs
             return _FP32 * (of.tokens * (2 * queries + values) + of.pairs * heads)
-        case "pasa":  # rotated queries, shifted keys, values as projected, and the output
-            is_rotated = of.kernels.has_rope
-            channels = kept + queries * (2 + is_rotated)
+        case "pasa":  # rotated queries, shifted keys, values as projected
+            channels = kept + queries * (1 + of.kernels.has_rope)
             return token_nbytes * channels + _FP32 * of.tokens * heads
         case _:
             return token_nbytes * kept + _scores_nbytes(heads, of)

@@ -33,8 +33,16 @@ from megatron_asynchzp.planner.order import (
 )
 from megatron_asynchzp.planner.pipeline import stage_phases
 from megatron_asynchzp.planner.simulate import Stage, StageTimes, Step, UnitCost, simulate
-from megatron_asynchzp.planner.traffic import Group, Wire, seconds, step_traffic, unit_collectives
-from megatron_asynchzp.sharding.topology import ShardSizes
+from megatron_asynchzp.planner.traffic import (
+    GRAD_SLOT_NBYTES,
+    Group,
+    Wire,
+    seconds,
+    step_traffic,
+    unit_collectives,
+)
+from megatron_asynchzp.sharding.in_flight import UnitInFlight
+from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 
 # Bytes that the optimizer's kernels move for each element that a rank owns: gradient twice (norm,
 # update), main parameter and both moments read and written, the model's copy written.
@@ -130,10 +138,35 @@ class Costing:
     def order_unit(self, unit: Unit, is_tied: bool) -> OrderUnit:
         sizes = self.groups[unit.group].sizes
         if unit.numel == 0:  # the output layer with the embedding's weight
-            return OrderUnit(None, False, False, False)
+            nothing = UnitInFlight(unit.name, 0, 0, 0, 1)
+            return OrderUnit(None, nothing, False, False, False)
         at_end = unit.kind == "root" or (is_tied and unit.kind == "embedding")
-        slot = (self.padded(unit), unit.group)
-        return OrderUnit(slot, sizes.param > 1, sizes.grad > 1, reduces_at_end=at_end)
+        size = (self.padded(unit), unit.group)
+        return OrderUnit(
+            size, self.in_flight(unit), sizes.param > 1, sizes.grad > 1, reduces_at_end=at_end
+        )
+
+    def in_flight(self, unit: Unit) -> UnitInFlight:
+        """What the unit needs beside its states, by the engine's own formula."""
+        group, layer = self.groups[unit.group], "" if unit.kind == "root" else unit.name
+        padded = self.padded(unit)
+        key = ("in flight", padded, unit.group, group.sizes, group.ranks, group.wire)
+
+        def make() -> UnitInFlight:
+            # Of the mesh only the axes within the gradient shard count.
+            world = group.sizes.optim
+            topology = ShardTopology(world, 0, group.sizes)
+            return UnitInFlight.of(
+                "",
+                padded,
+                self.model.itemsize,
+                True,
+                topology,
+                GRAD_SLOT_NBYTES,
+                group.wire.grad_itemsize if group.wire.is_exchanged else 4,
+            )
+
+        return replace(self._once(key, make), layer=layer.removesuffix(".experts"))
 
     def order(self, stage: int, phases: Sequence[Phase]) -> StepOrder:
         units = self.units[stage]
@@ -298,10 +331,9 @@ class Costing:
         plan, itemsize = self.plan, self.model.itemsize
         units = [replace(unit, numel=self.padded(unit)) for unit in self.units[stage] if unit.numel]
         sizes = {key: group.sizes for key, group in self.groups.items()}
-        depth, grad_slots = plan.schedule.depth, plan.schedule.grad_slots
         return (
             states(units, itemsize, sizes, plan.moments_nbytes),
-            in_flight(units, itemsize, sizes, depth, grad_slots),
+            in_flight(units, itemsize, sizes, plan.schedule.depth),
             largest_unit(units, itemsize),
         )
 

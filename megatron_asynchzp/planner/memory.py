@@ -6,7 +6,7 @@ while it starts and while it trains. Must not import Megatron or torch.distribut
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megatron_asynchzp.planner import activations
@@ -14,6 +14,7 @@ from megatron_asynchzp.planner.activations import Setting
 from megatron_asynchzp.planner.model import GroupKey, Layer, chunk_layers
 
 _FP32 = 4
+_MOMENTS = "optimizer_moments"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def state_nbytes(
         "model_param": numel * itemsize / sizes.param,
         "main_grad": _FP32 * numel / sizes.grad,
         "main_param": 0.0 if itemsize == _FP32 else _FP32 * numel / sizes.optim,
-        "optimizer_moments": moments * numel / sizes.optim,
+        _MOMENTS: moments * numel / sizes.optim,
     }
 
 
@@ -73,22 +74,38 @@ def in_flight(
     sizes: Mapping[GroupKey, Sizes],
     prefetch_depth: int = 1,
     grad_slots: int = 2,
+    slot_nbytes: float = 2**28,
 ) -> dict[str, float]:
-    """Of units of one rank: rings of whole parameters and of whole fp32 gradients, one ring for
-    each size of unit, without padding. Replace this function with the engine's memory in flight."""
-    equal: dict[tuple[int, GroupKey], int] = defaultdict(int)
-    for unit in units:
-        if unit.numel:
-            equal[unit.numel, unit.group] += 1
-    params = grads = 0.0
-    for (numel, group), number in equal.items():
-        if sizes[group].param > 1:
-            params += min(number, prefetch_depth + 1) * numel * itemsize
-        if sizes[group].grad > 1:
-            # A slot, and beside it what the reduction over its first axis leaves.
-            whole = numel * _FP32 * (1 + 1 / sizes[group].grad)
-            grads += min(number, grad_slots) * whole
-    return {"param_ring": params, "grad_ring": grads}
+    """Of units of one rank, in the order of their use: an arena of whole parameters, and slots of
+    fp32 gradients, without padding. Each unit is taken as a layer of its own; the engine's own
+    formula is sharding/in_flight.py.
+
+    slot_nbytes: gradients of larger units are reduced in pieces of so many bytes.
+    """
+    params = [unit.numel * itemsize * (sizes[unit.group].param > 1) for unit in units]
+    grads = [
+        min(unit.numel * _FP32, slot_nbytes) * (1 + 1 / sizes[unit.group].grad)
+        for unit in units
+        if sizes[unit.group].grad > 1
+    ]
+    slots = sorted(grads, reverse=True)[:grad_slots]
+    return {
+        "gathered parameters": _most_of_neighbours(params, prefetch_depth + 1),
+        "gradients to reduce": sum(slots),
+    }
+
+
+def _most_of_neighbours(sizes: Sequence[float], most: int) -> float:
+    """The most that units which follow one another take, `most` of each size at a time."""
+    largest = 0.0
+    for first in range(len(sizes)):
+        taken: dict[float, int] = defaultdict(int)
+        for size in sizes[first:]:
+            if taken[size] == most:
+                break
+            taken[size] += 1
+        largest = max(largest, sum(size * number for size, number in taken.items()))
+    return largest
 
 
 def largest_unit(units: Sequence[Sized], itemsize: int) -> float:
@@ -104,16 +121,15 @@ def largest_unit(units: Sequence[Sized], itemsize: int) -> float:
 class Activations:
     """kept: from forward to backward, of all micro-batches in flight; logits: beside it while the
     loss is computed; working: beside it while one layer is computed again and differentiated;
-    buffer: memory that an implementation keeps for good."""
+    whole_layer: of the largest layer in its own backward pass, which frees it; kept_layer: of a
+    layer until then; buffer: memory that an implementation keeps for good."""
 
     kept: float
     logits: float
     working: float
+    whole_layer: float = 0.0
+    kept_layer: float = 0.0
     buffer: float = 0.0
-
-    @property
-    def peak(self) -> float:
-        return self.kept + max(self.logits, self.working) + self.buffer
 
 
 def micro_batches_in_flight(of: Setting, stage: int) -> float:
@@ -138,14 +154,20 @@ def _kept_of_layers(layers: Sequence[Layer], of: Setting) -> float:
 
 
 def _working(layers: Sequence[Layer], of: Setting) -> float:
-    """Of the layers that are computed again together, and the gradients of activations in one."""
+    """Of the layers that are computed again together, and the gradients of activations in one.
+
+    Recomputing a block of first layers begins when backward has freed all the others.
+    """
     gradients = max((activations.gradient_nbytes(one, of) for one in layers), default=0.0)
-    whole = Setting(of.model, of.parallel, of.batch, of.kernels)
+    whole = replace(of, recompute=activations.Recompute())
     full = [activations.layer_nbytes(one, whole) for one in layers]
     match of.recompute.granularity:
         case "full":
-            together = of.recompute.num_layers if of.recompute.method == "uniform" else 1
-            again = max((sum(full[i : i + together]) for i in range(len(full))), default=0.0)
+            number = of.recompute.num_layers
+            if of.recompute.method == "uniform":
+                again = max((sum(full[i : i + number]) for i in range(len(full))), default=0.0)
+            else:
+                again = max(0.0, max(full[:number], default=0.0) - sum(full[number:]))
         case "selective":
             kept = (activations.layer_nbytes(one, of) for one in layers)
             again = max((a - b for a, b in zip(full, kept, strict=True)), default=0.0)
@@ -172,7 +194,11 @@ def stage_activations(of: Setting, stage: int) -> Activations:
         logits = activations.loss_nbytes(of) * (1 + len(mtp))
     if of.kernels.core == "scores":
         buffer = max((activations.buffer_nbytes(layer, of) for layer in layers), default=0.0)
-    return Activations(kept, logits, _working([*layers, *mtp], of), buffer)
+    whole = replace(of, recompute=activations.Recompute())
+    whole_layer = max((activations.layer_nbytes(layer, whole) for layer in layers), default=0.0)
+    kept_layer = sum(_kept_of_layers(chunk, of) for chunk in chunks) / max(1, len(layers))
+    working = _working([*layers, *mtp], of)
+    return Activations(kept, logits, working, whole_layer, kept_layer, buffer)
 
 
 # ---- the whole
@@ -181,13 +207,17 @@ def stage_activations(of: Setting, stage: int) -> Activations:
 @dataclass(frozen=True)
 class Memory:
     """Bytes of one rank. at_rest: by state; in_flight: by kind; whole_unit: the largest unit whole,
-    which construction holds once, and backward as autograd's own gradients."""
+    which construction holds once, and backward as autograd's own gradients; copied_params,
+    copied_grads: what a backend copies while it gathers and reduces (gloo: a unit, a slot);
+    own_grads: gradients as autograd makes them, at most; None for those of the largest unit."""
 
     at_rest: Mapping[str, float]
     in_flight: Mapping[str, float]
     whole_unit: float
     activations: Activations
-    moments_key: str = "optimizer_moments"
+    copied_params: float = 0.0
+    copied_grads: float = 0.0
+    own_grads: float | None = None
 
     @property
     def states(self) -> float:
@@ -200,12 +230,33 @@ class Memory:
     @property
     def start(self) -> float:
         """The peak until the first step: moments come with the first update."""
-        return self.states - self.at_rest[self.moments_key] + self.flying + self.whole_unit
+        return self.states - self.at_rest[_MOMENTS] + self.flying + self.whole_unit
+
+    @property
+    def working(self) -> float:
+        """While one layer is differentiated. Autograd's gradients of its parameters appear as its
+        activations are freed; while the gradients of the layer before it are reduced, that one's
+        are free already."""
+        active = self.activations
+        own_grads = self.whole_unit if self.own_grads is None else self.own_grads
+        own = max(0.0, own_grads - active.whole_layer)
+        return active.working + own + max(0.0, self.copied_grads - active.kept_layer)
+
+    @property
+    def training(self) -> float:
+        """The peak of a step: while the loss is computed, or in the backward pass of a layer.
+
+        The loss may find the last reductions of the micro-batch before it still in flight, or not:
+        half of what they copy counts.
+        """
+        beside = max(self.activations.logits + self.copied_grads / 2, self.working)
+        kept = self.activations.kept + self.activations.buffer
+        return self.states + self.flying + self.copied_params + kept + beside
 
     @property
     def total(self) -> float:
         """The highest of all."""
-        return max(self.start, self.states + self.flying + self.whole_unit + self.activations.peak)
+        return max(self.start, self.training)
 
     def left_of(self, device_nbytes: float) -> float:
         """What remains of a device for its libraries and fragmentation; negative: too little."""

@@ -139,7 +139,8 @@ class Batch:
 class Unit:
     """Parameters that are gathered, used and released together, and what they compute.
 
-    kind: what holds them ("experts" are a unit beside their layer); chunk: of the rank's model
+    kind: what holds them ("experts" are a unit beside their layer where expert parallelism divides
+    them); chunk: of the rank's model
     chunks; numel: parameters on this rank; flops: forward, of one micro-batch on this rank (the
     backward pass takes twice as many, recomputation once more); source: the layer, None for
     the rest.
@@ -315,12 +316,17 @@ def _layer_units(
         projection = 2 * model.hidden * model.hidden / parallel.tp
         extra = round(3 * model.norm_numel * model.hidden + projection)
         flops += 2 * batch.tokens / parallel.cp * projection
-    units = [Unit(name, kind, numel + extra, flops, chunk=chunk, source=layer)]
-    if isinstance(layer.mlp, Experts):
-        experts = experts_numel(layer.mlp, model, parallel)
-        flops = expert_flops(layer.mlp, model, parallel, batch)
-        units.append(Unit(f"{name}.experts", "experts", experts, flops, "expert", chunk, layer))
-    return units
+    if not isinstance(layer.mlp, Experts):
+        return [Unit(name, kind, numel + extra, flops, chunk=chunk, source=layer)]
+    experts = experts_numel(layer.mlp, model, parallel)
+    own_flops = expert_flops(layer.mlp, model, parallel, batch)
+    if parallel.ep == 1:  # every replica has all experts: they are parameters like the others
+        numel, flops = numel + experts, flops + own_flops
+        return [Unit(name, kind, numel + extra, flops, chunk=chunk, source=layer)]
+    return [
+        Unit(name, kind, numel + extra, flops, chunk=chunk, source=layer),
+        Unit(f"{name}.experts", "experts", experts, own_flops, "expert", chunk, layer),
+    ]
 
 
 def stage_units(model: Model, parallel: Parallel, batch: Batch, stage: int) -> tuple[Unit, ...]:

@@ -5,22 +5,82 @@ the other. It repeats the decisions of zero/gathers.py and zero/reductions.py, w
 order of the program alone; a test compares both on random programs.
 """
 
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from megatron_asynchzp.sharding.in_flight import UnitInFlight, memory_in_flight
+
+Span = tuple[int, int]
+"""Bytes, half-open."""
+
+
+class Place(NamedTuple):
+    """A span of memory in flight, and the actions that used it last."""
+
+    span: Span
+    after: tuple[int, ...]
+
+
+class Places:
+    """Who holds which part of the memory in flight, as comm/arena.py decides it."""
+
+    def __init__(self, nbytes: int):
+        self._regions: list[Span] = [(0, nbytes)] if nbytes else []
+        self._held: list[Span] = []  # sorted
+        self._last_users: list[tuple[Span, int]] = []
+
+    def acquire(self, nbytes: int, from_top: bool) -> Place | None:
+        """The first free part that is large enough, seen from one end; None without one."""
+        free = self._free()
+        for start, stop in reversed(free) if from_top else free:
+            if stop - start >= nbytes:
+                start = stop - nbytes if from_top else start
+                span = (start, start + nbytes)
+                insort(self._held, span)
+                users = [
+                    one for one in self._last_users if one[0][0] < span[1] and span[0] < one[0][1]
+                ]
+                return Place(span, tuple(user for _, user in users))
+        return None
+
+    def _free(self) -> list[Span]:
+        free: list[Span] = []
+        for start, stop in self._regions:
+            for held in self._held:
+                if start <= held[0] < stop:
+                    if held[0] > start:
+                        free.append((start, held[0]))
+                    start = held[1]
+            if stop > start:
+                free.append((start, stop))
+        return free
+
+    def release(self, span: Span, user: int | None) -> None:
+        """It may be written again once the action `user` has ended."""
+        self._held.remove(span)
+        if user is not None:
+            inside = [one for one in self._last_users if one[0][0] < span[0] or one[0][1] > span[1]]
+            self._last_users = [*inside, (span, user)]
+
+    def grow(self, nbytes: int) -> None:
+        end = self._regions[-1][1] if self._regions else 0
+        self._regions.append((end, end + nbytes))
 
 
 @dataclass(frozen=True)
 class OrderUnit:
     """What the order depends on of a unit.
 
-    slot: equal for units that fit the same slots; is_gathered: its parameter shard is a part; is_
-    reduced: its gradient shard is; reduces_at_end: only the end of backward completes its gradient
-    (units of several modules, and those whose modules contain others).
+    size: equal for units of the same size; memory: what it needs in flight; is_gathered: its
+    parameter shard is a part; is_reduced: its gradient shard is; reduces_at_end: only the end of
+    backward completes its gradient (units of several modules, and those around others).
     """
 
-    slot: object
+    size: object
+    memory: UnitInFlight
     is_gathered: bool = True
     is_reduced: bool = True
     is_trained: bool = True
@@ -49,14 +109,13 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """depth: units of each size gathered ahead, 0 for the inline schedule; param_slots: 0 for
-    depth + 1; grad_slots: full gradients in flight, of each size; overlaps_params: whether a step
-    begins before all parameter shards are rebuilt, as the engine's does; is_inline: nothing runs
-    beside the computation (the depth is then 0)."""
+    """depth: units of each size gathered ahead, 0 for the inline schedule; in_flight_nbytes: for
+    the memory in flight of a model chunk, None for what the depth needs; overlaps_params: whether a
+    step begins before all parameter shards are rebuilt, as the engine's does; is_inline: nothing
+    runs beside the computation (the depth is then 0)."""
 
     depth: int = 1
-    param_slots: int = 0
-    grad_slots: int = 2
+    in_flight_nbytes: int | None = None
     overlaps_params: bool = True
     is_inline: bool = False
 
@@ -69,7 +128,7 @@ class Action(NamedTuple):
     """The main thread computes with a unit, or submits an operation on it.
 
     after: earlier actions, by index, that must have ended before this one begins: results that it
-    reads, and the last use of the slot that it writes; phase: index of the phase.
+    reads, and the last uses of the memory that it writes; phase: index of the phase.
     """
 
     kind: int
@@ -106,13 +165,13 @@ class StepOrder:
         self._last_reduction: dict[int, int] = {}
         self._grad_syncs: dict[int, int] = {}
         self._chunks = [_Chunk(self, visits[chunk], chunk) for chunk in range(len(visits))]
-        slots = Counter((chunk.key, units[u].slot) for chunk in self._chunks for u in chunk.units)
-        self._free_grads = {key: min(n, schedule.grad_slots) for key, n in slots.items()}
         for chunk in self._chunks:
             chunk.expect(phases)
         for chunk in self._chunks:
             chunk.start_syncs()
-        self._first_after = () if schedule.overlaps_params else tuple(range(len(self.actions)))
+        self.waited: tuple[int, ...] = ()  # by the main thread, before it computes again
+        if not schedule.overlaps_params:
+            self.waited = tuple(range(len(self.actions)))
         for self._phase, phase in enumerate(phases):
             self._chunks[phase.chunk].run(phase)
         self._phase = len(phases)
@@ -133,26 +192,15 @@ class StepOrder:
         return len(self.actions) - 1
 
     def compute(self, unit: int, after: Iterable[int | None]) -> int:
-        self._last_compute = self.submit(COMPUTE, unit, (*after, *self._first_after))
-        self._first_after = ()
+        self._last_compute = self.submit(COMPUTE, unit, (*after, *self.waited))
+        self.waited = ()
         return self._last_compute
-
-    def take_grad_slot(self, chunk: "_Chunk", unit: int) -> list[int]:
-        """The reductions that end before the gradients of `unit` find a slot."""
-        if not self.units[unit].is_reduced:
-            return []
-        key, waited = (chunk.key, self.units[unit].slot), []
-        while self._free_grads[key] == 0 and chunk.reductions:
-            other, reduction = chunk.reductions.popleft()
-            waited.append(reduction)
-            self._free_grads[chunk.key, self.units[other].slot] += 1
-        self._free_grads[key] = max(0, self._free_grads[key] - 1)
-        return waited
 
     def start_reduction(self, chunk: "_Chunk", unit: int, computed: int, is_last: bool) -> None:
         if self.units[unit].is_reduced:
+            span = chunk.take_grad_memory(unit)
             reduction = self.submit(REDUCE, unit, [computed])
-            chunk.reductions.append((unit, reduction))
+            chunk.reductions.append((unit, span, reduction))
             self._last_reduction[unit] = reduction
         if is_last:
             self.start_grad_sync(unit)
@@ -174,16 +222,18 @@ class _Chunk:
         self._order, self._visits = order, visits
         self._all, self._schedule = order.units, order.schedule
         self.units = list(dict.fromkeys(_units_of(visits)))
-        self.reductions: deque[tuple[int, int]] = deque()
+        self.reductions: deque[tuple[int, Span, int]] = deque()
         self._sequence: list[int] = []
         self._place = 0
-        gathered = [unit for unit in self.units if self._all[unit].is_gathered]
-        equal = Counter(self._all[unit].slot for unit in gathered)
-        most = self._schedule.param_slots or self._schedule.depth + 1
-        # What frees a slot: the last computation with it.
-        self._free: dict[object, deque[int | None]] = {
-            slot: deque([None] * min(count, most)) for slot, count in equal.items()
-        }
+        in_order = sorted(self.units)
+        memory = memory_in_flight(
+            [self._all[unit].memory for unit in in_order],
+            self._schedule.depth,
+            budget=self._schedule.in_flight_nbytes,
+        )
+        self._is_odd = {unit: bool(index % 2) for index, unit in enumerate(in_order)}
+        self._params, self._grads = Places(memory.params), Places(memory.grads)
+        self._spans: dict[int, Span] = {}
         self._gathers: dict[int, int] = {}
         self._kept: dict[int, None] = {}
         self._active: dict[int, int] = {}  # unsharded units, with the gather that they had
@@ -230,8 +280,7 @@ class _Chunk:
     def _backward(self, visits: Sequence[Visit], is_last: bool, at_end: list) -> None:
         for visit in reversed(visits):
             unit = self._all[visit.unit]
-            waited = self._order.take_grad_slot(self, visit.unit) if unit.is_trained else []
-            computed = self._compute(visit.unit, waited)
+            computed = self._compute(visit.unit)
             self._backward(visit.inner, is_last, at_end)
             last = self._order.last_compute if visit.inner else computed
             if unit.is_trained and unit.reduces_at_end:
@@ -242,9 +291,9 @@ class _Chunk:
                 if unit.is_trained:
                     self._order.start_reduction(self, visit.unit, last or computed, is_last)
 
-    def _compute(self, unit: int, after: Sequence[int] = ()) -> int:
+    def _compute(self, unit: int) -> int:
         gather = self._use(unit)
-        computed = self._order.compute(unit, (*after, gather))
+        computed = self._order.compute(unit, (gather,))
         self._used_at[unit] = computed
         return computed
 
@@ -263,7 +312,7 @@ class _Chunk:
             if unit not in self._gathers:
                 self._gather(unit, self._acquire(unit))
             self._active[unit] = self._gathers.pop(unit)
-            self._ahead[self._all[unit].slot] -= 1
+            self._ahead[self._all[unit].size] -= 1
         self._prefetch()
         return self._active[unit]
 
@@ -292,26 +341,31 @@ class _Chunk:
     def _drop(self, unit: int) -> None:
         self._kept.pop(unit, None)
         del self._active[unit]
-        self._free[self._all[unit].slot].append(self._used_at[unit])
+        self._params.release(self._spans.pop(unit), self._used_at[unit])
 
-    def _acquire(self, unit: int) -> int | None:
-        slot = self._all[unit].slot
-        free = self._free[slot]
-        if free:
-            return free.popleft()
-        for spare in [*self._gathers, *self._kept]:
-            if self._all[spare].slot == slot:
-                if spare in self._kept:
-                    self._drop(spare)
-                else:
-                    free.append(self._gathers.pop(spare))
-                    self._ahead[slot] -= 1
-                break
-        return free.popleft() if free else None  # one more slot, for good
+    def _drop_spare(self, unit: int) -> None:
+        if unit in self._kept:
+            self._drop(unit)
+            return
+        gather = self._gathers.pop(unit)
+        self._ahead[self._all[unit].size] -= 1
+        self._order.waited += (gather,)
+        self._params.release(self._spans.pop(unit), gather)
 
-    def _gather(self, unit: int, freed_by: int | None) -> None:
-        self._ahead[self._all[unit].slot] += 1
-        after = (freed_by, self._syncs.pop(unit, None))
+    def _acquire(self, unit: int) -> Place:
+        spares = [*self._kept, *self._gathers]
+        nbytes = self._all[unit].memory.params
+        while (place := self._params.acquire(nbytes, self._is_odd[unit])) is None:
+            if spares:
+                self._drop_spare(spares.pop())
+            else:
+                self._params.grow(nbytes)
+        return place
+
+    def _gather(self, unit: int, place: Place) -> None:
+        self._ahead[self._all[unit].size] += 1
+        self._spans[unit] = place.span
+        after = (*place.after, self._syncs.pop(unit, None))
         self._gathers[unit] = self._order.submit(GATHER, unit, after)
 
     def _prefetch(self, among: set[int] | None = None) -> None:
@@ -319,12 +373,34 @@ class _Chunk:
         for unit in self._upcoming():
             if unit in gathers or unit in active:
                 continue
-            slot = self._all[unit].slot
             if among is not None and unit not in among:
                 return
-            if self._ahead[slot] >= depth or not self._free[slot]:
+            if self._ahead[self._all[unit].size] >= depth:
                 return
-            self._gather(unit, self._free[slot].popleft())
+            place = self._params.acquire(self._all[unit].memory.params, self._is_odd[unit])
+            if place is None:
+                return
+            self._gather(unit, place)
+
+    # ---- Reductions
+
+    def take_grad_memory(self, unit: int) -> Span:
+        """For a piece of the gradients of `unit`; waits for reductions that hold it."""
+        memory = self._all[unit].memory
+        if memory.num_pieces > 1:
+            while any(self._all[other].memory.num_pieces > 1 for other, _, _ in self.reductions):
+                self._await_oldest_reduction()
+        while (place := self._grads.acquire(memory.grads, self._is_odd[unit])) is None:
+            if self.reductions:
+                self._await_oldest_reduction()
+            else:
+                self._grads.grow(memory.grads)
+        return place.span
+
+    def _await_oldest_reduction(self) -> None:
+        _, span, reduction = self.reductions.popleft()
+        self._order.waited += (reduction,)
+        self._grads.release(span, None)
 
 
 def _units_of(visits: Sequence[Visit]) -> Iterator[int]:

@@ -281,7 +281,9 @@ class _Bounds:
         return max(map(sum, times)), 0.0
 
     def _carried(self, costing: Costing, stage: int) -> dict[str, float]:
-        found: dict[str, float] = dict.fromkeys((INSIDE, BETWEEN, f"{INSIDE} once", f"{BETWEEN} once"), 0.0)
+        found: dict[str, float] = dict.fromkeys(
+            (INSIDE, BETWEEN, f"{INSIDE} once", f"{BETWEEN} once"), 0.0
+        )
         for cost in costing.communication(stage):
             for link, length in cost[GATHER]:
                 found[link] += 2 * length

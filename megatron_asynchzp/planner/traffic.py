@@ -12,6 +12,7 @@ from typing import NamedTuple
 from megatron_asynchzp.planner.cluster import Cluster, Ring
 from megatron_asynchzp.planner.order import COMPUTE, GATHER, PARAM_SYNC, REDUCE, Action
 from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
+from megatron_asynchzp.sharding.pieces import piece_length
 from megatron_asynchzp.sharding.topology import ShardSizes
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL = (
@@ -22,6 +23,8 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL = (
 )
 INSIDE, BETWEEN = "inside", "between"
 _FP32 = 4
+GRAD_SLOT_NBYTES = 2**28
+"""Gradients of larger units are reduced in pieces of so many bytes: the engine's default."""
 
 
 class Collective(NamedTuple):
@@ -116,11 +119,20 @@ def unit_collectives(kind: int, padded_numel: int, itemsize: int, group: Group) 
     if kind == PARAM_SYNC:
         return _gathers(padded_numel // sizes.param, itemsize, group.axes(sizes.param, sizes.optim))
     if kind == REDUCE:
-        return _reductions(padded_numel, group.wire, group.axes(1, sizes.grad))
+        found: list[Collective] = []
+        for numel in _pieces(padded_numel, sizes.grad):
+            found += _reductions(numel, group.wire, group.axes(1, sizes.grad))
+        return found
     shard = padded_numel // sizes.grad
     synced = _reductions(shard, group.wire, group.axes(sizes.grad, sizes.optim))
     replicas = group.axes(sizes.optim, group.ranks)
     return synced + _sums(padded_numel // sizes.optim, group.wire, replicas)
+
+
+def _pieces(padded_numel: int, shards: int) -> list[int]:
+    """Elements of each piece in which the gradients of a unit are reduced."""
+    shard, length = padded_numel // shards, piece_length(padded_numel, shards, GRAD_SLOT_NBYTES)
+    return [shards * min(length, shard - start) for start in range(0, shard, length)]
 
 
 def _gathers(numel: int, itemsize: int, axes: Sequence[Axis]) -> list[Collective]:

@@ -11,6 +11,7 @@ from megatron_asynchzp.sharding.topology import Range
 PARAM_ALIGNMENT_NUMEL = 64
 """Every parameter and every shard starts at a multiple of this many elements (128 bytes in
 bf16), which is what GEMMs, vectorised optimizers and NCCL want."""
+FP32_NBYTES = 4
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -24,7 +24,7 @@ from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.step import StepScheduler
 from megatron_asynchzp.zero.unit import HZPUnit, Phase
 
-# From this size on a gradient is moved as soon as it is there.
+# From this size on a gradient is taken as soon as it is there.
 _LARGE_GRAD_NBYTES = 2**20
 
 
@@ -82,7 +82,7 @@ class HZPRuntime(StepScheduler):
         units_of: dict[nn.Module, list[HZPUnit]] = {root: []}
         for plan in plans:
             shard = None if construction is None else construction.take(plan)
-            unit = HZPUnit(plan.name, plan.params, groups[plan.group_key], shard)
+            unit = HZPUnit(plan.name, plan.params, groups[plan.group_key], shard, plan.layer)
             self.group_keys[unit] = plan.group_key
             if len(plan.modules) > 1:
                 self._reduce_last.add(unit)
@@ -326,10 +326,10 @@ def _attach_unit_hooks(
 def _attach_grad_hooks(
     unit: HZPUnit, runtime: HZPRuntime, takes_all: bool
 ) -> list[RemovableHandle]:
-    """Take the gradient of every large parameter of `unit` as soon as it is complete, so that its
-    memory is free again; small ones are taken together when the unit is reduced.
+    """Take the gradient of every large parameter of `unit` as soon as it is complete, so that
+    another one is added in fp32; small ones are taken together when the unit is reduced.
 
-    takes_all: the small ones too: gradients come from several modules, to be added in fp32.
+    takes_all: the small ones too: gradients come from several modules.
     """
 
     def hook_of(index: int) -> Callable[[torch.Tensor], None]:

@@ -13,6 +13,7 @@ SCHEDULES = ("inline", "main-thread", "threaded")
 AUTO = "auto"
 """The schedule of the device: main-thread on CUDA, whose other collectives must keep one order with
 ours, and threaded elsewhere."""
+DEFAULT_GRAD_SLOT_NBYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -20,16 +21,17 @@ class ScheduleConfig:
     """How collectives are driven.
 
     kind: one of SCHEDULES, or AUTO; prefetch_depth: units of each size gathered ahead of the one
-    that computes; param_slots: full parameters of equal units in memory, 0 for as many as the depth
-    can use; grad_slots: full gradients of equal units in flight; time_limit_s: after which a
-    collective that has not finished is an error; checks_order: compare the ranks' orders once per
-    step; timed_every: see Timeline.
+    that computes; in_flight_nbytes: at most so many for gathered parameters and for gradients that
+    are reduced, together, of one model chunk; None for as many as two layers need; grad_slot_nbytes:
+    the gradients of a larger unit, in fp32, are reduced in pieces of at most this size; time_limit_s:
+    after which a collective that has not finished is an error; checks_order: compare the ranks'
+    orders once per step; timed_every: see Timeline.
     """
 
     kind: str = AUTO
     prefetch_depth: int = 1
-    param_slots: int = 0
-    grad_slots: int = 2
+    in_flight_nbytes: int | None = None
+    grad_slot_nbytes: int = DEFAULT_GRAD_SLOT_NBYTES
     time_limit_s: float = 600.0
     checks_order: bool = True
     timed_every: int = 10
@@ -37,10 +39,8 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if self.kind not in (AUTO, *SCHEDULES):
             raise ValueError(f"schedule {self.kind!r} is not one of {', '.join(SCHEDULES)}")
-        if self.prefetch_depth < 0 or self.param_slots < 0 or self.grad_slots < 1:
-            raise ValueError(
-                "prefetch depth and parameter slots must be at least 0, gradient slots at least 1"
-            )
+        if self.prefetch_depth < 0:
+            raise ValueError("the prefetch depth must be at least 0")
 
     @property
     def depth(self) -> int:

@@ -1,18 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns the parameters in flight: the order in which a step uses its units, which unit is gathered
-ahead of its use into which slot, and which parameter shards are rebuilt after the optimizer.
+ahead of its use into which place, and which parameter shards are rebuilt after the optimizer.
 """
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-import torch
-
+from megatron_asynchzp.comm.arena import Arena, Place
 from megatron_asynchzp.comm.driver import Driver, Task
-from megatron_asynchzp.comm.ring import BufferRings, Slot
-from megatron_asynchzp.device import Device
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit, Phase
 
@@ -54,44 +51,25 @@ class UseOrder:
         return (self._expected[place] for place in range(position, end))
 
 
-def new_param_rings(
-    units: Sequence[HZPUnit], config: ScheduleConfig, device: Device
-) -> BufferRings[HZPUnit]:
-    """Slots for the full parameters of `units`, all of which are on `device`."""
-
-    def new_slot(unit: HZPUnit) -> Slot:
-        slot = Slot(torch.zeros(unit.layout.padded_numel, dtype=unit.dtype, device=unit.device))
-        # The zeros, and what used this memory before, are written on the current stream; the first
-        # gather into it is not.
-        slot.free_event = device.record_event()
-        return slot
-
-    return BufferRings(
-        units,
-        lambda unit: not unit.is_always_unsharded,
-        lambda unit: unit.slot_size,
-        config.param_slots or config.depth + 1,
-        new_slot,
-    )
-
-
 class Gathers:
     """Gathers units ahead of their use, and rebuilds their shards after the optimizer.
 
-        gather      | u0 | u1 |      | u2 | ...                            parameter ring
+        gather      | u0 | u1 |      | u2 | ...                            parameters in flight
         main        |    | F u0 | F u1 | F u2 | B u2 | B u1 | ...
         param-sync  | u0 | u1 | u2 |                                       after the optimizer
 
     A unit is spare while it is gathered and not in use: its gather was started ahead of the use,
-    or it was kept from one use to the next. The slot of a spare unit can be taken from it.
+    or it was kept from one use to the next. The place of a spare unit can be taken from it.
 
-    warned: topics of the warnings that were logged, each once; viewed: units of which a view was
-    found when their memory was to be reused. _used: units of this training step
+    nbytes: of memory for gathered parameters; warned: topics of the warnings that were logged, each
+    once; viewed: units of which a view was found when their memory was to be reused. _used: units of this training step
     in the order of their first use, those included that are never gathered. Nothing that is
     iterated is a set: its order would differ between ranks.
     """
 
-    def __init__(self, units: Sequence[HZPUnit], config: ScheduleConfig, driver: Driver):
+    def __init__(
+        self, units: Sequence[HZPUnit], config: ScheduleConfig, nbytes: int, driver: Driver
+    ):
         self._units, self._driver, self._device = units, driver, driver.device
         self._depth = config.depth
         self._training_order, self._evaluation_order = UseOrder(), UseOrder()
@@ -99,7 +77,10 @@ class Gathers:
         self._used: dict[HZPUnit, None] = {}
         self.warned: set[str] = set()
         self.viewed: set[HZPUnit] = set()
-        self._slots: dict[HZPUnit, Slot] = {}
+        # Units that follow one another lie at opposite ends.
+        self._is_odd = {unit: bool(index % 2) for index, unit in enumerate(units)}
+        self._places: dict[HZPUnit, Place] = {}
+        self._apart: set[str] = set()  # sizes of units that do not use the arena's memory
         self._gathers: dict[HZPUnit, Task] = {}  # of units that are not in use yet
         self._kept: dict[HZPUnit, None] = {}
         self._syncs: dict[HZPUnit, Task] = {}
@@ -108,7 +89,7 @@ class Gathers:
         self._room_in_backward = 0.0
         self._shards_written: dict[str, Any] = {}
         self.note_written()
-        self.rings = new_param_rings(units, config, self._device)
+        self.arena = Arena(nbytes, units[0].device, self._device.record_event)
 
     # ---- use
 
@@ -127,11 +108,11 @@ class Gathers:
             del self._kept[unit]
         else:
             if unit not in self._gathers:
-                self._start_gather(unit, self._acquire_slot(unit))
+                self._start_gather(unit, self._take_place(unit))
             self._gathers.pop(unit).wait()
             self._syncs.pop(unit, None)  # the gather came after it
-            slot = self._slots[unit]
-            unit.point_at(slot.storage, slot.views_for(unit.views_key, unit.views_of))
+            place = self._places[unit]
+            unit.point_at(place.storage, place.views_for(unit.views_key, unit.views_of))
         self._prefetch()
 
     def _visit(self, unit: HZPUnit) -> None:
@@ -144,7 +125,7 @@ class Gathers:
             )
 
     def release(self, unit: HZPUnit) -> None:
-        """The computation with `unit` has been issued; its slot may be used again."""
+        """The computation with `unit` has been issued; its memory may be used again."""
         if unit.is_always_unsharded or unit.phase is not Phase.UNSHARDED or unit in self._kept:
             return
         if self._is_next(unit):
@@ -166,7 +147,7 @@ class Gathers:
         return unit in self._gathers or unit.phase is Phase.UNSHARDED
 
     def _upcoming(self) -> Iterator[HZPUnit]:
-        # Far enough for rings that hold a part of the model, which is what they are for.
+        # Far enough for memory that holds a part of the model, which is what it is for.
         return self._order.upcoming(len(self._units))
 
     def release_all(self) -> None:
@@ -178,20 +159,23 @@ class Gathers:
     def _drop(self, unit: HZPUnit) -> None:
         self._kept.pop(unit, None)
         unit.reshard()
-        slot = self._slots[unit]
+        place = self._places[unit]
         # On a device a collective's handle is dropped where it is waited for, by this thread.
-        if slot.is_viewed(patiently=not self._device.runs_ahead and unit not in self.viewed):
+        if place.is_viewed(patiently=not (self._device.runs_ahead or place.is_apart)):
             self.viewed.add(unit)
             # [Note: views that outlive the unit] Saved-tensor hooks see what autograd saves, not
             # what a module keeps elsewhere (an attribute of ctx, a cache). Reusing the memory
-            # under such a view would silently give wrong numbers (law 5).
+            # under such a view would silently give wrong numbers (law 5). From now on units like
+            # this one are gathered into memory of their own, which is freed with its last view.
             self._warn_once(
                 "views",
                 f"{unit.name} keeps views of its parameters outside autograd: their "
-                f"{slot.storage.nbytes / 2**20:.1f} MiB stay in memory for as long as it does",
+                f"{place.storage.nbytes / 2**20:.1f} MiB stay in memory for as long as it does",
             )
-            slot.leave_storage()
-        self._release_slot(unit)
+            if not place.is_apart:
+                self._apart.add(unit.size_key)
+                self.arena.leave(place)
+        self._release_place(unit)
 
     def _warn_once(self, topic: str, text: str) -> None:
         if topic not in self.warned:
@@ -201,48 +185,63 @@ class Gathers:
 
     # ---- gathers
 
-    def _acquire_slot(self, unit: HZPUnit) -> Slot:
-        """A slot for a unit that is needed now: free, taken from a spare unit, or a new one."""
-        if (slot := self.rings.acquire(unit)) is not None:
-            return slot
-        for spare in [*self._gathers, *self._kept]:
-            if spare.slot_size == unit.slot_size:
-                self._drop_spare(spare)
-                break
-        return self.rings.acquire(unit) or self.rings.grow(unit)
+    def _acquire_place(self, unit: HZPUnit) -> Place | None:
+        return self.arena.acquire(
+            unit.size_key,
+            unit.layout.padded_numel,
+            unit.dtype,
+            from_top=self._is_odd[unit],
+            is_apart=unit.size_key in self._apart,
+        )
 
-    def _release_slot(self, unit: HZPUnit) -> None:
-        self.rings.release(unit, self._slots.pop(unit), self._device.record_event())
+    def _take_place(self, unit: HZPUnit) -> Place:
+        """A place for a unit that is needed now: free, taken from spare units, or in new memory."""
+        spares = [*self._kept, *self._gathers]
+        while (place := self._acquire_place(unit)) is None:
+            if spares:
+                self._drop_spare(spares.pop())
+                continue
+            nbytes = unit.layout.padded_numel * unit.dtype.itemsize
+            self._warn_once(
+                "growth",
+                f"{unit.name} is used with more units at a time than there is memory in flight "
+                f"for: {nbytes / 2**20:.1f} MiB are added to it",
+            )
+            self.arena.grow(nbytes)
+        return place
+
+    def _release_place(self, unit: HZPUnit) -> None:
+        self.arena.release(self._places.pop(unit), self._device.record_event())
 
     def _drop_spare(self, unit: HZPUnit) -> None:
         if unit in self._kept:
             self._drop(unit)
             return
         self._gathers.pop(unit).wait()
-        self._release_slot(unit)
+        self._release_place(unit)
 
     def drop_spares(self) -> None:
         """Return when nothing is gathered that is not in use."""
         for unit in [*self._gathers, *self._kept]:
             self._drop_spare(unit)
 
-    def _start_gather(self, unit: HZPUnit, slot: Slot) -> None:
-        self._slots[unit] = slot
+    def _start_gather(self, unit: HZPUnit, place: Place) -> None:
+        self._places[unit] = place
         self._gathers[unit] = self._driver.submit(
             Task(
                 "gather",
                 unit.name,
                 unit.groups.unshard,
-                lambda: unit.gather_steps(slot.storage),
-                # The last write, and the last reader.
-                ready=(self._shards_written.pop("gather", None), slot.free_event),
+                lambda: unit.gather_steps(place.storage),
+                # The last write, and the last readers.
+                ready=(self._shards_written.pop("gather", None), *place.ready),
                 after=(self._syncs.get(unit), self._updates.get(unit)),
             )
         )
 
     def _prefetch(self, among: Collection[HZPUnit] | None = None) -> None:
-        """Gather what is used next, in that order, as far as slots are free and the depth allows
-        it, which is counted for each size of unit: a small one does not hold up a layer.
+        """Gather what is used next, in that order, as far as it fits and the depth allows it, which
+        is counted for each size of unit: a small one does not hold up a layer.
 
         among: whose shards can be read, or will be by what was submitted; None for all.
         """
@@ -253,13 +252,13 @@ class Gathers:
                 return
 
     def _try_gather_ahead(self, unit: HZPUnit) -> bool:
-        """Gather `unit` if the depth and the slots of its size allow it. Returns whether."""
-        if sum(ahead.slot_size == unit.slot_size for ahead in self._gathers) >= self._depth:
+        """Gather `unit` if the depth and the memory allow it. Returns whether."""
+        if sum(ahead.size_key == unit.size_key for ahead in self._gathers) >= self._depth:
             return False
-        slot = self.rings.acquire(unit)
-        if slot is not None:
-            self._start_gather(unit, slot)
-        return slot is not None
+        place = self._acquire_place(unit)
+        if place is not None:
+            self._start_gather(unit, place)
+        return place is not None
 
     # ---- shards
 

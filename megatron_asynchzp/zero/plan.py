@@ -15,13 +15,15 @@ from torch import nn
 class UnitPlan:
     """One unit to be: its parameters and the modules whose calls need them.
 
-    group_key: which sharding group ("dense", "expert"); modules: any call of one of them needs
-    the parameters. The gradient of parameters with several modules is complete only at the end
+    group_key: which sharding group ("dense", "expert"); layer: equal for units of one unit module,
+    which are needed at the same time, "" for what is around all unit modules; modules: any call of
+    one of them needs the parameters. The gradient of parameters with several modules is complete only at the end
     of backward.
     """
 
     name: str
     group_key: str
+    layer: str
     params: tuple[tuple[str, nn.Parameter], ...]
     modules: tuple[nn.Module, ...]
 
@@ -83,10 +85,11 @@ def plan_units(
     for params in grouped.values():
         first_name, first = params[0]
         group_key = group_key_of(first)
+        layer = first_name if first in also_used_by else _home_of(first_name, unit_paths)
         if first in also_used_by:
             name, path = first_name, _parent_of(first_name)
         else:
-            path = _home_of(first_name, unit_paths)
+            path = layer
             if group_key != "dense":
                 path = _call_root(root, [_parent_of(name) for name, _ in params])
             name = path or "root"
@@ -94,5 +97,5 @@ def plan_units(
         if num_named[name] > 1:
             name = f"{name}#{num_named[name]}"
         modules = (root.get_submodule(path), *also_used_by.get(first, ()))
-        plans.append(UnitPlan(name, group_key, tuple(params), modules))
+        plans.append(UnitPlan(name, group_key, layer, tuple(params), modules))
     return plans

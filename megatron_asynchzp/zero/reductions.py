@@ -1,103 +1,111 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the gradients in flight: in which slot a unit's are collected, which are on their way, and
-what waits for them.
+"""Owns the gradients in flight: those that a unit has collected, the memory in which they are
+reduced piece by piece, and what waits for that.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from megatron_asynchzp.comm.collectives import Steps, new_shards
+from megatron_asynchzp.comm.arena import Arena, Place
+from megatron_asynchzp.comm.collectives import Steps, split_for_reduction
 from megatron_asynchzp.comm.driver import Driver, Task
-from megatron_asynchzp.comm.ring import BufferRings, Slot
-from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.sharding.in_flight import FP32_NBYTES
+from megatron_asynchzp.sharding.pieces import GradPiece
 from megatron_asynchzp.zero.unit import HZPUnit
 
 Update = Callable[[HZPUnit], None]
+_Grads = dict[int, torch.Tensor]
+"""Gradients of a unit in this micro-batch, by index of the parameter."""
 
 
-class _Collected(NamedTuple):
-    """The gradients of a unit in this micro-batch: where they go, the place of each parameter
-    there, and which of these have a gradient."""
+class _Reduction(NamedTuple):
+    """Under way. grads: what it has yet to read."""
 
-    slot: Slot
+    place: Place
+    task: Task
+    grads: _Grads
+
+
+class _Provided(NamedTuple):
+    """Where the layers of a unit put the gradients of their weights. place: in the arena."""
+
+    place: Place | None
     places: list[torch.Tensor]
-    written: set[int]
-
-
-def new_grad_rings(units: Sequence[HZPUnit], config: ScheduleConfig) -> BufferRings[HZPUnit]:
-    """Slots for the full fp32 gradients of `units`, with the memory that reducing them needs."""
-
-    def new_slot(unit: HZPUnit) -> Slot:
-        full = torch.zeros(unit.layout.padded_numel, dtype=torch.float32, device=unit.device)
-        return Slot(full, new_shards(full, unit.groups.grad_reduce, unit.groups.grad_dtype))
-
-    return BufferRings(
-        units,
-        lambda unit: unit.is_trained and not unit.reduces_in_place,
-        lambda unit: unit.slot_size,
-        config.grad_slots,
-        new_slot,
-    )
 
 
 class Reductions:
     """Collects the gradients of units and reduces them.
 
         main        | B u2 | B u1 | ...
-        reduce             | u2 | u1 |                                     gradient ring
+        reduce             | u2 | u1 |                                     gradients in flight
         grad-sync               | u2 | u1 |                                last micro-batch
 
-    scale: factor on the summed gradients.
+    [Note: pieces] Autograd's gradients stay as they are until the unit is complete. Then the main
+    thread casts and packs the first piece of them into a place of the arena, and the lane packs the
+    next one there when that is reduced. Most units are a single piece. A unit of several keeps its
+    gradients until its last one; so the next such unit begins when that one has ended.
+
+        main        | B u1     | pack u1.0 | B u0 ...
+        reduce                             | u1.0 | pack u1.1 | u1.1 | pack u1.2 | u1.2 |
+
+    nbytes: of the arena, enough for one piece of any unit; pieces: of the gradients of each unit
+    that is reduced; scale: factor on the summed gradients.
     """
 
     def __init__(
-        self, units: Sequence[HZPUnit], config: ScheduleConfig, driver: Driver, scale: float
+        self,
+        units: Sequence[HZPUnit],
+        nbytes: int,
+        pieces: dict[HZPUnit, list[GradPiece]],
+        driver: Driver,
+        scale: float,
     ):
-        self._driver, self._scale = driver, scale
-        self._collected: dict[HZPUnit, _Collected] = {}
-        self._reductions: deque[tuple[HZPUnit, Slot, Task]] = deque()
+        self._driver, self._scale, self._pieces = driver, scale, pieces
+        self._is_odd = {unit: bool(index % 2) for index, unit in enumerate(units)}
+        self._collected: dict[HZPUnit, _Grads] = {}
+        self._provided: dict[HZPUnit, _Provided] = {}
+        self._reductions: deque[_Reduction] = deque()
         self._last_reduction: dict[HZPUnit, Task] = {}
         self._syncs: dict[HZPUnit, Task] = {}
-        self.rings = new_grad_rings(units, config)
+        self.arena = Arena(nbytes, units[0].device, driver.device.record_event)
 
     # ---- one micro-batch
 
     def take(self, unit: HZPUnit, indices: Iterable[int]) -> None:
-        """Move the gradients of the parameters `indices`, as far as there are any, to the fp32
-        memory of the unit; another one of the same parameter is added to it."""
+        """Collect the gradients of the parameters `indices`, as far as there are any; another one
+        of the same parameter is added in fp32."""
         if unit.reduces_in_place:
-            unit.take_grads(indices, unit.whole_grads)
+            unit.add_grads(indices)
         else:
-            collected = self._collect(unit)
-            unit.take_grads(indices, collected.places, collected.written)
+            provided = self._provided.get(unit)
+            places = None if provided is None else provided.places
+            unit.take_grads(indices, self._collected.setdefault(unit, {}), places)
 
     def provide(self, unit: HZPUnit) -> None:
         """The backward of `unit` begins: let its layers find the places of their gradients."""
         if unit.reduces_in_place:
             unit.point_main_grads_at(unit.whole_grads)
             return
-        collected = self._collect(unit)
-        if not unit.overwrites_main_grads:
-            unit.zero_rest(collected.places, (), collected.written)
-            collected.written.update(range(len(unit.params)))
-        unit.point_main_grads_at(collected.places)
+        if (provided := self._provided.get(unit)) is None:
+            provided = self._provided[unit] = self._new_places(unit)
+            if not unit.overwrites_main_grads:
+                torch._foreach_zero_(provided.places)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+                self._collected[unit] = dict(enumerate(provided.places))
+        unit.point_main_grads_at(provided.places)
 
-    def _collect(self, unit: HZPUnit) -> _Collected:
-        """fp32 memory for this micro-batch's full gradients of `unit`."""
-        collected = self._collected.get(unit)
-        if collected is None:
-            while (slot := self.rings.acquire(unit)) is None and self._reductions:
-                self._await_oldest_reduction()
-            # All slots are being filled: one unit collects to the end of backward, say the norm
-            # behind the layers, and another of its size begins.
-            slot = slot or self.rings.grow(unit)
-            places = slot.views_for(unit.views_key, unit.views_of)
-            collected = self._collected[unit] = _Collected(slot, places, set())
-        return collected
+    def _new_places(self, unit: HZPUnit) -> _Provided:
+        """fp32 memory for the gradients of `unit`: where they are reduced, if that is at once and
+        in one piece; else of their own, as autograd's gradients have it."""
+        is_one_piece = unit.overwrites_main_grads and len(self._pieces[unit]) == 1
+        if is_one_piece and (place := self._try_acquire_place(unit)) is not None:
+            return _Provided(place, self._places(unit, 0, place)[: len(unit.params)])
+        whole = torch.empty(unit.layout.padded_numel, dtype=torch.float32, device=unit.device)
+        return _Provided(None, unit.views_of(whole))
 
     def has_pending(self, unit: HZPUnit) -> bool:
         """Whether gradients of this micro-batch are there that are not on their way yet."""
@@ -113,26 +121,81 @@ class Reductions:
         self.take(unit, range(len(unit.params)))
         if unit.reduces_in_place:
             return
-        slot, places, written = self._collect(unit)
-        del self._collected[unit]
-        gaps = slot.views_for(f"between {unit.views_key}", unit.gaps_of)
-        unit.zero_rest(places, gaps, written)
+        grads, pieces = self._collected.pop(unit), self._pieces[unit]
+        provided = self._provided.pop(unit, None)
+        place = None if provided is None else provided.place
+        place = place or self._acquire_place(unit, pieces)
+        self._pack(unit, 0, grads, place)
+        if len(pieces) == 1:
+            grads = {}
         task = self._driver.submit(
             Task(
                 "reduce",
                 unit.name,
                 unit.groups.grad_reduce,
-                lambda: unit.reduce_steps(slot.storage, slot.scratch),
+                partial(self._reduce_steps, unit, grads, place),
                 ready=(self._driver.device.record_event(),),
             )
         )
-        self._reductions.append((unit, slot, task))
+        self._reductions.append(_Reduction(place, task, grads))
         self._last_reduction[unit] = task
 
+    def _acquire_place(self, unit: HZPUnit, pieces: list[GradPiece]) -> Place:
+        while len(pieces) > 1 and any(reduction.grads for reduction in self._reductions):
+            self._await_oldest_reduction()
+        if (place := self._try_acquire_place(unit)) is not None:
+            return place
+        # Layers of units that compute around this one hold the rest of it.
+        self.arena.grow(unit.reduction_nbytes(pieces[0]))
+        return self._acquire_place(unit, pieces)
+
+    def _try_acquire_place(self, unit: HZPUnit) -> Place | None:
+        """A place for a piece of `unit`, as soon as reductions that are under way have left one."""
+        nbytes = unit.reduction_nbytes(self._pieces[unit][0])
+        while True:
+            place = self.arena.acquire(
+                nbytes, nbytes // FP32_NBYTES, torch.float32, from_top=self._is_odd[unit]
+            )
+            if place is not None or not self._reductions:
+                return place
+            self._await_oldest_reduction()
+
+    def _memory_for(self, unit: HZPUnit, piece: GradPiece, place: Place) -> list[torch.Tensor]:
+        """The piece in `place`, and what reducing it takes."""
+
+        def split(memory: torch.Tensor) -> list[torch.Tensor]:
+            groups = unit.groups
+            full, shards = split_for_reduction(
+                memory, piece.numel, groups.grad_reduce, groups.grad_dtype
+            )
+            return [full, *shards]
+
+        return place.views_for(f"{piece.numel} by {unit.size_key}", split)
+
+    def _pack(self, unit: HZPUnit, number: int, grads: _Grads, place: Place) -> None:
+        """Write a piece of the unit's gradients to `place`."""
+        unit.pack_grads(self._pieces[unit][number], grads, self._places(unit, number, place))
+
+    def _places(self, unit: HZPUnit, number: int, place: Place) -> list[torch.Tensor]:
+        """HZPUnit.places_of that piece, in `place`."""
+        piece = self._pieces[unit][number]
+        full = self._memory_for(unit, piece, place)[0]
+        key = f"{number} of {len(self._pieces[unit])} by {unit.views_key}"
+        return place.views_for(key, lambda _: unit.places_of(piece, full))
+
+    def _reduce_steps(self, unit: HZPUnit, grads: _Grads, place: Place) -> Steps:
+        for number, piece in enumerate(self._pieces[unit]):
+            if number:
+                self._pack(unit, number, grads, place)
+            full, *shards = self._memory_for(unit, piece, place)
+            yield from unit.reduce_steps(piece, full, shards)
+
     def _await_oldest_reduction(self) -> None:
-        unit, slot, task = self._reductions.popleft()
-        task.wait()
-        self.rings.release(unit, slot)
+        # A stream that computes reuses the memory of the gradients only after this wait.
+        reduction = self._reductions.popleft()
+        reduction.task.wait()
+        reduction.grads.clear()
+        self.arena.release(reduction.place)
 
     # ---- the last micro-batch
 
@@ -181,11 +244,13 @@ class Reductions:
         self._await_syncs()
 
     def begin_step(self) -> None:
-        """A step begins, or begins again: of the last one nothing is left in flight or in slots."""
+        """A step begins, or begins again: of the last one nothing is in flight or collected."""
         self._finish_reductions()
-        for unit, collected in self._collected.items():
-            self.rings.release(unit, collected.slot)
         self._collected.clear()
+        for provided in self._provided.values():
+            if provided.place is not None:
+                self.arena.release(provided.place)
+        self._provided.clear()
         self._await_syncs()
         self._syncs.clear()
         self._last_reduction.clear()

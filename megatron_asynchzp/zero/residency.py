@@ -4,7 +4,7 @@
 for several micro-batches (paper, section 4.3.2).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 
 def kept_gaps[User](
@@ -44,3 +44,70 @@ def kept_gaps[User](
             open_gaps[position] = gap_ends[position]
             nbytes += nbytes_of(user)
     return frozenset(kept)
+
+
+class Residency[User]:
+    """Decides from the last step what the next one keeps. The chunks of a rank share one, as they
+    share its memory.
+
+    Everything follows from the order of uses, which is the same on every rank. A step that departs
+    from the one before keeps nothing more from there on.
+
+    budget: bytes that may be kept beside those of the user whose turn it is, 0 for a Residency that
+    does nothing; nbytes_of: those of a user. planned_nbytes: the most that a step keeps at a time;
+    num_found: uses of the last step that found their memory kept.
+    """
+
+    def __init__(self, budget: int, nbytes_of: Callable[[User], int]):
+        self.budget, self._nbytes_of = budget, nbytes_of
+        self._expected: list[User] = []
+        self._used: list[User] = []
+        self._last: dict[User, int] = {}
+        self._gaps: frozenset[int] = frozenset()
+        self._is_followed = True
+        self._num_found = 0
+        self.planned_nbytes = self.num_found = 0
+
+    def restart(self) -> None:
+        """A step begins; the one before it, if it used anything, is the record from now on."""
+        if not self._used:
+            return
+        self.num_found, self._num_found = self._num_found, 0
+        if self._used != self._expected:
+            self._gaps = kept_gaps(self._used, self._nbytes_of, self.budget)
+            self.planned_nbytes = most_kept_nbytes(self._used, self._nbytes_of, self._gaps)
+        self._expected, self._used = self._used, []
+        self._last.clear()
+        self._is_followed = True
+
+    def visit(self, user: User) -> None:
+        """`user` has its turn now."""
+        if not self.budget:
+            return
+        if self._is_followed:
+            self._num_found += self._last.get(user) in self._gaps
+        position = len(self._used)
+        self._last[user] = position
+        self._used.append(user)
+        self._is_followed &= position < len(self._expected) and self._expected[position] is user
+
+    def keeps(self, user: User) -> bool:
+        """Whether `user`, whose turn is over, is kept until its next one."""
+        return self._is_followed and self._last.get(user) in self._gaps
+
+
+def most_kept_nbytes[User](
+    uses: Sequence[User], nbytes_of: Callable[[User], int], gaps: Collection[int]
+) -> int:
+    """The most bytes that lie in `gaps`, as kept_gaps returns them, during somebody's turn."""
+    most = nbytes = 0
+    kept: set[User] = set()
+    for position, user in enumerate(uses):
+        if user in kept:
+            kept.discard(user)
+            nbytes -= nbytes_of(user)
+        most = max(most, nbytes)
+        if position in gaps:
+            kept.add(user)
+            nbytes += nbytes_of(user)
+    return most

@@ -12,6 +12,8 @@ from megatron_asynchzp.comm.collectives import run_steps
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.order_check import OrderCheck
 from megatron_asynchzp.device import device_of
+from megatron_asynchzp.sharding.in_flight import MemoryInFlight, memory_in_flight
+from megatron_asynchzp.sharding.pieces import grad_pieces
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.gathers import Gathers
 from megatron_asynchzp.zero.reductions import Reductions, Update
@@ -35,7 +37,7 @@ class StepScheduler:
     this rank, whose tasks then have one order (None: one of its own); grad_scale: factor on the
     summed gradients.
 
-    step: how many have begun; is_last_micro_batch: whether the gradients of the one that runs are
+    memory: that it has in flight; step: how many have begun; is_last_micro_batch: whether the gradients of the one that runs are
     reduced over the whole sharding group, see `no_sync`; update: see `update_in_backward`.
     """
 
@@ -54,8 +56,14 @@ class StepScheduler:
         self.step = 0
         self.is_last_micro_batch = False
         self.update: Update | None = None
-        self.gathers = Gathers(self.units, config, driver)
-        self.reductions = Reductions(self.units, config, driver, grad_scale)
+        self.memory = memory_in_flight_of(self.units, config)
+        self.gathers = Gathers(self.units, config, self.memory.params, driver)
+        pieces = {
+            unit: grad_pieces(unit.layout, unit.groups.topology.sizes.grad, config.grad_slot_nbytes)
+            for unit in self.units
+            if unit.is_trained and not unit.reduces_in_place
+        }
+        self.reductions = Reductions(self.units, self.memory.grads, pieces, driver, grad_scale)
         all_groups = dict.fromkeys(unit.groups for unit in self.units)
         axes = [axis for groups in all_groups for axis in groups.all_reduce_axes]
         self._checks_order = config.checks_order
@@ -195,10 +203,20 @@ class StepScheduler:
             total.update(unit.state_nbytes())
         return dict(total)
 
-    def ring_nbytes(self) -> dict[str, int]:
-        """Bytes of the slots of both kinds, with what the reductions need beside theirs."""
-        return {"param_ring": self.gathers.rings.nbytes, "grad_ring": self.reductions.rings.nbytes}
+    def in_flight_nbytes(self) -> dict[str, int]:
+        """Bytes allocated for parameters and for gradients in flight; see MemoryInFlight."""
+        params, grads = self.gathers.arena.nbytes, self.reductions.arena.nbytes
+        return MemoryInFlight(params, grads, 0).allocated
 
-    def num_slots_in_use(self) -> int:
-        """Slots that hold parameters or gradients now."""
-        return self.gathers.rings.num_in_use + self.reductions.rings.num_in_use
+    def num_places_in_use(self) -> int:
+        """Places in memory that hold parameters or gradients in flight now."""
+        return self.gathers.arena.num_held + self.reductions.arena.num_held
+
+
+def memory_in_flight_of(units: Sequence[HZPUnit], config: ScheduleConfig) -> MemoryInFlight:
+    """What a StepScheduler of these units allocates. Raises ConfigurationError, see the formula."""
+    return memory_in_flight(
+        [unit.in_flight(config.grad_slot_nbytes) for unit in units],
+        config.depth,
+        budget=config.in_flight_nbytes,
+    )

@@ -5,7 +5,7 @@ persistent buffers of their states.
 """
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,9 @@ from megatron_asynchzp.comm.collectives import (
 )
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.sharding.buffer import FlatBuffer
+from megatron_asynchzp.sharding.in_flight import UnitInFlight, reduction_nbytes
 from megatron_asynchzp.sharding.layout import FlatLayout
+from megatron_asynchzp.sharding.pieces import GradPiece
 from megatron_asynchzp.sharding.topology import Range
 
 
@@ -58,10 +60,11 @@ class HZPUnit:
 
     name: for messages; params: (name, parameter) in layout order, all of one dtype and either
     all trained or none; groups: communicators of the sharding group of this unit; shard: the P
-    shard, 1-D, where the parameters were sharded while the model was built (Construction).
+    shard, 1-D, where the parameters were sharded while the model was built (Construction); layer:
+    see UnitPlan, one of its own where None.
 
-    slot_size: equal for units that fit the same slots; views_key: equal for those whose parameters
-    lie at the same places; overwrites_main_grads: see fuse_grads, None without it.
+    size_key: equal for units that fit the same memory in flight; views_key: equal for those whose
+    parameters lie at the same places; overwrites_main_grads: see fuse_grads, None without it.
     """
 
     def __init__(
@@ -70,8 +73,10 @@ class HZPUnit:
         params: Sequence[tuple[str, torch.nn.Parameter]],
         groups: ShardGroups,
         shard: torch.Tensor | None = None,
+        layer: str | None = None,
     ):
         self.name = name
+        self.layer = name if layer is None else layer
         self.groups = groups
         self.param_names = [param_name for param_name, _ in params]
         self.params = [param for _, param in params]
@@ -83,8 +88,8 @@ class HZPUnit:
             [(param_name, tuple(param.shape)) for param_name, param in params], sizes.optim
         )
         # Strings: they remember their hash.
-        self.slot_size = f"{self.layout.padded_numel} x {self.dtype} by {groups.topology.sizes}"
-        self.slot_size += f" of {groups.topology.world_size}"
+        self.size_key = f"{self.layout.padded_numel} x {self.dtype} by {groups.topology.sizes}"
+        self.size_key += f" of {groups.topology.world_size}"
         self.views_key = str([(piece.shape, piece.range.start) for piece in self.layout.slices])
         self.overwrites_main_grads: bool | None = None
         self.phase = Phase.SHARDED
@@ -157,15 +162,6 @@ class HZPUnit:
     def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
         """The place of each parameter in `full` (1-D, padded_numel, any dtype), in its shape."""
         return FlatBuffer(self.layout, Range(0, self.layout.padded_numel), full).param_views()
-
-    def gaps_of(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """What of `full` (1-D, padded_numel) belongs to no parameter; no empty tensors."""
-        edges = [0]
-        for piece in self.layout.slices:
-            edges += [piece.range.start, piece.range.stop]
-        edges.append(self.layout.padded_numel)
-        pairs = zip(edges[::2], edges[1::2], strict=True)
-        return [full[start:stop] for start, stop in pairs if stop > start]
 
     def point_at(self, full: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
         """Make every parameter one of `views`, which are views_of(full); `full` holds the gathered
@@ -242,56 +238,99 @@ class HZPUnit:
     def take_grads(
         self,
         indices: Iterable[int],
-        places: Sequence[torch.Tensor],
-        written: set[int] | None = None,
+        taken: dict[int, torch.Tensor],
+        places: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Move the gradients of the parameters `indices`, as far as there are any, to their
-        `places` (fp32, one per parameter), with one operation for all.
+        """Move the gradients of the parameters `indices`, as far as there are any, to `taken`.
 
-        written: places that have a gradient, to which another one is added; None for all. What a
-        layer has put there itself is there already.
+        Another one of the same parameter is added in fp32, in memory of its own. places: where
+        layers put gradients themselves (point_main_grads_at); None where that is main_grad.
         """
         is_fused = self.overwrites_main_grads is not None
-        new: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        more: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         for index in indices:
             param = self.params[index]
             if (grad := param.grad) is None:
                 continue
             if is_fused and _has_dummy(param):
-                param.grad = None
-                if written is not None:
-                    written.add(index)
-                continue
-            into, grads = more if written is None or index in written else new
-            into.append(places[index])
-            grads.append(grad)
+                if places is not None:
+                    taken[index] = places[index]
+            elif (before := taken.get(index)) is None:
+                taken[index] = grad
+            elif places is not None and before is places[index]:
+                before.add_(grad)  # a layer may add to it again
+            else:
+                taken[index] = before.float() + grad
             param.grad = None
-            if written is not None:
-                written.add(index)
-        if new[0]:
-            torch._foreach_copy_(*new)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        if more[0]:
-            torch._foreach_add_(*more)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
-    def zero_rest(
-        self, places: Sequence[torch.Tensor], gaps: Sequence[torch.Tensor], written: set[int]
+    def add_grads(self, indices: Iterable[int]) -> None:
+        """Add the gradients of the parameters `indices`, as far as there are any, to main_grad,
+        which is the whole, with one operation for all."""
+        taken: dict[int, torch.Tensor] = {}
+        self.take_grads(indices, taken)
+        if taken:
+            places = [self.whole_grads[index] for index in taken]
+            torch._foreach_add_(places, list(taken.values()))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+    def pack_grads(
+        self, piece: GradPiece, grads: Mapping[int, torch.Tensor], places: Sequence[torch.Tensor]
     ) -> None:
-        """Zero the `gaps` between parameters, and the `places` of those not among `written`."""
-        rest = list(gaps)
-        if len(written) < len(places):
-            rest += [place for index, place in enumerate(places) if index not in written]
+        """Write what `piece` holds of `grads` (by index of the parameter) to `places` (fp32), which
+        are places_of(piece). Parameters without a gradient, and what belongs to none, become 0."""
+        into: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        rest = list(places[len(piece.copies) :])
+        for copy, place in zip(piece.copies, places):
+            grad = grads.get(copy.index)
+            if grad is None:
+                rest.append(place)
+                continue
+            if grad is place:
+                continue  # a layer has put it there
+            into.append(place)
+            is_whole = copy.source is None
+            sources.append(grad if is_whole else grad.reshape(-1)[slice(*copy.source)])
+        if into:
+            torch._foreach_copy_(into, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         if rest:
             torch._foreach_zero_(rest)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
-    def reduce_steps(self, full: torch.Tensor, shards: Sequence[torch.Tensor]) -> Steps:
-        """Reduce-scatter `full` over the G axes in fp32 and add this rank's shard to main_grad.
+    def places_of(self, piece: GradPiece, full: torch.Tensor) -> list[torch.Tensor]:
+        """Where in `full` (1-D, fp32, piece.numel) each copy of `piece` goes, and then its gaps."""
+        places: list[torch.Tensor] = []
+        for copy in piece.copies:
+            place = full[slice(*copy.target)]
+            shape = self.layout.slices[copy.index].shape
+            places.append(place.view(shape) if copy.source is None else place)
+        return places + [full[slice(*gap)] for gap in piece.gaps]
+
+    def in_flight(self, slot_nbytes: int) -> UnitInFlight:
+        """What this unit needs beside its states; slot_nbytes: see ScheduleConfig."""
+        return UnitInFlight.of(
+            self.layer,
+            self.layout.padded_numel,
+            self.dtype.itemsize,
+            self.is_trained,
+            self.groups.topology,
+            slot_nbytes,
+            self.groups.grad_dtype.itemsize,
+        )
+
+    def reduction_nbytes(self, piece: GradPiece) -> int:
+        """Memory that reducing `piece` takes, the piece included."""
+        sizes = [axis_group.axis.size for axis_group in self.groups.grad_reduce]
+        return reduction_nbytes(piece.numel, sizes, self.groups.grad_dtype.itemsize)
+
+    def reduce_steps(
+        self, piece: GradPiece, full: torch.Tensor, shards: Sequence[torch.Tensor]
+    ) -> Steps:
+        """Reduce-scatter `full`, a piece of the gradients, over the G axes in fp32 and add this
+        rank's part to main_grad.
 
         shards: memory for it (new_shards). A rank whose parameters got no gradient contributes
         zeros, so that the ranks agree on what is issued.
         """
         yield from self._reduce_scatter_steps(full, self.groups.grad_reduce, shards)
-        self.main_grad.storage.add_(shards[-1])
+        self.main_grad.storage[slice(*piece.part)].add_(shards[-1])
 
     def _reduce_scatter_steps(
         self, full: torch.Tensor, axes: Sequence[AxisGroup], shards: Sequence[torch.Tensor]

@@ -14,7 +14,7 @@ import torch
 from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 from scripts.gpu_check.loopback_world import LoopbackWorld
 from scripts.gpu_check.outcome import CheckFailed, Place
-from scripts.gpu_check.poison import poisoned_slots
+from scripts.gpu_check.poison import poisoned_places
 from scripts.gpu_check.toy import ToyShape, batch_of
 from scripts.gpu_check.trainers import LoopbackTrainer, PlainTrainer
 
@@ -74,7 +74,7 @@ def train_both(case: Case, shape: ToyShape, device: torch.device, rank: int) -> 
         for step in range(STEPS)
     ]
     pairs: list[Pair] = []
-    with poisoned_slots():
+    with poisoned_places():
         for step, batches in enumerate(data):
             true_losses = plain.step(batches)
             losses = trainer.compute(batches)

@@ -10,23 +10,22 @@ from unittest import mock
 
 import torch
 
-from megatron_asynchzp.comm.ring import BufferRings, Slot
+from megatron_asynchzp.comm.arena import Arena, Place
 from megatron_asynchzp.device import device_of
 
 
 @contextmanager
-def poisoned_slots() -> Iterator[None]:
-    """While this lasts every slot that is given back is filled with NaN."""
-    release = BufferRings.release
+def poisoned_places() -> Iterator[None]:
+    """While this lasts every place that is given back is filled with NaN."""
+    release = Arena.release
 
     @torch.no_grad()
-    def poisoning_release(self: BufferRings, user: Any, slot: Slot, free_event: Any = None) -> None:
-        device = device_of(slot.storage)
+    def poisoning_release(self: Arena, place: Place, last_user: Any = None) -> None:
+        device = device_of(place.storage)
         # The caller's event is before what fills it: its last reader is at rest then.
-        device.wait_event(free_event)
-        for tensor in (slot.storage, *slot.scratch):
-            tensor.fill_(float("nan"))
-        release(self, user, slot, device.record_event())
+        device.wait_event(last_user)
+        place.storage.fill_(float("nan"))
+        release(self, place, device.record_event())
 
-    with mock.patch.object(BufferRings, "release", poisoning_release):
+    with mock.patch.object(Arena, "release", poisoning_release):
         yield

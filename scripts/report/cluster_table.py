@@ -6,7 +6,7 @@ scripts/train/rows.toml holds."""
 from collections.abc import Sequence
 
 GIB = 2**30
-_COLUMNS = ("params", "grads", "main, moments", "states", "rings", "together")
+_COLUMNS = ("params", "grads", "main, moments", "states", "in flight", "together")
 
 
 def table(lines: Sequence[dict]) -> str:
@@ -25,11 +25,11 @@ def table(lines: Sequence[dict]) -> str:
 
 
 def _cells(line: dict) -> tuple[str, ...]:
-    stage = max(line["stages"], key=lambda one: sum((one["allocated"] | one["rings"]).values()))
+    stage = max(line["stages"], key=lambda one: sum((one["allocated"] | one["in_flight"]).values()))
     params, grads, *optimizer = stage["allocated"].values()
-    rings = sum(stage["rings"].values())
+    in_flight = sum(stage["in_flight"].values())
     states = params + grads + sum(optimizer)
-    sizes = (params, grads, sum(optimizer), states, rings, states + rings)
+    sizes = (params, grads, sum(optimizer), states, in_flight, states + in_flight)
     text = [f"{nbytes / GIB:.2f}" if nbytes else "" for nbytes in sizes]
     return f"{line['parameters'] / 1e9:.2f}B", *text
 

@@ -7,7 +7,13 @@ from collections.abc import Callable
 from functools import cache
 
 from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
-from scripts.report import checkpoint_table, cluster_table, compare_memory, schedule_grid
+from scripts.report import (
+    checkpoint_table,
+    cluster_table,
+    compare_memory,
+    peak_table,
+    schedule_grid,
+)
 from scripts.report.compare_rows import Row, ahead
 from scripts.report.loss_picture import RINGS
 from scripts.report.published import at_rest_mib, compared, state_mib, together_mib
@@ -124,7 +130,7 @@ def quickstart_equal() -> str:
 
 
 def cluster_figure(row: str, what: str) -> str:
-    """GiB of the fullest rank: "states", "rings" or "together"."""
+    """GiB of the fullest rank: "states", "in flight" or "together"."""
     (line,) = (one for one in read_record("clusters").lines if one["row"] == row)
     return cluster_table.cell(line, what)
 
@@ -158,6 +164,10 @@ def pasa_times(k_bias: str, v_bias: str, dtype: str, way: str) -> str:
     return f"{times:.1f}" if times < 10 else f"{times:.0f}"
 
 
+def peaks_figure(what: str) -> str:
+    return {"worst": peak_table.worst}[what](read_record("peaks").lines)
+
+
 FIGURES: dict[str, Callable[..., str]] = {
     "step": schedule_ratio,
     "load": schedule_load,
@@ -172,6 +182,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "quickstart apart": quickstart_apart,
     "quickstart equal": quickstart_equal,
     "cluster": cluster_figure,
+    "peaks": peaks_figure,
     "pasa times": pasa_times,
     "parity worst": parity_worst,
     "parity count": parity_count,

@@ -28,7 +28,7 @@ STATES = {  # key of the report: (label, colour), from the bottom of the bar up
     "main_grad": ("gradients", SKY),
     "main_param": ("main parameters", ORANGE),
     "optimizer_state": ("Adam's two moments", YELLOW),
-    RINGS: ("in flight (rings)", GREY),
+    RINGS: ("in flight", GREY),
 }
 
 

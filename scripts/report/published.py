@@ -17,6 +17,7 @@ from scripts.report import (
     compare_picture,
     loss_picture,
     pasa_table,
+    peak_table,
     planner_table,
     scaling_picture,
     scaling_table,
@@ -132,7 +133,7 @@ def quickstart() -> str:
         rows.append(f"| {label} | {state_mib(stock, key)} | {state_mib(ours, key)} |")
     rows += [
         f"| **at rest** | {at_rest_mib(stock)} | {at_rest_mib(ours)} |",
-        f"| in flight (rings) | {state_mib(stock, RINGS)} | {state_mib(ours, RINGS)} |",
+        f"| in flight | {state_mib(stock, RINGS)} | {state_mib(ours, RINGS)} |",
         f"| **together** | {together_mib(stock)} | {together_mib(ours)} |",
     ]
     return "\n".join(rows)
@@ -184,6 +185,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "pasa plateau": lambda: pasa_table.plateau_table(read_record("pasa_training").lines),
     "planner": lambda: planner_table.markdown(read_record("planner_published").lines),
     "planner points": lambda: planner_table.points(read_record("planner_published").lines),
+    "peaks": lambda: peak_table.table(read_record("peaks").lines),
+    "real size": lambda: peak_table.table(read_record("real_size").lines),
     "clusters": lambda: cluster_table.table(read_record("clusters").lines),
 }
 

@@ -19,8 +19,8 @@ FOLDER = Path(__file__).parents[2] / "docs" / "results" / "records"
 EXPECTED = {
     *("checkpoints", "clusters", "compare", "compare fast", "host_cost", "mutants", "parity"),
     *("pasa_accuracy", "pasa_training", "pipeline", "planner_published"),
-    *("quickstart", "scaling", "schedules"),
-    *("stock_noise", "timeline"),
+    *("peaks", "quickstart", "real_size"),
+    *("scaling", "schedules", "stock_noise", "timeline"),
 }
 
 

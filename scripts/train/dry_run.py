@@ -121,9 +121,10 @@ def _stage_as_json(stage: Any) -> dict:
     return {
         "ranks": stage.num_ranks,
         "numel": stage.numel,
+        "planned": stage.planned,
         "formula": stage.formula,
         "allocated": dict(memory.at_rest),
-        "rings": dict(memory.in_flight),
+        "in_flight": dict(memory.in_flight),
         "whole_unit": memory.whole_unit,
         "activations": asdict(memory.activations),
         "start": memory.start,

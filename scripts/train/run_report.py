@@ -67,7 +67,7 @@ def state_bytes(
         if isinstance(chunk, AsyncHZPDataParallel):
             for state, nbytes in chunk.state_nbytes().items():
                 held[state] += nbytes
-            held["rings"] += sum(chunk.runtime.ring_nbytes().values())
+            held["rings"] += sum(chunk.runtime.in_flight_nbytes().values())
             continue
         params = list(chunk.parameters())
         held["model_param"] += _storages_nbytes(params, seen)

@@ -81,27 +81,27 @@ def test_the_three_schedules_are_identical_over_50_steps_of_megatron(world_size)
 
 
 def memory_by_step(steps: int) -> tuple[list[int], list[int]]:
-    """Live bytes and ring bytes at the start of every step."""
+    """Live bytes and bytes in flight at the start of every step."""
     from megatron_asynchzp.zero.autograd import HZPRuntime
 
-    live, rings = [], []
+    live, in_flight = [], []
     zero_grads = HZPRuntime.zero_grads
 
     def counted(self: HZPRuntime) -> None:
         zero_grads(self)
         live.append(live_nbytes())
-        rings.append(sum(self.ring_nbytes().values()))
+        in_flight.append(sum(self.in_flight_nbytes().values()))
 
     variant = Variant("bf16, 3 micro-batches", BF16, 3)
     with mock.patch.object(HZPRuntime, "zero_grads", counted):
         argv = [*variant.argv(steps), *size_flags((2, 2, 4)), "--asynchzp-prefetch-depth", "3"]
         run_pretrain(argv)
-    return live, rings
+    return live, in_flight
 
 
 @pytest.mark.slow
 def test_after_the_first_steps_memory_does_not_grow_over_100():
-    for live, rings in on_ranks(memory_by_step, 4, 100):
-        assert len(live) == 100 and len(set(rings)) == 1
+    for live, in_flight in on_ranks(memory_by_step, 4, 100):
+        assert len(live) == 100 and len(set(in_flight)) == 1
         # Batches that the data loader holds come and go; they are a few KiB.
         assert max(live[8:]) <= max(live[2:8]) + 16384

@@ -780,13 +780,13 @@ _SIMULATE = "tests/planner/test_simulate.py::test_"
 _CLUSTER = "tests/planner/test_cluster.py::test_"
 _SEARCH = "tests/planner/test_search.py::test_"
 
-PLANNER = [
+PLANS = [
     Mutant(
         "planned-depth",
         "the planner gathers as far ahead as the engine",
         "planner/order.py",
-        "if self._ahead[slot] >= depth or not self._free[slot]:",
-        "if self._ahead[slot] > depth or not self._free[slot]:",
+        "if self._ahead[self._all[unit].size] >= depth:",
+        "if self._ahead[self._all[unit].size] > depth:",
         f"{_TRAFFIC}the_planner_submits_what_the_engine_submits_in_the_same_order",
     ),
     Mutant(
@@ -801,8 +801,8 @@ PLANNER = [
         "planned-collectives",
         "the planner reduces over the axes that the engine reduces over",
         "planner/traffic.py",
-        "_reductions(padded_numel, group.wire, group.axes(1, sizes.grad))",
-        "_reductions(padded_numel, group.wire, group.axes(1, sizes.param))",
+        "_reductions(numel, group.wire, group.axes(1, sizes.grad))",
+        "_reductions(numel, group.wire, group.axes(1, sizes.param))",
         f"{_TRAFFIC}every_collective_has_the_ranks_and_the_elements_that_the_engines_has",
     ),
     Mutant(
@@ -855,4 +855,86 @@ PLANNER = [
     ),
 ]
 
-MUTANTS = [*SHARDING, *COMMUNICATION, *ENGINE, *DEVICES, *ADAPTER, *ATTENTION, *PLANNER]
+
+# ---- what a run will need, and moments in bf16 --------------------------------------------------
+
+_MEMORY = "tests/planner/test_memory.py::test_"
+_ACTIVATIONS = "tests/planner/test_activations.py::test_"
+_ROUNDED = "tests/mcore/test_rounded_adam.py::test_"
+
+PLANNER = [
+    Mutant(
+        "gradients-at-rest-over-the-wrong-ranks",
+        "a rank holds 2N/P + 4N/G + 12N/O bytes at rest",
+        "planner/memory.py",
+        '"main_grad": _FP32 * numel / sizes.grad,',
+        '"main_grad": _FP32 * numel / sizes.param,',
+        f"{_MEMORY}at_rest_a_rank_holds_2n_over_p_4n_over_g_and_12n_over_o_bytes",
+    ),
+    Mutant(
+        "peak-without-backward",
+        "the predicted total is the highest of all peaks",
+        "planner/memory.py",
+        "beside = max(self.activations.logits + self.copied_grads / 2, self.working)",
+        "beside = self.activations.logits",
+        f"{_MEMORY}the_total_is_the_higher_of_the_start_and_of_the_two_peaks_of_a_step",
+    ),
+    Mutant(
+        "warm-up-of-half-a-pipeline",
+        "a stage keeps the micro-batches that its schedule starts before it goes back",
+        "planner/memory.py",
+        "warm_up = 2 * (pp - stage - 1) + (virtual - 1) * pp",
+        "warm_up = (pp - stage - 1) + (virtual - 1) * pp",
+        f"{_ACTIVATIONS}a_stage_keeps_as_many_micro_batches_as_the_schedule_starts_before_it_goes_back",
+    ),
+    Mutant(
+        "norms-that-keep-nothing",
+        "a layer's activations are those that autograd saves",
+        "planner/activations.py",
+        "nbytes += norms * norm",
+        "nbytes += norm",
+        f"{_ACTIVATIONS}a_layer_keeps_the_bytes_that_were_counted",
+    ),
+    Mutant(
+        "experts-on-every-rank",
+        "expert parallelism divides the experts of a layer",
+        "planner/model.py",
+        "return round(of.num_experts / parallel.ep * one)",
+        "return round(of.num_experts * one)",
+        f"{_MEMORY}tensor_and_expert_parallelism_divide_parameters_and_flops",
+    ),
+    Mutant(
+        "moments-that-stay-zero",
+        "Adam stores the moments that it has computed in fp32",
+        "mcore/rounded_adam.py",
+        "if moment is not place:",
+        "if False:",
+        f"{_ROUNDED}the_parameter_moves_by_moments_that_are_rounded_only_when_they_are_stored",
+    ),
+    Mutant(
+        "a-step-per-chunk",
+        "a step of Adam counts once, however many chunks compute it",
+        "mcore/rounded_adam.py",
+        'state_steps=[state["step"].clone()],',
+        'state_steps=[state["step"]],',
+        f"{_ROUNDED}chunks_change_no_bit",
+    ),
+    Mutant(
+        "dtypes-without-effect",
+        "dtypes of moments that Megatron would not use are refused",
+        "mcore/flags/moments.py",
+        "if word != _FP32 and not args.use_precision_aware_optimizer:",
+        "if False:",
+        f"{_ROUNDED}dtypes_that_cannot_be_are_refused_in_one_line",
+    ),
+    Mutant(
+        "a-device-that-is-always-large-enough",
+        "a dry run ends with status 1 where a rank needs more than its device has",
+        "dry_run/command.py",
+        "return 0 if fits else EXIT_TOO_LARGE",
+        "return 0",
+        "tests/dry_run/test_command.py::test_a_device_that_is_too_small_ends_in_one_line_with_status_1",
+    ),
+]
+
+MUTANTS = [*SHARDING, *COMMUNICATION, *ENGINE, *DEVICES, *ADAPTER, *ATTENTION, *PLANNER, *PLANS]

@@ -15,8 +15,10 @@ from megatron_asynchzp.planner.model import Attention, Batch, Experts, Layer, Ml
 from megatron_asynchzp.planner.order import OrderUnit, Schedule, StepOrder, Visit
 from megatron_asynchzp.planner.pipeline import stage_phases
 from megatron_asynchzp.planner.simulate import Stage, Step, UnitCost, simulate
+from megatron_asynchzp.sharding.in_flight import UnitInFlight
 from megatron_asynchzp.sharding.topology import ShardSizes
 
+SIZE, NOTHING = UnitInFlight("u", 128, 128, 128, 1), UnitInFlight("u", 0, 128, 128, 1)
 LAYER = Layer(Attention(8, 8, 64), Mlp(2048, False))
 SPARSE = Layer(Attention(8, 8, 64), Experts(8, 2, 1024, True))
 CLUSTER = Cluster("c", 2, 4, Device(1.0, 80), Link(10.0, 5.0), Link(1.0, 20.0))
@@ -34,7 +36,12 @@ def step_of(
     for stage in range(stages):
         phases = stage_phases(stage, stages, 1, micro_batches)
         visits = [[Visit(index) for index in range(units)]]
-        order = StepOrder([OrderUnit("slot")] * units, visits, phases, schedule)
+        order = StepOrder(
+            [OrderUnit("size", replace(SIZE, layer=str(i))) for i in range(units)],
+            visits,
+            phases,
+            schedule,
+        )
         made.append(Stage(phases, order, [cost] * units))
     return simulate(made, **how)
 
@@ -64,7 +71,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks():
         made = []
         for stage in range(4):
             phases = stage_phases(stage, 4, chunks, 8)
-            units = [OrderUnit(chunk, is_gathered=False) for chunk in range(chunks)]
+            units = [OrderUnit(chunk, NOTHING, is_gathered=False) for chunk in range(chunks)]
             order = StepOrder(
                 units, [[Visit(chunk)] for chunk in range(chunks)], phases, Schedule()
             )

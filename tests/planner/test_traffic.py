@@ -32,8 +32,9 @@ from megatron_asynchzp.planner.traffic import (
     step_traffic,
     unit_collectives,
 )
+from megatron_asynchzp.sharding.in_flight import UnitInFlight
 from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
-from megatron_asynchzp.sharding.topology import ShardSizes
+from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.testbed.fabric.reduction import Reduction
 from megatron_asynchzp.testbed.fabric.rings import (
     ring_all_gather,
@@ -70,13 +71,7 @@ def random_program(seed: int) -> Program:
     frozen = chance.randint(1, len(numels))
     units = tuple(UnitShape(numel, i != frozen) for i, numel in enumerate(numels))
     depth = chance.randint(0, 3)
-    config = ScheduleConfig(
-        "main-thread",
-        prefetch_depth=depth,
-        param_slots=chance.choice((0, 0, depth + 2)),
-        grad_slots=chance.randint(1, 3),
-        checks_order=False,
-    )
+    config = ScheduleConfig("main-thread", prefetch_depth=depth, checks_order=False)
     return Program(units, (step,) * NUM_STEPS, config, chance.choice(NESTED), dtype=torch.bfloat16)
 
 
@@ -86,12 +81,21 @@ def padded(shape: UnitShape, program: Program) -> int:
     return group.padded(round_up(shape.numel - 3, PARAM_ALIGNMENT_NUMEL) + 3)
 
 
+def in_flight(index: int, shape: UnitShape, program: Program) -> UnitInFlight:
+    sizes = ShardSizes(*program.sizes)
+    topology = ShardTopology(WORLD_SIZE, 0, sizes)
+    nbytes = program.config.grad_slot_nbytes
+    numel = padded(shape, program)
+    return UnitInFlight.of(f"u{index}", numel, 2, shape.is_trained, topology, nbytes)
+
+
 def order_of(program: Program) -> StepOrder:
     """The planner's description of the same program."""
     step, (param, grad, _) = program.steps[-1], program.sizes
     units = [
         OrderUnit(
             padded(shape, program),
+            in_flight(i, shape, program),
             param > 1,
             grad > 1,
             shape.is_trained,
@@ -109,7 +113,7 @@ def order_of(program: Program) -> StepOrder:
             phases.append(Phase(True, 0, index + ahead))
         phases.append(Phase(False, 0, index, index == step.micro_batches - 1))
     config = program.config
-    schedule = Schedule(config.depth, config.param_slots, config.grad_slots)
+    schedule = Schedule(config.depth, config.in_flight_nbytes)
     return StepOrder(units, [visits], phases, schedule)
 
 

@@ -3,6 +3,7 @@
 """The engine without Megatron: an HZPRuntime around a toy model with a plain AdamW loop."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from itertools import product
@@ -13,10 +14,12 @@ from torch import nn
 
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.sharding.in_flight import UnitInFlight, least_in_flight, memory_in_flight
+from megatron_asynchzp.sharding.layout import FlatLayout
 from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes, ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.config import ScheduleConfig
-from megatron_asynchzp.zero.plan import plan_units
+from megatron_asynchzp.zero.plan import UnitPlan, plan_units
 from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
 
@@ -42,17 +45,46 @@ def shard_groups(sizes: tuple[int, int, int], time_limit_s: float = 600.0) -> Sh
     return ShardGroups.create(topology, everyone, timedelta(seconds=time_limit_s))
 
 
+def with_memory(
+    config: ScheduleConfig, units: Sequence[UnitInFlight], share: float
+) -> ScheduleConfig:
+    """With a budget for memory in flight from 0 (what one layer needs) to 1 (the default)."""
+    default = memory_in_flight(units, config.depth)
+    least, most = sum(least_in_flight(units)), default.params + default.grads
+    return replace(config, in_flight_nbytes=round(least + share * (most - least)))
+
+
+def _in_flight(plan: UnitPlan, groups: ShardGroups, slot_nbytes: int) -> UnitInFlight:
+    first, topology = plan.params[0][1], groups.topology
+    shapes = [(name, tuple(param.shape)) for name, param in plan.params]
+    layout = FlatLayout.build(shapes, topology.sizes.optim)
+    return UnitInFlight.of(
+        plan.layer,
+        layout.padded_numel,
+        first.dtype.itemsize,
+        first.requires_grad,
+        topology,
+        slot_nbytes,
+    )
+
+
 def shard_model(
     model: nn.Module,
     sizes: Sequence[int],
     schedule: ScheduleConfig = ScheduleConfig(),
     driver: Driver | None = None,
+    memory: float = 1.0,
     fuses_grads: bool = False,
 ) -> HZPRuntime:
-    """A runtime over the default group; blocks, embedding and output are units."""
+    """A runtime over the default group; blocks, embedding and output are units.
+
+    memory: in flight, from 0 (what one layer needs) to 1 (the default).
+    """
     groups = shard_groups(tuple(sizes), schedule.time_limit_s)
     tied = {model.embedding.weight: (model.output,)} if model.is_tied else {}
     plans = plan_units(model, [*model.blocks, model.embedding, model.output], also_used_by=tied)
+    in_flight = [_in_flight(plan, groups, schedule.grad_slot_nbytes) for plan in plans]
+    schedule = with_memory(schedule, in_flight, memory)
     scale = 1.0 / dist.get_world_size()
     return HZPRuntime(
         model, plans, {"dense": groups}, schedule, driver, scale, fuses_grads=fuses_grads
@@ -70,10 +102,11 @@ class EngineTrainer:
         schedule: ScheduleConfig = ScheduleConfig(),
         driver: Driver | None = None,
         updates_in_backward: bool = False,
+        memory: float = 1.0,
         fuses_grads: bool = False,
     ):
         self.model = model
-        self.runtime = shard_model(model, sizes, schedule, driver, fuses_grads)
+        self.runtime = shard_model(model, sizes, schedule, driver, memory, fuses_grads)
         assert not trains_all or all(unit.is_trained for unit in self.runtime.units)
         self._optimizers = {
             unit: self._new_optimizer(unit) for unit in self.runtime.units if unit.is_trained

@@ -19,7 +19,7 @@ class StartMemory(NamedTuple):
     """Bytes of live tensors on this rank, beyond those before the model was built.
 
     built: at most while the modules were built; peak: until model and optimizer were complete;
-    shards: of parameters, states: all at rest, in_flight: of the rings, by the engine;
+    shards: of parameters, states: all at rest, in_flight: allocated for it, by the engine;
     largest_unit: its parameters, whole; model: all parameters, whole; drawing: what Megatron takes
     beside a weight to draw it on a CPU: in fp32 for all tensor-parallel ranks, cast, and cut.
     """
@@ -127,7 +127,7 @@ def _memory_of(chunks: list, built: int, peak: int) -> StartMemory | None:
         peak,
         shards=sum(unit.model_param.nbytes for unit in units),
         states=sum(sum(chunk.state_nbytes().values()) for chunk in chunks),
-        in_flight=sum(sum(chunk.runtime.ring_nbytes().values()) for chunk in chunks),
+        in_flight=sum(sum(chunk.runtime.in_flight_nbytes().values()) for chunk in chunks),
         largest_unit=max(whole),
         model=sum(whole),
         drawing=weight * ((4 + itemsize) * args.tensor_model_parallel_size + itemsize),

@@ -9,6 +9,7 @@ them came first in this run does not count: a stream, or a thread, may be late b
 
 import threading
 import time
+from bisect import bisect, insort
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -25,10 +26,10 @@ Clock = dict[str, int]
 """How many accesses of each stream have happened."""
 
 DEFAULT_STREAM = "main"
-# These take a tensor for its shape only.
+# These do not look at a tensor's elements.
 # fmt: off
 _SHAPE_ONLY = {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros",
-               "new_ones", "new_full", "new_empty_strided"}
+               "new_ones", "new_full", "new_empty_strided", "is_pinned"}
 # fmt: on
 
 
@@ -83,6 +84,7 @@ class RecordingDevice:
         self._num_streams = 0
         self._labels: dict[int, str] = {}
         self._accesses: dict[int, dict[tuple, Access]] = {}
+        self._allocations: list[tuple[int, int]] = []  # start and end, sorted, none overlap
 
     # ---- the interface
 
@@ -150,15 +152,15 @@ class RecordingDevice:
 
     def label(self, tensor: torch.Tensor, name: str) -> None:
         """Call the memory of `tensor` by `name` in messages."""
-        self._labels[tensor.untyped_storage().data_ptr()] = name
+        self._labels[self._extent(tensor)[0]] = name
 
     def operate(self, what: str, tensor: torch.Tensor, is_write: bool, stream=None) -> None:
         """`what` reads or writes `tensor` on `stream`, or the current one."""
         stream = stream or self._current()
-        memory, start, stop = _extent(tensor)
-        if start == stop:
-            return
         with self._lock:
+            memory, start, stop = self._extent(tensor)
+            if start == stop:
+                return
             self.num_accesses += 1
             clock = self._clock(stream)
             clock[stream] = clock.get(stream, 0) + 1
@@ -174,11 +176,32 @@ class RecordingDevice:
         """`tensor` is new: what was at its address before is gone. The allocator hands out memory
         that earlier work of the current stream may still use, so this is a write.
         """
-        memory = tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        start, stop = storage.data_ptr(), storage.data_ptr() + max(storage.nbytes(), 1)
         with self._lock:
-            self._accesses.pop(memory, None)
-            self._labels.pop(memory, None)
+            for memory, end in [one for one in self._allocations if one[0] < stop]:
+                if start < end:
+                    self._allocations.remove((memory, end))
+                    self._accesses.pop(memory, None)
+                    self._labels.pop(memory, None)
+            insort(self._allocations, (start, stop))
         self.operate(what, tensor, is_write=True)
+
+    def _extent(self, tensor: torch.Tensor) -> tuple[int, int, int]:
+        """The allocation it lies in, and the bytes from its first to its last element.
+
+        Several storages may lie in one allocation, and overlap.
+        """
+        pointer = memory = tensor.untyped_storage().data_ptr()
+        index = bisect(self._allocations, (pointer + 1,)) - 1
+        if index >= 0 and pointer < self._allocations[index][1]:
+            memory = self._allocations[index][0]
+        if tensor.numel() == 0:
+            return memory, 0, 0
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+        start, size = tensor.storage_offset(), tensor.element_size()
+        offset = pointer - memory
+        return memory, offset + start * size, offset + (start + last + 1) * size
 
     def _describe(self, memory: int, first: Access, second: Access) -> str:
         does = [
@@ -324,13 +347,3 @@ class _Noting(TorchDispatchMode):
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Its storage, and the bytes from its first to its last element."""
-    memory = tensor.untyped_storage().data_ptr()
-    if tensor.numel() == 0:
-        return memory, 0, 0
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
-    start, size = tensor.storage_offset(), tensor.element_size()
-    return memory, start * size, (start + last + 1) * size

@@ -18,6 +18,7 @@ from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.step import StepScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
+from tests.support.engine import with_memory
 from tests.support.recording_device import Collective, Group, RecordingDevice
 
 WORLD_SIZE = 8
@@ -53,7 +54,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """Units sharded by `sizes` over 8 ranks, as `rank` sees them, through `steps`."""
+    """Units sharded by `sizes` over 8 ranks, as `rank` sees them, through `steps`.
+
+    memory: in flight, from 0 (what one layer needs) to 1 (the default).
+    """
 
     units: tuple[UnitShape, ...]
     steps: tuple[Step, ...]
@@ -62,6 +66,7 @@ class Program:
     rank: int = 0
     dtype: torch.dtype = torch.bfloat16
     updates_in_backward: bool = False
+    memory: float = 1.0
 
 
 @dataclass
@@ -105,13 +110,11 @@ def _label(device: RecordingDevice, unit: HZPUnit) -> None:
             device.label(getattr(unit, state).storage, f"{state} of {unit.name}")
 
 
-def _label_slots(done: "Execution") -> None:
+def _label_places(done: "Execution") -> None:
     scheduler = done.scheduler
-    for kind, rings in (("param", scheduler.gathers.rings), ("grad", scheduler.reductions.rings)):
-        for index, slot in enumerate(rings.slots):
-            done.device.label(slot.storage, f"{kind} slot {index}")
-            for scratch in slot.scratch:
-                done.device.label(scratch, f"scratch of {kind} slot {index}")
+    for kind, arena in (("param", scheduler.gathers.arena), ("grad", scheduler.reductions.arena)):
+        for memory in arena.memory:
+            done.device.label(memory, f"{kind} place")
 
 
 def delayed_driver(device: RecordingDevice, config: ScheduleConfig, seed: int) -> Driver:
@@ -158,14 +161,16 @@ def execute(
             new_unit(f"u{index}", shape, groups, program.dtype)
             for index, shape in enumerate(program.units)
         ]
-        driver = delayed_driver(device, program.config, seed)
+        in_flight = [unit.in_flight(program.config.grad_slot_nbytes) for unit in units]
+        config = with_memory(program.config, in_flight, program.memory)
+        driver = delayed_driver(device, config, seed)
         try:
-            scheduler = scheduler_class(units, program.config, driver, 0.5)
+            scheduler = scheduler_class(units, config, driver, 0.5)
             done = Execution(device, scheduler)
             _note_tasks(driver, done)
             if program.updates_in_backward:
                 scheduler.update_in_backward(update)
-            _label_slots(done)
+            _label_places(done)
             for unit in units:
                 _label(device, unit)
             for step in program.steps:

@@ -63,7 +63,7 @@ def train(program: list, evaluates: bool, schedule: ScheduleConfig, sizes: tuple
                     losses.append(toy_loss(trainer.model, tokens).item())
     params = trainer.full_params()
     trainer.runtime.detach()
-    assert trainer.runtime.num_slots_in_use() == 0
+    assert trainer.runtime.num_places_in_use() == 0
     logger.removeHandler(listener)
     return losses, params, listener.lines
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.collectives import new_shards, run_steps
+from megatron_asynchzp.comm.collectives import run_steps, split_for_reduction
+from megatron_asynchzp.sharding.pieces import grad_pieces
 from megatron_asynchzp.sharding.topology import MeshAxis, ShardSizes, ShardTopology
 from megatron_asynchzp.testbed.counters import total
 from megatron_asynchzp.testbed.ranks import run_ranks
@@ -19,7 +20,7 @@ from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.engine import nested_sizes, shard_groups
 from tests.support.fabric import replace_default_group
 
-MICRO_BATCHES, SCALE = 2, 0.25
+MICRO_BATCHES, SCALE, SLOT_NBYTES = 2, 0.25, 2048
 
 
 def gradients_of(rank: int, numel: int, micro_batch: int) -> torch.Tensor:
@@ -38,8 +39,13 @@ def reduce_unit(sizes: tuple[int, int, int], dtype: torch.dtype, numel: int) -> 
         if unit.reduces_in_place:
             unit.main_grad.storage.add_(full)
         else:
-            shards = new_shards(full, groups.grad_reduce, dtype)
-            run_steps(unit.reduce_steps(full, shards))
+            for piece in grad_pieces(unit.layout, sizes[1], SLOT_NBYTES):
+                nbytes = unit.reduction_nbytes(piece)
+                packed, shards = split_for_reduction(
+                    torch.empty(nbytes // 4), piece.numel, groups.grad_reduce, dtype
+                )
+                unit.pack_grads(piece, {0: full[:numel]}, unit.places_of(piece, packed))
+                run_steps(unit.reduce_steps(piece, packed, shards))
     run_steps(unit.sync_grad_steps(SCALE))
     return unit
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 
+from megatron_asynchzp.comm.arena import Arena
 from megatron_asynchzp.comm.driver import Driver, Task
-from megatron_asynchzp.comm.ring import BufferRings
 from megatron_asynchzp.comm.timeline import LANES
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.config import ScheduleConfig
@@ -41,7 +41,10 @@ THREE = (UnitShape(),) * 3
 
 @st.composite
 def programs(draw, kinds=AHEAD) -> Program:
-    numel, is_trained = st.sampled_from((24, 24, 24, 40)), st.sampled_from((True,) * 4 + (False,))
+    numel, is_trained = (
+        st.sampled_from((24, 24, 24, 600, 1500)),
+        st.sampled_from((True,) * 4 + (False,)),
+    )
     units = draw(st.lists(st.builds(UnitShape, numel, is_trained), min_size=1, max_size=5))
     index = st.sampled_from(range(len(units)))
     step = st.builds(
@@ -59,8 +62,7 @@ def programs(draw, kinds=AHEAD) -> Program:
         ScheduleConfig,
         st.sampled_from(kinds),
         prefetch_depth=st.integers(0, 4),
-        param_slots=st.integers(0, 4),
-        grad_slots=st.integers(1, 4),
+        grad_slot_nbytes=st.sampled_from((1, 4096, 2**20)),
     )
     return Program(
         tuple(units),
@@ -70,6 +72,7 @@ def programs(draw, kinds=AHEAD) -> Program:
         draw(st.integers(0, WORLD_SIZE - 1)),
         draw(st.sampled_from((torch.bfloat16, torch.float32))),
         draw(st.booleans()),
+        draw(st.sampled_from((0.0, 0.3, 1.0))),
     )
 
 
@@ -77,13 +80,13 @@ def skip(*indices: int, **more) -> Step:
     return Step(skipped=frozenset(indices), **more)
 
 
-THREADED, NO_PREFETCH = ScheduleConfig("threaded", 2, grad_slots=1), ScheduleConfig("threaded", 0)
-# Each of these was once a race. The first gather into a slot did not wait for the zeros of the
-# slot (worst where a ring grows: the computation before it has not run yet); the optimizer did
+THREADED, NO_PREFETCH = ScheduleConfig("threaded", 2), ScheduleConfig("threaded", 0)
+# Each of these was once a race. The first gather did not wait for what its memory was used for
+# before (worst where memory grows: the computation before it has not run yet); the optimizer did
 # not wait for the parameter sync of a unit that its step had not used, nor, in fp32, for a gather
 # that a step of fewer micro-batches had no use for; after join_param_syncs gathers waited for the
 # optimizer but no longer for the syncs. An update within backward has the same readers to wait for.
-A_RING_GROWS = Program(THREE, (Step(root=0), Step(root=0)), replace(NO_PREFETCH, param_slots=1))
+MEMORY_GROWS = Program(THREE, (Step(root=0), Step(root=0)), NO_PREFETCH, memory=0.0)
 A_UNIT_IS_SKIPPED = Program(THREE, (Step(), skip(2), Step()), NO_PREFETCH, dtype=torch.float32)
 MICRO_BATCHES_VARY = Program(THREE, (Step(2), Step(1), Step(3)), THREADED, dtype=torch.float32)
 A_SYNC_IS_JOINED = Program(
@@ -91,11 +94,11 @@ A_SYNC_IS_JOINED = Program(
 )
 
 # Without streams the main-thread schedule waited for the last reduction of a unit only: a gradient
-# without the micro-batches before, where the ring had slots for two reductions of one unit.
+# without the micro-batches before, where there was memory for two reductions of one unit.
 TWO_REDUCTIONS_IN_FLIGHT = Program(
     (UnitShape(),) * 2 + (UnitShape(is_trained=False),) * 2,
     (Step(2),),
-    ScheduleConfig("main-thread", 0, grad_slots=4),
+    ScheduleConfig("main-thread", 0),
     (1, 2, 2),
 )
 UPDATED_EARLY = [
@@ -108,7 +111,7 @@ UPDATED_EARLY = [
 @given(programs())
 @example(UPDATED_EARLY[0])
 @example(UPDATED_EARLY[1])
-@example(A_RING_GROWS)
+@example(MEMORY_GROWS)
 @example(A_UNIT_IS_SKIPPED)
 @example(MICRO_BATCHES_VARY)
 @example(A_SYNC_IS_JOINED)
@@ -156,7 +159,7 @@ def test_without_streams_each_lane_and_each_group_has_the_order_of_submission(pr
 
 @FEW
 @given(programs(kinds=("inline", *AHEAD)))
-def test_a_slot_in_use_belongs_to_a_gather_under_way_and_in_the_end_all_are_free(program):
+def test_a_place_in_use_belongs_to_a_gather_under_way_and_in_the_end_all_are_free(program):
     under_way: set[Task] = set()
 
     class Watched(StepScheduler):
@@ -175,10 +178,10 @@ def test_a_slot_in_use_belongs_to_a_gather_under_way_and_in_the_end_all_are_free
 
         def zero_grads(self) -> None:
             super().zero_grads()
-            assert self.num_slots_in_use() == len(under_way)
+            assert self.num_places_in_use() == len(under_way)
 
     scheduler = execute(program, scheduler_class=Watched).scheduler
-    assert scheduler.num_slots_in_use() == 0 and not under_way
+    assert scheduler.num_places_in_use() == 0 and not under_way
 
 
 # ---- the engine around a model: hooks and autograd instead of a program
@@ -216,7 +219,7 @@ def train_recorded(config: ScheduleConfig, sizes, dtype, **toy) -> RecordingDevi
 def test_a_model_that_autograd_trains_never_reads_memory_that_is_rewritten(kind, toy):
     for sizes in ((2, 4, 8), (4, 1, 4), (8, 2, 8)):
         for dtype, depth in ((torch.float32, 2), (torch.bfloat16, 1)):
-            config = ScheduleConfig(kind, depth, grad_slots=depth)
+            config = ScheduleConfig(kind, depth, grad_slot_nbytes=4096 * depth)
             device = train_recorded(config, sizes, dtype, **toy)
             assert len(device.collectives) > 50
             assert device.races == []
@@ -225,14 +228,14 @@ def test_a_model_that_autograd_trains_never_reads_memory_that_is_rewritten(kind,
 # ---- the detector sees faults
 
 VARIED = [
-    replace(program, sizes=sizes, dtype=dtype, config=config)
+    replace(program, sizes=sizes, dtype=dtype, config=config, memory=memory)
     for program in (
         Program(THREE, (Step(2), Step(1, root=1), Step(3), skip(2), Step(2))),
-        Program((UnitShape(), UnitShape(40), UnitShape()), (Step(), skip(0, 1), Step(2))),
+        Program((UnitShape(), UnitShape(1500), UnitShape()), (Step(), skip(0, 1), Step(2))),
     )
     for sizes in ((2, 4, 8), (4, 1, 4))
     for dtype in (torch.float32, torch.bfloat16)
-    for config in (THREADED, replace(NO_PREFETCH, param_slots=1))
+    for config, memory in ((replace(THREADED, grad_slot_nbytes=1), 1.0), (NO_PREFETCH, 0.0))
 ]
 
 
@@ -259,23 +262,34 @@ def test_a_stream_that_does_not_wait_is_seen(device):
     assert find_races(new_device=device)
 
 
-def test_a_gather_that_does_not_wait_for_the_last_reader_of_its_slot_is_seen(monkeypatch):
-    release = BufferRings.release
+def test_a_gather_that_does_not_wait_for_the_last_readers_of_its_memory_is_seen(monkeypatch):
+    release = Arena.release
     monkeypatch.setattr(
-        BufferRings,
-        "release",
-        lambda rings, unit, slot, _last_reader=None: release(rings, unit, slot),
+        Arena, "release", lambda arena, place, _last_user=None: release(arena, place)
     )
     races = find_races()
-    assert any("param slot" in race and "all-gather writes" in race for race in races)
+    assert any("param place" in race and "all-gather writes" in race for race in races)
+
+
+def test_a_gather_that_waits_for_the_readers_of_one_place_of_several_is_seen(monkeypatch):
+    acquire = Arena.acquire
+
+    def acquire_forgetfully(arena, *args, **kwargs):
+        place = acquire(arena, *args, **kwargs)
+        if place is not None:
+            place.ready = place.ready[:1]
+        return place
+
+    monkeypatch.setattr(Arena, "acquire", acquire_forgetfully)
+    assert any("param place" in race and "all-gather writes" in race for race in find_races())
 
 
 @pytest.mark.parametrize(
     "lane, edge, victim",
     [
-        ("gather", "ready", "param slot"),
+        ("gather", "ready", "param place"),
         ("gather", "after", "model_param"),
-        ("reduce", "ready", "grad slot"),
+        ("reduce", "ready", "grad place"),
         ("grad-sync", "after", "main_grad"),
         ("grad-sync", "ready", "main_grad"),
         ("param-sync", "ready", "model_param"),

@@ -38,7 +38,7 @@ class Engine:
 
     def __init__(self, kind: str):
         self.model = nn.Sequential(*(Squashed() for _ in range(4)))
-        config = ScheduleConfig(kind, 1, 0, 2, LIMIT_S, checks_order=False, timed_every=1)
+        config = ScheduleConfig(kind, 1, time_limit_s=LIMIT_S, checks_order=False, timed_every=1)
         self.driver = config.start_driver(RecordingDevice())
         groups = {"dense": recorded_groups((2, 4, 8), 3)}
         plans = plan_units(self.model, list(self.model))

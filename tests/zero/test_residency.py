@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from megatron_asynchzp.zero.residency import kept_gaps
+from megatron_asynchzp.zero.residency import Residency, kept_gaps, most_kept_nbytes
 from tests.support.pipeline_order import Stage, most_kept_gaps
 
 ORDERS = st.lists(st.tuples(st.integers(0, 5), st.just(0)), max_size=30)
@@ -26,8 +26,9 @@ def open_at(uses, kept, turn: int) -> list:
 @given(ORDERS, st.integers(0, 30))
 def test_what_is_kept_never_exceeds_the_budget(uses, budget):
     kept = kept_gaps(uses, SIZES.__getitem__, budget)
-    for turn in range(len(uses)):
-        assert sum(SIZES[user] for user in open_at(uses, kept, turn)) <= budget
+    at_a_turn = [sum(SIZES[u] for u in open_at(uses, kept, turn)) for turn in range(len(uses))]
+    most = most_kept_nbytes(uses, SIZES.__getitem__, kept)
+    assert max(at_a_turn, default=0) == most <= budget
 
 
 @settings(deadline=None, derandomize=True)
@@ -67,3 +68,51 @@ def test_two_chunks_kept_of_a_deep_interleaved_pipeline_save_nine_gathers_in_ten
 def test_one_chunk_of_gradients_kept_saves_seven_reductions_in_eight():
     uses = Stage(pp=8, vpp=4, micro_batches=32).grad_uses()
     assert [len(uses) - len(kept_gaps(uses, lambda _: 1, room)) for room in (0, 1)] == [256, 32]
+
+
+# ---- step after step
+
+
+def run_step(residency: Residency, uses) -> list[bool]:
+    """For each use, whether what it needs had been kept."""
+    kept, found = set(), []
+    residency.restart()
+    for user in uses:
+        found.append(user in kept)
+        kept.discard(user)
+        residency.visit(user)
+        if residency.keeps(user):
+            kept.add(user)
+    return found
+
+
+USES = [*"abcabcbacba"]
+
+
+def test_the_second_step_keeps_what_the_first_one_shows_to_be_worth_it():
+    residency = Residency[str](1, lambda _: 1)
+    assert not any(run_step(residency, USES))
+    assert sum(run_step(residency, USES)) == len(kept_gaps(USES, lambda _: 1, 1)) == 5
+    residency.restart()
+    assert residency.num_found == 5 and residency.planned_nbytes == 1
+
+
+def test_a_budget_of_0_keeps_nothing():
+    residency = Residency[str](0, lambda _: 1)
+    assert not any(run_step(residency, "aabb") + run_step(residency, "aabb"))
+
+
+def test_after_a_departure_nothing_more_is_kept_and_the_step_is_the_next_ones_record():
+    residency = Residency[str](2, lambda _: 1)
+    run_step(residency, USES)
+    departed = [*"acbabc"]
+    found = run_step(residency, departed)
+    # "a" was kept before the departure, and is found.
+    assert found == [False, False, False, True, False, False]
+    assert sum(run_step(residency, departed)) == len(kept_gaps(departed, lambda _: 1, 2))
+
+
+def test_a_step_with_fewer_micro_batches_is_followed_as_far_as_it_goes():
+    residency = Residency[str](1, lambda _: 1)
+    run_step(residency, "ababab")
+    assert run_step(residency, "abab") == [False, False, True, True]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Views of gathered parameters that backward needs: right at every ring size and depth, also those
+"""Views of gathered parameters that backward needs: right whatever memory and depth, also those
 that autograd's hooks never see."""
 
 from unittest import mock
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_asynchzp.comm.ring import Slot
+from megatron_asynchzp.comm.arena import Place
 from megatron_asynchzp.testbed.ranks import run_ranks
 from megatron_asynchzp.zero.config import ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
@@ -45,9 +45,9 @@ def hide_weights(model: ToyLM) -> ToyLM:
     return model
 
 
-def grads_after_two_steps(model: ToyLM, schedule: ScheduleConfig):
+def grads_after_two_steps(model: ToyLM, schedule: ScheduleConfig, memory: float = 1.0):
     """The first step records the order, the second prefetches; the gradients of the second."""
-    trainer = EngineTrainer(model, SIZES, schedule=schedule)
+    trainer = EngineTrainer(model, SIZES, schedule=schedule, memory=memory)
     trainer.step(0, 1)
     trainer.runtime.zero_grads()
     toy_loss(model, toy_batch(1, 0, dist.get_rank())).backward()
@@ -57,29 +57,30 @@ def grads_after_two_steps(model: ToyLM, schedule: ScheduleConfig):
     return grads, trainer.runtime.gathers.warned
 
 
-def check_every_ring_and_depth() -> None:
+def check_every_memory_and_depth() -> None:
     expected, _ = grads_after_two_steps(build_toy(depth=4), ScheduleConfig("inline"))
     for kind in ("main-thread", "threaded"):
-        for slots in (1, 2, 3, 4):
+        for memory in (0.0, 0.3, 0.6, 1.0):
             for depth in (1, 2, 3, 4):
-                schedule = ScheduleConfig(kind, depth, slots)
-                grads, warned = grads_after_two_steps(build_toy(depth=4), schedule)
+                schedule = ScheduleConfig(kind, depth)
+                grads, warned = grads_after_two_steps(build_toy(depth=4), schedule, memory)
                 assert all(map(torch.equal, grads, expected)), schedule
                 assert not warned, schedule
 
 
-def test_linear_layers_get_the_same_gradients_at_every_ring_size_and_depth():
-    run_ranks(check_every_ring_and_depth, 4)
+def test_linear_layers_get_the_same_gradients_whatever_memory_and_depth():
+    run_ranks(check_every_memory_and_depth, 4)
 
 
 def check_hidden_views() -> bool:
     """Whether the gradients are right without the guard, which must make them right."""
     expected, _ = grads_after_two_steps(build_toy(depth=4), ScheduleConfig("inline"))
-    schedule = ScheduleConfig("threaded", 2, 3)
-    grads, warned = grads_after_two_steps(hide_weights(build_toy(depth=4)), schedule)
+    # With these some block lies elsewhere in backward than in forward.
+    choice = ScheduleConfig("threaded", 3), 0.3
+    grads, warned = grads_after_two_steps(hide_weights(build_toy(depth=4)), *choice)
     assert all(map(torch.allclose, grads, expected)) and warned == {"views"}
-    with mock.patch.object(Slot, "is_viewed", lambda *_, **__: False):
-        grads, _ = grads_after_two_steps(hide_weights(build_toy(depth=4)), schedule)
+    with mock.patch.object(Place, "is_viewed", lambda *_, **__: False):
+        grads, _ = grads_after_two_steps(hide_weights(build_toy(depth=4)), *choice)
     return all(map(torch.allclose, grads, expected))
 
 
@@ -91,14 +92,14 @@ def memory_of_hidden_views() -> list[int]:
     trainer = EngineTrainer(
         hide_weights(build_toy(depth=4)), SIZES, schedule=ScheduleConfig("threaded", 2)
     )
-    rings = []
+    in_flight = []
     for step in range(6):
         trainer.step(step, 2)
-        rings.append(sum(trainer.runtime.ring_nbytes().values()))
+        in_flight.append(sum(trainer.runtime.in_flight_nbytes().values()))
     trainer.runtime.detach()
-    return rings
+    return in_flight
 
 
-def test_the_rings_keep_their_size_when_views_take_memory_with_them():
-    for rings in run_ranks(memory_of_hidden_views, 4):
-        assert len(set(rings)) == 1
+def test_memory_in_flight_keeps_its_size_when_views_take_memory_with_them():
+    for in_flight in run_ranks(memory_of_hidden_views, 4):
+        assert len(set(in_flight)) == 1

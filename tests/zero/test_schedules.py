@@ -31,7 +31,7 @@ def compare_schedules(cases: Iterable[tuple], steps: int) -> None:
             trainer = EngineTrainer(
                 build_toy(dtype, depth=5, **kwargs),
                 sizes,
-                schedule=ScheduleConfig(kind, depth, grad_slots=1 + depth % 2),
+                schedule=ScheduleConfig(kind, depth, grad_slot_nbytes=2048 << 4 * (depth % 2)),
                 updates_in_backward=in_backward,
             )
             losses = [trainer.step(step, 1 + 2 * (step % 2)) for step in range(steps)]
@@ -57,7 +57,7 @@ def train_two_blocks() -> dict[str, list[float]]:
         model = build_toy(depth=4)
         model.requires_grad_(False)
         model.blocks[2:].requires_grad_(True)
-        schedule = ScheduleConfig(kind, grad_slots=4)
+        schedule = ScheduleConfig(kind)
         trainer = EngineTrainer(model, (1, 2, 2), trains_all=False, schedule=schedule)
         losses[kind] = [trainer.step(step, 3) for step in range(4)]
         trainer.runtime.detach()
@@ -119,7 +119,7 @@ def test_parameter_shards_are_rebuilt_in_the_order_of_their_first_use(sizes):
 
 
 def test_what_comes_before_the_first_layer_does_not_hold_up_its_gather():
-    """Small units have slots of their own: the gathers of all that the next step begins with are
+    """Small units do not count against it: the gathers of all that the next step begins with are
     submitted with the rebuilding of their shards."""
     for used, events, _ in run_ranks(submissions_of_a_step, 4, (2, 2, 4)):
         after_step = events[events.index(f"param-sync {used[0]}") :]

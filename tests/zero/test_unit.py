@@ -73,8 +73,8 @@ def check_memory_law(sizes_list: list) -> list[tuple]:
         trainer.step(1, 3)
         trainer.runtime.settle()
         later = live_nbytes() - before
-        rings = sum(trainer.runtime.ring_nbytes().values())
-        at_rest, later = at_rest - rings, later - rings
+        in_flight = sum(trainer.runtime.in_flight_nbytes().values())
+        at_rest, later = at_rest - in_flight, later - in_flight
         units = trainer.runtime.units
         numel = sum(unit.layout.numel for unit in units)
         padding = sum(unit.layout.padding_numel for unit in units)
@@ -86,7 +86,7 @@ def check_memory_law(sizes_list: list) -> list[tuple]:
     return rows
 
 
-def test_bytes_at_rest_are_the_formula_of_the_paper_and_the_rings_on_every_rank():
+def test_bytes_at_rest_are_the_formula_of_the_paper_and_what_is_in_flight_on_every_rank():
     for rows in run_ranks(check_memory_law, 4, SOME_SIZES):
         for sizes, at_rest, later, formula, padding in rows:
             # Nothing stays of backward, nothing grows; a thread may yet hold its last scalar.

@@ -12,6 +12,7 @@ import torch
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule, resolve_trace
+from megatron_asynchzp.mcore.flags.moments import take_moment_dtypes
 from megatron_asynchzp.mcore.flags.refusals import refuse_unsupported
 from megatron_asynchzp.mcore.flags.shard_sizes import (
     STATES,
@@ -39,7 +40,7 @@ def prepare_args(args: Namespace) -> list[str]:
     sizes = resolve_shard_sizes(args, group_size, sharding_ranks_per_node(args))
     refuse_missing_data(args)
     refuse_missing_writer(args)
-    lines = []
+    lines = take_moment_dtypes(args)
     if translated_sizes(args, group_size):
         flags = [f"--asynchzp-{state}-shard-size {getattr(sizes, state)}" for state in STATES]
         lines.append(f"the flags of another wrapper have become {' '.join(flags)}")

@@ -132,15 +132,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "use --optimizer adam or sgd alone",
         other_than("--optimizer muon", "adam", "sgd"),
         "--optimizer-cpu-offload",
-        "--use-precision-aware-optimizer",
     ),
     *because(
-        "main parameters, gradients and optimizer states are kept in fp32",
+        "main parameters and gradients are kept in fp32",
         _DROP,
         _other_dtype_than_fp32("--main-params-dtype fp16"),
         _other_dtype_than_fp32("--main-grads-dtype bf16"),
-        _other_dtype_than_fp32("--exp-avg-dtype bf16"),
-        _other_dtype_than_fp32("--exp-avg-sq-dtype bf16"),
     ),
     *because(
         "it is tied to the number of ranks",

@@ -165,12 +165,14 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
 def get_optimizer(
     original: Callable, config, model_chunks, config_overrides=None, *rest: Any, **options: Any
 ) -> Any:
-    if run_args() is None:
+    if (args := run_args()) is None:
         return original(config, model_chunks, config_overrides, *rest, **options)
     from megatron_asynchzp.mcore.optimizer import get_asynchzp_optimizer
+    from megatron_asynchzp.mcore.rounded_adam import moments_of
 
     pg_collection = options.get("pg_collection")
-    return get_asynchzp_optimizer(config, model_chunks, config_overrides, pg_collection)
+    moments = moments_of(args)
+    return get_asynchzp_optimizer(config, model_chunks, config_overrides, pg_collection, moments)
 
 
 @replaces(

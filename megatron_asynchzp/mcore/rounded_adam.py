@@ -1,0 +1,136 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns Adam whose moments are stored in bf16: Transformer Engine's fused one where
+it is installed, else the same arithmetic from torch.
+
+A step computes in fp32 and rounds the new moments once, to nearest, when it stores them; the
+parameter is updated from the moments before they are rounded.
+"""
+
+import inspect
+from argparse import Namespace
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from torch.optim.adam import adam
+
+from megatron_asynchzp.errors import ConfigurationError
+
+# Elements that are computed in fp32 at once: what a step takes beside the states is 8 bytes each.
+_CHUNK = 1 << 20
+
+
+class MomentDtypes(NamedTuple):
+    """In what the two moments of Adam are stored."""
+
+    exp_avg: torch.dtype = torch.float32
+    exp_avg_sq: torch.dtype = torch.float32
+
+    @property
+    def is_rounded(self) -> bool:
+        return self != MomentDtypes()
+
+
+def moments_of(args: Namespace) -> MomentDtypes:
+    """Of validated arguments: those of --use-asynchzp, or of stock Megatron."""
+    words = getattr(args, "asynchzp_moment_dtypes", None)
+    if words is None:
+        return MomentDtypes(args.exp_avg_dtype, args.exp_avg_sq_dtype)
+    known = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    return MomentDtypes(*(known[word] for word in words))
+
+
+class RoundedAdam(torch.optim.AdamW):
+    """torch's fused Adam, or AdamW, with moments in `moments`. Takes the parameter groups and the
+    hyperparameters of torch.optim.AdamW; parameters are fp32."""
+
+    def __init__(self, params: Any, moments: MomentDtypes, is_decoupled: bool, **rest: Any):
+        super().__init__(params, **rest)
+        self._moments, self._is_decoupled = moments, is_decoupled
+
+    def initialize_state(self, param: torch.Tensor) -> None:
+        """Moments of zero for one parameter, as Transformer Engine's Adam offers it."""
+        self.state[param] = {
+            "step": torch.tensor(0.0, device=param.device),
+            "exp_avg": torch.zeros_like(param, dtype=self._moments.exp_avg),
+            "exp_avg_sq": torch.zeros_like(param, dtype=self._moments.exp_avg_sq),
+        }
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if closure is not None:
+            raise NotImplementedError("RoundedAdam takes no closure")
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if not self.state[param]:
+                    self.initialize_state(param)
+                self._update(param, param.grad, self.state[param], group)
+
+    def _update(
+        self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        tensors = (param, grad, state["exp_avg"], state["exp_avg_sq"])
+        for chunk in zip(*(tensor.view(-1).split(_CHUNK) for tensor in tensors), strict=True):
+            values, gradient, *stored = chunk
+            moments = [moment.float() for moment in stored]  # itself where it is fp32
+            adam(
+                [values],
+                [gradient],
+                *([moment] for moment in moments),
+                max_exp_avg_sqs=[],
+                state_steps=[state["step"].clone()],
+                fused=True,
+                decoupled_weight_decay=self._is_decoupled,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            for moment, place in zip(moments, stored, strict=True):
+                if moment is not place:
+                    place.copy_(moment)
+        state["step"] += 1
+
+
+def build_rounded_adam(
+    config: OptimizerConfig, param_groups: list[dict], moments: MomentDtypes
+) -> tuple[torch.optim.Optimizer, Any]:
+    """Adam over `param_groups`, and the function with which Megatron makes its states before it
+    loads them. Raises ConfigurationError, one line, for a fused Adam that rounds no moments."""
+    common: dict[str, Any] = {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_eps,
+    }
+    if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+        built = RoundedAdam(param_groups, moments, config.decoupled_weight_decay, **common)
+    else:
+        fused: Any = megatron_optimizer.Adam
+        if "exp_avg_dtype" not in inspect.signature(fused).parameters:
+            raise ConfigurationError(
+                f"--use-precision-aware-optimizer: {fused.__module__} has no moments but in fp32; "
+                "install Transformer Engine 2.1 or newer, or drop the flag"
+            )
+        built = fused(
+            param_groups,
+            **common,
+            adam_w_mode=config.decoupled_weight_decay,
+            exp_avg_dtype=moments.exp_avg,
+            exp_avg_sq_dtype=moments.exp_avg_sq,
+        )
+    return built, _make_states
+
+
+def _make_states(optimizer: Any, config: Any = None) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not optimizer.state[param]:
+                optimizer.initialize_state(param)

@@ -1,0 +1,213 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that a dry run predicts for small models, beside the count of every tensor of three
+steps of Megatron's pretrain() with the same flags on the CPU, as JSON lines.
+
+    python -m scripts.bench.count_peaks --out docs/results/records/peaks.jsonl
+    python -m scripts.bench.count_peaks --real-size --out docs/results/records/real_size.jsonl
+
+--real-size: one layer of the 36B model of the paper at its true shapes, on 4 ranks, in 14 GiB.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from megatron_asynchzp.testbed import megatron_runs
+from megatron_asynchzp.testbed.machine import machine_record
+from megatron_asynchzp.testbed.megatron_flags import size_flags
+from megatron_asynchzp.testbed.megatron_runs import BF16, FULL_RECOMPUTE, UNTIED, gpt_args
+from megatron_asynchzp.testbed.memory import install_memory_count
+from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.report.records import replace
+
+_ROOT = Path(__file__).parents[2]
+_LIMIT_S = 1800
+
+# So wide and long that activations are a good part of the peak.
+# fmt: off
+_SHAPE = ["--num-layers", "4", "--hidden-size", "128", "--seq-length", "128",
+          "--max-position-embeddings", "128", "--micro-batch-size", "2", "--vocab-size", "511",
+          "--train-iters", "3"]
+_LLAMA = ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear",
+          "--position-embedding-type", "rope", *UNTIED]
+_GROUPED = ["--group-query-attention", "--num-query-groups", "2"]
+_LATENT = ["--multi-latent-attention", "--q-lora-rank", "32", "--kv-lora-rank", "16",
+           "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "16", "--v-head-dim", "16",
+           "--rope-type", "rope", "--use-pasa-attention"]
+_EXPERTS = ["--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type",
+            "alltoall", "--moe-router-load-balancing-type", "none", "--disable-bias-linear"]
+_DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
+_SELECTIVE = ["--recompute-granularity", "selective"]
+_BLOCK = ["--recompute-granularity", "full", "--recompute-method", "block",
+          "--recompute-num-layers", "2"]
+_ROUNDED = ["--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16",
+            "--exp-avg-sq-dtype", "bf16"]
+_TENSOR = ["--tensor-model-parallel-size", "2"]
+_PIPELINE = ["--pipeline-model-parallel-size", "2"]
+# Seed-OSS-36B: one of its 64 layers, and a part of its vocabulary. Ranks split its tensors, because
+# whole fp32 gradients of a layer on each of 4 ranks, 2 GiB each, leave no room for its states.
+_REAL_SIZE = ["--num-layers", "1", "--hidden-size", "5120", "--ffn-hidden-size", "27648",
+              "--num-attention-heads", "80", "--group-query-attention", "--num-query-groups", "8",
+              "--kv-channels", "128", "--add-qkv-bias", "--seq-length", "32",
+              "--max-position-embeddings", "32", "--vocab-size", "2047", "--train-iters", "3",
+              "--global-batch-size", "1", "--distributed-timeout-minutes", "20",
+              "--tensor-model-parallel-size", "4"]
+# fmt: on
+
+
+class Case(NamedTuple):
+    """A model on `ranks` ranks. flags: all of a training run on the CPU."""
+
+    name: str
+    ranks: int
+    flags: list[str]
+
+
+def _case(name: str, *flags: str, ranks: int = 2, dtype: Sequence[str] = BF16) -> Case:
+    return Case(name, ranks, gpt_args(*_SHAPE, *dtype, *flags, *size_flags((2, 2, 2))))
+
+
+CASES = (
+    _case("dense"),
+    _case("dense, dropout", *_DROPOUT),
+    _case("dense, full recompute", *FULL_RECOMPUTE),
+    _case("Llama", *_LLAMA),
+    _case("Llama, fp32", *_LLAMA, dtype=()),
+    _case("Llama, moments in bf16", *_LLAMA, *_ROUNDED),
+    _case("Llama, selective recompute", *_LLAMA, *_SELECTIVE),
+    _case("Llama, full recompute", *_LLAMA, *FULL_RECOMPUTE),
+    _case("Llama, two layers recomputed", *_LLAMA, *_BLOCK),
+    _case("grouped queries", *_LLAMA, *_GROUPED),
+    _case("grouped queries, PASA", *_LLAMA, *_GROUPED, "--use-pasa-attention"),
+    _case("latent attention", *_LLAMA, *_LATENT),
+    _case("latent attention, full recompute", *_LLAMA, *_LATENT, *FULL_RECOMPUTE),
+    _case("experts", *_LLAMA, *_EXPERTS),
+    _case("experts, full recompute", *_LLAMA, *_EXPERTS, *FULL_RECOMPUTE),
+    _case("tensor parallel", *_LLAMA, *_TENSOR, ranks=4),
+    _case("tensor parallel, full recompute", *_TENSOR, *FULL_RECOMPUTE, ranks=4),
+    _case("pipeline parallel", *_LLAMA, *_PIPELINE, ranks=4),
+    _case("pipeline parallel, full recompute", *_PIPELINE, *FULL_RECOMPUTE, ranks=4),
+)
+REAL_SIZE = Case(
+    "one layer of 36B", 4, gpt_args(*_LLAMA, *_REAL_SIZE, *BF16, *_ROUNDED, *size_flags((1, 1, 1)))
+)
+
+
+# ---- what a dry run predicts
+
+# A process of its own: what a test-bed has replaced in torch must not make a model on the meta
+# device real.
+_CHILD = """
+import json, os, sys
+out = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+from megatron_asynchzp.dry_run.measured import measure
+for line in sys.stdin:
+    flags, ranks = json.loads(line)
+    stages = measure(tuple([*flags, "--asynchzp-device", "cpu"]), ranks, ranks).stages
+    print(json.dumps([[s.memory.start, s.memory.training] for s in stages]), file=out)
+"""
+
+
+class Peak(NamedTuple):
+    """Bytes of live tensors at most: until the model and the optimizer are built, and after."""
+
+    start: float
+    training: float
+
+
+def predicted_peaks(cases: Sequence[Case]) -> list[list[Peak]]:
+    """Of each pipeline stage of each case. Raises RuntimeError where a dry run fails."""
+    lines = "".join(json.dumps([case.flags, case.ranks]) + "\n" for case in cases)
+    command = [sys.executable, "-W", "ignore", "-c", _CHILD]
+    ended = subprocess.run(command, cwd=_ROOT, input=lines, capture_output=True, text=True)
+    if ended.returncode:
+        raise RuntimeError(ended.stderr[-3000:])
+    return [[Peak(*one) for one in json.loads(line)] for line in ended.stdout.splitlines()]
+
+
+# ---- what is counted
+
+
+def _counted_peak(flags: list[str]) -> Peak:
+    """Of this rank. Collective: it runs pretrain() with `flags`."""
+    from megatron.training import training
+
+    count = install_memory_count()
+    if count is None:
+        raise RuntimeError("the peaks cannot be counted here")
+    set_up, before, start = training.setup_model_and_optimizer, 0, 0
+
+    def set_up_measured(*args: Any, **kwargs: Any) -> Any:
+        nonlocal before, start
+        before = count.live_nbytes
+        count.reset_peak()
+        built = set_up(*args, **kwargs)
+        start = count.peak_nbytes
+        count.reset_peak()
+        return built
+
+    with (
+        mock.patch.object(training, "setup_model_and_optimizer", set_up_measured),
+        # Megatron draws the weights itself, as in a run of a user.
+        mock.patch.object(megatron_runs, "seed_parameters", lambda chunks: chunks),
+    ):
+        megatron_runs.run_pretrain(flags)
+    peak = Peak(start - before, count.peak_nbytes - before)
+    count.uninstall()
+    return peak
+
+
+def counted_peaks(cases: Sequence[Case]) -> list[Peak]:
+    """Of this rank, one run after another. Collective."""
+    return [_counted_peak(case.flags) for case in cases]
+
+
+def compare(cases: Sequence[Case]) -> Iterator[dict]:
+    """One line per case and pipeline stage: bytes predicted, and counted on the rank of the stage
+    that has most."""
+    predicted = dict(zip((case.name for case in cases), predicted_peaks(cases), strict=True))
+    for ranks in sorted({case.ranks for case in cases}):
+        chosen = [case for case in cases if case.ranks == ranks]
+        by_rank = run_ranks(counted_peaks, ranks, chosen, timeout_s=_LIMIT_S)
+        for case, *peaks in zip(chosen, *by_rank, strict=True):
+            stages = predicted[case.name]
+            size = ranks // len(stages)
+            for index, stage in enumerate(stages):
+                of_stage = peaks[index * size : (index + 1) * size]
+                yield {
+                    "kind": "peak",
+                    "model": case.name,
+                    "ranks": ranks,
+                    "stage": index,
+                    "predicted": stage._asdict(),
+                    "counted": {
+                        name: max(getattr(peak, name) for peak in of_stage) for name in Peak._fields
+                    },
+                }
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--real-size", action="store_true", help="one layer of the 36B model")
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args(argv)
+    lines = []
+    for line in compare([REAL_SIZE] if asked.real_size else CASES):
+        lines.append(line)
+        totals = [max(line[side].values()) / 2**20 for side in ("predicted", "counted")]
+        print(f"{line['model']}, stage {line['stage']}: predicted {totals[0]:.2f} MiB, counted "
+              f"{totals[1]:.2f} ({totals[0] / totals[1] - 1:+.1%})", flush=True)  # fmt: skip
+    replace(asked.out, [machine_record(), *lines])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

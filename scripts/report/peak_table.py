@@ -1,0 +1,29 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the JSON lines of count_peaks.py into a table: peaks as predicted and as counted."""
+
+from collections.abc import Sequence
+
+MIB = 2**20
+
+
+def table(lines: Sequence[dict]) -> str:
+    """One row for each model and pipeline stage."""
+    columns = ("model", "ranks", "stage", "start", "counted", "training", "counted", "peak apart")
+    rows = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
+    for line in lines:
+        sides = [line[side] for side in ("predicted", "counted")]
+        numbers = [f"{side[what] / MIB:.2f}" for what in ("start", "training") for side in sides]
+        cells = (line["model"], str(line["ranks"]), str(line["stage"]), *numbers)
+        rows.append(f"| {' | '.join(cells)} | {apart(line):+.1%} |")
+    return "\n".join(rows)
+
+
+def apart(line: dict) -> float:
+    """How much more is predicted than was counted, of the higher of the two peaks."""
+    return max(line["predicted"].values()) / max(line["counted"].values()) - 1
+
+
+def worst(lines: Sequence[dict]) -> str:
+    """The largest error of all peaks."""
+    return f"{max(abs(apart(line)) for line in lines):.1%}"

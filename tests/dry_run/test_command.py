@@ -1,0 +1,115 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The dry run of the launcher as a user meets it: tables, exit statuses, and one line for what
+cannot run. One process for all: importing Megatron takes longer than a dry run."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_SCRIPT = "scripts/train/pretrain_gpt.py"
+# fmt: off
+_MODEL = ["--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "4",
+          "--seq-length", "128", "--max-position-embeddings", "128", "--micro-batch-size", "2",
+          "--global-batch-size", "16", "--train-iters", "3", "--lr", "1e-3", "--mock-data",
+          "--tokenizer-type", "NullTokenizer", "--vocab-size", "511", "--bf16", "--use-asynchzp"]
+_HYBRID = ["--hybrid-layer-pattern", "M-M*ME", "--num-experts", "4", "--moe-router-topk", "2",
+           "--mamba-head-dim", "32", "--mamba-state-dim", "16", "--mamba-num-groups", "1",
+           "--disable-bias-linear"]
+# fmt: on
+
+_CHILD = """
+import contextlib, io, json, os, sys
+channel = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+from megatron_asynchzp import launch
+for line in sys.stdin:
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            launch.main(json.loads(line))
+        except SystemExit as ended:
+            status = ended.code or 0
+    print(json.dumps([status, out.getvalue(), err.getvalue()]), file=channel, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator:
+    """Call with the words after the model's flags; returns status, stdout, stderr."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    command = [sys.executable, "-W", "ignore", "-c", _CHILD]
+    with subprocess.Popen(command, cwd=_ROOT, text=True, **pipes) as child:
+
+        def dry_run(*words: str, ranks: str = "8") -> tuple[int, str, str]:
+            line = [_SCRIPT, *_MODEL, *words, "--asynchzp-dry-run", *ranks.split()]
+            child.stdin.write(json.dumps(line) + "\n")
+            child.stdin.flush()
+            status, out, err = json.loads(child.stdout.readline())
+            return status, out, err
+
+        yield dry_run
+        child.stdin.close()
+
+
+def test_a_command_line_runs_dry_with_all_its_tables(run):
+    status, out, err = run("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    assert status == 0 and "megatron_asynchzp: " not in err
+    for words in ("8 ranks, 8 per node", "Mesh", "State bytes per rank", "Memory per rank"):
+        assert words in out
+
+
+@pytest.mark.parametrize("ranks, expected", [("", "8 ranks"), ("4", "4 ranks"), ("2", "2 ranks")])
+def test_it_pretends_the_ranks_that_are_asked_for_or_the_fewest_that_can_run(run, ranks, expected):
+    status, out, _ = run(ranks=ranks)
+    assert status == 0 and out.startswith(expected)
+
+
+def test_moments_in_bf16_are_half_of_those_in_fp32(run):
+    rounded = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16")
+    lines = []
+    for flags in ((), rounded, (*rounded, "--exp-avg-sq-dtype", "bf16")):
+        _, out, _ = run(*flags)
+        lines.append(next(line for line in out.splitlines() if "optimizer_moments" in line))
+    held = [float(line.split("│")[3].split()[0]) for line in lines]
+    assert held[1:] == pytest.approx([0.75 * held[0], 0.5 * held[0]], rel=2e-3)
+
+
+def test_a_hybrid_model_with_mamba_layers_and_experts_runs_dry_by_formula(run):
+    words = [*_HYBRID]
+    status, out, err = run(*words)
+    assert status == 0, err
+    assert "of experts" in out and "Memory per rank" in out
+
+
+def test_a_device_that_is_too_small_ends_in_one_line_with_status_1(run):
+    assert run("--asynchzp-device-gb", "1")[0] == 0
+    status, out, err = run("--asynchzp-device-gb", "0.001")
+    assert status == 1 and "Memory per rank" in out
+    assert "does not fit" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words, ranks, line",
+    [
+        (["--no-such-flag"], "8", "unrecognized arguments: --no-such-flag"),
+        (["--optimizer-cpu-offload"], "8", "--optimizer-cpu-offload is not supported"),
+        (["--data-path", "nowhere"], "8", "nowhere: no dataset there"),
+        (["--exp-avg-dtype", "fp8"], "8", "--exp-avg-dtype fp8 is not supported"),
+        (["--asynchzp-device-gb", "-3"], "8", "--asynchzp-device-gb -3: give the GiB"),
+        ([], "-2", "--asynchzp-dry-run -2: give a number of ranks"),
+        ([], "many", "--asynchzp-dry-run: invalid int value"),
+        (["--tensor-model-parallel-size", "3"], "8", "8 ranks are not a multiple"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line_with_status_2(run, words, ranks, line):
+    status, out, err = run(*words, ranks=ranks)
+    assert status == 2 and out == ""
+    assert err.startswith("megatron_asynchzp: ") and err.count("\n") == 1
+    assert line in err

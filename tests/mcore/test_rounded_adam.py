@@ -1,0 +1,149 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Adam with moments in bf16 computes in fp32 and rounds what it stores, once a step."""
+
+from argparse import Namespace
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore import rounded_adam
+from megatron_asynchzp.mcore.flags.moments import take_moment_dtypes
+from megatron_asynchzp.mcore.rounded_adam import MomentDtypes, RoundedAdam, build_rounded_adam
+
+_HOW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+_BF16 = MomentDtypes(torch.bfloat16, torch.bfloat16)
+_STEPS = 5
+
+
+def _trained(make, num_elements: int = 1000) -> tuple[torch.Tensor, dict]:
+    """A parameter after some steps, and its state. make: the optimizer of a list of parameters."""
+    generator = torch.Generator().manual_seed(1)
+    param = torch.nn.Parameter(torch.randn(num_elements, generator=generator))
+    optimizer = make([param])
+    for _ in range(_STEPS):
+        param.grad = torch.randn(num_elements, generator=generator)
+        optimizer.step()
+    return param.data, optimizer.state[param]
+
+
+@pytest.mark.parametrize("is_decoupled", [True, False])
+def test_with_moments_in_fp32_it_is_torchs_adam_bit_by_bit(is_decoupled):
+    kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+    values, state = _trained(lambda p: kind(p, **_HOW, fused=True))
+    ours, own = _trained(lambda p: RoundedAdam(p, MomentDtypes(), is_decoupled, **_HOW))
+    assert torch.equal(ours, values)
+    assert all(torch.equal(own[name], state[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
+
+
+def test_chunks_change_no_bit():
+    with mock.patch.object(rounded_adam, "_CHUNK", 64):
+        cut = _trained(lambda p: RoundedAdam(p, _BF16, True, **_HOW))
+    whole = _trained(lambda p: RoundedAdam(p, _BF16, True, **_HOW))
+    assert torch.equal(cut[0], whole[0])
+    assert all(torch.equal(cut[1][name], whole[1][name]) for name in whole[1])
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [_BF16, MomentDtypes(exp_avg=torch.bfloat16), MomentDtypes(exp_avg_sq=torch.bfloat16)],
+)
+def test_the_parameter_moves_by_moments_that_are_rounded_only_when_they_are_stored(moments):
+    generator = torch.Generator().manual_seed(1)
+    param = torch.nn.Parameter(torch.randn(1000, generator=generator))
+    optimizer = RoundedAdam([param], moments, True, **_HOW)
+    values, m, v = param.detach().clone(), torch.zeros(1000), torch.zeros(1000)
+    (beta, beta_sq), lr = _HOW["betas"], _HOW["lr"]
+    for step in range(1, _STEPS + 1):
+        grad = torch.randn(1000, generator=generator)
+        param.grad = grad.clone()
+        optimizer.step()
+        m, v = beta * m + (1 - beta) * grad, beta_sq * v + (1 - beta_sq) * grad**2
+        size = (v / (1 - beta_sq**step)).sqrt() + _HOW["eps"]
+        values = values * (1 - lr * _HOW["weight_decay"]) - lr / (1 - beta**step) * m / size
+        m, v = m.to(moments.exp_avg).float(), v.to(moments.exp_avg_sq).float()
+        torch.testing.assert_close(param.data, values, rtol=1e-5, atol=1e-6)
+    state = optimizer.state[param]
+    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == tuple(moments)
+
+
+class _Fused(torch.optim.SGD):
+    """Stands for Transformer Engine's Adam, which is CUDA only: notes how it was made."""
+
+    def __init__(self, params, lr, betas, eps, weight_decay, adam_w_mode, exp_avg_dtype,
+                 exp_avg_sq_dtype):  # fmt: skip
+        super().__init__(params, lr=lr)
+        self.made = (betas, eps, weight_decay, adam_w_mode, exp_avg_dtype, exp_avg_sq_dtype)
+        self.initialized = []
+
+    def initialize_state(self, param):
+        self.initialized.append(param)
+
+
+class _OldFused(torch.optim.SGD):
+    """One without a choice of dtypes."""
+
+
+def _config() -> Namespace:
+    return Namespace(
+        lr=1e-2,
+        weight_decay=0.1,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_eps=1e-8,
+        decoupled_weight_decay=True,
+    )
+
+
+def _build(fused):
+    params = [torch.nn.Parameter(torch.ones(3))]
+    with (
+        mock.patch.object(rounded_adam.megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False),
+        mock.patch.object(rounded_adam.megatron_optimizer, "Adam", fused),
+    ):
+        return params, *build_rounded_adam(_config(), [{"params": params}], _BF16)
+
+
+def test_the_fused_adam_of_a_device_gets_the_dtypes_and_makes_its_states_itself():
+    params, built, make_states = _build(_Fused)
+    assert built.made == ((0.9, 0.95), 1e-8, 0.1, True, torch.bfloat16, torch.bfloat16)
+    make_states(built)
+    assert built.initialized == params
+
+
+def test_a_fused_adam_without_such_dtypes_is_refused_in_one_line():
+    with pytest.raises(ConfigurationError, match="install Transformer Engine 2.1 or newer"):
+        _build(_OldFused)
+
+
+def _flags(**given) -> Namespace:
+    usual = {"optimizer": "adam", "use_precision_aware_optimizer": True}
+    return Namespace(**(usual | {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"} | given))
+
+
+def test_the_flags_become_dtypes_and_megatrons_own_optimizer_is_switched_off():
+    args = _flags(exp_avg_dtype="bf16")
+    (line,) = take_moment_dtypes(args)
+    assert "bf16 and fp32" in line and not args.use_precision_aware_optimizer
+    assert args.exp_avg_dtype == "fp32"
+    assert rounded_adam.moments_of(args) == MomentDtypes(exp_avg=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"exp_avg_dtype": "fp8"}, "--exp-avg-dtype fp8 .*use bf16"),
+        ({"exp_avg_sq_dtype": "fp16"}, "--exp-avg-sq-dtype fp16 .*use bf16"),
+        (
+            {"exp_avg_dtype": "bf16", "use_precision_aware_optimizer": False},
+            "no effect without --use-precision-aware-optimizer",
+        ),
+        ({"optimizer": "sgd"}, "is for --optimizer adam, not sgd"),
+    ],
+)
+def test_dtypes_that_cannot_be_are_refused_in_one_line(given, words):
+    with pytest.raises(ConfigurationError, match=words) as refusal:
+        take_moment_dtypes(_flags(**given))
+    assert "\n" not in str(refusal.value)

@@ -1,0 +1,79 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that are reduced piece by piece: the bits of those reduced at once, in memory of a
+fixed size.
+"""
+
+import pytest
+import torch
+
+from megatron_asynchzp.testbed.ranks import run_ranks
+from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.step import StepScheduler
+from tests.support.engine import EngineTrainer, build_toy
+from tests.support.recording_device import RecordingDevice, RecordingHost
+from tests.support.scheduler_program import UnitShape, new_unit, recorded_groups
+
+PIECES, ALL = 2048, 2**20
+
+
+def compare_slot_sizes() -> list[int]:
+    """How many pieces the largest unit has, by slot size, where losses and parameters are equal."""
+    seen, counts = [], []
+    for kind, slot, memory in (("inline", ALL, 1.0), ("threaded", PIECES, 0.0)):
+        schedule = ScheduleConfig(kind, grad_slot_nbytes=slot)
+        model = build_toy(torch.bfloat16, is_tied=True)
+        trainer = EngineTrainer(model, (1, 2, 4), schedule=schedule, memory=memory)
+        losses = [trainer.step(step, 2) for step in range(2)]
+        in_flight = [unit.in_flight(slot) for unit in trainer.runtime.units]
+        counts.append(max(unit.num_pieces for unit in in_flight))
+        seen.append((losses, trainer.full_params()))
+        trainer.runtime.detach()
+    for losses, params in seen[1:]:
+        assert losses == seen[0][0]
+        assert all(torch.equal(params[name], seen[0][1][name]) for name in params)
+    return counts
+
+
+def test_gradients_in_pieces_are_those_in_one_piece_in_every_bit():
+    for counts in run_ranks(compare_slot_sizes, 4):
+        assert counts[0] == 1 and counts[1] > 3
+
+
+@pytest.mark.parametrize("new_device", [RecordingDevice, RecordingHost])
+@pytest.mark.parametrize("kind", ["inline", "main-thread", "threaded"])
+def test_a_unit_that_collects_gradients_to_the_end_of_backward_holds_up_no_other(kind, new_device):
+    """Memory for a single piece is enough for any number of units that have gradients."""
+    device, config = new_device(), ScheduleConfig(kind, 0, grad_slot_nbytes=1)
+    with device.recording(), torch.no_grad():
+        driver = config.start_driver(device)
+        device.attend(driver)
+        groups = recorded_groups((1, 4, 8), rank=0)
+        units = [new_unit(name, UnitShape(900), groups) for name in ("root", "one", "two")]
+        piece = max(unit.in_flight(1).grads for unit in units)
+        config = ScheduleConfig(kind, 0, grad_slot_nbytes=1, in_flight_nbytes=piece)
+        scheduler = StepScheduler(units, config, driver)
+        for _ in range(2):
+            scheduler.zero_grads()
+            for unit in units:  # the root's norm comes first in backward and is reduced last
+                for index, param in enumerate(unit.params):
+                    param.grad = torch.ones(param.shape, dtype=param.dtype)
+                    scheduler.reductions.take(unit, (index,))
+                if unit is not units[0]:
+                    scheduler.reduce(unit)
+            scheduler.reduce(units[0])
+            scheduler.sync_grads()
+        assert sum(scheduler.in_flight_nbytes().values()) == piece
+        scheduler.settle()
+        driver.close()
+    assert device.races == []
+
+
+def test_another_gradient_of_the_same_parameter_is_added_in_fp32():
+    groups = recorded_groups((1, 4, 8), rank=0)
+    unit = new_unit("one", UnitShape(8), groups)
+    taken: dict[int, torch.Tensor] = {}
+    for value in (256.0, 1.0, 1.0):  # in bf16 the sum would stay 256
+        unit.params[1].grad = torch.full((3,), value, dtype=torch.bfloat16)
+        unit.take_grads((0, 1), taken)
+    assert list(taken) == [1] and taken[1].tolist() == [258.0] * 3
