@@ -1149,6 +1149,88 @@ DAILY_USE = [
     ),
 ]
 
+# ---- the planner ------------------------------------------------------------------------------
+
+_TRAFFIC = "tests/planner/test_traffic.py::test_"
+_SIMULATE = "tests/planner/test_simulate.py::test_"
+_CLUSTER = "tests/planner/test_cluster.py::test_"
+_SEARCH = "tests/planner/test_search.py::test_"
+
+PLANS = [
+    Mutant(
+        "planned-depth",
+        "the planner gathers as far ahead as the engine",
+        "planner/order.py",
+        "if self._ahead[self._all[unit].size] >= depth:",
+        "if self._ahead[self._all[unit].size] > depth:",
+        f"{_TRAFFIC}the_planner_submits_what_the_engine_submits_in_the_same_order",
+    ),
+    Mutant(
+        "planned-turn",
+        "the planner keeps the unit at the turn, as the engine does",
+        "planner/order.py",
+        "            self._kept.setdefault(unit)\n",
+        "            self._drop(unit)\n",
+        f"{_TRAFFIC}the_planner_submits_what_the_engine_submits_in_the_same_order",
+    ),
+    Mutant(
+        "planned-collectives",
+        "the planner reduces over the axes that the engine reduces over",
+        "planner/traffic.py",
+        "_reductions(numel, group.wire, group.axes(1, sizes.grad))",
+        "_reductions(numel, group.wire, group.axes(1, sizes.param))",
+        f"{_TRAFFIC}every_collective_has_the_ranks_and_the_elements_that_the_engines_has",
+    ),
+    Mutant(
+        "planned-all-reduce",
+        "an all-reduce goes round its ring twice",
+        "planner/traffic.py",
+        "return 2 if self.operation == ALL_REDUCE else 1",
+        "return 1",
+        f"{_TRAFFIC}a_ring_sends_the_bytes_and_messages_that_the_test_bed_counts",
+    ),
+    Mutant(
+        "planned-node-bytes",
+        "every ring that a node is part of leaves it once",
+        "planner/cluster.py",
+        "return self.rings_per_node * nbytes * (self.size - 1) / self.size",
+        "return nbytes * (self.size - 1) / self.size",
+        f"{_TRAFFIC}what_leaves_a_node_is_what_the_ranks_of_a_ring_send_across_its_border",
+    ),
+    Mutant(
+        "simulated-links",
+        "operations on one link take turns",
+        "planner/simulate.py",
+        "                if free[one] > begin:",
+        "                if False:",
+        f"{_SIMULATE}lanes_that_share_a_link_take_turns_and_lanes_on_two_links_do_not",
+    ),
+    Mutant(
+        "simulated-pipeline",
+        "a stage waits for what the one before it hands over",
+        "planner/pipeline.py",
+        "        return stage + 1, phase.chunk\n",
+        "        return None\n",
+        f"{_SIMULATE}a_pipeline_without_communication_has_the_bubble_of_1f1b",
+    ),
+    Mutant(
+        "cluster-numbers",
+        "a senseless number in a cluster file is refused",
+        "planner/cluster.py",
+        "if value < low or (above and value == low) or value > high:",
+        "if value > high:",
+        f"{_CLUSTER}a_fault_in_a_file_is_one_line_with_the_file_and_the_field",
+    ),
+    Mutant(
+        "plain-plans",
+        "plain sharding is returned where hierarchy gains nothing",
+        "planner/search.py",
+        "if one.scheme in _FLAT and is_as_fast",
+        "if one.scheme in () and is_as_fast",
+        f"{_SEARCH}plain_sharding_is_returned_where_hierarchy_gains_nothing",
+    ),
+]
+
 MUTANTS = [
     *SHARDING,
     *COMMUNICATION,
@@ -1161,4 +1243,5 @@ MUTANTS = [
     *MATRICES,
     *PLANNER,
     *DAILY_USE,
+    *PLANS,
 ]

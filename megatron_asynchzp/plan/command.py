@@ -1,0 +1,189 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the command: its flags, the model that a training command describes, what is printed."""
+
+import argparse
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.plan import table
+from megatron_asynchzp.planner import explain
+from megatron_asynchzp.planner.activations import Recompute, Setting
+from megatron_asynchzp.planner.cluster import GIB, Cluster, cluster_names, load_cluster
+from megatron_asynchzp.planner.costs import Plan
+from megatron_asynchzp.planner.order import Schedule
+from megatron_asynchzp.planner.search import VARIED, Outcome, Progress, Space, search
+from megatron_asynchzp.planner.traffic import Wire
+from megatron_asynchzp.sharding.topology import ShardSizes
+
+EXIT_TOO_LARGE, EXIT_REFUSED = 1, 2
+_DEFAULT_SCRIPT = "pretrain_gpt.py"
+_OURS = ("--asynchzp-dry-run", "0")  # stops a script where Megatron has validated its arguments
+
+
+def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Our flags, and the training command behind `--`. Exits as argparse does."""
+    own, command = list(argv), []
+    if "--" in own:
+        place = own.index("--")
+        own, command = own[:place], own[place + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_asynchzp.plan",
+        usage="%(prog)s --cluster NAME_OR_FILE [flags] -- SCRIPT [flags of SCRIPT]",
+        description="Which sizes make a Megatron command line fastest on a cluster.",
+    )
+    names = ", ".join(cluster_names())
+    add = parser.add_argument
+    add("--cluster", required=True, metavar="NAME_OR_FILE", help=f"{names}, or a file of yours")
+    add("--ranks", type=int, metavar="N", help="of the run (default: all of the cluster)")
+    add("--vary", nargs="+", default=[], choices=VARIED, help="parallel sizes to choose as well")
+    add(
+        "--keep",
+        nargs="+",
+        default=[],
+        choices=("micro-batch-size", "recompute"),
+        help="what stays as the flags have it",
+    )
+    add("--rows", type=int, default=10, metavar="N", help="plans in the table (default 10)")
+    add("--picture", type=Path, metavar="PNG", help="time against memory, and the best timeline")
+    add("--trace", type=Path, metavar="JSON", help="the best plan's step, for Perfetto")
+    asked = parser.parse_args(own)
+    if not command:
+        parser.error(
+            "give the training command after --, as in: -- pretrain_gpt.py --num-layers 32"
+        )
+    if asked.ranks is not None and asked.ranks < 1:
+        parser.error(f"--ranks {asked.ranks}: give a number of at least 1")
+    for path, suffix in ((asked.picture, ".png"), (asked.trace, ".json")):
+        if path is not None and (path.suffix.lower() != suffix or not path.parent.is_dir()):
+            parser.error(f"{path}: name a {suffix} file in a folder that exists")
+    return asked, command
+
+
+def space_of(setting: Setting, args: Namespace, asked: Namespace, cluster: Cluster) -> Space:
+    """What may be chosen for the model of `args`, Megatron's validated arguments."""
+    own, batch = setting.recompute, setting.batch
+    start = Plan(
+        ShardSizes(1, 1, 1),
+        setting.parallel,
+        batch,
+        Schedule(),
+        own,
+        wire=Wire(2 if args.grad_reduce_in_bf16 else 4),
+    )
+    recomputes = (own,) if "recompute" in asked.keep else (own, Recompute(), Recompute("full"))
+    sizes = (batch.size,) if "micro-batch-size" in asked.keep else None
+    replicas = cluster.num_ranks // (
+        setting.parallel.tp * setting.parallel.pp * setting.parallel.cp
+    )
+    global_batch = args.global_batch_size or batch.size * replicas
+    return Space(
+        setting.model,
+        cluster,
+        global_batch,
+        start,
+        setting.kernels,
+        tuple(asked.vary),
+        micro_batch_sizes=sizes,
+        recomputes=recomputes,
+    )
+
+
+def setting_of(command: Sequence[str], cluster: Cluster) -> tuple[Setting, Namespace]:
+    """The model of a training command in a pretended world of the cluster's ranks. Raises
+    ConfigurationError for what Megatron refuses."""
+    from megatron_asynchzp.dry_run import pretended_world
+    from megatron_asynchzp.mcore import planned_model
+
+    # Megatron asks for it beside some parallel sizes; no device is used here.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    script, flags = Path(command[0]), list(command[1:])
+    ranks, per_node = cluster.num_ranks, cluster.ranks_per_node
+    if script.is_file():
+        sys.path.insert(0, str(script.resolve().parent))
+        flags = [*flags, *_OURS]
+        args, _ = pretended_world.parse_script(script, flags, ranks, per_node)
+    elif script.name == _DEFAULT_SCRIPT:  # its flags are Megatron's own: it need not be here
+        args, _ = pretended_world.parse(flags, ranks, per_node)
+    else:
+        raise ConfigurationError(f"{script}: no such script")
+    return planned_model.setting_of(args), args
+
+
+def run(argv: Sequence[str]) -> int:
+    """Plan and print. Raises ConfigurationError, one line, for what cannot be planned."""
+    asked, command = parse_args(argv)
+    cluster = load_cluster(asked.cluster)
+    if asked.ranks is not None:
+        cluster = cluster.with_ranks(asked.ranks)
+    setting, args = setting_of(command, cluster)
+    space = space_of(setting, args, asked, cluster)
+    with _progress() as progress:
+        outcome = search(space, progress)
+    if outcome.num_plans == 0:
+        raise ConfigurationError(
+            f"--global-batch-size {space.global_batch}: no micro-batch size shares it out over the "
+            f"replicas on {cluster.num_ranks} ranks; change the batch, or --vary a parallel size"
+        )
+    if outcome.best is None:
+        print(f"megatron_asynchzp: {_nothing_fits(outcome, space, asked.cluster)}", file=sys.stderr)
+        return EXIT_TOO_LARGE
+    _print(outcome, space, asked, command)
+    return 0
+
+
+def _print(outcome: Outcome, space: Space, asked: Namespace, command: Sequence[str]) -> None:
+    best = outcome.best
+    assert best is not None
+    print(table.setting(space, outcome))
+    print(table.plans(outcome, space, asked.rows))
+    print(f"Add: {' '.join(table.flags(best, space))}")
+    print(f"- {explain.hierarchy(outcome, best)}")
+    for line in explain.comparisons(outcome, best):
+        print(f"- {line}")
+    print(f"- {explain.limit(best)}")
+    if text := explain.missed(outcome, space):
+        print(f"- {text}")
+    if asked.trace is not None:
+        from megatron_asynchzp.plan import picture
+
+        picture.write_trace(best, asked.trace)
+    if asked.picture is not None:
+        from megatron_asynchzp.plan import picture
+
+        picture.draw(outcome, space, asked.picture)
+
+
+def _nothing_fits(outcome: Outcome, space: Space, file: str) -> str:
+    smallest, device = outcome.smallest, space.cluster.device
+    assert smallest is not None
+    sizes, needed = smallest.plan.sizes, smallest.costing.memory.total / GIB
+    return (
+        f"{file}: device.memory_gib: none of {outcome.num_plans} plans fits into "
+        f"{device.memory_gib:g} GiB less {device.reserved_gib:g}; the smallest, "
+        f"({sizes.param}, {sizes.grad}, {sizes.optim}), needs {needed:.1f} GiB; "
+        "use more ranks, or --vary tp pp cp"
+    )
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A line on stderr that moves, on a terminal only."""
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+
+    is_shown = sys.stderr.isatty()
+    with Bars(console=Console(stderr=True), transient=True, disable=not is_shown) as bars:
+        tasks = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done)
+
+        yield show

@@ -1,0 +1,159 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the pictures of an outcome: time against memory, and the timeline of the best plan."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_asynchzp.comm.timeline import chrome_trace
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.planner.cluster import GIB
+from megatron_asynchzp.planner.search import Candidate, Outcome, Space
+from megatron_asynchzp.planner.simulate import Span
+
+_SHOWN_MICRO_BATCHES = 2  # of a step without a pipeline: more look the same
+_LANES = ("compute", "wait", "gather", "reduce", "grad-sync", "param-sync")
+_WIDE = ("compute", "grad-sync", "param-sync")  # an edge would hide the bars of the others
+# Okabe and Ito's colours, told apart with any colour vision.
+_COLOURS = {
+    "forward": "#0072B2",
+    "backward": "#009E73",
+    "optimizer": "#333333",
+    "wait": "#D00000",
+    "gather": "#56B4E9",
+    "reduce": "#E69F00",
+    "grad-sync": "#CC79A7",
+    "param-sync": "#999999",
+}
+_SCHEMES = {
+    "": ("#0072B2", "o", "AsyncHZP's own sizes"),
+    "ZeRO-3": ("#E69F00", "s", "ZeRO-3"),
+    "HSDP": ("#009E73", "^", "HSDP"),
+    "distributed optimizer": ("#CC79A7", "D", "distributed optimizer"),
+    "plain data parallelism": ("#999999", "v", "plain data parallelism"),
+}
+
+
+def spans_of(best: Candidate) -> tuple[Span, ...]:
+    """Of the first pipeline stage, with no more micro-batches than tell something."""
+    plan = best.plan
+    shown = _SHOWN_MICRO_BATCHES if plan.parallel.pp == 1 else 2 * plan.parallel.pp
+    count = min(plan.batch.num_micro_batches, shown)
+    return best.costing.simulate(count, with_spans=True).spans[0]
+
+
+def write_trace(best: Candidate, file: Path) -> None:
+    """As --asynchzp-trace writes one, for Perfetto. Raises ConfigurationError."""
+    try:
+        file.write_text(json.dumps(chrome_trace(spans_of(best), rank=0)))
+    except OSError as error:
+        raise ConfigurationError(f"--trace {file}: {error.strerror}") from error
+
+
+def draw(outcome: Outcome, space: Space, file: Path) -> None:
+    """Raises ConfigurationError where matplotlib is missing or the file cannot be written."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"--picture: {error.name} is not installed; install megatron_asynchzp[plots]"
+        ) from error
+    best = outcome.best
+    assert best is not None
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    above, below = figure.subplots(2, 1, height_ratios=(1.15, 1))
+    _draw_trade(above, outcome, space, best)
+    _draw_timeline(below, best)
+    try:
+        figure.savefig(file, dpi=130)
+    except OSError as error:
+        raise ConfigurationError(f"--picture {file}: {error.strerror}") from error
+
+
+def _draw_trade(axes: Any, outcome: Outcome, space: Space, best: Candidate) -> None:
+    shown = list(outcome.ranked)
+    for scheme, (colour, marker, label) in _SCHEMES.items():
+        those = [one for one in shown if one.scheme == scheme]
+        if those:
+            held = [one.costing.memory.total / GIB for one in those]
+            steps = [one.step_s for one in those]
+            axes.scatter(held, steps, s=42, c=colour, marker=marker, label=label, zorder=3)
+    front = _front(shown)
+    held, steps = zip(*front, strict=True)
+    axes.step(held, steps, where="post", color="#333333", linewidth=1, label="nothing beats these")
+    at = best.costing.memory.total / GIB, best.step_s
+    axes.scatter(*at, s=190, facecolors="none", edgecolors="#D00000", linewidths=1.6, zorder=4)
+    sizes = best.plan.sizes
+    label = f"chosen: {sizes.param}, {sizes.grad}, {sizes.optim}"
+    axes.annotate(label, at, (10, 12), textcoords="offset points", color="#D00000", fontsize=9)
+    device = space.cluster.device
+    usable = device.usable_nbytes / GIB
+    axes.axvline(usable, color="#D00000", linestyle=":", linewidth=1.2)
+    axes.annotate(
+        f"{usable:g} GiB usable ",
+        (usable, 0.97),
+        xycoords=("data", "axes fraction"),
+        ha="right",
+        va="top",
+        color="#D00000",
+        fontsize=9,
+    )
+    axes.set_xlabel("memory of the fullest rank (GiB)")
+    axes.set_ylabel("step (s)")
+    cluster = space.cluster
+    title = f"{cluster.name}, {cluster.num_ranks} ranks: time against memory of simulated plans"
+    _finish(axes, title)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.06, y=0.16)
+    axes.legend(frameon=False, fontsize=9, loc="best")
+
+
+def _front(shown: Sequence[Candidate]) -> list[tuple[float, float]]:
+    """Plans that no other beats in both, with more memory from one to the next."""
+    front: list[tuple[float, float]] = []
+    points = sorted((one.costing.memory.total / GIB, one.step_s) for one in shown)
+    for held, step in points:
+        if not front or step < front[-1][1]:
+            front.append((held, step))
+    return front
+
+
+def _draw_timeline(axes: Any, best: Candidate) -> None:
+    spans = [span for span in spans_of(best) if span.lane in _LANES and span.end > span.start]
+    lanes = [lane for lane in _LANES if any(span.lane == lane for span in spans)]
+    for row, lane in enumerate(lanes):
+        by_colour: dict[str, list[tuple[float, float]]] = {}
+        for span in spans:
+            if span.lane == lane:
+                kind = span.name.partition(" ")[0] if lane == "compute" else lane
+                by_colour.setdefault(kind, []).append((span.start, span.end - span.start))
+        for kind, pieces in by_colour.items():
+            axes.broken_barh(
+                pieces,
+                (row - 0.38, 0.76),
+                facecolors=_COLOURS[kind],
+                edgecolors="white",
+                linewidth=0.3 if lane in _WIDE else 0,
+                label=kind if lane == "compute" else None,
+            )
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set_ylim(len(lanes) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("time after the last update began (s)")
+    plan = best.plan
+    count = min(
+        plan.batch.num_micro_batches,
+        _SHOWN_MICRO_BATCHES if plan.parallel.pp == 1 else 2 * plan.parallel.pp,
+    )
+    of = f"{count} of {plan.batch.num_micro_batches} micro-batches"
+    stage = "" if plan.parallel.pp == 1 else ", first stage"
+    _finish(axes, f"the chosen plan's step as simulated, {of}{stage}")
+    axes.legend(frameon=False, fontsize=9, ncols=3, loc="upper right", bbox_to_anchor=(1, 1.13))
+
+
+def _finish(axes: Any, title: str) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color="#333333")

@@ -1,0 +1,102 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns how an outcome is printed: the setting, the plans as a table, and the flags of one."""
+
+import io
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_asynchzp.planner.cluster import GIB
+from megatron_asynchzp.planner.search import Candidate, Outcome, Space
+
+_WIDTH = 140
+
+
+def setting(space: Space, outcome: Outcome) -> str:
+    """Cluster, batch and how many plans were looked at, in one line."""
+    cluster = space.cluster
+    return (
+        f"{cluster.name}: {cluster.nodes} nodes x {cluster.ranks_per_node} ranks, "
+        f"{space.global_batch} sequences of {space.start.batch.seq_length} tokens a step; "
+        f"{outcome.num_plans} plans, {outcome.num_fitting} fit, the {outcome.num_simulated} most "
+        "promising were simulated"
+    )
+
+
+def plans(outcome: Outcome, space: Space, most: int) -> str:
+    """The best `most`, the chosen one marked, then the best of each plainer scheme."""
+    grid = Table(box=None, pad_edge=False)
+    columns = ["", "P, G, O", "micro-batch", "recompute", "depth"]
+    columns += [name.upper() for name in space.vary]
+    columns += ["step s", "tokens/s", "MFU", "memory GiB", "waits s", "GB off node", "as"]
+    for column in columns:
+        grid.add_column(column, justify="left" if column in ("", "P, G, O", "as") else "right")
+    best, shown = outcome.best, list(outcome.ranked[:most])
+    for one in (*outcome.baselines.values(), best):
+        if one is not None and one not in shown:
+            shown.append(one)
+    for one in shown:
+        grid.add_row("*" if one == best else "", *_cells(one, space))
+    console = Console(file=io.StringIO(), width=_WIDTH)
+    console.print(grid)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().rstrip().splitlines()
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _cells(one: Candidate, space: Space) -> list[str]:
+    plan, costing, step = one.plan, one.costing, one.step
+    assert step is not None
+    sizes, batch = plan.sizes, plan.batch
+    return [
+        f"{sizes.param}, {sizes.grad}, {sizes.optim}",
+        f"{batch.num_micro_batches} x {batch.size}",
+        plan.recompute.granularity,
+        str(plan.schedule.depth) if sizes.param > 1 else "-",
+        *(str(getattr(plan.parallel, name)) for name in space.vary),
+        f"{one.step_s:.3f}",
+        f"{one.tokens_per_s:,.0f}",
+        f"{costing.mfu(one.step_s):.1%}",
+        f"{costing.memory.total / GIB:.1f}",
+        f"{step.worst.exposed_s:.3f}",
+        f"{costing.node_nbytes / 1e9:.1f}",
+        one.scheme,
+    ]
+
+
+_PARALLEL_FLAGS = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+}
+
+
+def flags(one: Candidate, space: Space) -> list[str]:
+    """What to add to the training command; a flag that is given twice counts as given last."""
+    plan, start = one.plan, space.start
+    found = ["--use-asynchzp"]
+    for state in ("param", "grad", "optim"):
+        found += [f"--asynchzp-{state}-shard-size", str(getattr(plan.sizes, state))]
+    found += ["--asynchzp-prefetch-depth", str(plan.schedule.depth)]
+    if plan.batch.size != start.batch.size:
+        found += ["--micro-batch-size", str(plan.batch.size)]
+    if plan.recompute != start.recompute:
+        found += _recompute_flags(plan.recompute.granularity)
+    for name, flag in _PARALLEL_FLAGS.items():
+        value = getattr(plan.parallel, name)
+        if value != getattr(start.parallel, name):
+            found += [flag, str(value)]
+    if plan.parallel.sequence_parallel and not start.parallel.sequence_parallel:
+        found.append("--sequence-parallel")
+    return found
+
+
+def _recompute_flags(granularity: str) -> list[str]:
+    if granularity == "none":
+        return ["(without --recompute-granularity)"]
+    found = ["--recompute-granularity", granularity]
+    if granularity == "full":
+        found += ["--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    return found

@@ -1,0 +1,384 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what a cluster can do: its ranks, devices and links, and the files that describe them."""
+
+import math
+import tomllib
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_asynchzp.errors import ConfigurationError
+
+FOLDER = Path(__file__).parent / "clusters"
+GIB, GB = 2**30, 1e9
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator.
+
+    tflops: dense peak in the model's dtype; efficiency: the part of it that a layer reaches, in
+    (0, 1]; memory_gib: of the device; reserved_gib: what the driver, the communicators and the
+    allocator keep from a model; memory_gb_s: speed of its memory.
+    """
+
+    tflops: float
+    memory_gib: float
+    efficiency: float = 0.5
+    memory_gb_s: float = 2000.0
+    reserved_gib: float = 4.0
+
+    @property
+    def flops_per_s(self) -> float:
+        """What a layer reaches."""
+        return 1e12 * self.tflops * self.efficiency
+
+    @property
+    def usable_nbytes(self) -> float:
+        """For a model."""
+        return GIB * (self.memory_gib - self.reserved_gib)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects the ranks of a node, or the nodes.
+
+    gb_s: 1e9 bytes per second, each way, of one rank's link inside a node or of one network card
+    between nodes; cards: of a node, for the link between nodes (ranks share them where they are
+    fewer); shared: whether all ranks of a node share the link inside it; latency_us: of one message
+    from a rank to the next; start_us: of one collective, whatever its size; efficiency: the part of
+    gb_s that is reached, as (bytes of one message, part) pairs in ascending order, interpolated
+    over the logarithm of the bytes.
+    """
+
+    gb_s: float
+    latency_us: float = 0.0
+    start_us: float = 0.0
+    cards: int = 1
+    shared: bool = False
+    efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+
+    def reached(self, message_nbytes: float) -> float:
+        """Bytes per second of one link with messages of this size."""
+        points = self.efficiency
+        place = bisect_left(points, (message_nbytes,))
+        if place == 0:
+            part = points[0][1]
+        elif place == len(points):
+            part = points[-1][1]
+        else:
+            (low, before), (high, after) = points[place - 1], points[place]
+            share = math.log(message_nbytes / low) / math.log(high / low)
+            part = before + share * (after - before)
+        return GB * self.gb_s * part
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes of equal devices.
+
+    inside, between: the links within a node and from node to node; runs_ahead: whether the host
+    issues work ahead of the device, as with CUDA; imbalance: by how much of its length the slowest
+    rank's computation of a micro-batch is longer than the mean (variable sequence lengths,
+    stragglers), for `Cluster.slowest`; source: where the figures come from.
+    """
+
+    name: str
+    nodes: int
+    ranks_per_node: int
+    device: Device
+    inside: Link
+    between: Link
+    runs_ahead: bool = True
+    imbalance: float = 0.0
+    source: str = ""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def slowest(self) -> float:
+        """Factor on the computation of the slowest rank. Stragglers: the largest of n equal normal
+        deviates grows as sqrt(2 ln n), so it does; `imbalance` is one standard deviation."""
+        return 1 + self.imbalance * math.sqrt(2 * math.log(max(1, self.num_ranks)))
+
+    def with_ranks(self, num_ranks: int) -> "Cluster":
+        """The same nodes, as many as `num_ranks` need; a part of one where they are fewer.
+
+        Raises ConfigurationError where they do not fill the last node.
+        """
+        if num_ranks <= self.ranks_per_node:
+            return replace(self, nodes=1, ranks_per_node=num_ranks)
+        nodes, rest = divmod(num_ranks, self.ranks_per_node)
+        if rest:
+            raise ConfigurationError(
+                f"{self.name}: {num_ranks} ranks do not fill nodes of {self.ranks_per_node}; "
+                f"give {nodes * self.ranks_per_node} or {(nodes + 1) * self.ranks_per_node}"
+            )
+        return replace(self, nodes=nodes)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ranks along one axis of a mesh, on the nodes of a cluster.
+
+    size: ranks; in_node: of them on one node; rings_per_node: how many such rings use a node at the
+    same time, because all ranks do the same.
+    """
+
+    size: int
+    in_node: int
+    rings_per_node: int
+
+    @classmethod
+    def of_axis(cls, size: int, distance: int, ranks_per_node: int) -> "Ring":
+        """`distance`: of neighbours, in global ranks."""
+        in_node = min(size, max(1, -(-ranks_per_node // distance)))
+        return cls(size, in_node, max(1, ranks_per_node // in_node))
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.size // self.in_node)
+
+    @property
+    def crosses_nodes(self) -> bool:
+        return self.nodes > 1
+
+    def node_nbytes(self, nbytes: float) -> float:
+        """That leave a node when all its rings gather or reduce-scatter tensors of `nbytes`: each
+        ring leaves a node once and sends all pieces but one there."""
+        if not self.crosses_nodes:
+            return 0.0
+        return self.rings_per_node * nbytes * (self.size - 1) / self.size
+
+    def exchanged_node_nbytes(self, nbytes: float) -> float:
+        """That leave a node when every rank sends each of `size` ranks its part of `nbytes`."""
+        leaving = nbytes * (self.size - self.in_node) / self.size
+        return self.rings_per_node * self.in_node * leaving
+
+    def exchange_seconds(self, nbytes: float, cluster: Cluster) -> float:
+        """Of an all-to-all in which every rank holds `nbytes` for all of them together."""
+        if self.size == 1:
+            return 0.0
+        message = nbytes / self.size
+        inside, between = cluster.inside, cluster.between
+        to_ranks_inside = self.in_node - 1
+        sharing = self.rings_per_node * self.in_node if inside.shared else 1
+        paces = [sharing * to_ranks_inside * message / inside.reached(message)]
+        start_us, latency_us = inside.start_us, inside.latency_us
+        if self.crosses_nodes:
+            speed = between.cards * between.reached(message)
+            paces.append(self.exchanged_node_nbytes(nbytes) / speed)
+            start_us, latency_us = between.start_us, between.latency_us
+        return 1e-6 * (start_us + latency_us) + max(paces)
+
+    def seconds(self, nbytes: float, cluster: Cluster) -> float:
+        """Of an all-gather or a reduce-scatter of tensors of `nbytes` (the whole one).
+
+        n - 1 messages of nbytes / n follow each other on each link; a piece passes every rank, so
+        that the latency is the sum over one turn. All links work at the same time: the slowest
+        sets the pace.
+        """
+        if self.size == 1:
+            return 0.0
+        message = nbytes / self.size
+        sent = (self.size - 1) * message
+        inside, between = cluster.inside, cluster.between
+        hops_between = self.nodes - 1
+        hops_inside = self.size - 1 - hops_between
+        latency_s = 1e-6 * (hops_inside * inside.latency_us + hops_between * between.latency_us)
+        paces = [0.0]
+        if self.in_node > 1:
+            sharing = 1.0
+            if inside.shared:  # the last rank of a node's part of a ring sends to another node
+                stays = self.in_node - 1 if self.crosses_nodes else self.in_node
+                sharing = self.rings_per_node * stays
+            paces.append(sharing * sent / inside.reached(message))
+        if self.crosses_nodes:
+            speed = between.cards * between.reached(message)
+            paces.append(self.rings_per_node * sent / speed)
+        start_us = between.start_us if self.crosses_nodes else inside.start_us
+        return 1e-6 * start_us + latency_s + max(paces)
+
+
+# ---- files
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """The numbers of one table of a file. Raises ConfigurationError naming file and field."""
+
+    file: str
+    table: str
+    entries: Mapping[str, Any]
+    known: frozenset[str] = field(default=frozenset())
+
+    def fail(self, name: str, fault: str) -> ConfigurationError:
+        where = f"{self.table}.{name}" if self.table else name
+        return ConfigurationError(f"{self.file}: {where}: {fault}")
+
+    def number(self, name: str, low: float, high: float = math.inf, above: bool = False) -> float:
+        """A finite number from `low` (above it, if `above`) to `high`."""
+        value = self._present(name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        bounds = f"a number {'above' if above else 'of at least'} {low:g}"
+        bounds += f" and at most {high:g}" if high < math.inf else ""
+        if not is_number or not math.isfinite(value):
+            raise self.fail(name, f"{value!r} is not {bounds}")
+        if value < low or (above and value == low) or value > high:
+            raise self.fail(name, f"{value} is not {bounds}")
+        return float(value)
+
+    def count(self, name: str) -> int:
+        value = self._present(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.fail(name, f"{value!r} is not a whole number of at least 1")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self._present(name)
+        if not isinstance(value, bool):
+            raise self.fail(name, f"{value!r} is neither true nor false")
+        return value
+
+    def text(self, name: str) -> str:
+        value = self._present(name)
+        if not isinstance(value, str):
+            raise self.fail(name, f"{value!r} is not a text")
+        return value
+
+    def _present(self, name: str) -> Any:
+        if name not in self.entries:
+            raise self.fail(name, "is missing")
+        return self.entries[name]
+
+    def sub(self, name: str, known: type) -> "_Reader":
+        table = self._present(name)
+        if not isinstance(table, dict):
+            raise self.fail(name, "is not a table")
+        reader = _Reader(self.file, name, table, frozenset(f.name for f in fields(known)))
+        reader.check_names()
+        return reader
+
+    def check_names(self) -> None:
+        for name in self.entries:
+            if name not in self.known:
+                raise self.fail(name, f"is not one of {', '.join(sorted(self.known))}")
+
+    def curve(self, name: str) -> tuple[tuple[float, float], ...]:
+        pairs = self._present(name)
+        wanted = "is not a list of [bytes, part] with ascending bytes above 0, parts in (0, 1]"
+        if not isinstance(pairs, list) or not pairs:
+            raise self.fail(name, wanted)
+        found: list[tuple[float, float]] = []
+        for pair in pairs:
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise self.fail(name, wanted)
+            try:
+                nbytes, part = map(float, pair)
+            except (TypeError, ValueError):
+                raise self.fail(name, wanted) from None
+            ascends = nbytes > (found[-1][0] if found else 0.0)
+            if not (ascends and 0 < part <= 1 and math.isfinite(nbytes)):
+                raise self.fail(name, wanted)
+            found.append((nbytes, part))
+        return tuple(found)
+
+
+def load_cluster(name_or_file: str) -> Cluster:
+    """One of `cluster_names`, or a file. Raises ConfigurationError, one line, for what is wrong."""
+    path = Path(name_or_file)
+    if name_or_file in cluster_names():
+        path = FOLDER / f"{name_or_file}.toml"
+    try:
+        entries = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigurationError(
+            f"{name_or_file}: {error.strerror}; give a file or one of {', '.join(cluster_names())}"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{name_or_file}: not a TOML file: {error}") from error
+    return read_cluster(entries, str(path))
+
+
+def cluster_names() -> list[str]:
+    """Of the clusters that come with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def read_cluster(entries: Mapping[str, Any], file: str) -> Cluster:
+    """entries: the parsed file. Raises ConfigurationError naming `file` and the field."""
+    top = _Reader(file, "", entries, frozenset(f.name for f in fields(Cluster)))
+    top.check_names()
+    device = top.sub("device", Device)
+    optional = {"efficiency": 1.0, "memory_gb_s": None, "reserved_gib": None}
+    more = {}
+    for name in optional:
+        if name in device.entries:
+            high = 1.0 if name == "efficiency" else math.inf
+            more[name] = device.number(name, 0, high, above=name != "reserved_gib")
+    cluster = Cluster(
+        name=top.text("name") if "name" in entries else Path(file).stem,
+        nodes=top.count("nodes"),
+        ranks_per_node=top.count("ranks_per_node"),
+        device=Device(
+            device.number("tflops", 0, above=True),
+            device.number("memory_gib", 0, above=True),
+            **more,
+        ),
+        inside=_read_link(top.sub("inside", Link)),
+        between=_read_link(top.sub("between", Link)),
+    )
+    if cluster.device.reserved_gib >= cluster.device.memory_gib:
+        raise device.fail("reserved_gib", "leaves nothing of memory_gib")
+    changes: dict[str, Any] = {}
+    if "runs_ahead" in entries:
+        changes["runs_ahead"] = top.flag("runs_ahead")
+    if "imbalance" in entries:
+        changes["imbalance"] = top.number("imbalance", 0)
+    if "source" in entries:
+        changes["source"] = top.text("source")
+    return replace(cluster, **changes)
+
+
+def _read_link(reader: _Reader) -> Link:
+    changes: dict[str, Any] = {}
+    for name in ("latency_us", "start_us"):
+        if name in reader.entries:
+            changes[name] = reader.number(name, 0)
+    if "cards" in reader.entries:
+        changes["cards"] = reader.count("cards")
+    if "shared" in reader.entries:
+        changes["shared"] = reader.flag("shared")
+    if "efficiency" in reader.entries:
+        changes["efficiency"] = reader.curve("efficiency")
+    return Link(reader.number("gb_s", 0, above=True), **changes)
+
+
+def cluster_toml(cluster: Cluster) -> str:
+    """The file that `read_cluster` makes `cluster` of."""
+    lines = []
+    for each in fields(Cluster):
+        value = getattr(cluster, each.name)
+        if not isinstance(value, Device | Link):
+            lines.append(f"{each.name} = {_toml(value)}")
+    for name in ("device", "inside", "between"):
+        part = getattr(cluster, name)
+        lines += ["", f"[{name}]"]
+        lines += [f"{each.name} = {_toml(getattr(part, each.name))}" for each in fields(part)]
+    return "\n".join([*lines, ""])
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    return repr(value)

@@ -1,0 +1,450 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what a plan costs on a cluster: from a model, parallel sizes and shard sizes to the stages
+that the simulation runs, to a step's time, and to its traffic.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from megatron_asynchzp.planner import model as shapes
+from megatron_asynchzp.planner.activations import FUSED, Kernels, Recompute, Setting
+from megatron_asynchzp.planner.cluster import Cluster, Ring
+from megatron_asynchzp.planner.memory import (
+    Memory,
+    in_flight,
+    largest_unit,
+    stage_activations,
+    states,
+)
+from megatron_asynchzp.planner.model import Batch, Model, Parallel, Unit
+from megatron_asynchzp.planner.order import (
+    GATHER,
+    GRAD_SYNC,
+    PARAM_SYNC,
+    REDUCE,
+    OrderUnit,
+    Phase,
+    Schedule,
+    StepOrder,
+    Visit,
+)
+from megatron_asynchzp.planner.pipeline import stage_phases
+from megatron_asynchzp.planner.simulate import Stage, StageTimes, Step, UnitCost, simulate
+from megatron_asynchzp.planner.traffic import (
+    GRAD_SLOT_NBYTES,
+    Group,
+    Wire,
+    seconds,
+    step_traffic,
+    unit_collectives,
+)
+from megatron_asynchzp.sharding.in_flight import UnitInFlight
+from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+
+# Bytes that the optimizer's kernels move for each element that a rank owns: gradient twice (norm,
+# update), main parameter and both moments read and written, the model's copy written.
+_OPTIMIZER_NBYTES = 8 + 3 * 8 + 2
+_ZEROED_NBYTES = 4  # for each element of the gradient shard
+_FOLDED = 3, 4  # micro-batches of each stage, between which a step is extrapolated
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a search chooses, and what it leaves as it is: how states travel, and
+    moments_nbytes, the optimizer's states of one element. sizes: of the
+    dense sharding group; expert_sizes: of the experts', None as the engine restricts `sizes` to
+    their group"""
+
+    sizes: ShardSizes
+    parallel: Parallel
+    batch: Batch
+    schedule: Schedule = Schedule()
+    recompute: Recompute = Recompute()
+    wire: Wire = Wire()
+    moments_nbytes: float = 8.0
+    expert_sizes: ShardSizes | None = None
+
+
+@dataclass(frozen=True)
+class Costing:
+    """A plan for a model on a cluster.
+
+    known: parts that other plans for the same model, cluster and kernels share, to compute once.
+
+    Raises ValueError where the ranks, layers or micro-batches do not divide.
+    """
+
+    model: Model
+    plan: Plan
+    cluster: Cluster
+    kernels: Kernels = FUSED
+    known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        parallel, ranks = self.plan.parallel, self.cluster.num_ranks
+        for product, what in (
+            (parallel.tp * parallel.cp * parallel.pp, "tensor x context x pipeline"),
+            (parallel.experts_tp * parallel.ep * parallel.pp, "expert x pipeline"),
+        ):
+            if ranks % product:
+                raise ValueError(f"{what} parallel size {product} does not divide {ranks} ranks")
+        self.plan.sizes.check(self.dense_ranks)
+
+    def _once[Value](self, key: object, make: Callable[[], Value]) -> Value:
+        if key not in self.known:
+            self.known[key] = make()
+        return self.known[key]
+
+    # ---- groups
+
+    @property
+    def dense_ranks(self) -> int:
+        parallel = self.plan.parallel
+        return self.cluster.num_ranks // (parallel.tp * parallel.pp)
+
+    @cached_property
+    def groups(self) -> dict[str, Group]:
+        """By the key of a unit's sharding group."""
+        parallel, plan = self.plan.parallel, self.plan
+        distance = parallel.experts_tp * parallel.ep
+        expert_ranks = self.cluster.num_ranks // (distance * parallel.pp)
+        expert_sizes = plan.expert_sizes or plan.sizes.restricted_to(expert_ranks)
+        return {
+            "dense": Group(self.dense_ranks, plan.sizes, parallel.tp, plan.wire),
+            "expert": Group(expert_ranks, expert_sizes, distance, plan.wire),
+        }
+
+    # ---- stages
+
+    @cached_property
+    def units(self) -> tuple[tuple[Unit, ...], ...]:
+        """Of each stage."""
+        model, plan = self.model, self.plan
+
+        def make() -> tuple[tuple[Unit, ...], ...]:
+            return tuple(
+                shapes.stage_units(model, plan.parallel, plan.batch, stage)
+                for stage in range(plan.parallel.pp)
+            )
+
+        return self._once(("units", plan.parallel, plan.batch), make)
+
+    def padded(self, unit: Unit) -> int:
+        return self.groups[unit.group].padded(unit.numel)
+
+    def order_unit(self, unit: Unit, is_tied: bool) -> OrderUnit:
+        sizes = self.groups[unit.group].sizes
+        if unit.numel == 0:  # the output layer with the embedding's weight
+            nothing = UnitInFlight(unit.name, 0, 0, 0, 1)
+            return OrderUnit(None, nothing, False, False, False)
+        at_end = unit.kind == "root" or (is_tied and unit.kind == "embedding")
+        size = (self.padded(unit), unit.group)
+        return OrderUnit(
+            size, self.in_flight(unit), sizes.param > 1, sizes.grad > 1, reduces_at_end=at_end
+        )
+
+    def in_flight(self, unit: Unit) -> UnitInFlight:
+        """What the unit needs beside its states, by the engine's own formula."""
+        group, layer = self.groups[unit.group], "" if unit.kind == "root" else unit.name
+        padded = self.padded(unit)
+        key = ("in flight", padded, unit.group, group.sizes, group.ranks, group.wire)
+
+        def make() -> UnitInFlight:
+            # Of the mesh only the axes within the gradient shard count.
+            world = group.sizes.optim
+            topology = ShardTopology(world, 0, group.sizes)
+            return UnitInFlight.of(
+                "",
+                padded,
+                self.model.itemsize,
+                True,
+                topology,
+                GRAD_SLOT_NBYTES,
+                group.wire.grad_itemsize if group.wire.is_exchanged else 4,
+            )
+
+        return replace(self._once(key, make), layer=layer.removesuffix(".experts"))
+
+    def order(self, stage: int, phases: Sequence[Phase]) -> StepOrder:
+        units = self.units[stage]
+        is_tied = any(unit.kind == "output" and unit.numel == 0 for unit in units)
+        order_units = [self.order_unit(unit, is_tied) for unit in units]
+        chunks = range(self.plan.parallel.virtual)
+        visits = [chunk_visits(units, chunk, is_tied) for chunk in chunks]
+        return StepOrder(order_units, visits, phases, self.plan.schedule)
+
+    def phases(self, stage: int, micro_batches: int) -> list[Phase]:
+        parallel = self.plan.parallel
+        return stage_phases(stage, parallel.pp, parallel.virtual, micro_batches)
+
+    @cached_property
+    def _costs(self) -> tuple[tuple[UnitCost, ...], ...]:
+        return tuple(tuple(map(self._unit_cost, units)) for units in self.units)
+
+    def _unit_cost(self, unit: Unit) -> UnitCost:
+        forward_s, backward_s = self.compute_s(unit)
+        lanes = (self.work(kind, unit) for kind in (GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC))
+        return UnitCost(unit.name, forward_s, backward_s, *lanes)
+
+    def work(self, kind: int, unit: Unit) -> list[tuple[str, float]]:
+        """Links that one operation on `unit` occupies, and for how many seconds."""
+        if unit.numel == 0:
+            return []
+        group = self.groups[unit.group]
+        issued = unit_collectives(kind, self.padded(unit), self.model.itemsize, group)
+        return seconds(issued, group, self.cluster)
+
+    def communication(self, stage: int) -> list[dict[int, list[tuple[str, float]]]]:
+        """Of each unit of a stage, by kind of operation."""
+        known: dict[tuple[int, str], dict[int, list[tuple[str, float]]]] = {}
+        for unit in self.units[stage]:
+            key = (unit.numel, unit.group)
+            if key not in known:
+                kinds = (GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC)
+                known[key] = {kind: self.work(kind, unit) for kind in kinds}
+        return [known[unit.numel, unit.group] for unit in self.units[stage]]
+
+    def compute_s(self, unit: Unit) -> tuple[float, float]:
+        """Forward and backward of a micro-batch on the slowest rank, with what model parallelism
+        sends in between."""
+        cluster, plan = self.cluster, self.plan
+        forward_s = unit.flops / cluster.device.flops_per_s * cluster.slowest
+        sent_s, again = self.model_parallel_s(unit), 0.0
+        if unit.kind in ("layer", "experts", "mtp"):
+            if plan.recompute.granularity == "full":
+                again = self._share_computed_again * (forward_s + sent_s)
+            elif plan.recompute.has("core_attn"):
+                again = self._core_attention_s(unit)
+        return forward_s + sent_s, 2 * forward_s + sent_s + again
+
+    @cached_property
+    def _share_computed_again(self) -> float:
+        """Of the layers, under full recomputation."""
+        recompute, parallel = self.plan.recompute, self.plan.parallel
+        if recompute.method == "uniform":
+            return 1.0
+        chunk = len(self.model.layers) / (parallel.pp * parallel.virtual)
+        return min(1.0, recompute.num_layers / chunk)
+
+    def _core_attention_s(self, unit: Unit) -> float:
+        """Forward of the scores and their product with the values."""
+        if unit.source is None or unit.kind == "experts":
+            return 0.0
+        batch, layer = self.plan.batch, unit.source
+        # Only the pairs of tokens grow with the square of the sequence.
+        args = (layer, self.model, self.plan.parallel)
+        twice = replace(batch, size=1, seq_length=2 * batch.seq_length)
+        once = replace(batch, size=2)
+        pairs = shapes.mixer_flops(*args, twice) - shapes.mixer_flops(*args, once)
+        flops = pairs * batch.size / 2
+        return flops / self.cluster.device.flops_per_s * self.cluster.slowest
+
+    def model_parallel_s(self, unit: Unit) -> float:
+        """Seconds that tensor, context and expert parallelism add to a forward of `unit`, and to
+        its backward as well; overlap is assumed for context parallelism alone."""
+        model, plan, cluster = self.model, self.plan, self.cluster
+        parallel, layer = plan.parallel, unit.source
+        hidden_nbytes = plan.batch.tokens / parallel.cp * model.hidden * model.itemsize
+        per_node, sent = cluster.ranks_per_node, 0.0
+        if unit.kind == "experts" and layer is not None:
+            ring = Ring.of_axis(parallel.ep, parallel.experts_tp, per_node)
+            tokens = getattr(layer.mlp, "topk", 1) * hidden_nbytes / parallel.tp
+            return 2 * ring.exchange_seconds(tokens, cluster)
+        if unit.kind in ("layer", "mtp") and layer is not None:
+            parts = (layer.mixer is not None) + isinstance(layer.mlp, shapes.Mlp)
+            ring = Ring.of_axis(parallel.tp, 1, per_node)
+            sent += 2 * parts * ring.seconds(hidden_nbytes, cluster)
+            ring = Ring.of_axis(parallel.cp, parallel.tp, per_node)
+            keys_s = ring.seconds(self._key_value_nbytes(layer), cluster)
+            attention_s = unit.flops / cluster.device.flops_per_s
+            sent += max(0.0, keys_s - attention_s)
+        return sent
+
+    def _key_value_nbytes(self, layer: shapes.Layer) -> float:
+        """Of a whole sequence, on a tensor-parallel rank."""
+        match layer.mixer:
+            case shapes.Attention(num_groups=groups, head_dim=width):
+                elements = 2 * groups * width
+            case shapes.LatentAttention() as of:
+                elements = of.num_heads * (of.qk_dim + of.rope_dim + of.v_dim)
+            case _:
+                elements = 0
+        tokens = self.plan.batch.tokens
+        return tokens * elements * self.model.itemsize / self.plan.parallel.tp
+
+    @cached_property
+    def hand_over_s(self) -> float:
+        """Of one micro-batch's hidden states to the next stage."""
+        parallel, cluster = self.plan.parallel, self.cluster
+        parts = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+        nbytes = self.plan.batch.tokens / parts * self.model.hidden * self.model.itemsize
+        distance = cluster.num_ranks // parallel.pp
+        link = cluster.between if distance >= cluster.ranks_per_node else cluster.inside
+        return nbytes / link.reached(nbytes) + 1e-6 * link.latency_us
+
+    def optimizer_s(self, stage: int) -> float:
+        nbytes = 0.0
+        for unit in self.units[stage]:
+            sizes, numel = self.groups[unit.group].sizes, self.padded(unit) if unit.numel else 0
+            nbytes += _OPTIMIZER_NBYTES * numel / sizes.optim + _ZEROED_NBYTES * numel / sizes.grad
+        return nbytes / (1e9 * self.cluster.device.memory_gb_s)
+
+    @cached_property
+    def _stages(self) -> dict[int, list[Stage]]:
+        """By the number of micro-batches."""
+        return {}
+
+    def stages(self, micro_batches: int) -> list[Stage]:
+        """Of a step with so many micro-batches."""
+        if micro_batches in self._stages:
+            return self._stages[micro_batches]
+        found = self._stages[micro_batches] = []
+        for index in range(self.plan.parallel.pp):
+            phases = self.phases(index, micro_batches)
+            order = self.order(index, phases)
+            found.append(Stage(phases, order, self._costs[index], self.optimizer_s(index)))
+        return found
+
+    # ---- memory
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Of the rank that needs most, with the padding of its units."""
+        return max(
+            (self._stage_memory(stage) for stage in range(self.plan.parallel.pp)),
+            key=lambda of_stage: of_stage.total,
+        )
+
+    def _stage_memory(self, stage: int) -> Memory:
+        plan, schedule = self.plan, self.plan.schedule
+        key = (plan.parallel, plan.sizes, plan.moments_nbytes, schedule, stage)
+        at_rest, flying, whole = self._once(("states", *key), lambda: self._states(stage))
+        setting = Setting(self.model, plan.parallel, plan.batch, self.kernels, plan.recompute)
+        key = ("activations", plan.parallel, plan.batch, plan.recompute, stage)
+        kept = self._once(key, lambda: stage_activations(setting, stage))
+        return Memory(at_rest, flying, whole, kept)
+
+    def _states(self, stage: int) -> tuple[dict[str, float], dict[str, float], float]:
+        plan, itemsize = self.plan, self.model.itemsize
+        units = [replace(unit, numel=self.padded(unit)) for unit in self.units[stage] if unit.numel]
+        sizes = {key: group.sizes for key, group in self.groups.items()}
+        return (
+            states(units, itemsize, sizes, plan.moments_nbytes),
+            in_flight(units, itemsize, sizes, plan.schedule.depth),
+            largest_unit(units, itemsize),
+        )
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.cluster.device.usable_nbytes
+
+    # ---- results
+
+    def simulate(self, micro_batches: int, with_spans: bool = False) -> Step:
+        """Every action of a step with so many micro-batches."""
+        return simulate(
+            self.stages(micro_batches),
+            self.cluster.runs_ahead,
+            self.hand_over_s,
+            self.plan.parallel.virtual,
+            with_spans,
+        )
+
+    def step(self) -> Step:
+        """A step of the plan; of many micro-batches some are simulated: in the steady state each
+        one more takes as long."""
+        micro_batches, stages = self.plan.batch.num_micro_batches, self.plan.parallel.pp
+        few, more = (count * stages for count in _FOLDED)
+        if micro_batches <= more:
+            return self.simulate(micro_batches)
+        short, long = self.simulate(few), self.simulate(more)
+        times = (micro_batches - more) / (more - few)
+        return Step(
+            _extrapolate(short.step_s, long.step_s, times),
+            tuple(
+                _extrapolated(before, after, times)
+                for before, after in zip(short.stages, long.stages, strict=True)
+            ),
+        )
+
+    @cached_property
+    def node_nbytes(self) -> float:
+        """That leave the node which sends most, in a step, for the three states."""
+        found = []
+        micro_batches, stages = self.plan.batch.num_micro_batches, self.plan.parallel.pp
+        few, more = (count * stages for count in _FOLDED)
+        for stage, units in enumerate(self.units):
+
+            def left(count: int, stage: int = stage, units: tuple[Unit, ...] = units) -> float:
+                numels = [self.padded(unit) for unit in units]
+                groups = [self.groups[unit.group] for unit in units]
+                actions = self.stages(count)[stage].order.actions
+                actions = [one for one in actions if units[one.unit].numel]
+                itemsize = self.model.itemsize
+                return step_traffic(actions, numels, itemsize, groups, self.cluster).node_nbytes
+
+            if micro_batches <= more:
+                found.append(left(micro_batches))
+            else:
+                times = (micro_batches - more) / (more - few)
+                found.append(_extrapolate(left(few), left(more), times))
+        return max(found)
+
+    @cached_property
+    def model_flops(self) -> float:
+        """Of a step on all ranks, without what is computed again."""
+        parallel, batch = self.plan.parallel, self.plan.batch
+        of_rank = 3 * sum(unit.flops for units in self.units for unit in units)
+        return of_rank * self.cluster.num_ranks / parallel.pp * batch.num_micro_batches
+
+    @property
+    def tokens(self) -> int:
+        """Of a step on all ranks."""
+        parallel, batch = self.plan.parallel, self.plan.batch
+        replicas = self.cluster.num_ranks // (parallel.tp * parallel.cp * parallel.pp)
+        return batch.tokens * batch.num_micro_batches * replicas
+
+    def mfu(self, step_s: float) -> float:
+        peak = 1e12 * self.cluster.device.tflops * self.cluster.num_ranks
+        return self.model_flops / (step_s * peak)
+
+
+def chunk_visits(units: Sequence[Unit], chunk: int, is_tied: bool) -> list[Visit]:
+    """The calls of a forward: the root around everything, experts within their layer, a tied
+    embedding again within the output layer."""
+    visits: list[Visit] = []
+    root = embedding = None
+    for index, unit in enumerate(units):
+        if unit.kind == "embedding":
+            embedding = index
+        if unit.chunk != chunk:
+            continue
+        if unit.kind == "root":
+            root = index
+        elif unit.kind == "experts":
+            visits[-1] = Visit(visits[-1].unit, (Visit(index),))
+        elif unit.kind == "output" and is_tied and embedding is not None:
+            visits.append(Visit(index, (Visit(embedding),)))
+        else:
+            visits.append(Visit(index))
+    return visits if root is None else [Visit(root, tuple(visits))]
+
+
+def _extrapolate(before: float, after: float, times: float) -> float:
+    return after + (after - before) * times
+
+
+def _extrapolated(before: StageTimes, after: StageTimes, times: float) -> StageTimes:
+    links = {
+        link: _extrapolate(before.links_s[link], after.links_s[link], times)
+        for link in after.links_s
+    }
+    return StageTimes(
+        _extrapolate(before.compute_s, after.compute_s, times),
+        _extrapolate(before.exposed_s, after.exposed_s, times),
+        _extrapolate(before.bubble_s, after.bubble_s, times),
+        links,
+    )

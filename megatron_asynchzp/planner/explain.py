@@ -1,0 +1,96 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns why a plan was chosen: what limits it, and how far plainer ones are behind."""
+
+from megatron_asynchzp.planner.cluster import GIB
+from megatron_asynchzp.planner.search import Candidate, Outcome, Space
+from megatron_asynchzp.planner.traffic import BETWEEN, INSIDE
+
+_BUSY = 0.9  # of a step: a link that is busy for longer limits it
+
+
+def limit(best: Candidate) -> str:
+    """What a faster cluster would have to be better at."""
+    step, step_s = best.step, best.step_s
+    assert step is not None
+    times = step.worst
+    shares = {
+        INSIDE: times.links_s.get(INSIDE, 0.0) / step_s,
+        BETWEEN: times.links_s.get(BETWEEN, 0.0) / step_s,
+    }
+    computing, bubble = times.compute_s / step_s, times.bubble_s / step_s
+    parts = (
+        f"computing takes {computing:.0%} of the step, waiting for communication "
+        f"{times.exposed_s / step_s:.0%}, for other stages {bubble:.0%}; the links inside a node "
+        f"are busy for {shares[INSIDE]:.0%} of it, those between nodes for {shares[BETWEEN]:.0%}"
+    )
+    link = max(shares, key=lambda name: shares[name])
+    if times.exposed_s < 0.1 * step_s:
+        what = "the pipeline's bubble" if bubble > 0.2 else "computing"
+    elif shares[link] > _BUSY:
+        what = "the bandwidth between nodes" if link == BETWEEN else "the bandwidth inside nodes"
+    else:
+        what = "communication that nothing runs beside (the ends of a step, latencies)"
+    return f"limited by {what}: {parts}"
+
+
+def comparisons(outcome: Outcome, best: Candidate) -> list[str]:
+    """One line for each scheme of other systems: how much longer its step is, and why."""
+    return [_against(name, one, best) for name, one in outcome.baselines.items()]
+
+
+def _against(name: str, other: Candidate | None, best: Candidate) -> str:
+    if other is None:
+        return f"{name}: no plan of it fits into the memory"
+    if other == best:
+        return f"{name}: is what was chosen"
+    sizes = other.plan.sizes
+    ours, theirs = best.step, other.step
+    assert ours is not None and theirs is not None
+    ratio = other.step_s / best.step_s
+    reasons: list[str] = []
+    waits = theirs.worst.exposed_s - ours.worst.exposed_s
+    if abs(waits) > 0.005 * best.step_s:
+        reasons.append(f"{abs(waits):.3g} s {'more' if waits > 0 else 'less'} waiting")
+    computes = theirs.worst.compute_s - ours.worst.compute_s
+    if abs(computes) > 0.005 * best.step_s:
+        reasons.append(f"{abs(computes):.3g} s {'more' if computes > 0 else 'less'} computing")
+    sent, sends = best.costing.node_nbytes, other.costing.node_nbytes
+    if sends != sent:
+        reasons.append(f"{sends / 1e9:.3g} against {sent / 1e9:.3g} GB between nodes")
+    held = (other.costing.memory.total - best.costing.memory.total) / GIB
+    if abs(held) >= 0.1:
+        reasons.append(f"{abs(held):.1f} GiB {'more' if held > 0 else 'less'} memory")
+    text = f"{name} ({sizes.param}, {sizes.grad}, {sizes.optim}): {ratio:.3f} x the step"
+    return f"{text}; {', '.join(reasons)}" if reasons else text
+
+
+def hierarchy(outcome: Outcome, best: Candidate) -> str:
+    """Whether shard sizes of our own are worth it here."""
+    flat = [one for name, one in outcome.baselines.items() if one is not None and name != "HSDP"]
+    if best in flat:
+        gain = best.step_s / outcome.ranked[0].step_s - 1
+        behind = f"the fastest other sizes gain {gain:.2%}" if gain > 0 else "none is faster"
+        return f"hierarchy does not pay here: {best.scheme} is as good ({behind})"
+    if not flat:
+        return "hierarchy pays here: neither ZeRO-3 nor the distributed optimizer fits"
+    plain = min(flat, key=lambda one: one.step_s)
+    gain = plain.step_s / best.step_s - 1
+    return (
+        f"hierarchy pays here: {gain:.1%} faster than {plain.scheme}, whose links are busy for "
+        f"{plain.busiest_link:.0%} of its step in place of {best.busiest_link:.0%}"
+    )
+
+
+def missed(outcome: Outcome, space: Space) -> str:
+    """A plan that needs more memory than there is and may be faster; "" where there is none."""
+    if outcome.out_of_memory is None or outcome.best is None:
+        return ""
+    one, bound_s = outcome.out_of_memory
+    more = (one.costing.memory.total - space.cluster.device.usable_nbytes) / GIB
+    sizes = one.plan.sizes
+    return (
+        f"with {more:.1f} GiB more per device ({sizes.param}, {sizes.grad}, {sizes.optim}), "
+        f"micro-batches of {one.plan.batch.size} and recomputation "
+        f"{one.plan.recompute.granularity} could take {bound_s:.3g} s or more"
+    )

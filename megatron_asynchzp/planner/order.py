@@ -1,0 +1,415 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the order of a step: what the main thread of a rank computes and submits, one action after
+the other. It repeats the decisions of zero/gathers.py and zero/reductions.py, which depend on the
+order of the program alone; a test compares both on random programs.
+"""
+
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_asynchzp.sharding.in_flight import UnitInFlight, memory_in_flight
+
+Span = tuple[int, int]
+"""Bytes, half-open."""
+
+
+class Place(NamedTuple):
+    """A span of memory in flight, and the actions that used it last."""
+
+    span: Span
+    after: tuple[int, ...]
+
+
+class Places:
+    """Who holds which part of the memory in flight, as comm/arena.py decides it."""
+
+    def __init__(self, nbytes: int):
+        self._regions: list[Span] = [(0, nbytes)] if nbytes else []
+        self._held: list[Span] = []  # sorted
+        self._last_users: list[tuple[Span, int]] = []
+
+    def acquire(self, nbytes: int, from_top: bool) -> Place | None:
+        """The first free part that is large enough, seen from one end; None without one."""
+        free = self._free()
+        for start, stop in reversed(free) if from_top else free:
+            if stop - start >= nbytes:
+                start = stop - nbytes if from_top else start
+                span = (start, start + nbytes)
+                insort(self._held, span)
+                users = [
+                    one for one in self._last_users if one[0][0] < span[1] and span[0] < one[0][1]
+                ]
+                return Place(span, tuple(user for _, user in users))
+        return None
+
+    def _free(self) -> list[Span]:
+        free: list[Span] = []
+        for start, stop in self._regions:
+            for held in self._held:
+                if start <= held[0] < stop:
+                    if held[0] > start:
+                        free.append((start, held[0]))
+                    start = held[1]
+            if stop > start:
+                free.append((start, stop))
+        return free
+
+    def release(self, span: Span, user: int | None) -> None:
+        """It may be written again once the action `user` has ended."""
+        self._held.remove(span)
+        if user is not None:
+            inside = [one for one in self._last_users if one[0][0] < span[0] or one[0][1] > span[1]]
+            self._last_users = [*inside, (span, user)]
+
+    def grow(self, nbytes: int) -> None:
+        end = self._regions[-1][1] if self._regions else 0
+        self._regions.append((end, end + nbytes))
+
+
+@dataclass(frozen=True)
+class OrderUnit:
+    """What the order depends on of a unit.
+
+    size: equal for units of the same size; memory: what it needs in flight; is_gathered: its
+    parameter shard is a part; is_reduced: its gradient shard is; reduces_at_end: only the end of
+    backward completes its gradient (units of several modules, and those around others).
+    """
+
+    size: object
+    memory: UnitInFlight
+    is_gathered: bool = True
+    is_reduced: bool = True
+    is_trained: bool = True
+    reduces_at_end: bool = False
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A call of the module that holds the unit `unit`, with those inside it, in their order."""
+
+    unit: int
+    inner: tuple["Visit", ...] = ()
+
+
+class Phase(NamedTuple):
+    """Forward or backward of one micro-batch through one model chunk.
+
+    is_last: the micro-batch after which the chunk's gradients are reduced over all ranks.
+    """
+
+    is_forward: bool
+    chunk: int
+    micro_batch: int
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """depth: units of each size gathered ahead, 0 for the inline schedule; in_flight_nbytes: for
+    the memory in flight of a model chunk, None for what the depth needs; overlaps_params: whether a
+    step begins before all parameter shards are rebuilt, as the engine's does; is_inline: nothing
+    runs beside the computation (the depth is then 0)."""
+
+    depth: int = 1
+    in_flight_nbytes: int | None = None
+    overlaps_params: bool = True
+    is_inline: bool = False
+
+
+COMPUTE, GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC = range(5)
+"""Kinds of actions; the last four are lanes of their own."""
+
+
+class Action(NamedTuple):
+    """The main thread computes with a unit, or submits an operation on it.
+
+    after: earlier actions, by index, that must have ended before this one begins: results that it
+    reads, and the last uses of the memory that it writes; phase: index of the phase.
+    """
+
+    kind: int
+    unit: int
+    after: tuple[int, ...]
+    phase: int
+
+
+class StepOrder:
+    """The actions of one step in the steady state, from the optimizer on.
+
+        param-sync   | u0 | u1 | u2 |
+        gather            | u0 | u1 | ...
+        compute                | F u0 | F u1 | ... | B u1 | B u0 |
+        reduce                                          | u1 | u0 |
+        grad-sync                                            | u1 | u0 |
+
+    units: of all chunks; visits: of each chunk, in the order of the forward; phases: of the step.
+
+    actions: see Action; waits: what the optimizer waits for at the end, by index.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[OrderUnit],
+        visits: Sequence[Sequence[Visit]],
+        phases: Sequence[Phase],
+        schedule: Schedule,
+    ):
+        self.units, self.schedule = units, schedule
+        self.actions: list[Action] = []
+        self._phase = -1
+        self._last_compute: int | None = None
+        self._last_reduction: dict[int, int] = {}
+        self._grad_syncs: dict[int, int] = {}
+        self._chunks = [_Chunk(self, visits[chunk], chunk) for chunk in range(len(visits))]
+        for chunk in self._chunks:
+            chunk.expect(phases)
+        for chunk in self._chunks:
+            chunk.start_syncs()
+        self.waited: tuple[int, ...] = ()  # by the main thread, before it computes again
+        if not schedule.overlaps_params:
+            self.waited = tuple(range(len(self.actions)))
+        for self._phase, phase in enumerate(phases):
+            self._chunks[phase.chunk].run(phase)
+        self._phase = len(phases)
+        for chunk in self._chunks:
+            for unit in chunk.units:
+                if units[unit].is_trained and unit not in self._grad_syncs:
+                    self.start_grad_sync(unit)
+        self.waits = list(self._last_reduction.values()) + list(self._grad_syncs.values())
+
+    # ---- for the chunks
+
+    def submit(self, kind: int, unit: int, after: Iterable[int | None]) -> int:
+        """The index of the new action."""
+        deps = {one for one in after if one is not None}
+        if self.schedule.is_inline and self.actions:
+            deps.add(len(self.actions) - 1)
+        self.actions.append(Action(kind, unit, tuple(deps), self._phase))
+        return len(self.actions) - 1
+
+    def compute(self, unit: int, after: Iterable[int | None]) -> int:
+        self._last_compute = self.submit(COMPUTE, unit, (*after, *self.waited))
+        self.waited = ()
+        return self._last_compute
+
+    def start_reduction(self, chunk: "_Chunk", unit: int, computed: int, is_last: bool) -> None:
+        if self.units[unit].is_reduced:
+            span = chunk.take_grad_memory(unit)
+            reduction = self.submit(REDUCE, unit, [computed])
+            chunk.reductions.append((unit, span, reduction))
+            self._last_reduction[unit] = reduction
+        if is_last:
+            self.start_grad_sync(unit)
+
+    def start_grad_sync(self, unit: int) -> None:
+        after = (self._last_compute, self._last_reduction.get(unit))
+        self._grad_syncs[unit] = self.submit(GRAD_SYNC, unit, after)
+
+    @property
+    def last_compute(self) -> int | None:
+        return self._last_compute
+
+
+class _Chunk:
+    """The units in flight of one model chunk, as Gathers and Reductions have them."""
+
+    def __init__(self, order: StepOrder, visits: Sequence[Visit], key: int):
+        self.key = key
+        self._order, self._visits = order, visits
+        self._all, self._schedule = order.units, order.schedule
+        self.units = list(dict.fromkeys(_units_of(visits)))
+        self.reductions: deque[tuple[int, Span, int]] = deque()
+        self._sequence: list[int] = []
+        self._place = 0
+        in_order = sorted(self.units)
+        memory = memory_in_flight(
+            [self._all[unit].memory for unit in in_order],
+            self._schedule.depth,
+            budget=self._schedule.in_flight_nbytes,
+        )
+        self._is_odd = {unit: bool(index % 2) for index, unit in enumerate(in_order)}
+        self._params, self._grads = Places(memory.params), Places(memory.grads)
+        self._spans: dict[int, Span] = {}
+        self._gathers: dict[int, int] = {}
+        self._kept: dict[int, None] = {}
+        self._active: dict[int, int] = {}  # unsharded units, with the gather that they had
+        self._ahead: Counter[object] = Counter()
+        self._used_at: dict[int, int] = {}
+        self._syncs: dict[int, int] = {}
+
+    def expect(self, phases: Sequence[Phase]) -> None:
+        """The uses of gathered units in a step."""
+        forward = list(_uses(self._visits, is_forward=True))
+        backward = list(_uses(self._visits, is_forward=False))
+        for phase in phases:
+            if phase.chunk == self.key:
+                for unit in forward if phase.is_forward else backward:
+                    if self._all[unit].is_gathered:
+                        self._sequence.append(unit)
+
+    def start_syncs(self) -> None:
+        synced = {unit for unit in self.units if not self._all[unit].is_trained}
+        for unit in self.units:
+            if self._all[unit].is_trained:
+                self._syncs[unit] = self._order.submit(PARAM_SYNC, unit, ())
+                synced.add(unit)
+            self._prefetch(synced)
+        self._prefetch()
+
+    # ---- phases
+
+    def run(self, phase: Phase) -> None:
+        if phase.is_forward:
+            self._forward(self._visits)
+            return
+        at_end: list[tuple[int, int]] = []
+        self._backward(self._visits, phase.is_last, at_end)
+        for unit, computed in sorted(at_end):
+            self._order.start_reduction(self, unit, computed, phase.is_last)
+
+    def _forward(self, visits: Sequence[Visit]) -> None:
+        for visit in visits:
+            self._compute(visit.unit)
+            self._forward(visit.inner)
+            self._release(visit.unit)
+
+    def _backward(self, visits: Sequence[Visit], is_last: bool, at_end: list) -> None:
+        for visit in reversed(visits):
+            unit = self._all[visit.unit]
+            computed = self._compute(visit.unit)
+            self._backward(visit.inner, is_last, at_end)
+            last = self._order.last_compute if visit.inner else computed
+            if unit.is_trained and unit.reduces_at_end:
+                at_end.append((visit.unit, computed))
+                self._release(visit.unit)
+            else:
+                self._release(visit.unit)
+                if unit.is_trained:
+                    self._order.start_reduction(self, visit.unit, last or computed, is_last)
+
+    def _compute(self, unit: int) -> int:
+        gather = self._use(unit)
+        computed = self._order.compute(unit, (gather,))
+        self._used_at[unit] = computed
+        return computed
+
+    # ---- Gathers
+
+    def _use(self, unit: int) -> int | None:
+        """What the main thread waits for."""
+        if not self._all[unit].is_gathered:
+            return self._syncs.pop(unit, None)
+        if unit in self._active and unit not in self._kept:
+            return self._active[unit]
+        self._place += 1
+        if unit in self._kept:
+            del self._kept[unit]
+        else:
+            if unit not in self._gathers:
+                self._gather(unit, self._acquire(unit))
+            self._active[unit] = self._gathers.pop(unit)
+            self._ahead[self._all[unit].size] -= 1
+        self._prefetch()
+        return self._active[unit]
+
+    def _release(self, unit: int) -> None:
+        if unit not in self._active or unit in self._kept:
+            return
+        if self._is_next(unit):
+            self._kept.setdefault(unit)
+        else:
+            self._drop(unit)
+        self._prefetch()
+
+    def _is_next(self, unit: int) -> bool:
+        for following in self._upcoming():
+            if following == unit:
+                return True
+            if following not in self._gathers and following not in self._active:
+                return False
+        return False
+
+    def _upcoming(self) -> Iterator[int]:
+        sequence = self._sequence
+        for place in range(self._place, min(self._place + len(self.units), len(sequence))):
+            yield sequence[place]
+
+    def _drop(self, unit: int) -> None:
+        self._kept.pop(unit, None)
+        del self._active[unit]
+        self._params.release(self._spans.pop(unit), self._used_at[unit])
+
+    def _drop_spare(self, unit: int) -> None:
+        if unit in self._kept:
+            self._drop(unit)
+            return
+        gather = self._gathers.pop(unit)
+        self._ahead[self._all[unit].size] -= 1
+        self._order.waited += (gather,)
+        self._params.release(self._spans.pop(unit), gather)
+
+    def _acquire(self, unit: int) -> Place:
+        spares = [*self._kept, *self._gathers]
+        nbytes = self._all[unit].memory.params
+        while (place := self._params.acquire(nbytes, self._is_odd[unit])) is None:
+            if spares:
+                self._drop_spare(spares.pop())
+            else:
+                self._params.grow(nbytes)
+        return place
+
+    def _gather(self, unit: int, place: Place) -> None:
+        self._ahead[self._all[unit].size] += 1
+        self._spans[unit] = place.span
+        after = (*place.after, self._syncs.pop(unit, None))
+        self._gathers[unit] = self._order.submit(GATHER, unit, after)
+
+    def _prefetch(self, among: set[int] | None = None) -> None:
+        gathers, active, depth = self._gathers, self._active, self._schedule.depth
+        for unit in self._upcoming():
+            if unit in gathers or unit in active:
+                continue
+            if among is not None and unit not in among:
+                return
+            if self._ahead[self._all[unit].size] >= depth:
+                return
+            place = self._params.acquire(self._all[unit].memory.params, self._is_odd[unit])
+            if place is None:
+                return
+            self._gather(unit, place)
+
+    # ---- Reductions
+
+    def take_grad_memory(self, unit: int) -> Span:
+        """For a piece of the gradients of `unit`; waits for reductions that hold it."""
+        memory = self._all[unit].memory
+        if memory.num_pieces > 1:
+            while any(self._all[other].memory.num_pieces > 1 for other, _, _ in self.reductions):
+                self._await_oldest_reduction()
+        while (place := self._grads.acquire(memory.grads, self._is_odd[unit])) is None:
+            if self.reductions:
+                self._await_oldest_reduction()
+            else:
+                self._grads.grow(memory.grads)
+        return place.span
+
+    def _await_oldest_reduction(self) -> None:
+        _, span, reduction = self.reductions.popleft()
+        self._order.waited += (reduction,)
+        self._grads.release(span, None)
+
+
+def _units_of(visits: Sequence[Visit]) -> Iterator[int]:
+    for visit in visits:
+        yield visit.unit
+        yield from _units_of(visit.inner)
+
+
+def _uses(visits: Sequence[Visit], is_forward: bool) -> Iterator[int]:
+    for visit in visits if is_forward else reversed(visits):
+        yield visit.unit
+        yield from _uses(visit.inner, is_forward)

@@ -1,0 +1,49 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the order in which a pipeline stage computes micro-batches: Megatron's 1F1B, and its
+interleaved form for several model chunks on each rank.
+"""
+
+from megatron_asynchzp.planner.order import Phase
+
+
+def stage_phases(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Phase]:
+    """Of one step. With several chunks `micro_batches` is a multiple of `stages`, as Megatron
+    demands; raises ValueError otherwise."""
+    if chunks > 1 and micro_batches % stages:
+        raise ValueError(f"{micro_batches} micro-batches are not a multiple of {stages} stages")
+    # A group of one micro-batch for each stage goes through chunk 0, then through chunk 1, ...
+    group = stages if chunks > 1 else 1
+    table = [
+        (chunk, micro_batch)
+        for start in range(0, micro_batches, group)
+        for chunk in range(chunks)
+        for micro_batch in range(start, start + group)
+    ]
+    forward = [Phase(True, chunk, index) for chunk, index in table]
+    backward = [
+        Phase(False, chunks - 1 - chunk, index, index == micro_batches - 1)
+        for chunk, index in table
+    ]
+    ahead = stages - stage - 1
+    if chunks > 1:
+        ahead = 2 * ahead + (chunks - 1) * stages
+    ahead = min(ahead, len(forward))
+    phases = forward[:ahead]
+    for index, one in enumerate(backward):
+        if index + ahead < len(forward):
+            phases.append(forward[index + ahead])
+        phases.append(one)
+    return phases
+
+
+def before(phase: Phase, stage: int, stages: int, chunks: int) -> tuple[int, int] | None:
+    """Stage and chunk whose phase of the same micro-batch and direction hands its result to this
+    one; None at the beginning of the model, or of its backward."""
+    if phase.is_forward:
+        if stage > 0:
+            return stage - 1, phase.chunk
+        return (stages - 1, phase.chunk - 1) if phase.chunk > 0 else None
+    if stage < stages - 1:
+        return stage + 1, phase.chunk
+    return (0, phase.chunk + 1) if phase.chunk < chunks - 1 else None

@@ -1,0 +1,382 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the choice of a plan: which ones are possible, which of them fit, and which is fastest."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from megatron_asynchzp.planner.activations import FUSED, Kernels, Recompute
+from megatron_asynchzp.planner.cluster import Cluster
+from megatron_asynchzp.planner.costs import Costing, Plan
+from megatron_asynchzp.planner.model import Batch, Experts, Model, Parallel
+from megatron_asynchzp.planner.order import GATHER, GRAD_SYNC, PARAM_SYNC, REDUCE
+from megatron_asynchzp.planner.simulate import Step
+from megatron_asynchzp.planner.traffic import BETWEEN, INSIDE
+from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes
+
+PLAIN = 0.005
+"""A plan whose sizes have a name (ZeRO-3, ...) is preferred to one that is faster by less."""
+RESERVE = 0.5
+"""The part of a step for which a plain plan's links may be busy where the fastest plan's are less:
+what the planner does not know of, such as switches of many nodes, finds some room then."""
+_FLAT = ("ZeRO-3", "distributed optimizer", "plain data parallelism")
+_EQUAL = 0.001  # steps that differ by less count as equal: then what sends and holds less is better
+_MOST_SIZES = 8
+_SIMULATED = 40
+
+VARIED = ("tp", "pp", "cp", "ep")
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen. global_batch: sequences of a step; start: what is kept where nothing is
+    varied; vary: of VARIED; depths, micro_batch_sizes, recomputes: to try (None: the powers of two
+    that divide the batch)."""
+
+    model: Model
+    cluster: Cluster
+    global_batch: int
+    start: Plan
+    kernels: Kernels = FUSED
+    vary: tuple[str, ...] = ()
+    depths: tuple[int, ...] = (1, 2)
+    micro_batch_sizes: tuple[int, ...] | None = None
+    recomputes: tuple[Recompute, ...] = (Recompute(), Recompute("full"))
+    known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def costing(self, plan: Plan) -> Costing:
+        return Costing(self.model, plan, self.cluster, self.kernels, self.known)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan with its costs. step: simulated, None before that."""
+
+    costing: Costing
+    step: Step | None = None
+
+    @property
+    def plan(self) -> Plan:
+        return self.costing.plan
+
+    @property
+    def step_s(self) -> float:
+        assert self.step is not None
+        return self.step.step_s
+
+    @property
+    def busiest_link(self) -> float:
+        """The part of the step for which a link of some stage is busy."""
+        assert self.step is not None
+        busy = (seconds for one in self.step.stages for seconds in one.links_s.values())
+        return max(busy, default=0.0) / self.step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.costing.tokens / self.step_s
+
+    @cached_property
+    def scheme(self) -> str:
+        return scheme_of(self.plan.sizes, self.costing.dense_ranks, self.ranks_in_node)
+
+    @property
+    def ranks_in_node(self) -> int:
+        """Of a dense sharding group."""
+        tp = self.plan.parallel.tp
+        per_node = max(1, self.costing.cluster.ranks_per_node // tp)
+        return min(per_node, self.costing.dense_ranks)
+
+
+def scheme_of(sizes: ShardSizes, ranks: int, in_node: int) -> str:
+    """The name of sizes that other systems have; "" for those that are AsyncHZP's alone."""
+    three = (sizes.param, sizes.grad, sizes.optim)
+    if three == (ranks,) * 3:
+        return "ZeRO-3"
+    if three == (1, 1, ranks):
+        return "distributed optimizer"
+    if three == (1, 1, 1):
+        return "plain data parallelism"
+    return "HSDP" if three == (in_node,) * 3 else ""
+
+
+# ---- what is possible
+
+
+def shard_divisors(ranks: int, in_node: int) -> list[int]:
+    """Sizes to try: all divisors of `ranks` that lie within a node or consist of whole nodes; of
+    many, those that are evenly spread, with 1, a node and all ranks."""
+    found = [
+        size
+        for size in range(1, ranks + 1)
+        if ranks % size == 0 and (in_node % size == 0 or size % in_node == 0)
+    ]
+    kept = {1, ranks} | ({in_node} if in_node in found else set())
+    rest = [size for size in found if size not in kept]
+    room = max(0, _MOST_SIZES - len(kept))
+    if len(rest) > room:
+        rest = [rest[int((i + 0.5) * len(rest) / room)] for i in range(room)] if room else []
+    return sorted(kept | set(rest))
+
+
+def shard_sizes(ranks: int, in_node: int) -> Iterator[ShardSizes]:
+    """All that nest, of `shard_divisors`."""
+    divisors = shard_divisors(ranks, in_node)
+    for optim in divisors:
+        for param in divisors:
+            for grad in divisors:
+                sizes = ShardSizes(param, grad, optim)
+                try:
+                    sizes.check(ranks)
+                except ShardSizeError:
+                    continue
+                yield sizes
+
+
+def parallels(space: Space) -> Iterator[Parallel]:
+    """Parallel sizes to try: the user's own, and others where these may be varied."""
+    start, cluster, model = space.start.parallel, space.cluster, space.model
+    powers = [2**power for power in range(12) if 2**power <= cluster.num_ranks]
+    experts = [layer.mlp.num_experts for layer in model.layers if isinstance(layer.mlp, Experts)]
+
+    def choices(name: str) -> list[int]:
+        return powers if name in space.vary else [getattr(start, name)]
+
+    for tp in choices("tp"):
+        for pp in choices("pp"):
+            for cp in choices("cp"):
+                for ep in choices("ep") if experts else [1]:
+                    one = replace(start, tp=tp, pp=pp, cp=cp, ep=ep)
+                    if one != start:
+                        if tp > cluster.ranks_per_node or len(model.layers) % pp:
+                            continue
+                        is_sequential = start.sequence_parallel or start.tp == 1
+                        one = replace(
+                            one,
+                            sequence_parallel=is_sequential and tp > 1,
+                            virtual=start.virtual if pp == start.pp else 1,
+                            stage_layers=start.stage_layers if pp == start.pp else None,
+                        )
+                    if experts and experts[0] % ep:
+                        continue
+                    if any(_heads(layer) % tp for layer in model.layers):
+                        continue
+                    yield one
+
+
+def _heads(layer) -> int:
+    return getattr(layer.mixer, "num_groups", None) or getattr(layer.mixer, "num_heads", 0)
+
+
+def batches(space: Space, parallel: Parallel) -> Iterator[Batch]:
+    """Micro-batch sizes whose replicas share the global batch out evenly."""
+    replicas, rest = divmod(space.cluster.num_ranks, parallel.tp * parallel.cp * parallel.pp)
+    if rest or replicas == 0 or space.global_batch % replicas:
+        return
+    of_replica = space.global_batch // replicas
+    asked = space.micro_batch_sizes or tuple(2**power for power in range(8))
+    for size in asked:
+        if of_replica % size == 0:
+            count = of_replica // size
+            if parallel.virtual == 1 or count % parallel.pp == 0:
+                yield Batch(size, space.start.batch.seq_length, count)
+
+
+def plans(space: Space) -> Iterator[Plan]:
+    """Every plan of the space, whether it fits or not."""
+    for parallel in parallels(space):
+        tp = parallel.tp
+        ranks, rest = divmod(space.cluster.num_ranks, tp * parallel.pp)
+        if rest or ranks % parallel.cp:
+            continue
+        if space.cluster.num_ranks % (parallel.experts_tp * parallel.ep * parallel.pp):
+            continue
+        in_node = min(ranks, max(1, space.cluster.ranks_per_node // tp))
+        for batch in batches(space, parallel):
+            for sizes in shard_sizes(ranks, in_node):
+                for recompute in dict.fromkeys(space.recomputes):
+                    for depth in space.depths if sizes.param > 1 else space.depths[:1]:
+                        schedule = replace(space.start.schedule, depth=depth)
+                        yield replace(
+                            space.start,
+                            sizes=sizes,
+                            parallel=parallel,
+                            batch=batch,
+                            schedule=schedule,
+                            recompute=recompute,
+                        )
+
+
+# ---- which of them
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """ranked: simulated plans that fit, best first; baselines: the fastest plan of each scheme,
+    None where none of it fits; num_plans, num_fitting, num_simulated: how many there were;
+    smallest: the plan with the least memory, where nothing fits; out_of_memory: a plan that may be
+    faster than the first and does not fit, with a lower bound of its step in seconds."""
+
+    ranked: tuple[Candidate, ...]
+    baselines: dict[str, Candidate | None]
+    num_plans: int
+    num_fitting: int
+    num_simulated: int
+    smallest: Candidate | None = None
+    out_of_memory: tuple[Candidate, float] | None = None
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest, or one of other systems' that is as good as that, with no busier links."""
+        if not self.ranked:
+            return None
+        fastest = self.ranked[0]
+        busiest = max(RESERVE, fastest.busiest_link)
+        for one in self.ranked:
+            is_as_fast = one.step_s <= (1 + PLAIN) * fastest.step_s
+            if one.scheme in _FLAT and is_as_fast and one.busiest_link <= busiest:
+                return one
+        return fastest
+
+
+class _Bounds:
+    """Lower bounds of steps, from what does not depend on the order: much is equal between plans.
+
+    A step is no shorter than what a rank computes and than what each link of a node carries.
+    """
+
+    def __init__(self, space: Space):
+        self._space = space
+        self._compute: dict[object, tuple[float, float]] = {}
+        self._links: dict[object, list[dict[str, float]]] = {}
+
+    def of(self, costing: Costing) -> tuple[float, float]:
+        """The bound of a step, and an estimate of it, in seconds."""
+        plan = costing.plan
+        parallel, count = plan.parallel, plan.batch.num_micro_batches
+        key = (parallel, plan.batch, plan.recompute)
+        if key not in self._compute:
+            self._compute[key] = self._computing(costing)
+        compute, first = self._compute[key]
+        key = (parallel, plan.sizes, plan.wire)
+        if key not in self._links:
+            self._links[key] = [self._carried(costing, stage) for stage in range(parallel.pp)]
+        worst = ends = 0.0
+        for of_stage in self._links[key]:
+            for link in (INSIDE, BETWEEN):
+                each, once = of_stage[link], of_stage[f"{link} once"]
+                worst = max(worst, count * each + once)
+                ends = max(ends, once)
+        bubble = (parallel.pp - 1) / parallel.virtual * compute
+        busy = count * compute + bubble
+        bound = max(busy, worst)
+        # What a step carries once is hidden behind one backward and one forward at best; of the
+        # rest the first unit and the last wait.
+        estimate = max(bound, busy + max(0.0, ends - compute)) + first + 0.02 * worst / count
+        return bound, estimate
+
+    def _computing(self, costing: Costing) -> tuple[float, float]:
+        times = [[sum(costing.compute_s(unit)) for unit in units] for units in costing.units]
+        return max(map(sum, times)), 0.0
+
+    def _carried(self, costing: Costing, stage: int) -> dict[str, float]:
+        found: dict[str, float] = dict.fromkeys(
+            (INSIDE, BETWEEN, f"{INSIDE} once", f"{BETWEEN} once"), 0.0
+        )
+        for cost in costing.communication(stage):
+            for link, length in cost[GATHER]:
+                found[link] += 2 * length
+            for link, length in cost[REDUCE]:
+                found[link] += length
+            for kind in (GRAD_SYNC, PARAM_SYNC):
+                for link, length in cost[kind]:
+                    found[f"{link} once"] += length
+        return found
+
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is done, how much of it, and out of how many."""
+
+
+def search(space: Space, progress: Progress = lambda *_: None) -> Outcome:
+    """Every plan has a lower bound of its step; the most promising ones are simulated."""
+    bounds = _Bounds(space)
+    rated: list[tuple[float, float, Costing]] = []
+    too_large: list[tuple[float, Costing]] = []
+    smallest: Costing | None = None
+    every = list(plans(space))
+    for done, plan in enumerate(every):
+        if done % 200 == 0:
+            progress("plans", done, len(every))
+        costing = space.costing(plan)
+        bound, estimate = bounds.of(costing)
+        if smallest is None or costing.memory.total < smallest.memory.total:
+            smallest = costing
+        if costing.fits:
+            rated.append((estimate, bound, costing))
+        else:
+            too_large.append((bound, costing))
+    progress("plans", len(every), len(every))
+    rated.sort(key=lambda one: (one[0], one[2].memory.total))
+    chosen = _promising(rated)
+    simulated: list[Candidate] = []
+    for done, costing in enumerate(chosen):
+        progress("simulations", done, len(chosen))
+        simulated.append(Candidate(costing, costing.step()))
+    progress("simulations", len(chosen), len(chosen))
+    ranked = _ranked(simulated)
+    return Outcome(
+        tuple(ranked),
+        {name: _fastest(ranked, name) for name in ("ZeRO-3", "HSDP", "distributed optimizer")},
+        len(every),
+        len(rated),
+        len(simulated),
+        Candidate(smallest) if smallest is not None else None,
+        _missed(too_large, ranked),
+    )
+
+
+def _promising(rated: Sequence[tuple[float, float, Costing]]) -> list[Costing]:
+    """The first ones, and of every scheme that other systems have the two best."""
+    chosen = [costing for _, _, costing in rated[:_SIMULATED]]
+    of_scheme: dict[str, int] = {}
+    for _, _, costing in rated:
+        name = Candidate(costing).scheme
+        of_scheme[name] = of_scheme.get(name, 0) + 1
+        if name and of_scheme[name] <= 2 and costing not in chosen:
+            chosen.append(costing)
+    return chosen
+
+
+def _ranked(simulated: Iterable[Candidate]) -> list[Candidate]:
+    found = sorted(simulated, key=lambda one: one.step_s)
+    ranked: list[Candidate] = []
+    while found:
+        limit = (1 + _EQUAL) * found[0].step_s
+        equal = [one for one in found if one.step_s <= limit]
+        equal.sort(key=lambda one: (one.costing.node_nbytes, one.costing.memory.total))
+        ranked += equal
+        found = found[len(equal) :]
+    best_depth: dict[object, Candidate] = {}
+    for one in ranked:
+        plan = one.plan
+        best_depth.setdefault((plan.sizes, plan.parallel, plan.batch, plan.recompute), one)
+    return list(best_depth.values())
+
+
+def _fastest(ranked: Sequence[Candidate], scheme: str) -> Candidate | None:
+    return next((one for one in ranked if one.scheme == scheme), None)
+
+
+def _missed(
+    too_large: Sequence[tuple[float, Costing]], ranked: Sequence[Candidate]
+) -> tuple[Candidate, float] | None:
+    """Of those that do not fit and whose bound is under the best step, the one nearest to fit."""
+    if not ranked:
+        return None
+    faster = [one for one in too_large if one[0] < (1 - PLAIN) * ranked[0].step_s]
+    if not faster:
+        return None
+    bound, costing = min(faster, key=lambda one: one[1].memory.total)
+    return Candidate(costing), bound

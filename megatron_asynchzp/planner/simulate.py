@@ -1,0 +1,287 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the simulation of one step: for one rank of each pipeline stage, when it computes, when each
+lane moves what, and for how long computation waits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from megatron_asynchzp.planner.order import (
+    COMPUTE,
+    GATHER,
+    GRAD_SYNC,
+    PARAM_SYNC,
+    REDUCE,
+    Phase,
+    StepOrder,
+)
+from megatron_asynchzp.planner.pipeline import before
+from megatron_asynchzp.planner.traffic import BETWEEN, INSIDE
+
+LANE_NAMES = {GATHER: "gather", REDUCE: "reduce", GRAD_SYNC: "grad-sync", PARAM_SYNC: "param-sync"}
+"""As the engine's timeline calls them."""
+
+_RESOURCES = {INSIDE: 1, BETWEEN: 2}  # of a stage; 0 computes
+_PER_STAGE = 3
+_NO_RESOURCE = -1
+
+Work = Sequence[tuple[str, float]]
+"""Links that an operation occupies, one after the other, and for how many seconds."""
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """Of one unit on a rank: seconds to compute a micro-batch, and the work of its operations."""
+
+    name: str
+    forward_s: float
+    backward_s: float
+    gather: Work = ()
+    reduce: Work = ()
+    grad_sync: Work = ()
+    param_sync: Work = ()
+
+    def work(self, kind: int) -> Work:
+        return (self.gather, self.reduce, self.grad_sync, self.param_sync)[kind - GATHER]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rank of a pipeline stage. phases, order: of its step; costs: of each unit, by number;
+    optimizer_s: for which the optimizer computes."""
+
+    phases: Sequence[Phase]
+    order: StepOrder
+    costs: Sequence[UnitCost]
+    optimizer_s: float = 0.0
+
+
+class Span(NamedTuple):
+    """As the engine's timeline has it, in seconds from the optimizer on."""
+
+    lane: str
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of a step: computing (the optimizer included), waiting for communication, waiting for
+    other stages, and for which each link is busy."""
+
+    compute_s: float
+    exposed_s: float
+    bubble_s: float
+    links_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Step:
+    """spans: of each stage, where they were asked for."""
+
+    step_s: float
+    stages: tuple[StageTimes, ...]
+    spans: tuple[tuple[Span, ...], ...] = ()
+
+    @property
+    def worst(self) -> StageTimes:
+        """Of the stage that waits longest for communication."""
+        return max(self.stages, key=lambda stage: stage.exposed_s)
+
+
+class _Network:
+    """Nodes of work with what comes before them, and when each ran.
+
+    A resource takes the node that was ready first. Nodes leave the heap in the order in which they
+    become ready, and what a node makes ready is ready later; so no node is overtaken.
+    """
+
+    def __init__(self, num_resources: int):
+        self.length: list[float] = []
+        self.resource: list[int] = []
+        self.waits: list[int] = []
+        self.then: list[list[int]] = []
+        self.begin: list[float] = []
+        self.end: list[float] = []
+        self.busy = [0.0] * num_resources
+        self._free = [0.0] * num_resources
+
+    def add(self, resource: int, length: float, after: Sequence[int]) -> int:
+        node = len(self.length)
+        self.length.append(length)
+        self.resource.append(resource)
+        self.waits.append(len(after))
+        self.then.append([])
+        for one in after:
+            self.then[one].append(node)
+        return node
+
+    def run(self) -> None:
+        count = len(self.length)
+        length, resource, waits, then = self.length, self.resource, self.waits, self.then
+        free, busy = self._free, self.busy
+        self.begin, self.end, ready = [0.0] * count, [0.0] * count, [0.0] * count
+        begins, ends = self.begin, self.end
+        heap = [(0.0, node) for node in range(count) if waits[node] == 0]
+        done = 0
+        while heap:
+            begin, node = heappop(heap)
+            one = resource[node]
+            if one >= 0:
+                if free[one] > begin:
+                    begin = free[one]
+                end = free[one] = begin + length[node]
+                busy[one] += length[node]
+            else:
+                end = begin + length[node]
+            begins[node], ends[node] = begin, end
+            done += 1
+            for other in then[node]:
+                if end > ready[other]:
+                    ready[other] = end
+                waits[other] -= 1
+                if waits[other] == 0:
+                    heappush(heap, (ready[other], other))
+        if done < count:
+            raise RuntimeError(f"{count - done} operations of the step wait for each other")
+
+
+class _StageNodes:
+    """The nodes of one stage. computing: (action, node, arrival) of each computation, where arrival
+    is the node that brings what another stage hands over."""
+
+    def __init__(self, index: int, stage: Stage):
+        self.index, self.stage = index, stage
+        self.computing: list[tuple[int, int, int | None]] = []
+        self.lanes: list[tuple[int, int, int]] = []  # action, first node, last node
+        self.first_of_phase: dict[tuple[bool, int, int], int] = {}
+        self.last_of_phase: dict[tuple[bool, int, int], int] = {}
+        self.last: list[int] = []
+
+    def resource(self, link: str) -> int:
+        return _PER_STAGE * self.index + _RESOURCES[link]
+
+    def build(self, network: _Network, runs_ahead: bool, has_pipeline: bool) -> None:
+        stage, add = self.stage, network.add
+        actions, phases, costs = stage.order.actions, stage.phases, stage.costs
+        computes = _PER_STAGE * self.index
+        main = add(computes, stage.optimizer_s, ())
+        self.optimizer = main
+        lane_last = dict.fromkeys(LANE_NAMES, main)
+        last = self.last
+        work_of = {kind: [cost.work(kind) for cost in costs] for kind in LANE_NAMES}
+        links = {link: self.resource(link) for link in _RESOURCES}
+        before_phase = -1
+        for index, (kind, unit, after, phase_index) in enumerate(actions):
+            if kind == COMPUTE:
+                phase = phases[phase_index]
+                deps = [main, *(last[one] for one in after)]
+                arrival = None
+                if phase_index != before_phase:
+                    before_phase = phase_index
+                    if has_pipeline:
+                        arrival = add(_NO_RESOURCE, 0.0, ())
+                        self.first_of_phase[phase[:3]] = arrival
+                        deps.append(arrival)
+                cost = costs[unit]
+                length = cost.forward_s if phase.is_forward else cost.backward_s
+                main = add(computes, length, deps)
+                self.last_of_phase[phase[:3]] = main
+                self.computing.append((index, main, arrival))
+                last.append(main)
+                continue
+            deps = [lane_last[kind], *(last[one] for one in after)]
+            if not runs_ahead:
+                deps.append(main)
+            first = node = -1
+            for link, length in work_of[kind][unit]:
+                node = add(links[link], length, deps if first < 0 else (node,))
+                first = node if first < 0 else first
+            if first < 0:
+                first = node = add(_NO_RESOURCE, 0.0, deps)
+            lane_last[kind] = node
+            last.append(node)
+            self.lanes.append((index, first, node))
+
+    def times(self, network: _Network, step_s: float) -> StageTimes:
+        begin, end = network.begin, network.end
+        compute, exposed, bubble = self.stage.optimizer_s, 0.0, 0.0
+        reached = end[self.optimizer]
+        for _, node, arrival in self.computing:
+            ready = reached
+            if arrival is not None and end[arrival] > reached:
+                bubble += end[arrival] - reached
+                ready = end[arrival]
+            exposed += begin[node] - ready
+            compute += network.length[node]
+            reached = end[node]
+        synced = max([reached, *(end[self.last[one]] for one in self.stage.order.waits)])
+        exposed += synced - reached
+        busy = {link: network.busy[self.resource(link)] for link in _RESOURCES}
+        return StageTimes(compute, exposed, bubble + step_s - synced, busy)
+
+    def finished(self, network: _Network) -> float:
+        waits = (network.end[self.last[one]] for one in self.stage.order.waits)
+        return max([network.end[node] for _, node, _ in self.computing[-1:]] + list(waits))
+
+    def spans(self, network: _Network, step_s: float) -> tuple[Span, ...]:
+        begin, end, stage = network.begin, network.end, self.stage
+        found = [Span("capture", "step", 0.0, step_s)]
+        if stage.optimizer_s:
+            found.append(Span("compute", "optimizer", 0.0, stage.optimizer_s))
+        reached = end[self.optimizer]
+        for index, node, arrival in self.computing:
+            action = stage.order.actions[index]
+            name = stage.costs[action.unit].name
+            ready = max(reached, end[arrival]) if arrival is not None else reached
+            if begin[node] > ready:
+                found.append(Span("wait", name, ready, begin[node]))
+            is_forward = stage.phases[action.phase].is_forward
+            direction = "forward" if is_forward else "backward"
+            found.append(Span("compute", f"{direction} {name}", begin[node], end[node]))
+            reached = end[node]
+        synced = max([reached, *(end[self.last[one]] for one in stage.order.waits)])
+        if synced > reached:
+            found.append(Span("wait", "gradients", reached, synced))
+        for index, first, last in self.lanes:
+            action = stage.order.actions[index]
+            if end[last] > begin[first]:
+                name = stage.costs[action.unit].name
+                found.append(Span(LANE_NAMES[action.kind], name, begin[first], end[last]))
+        return tuple(found)
+
+
+def simulate(
+    stages: Sequence[Stage],
+    runs_ahead: bool = True,
+    hand_over_s: float = 0.0,
+    chunks: int = 1,
+    with_spans: bool = False,
+) -> Step:
+    """One step in the steady state, from one optimizer to the next.
+
+    runs_ahead: see Cluster; hand_over_s: from the end of a phase to the begin of the next stage's;
+    chunks: on each rank.
+    """
+    network = _Network(_PER_STAGE * len(stages))
+    parts = [_StageNodes(index, stage) for index, stage in enumerate(stages)]
+    has_pipeline = len(stages) > 1 or chunks > 1
+    for part in parts:
+        part.build(network, runs_ahead, has_pipeline)
+    for part in parts:
+        for (is_forward, chunk, batch), arrival in part.first_of_phase.items():
+            phase = Phase(is_forward, chunk, batch)
+            source = before(phase, part.index, len(stages), chunks)
+            if source is not None:
+                sender = parts[source[0]].last_of_phase[is_forward, source[1], batch]
+                network.length[arrival] = hand_over_s if source[0] != part.index else 0.0
+                network.waits[arrival] += 1
+                network.then[sender].append(arrival)
+    network.run()
+    step_s = max(part.finished(network) for part in parts)
+    spans = tuple(part.spans(network, step_s) for part in parts) if with_spans else ()
+    return Step(step_s, tuple(part.times(network, step_s) for part in parts), spans)

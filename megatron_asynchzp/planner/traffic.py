@@ -1,0 +1,239 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what a rank sends: the collectives of each operation on a unit, their bytes, messages and
+seconds, and the sum of a step.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_asynchzp.planner.cluster import Cluster, Ring
+from megatron_asynchzp.planner.order import COMPUTE, GATHER, PARAM_SYNC, REDUCE, Action
+from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
+from megatron_asynchzp.sharding.pieces import piece_length
+from megatron_asynchzp.sharding.topology import ShardSizes
+
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+)
+INSIDE, BETWEEN = "inside", "between"
+_FP32 = 4
+GRAD_SLOT_NBYTES = 2**28
+"""Gradients of larger units are reduced in pieces of so many bytes: the engine's default."""
+
+
+class Collective(NamedTuple):
+    """One collective of one rank. numel, itemsize: of the whole tensor; axis: size and stride of
+    the mesh axis that it goes along, in ranks of the sharding group."""
+
+    operation: str
+    numel: int
+    itemsize: int
+    size: int
+    stride: int
+
+    @property
+    def turns(self) -> int:
+        """How often every piece goes round the ring."""
+        return 2 if self.operation == ALL_REDUCE else 1
+
+    @property
+    def wire_nbytes(self) -> int:
+        """Payload that the rank sends. An all-reduce of n elements that the ranks do not divide is
+        counted with equal pieces, as NCCL's; shards always divide here but for tiny units."""
+        pieces = (self.size - 1) * self.numel * self.itemsize
+        return self.turns * pieces // self.size
+
+    @property
+    def messages(self) -> int:
+        """To other ranks."""
+        return self.turns * (self.size - 1)
+
+
+class Axis(NamedTuple):
+    """An axis of the mesh: how many ranks it has, and how far apart they are in the group."""
+
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How states travel. The default is the engine's.
+
+    grad_itemsize: bytes of an element of the gradients; sums_rounded: whether shorter ones are
+    added on their way, as by NCCL, in place of going to their owner as they are, to be added in
+    fp32; pieces: messages into which a unit is cut where whole tensors belong to a rank (sums over
+    replicas are not cut).
+    """
+
+    grad_itemsize: int = _FP32
+    sums_rounded: bool = False
+    pieces: int = 1
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether gradients go to their owners without being added."""
+        return self.grad_itemsize != _FP32 and not self.sums_rounded
+
+
+@dataclass(frozen=True)
+class Group:
+    """A sharding group as all its ranks see it.
+
+    ranks: of the group; sizes: of the three states; distance: of consecutive ranks of the group, in
+    global ranks (the tensor-parallel size for dense parameters).
+    """
+
+    ranks: int
+    sizes: ShardSizes
+    distance: int = 1
+    wire: Wire = Wire()
+
+    def axes(self, inner: int, outer: int) -> tuple[Axis, ...]:
+        """From a shard of `inner` ranks to one of `outer`, innermost first; the mesh of
+        ShardTopology, without its members."""
+        sizes = self.sizes
+        cuts = sorted({1, sizes.param, sizes.grad, sizes.optim, self.ranks})
+        pairs = [pair for pair in zip(cuts, cuts[1:]) if inner <= pair[0] and pair[1] <= outer]
+        return tuple(Axis(high // low, low) for low, high in pairs)
+
+    def padded(self, numel: int) -> int:
+        """Elements of a unit's flat buffer whose parameters take `numel`."""
+        return round_up(max(numel, 1), self.sizes.optim * PARAM_ALIGNMENT_NUMEL)
+
+
+def unit_collectives(kind: int, padded_numel: int, itemsize: int, group: Group) -> list[Collective]:
+    """What one operation of `kind` (a lane of planner.order) issues, in its order.
+
+    itemsize: bytes of a parameter.
+    """
+    sizes = group.sizes
+    if kind == GATHER:
+        return _gathers(padded_numel, itemsize, group.axes(1, sizes.param))
+    if kind == PARAM_SYNC:
+        return _gathers(padded_numel // sizes.param, itemsize, group.axes(sizes.param, sizes.optim))
+    if kind == REDUCE:
+        found: list[Collective] = []
+        for numel in _pieces(padded_numel, sizes.grad):
+            found += _reductions(numel, group.wire, group.axes(1, sizes.grad))
+        return found
+    shard = padded_numel // sizes.grad
+    synced = _reductions(shard, group.wire, group.axes(sizes.grad, sizes.optim))
+    replicas = group.axes(sizes.optim, group.ranks)
+    return synced + _sums(padded_numel // sizes.optim, group.wire, replicas)
+
+
+def _pieces(padded_numel: int, shards: int) -> list[int]:
+    """Elements of each piece in which the gradients of a unit are reduced."""
+    shard, length = padded_numel // shards, piece_length(padded_numel, shards, GRAD_SLOT_NBYTES)
+    return [shards * min(length, shard - start) for start in range(0, shard, length)]
+
+
+def _gathers(numel: int, itemsize: int, axes: Sequence[Axis]) -> list[Collective]:
+    """Of the outermost axis first, whose result is the least."""
+    found: list[Collective] = []
+    for axis in axes:
+        found.append(Collective(ALL_GATHER, numel, itemsize, axis.size, axis.stride))
+        numel //= axis.size
+    return found[::-1]
+
+
+def _reductions(numel: int, wire: Wire, axes: Sequence[Axis]) -> list[Collective]:
+    operation, itemsize = ALL_TO_ALL if wire.is_exchanged else REDUCE_SCATTER, wire.grad_itemsize
+    found: list[Collective] = []
+    for axis in axes:
+        found.append(Collective(operation, numel, itemsize, axis.size, axis.stride))
+        numel //= axis.size
+    return found
+
+
+def _sums(numel: int, wire: Wire, axes: Sequence[Axis]) -> list[Collective]:
+    itemsize = wire.grad_itemsize
+    if not wire.is_exchanged:
+        return [Collective(ALL_REDUCE, numel, itemsize, axis.size, axis.stride) for axis in axes]
+    found: list[Collective] = []
+    for axis in axes:
+        padded = round_up(numel, axis.size)
+        for operation in (ALL_TO_ALL, ALL_GATHER):
+            found.append(Collective(operation, padded, itemsize, axis.size, axis.stride))
+    return found
+
+
+# ---- on a cluster
+
+
+def ring_of(collective: Collective, group: Group, cluster: Cluster) -> Ring:
+    distance = collective.stride * group.distance
+    return Ring.of_axis(collective.size, distance, cluster.ranks_per_node)
+
+
+def seconds(
+    collectives: Iterable[Collective], group: Group, cluster: Cluster
+) -> list[tuple[str, float]]:
+    """Which link each collective occupies, and for how long."""
+    found: list[tuple[str, float]] = []
+    for each in collectives:
+        ring = ring_of(each, group, cluster)
+        link = BETWEEN if ring.crosses_nodes else INSIDE
+        pieces = 1 if each.operation == ALL_REDUCE else group.wire.pieces
+        nbytes = each.numel * each.itemsize / pieces
+        if each.operation == ALL_TO_ALL:
+            length = pieces * ring.exchange_seconds(nbytes, cluster)
+        else:
+            length = pieces * each.turns * ring.seconds(nbytes, cluster)
+        found.append((link, length))
+    return found
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one rank, in one step: collectives by kind of operation; and of its node, the bytes that
+    leave it when all its ranks do the same."""
+
+    collectives: dict[tuple[int, Collective], int]
+    node_nbytes: float
+
+    @property
+    def wire_nbytes(self) -> int:
+        return sum(each.wire_nbytes * n for (_, each), n in self.collectives.items())
+
+    @property
+    def messages(self) -> int:
+        return sum(each.messages * n for (_, each), n in self.collectives.items())
+
+
+def step_traffic(
+    actions: Iterable[Action],
+    padded_numels: Sequence[int],
+    itemsize: int,
+    groups: Sequence[Group],
+    cluster: Cluster | None = None,
+) -> Traffic:
+    """The collectives of all `actions`.
+
+    padded_numels, groups: of each unit, by its number; cluster: None where no nodes are asked for.
+    """
+    times = Counter((each.kind, each.unit) for each in actions if each.kind != COMPUTE)
+    total: Counter[tuple[int, Collective]] = Counter()
+    left = 0.0
+    for (kind, unit), count in times.items():
+        group = groups[unit]
+        for each in unit_collectives(kind, padded_numels[unit], itemsize, group):
+            total[kind, each] += count
+            if cluster is not None:
+                ring = ring_of(each, group, cluster)
+                left += count * _node_nbytes(each, ring)
+    return Traffic(dict(total), left)
+
+
+def _node_nbytes(collective: Collective, ring: Ring) -> float:
+    nbytes = collective.numel * collective.itemsize
+    if collective.operation == ALL_TO_ALL:
+        return ring.exchanged_node_nbytes(nbytes)
+    return collective.turns * ring.node_nbytes(nbytes)

@@ -1,0 +1,45 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a calibration makes of times: a link that gives them back."""
+
+import tomllib
+
+import pytest
+import torch.distributed as dist
+
+from megatron_asynchzp.calibrate import calibrate, measured_link
+from megatron_asynchzp.planner.cluster import (
+    Cluster,
+    Device,
+    Link,
+    Ring,
+    cluster_toml,
+    read_cluster,
+)
+from megatron_asynchzp.testbed.ranks import run_ranks
+
+
+@pytest.mark.parametrize("nodes, stride, is_inside", [(1, 1, True), (4, 8, False)])
+def test_a_measured_link_gives_back_the_times_that_it_was_measured_by(nodes, stride, is_inside):
+    true = Link(40.0, latency_us=7.0, cards=2, efficiency=((1e5, 0.3), (1e7, 1.0)))
+    cluster = Cluster("c", nodes, 8, Device(100, 80), true, true)
+    ring = Ring.of_axis(8 if is_inside else nodes, stride, 8)
+    times = [(nbytes, ring.seconds(nbytes, cluster)) for nbytes in (8, 2**20, 2**24, 2**30)]
+    found = measured_link(Link(1.0, cards=2), ring, times)
+    again = Cluster("c", nodes, 8, Device(100, 80), found, found)
+    for nbytes, seconds in times:
+        assert ring.seconds(nbytes, again) == pytest.approx(seconds, rel=0.01)
+
+
+def _calibrated() -> str:
+    cluster = Cluster("here", 2, 2, Device(0.1, 2), Link(1.0), Link(1.0, cards=1), runs_ahead=False)
+    text = cluster_toml(calibrate(cluster, (2**10, 2**18, 2**20), repetitions=1))
+    dist.barrier()
+    return text
+
+
+@pytest.mark.slow
+def test_a_calibration_of_four_ranks_is_a_cluster_file():
+    texts = run_ranks(_calibrated, 4)
+    cluster = read_cluster(tomllib.loads(texts[0]), "here")
+    assert cluster.inside.gb_s > 0 and cluster.between.gb_s > 0 and cluster.device.efficiency > 0

@@ -1,0 +1,114 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Files of clusters: what they hold, one line for each fault, and times that follow from links."""
+
+import tomllib
+from dataclasses import replace
+
+import pytest
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.planner.cluster import (
+    Cluster,
+    Device,
+    Link,
+    Ring,
+    cluster_names,
+    cluster_toml,
+    load_cluster,
+    read_cluster,
+)
+from megatron_asynchzp.testbed.profile import PROFILES
+
+FLAT = Cluster("flat", 2, 4, Device(100, 80), Link(10.0), Link(1.0))
+
+
+def test_every_named_cluster_loads_and_is_written_and_read_again():
+    assert {"h100", "h200", "a100", "ascend"} <= set(cluster_names())
+    for name in cluster_names():
+        cluster = load_cluster(name)
+        assert read_cluster(tomllib.loads(cluster_toml(cluster)), "again") == cluster
+
+
+def test_the_test_beds_clusters_have_the_speeds_of_its_profiles():
+    names = [name for name in cluster_names() if name.startswith("testbed-")]
+    assert len(names) >= 3
+    for name in names:
+        cluster, profile = load_cluster(name), PROFILES[name.removeprefix("testbed-")]
+        for link, is_inter in ((cluster.inside, False), (cluster.between, True)):
+            assert 8 * link.gb_s == pytest.approx(profile.gbit(is_inter))
+            assert link.latency_us == pytest.approx(1e6 * profile.latency_s(is_inter))
+        assert cluster.inside.shared and cluster.between.cards == 1 and not cluster.runs_ahead
+
+
+FAULTS = [
+    ("nodes = 2", "", "nodes: is missing"),
+    ("nodes = 2", "nodes = 0", "nodes: 0 is not a whole number"),
+    ("nodes = 2", "nodes = 2.5", "nodes: 2.5 is not a whole number"),
+    ("tflops = 100", "tflops = -1", "device.tflops: -1 is not a number above 0"),
+    ("tflops = 100", 'tflops = "fast"', "device.tflops: 'fast' is not a number"),
+    ("tflops = 100", "tflops = nan", "device.tflops: nan is not a number"),
+    ("tflops = 100", "", "device.tflops: is missing"),
+    (
+        "reserved_gib = 4.0",
+        "reserved_gib = 90",
+        "device.reserved_gib: leaves nothing of memory_gib",
+    ),
+    ("efficiency = 0.5", "efficiency = 1.5", "device.efficiency: 1.5 is not a number above 0"),
+    ("gb_s = 10.0", "gb_s = 0", "inside.gb_s: 0 is not a number above 0"),
+    ("gb_s = 10.0", "gbs = 10.0", "inside.gbs: is not one of cards, efficiency, gb_s"),
+    ("[[1.0, 1.0]]", "[[2, 1.0], [1, 1.0]]", "inside.efficiency: is not a list of [bytes, part]"),
+    ("shared = false", "shared = 1", "inside.shared: 1 is neither true nor false"),
+    ("cards = 1", "cards = 0", "inside.cards: 0 is not a whole number"),
+    ("imbalance = 0.0", "imbalance = -0.1", "imbalance: -0.1 is not a number of at least 0"),
+    ("[device]", "[gpu]", "gpu: is not one of"),
+    ("nodes = 2", "nodes = = 2", "not a TOML file"),
+]
+
+
+@pytest.mark.parametrize("old, new, line", FAULTS)
+def test_a_fault_in_a_file_is_one_line_with_the_file_and_the_field(tmp_path, old, new, line):
+    text = cluster_toml(replace(FLAT, device=Device(100, 80)))
+    assert old in text.replace("100.0", "100")
+    file = tmp_path / "mine.toml"
+    file.write_text(text.replace("tflops = 100.0", "tflops = 100").replace(old, new, 1))
+    with pytest.raises(ConfigurationError) as caught:
+        load_cluster(str(file))
+    message = str(caught.value)
+    assert message.startswith(f"{file}: ") and line in message and "\n" not in message
+
+
+def test_an_unknown_name_lists_those_that_there_are():
+    with pytest.raises(ConfigurationError, match=r"^h1000: .*give a file or one of a100"):
+        load_cluster("h1000")
+
+
+def test_ranks_that_do_not_fill_the_last_node_are_refused_with_those_that_do():
+    assert FLAT.with_ranks(2).ranks_per_node == 2 and FLAT.with_ranks(16).nodes == 4
+    with pytest.raises(ConfigurationError, match="give 8 or 12"):
+        FLAT.with_ranks(10)
+
+
+def test_a_ring_is_as_slow_as_its_slowest_link_and_links_within_a_node_are_each_ranks_own():
+    nbytes = 8e9
+    inside = Ring.of_axis(4, 1, 4).seconds(nbytes, FLAT)
+    assert inside == pytest.approx(0.75 * 8 / 10)
+    flat = Ring.of_axis(8, 1, 4).seconds(nbytes, FLAT)
+    assert flat == pytest.approx(7 / 8 * 8 / 1)
+    # All four ranks of a node cross to the other node at once, each with a ring of its own.
+    across = Ring.of_axis(2, 4, 4).seconds(nbytes, FLAT)
+    assert across == pytest.approx(4 * 0.5 * 8 / 1)
+    shared = replace(FLAT, inside=replace(FLAT.inside, shared=True))
+    assert Ring.of_axis(4, 1, 4).seconds(nbytes, shared) == pytest.approx(4 * inside)
+
+
+def test_cards_add_up_and_latency_is_paid_on_every_hop_of_a_turn():
+    four = replace(FLAT, between=replace(FLAT.between, cards=4, latency_us=100.0))
+    assert Ring.of_axis(8, 1, 4).seconds(8e9, four) == pytest.approx(7 / 4 + 100e-6)
+    assert Ring.of_axis(8, 4, 4).seconds(0.0, replace(four, nodes=8)) == pytest.approx(7 * 100e-6)
+
+
+def test_what_a_link_reaches_grows_with_the_message_along_its_curve():
+    link = Link(10.0, efficiency=((1e3, 0.1), (1e5, 0.5), (1e6, 0.9)))
+    reached = [link.reached(10.0**power) / 1e10 for power in range(2, 9)]
+    assert reached == pytest.approx([0.1, 0.1, 0.3, 0.5, 0.9, 0.9, 0.9])

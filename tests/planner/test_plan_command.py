@@ -1,0 +1,106 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m megatron_asynchzp.plan`: what is printed, and one line for what cannot be planned."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_asynchzp.plan import command, picture, table
+from megatron_asynchzp.plan.__main__ import main
+from megatron_asynchzp.planner.activations import FUSED, Recompute, Setting
+from megatron_asynchzp.planner.cluster import FOLDER, load_cluster
+from megatron_asynchzp.planner.model import Attention, Batch, Layer, Mlp, Model, Parallel
+from megatron_asynchzp.planner.search import Space, search
+
+LAYER = Layer(Attention(16, 16, 64), Mlp(4096, False))
+MODEL = Model(1024, 32000, (LAYER,) * 4, is_tied=False)
+TRAINING = ["--", "pretrain_gpt.py", "--num-layers", "4"]
+
+
+@pytest.fixture
+def megatron(monkeypatch):
+    """Stands for Megatron's parser: the setting of a training command."""
+
+    class Arguments:
+        grad_reduce_in_bf16, global_batch_size = False, 64
+
+    def setting_of(_, cluster):
+        batch = Batch(1, 1024, 64 // cluster.num_ranks)
+        return Setting(MODEL, Parallel(), batch, FUSED, Recompute()), Arguments
+
+    monkeypatch.setattr(command, "setting_of", setting_of)
+    return Arguments
+
+
+def test_a_plan_is_printed_with_its_flags_its_reasons_and_its_limit(megatron, capsys, tmp_path):
+    files = tmp_path / "plan.png", tmp_path / "step.json"
+    more = ["--picture", str(files[0]), "--trace", str(files[1])]
+    assert main(["--cluster", "h100", "--ranks", "16", *more, *TRAINING]) == 0
+    text = capsys.readouterr().out
+    assert "Add: --use-asynchzp --asynchzp-param-shard-size" in text
+    assert all(name in text for name in ("ZeRO-3", "HSDP", "distributed optimizer", "limited by"))
+    rows = [line for line in text.splitlines() if line.startswith("*")]
+    assert len(rows) == 1 and "%" in rows[0]
+    assert all(file.stat().st_size > 1000 for file in files)
+
+
+@pytest.mark.parametrize("argv, line", [
+    (["--cluster", "h1000"], "h1000: No such file or directory; give a file or one of"),
+    (["--cluster", "h100", "--ranks", "12"], "h100: 12 ranks do not fill nodes of 8"),
+    (["--cluster", "h100", "--ranks", "128"], "--global-batch-size 64: no micro-batch size"),
+])  # fmt: skip
+def test_what_cannot_be_planned_is_one_line(megatron, capsys, argv, line):
+    assert main([*argv, *TRAINING]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("megatron_asynchzp: ") and line in text and text.count("\n") == 1
+
+
+def test_a_script_that_does_not_exist_is_one_line(capsys):
+    assert main(["--cluster", "h100", "--", "mine.py"]) == 2
+    assert capsys.readouterr().err == "megatron_asynchzp: mine.py: no such script\n"
+
+
+def test_a_model_that_fits_nowhere_names_the_field_and_what_is_needed(megatron, capsys, tmp_path):
+    small = tmp_path / "small.toml"
+    text = (FOLDER / "h100.toml").read_text()
+    small.write_text(text.replace("memory_gib = 80", "memory_gib = 6.5"))
+    assert main(["--cluster", str(small), "--ranks", "8", *TRAINING]) == 1
+    error = capsys.readouterr().err
+    assert f"{small}: device.memory_gib: none of" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [
+    ["--cluster", "h100"], ["--", "pretrain_gpt.py"],
+    ["--cluster", "h100", "--ranks", "0", "--", "x"],
+    ["--cluster", "h100", "--picture", "plan.pdf", "--", "x"],
+])  # fmt: skip
+def test_a_wrong_command_line_is_refused_as_argparse_does(argv):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+
+
+def test_flags_name_what_differs_from_the_users_own():
+    cluster = load_cluster("h100").with_ranks(16)
+    start = search(Space(MODEL, cluster, 64, command.Plan(command.ShardSizes(1, 1, 1), Parallel(),
+                                                        Batch(1, 1024)))).ranked[0]  # fmt: skip
+    space = Space(MODEL, cluster, 64, replace(start.plan, recompute=Recompute()))
+    assert "--micro-batch-size" not in table.flags(start, space)
+    changed = replace(start.plan, batch=Batch(2, 1024, 2), recompute=Recompute("full"))
+    flags = table.flags(replace(start, costing=replace(start.costing, plan=changed)), space)
+    assert flags[flags.index("--recompute-granularity") + 1] == "full"
+    assert ("--micro-batch-size" in flags) == (start.plan.batch.size != 2)
+
+
+def test_the_front_holds_what_no_plan_beats_in_both():
+    cluster = load_cluster("h100").with_ranks(8)
+    space = Space(MODEL, cluster, 64, command.Plan(command.ShardSizes(1, 1, 1), Parallel(),
+                                                  Batch(1, 1024)))  # fmt: skip
+    ranked = search(space).ranked
+    front = picture._front(ranked)
+    for held, step in front:
+        assert not any(
+            one.costing.memory.total / 2**30 < held and one.step_s < step for one in ranked
+        )
+    assert [held for held, _ in front] == sorted(held for held, _ in front)

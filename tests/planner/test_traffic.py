@@ -1,0 +1,236 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner counts against what the engine issues: the same collectives, on 100 random
+programs, with random sizes, schedules, pipelines and units."""
+
+import random
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+
+from megatron_asynchzp.planner.cluster import Ring
+from megatron_asynchzp.planner.order import (
+    COMPUTE,
+    GATHER,
+    GRAD_SYNC,
+    PARAM_SYNC,
+    REDUCE,
+    OrderUnit,
+    Phase,
+    Schedule,
+    StepOrder,
+    Visit,
+)
+from megatron_asynchzp.planner.traffic import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    Collective,
+    Group,
+    step_traffic,
+    unit_collectives,
+)
+from megatron_asynchzp.sharding.in_flight import UnitInFlight
+from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
+from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.testbed.fabric.reduction import Reduction
+from megatron_asynchzp.testbed.fabric.rings import (
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+)
+from megatron_asynchzp.zero.config import ScheduleConfig
+from tests.support.scheduler_program import WORLD_SIZE, Execution, Program, Step, UnitShape, execute
+
+NESTED = [
+    (param, grad, optim)
+    for optim in (1, 2, 4, 8)
+    for param in (1, 2, 4, 8)
+    for grad in (1, 2, 4, 8)
+    if param <= optim and grad <= optim
+]
+LANES = {"gather": GATHER, "reduce": REDUCE, "grad-sync": GRAD_SYNC, "param-sync": PARAM_SYNC}
+
+
+NUM_PROGRAMS, NUM_STEPS = 100, 2
+
+
+def random_program(seed: int) -> Program:
+    """Two equal steps: the second is in the steady state."""
+    chance = random.Random(seed)
+    numels = [chance.choice((24, 300, 2000)) for _ in range(chance.randint(1, 4))]
+    step = Step(
+        micro_batches=chance.choice((1, 1, 2, 2, 3)),
+        warm_up=chance.choice((0, 0, 1, 2)),
+        recomputes=chance.random() < 0.3,
+        root=0 if len(numels) > 1 and chance.random() < 0.3 else None,
+    )
+    # Where the first unit is not trained, its gathers come before and after a step's first sync.
+    frozen = chance.randint(1, len(numels))
+    units = tuple(UnitShape(numel, i != frozen) for i, numel in enumerate(numels))
+    depth = chance.randint(0, 3)
+    config = ScheduleConfig("main-thread", prefetch_depth=depth, checks_order=False)
+    return Program(units, (step,) * NUM_STEPS, config, chance.choice(NESTED), dtype=torch.bfloat16)
+
+
+def padded(shape: UnitShape, program: Program) -> int:
+    """Elements of a unit's flat buffer: its weight is followed by the gap up to its bias."""
+    group = Group(WORLD_SIZE, ShardSizes(*program.sizes))
+    return group.padded(round_up(shape.numel - 3, PARAM_ALIGNMENT_NUMEL) + 3)
+
+
+def in_flight(index: int, shape: UnitShape, program: Program) -> UnitInFlight:
+    sizes = ShardSizes(*program.sizes)
+    topology = ShardTopology(WORLD_SIZE, 0, sizes)
+    nbytes = program.config.grad_slot_nbytes
+    numel = padded(shape, program)
+    return UnitInFlight.of(f"u{index}", numel, 2, shape.is_trained, topology, nbytes)
+
+
+def order_of(program: Program) -> StepOrder:
+    """The planner's description of the same program."""
+    step, (param, grad, _) = program.steps[-1], program.sizes
+    units = [
+        OrderUnit(
+            padded(shape, program),
+            in_flight(i, shape, program),
+            param > 1,
+            grad > 1,
+            shape.is_trained,
+            reduces_at_end=i == step.root,
+        )
+        for i, shape in enumerate(program.units)
+    ]
+    visits = tuple(Visit(i) for i in range(len(units)) if i != step.root)
+    if step.root is not None:
+        visits = (Visit(step.root, visits),)
+    ahead, phases = min(step.warm_up, step.micro_batches - 1), []
+    phases = [Phase(True, 0, index) for index in range(ahead)]
+    for index in range(step.micro_batches):
+        if index + ahead < step.micro_batches:
+            phases.append(Phase(True, 0, index + ahead))
+        phases.append(Phase(False, 0, index, index == step.micro_batches - 1))
+    config = program.config
+    schedule = Schedule(config.depth, config.in_flight_nbytes)
+    return StepOrder(units, [visits], phases, schedule)
+
+
+@cache
+def executed(seed: int) -> tuple[Program, Execution]:
+    program = random_program(seed)
+    return program, execute(program)
+
+
+def submitted_in_last_step(done: Execution) -> list[tuple[str, str]]:
+    """Of the engine: what follows the last but one reduction over all ranks, to the last."""
+    lanes = [lane for lane, _ in done.submitted]
+    ends = [i for i, lane in enumerate(lanes) if lane == "grad-sync"]
+    per_step = len(ends) // NUM_STEPS
+    return done.submitted[ends[-per_step - 1] + 1 : ends[-1] + 1]
+
+
+def planned(program: Program) -> list[tuple[str, str]]:
+    lanes = {kind: lane for lane, kind in LANES.items()}
+    return [
+        (lanes[action.kind], f"u{action.unit}")
+        for action in order_of(program).actions
+        if action.kind != COMPUTE
+    ]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_planner_submits_what_the_engine_submits_in_the_same_order(part):
+    for seed in range(part, NUM_PROGRAMS, 4):
+        program, done = executed(seed)
+        assert planned(program) == submitted_in_last_step(done), program
+
+
+def as_recorded(kind: int, numel: int, group: Group) -> list[tuple[str, int, int]]:
+    """Operation, ranks and what is written, of each collective of one operation on a unit."""
+    return [
+        (
+            each.operation,
+            each.size,
+            each.numel // each.size if each.operation == REDUCE_SCATTER else each.numel,
+        )
+        for each in unit_collectives(kind, numel, itemsize=2, group=group)
+    ]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_collective_has_the_ranks_and_the_elements_that_the_engines_has(part):
+    for seed in range(part, NUM_PROGRAMS, 4):
+        program, done = executed(seed)
+        group = Group(WORLD_SIZE, ShardSizes(*program.sizes))
+        expected: Counter = Counter()
+        for lane, unit in done.submitted:
+            numel = padded(program.units[int(unit[1:])], program)
+            expected.update(as_recorded(LANES[lane], numel, group))
+        found = Counter(
+            (one.operation, len(one.group.ranks), one.numel) for one in done.collectives
+        )
+        assert found == expected, program
+
+
+class CountingLink:
+    """What one rank sends in a ring, without another rank."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+        self.nbytes = self.messages = 0
+
+    def exchange(self, send=None, to=0, receive=None, source=0) -> None:
+        if send is not None:
+            self.nbytes += send.numel() * send.element_size()
+            self.messages += 1
+        if receive is not None:
+            receive.zero_()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_a_ring_sends_the_bytes_and_messages_that_the_test_bed_counts(size):
+    numel, how = 64 * size, Reduction("sum", torch.add, None)
+    for operation, run in (
+        (ALL_GATHER, lambda link, full: ring_all_gather(link, full.view(size, -1))),
+        (ALL_REDUCE, lambda link, full: ring_all_reduce(link, full, how)),
+        (
+            REDUCE_SCATTER,
+            lambda link, full: ring_reduce_scatter(
+                link, full.view(size, -1), torch.zeros(numel // size), how
+            ),
+        ),
+    ):
+        link = CountingLink(0, size)
+        run(link, torch.zeros(numel))
+        counted = Collective(operation, numel, 4, size, 1)
+        assert (counted.wire_nbytes, counted.messages) == (link.nbytes, link.messages), operation
+
+
+def test_what_leaves_a_node_is_what_the_ranks_of_a_ring_send_across_its_border():
+    """Counted neighbour by neighbour, for every axis of 16 ranks on nodes of 1 to 16."""
+    for per_node in (1, 2, 4, 8, 16):
+        for size in (1, 2, 4, 8, 16):
+            for stride in [s for s in (1, 2, 4, 8) if s * size <= 16]:
+                ring = Ring.of_axis(size, stride, per_node)
+                crossing = 0
+                for rank in range(per_node):  # of node 0
+                    place = rank // stride % size
+                    after = rank + ((place + 1) % size - place) * stride
+                    crossing += after // per_node != 0
+                expected = crossing * (size - 1) * 1000 / size
+                assert ring.node_nbytes(1000) == pytest.approx(expected), (per_node, size, stride)
+
+
+def test_a_steps_traffic_is_the_sum_of_its_operations():
+    program, _ = executed(3)
+    groups = [Group(WORLD_SIZE, ShardSizes(*program.sizes))] * len(program.units)
+    numels = [padded(shape, program) for shape in program.units]
+    total = step_traffic(order_of(program).actions, numels, 2, groups)
+    by_hand = 0
+    for lane, unit in planned(program):
+        index = int(unit[1:])
+        for each in unit_collectives(LANES[lane], numels[index], 2, groups[index]):
+            by_hand += each.wire_nbytes
+    assert total.wire_nbytes == by_hand > 0
