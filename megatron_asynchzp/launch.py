@@ -4,25 +4,28 @@
 with `--use-asynchzp` available.
 """
 
+import os
 import runpy
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
-_SYNOPSIS = "torchrun [torchrun options] -m megatron_asynchzp.launch SCRIPT [arguments of SCRIPT]"
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.attention.flags import add_pasa_arguments
+from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
+from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE, check_or_exit, report, world_size
+
+_SYNOPSIS = (
+    "torchrun [torchrun options] -m megatron_asynchzp.launch SCRIPT [arguments of SCRIPT]\n"
+    "       asynchzp launch [torchrun options] SCRIPT [arguments of SCRIPT]"
+)
 _PURPOSE = """\
 Runs a Megatron-LM training script, such as pretrain_gpt.py of core_v0.19.0, as it is, and adds to
 its flags:"""
 
-# As argparse exits for a wrong command line.
-_EXIT_USAGE = 2
-
 
 def usage() -> str:
     """What --help prints, from the flags themselves."""
-    from megatron_asynchzp.mcore.attention.flags import add_pasa_arguments
-    from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
-
     parser = ArgumentParser(
         usage=_SYNOPSIS,
         description=_PURPOSE,
@@ -39,12 +42,49 @@ def main(argv: list[str]) -> None:
         return
     if not argv or argv[0].startswith("-"):
         print(usage(), end="", file=sys.stderr)
-        sys.exit(_EXIT_USAGE)
+        sys.exit(EXIT_USAGE)
     script = Path(argv[0])
     if not script.is_file():
         print(f"megatron_asynchzp: {script}: no such script\n\n{usage()}", end="", file=sys.stderr)
-        sys.exit(_EXIT_USAGE)
+        sys.exit(EXIT_USAGE)
+    check_or_exit(argv[1:], world_size())
     run_script(script, argv[1:])
+
+
+def start(argv: list[str]) -> None:
+    """`asynchzp launch [options of torchrun] SCRIPT [arguments of SCRIPT]`: check the command line
+    once, here, then become torchrun, whose ranks run `main`. Within a rank (torchrun --no-python)
+    it is `main`.
+
+    SCRIPT is the first word that ends in .py.
+    """
+    if "RANK" in os.environ:
+        main(argv)
+        return
+    if argv[:1] in (["-h"], ["--help"]):
+        print(usage(), end="")
+        return
+    at = next((index for index, word in enumerate(argv) if word.endswith(".py")), None)
+    if at is None:
+        print(usage(), end="", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+    options, script, arguments = argv[:at], argv[at], argv[at + 1 :]
+    if not Path(script).is_file():
+        report(ConfigurationError(f"{script}: no such script"))
+        sys.exit(EXIT_USAGE)
+    check_or_exit(arguments, _world_size(options))
+    run = ["-m", "torch.distributed.run", *options, "-m", __name__, script, *arguments]
+    os.execv(sys.executable, [sys.executable, *run])
+
+
+def _world_size(options: list[str]) -> int | None:
+    """Ranks that torchrun would start; None where only torchrun knows (auto, a range of nodes)."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--nnodes", default="1")
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", default="1")
+    known = parser.parse_known_args(options)[0]
+    counts = (known.nnodes, known.nproc_per_node)
+    return int(counts[0]) * int(counts[1]) if all(map(str.isdecimal, counts)) else None
 
 
 def run_script(script: Path, arguments: list[str]) -> None:
@@ -62,8 +102,8 @@ def run_script(script: Path, arguments: list[str]) -> None:
         startup.prepare_process(arguments)
         runpy.run_path(str(script), run_name="__main__")
     except ending.OWN_ERRORS as error:
-        ending.report(error)
-        sys.exit(_EXIT_USAGE)
+        report(error)
+        sys.exit(EXIT_USAGE)
     except (Exception, KeyboardInterrupt) as error:
         ending.end_training(error)
         raise

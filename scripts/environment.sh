@@ -56,7 +56,7 @@ _find_uv() {
 # is editable: a moved checkout needs a new one.
 _environment_wanted() {
     printf '%s\n' "$ASYNCHZP_ROOT"
-    cat "$ASYNCHZP_ROOT"/{pyproject.toml,setup.py,requirements/ci.txt}
+    cat "$ASYNCHZP_ROOT"/{pyproject.toml,setup.py,requirements/lock.txt}
 }
 
 _make_environment() {
@@ -65,7 +65,7 @@ _make_environment() {
     [[ -n "$python" ]] || _environment_fail \
         "no Python 3.12 or later found (a name on PATH may be a pyenv shim that runs nothing)." \
         "Install one, for example: apt-get install python3.12 python3.12-venv | pyenv install 3.12 | uv python install 3.12" \
-        "or set ASYNCHZP_PYTHON to the interpreter of an environment that has torch and megatron-core[training] 0.19.2."
+        "or set ASYNCHZP_PYTHON to the interpreter of an environment that has torch and megatron-core[training] 0.19."
     uv="$(_find_uv "$python")" || exit 2
     echo "environment: making .venv with $python (the first time takes a minute or more)" >&2
     if ! _is_python_312 "$venv/bin/python"; then
@@ -73,8 +73,10 @@ _make_environment() {
     fi
     [[ ! -e "$venv/.asynchzp-unfinished" ]] || repair=(--reinstall) # the last install was cut off
     touch "$venv/.asynchzp-unfinished"
+    # The versions that the figures in docs/ were measured with. `uv pip compile`, as the head of the
+    # file has it, makes it anew.
     "$uv" pip install --quiet "${repair[@]}" --python "$venv/bin/python" \
-        --constraints "$ASYNCHZP_ROOT/requirements/ci.txt" --editable "$ASYNCHZP_ROOT[dev]" ||
+        --constraints "$ASYNCHZP_ROOT/requirements/lock.txt" --editable "$ASYNCHZP_ROOT[dev]" ||
         _environment_fail "installing the dependencies failed (uv's message is above)"
     _environment_wanted >"$venv/.asynchzp-stamp"
     rm "$venv/.asynchzp-unfinished"
@@ -86,7 +88,7 @@ _use_environment() {
             _environment_fail "ASYNCHZP_PYTHON=$ASYNCHZP_PYTHON is not a working Python 3.12 or later"
         "$ASYNCHZP_PYTHON" -c 'from importlib.util import find_spec as find
 assert find("torch") and find("megatron.training")' >/dev/null 2>&1 || _environment_fail \
-            "ASYNCHZP_PYTHON=$ASYNCHZP_PYTHON has no torch or no megatron.training (install megatron-core[training]==0.19.2)"
+            "ASYNCHZP_PYTHON=$ASYNCHZP_PYTHON has no torch or no megatron.training (install megatron_asynchzp[megatron])"
         PYTHON="$ASYNCHZP_PYTHON"
         export PYTHONPATH="$ASYNCHZP_ROOT${PYTHONPATH:+:$PYTHONPATH}"
         return

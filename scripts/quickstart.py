@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from megatron_asynchzp.testbed.machine import machine_record
-from scripts import prepare_data
+from megatron_asynchzp.tools import prepare_data
 from scripts.report import loss_picture
 from scripts.report.megatron_log import Iteration, parse_iteration
 from scripts.report.records import replace

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of what the environment is made from, in a folder of its own."""
-    for name in ("pyproject.toml", "setup.py", "requirements/ci.txt", "scripts/environment.sh"):
+    for name in ("pyproject.toml", "setup.py", "requirements/lock.txt", "scripts/environment.sh"):
         target = tmp_path / name
         target.parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, target)
@@ -90,7 +90,7 @@ def test_a_finished_environment_is_reused_until_its_inputs_change(checkout):
     (checkout / ".venv/bin").mkdir(parents=True)
     (checkout / ".venv/bin/python").symlink_to(sys.executable)
     inputs = [str(checkout) + "\n"]
-    for name in ("pyproject.toml", "setup.py", "requirements/ci.txt"):
+    for name in ("pyproject.toml", "setup.py", "requirements/lock.txt"):
         inputs.append((checkout / name).read_text())
     (checkout / ".venv/.asynchzp-stamp").write_text("".join(inputs))
     path = bash_only(checkout)  # without a Python to install with, only reuse can succeed

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, WAIT, Span, chrome_trace
-from scripts.report import plot_timeline
-from scripts.report.plot_timeline import COLOURS, make_figure
-from scripts.report.step_trace import number_batches, read_trace, short_names, split_leaves
+from megatron_asynchzp.tools import plot_timeline
+from megatron_asynchzp.tools.plot_timeline import COLOURS, make_figure
+from megatron_asynchzp.tools.step_trace import number_batches, read_trace, short_names, split_leaves
 
 ROOT = Path(__file__).parents[1]
 LAYERS = [f"decoder.layers.{i}" for i in range(3)]
@@ -114,8 +114,8 @@ def test_every_computation_is_a_leaf_contains_one_or_is_another_units_twin(piece
     "unit, short",
     [
         ("decoder.layers.11", "11"),
-        ("decoder.layers.3.mlp.experts", "3.mlp.exp"),
-        ("embedding", "embed"),
+        ("decoder.layers.3.mlp.experts", "3.mlp.experts"),
+        ("embedding", "embedding"),
         ("output_layer", "output"),
         ("embedding.word_embeddings.weight", "word"),
         ("weight", "weight"),
@@ -161,6 +161,18 @@ def test_a_panel_shows_rows_units_micro_batches_and_what_was_exposed(tmp_path):
     assert bars(axes, COLOURS["forward"]) == [(100, 10), (110, 10), (120, 10)]
     assert len(bars(axes, COLOURS["gather"])) == len(bars(axes, COLOURS["reduce"])) == 6
     assert bars(axes, COLOURS[WAIT]) == [(280, 10)]
+
+
+def test_a_unit_that_waits_is_not_drawn_as_computing(tmp_path):
+    """Of the 50 ms of a module, 20 in the middle are a wait."""
+    spans = [
+        Span(CAPTURE, "step", 0.0, 0.2),
+        Span(COMPUTE, "forward root", 0.1, 0.15),
+        Span(WAIT, "gather root", 0.11, 0.13),
+    ]
+    (axes,) = panels_of(make_figure([read_trace(write(tmp_path / "t.json", spans))]))
+    assert bars(axes, COLOURS["forward"]) == [(100, 10), (130, 20)]
+    assert "root" in texts(axes)
 
 
 def test_several_traces_share_one_time_axis(tmp_path):

@@ -16,8 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_asynchzp.testbed import ranks
-from scripts import prepare_data
-from scripts.prepare_data import BYTE_EOD, ByteEncoder, InputError, write_dataset
+from megatron_asynchzp.tools import prepare_data
+from megatron_asynchzp.tools.prepare_data import (
+    BYTE_EOD,
+    ByteEncoder,
+    HuggingFaceEncoder,
+    InputError,
+    write_dataset,
+)
 
 SCRIPT = Path(prepare_data.__file__)
 
@@ -104,13 +110,81 @@ def test_a_hugging_face_tokenizer_from_a_local_folder(tmp_path):
     assert all(document[-1] == loaded.eos_token_id for document in documents)
 
 
+TEXTS = ["first", "größer, 大きい", "", "third\nwith two lines"]
+
+
+def write_rows(folder: Path, suffix: str, texts: list[str], column: str = "text") -> str:
+    """One row or line for each text, with another field beside it."""
+    path = folder / f"rows{suffix}"
+    if suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        table = pyarrow.table({"number": list(range(len(texts))), column: texts})
+        parquet.write_table(table, path)
+    else:
+        rows = [json.dumps({"number": i, column: text}) for i, text in enumerate(texts)]
+        path.write_text("\n".join([*rows, "", ""]))
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("column", ["text", "content"])
+def test_each_line_of_json_and_each_row_of_parquet_is_a_document(tmp_path, suffix, column):
+    rows, prefix = write_rows(tmp_path, suffix, TEXTS, column), tmp_path / "corpus"
+    arguments = [rows, "--output-prefix", str(prefix), "--column", column]
+    assert prepare_data.main(arguments) == 0
+    assert read_back(prefix) == [[*text.encode(), BYTE_EOD] for text in TEXTS if text]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_column_that_is_not_there_is_named_with_the_flag(tmp_path, suffix, capsys):
+    rows = write_rows(tmp_path, suffix, TEXTS, "content")
+    assert prepare_data.main([rows, "--output-prefix", str(tmp_path / "corpus")]) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "'text'" in line and "--column" in line and rows in line
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("bad.jsonl", b'{"text": "a"}\nnot json\n', "bad.jsonl, line 2 is not JSON"),
+        ("list.jsonl", b'["a"]\n', "list.jsonl, line 1 has no text"),
+        ("bad.parquet", b"not parquet", "bad.parquet is not a parquet file"),
+    ],
+)
+def test_a_broken_row_is_named_in_one_line(tmp_path, name, content, words, capsys):
+    (tmp_path / name).write_bytes(content)
+    arguments = [str(tmp_path / name), "--output-prefix", str(tmp_path / "corpus")]
+    assert prepare_data.main(arguments) == 2
+    assert words in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_two_processes_write_the_same_dataset_as_one(tmp_path):
+    texts = [f"document {number} " * (number % 7 + 1) for number in range(300)]
+    rows, read = write_rows(tmp_path, ".jsonl", texts), []
+    for workers in ("1", "2"):
+        prefix = tmp_path / f"with{workers}"
+        arguments = [rows, "--output-prefix", str(prefix), "--workers", workers]
+        assert prepare_data.main(arguments) == 0
+        read.append([Path(f"{prefix}{end}").read_bytes() for end in (".bin", ".idx")])
+    assert read[0] == read[1] and len(read_back(tmp_path / "with1")) == 300
+
+
+def test_an_error_in_a_worker_is_one_line_too(tmp_path, capsys):
+    encoder = HuggingFaceEncoder.__new__(HuggingFaceEncoder)  # fails before it tokenizes
+    with pytest.raises(InputError, match="odd is not UTF-8 text"):
+        list(prepare_data.encode_all([("odd", b"\xff" * 99)], encoder, workers=2))
+
+
 @pytest.mark.parametrize(
     "make, output",
     [
         (lambda folder: [folder / "absent.txt"], "input does not exist"),
-        (lambda folder: write_files(folder, [b"", b""]), "every file is empty"),
-        (lambda folder: [folder], "no .txt .md .rst .py file in folder"),
+        (lambda folder: write_files(folder, [b"", b""]), "every document is empty"),
+        (lambda folder: [folder], "no .txt .md .rst .py .jsonl .parquet file in folder"),
         (lambda folder: [*write_files(folder, [b"x"]), "--tokenizer", folder], "cannot load"),
+        (lambda folder: 2 * ["--tokenizer", *write_files(folder, [b"x"])], "cannot load"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(make, output, tmp_path, capsys):
@@ -120,14 +194,14 @@ def test_bad_input_is_one_line_and_leaves_nothing(make, output, tmp_path, capsys
     out.mkdir()
     assert prepare_data.main([*arguments, "--output-prefix", str(out / "corpus")]) == 2
     line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith("prepare_data: ") and output in line
+    assert line.startswith("asynchzp prepare-data: ") and output in line
     assert not list(out.iterdir())
 
 
 def test_an_unreadable_file_is_named(tmp_path, capsys):
     unreadable = "/proc/self/mem"  # opens, then fails to read: for root too
     assert prepare_data.main([unreadable, "--output-prefix", str(tmp_path / "corpus")]) == 2
-    assert f"prepare_data: cannot read {unreadable}" in capsys.readouterr().err
+    assert f"asynchzp prepare-data: cannot read {unreadable}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -163,12 +237,12 @@ def test_stopping_it_midway_leaves_nothing(stop, tmp_path):
     finally:
         process.kill()
     assert process.exitcode == 130
-    assert "prepare_data: interrupted" in log.read_text()
+    assert "asynchzp prepare-data: interrupted" in log.read_text()
     assert not list(out.iterdir())
 
 
 def _run_script(arguments: list[str], log: Path) -> None:
-    """As `python scripts/prepare_data.py`, in a process that has imported Megatron already."""
+    """As `asynchzp prepare-data`, in a process that has imported Megatron already."""
     sys.argv = [str(SCRIPT), *arguments]
     with open(log, "w") as sys.stderr:
         runpy.run_path(str(SCRIPT), run_name="__main__")

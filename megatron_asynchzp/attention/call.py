@@ -12,7 +12,7 @@ from megatron_asynchzp.attention.mask import AttentionMask
 
 
 class UnsupportedAttention(ValueError):
-    """No way to compute this attention; the message is one line that says why."""
+    """No way to compute this attention; the message is one line with the reason."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 found by what they are called with.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -24,12 +24,18 @@ def capturing(model: nn.Module, attribute: str = "core_attention") -> Iterator[d
         torch.save(seen, "qk.pt")
     """
     seen: dict[int, dict[str, torch.Tensor]] = {}
-    hooks = []
-    owners = [m for m in model.modules() if isinstance(getattr(m, attribute, None), nn.Module)]
-    for layer, owner in enumerate(owners):
-        hooks.append(
-            getattr(owner, attribute).register_forward_pre_hook(_keep(seen, layer), prepend=True)
-        )
+
+    def keep(layer: int) -> Callable[[nn.Module, tuple], None]:
+        def hook(_: nn.Module, arguments: tuple) -> None:
+            seen[layer] = _queries_and_keys(arguments)
+
+        return hook
+
+    owners = (m for m in model.modules() if isinstance(getattr(m, attribute, None), nn.Module))
+    hooks = [
+        getattr(owner, attribute).register_forward_pre_hook(keep(layer), prepend=True)
+        for layer, owner in enumerate(owners)
+    ]
     try:
         yield seen
     finally:
@@ -37,13 +43,42 @@ def capturing(model: nn.Module, attribute: str = "core_attention") -> Iterator[d
             hook.remove()
 
 
-def _keep(seen: dict, layer: int):
-    def hook(module: nn.Module, arguments: tuple) -> None:
-        q, k = arguments[:2]
-        if q.dim() == 3:  # packed: [t, heads, channels]
-            q, k = q.unsqueeze(1), k.unsqueeze(1)
-        seen[layer] = {
-            name: x.detach().permute(1, 2, 0, 3).cpu() for name, x in (("q", q), ("k", k))
-        }
+def capture_when(
+    model: nn.Module,
+    is_due: Callable[[], bool],
+    finish: Callable[[dict[str, dict[str, torch.Tensor]]], None],
+    attribute: str = "core_attention",
+) -> int:
+    """While `is_due()`, keep q and k of the first forward of every core attention, under the name
+    of its owner in `model`; hand them to `finish` as soon as all have run, and remove the hooks.
 
-    return hook
+    Returns the number of core attentions: with 0 there is nothing to wait for.
+    """
+    seen: dict[str, dict[str, torch.Tensor]] = {}
+    hooks = []
+
+    def keep(layer: str) -> Callable[[nn.Module, tuple], None]:
+        def hook(_: nn.Module, arguments: tuple) -> None:
+            if layer in seen or not is_due():
+                return
+            seen[layer] = _queries_and_keys(arguments)
+            if len(seen) == len(hooks):
+                for one in hooks:
+                    one.remove()
+                finish(seen)
+
+        return hook
+
+    for name, owner in model.named_modules():
+        inner = getattr(owner, attribute, None)
+        if isinstance(inner, nn.Module):
+            hooks.append(inner.register_forward_pre_hook(keep(name), prepend=True))
+    return len(hooks)
+
+
+def _queries_and_keys(arguments: tuple) -> dict[str, torch.Tensor]:
+    """Of a call with q, k of shape [s, b, heads, channels], or [t, heads, channels] packed."""
+    q, k = arguments[:2]
+    if q.dim() == 3:
+        q, k = q.unsqueeze(1), k.unsqueeze(1)
+    return {name: x.detach().permute(1, 2, 0, 3).cpu() for name, x in (("q", q), ("k", k))}

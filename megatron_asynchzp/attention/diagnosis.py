@@ -28,7 +28,7 @@ class HeadDiagnosis:
     *_shifted: the same of k minus its shift.
     """
 
-    layer: int
+    layer: int | str
     head: int
     sequence_bias: float
     resonance: float
@@ -47,7 +47,9 @@ class HeadDiagnosis:
         return self.overflows or self.amplification >= 2
 
 
-def diagnose(q_BHSD: torch.Tensor, k_BGTD: torch.Tensor, layer: int = 0) -> list[HeadDiagnosis]:
+def diagnose(
+    q_BHSD: torch.Tensor, k_BGTD: torch.Tensor, layer: int | str = 0
+) -> list[HeadDiagnosis]:
     """One entry per key head. Scores are taken for all pairs, whatever a mask would hide.
 
     Shifted figures are those of mode delegate, one shift per head on the grid of k's dtype.

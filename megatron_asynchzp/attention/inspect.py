@@ -1,12 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_asynchzp.attention.inspect FILE` answers whether a model needs PASA: a table
+"""`asynchzp inspect FILE` answers whether a model needs PASA: a table
 of its layers and heads, and a heat map. Owns the command line; measures nothing itself.
 """
 
 import argparse
 import json
+import re
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,16 +16,16 @@ import torch
 
 from megatron_asynchzp.attention.diagnosis import HeadDiagnosis, channel_means, diagnose
 
+_REMEDY = "capture one with --asynchzp-capture-attention STEP:FILE"
 USAGE_FILE = """\
-FILE is what torch.save wrote of {layer: {"q": [B, H, S, D], "k": [B, G, T, D]}}, as
-megatron_asynchzp.attention.capture.capturing collects it from a running model."""
+FILE is what a run with --asynchzp-capture-attention STEP:FILE wrote, or what torch.save wrote of
+{layer: {"q": [B, H, S, D], "k": [B, G, T, D]}}."""
 
 
 def main(argv: list[str]) -> int:
     """0: no head needs it; 1: some do; 2: the file cannot be read."""
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_asynchzp.attention.inspect",
-        description="Does this model need PASA attention? " + USAGE_FILE,
+        prog="asynchzp inspect", description="Does this model need PASA attention? " + USAGE_FILE
     )
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("--json", type=Path, help="write every figure there, one line per head")
@@ -31,8 +33,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     try:
         layers = load(options.file)
-    except (OSError, ValueError, RuntimeError) as error:
-        print(f"{options.file}: {' '.join(str(error).split())}", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        print(f"asynchzp inspect: {options.file}: {error}", file=sys.stderr)
         return 2
     found = [one for layer, qk in layers.items() for one in diagnose(qk["q"], qk["k"], layer)]
     print(table(found))
@@ -44,29 +46,48 @@ def main(argv: list[str]) -> int:
     return int(any(one.needs_pasa for one in found))
 
 
-def load(path: Path) -> dict[int, dict[str, torch.Tensor]]:
-    """The captured tensors; raises ValueError for a file that holds something else."""
-    layers = torch.load(path, map_location="cpu", weights_only=True)
+Layers = dict[int | str, dict[str, torch.Tensor]]
+
+
+def load(path: Path) -> Layers:
+    """The captured tensors, layers that are numbered in order of their numbers. Raises OSError, or
+    ValueError for a file that holds something else."""
+    try:
+        layers = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise OSError(error.strerror or "cannot be read") from error
+    except Exception as error:  # a file that torch did not write fails in torch.load in many ways
+        raise ValueError(f"is not a file of torch.save ({_REMEDY})") from error
     if not isinstance(layers, dict) or not layers:
-        raise ValueError("holds no layers")
+        raise ValueError(f"holds no layers ({_REMEDY})")
     for layer, qk in layers.items():
+        if not isinstance(qk, dict) or not all(isinstance(x, torch.Tensor) for x in qk.values()):
+            raise ValueError(f"layer {layer} is not q and k ({_REMEDY})")
         shapes: list[tuple[int, ...]] = [
             tuple(qk[name].shape) if name in qk else () for name in ("q", "k")
         ]
         is_valid = all(len(s) == 4 for s in shapes) and shapes[0][3] == shapes[1][3]
-        if not is_valid or shapes[0][1] % shapes[1][1]:
+        if not is_valid or not shapes[1][1] or shapes[0][1] % shapes[1][1]:
             raise ValueError(f"layer {layer} is not q [B, H, S, D] and k [B, G, T, D]: {shapes}")
-    return dict(sorted(layers.items()))
+    return {layer: layers[layer] for layer in sorted(layers, key=_layer_order)}
+
+
+def _layer_order(layer: int | str) -> list[tuple[bool, int, str]]:
+    """Numbers, also those within a name, by their value: layers.2 before layers.10."""
+    parts = re.split(r"(\d+)", str(layer))
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
 
 def table(found: list[HeadDiagnosis]) -> str:
+    width = max(5, *(len(str(one.layer)) for one in found))
     lines = [
-        "layer head |   bias  resonance  max |qk|  scaled  fp16   dQ error |"
+        f"{'layer':>{width}} head |   bias  resonance  max |qk|  scaled  fp16   dQ error |"
         " with PASA: bias  max |qk|  fp16   dQ error"
     ]
     for one in found:
         lines.append(
-            f"{one.layer:5d} {one.head:4d} | {one.sequence_bias:6.2f}  {one.resonance:9.2f}  "
+            f"{one.layer!s:>{width}} {one.head:4d} | "
+            f"{one.sequence_bias:6.2f}  {one.resonance:9.2f}  "
             f"{one.largest_score:8.4g}  {one.largest_scaled:6.4g}  {_fits(one.overflows)}  "
             f"x{one.amplification:8.2f} | {one.sequence_bias_shifted:15.2f}  "
             f"{one.largest_score_shifted:8.4g}  {_fits(one.overflows_shifted)}  "
@@ -91,12 +112,13 @@ def _fits(overflows: bool) -> str:
     return "overflow" if overflows else "fits    "
 
 
-def draw(keys: dict[int, torch.Tensor], path: Path) -> None:
+def draw(keys: Mapping[int | str, torch.Tensor], path: Path) -> None:
     """One row per layer: the mean of every channel of every key head."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     figure, axes = pyplot.subplots(
         len(keys), 1, figsize=(9, 1 + 1.2 * len(keys)), squeeze=False, layout="constrained"
@@ -106,6 +128,8 @@ def draw(keys: dict[int, torch.Tensor], path: Path) -> None:
     for axis, (layer, mean_GD) in zip(axes[:, 0], means.items(), strict=True):
         image = axis.imshow(mean_GD, aspect="auto", cmap="RdBu", vmin=-limit, vmax=limit)
         axis.set_ylabel(f"layer {layer}\nkey head")
+        for each in (axis.xaxis, axis.yaxis):
+            each.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes[-1, 0].set_xlabel("channel")
     figure.colorbar(image, ax=axes[:, 0].tolist(), label="mean of k over the sequence")
     figure.savefig(path, dpi=110)

@@ -54,7 +54,7 @@ class NpuFusion:
 
 
 def fusion_options(call: AttentionCall) -> dict:
-    """The keyword arguments that say what `call` says; True in atten_mask hides a key."""
+    """The keyword arguments with the meaning of `call`; True in atten_mask hides a key."""
     mask = call.mask
     options = {
         "scale": call.scale,

@@ -111,7 +111,7 @@ class _BlockAttention(torch.autograd.Function):
         if how.is_fused:
             q, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, v))
         run = _fused_forward if how.is_fused else _reference_forward
-        # `k` only tells shapes: what is computed with are the shifted keys.
+        # Only the shape of `k` is read; the computation uses the shifted keys.
         output, lse, kept = run(AttentionCall(q, k, v, mask, scale), shifted, how)
         ctx.save_for_backward(q, v, *shifted[:3], output, *kept)
         ctx.block_size, ctx.mask, ctx.scale, ctx.how = shifted.block_size, mask, scale, how

@@ -97,7 +97,7 @@ def _is_unfinished(folder: Path) -> bool:
 
 
 def _saved_at(folder: Path) -> float:
-    """When the checkpoint became complete, in seconds since 1970; 0 where nothing says so."""
+    """When the checkpoint became complete, in seconds since 1970; 0 where that is not recorded."""
     try:
         if (manifest := read_manifest(folder)) is not None:
             return manifest.saved_at

@@ -61,10 +61,10 @@ class Arena:
 
         | root | layer 3 |       free       | layer 2 |
 
-    A place is the first free part that is large enough, seen from one end: users that follow one
-    another and ask for opposite ends leave what is free in one piece between them. Which place it
-    is follows from the order of calls alone, which is the same on every rank; so who gets a place,
-    and when, never depends on timing. The main thread alone calls.
+    A place is the first free part that is large enough, seen from one end: users of different size
+    that ask for opposite ends leave what is free in one piece between them. Which place it is
+    follows from the order of calls alone, which is the same on every rank; so who gets a place, and
+    when, never depends on timing. The main thread alone calls.
 
     nbytes: how much; device: where; record_event: an event after all that was issued so far on the
     current stream. Sizes that are multiples of 128 bytes keep all places aligned to that.

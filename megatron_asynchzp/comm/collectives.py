@@ -76,6 +76,22 @@ def reduce_scatter_steps(
         full = shard
 
 
+def all_to_all_steps(
+    received: torch.Tensor,
+    received_splits: Sequence[int],
+    sent: torch.Tensor,
+    sent_splits: Sequence[int],
+    axis: AxisGroup,
+) -> Steps:
+    """Send the parts of `sent` (1-D) to the ranks along `axis`, and fill `received` with theirs.
+
+    splits: elements for or from each rank, in their order; any may be 0.
+    """
+    yield dist.all_to_all_single(  # pyright: ignore[reportUnknownMemberType]
+        received, sent, list(received_splits), list(sent_splits), group=axis.group, async_op=True
+    )
+
+
 def new_shards(
     full: torch.Tensor, axes: Sequence[AxisGroup], wire: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:

@@ -19,13 +19,23 @@ tasks in the order of submission, and waits, as a stream would, for what they de
 """
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from megatron_asynchzp.comm.collectives import AxisGroup, Steps, ranks_along
 from megatron_asynchzp.comm.timeline import LANES, WAIT, Timeline
 from megatron_asynchzp.comm.watchdog import Watchdog
+
+
+def hash_of(entries: Iterable[str]) -> int:
+    """Of what was submitted, in its order; the same in every process."""
+    value = 0
+    for entry in entries:
+        value = zlib.crc32(entry.encode(), value)
+    return value
 
 
 class CollectiveFailure(RuntimeError):
@@ -35,6 +45,9 @@ class CollectiveFailure(RuntimeError):
 OnFailure = Callable[[CollectiveFailure, Callable[[float], bool]], None]
 """Called with the first failure in the background thread that saw it, which has nothing else to
 do; the second argument waits for so many seconds and returns whether the driver was closed."""
+
+# More entries than this are folded into one where the record is shortened.
+_LONG_RECORD = 1000
 
 # torch appends the C++ frames to some of its messages, behind these words.
 _CPP_TRACE = "Exception raised from"
@@ -53,7 +66,13 @@ class Task:
     """
 
     driver: "Driver"
-    step: int = 0
+    step = 0
+    is_usable = False
+    signal: threading.Event | None = None
+    event: Any = None
+    _steps: Steps = iter(())
+    _work: Any = None
+    _start_mark: Any = None
 
     def __init__(
         self,
@@ -68,12 +87,6 @@ class Task:
         self.start = start
         self.ready = ready
         self.after = [task for task in after if task is not None]
-        self.is_usable = False
-        self.signal: threading.Event | None = None
-        self.event: Any = None
-        self._steps: Steps = iter(())
-        self._work: Any = None
-        self._start_mark: Any = None
 
     @property
     def title(self) -> str:
@@ -153,8 +166,8 @@ class Driver:
     on_failure: see OnFailure.
 
     step: the latest that has begun; submitted: "lane unit" of each task, in order, until the
-    comparison of orders takes it; latest: of each lane the task that was submitted last; last_task:
-    of all lanes.
+    comparison of orders takes it; counts: tasks submitted so far, by lane; latest: of each lane the
+    task that was submitted last; last_task: of all lanes.
     """
 
     def __init__(
@@ -163,6 +176,7 @@ class Driver:
         self.timeline, self.device, self.limit_s = timeline, timeline.device, limit_s
         self.step = 0
         self.submitted: list[str] = []
+        self.counts: Counter[str] = Counter()
         self.latest: dict[str, Task] = {}
         self.last_task: Task | None = None
         self._failure: Exception | None = None
@@ -226,8 +240,16 @@ class Driver:
         task.driver, task.step = self, self.step
         self.last_task = self.latest[task.lane] = task
         self.submitted.append(f"{task.lane} {task.unit}")
+        self.counts[task.lane] += 1
         self._start(task)
         return task
+
+    def shorten_record(self) -> None:
+        """A forward of an evaluation begins, which may be any number of them without a comparison:
+        fold what was submitted into one entry where it is long."""
+        if len(self.submitted) > _LONG_RECORD:
+            folded = f"{len(self.submitted)} collectives with hash {hash_of(self.submitted):08x}"
+            self.submitted = [folded]
 
     def _refuse(self, task: Task) -> None:
         self.raise_failure()

@@ -4,7 +4,6 @@
 first difference in words.
 """
 
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.collectives import AxisGroup, Steps, all_gather_flat, all_reduce_steps
-from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.driver import Driver, Task, hash_of
 
 _NOTHING = -1  # the code of an entry that a shorter record does not have
 _MAX_CHARACTERS = 160  # of an entry, in the message
@@ -43,9 +42,7 @@ class OrderCheck:
         """
         self.finish()
         self._mine, self._driver.submitted = self._driver.submitted, []
-        value = 0
-        for entry in self._mine:
-            value = zlib.crc32(entry.encode(), value)
+        value = hash_of(self._mine)
         # Filled on the device: a copy from the host would hold it until the device has caught up.
         own = torch.full((1,), value, dtype=torch.int64, device=self._device)
         extremes = torch.stack([own, -own])
@@ -94,7 +91,7 @@ class OrderCheck:
         length = torch.tensor([len(mine)], dtype=torch.int64, device=self._device)
         self._submit_max(length).wait()
         codes = torch.full((int(length),), _NOTHING, dtype=torch.int64)
-        codes[: len(mine)] = torch.tensor([zlib.crc32(entry.encode()) for entry in mine])
+        codes[: len(mine)] = torch.tensor([hash_of([entry]) for entry in mine])
         extremes = torch.stack([codes, -codes]).to(self._device)
         self._submit_max(extremes).wait()
         index = _first_difference(extremes)

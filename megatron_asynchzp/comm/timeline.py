@@ -19,6 +19,7 @@ LANES = {
     "reduce": "reduce-scatter of the gradients",
     "grad-sync": "reduction of the gradient shard",
     "param-sync": "gather of the updated parameter shard",
+    "matrices": "exchange of the matrices",
     "order": "comparison of the order of collectives",
 }
 """Kinds of operation, each with its name in messages. A lane has a stream, and completes its tasks

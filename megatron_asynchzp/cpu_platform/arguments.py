@@ -23,20 +23,26 @@ CPU_VALUES: dict[str, Any] = {
     "moe_router_fusion": False,
     "moe_grouped_gemm": False,  # SequentialMLP instead
     "no_persist_layer_norm": True,
+    "use_fused_weighted_squared_relu": False,
+    "use_flash_attn": False,
+    "mla_down_proj_fusion": False,
+    "tp_comm_overlap": False,
+    "nccl_ub": False,
+    "te_rng_tracker": False,
     "use_cpu_initialization": True,
     "num_workers": 0,  # worker processes would run without the platform
 }
+
+# Layers of Transformer Engine, and the same of local ones.
+_HYBRID_SPEC = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
+_LOCAL_HYBRID_SPEC = ["megatron_asynchzp.cpu_platform.local_hybrid", "local_hybrid_stack_spec"]
 
 # Switched on only by hand, and without a CPU form: running on without them would not be the run
 # that was asked for.
 _IMPOSSIBLE = {
     "fp8": "FP8 needs Transformer Engine",
     "fp4": "FP4 needs Transformer Engine",
-    "nccl_ub": "NCCL user buffers need NCCL",
-    "tp_comm_overlap": "needs Transformer Engine's user buffers",
-    "use_flash_attn": "flash-attn is CUDA only",
     "optimizer_cuda_graph": "CUDA graphs need a GPU",
-    "sequence_parallel": "torch's LayerNorm, all there is without apex, refuses it in Megatron",
     "use_torch_fsdp2": "Megatron hard-codes a CUDA device mesh for it",
 }
 
@@ -58,11 +64,23 @@ def apply_cpu_defaults(args: argparse.Namespace) -> list[str]:
     if refused:
         raise ValueError("not possible on the CPU platform:\n  " + "\n  ".join(refused))
     changed = []
-    for name, value in CPU_VALUES.items():
+    for name, value in (CPU_VALUES | _values_for(args)).items():
         if hasattr(args, name) and getattr(args, name) != value:
             changed.append(f"{name}: {getattr(args, name)!r} -> {value!r}")
             setattr(args, name, value)
     return changed
+
+
+def _values_for(args: argparse.Namespace) -> dict[str, Any]:
+    """Values that depend on what was asked for."""
+    values: dict[str, Any] = {}
+    if getattr(args, "moe_token_dispatcher_type", None) == "flex":  # DeepEP, HybridEP
+        values["moe_token_dispatcher_type"] = "alltoall"
+    if getattr(args, "spec", None) == _HYBRID_SPEC or (
+        getattr(args, "hybrid_layer_pattern", None) and not getattr(args, "spec", None)
+    ):
+        values["spec"] = _LOCAL_HYBRID_SPEC
+    return values
 
 
 def _brings_attention(args: argparse.Namespace) -> bool:

@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sends every tensor that asks for a CUDA device to the CPU, and gives gloo the one reduction
-that only NCCL has. Wrappers on functions, not a TorchFunctionMode: that doubles a step's time.
+"""Sends every tensor that asks for a CUDA device to the CPU, and gives gloo the collectives that
+only NCCL has. Wrappers on functions, not a TorchFunctionMode: that doubles a step's time.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -145,3 +145,56 @@ def reduction_with_factor(collective: Callable) -> Callable:
         return collective(**kwargs)
 
     return reduced
+
+
+def _are_equal(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether gloo has the collective; every rank sees the same sizes, so all decide alike."""
+    return len({tensor.shape for tensor in tensors}) == 1
+
+
+def gather_of_any_sizes(all_gather: Callable) -> Callable:
+    """`all_gather` of tensors that differ in size between ranks: one broadcast each."""
+
+    @functools.wraps(all_gather)
+    def gathered(tensor_list: list, tensor: torch.Tensor, group: Any = None, async_op=False) -> Any:
+        if _are_equal(tensor_list):
+            return all_gather(tensor_list, tensor, group, async_op)
+        _refuse_asynchrony(async_op)
+        tensor_list[dist.get_rank(group)].copy_(tensor)
+        for rank, piece in enumerate(tensor_list):
+            if piece.numel():
+                dist.broadcast(piece, group=group, group_src=rank)
+        return None
+
+    return gathered
+
+
+def scatter_of_any_sizes(reduce_scatter: Callable) -> Callable:
+    """`reduce_scatter` of tensors that differ in size between ranks: one reduction each."""
+
+    @functools.wraps(reduce_scatter)
+    def scattered(
+        output: torch.Tensor,
+        input_list: list,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op=False,
+    ) -> Any:
+        if _are_equal(input_list):
+            return reduce_scatter(output, input_list, op, group, async_op)
+        _refuse_asynchrony(async_op)
+        own = dist.get_rank(group)
+        for rank, piece in enumerate(input_list):
+            if piece.numel():
+                total = piece.clone(memory_format=torch.contiguous_format)
+                dist.reduce(total, group=group, group_dst=rank, op=op)
+                if rank == own:
+                    output.copy_(total)
+        return None
+
+    return scattered
+
+
+def _refuse_asynchrony(async_op: bool) -> None:
+    if async_op:
+        raise NotImplementedError("tensors of several sizes on the CPU platform: async_op=False")

@@ -4,6 +4,7 @@
 replaced is here; what the replacements do is in inert_cuda.py and devices.py.
 """
 
+import functools
 import importlib
 import logging
 import os
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._device
 
-from megatron_asynchzp.cpu_platform import devices, inert_cuda
+from megatron_asynchzp.cpu_platform import devices, inert_cuda, norms, state_space
 from megatron_asynchzp.replacements import Replacements
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,9 @@ _MEGATRON_PARTS = (
     "core.parallel_state",
     "core.optimizer.distrib_optimizer",
     "core.dist_checkpointing.strategies.async_utils",
+    "core.transformer.torch_norm",
+    "core.ssm.mamba_mixer",
+    "core.transformer.dot_product_attention",
 )
 
 # The interpreter has one torch, so its replaced attributes are state of the process.
@@ -120,6 +124,9 @@ def _replace_collectives(names: Replacements):
     for owner in (dist, dist.distributed_c10d):
         for name in devices.REDUCTIONS:
             names.replace(owner, name, devices.reduction_with_factor(getattr(owner, name)))
+        names.replace(owner, "all_gather", devices.gather_of_any_sizes(owner.all_gather))
+        scattered = devices.scatter_of_any_sizes(owner.reduce_scatter)
+        names.replace(owner, "reduce_scatter", scattered)
     names.replace(dist, "_make_nccl_premul_sum", devices.PreMultipliedSum)
 
 
@@ -137,14 +144,63 @@ def _replace_megatron(
     parallel_state: ModuleType,
     distrib_optimizer: ModuleType,
     async_utils: ModuleType,
+    torch_norm: ModuleType,
+    mamba_mixer: ModuleType,
+    attention: ModuleType,
 ):
     names.replace(datasets_utils, "compile_helpers", _check_helpers)
     names.replace(moe_utils, "maybe_move_tensor_to_cpu", _as_split_sizes)
+    # Its check whether a context of CUDA's random numbers drew from the CPU's: here they are one.
+    random_log = logging.getLogger("megatron.core.tensor_parallel.random")
+    names.replace(random_log, "filters", [*random_log.filters, _is_not_about_cpu_numbers])
     # NCCL's options would be handed to a gloo group.
     names.replace(parallel_state, "get_nccl_options", lambda *_, **__: None)
     _replace_checkpoints(names, distrib_optimizer.DistributedOptimizer)
     writer = async_utils.PersistentAsyncCaller
     names.replace(writer, "async_loop", staticmethod(_write_on_cpu))
+    names.replace(torch_norm.WrappedTorchNorm, "__new__", norms.torch_norm)
+    _replace_mamba(names, mamba_mixer)
+    _replace_attention(names, attention.DotProductAttention)
+
+
+def _replace_attention(names: Replacements, attention: type):
+    """Megatron's local attention computes with values of any width (multi-latent attention), but
+    does not take the widths that it is then built with."""
+    build = attention.__init__
+
+    @functools.wraps(build)
+    def with_widths(
+        self: Any, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any
+    ) -> None:
+        build(self, *args, **kwargs)
+        if v_channels:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    names.replace(attention, "__init__", with_widths)
+
+
+def _replace_mamba(names: Replacements, mixer: ModuleType):
+    """The CUDA kernels of Mamba layers, which are not importable here: Megatron then refuses to
+    build such a layer, and its norm is a stand-in that cannot be built."""
+
+    class ExtendedRMSNorm(state_space.GroupNorm):
+        def sharded_state_dict(
+            self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+        ) -> Any:
+            return mixer.make_sharded_tensors_for_checkpoint(
+                self.state_dict(prefix="", keep_vars=True),
+                prefix,
+                {"weight": 0},
+                sharded_offsets,
+                tp_group=self.tp_group,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+
+    names.replace(mixer, "HAVE_MAMBA_SSM", True)
+    names.replace(mixer, "MAMBA_HAS_STATE_DTYPE", False)
+    names.replace(mixer, "RMSNormGated", state_space.GroupNorm)
+    names.replace(mixer, "ExtendedRMSNorm", ExtendedRMSNorm)
+    names.replace(mixer, "mamba_split_conv1d_scan_combined", state_space.split_convolve_scan)
 
 
 def _replace_checkpoints(names: Replacements, optimizer: type):
@@ -193,6 +249,10 @@ def _import(name: str) -> ModuleType:
 def _check_helpers():
     """For compile_helpers: the wheel ships the compiled index builder but no Makefile."""
     _import("core.datasets.helpers_cpp")
+
+
+def _is_not_about_cpu_numbers(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("CPU RNG state changed")
 
 
 def _as_split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -108,7 +108,7 @@ def _planned_memory(
         sizes[key] = Sizes(of_group.param, of_group.grad, of_group.optim)
         topologies[key] = ShardTopology(group.size(), group.rank(), of_group)
     itemsize = setting.model.itemsize
-    formula = states(units, itemsize, sizes, moments_nbytes(args))
+    formula = states(units, itemsize, sizes, moments_nbytes(args).most_params)
     needs = [
         UnitInFlight.of(
             "" if unit.kind == "root" else unit.name.removesuffix(".experts"),
@@ -154,7 +154,7 @@ def _baseline_nbytes(numel: dict[str, int], stage: Stage, args: Namespace) -> di
         "model_param": float(model * sum(numel.values())),
         "main_grad": float(grad * sum(numel.values())),
         "main_param": 4 * owned if model == 2 else 0.0,
-        "optimizer_moments": moments_nbytes(args) * owned,
+        "optimizer_moments": moments_nbytes(args).most_params * owned,
     }
 
 

@@ -15,14 +15,14 @@ from typing import Any, NoReturn
 from megatron_asynchzp.hf.progress import show_progress
 from megatron_asynchzp.hf.shape import ConversionError
 
-# As argparse exits for a wrong command line, and a shell tells of SIGINT.
+# As argparse exits for a wrong command line, and a shell for SIGINT.
 _EXIT_FAILURE, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(argv: list[str]) -> None:
     """Run one command; ends with one line and a status for what cannot be converted."""
     args = _parser().parse_args(argv)
-    # Megatron and torch tell of every kernel that is not installed, none of which is used here.
+    # Megatron and torch warn of every kernel that is not installed; none of them is used here.
     warnings.filterwarnings("ignore")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
@@ -43,7 +43,7 @@ def _end(text: str, status: int) -> NoReturn:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_asynchzp.hf",
+        prog="asynchzp hf",
         description="Convert models between Megatron checkpoints and Hugging Face directories.",
     )
     commands = parser.add_subparsers(required=True, metavar="export|import")

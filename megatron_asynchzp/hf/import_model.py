@@ -99,7 +99,7 @@ def _match_names(reader: FolderReader, shape: ModelShape, is_cast: bool) -> Call
         info = reader.info(name)
         if info.size != size:
             raise ConversionError(
-                f"{name} has size {list(info.size)}, but config.json says {list(size)}"
+                f"{name} has size {list(info.size)}, but by config.json it has {list(size)}"
             )
         if info.dtype is None:
             raise ConversionError(

@@ -5,7 +5,7 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
-# Passes on the steps it is given, of which there are as many as the second argument says.
+# Yields the steps of its first argument; the second is their number.
 type Progress = Callable[[Iterable, int], Iterable]
 
 

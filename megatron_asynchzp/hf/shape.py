@@ -97,4 +97,4 @@ def describe_difference(
         if names:
             rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
             differences.append(f"{verb} {', '.join(names[:3])}{rest}")
-    return f"{where} is not the {shape.family} model it says: it {'; it '.join(differences)}"
+    return f"{where} is not a {shape.family} model: it {'; it '.join(differences)}"

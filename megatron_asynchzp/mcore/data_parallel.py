@@ -22,6 +22,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.device import device_of
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
 from megatron_asynchzp.mcore.flags.asynchzp import TraceRequest
 from megatron_asynchzp.mcore.process.communication import Communication
@@ -74,16 +75,25 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         # is normalised per token, which finalize_model_grads does itself.
         grad_scale = 1.0 if config.calculate_per_token_loss else 1.0 / self.dp_cp_group.size()
         self.communication = communication
-        self.runtime = HZPRuntime(
-            module,
-            plan_megatron_units(module, index),
-            groups,
-            communication.schedule,
-            communication.driver,
-            grad_scale,
-            construction,
-            config.gradient_accumulation_fusion,
-        )
+        if config.gradient_accumulation_fusion and communication.schedule.keep_grads_nbytes:
+            raise ConfigurationError(
+                "--asynchzp-keep-grads-gb: layers that write weight gradients themselves would "
+                "write over those that are kept; add --no-gradient-accumulation-fusion"
+            )
+        try:
+            self.runtime = HZPRuntime(
+                module,
+                plan_megatron_units(module, index),
+                groups,
+                communication.schedule,
+                communication.driver,
+                grad_scale,
+                construction,
+                config.gradient_accumulation_fusion,
+                communication.stays,
+            )
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--asynchzp-memory-in-flight-gb: {error}") from error
         _give_gradients_to_autograd(module)
         communication.runtimes.append(self.runtime)
         self.checkpoint = ChunkCheckpoint(self.runtime, module, takes_snapshots)

@@ -37,17 +37,18 @@ from megatron_asynchzp.zero.unit import HZPUnit
 
 
 class AsyncHZPOptimizer(MixedPrecisionOptimizer):
-    """Adam (or SGD) on this rank's fragments of the fp32 main parameters.
+    """Adam, SGD or Muon on this rank's fragments of the fp32 main parameters.
 
-    optimizer: a torch optimizer whose parameters are the 1-D fragments of `ShardedParameters`;
-    grad_scaler: for fp16, else None; model_chunks: the wrapped chunks that own the shards.
+    optimizers: of torch, whose parameters are the 1-D fragments of `ShardedParameters`;
+    grad_scaler: for fp16, else None; init_state_fn: makes the state of all of them;
+    model_chunks: the wrapped chunks that own the shards.
     Unlike stock optimizers it serves dense and expert parameters at once: their fragments differ
     only in the replica that counts in norms.
     """
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         config: OptimizerConfig,
         grad_scaler: MegatronGradScaler | None,
         init_state_fn: Any,
@@ -55,7 +56,8 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         parameters: "ShardedParameters",
         pg_collection: ProcessGroupCollection,
     ):
-        super().__init__(optimizer, config, grad_scaler, init_state_fn)
+        joined: Any = optimizers[0] if len(optimizers) == 1 else JoinedOptimizers(optimizers)
+        super().__init__(joined, config, grad_scaler, init_state_fn)
         self.is_stub_optimizer = False
         self.model_chunks = list(model_chunks)
         self.tp_group = pg_collection.tp
@@ -67,7 +69,11 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         # would ask the world on the first clipping, but only on ranks that own elements.
         self._has_grad_norm_group_cache = dict.fromkeys(SEPARATE_GRAD_NORM_GROUPS, False)
         self._parameters = parameters
-        self._checkpoint = OptimizerCheckpoint(optimizer, grad_scaler, parameters.places)
+        self._optimizers = optimizers
+        self._checkpoint = OptimizerCheckpoint(
+            optimizers, joined.state, grad_scaler, parameters.places
+        )
+        self._use_fused_steps()
 
     # ---- gradients
 
@@ -156,7 +162,32 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Take over what was read into the last `sharded_state_dict`."""
         self._checkpoint.load_state_dict(state_dict)
-        _use_fused_step(self.optimizer)
+        self._use_fused_steps()
+
+    def _use_fused_steps(self) -> None:
+        """torch's Adam has a fused kernel on every device we know; TE's and apex's always are."""
+        for optimizer in self._optimizers:
+            if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+                for group in optimizer.param_groups:
+                    group["fused"], group["foreach"] = True, False
+
+
+class JoinedOptimizers:
+    """Optimizers of different parameters as one, with one state and all parameter groups.
+
+    From now on the parts share the state, whose keys are parameters.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]):
+        self._parts = parts
+        self.param_groups = [group for part in parts for group in part.param_groups]
+        self.state = parts[0].state
+        for part in parts:
+            part.state = self.state
+
+    def step(self) -> None:
+        for part in self._parts:
+            part.step()
 
 
 class ShardedParameters:
@@ -204,13 +235,6 @@ class ShardedParameters:
         return [param for param in params if param in self._counted]
 
 
-def _use_fused_step(optimizer: torch.optim.Optimizer) -> None:
-    """torch's Adam has a fused kernel on every device we know; TE's and apex's are always fused."""
-    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-        for group in optimizer.param_groups:
-            group["fused"], group["foreach"] = True, False
-
-
 def _create_grad_scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
     if not (config.fp16 or config.bf16):
         return None
@@ -244,21 +268,31 @@ def get_asynchzp_optimizer(
     check_config_overrides_consistency(config, config_overrides)
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    is_muon = config.optimizer == "muon"
+    if is_muon:
+        # Not above: it needs a package that runs with other optimizers need not have.
+        from megatron_asynchzp.mcore.muon import build_muon, muon_overrides
+
+        config_overrides = config_overrides | muon_overrides()
     param_groups = _get_param_groups(list(model_chunks), config, config_overrides)
     parameters = ShardedParameters(model_chunks)
     for group in param_groups:
         owned = (parameters.by_model_param.get(param) for param in group["params"])
         group["params"] = [fragment for fragment in owned if fragment is not None]
-    built: Any
-    if moments.is_rounded:
-        built = build_rounded_adam(config, param_groups, moments)
-    else:
-        built = _get_megatron_optimizer_based_on_param_groups(
-            config, list(model_chunks), param_groups, skip_megatron_wrapping=True
+    if is_muon:
+        optimizers, init_state_fn = build_muon(
+            config, model_chunks, param_groups, parameters.by_model_param, pg_collection
         )
-    inner, init_state_fn = built
-    _use_fused_step(inner)
+    else:
+        built: Any
+        if moments.is_rounded:
+            built = build_rounded_adam(config, param_groups, moments)
+        else:
+            built = _get_megatron_optimizer_based_on_param_groups(
+                config, list(model_chunks), param_groups, skip_megatron_wrapping=True
+            )
+        optimizers, init_state_fn = [built[0]], built[1]
     scaler = _create_grad_scaler(config)
     return AsyncHZPOptimizer(
-        inner, config, scaler, init_state_fn, model_chunks, parameters, pg_collection
+        optimizers, config, scaler, init_state_fn, model_chunks, parameters, pg_collection
     )

@@ -2,15 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table in the log of a start: groups, units and bytes, by formula and as allocated."""
 
-import io
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
+from megatron.core.optimizer.emerging_optimizers import _is_nonlinear_or_embedding
 
 from megatron_asynchzp.comm.collectives import AxisGroup
 from megatron_asynchzp.comm.groups import ShardGroups
@@ -20,32 +19,51 @@ from megatron_asynchzp.planner.memory import Sizes, state_nbytes
 from megatron_asynchzp.sharding.topology import spans_nodes
 from megatron_asynchzp.zero.unit import HZPUnit
 
-ADAM_MOMENTS_NBYTES = 8
-"""Per element: two moments in fp32."""
-
 _MAX_RANKS_SHOWN = 8
 
 
-def moments_nbytes(args: Namespace) -> int:
-    """Bytes per element of the optimizer's states. args: validated."""
+@dataclass(frozen=True)
+class MomentBytes:
+    """Bytes per element of the optimizer's states. all_params: two fp32 moments, unless the flags
+    say otherwise; matrices: of those that Muon updates, whose momentum is one; None without it."""
+
+    all_params: int = 8
+    matrices: int | None = None
+
+    def of(self, param: torch.nn.Parameter) -> int:
+        """Per element of `param`."""
+        if self.matrices is None or _is_nonlinear_or_embedding(param):
+            return self.all_params
+        return self.matrices
+
+    @property
+    def most_params(self) -> int:
+        """Per element of all but embeddings, norms and biases."""
+        return self.all_params if self.matrices is None else self.matrices
+
+
+def moments_nbytes(args: Namespace) -> MomentBytes:
+    """As the flags ask for. args: validated."""
     if args.optimizer == "sgd":
-        return 4
-    return sum(dtype.itemsize for dtype in moments_of(args))
+        return MomentBytes(4)
+    nbytes = sum(dtype.itemsize for dtype in moments_of(args))
+    return MomentBytes(nbytes, 4 if args.optimizer == "muon" else None)
 
 
 def state_nbytes_by_formula(
-    units: Sequence[HZPUnit], moments: int = ADAM_MOMENTS_NBYTES
+    units: Sequence[HZPUnit], moments: MomentBytes = MomentBytes()
 ) -> dict[str, float]:
     """AsyncHZP section 3 without padding, by the planner's formula. N counts each unit with the
     sizes of its own sharding group; what is not trained has parameters alone."""
     total = {"model_param": 0.0, "main_grad": 0.0, "main_param": 0.0, "optimizer_moments": 0.0}
     for unit in units:
-        sizes = unit.groups.topology.sizes
+        sizes, numel = unit.groups.topology.sizes, unit.layout.numel
+        of_moments = sum(moments.of(param) * param.numel() for param in unit.params)
         of_unit = state_nbytes(
-            unit.layout.numel,
+            numel,
             unit.dtype.itemsize,
             Sizes(sizes.param, sizes.grad, sizes.optim),
-            moments,
+            of_moments / numel,
         )
         for state, nbytes in of_unit.items():
             total[state] += nbytes if unit.is_trained or state == "model_param" else 0.0
@@ -53,7 +71,7 @@ def state_nbytes_by_formula(
 
 
 def state_nbytes_allocated(
-    units: Sequence[HZPUnit], moments: int = ADAM_MOMENTS_NBYTES
+    units: Sequence[HZPUnit], moments: MomentBytes = MomentBytes()
 ) -> dict[str, int]:
     """Bytes of this rank's persistent buffers, and of the moments it will hold beside them."""
     total = {"model_param": 0, "main_grad": 0, "main_param": 0, "optimizer_moments": 0}
@@ -61,8 +79,8 @@ def state_nbytes_allocated(
         for state, nbytes in unit.state_nbytes().items():
             total[state] += nbytes
         if unit.is_trained:
-            owned = sum(fragment.numel() for fragment in unit.main_param_fragments())
-            total["optimizer_moments"] += moments * owned
+            for param, fragment in zip(unit.params, unit.main_param_fragments(), strict=True):
+                total["optimizer_moments"] += moments.of(param) * fragment.numel()
     return total
 
 
@@ -80,16 +98,24 @@ def _format_nbytes(nbytes: float) -> str:
     return f"{nbytes:.4g} GiB"
 
 
-def _groups_table(groups: dict[str, ShardGroups], ranks_per_node: int) -> Table:
-    table = Table(title="AsyncHZP groups of rank 0", title_justify="left")
-    for column in ("group", "operation", "when", "ranks", "link"):
-        table.add_column(column)
+def format_table(title: str, rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell, below a title; the first row holds their names.
+
+    No cell is cut or wrapped: what is searched in a log is found.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join((title, *(f"  {line}" for line in lines)))
+
+
+def _groups_table(groups: dict[str, ShardGroups], ranks_per_node: int) -> str:
+    rows = [("group", "operation", "when", "ranks", "link")]
 
     def add(key: str, operation: str, when: str, axes: Sequence[AxisGroup]) -> None:
         for axis in axes:
             ranks = dist.get_process_group_ranks(axis.group)
             link = "between nodes" if spans_nodes(ranks, ranks_per_node) else "in one node"
-            table.add_row(key, operation, when, _format_ranks(ranks), link)
+            rows.append((key, operation, when, _format_ranks(ranks), link))
 
     for key, group in groups.items():
         add(key, "gather parameters", "each unit, forward and backward", group.unshard)
@@ -98,7 +124,7 @@ def _groups_table(groups: dict[str, ShardGroups], ranks_per_node: int) -> Table:
         add(key, f"reduce-scatter {grads}", "once per step", group.grad_sync)
         add(key, f"all-reduce {grads}", "once per step (replicas)", group.replica_sync)
         add(key, "gather parameter shards", "once per step", group.param_sync)
-    return table
+    return format_table("AsyncHZP groups of rank 0", rows)
 
 
 def _states_table(
@@ -106,27 +132,25 @@ def _states_table(
     groups: dict[str, ShardGroups],
     moments: int,
     beside: Sequence[tuple[str, float, int | None]],
-) -> Table:
+) -> str:
     formula = state_nbytes_by_formula(units, moments)
     allocated = state_nbytes_allocated(units, moments)
     sizes = {key: group.topology.sizes for key, group in groups.items()}
     columns = {"model_param": "param", "main_grad": "grad"}
-    table = Table(title="Bytes per rank", title_justify="left")
-    for column in ("state", "shard size", "by formula", "allocated (padding included)"):
-        table.add_column(column)
+    rows = [("state", "shard size", "by formula", "allocated (padding included)")]
     for state in formula:
         shard = ", ".join(
             f"{getattr(size, columns.get(state, 'optim'))} ({key})" for key, size in sizes.items()
         )
-        table.add_row(
-            state, shard, _format_nbytes(formula[state]), _format_nbytes(allocated[state])
+        rows.append(
+            (state, shard, _format_nbytes(formula[state]), _format_nbytes(allocated[state]))
         )
-    total = [_format_nbytes(sum(of.values())) for of in (formula, allocated)]
-    table.add_row("all, at rest", "", *total, style="bold")
-    for kind, by_formula, held in beside:
+    by_formula, in_fact = (_format_nbytes(sum(of.values())) for of in (formula, allocated))
+    rows.append(("all, at rest", "", by_formula, in_fact))
+    for kind, counted_before, held in beside:
         counted = "" if held is None else _format_nbytes(held)
-        table.add_row(kind, "", _format_nbytes(by_formula), counted)
-    return table
+        rows.append((kind, "", _format_nbytes(counted_before), counted))
+    return format_table("Bytes per rank", rows)
 
 
 def _beside_states(
@@ -150,28 +174,25 @@ def _beside_states(
     return rows
 
 
-def _units_table(units: Sequence[HZPUnit]) -> Table:
+def _units_table(units: Sequence[HZPUnit]) -> str:
     """Units of equal make in one row: a deep model has hundreds that differ in a number."""
-    table = Table(title="Units", title_justify="left")
-    for column in ("unit", "how many", "parameters each", "gathered bytes each", "padding"):
-        table.add_column(column)
-    rows: dict[tuple, list[str]] = {}
+    rows = [("unit", "how many", "parameters each", "gathered bytes each", "padding")]
+    kinds: dict[tuple, list[str]] = {}
     for unit in units:
         key = (unit.layout.numel, unit.layout.padded_numel, unit.dtype)
-        rows.setdefault(key, []).append(unit.name)
-    for (numel, padded, dtype), names in rows.items():
+        kinds.setdefault(key, []).append(unit.name)
+    for (numel, padded, dtype), names in kinds.items():
         name = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
         gathered = _format_nbytes(padded * dtype.itemsize)
-        table.add_row(
-            name, str(len(names)), f"{numel:,}", gathered, f"{(padded - numel) / padded:.1%}"
-        )
-    return table
+        padding = f"{(padded - numel) / padded:.1%}"
+        rows.append((name, str(len(names)), f"{numel:,}", gathered, padding))
+    return format_table("Units", rows)
 
 
 def format_start_table(
     chunks: Sequence[AsyncHZPDataParallel],
     ranks_per_node: int,
-    moments: int = ADAM_MOMENTS_NBYTES,
+    moments: MomentBytes = MomentBytes(),
     whole_nbytes: int | None = None,
 ) -> str:
     """The whole table as text, for the rank that calls it.
@@ -182,10 +203,9 @@ def format_start_table(
     units = [unit for chunk in chunks for unit in chunk.units]
     used = {chunk.runtime.group_keys[unit] for chunk in chunks for unit in chunk.units}
     groups = {key: group for key, group in chunks[0].groups.items() if key in used}
-    text = io.StringIO()
-    console = Console(file=text, width=118)
-    console.print(_groups_table(groups, ranks_per_node))
-    beside = _beside_states(chunks, whole_nbytes)
-    console.print(_states_table(units, groups, moments, beside))
-    console.print(_units_table(units))
-    return text.getvalue()
+    tables = (
+        _groups_table(groups, ranks_per_node),
+        _states_table(units, groups, moments, _beside_states(chunks, whole_nbytes)),
+        _units_table(units),
+    )
+    return "\n".join(tables)

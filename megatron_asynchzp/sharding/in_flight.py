@@ -128,8 +128,9 @@ def _neighbours_nbytes(sizes: Sequence[int], most: int) -> int:
 
 def _own_grads_nbytes(around: UnitInFlight, layers: Sequence[UnitInFlight]) -> int:
     # Backward runs from the last layer. Gradients that are reduced in several pieces stay until
-    # all of them have been, while those of the layer before it come.
-    after = [*layers[1:], UnitInFlight("", 0, 0, 0, 1)]
+    # all of them have been, while those of the layer before it come: before the first layer, those
+    # of the last one in the next micro-batch.
+    after = [*layers[1:], layers[0]]
     pairs = zip(layers, after, strict=True)
     most = max(one.own_grads + (kept.num_pieces > 1) * kept.own_grads for one, kept in pairs)
     return most + around.own_grads

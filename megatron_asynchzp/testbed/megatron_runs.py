@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.testbed.megatron_flags import MEGATRON_FSDP, flags_of
-from megatron_asynchzp.testbed.tiny_gpt import LineDataset, seed_parameters
+from megatron_asynchzp.testbed.tiny_gpt import BASE_SEED, LineDataset, seed_parameters
 
 # fmt: off
 BASE_ARGS = [
@@ -39,7 +39,7 @@ BASE_ARGS = [
         "attention-dropout": 0, "hidden-dropout": 0, "micro-batch-size": 1, "global-batch-size": 8,
         "train-iters": 6, "lr": "3e-3", "min-lr": "3e-4", "lr-decay-style": "cosine",
         "lr-decay-iters": 100, "lr-warmup-iters": 2, "weight-decay": 0.1, "clip-grad": 1.0,
-        "init-method-std": 0.05, "seed": 1234, "eval-iters": 0, "eval-interval": 1000,
+        "init-method-std": 0.05, "seed": BASE_SEED, "eval-iters": 0, "eval-interval": 1000,
         "log-interval": 1000, "distributed-timeout-minutes": 1, "logging-level": 40,
     }),
     "--no-create-attention-mask-in-dataloader", "--mock-data", "--log-num-zeros-in-grad",
@@ -79,6 +79,9 @@ class StepRecord:
     is_skipped: bool
     learning_rate: float | None
     params_norm: float | None  # with --log-params-norm
+    # Of the router (auxiliary, z) and of further predicted tokens, summed over micro-batches, by
+    # layer; of all ranks one after another.
+    more_losses: dict[str, tuple[float, ...]]
 
 
 @dataclass
@@ -161,8 +164,9 @@ def initialized_args(argv: list[str]) -> Any:
 
 
 def pretrain(argv: list[str]) -> None:
-    """Megatron's own training of a GPT whose weights are drawn from their names. Records nothing
-    and takes nothing down; the CPU platform is in place, and the plugin's patches if asked for."""
+    """Megatron's own training of a GPT or a hybrid model whose weights are drawn from their names.
+    Records nothing and takes nothing down; the CPU platform is in place, and the plugin's patches
+    if asked for."""
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils, training
 
@@ -171,7 +175,9 @@ def pretrain(argv: list[str]) -> None:
     args = initialized_args(argv)
     if args.save and not args.async_save:
         return_results_in_process()
-    model_config = argument_utils.gpt_config_from_args(args)
+    is_hybrid = args.hybrid_layer_pattern is not None
+    build = "hybrid_config_from_args" if is_hybrid else "gpt_config_from_args"
+    model_config = getattr(argument_utils, build)(args)
     model_config.pre_wrap_hooks.append(seed_parameters)
     training.pretrain(
         argument_utils.pretrain_cfg_container_from_args(args, model_config),
@@ -309,7 +315,19 @@ def _step_record(gathered: dict[str, Any]) -> StepRecord:
         is_skipped=bool(gathered["skipped_iter"]),
         learning_rate=_number(gathered["learning_rate"]),
         params_norm=_number(gathered["params_norm"]),
+        more_losses=_more_losses(),
     )
+
+
+def _more_losses() -> dict[str, tuple[float, ...]]:
+    """What Megatron keeps of a step beside the loss, before it is reduced and logged."""
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    kept = {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
+    if (predicted := MTPLossLoggingHelper.tracker.get("loss_values")) is not None:
+        kept["prediction"] = predicted
+    return {name: tuple(values.tolist()) for name, values in kept.items()}
 
 
 def _number(value: Any) -> float | None:
@@ -317,16 +335,33 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
+def _forget_losses() -> None:
+    """Megatron keeps these of a process, with the groups and the layers of the last model."""
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    destroy_moe_metrics_tracker()
+    MTPLossLoggingHelper.tracker = {}
+
+
 def _fill_in_losses(record: RunRecord):
-    """Give the stages without a loss the one of the last stage."""
+    """Give the stages without a loss the one of the last stage, and all ranks what each kept."""
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (record.losses, record.validation_loss))
-    losses, validation_loss = next(one for one in gathered if None not in one[0])
-    if None in record.losses:
-        pairs = zip(record.steps, losses, strict=True)
-        record.steps = [replace(step, loss=loss) for step, loss in pairs]
+    kept = [step.more_losses for step in record.steps]
+    dist.all_gather_object(gathered, (record.losses, record.validation_loss, kept))
+    losses, validation_loss, _ = next(one for one in gathered if None not in one[0])
+    of_ranks = zip(*(kept for _, _, kept in gathered), strict=True)
+    record.steps = [
+        replace(step, loss=loss, more_losses=_joined(by_rank))
+        for step, loss, by_rank in zip(record.steps, losses, of_ranks, strict=True)
+    ]
     if record.validation_loss is None:
         record.validation_loss = validation_loss
+
+
+def _joined(by_rank: Sequence[dict[str, tuple[float, ...]]]) -> dict[str, tuple[float, ...]]:
+    names = sorted({name for kept in by_rank for name in kept})
+    return {name: tuple(v for kept in by_rank for v in kept.get(name, ())) for name in names}
 
 
 def close_communication():
@@ -340,6 +375,7 @@ def _tear_down():
     from megatron.training import training
 
     training.destroy_global_state()
+    _forget_losses()
     writer: Any = sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async")
     if writer is not None:
         writer._results_queue = None  # with it goes the process of its manager, where it has one

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+# The weights drawn with it are those of the name alone; another --seed draws others.
+BASE_SEED = 1234
+
 
 class LineDataset(torch.utils.data.Dataset):
     """Sample i counts through the vocabulary from its own start with its own step: cheap to make,
@@ -34,7 +37,7 @@ class LineDataset(torch.utils.data.Dataset):
 
 
 def seed_parameters(model_chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Draw every matrix from its name in the unsharded model.
+    """Draw every matrix from its name in the unsharded model, and --seed.
 
     Megatron's own initialisation depends on the layout: each pipeline stage has another seed, and
     experts draw from one sequence per rank. This one gives a layer the same weights wherever it
@@ -105,7 +108,7 @@ def _slice_of_full(param: Any, name: str) -> torch.Tensor:
     shape = list(param.shape)
     if is_split:
         shape[param.partition_dim] *= size
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + args.seed - BASE_SEED)
     full = args.init_method_std * torch.randn(shape, generator=generator)
     if not is_split:
         return full

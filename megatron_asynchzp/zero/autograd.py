@@ -5,9 +5,8 @@ state of the micro-batch that runs.
 """
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -18,10 +17,11 @@ from torch.utils.hooks import RemovableHandle
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.timeline import COMPUTE
+from megatron_asynchzp.sharding.layout import FP32_NBYTES
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.plan import UnitPlan
-from megatron_asynchzp.zero.step import StepScheduler
+from megatron_asynchzp.zero.step import Stays, StepScheduler
 from megatron_asynchzp.zero.unit import HZPUnit, Phase
 
 # From this size on a gradient is taken as soon as it is there.
@@ -38,8 +38,8 @@ class _MicroBatch:
     """
 
     in_backward: bool = False
-    calls: Counter[HZPUnit] = field(default_factory=Counter[HZPUnit])
-    depth: Counter[HZPUnit] = field(default_factory=Counter[HZPUnit])
+    calls: dict[HZPUnit, int] = field(default_factory=dict[HZPUnit, int])
+    depth: dict[HZPUnit, int] = field(default_factory=dict[HZPUnit, int])
     started_backward: set[HZPUnit] = field(default_factory=set[HZPUnit])
     compute_marks: dict[tuple[str, HZPUnit], Any] = field(
         default_factory=dict[tuple[str, HZPUnit], Any]
@@ -70,6 +70,7 @@ class HZPRuntime(StepScheduler):
         grad_scale: float = 1.0,
         construction: Construction | None = None,
         fuses_grads: bool = False,
+        stays: Stays | None = None,
     ):
         self._fuses_grads = fuses_grads
         self.group_keys: dict[HZPUnit, str] = {}
@@ -88,7 +89,11 @@ class HZPRuntime(StepScheduler):
                 self._reduce_last.add(unit)
             for module in plan.modules:
                 units_of.setdefault(module, []).append(unit)
-        super().__init__(list(self.group_keys), schedule, driver, grad_scale)
+        if fuses_grads:
+            # Layers write to the whole gradient of a unit.
+            largest = max(unit.layout.padded_numel for unit in self.group_keys)
+            schedule = replace(schedule, grad_slot_nbytes=FP32_NBYTES * largest)
+        super().__init__(list(self.group_keys), schedule, driver, grad_scale, stays)
         self._attach(root, units_of)
 
     def _attach(self, root: nn.Module, units_of: dict[nn.Module, list[HZPUnit]]) -> None:
@@ -149,11 +154,13 @@ class HZPRuntime(StepScheduler):
         self._has_pushed.append(self._saved_views.are_needed_by(units))
         if self._has_pushed[-1]:
             self._saved_views.push()
-        self._batch.depth.update(units)
+        batch = self._batch
         for unit in units:
-            if not self._batch.in_backward:
-                self._batch.calls[unit] += 1
-                if self._batch.calls[unit] > 1:
+            batch.depth[unit] = batch.depth.get(unit, 0) + 1
+        for unit in units:
+            if not batch.in_backward:
+                calls = batch.calls[unit] = batch.calls.get(unit, 0) + 1
+                if calls > 1:
                     self._note_second_call(unit)
             self._unshard(unit)
         self._mark_compute("forward", units)
@@ -227,8 +234,10 @@ class HZPRuntime(StepScheduler):
 
     def _note_compute(self, direction: str, units: list[HZPUnit]) -> None:
         """The computation of this direction with `units` has ended, in a captured trace."""
+        if not self._batch.compute_marks:
+            return
         timeline = self.driver.timeline
-        for unit in units if self._batch.compute_marks else ():
+        for unit in units:
             start = self._batch.compute_marks.pop((direction, unit), None)
             if start is not None:
                 timeline.note(COMPUTE, f"{direction} {unit.name}", start)

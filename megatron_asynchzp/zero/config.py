@@ -22,10 +22,12 @@ class ScheduleConfig:
 
     kind: one of SCHEDULES, or AUTO; prefetch_depth: units of each size gathered ahead of the one
     that computes; in_flight_nbytes: at most so many for gathered parameters and for gradients that
-    are reduced, together, of one model chunk; None for as many as two layers need; grad_slot_nbytes:
-    the gradients of a larger unit, in fp32, are reduced in pieces of at most this size; time_limit_s:
-    after which a collective that has not finished is an error; checks_order: compare the ranks'
-    orders once per step; timed_every: see Timeline.
+    are reduced, together, of one model chunk; None for as many as two layers of each size need;
+    grad_slot_nbytes: gradients of a unit that are larger than this in fp32 are reduced in pieces of
+    at most this size; time_limit_s: after which a collective that has not finished is an error;
+    checks_order: compare the ranks' orders once per step; timed_every: see Timeline;
+    keep_params_nbytes, keep_grads_nbytes: so much more, on a rank, for parameters that stay
+    gathered, and for gradients that are added up, from one micro-batch to a later one.
     """
 
     kind: str = AUTO
@@ -35,12 +37,16 @@ class ScheduleConfig:
     time_limit_s: float = 600.0
     checks_order: bool = True
     timed_every: int = 10
+    keep_params_nbytes: int = 0
+    keep_grads_nbytes: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in (AUTO, *SCHEDULES):
             raise ValueError(f"schedule {self.kind!r} is not one of {', '.join(SCHEDULES)}")
         if self.prefetch_depth < 0:
             raise ValueError("the prefetch depth must be at least 0")
+        if self.keep_params_nbytes < 0 or self.keep_grads_nbytes < 0:
+            raise ValueError("memory that is kept must be at least 0 bytes")
 
     @property
     def depth(self) -> int:

@@ -5,12 +5,16 @@ ahead of its use into which place, and which parameter shards are rebuilt after 
 """
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
+
+import torch
 
 from megatron_asynchzp.comm.arena import Arena, Place
 from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.sharding.in_flight import ALIGNMENT_NBYTES
 from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.residency import Residency
 from megatron_asynchzp.zero.unit import HZPUnit, Phase
 
 _logger = logging.getLogger("megatron_asynchzp")
@@ -44,11 +48,23 @@ class UseOrder:
         self._is_followed = expected is unit
         return None if self._is_followed else expected
 
-    def upcoming(self, most: int) -> Iterator[HZPUnit]:
+    def upcoming(self, most: int) -> Sequence[HZPUnit]:
         """The next uses, as far as they are known, at most that many."""
         position = len(self._used)
-        end = min(position + most, len(self._expected)) if self._is_followed else position
-        return (self._expected[place] for place in range(position, end))
+        return self._expected[position : position + most] if self._is_followed else ()
+
+
+class KeptParams:
+    """Parameters that stay gathered from one use to a later one: the decision, and the memory that
+    all model chunks of a rank share for it. Raises nothing.
+
+    budget: bytes beside those that the chunks need without it; chunks: who uses it.
+    """
+
+    def __init__(self, budget: int, device: torch.device, record_event: Callable[[], Any]):
+        self.residency = Residency[HZPUnit](budget, lambda unit: unit.gathered_nbytes)
+        self.arena = Arena(budget // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES, device, record_event)
+        self.chunks: list[Gathers] = []
 
 
 class Gathers:
@@ -62,13 +78,18 @@ class Gathers:
     or it was kept from one use to the next. The place of a spare unit can be taken from it.
 
     nbytes: of memory for gathered parameters; warned: topics of the warnings that were logged, each
-    once; viewed: units of which a view was found when their memory was to be reused. _used: units of this training step
-    in the order of their first use, those included that are never gathered. Nothing that is
-    iterated is a set: its order would differ between ranks.
+    once; viewed: units of which a view was found when their memory was to be reused. _used: units
+    of this training step in the order of their first use, those included that are never gathered.
+    Nothing that is iterated is a set: its order would differ between ranks.
     """
 
     def __init__(
-        self, units: Sequence[HZPUnit], config: ScheduleConfig, nbytes: int, driver: Driver
+        self,
+        units: Sequence[HZPUnit],
+        config: ScheduleConfig,
+        nbytes: int,
+        driver: Driver,
+        stays: KeptParams | None = None,
     ):
         self._units, self._driver, self._device = units, driver, driver.device
         self._depth = config.depth
@@ -77,8 +98,10 @@ class Gathers:
         self._used: dict[HZPUnit, None] = {}
         self.warned: set[str] = set()
         self.viewed: set[HZPUnit] = set()
-        # Units that follow one another lie at opposite ends.
-        self._is_odd = {unit: bool(index % 2) for index, unit in enumerate(units)}
+        # The largest units lie at one end, those of the next size at the other, and so on in turn:
+        # units of one size then use the same places again, and leave the rest in one piece.
+        sizes = sorted({_full_nbytes(unit) for unit in units}, reverse=True)
+        self._is_at_top = {unit: sizes.index(_full_nbytes(unit)) % 2 == 1 for unit in units}
         self._places: dict[HZPUnit, Place] = {}
         self._apart: set[str] = set()  # sizes of units that do not use the arena's memory
         self._gathers: dict[HZPUnit, Task] = {}  # of units that are not in use yet
@@ -89,7 +112,13 @@ class Gathers:
         self._room_in_backward = 0.0
         self._shards_written: dict[str, Any] = {}
         self.note_written()
-        self.arena = Arena(nbytes, units[0].device, self._device.record_event)
+        self._stays = stays
+        if stays is None:
+            self.arena = Arena(nbytes, units[0].device, self._device.record_event)
+        else:
+            stays.arena.grow(nbytes)
+            stays.chunks.append(self)
+            self.arena = stays.arena
 
     # ---- use
 
@@ -116,6 +145,8 @@ class Gathers:
         self._prefetch()
 
     def _visit(self, unit: HZPUnit) -> None:
+        if self._stays is not None and self._order is self._training_order:
+            self._stays.residency.visit(unit)
         if (expected := self._order.visit(unit)) is not None:
             self._warn_once(
                 "departure",
@@ -128,25 +159,27 @@ class Gathers:
         """The computation with `unit` has been issued; its memory may be used again."""
         if unit.is_always_unsharded or unit.phase is not Phase.UNSHARDED or unit in self._kept:
             return
-        if self._is_next(unit):
-            self._kept.setdefault(unit)  # the turn from forward to backward
+        if self._is_next(unit) or self._is_to_stay(unit):
+            self._kept.setdefault(unit)  # the turn from forward to backward, or a later use
         else:
             self._drop(unit)
         self._prefetch()
+
+    def _is_to_stay(self, unit: HZPUnit) -> bool:
+        """Whether there is memory for `unit` until its next use in this step."""
+        is_training = self._order is self._training_order
+        return is_training and self._stays is not None and self._stays.residency.keeps(unit)
 
     def _is_next(self, unit: HZPUnit) -> bool:
         """Whether `unit` is used again, soon, before anything that is not gathered yet."""
         for following in self._upcoming():
             if following is unit:
                 return True
-            if not self._is_gathered(following):
+            if following.phase is Phase.SHARDED and following not in self._gathers:
                 return False
         return False
 
-    def _is_gathered(self, unit: HZPUnit) -> bool:
-        return unit in self._gathers or unit.phase is Phase.UNSHARDED
-
-    def _upcoming(self) -> Iterator[HZPUnit]:
+    def _upcoming(self) -> Sequence[HZPUnit]:
         # Far enough for memory that holds a part of the model, which is what it is for.
         return self._order.upcoming(len(self._units))
 
@@ -190,18 +223,19 @@ class Gathers:
             unit.size_key,
             unit.layout.padded_numel,
             unit.dtype,
-            from_top=self._is_odd[unit],
+            from_top=self._is_at_top[unit],
             is_apart=unit.size_key in self._apart,
         )
 
     def _take_place(self, unit: HZPUnit) -> Place:
         """A place for a unit that is needed now: free, taken from spare units, or in new memory."""
-        spares = [*self._kept, *self._gathers]
+        spares = self._spares()
         while (place := self._acquire_place(unit)) is None:
             if spares:
-                self._drop_spare(spares.pop())
+                chunk, spare = spares.pop()
+                chunk._drop_spare(spare)
                 continue
-            nbytes = unit.layout.padded_numel * unit.dtype.itemsize
+            nbytes = _full_nbytes(unit)
             self._warn_once(
                 "growth",
                 f"{unit.name} is used with more units at a time than there is memory in flight "
@@ -219,6 +253,18 @@ class Gathers:
             return
         self._gathers.pop(unit).wait()
         self._release_place(unit)
+
+    def _spares(self) -> list[tuple["Gathers", HZPUnit]]:
+        """What may lose its place to a unit that is needed now, the last one first; with its
+        chunk, where chunks share their memory."""
+        others = [] if self._stays is None else [c for c in self._stays.chunks if c is not self]
+        all_kept = [(chunk, unit) for chunk in (*others, self) for unit in chunk._kept]
+        return [
+            *((chunk, unit) for chunk, unit in all_kept if chunk._is_to_stay(unit)),
+            *((chunk, unit) for chunk in others for unit in chunk._gathers),
+            *((chunk, unit) for chunk, unit in all_kept if not chunk._is_to_stay(unit)),
+            *((self, unit) for unit in self._gathers),
+        ]
 
     def drop_spares(self) -> None:
         """Return when nothing is gathered that is not in use."""
@@ -246,14 +292,14 @@ class Gathers:
         among: whose shards can be read, or will be by what was submitted; None for all.
         """
         for unit in self._upcoming():
-            if self._is_gathered(unit):
+            if unit.phase is Phase.UNSHARDED or unit in self._gathers:
                 continue
             if (among is not None and unit not in among) or not self._try_gather_ahead(unit):
                 return
 
     def _try_gather_ahead(self, unit: HZPUnit) -> bool:
         """Gather `unit` if the depth and the memory allow it. Returns whether."""
-        if sum(ahead.size_key == unit.size_key for ahead in self._gathers) >= self._depth:
+        if [ahead.size_key for ahead in self._gathers].count(unit.size_key) >= self._depth:
             return False
         place = self._acquire_place(unit)
         if place is not None:
@@ -335,6 +381,7 @@ class Gathers:
     def begin_evaluation(self) -> None:
         """A forward without backward begins."""
         self._driver.timeline.pause()
+        self._driver.shorten_record()
         self._restart_order(self._evaluation_order)
 
     def begin_step(self) -> None:
@@ -349,6 +396,13 @@ class Gathers:
     def _restart_order(self, order: UseOrder) -> None:
         self._order = order
         order.restart()
+        if self._stays is not None and order is self._training_order:
+            self._stays.residency.restart()
+
+
+def _full_nbytes(unit: HZPUnit) -> int:
+    """Of its gathered parameters."""
+    return unit.layout.padded_numel * unit.dtype.itemsize
 
 
 def _outer_traffic(unit: HZPUnit) -> tuple[float, float]:

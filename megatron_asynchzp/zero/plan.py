@@ -17,8 +17,8 @@ class UnitPlan:
 
     group_key: which sharding group ("dense", "expert"); layer: equal for units of one unit module,
     which are needed at the same time, "" for what is around all unit modules; modules: any call of
-    one of them needs the parameters. The gradient of parameters with several modules is complete only at the end
-    of backward.
+    one of them needs the parameters. The gradient of parameters with several modules is complete
+    only at the end of backward.
     """
 
     name: str
@@ -85,7 +85,7 @@ def plan_units(
     for params in grouped.values():
         first_name, first = params[0]
         group_key = group_key_of(first)
-        layer = first_name if first in also_used_by else _home_of(first_name, unit_paths)
+        layer = _home_of(first_name, unit_paths)
         if first in also_used_by:
             name, path = first_name, _parent_of(first_name)
         else:

@@ -6,6 +6,7 @@ reduced piece by piece, and what waits for that.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -16,11 +17,27 @@ from megatron_asynchzp.comm.collectives import Steps, split_for_reduction
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES
 from megatron_asynchzp.sharding.pieces import GradPiece
+from megatron_asynchzp.zero.residency import Residency
 from megatron_asynchzp.zero.unit import HZPUnit
 
 Update = Callable[[HZPUnit], None]
 _Grads = dict[int, torch.Tensor]
 """Gradients of a unit in this micro-batch, by index of the parameter."""
+
+
+@dataclass
+class _Collected:
+    """The gradients of a unit in this micro-batch.
+
+    grads: autograd's own; or, where layers write gradients themselves ([Note: fused gradients]),
+    place: for all of them, places: of each parameter in it, and of the gaps between, written: of
+    which parameters there is a gradient in it.
+    """
+
+    grads: _Grads = field(default_factory=_Grads)
+    place: Place | None = None
+    places: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    written: set[int] = field(default_factory=set[int])
 
 
 class _Reduction(NamedTuple):
@@ -29,13 +46,6 @@ class _Reduction(NamedTuple):
     place: Place
     task: Task
     grads: _Grads
-
-
-class _Provided(NamedTuple):
-    """Where the layers of a unit put the gradients of their weights. place: in the arena."""
-
-    place: Place | None
-    places: list[torch.Tensor]
 
 
 class Reductions:
@@ -54,7 +64,8 @@ class Reductions:
         reduce                             | u1.0 | pack u1.1 | u1.1 | pack u1.2 | u1.2 |
 
     nbytes: of the arena, enough for one piece of any unit; pieces: of the gradients of each unit
-    that is reduced; scale: factor on the summed gradients.
+    that is reduced; scale: factor on the summed gradients; stays: decides whose gradients of
+    several micro-batches are added up before they are reduced, None for none.
     """
 
     def __init__(
@@ -64,11 +75,12 @@ class Reductions:
         pieces: dict[HZPUnit, list[GradPiece]],
         driver: Driver,
         scale: float,
+        stays: Residency[HZPUnit] | None = None,
     ):
+        self._stays = stays
+        self._kept: set[HZPUnit] = set()  # collected, and nothing was added since
         self._driver, self._scale, self._pieces = driver, scale, pieces
-        self._is_odd = {unit: bool(index % 2) for index, unit in enumerate(units)}
-        self._collected: dict[HZPUnit, _Grads] = {}
-        self._provided: dict[HZPUnit, _Provided] = {}
+        self._collected: dict[HZPUnit, _Collected] = {}
         self._reductions: deque[_Reduction] = deque()
         self._last_reduction: dict[HZPUnit, Task] = {}
         self._syncs: dict[HZPUnit, Task] = {}
@@ -80,36 +92,61 @@ class Reductions:
         """Collect the gradients of the parameters `indices`, as far as there are any; another one
         of the same parameter is added in fp32."""
         if unit.reduces_in_place:
-            unit.add_grads(indices)
+            unit.write_grads(indices, unit.whole_grads)
+            return
+        if unit in self._kept and unit.has_grads:
+            self._kept.discard(unit)
+        collected = self._collect(unit)
+        if collected.place is None:
+            unit.take_grads(indices, collected.grads)
         else:
-            provided = self._provided.get(unit)
-            places = None if provided is None else provided.places
-            unit.take_grads(indices, self._collected.setdefault(unit, {}), places)
+            unit.write_grads(indices, collected.places, collected.written)
 
     def provide(self, unit: HZPUnit) -> None:
-        """The backward of `unit` begins: let its layers find the places of their gradients."""
+        """The backward of `unit`, which is reduced in one piece, begins: let its layers find the
+        places of their gradients."""
         if unit.reduces_in_place:
             unit.point_main_grads_at(unit.whole_grads)
             return
-        if (provided := self._provided.get(unit)) is None:
-            provided = self._provided[unit] = self._new_places(unit)
-            if not unit.overwrites_main_grads:
-                torch._foreach_zero_(provided.places)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-                self._collected[unit] = dict(enumerate(provided.places))
-        unit.point_main_grads_at(provided.places)
+        collected = self._collect(unit)
+        if collected.place is None:
+            collected.place = self._acquire_place(unit)
+            collected.places = self._places_in(unit, 0, collected.place)
+            for index, grad in collected.grads.items():
+                collected.places[index].copy_(grad)
+            collected.written.update(collected.grads)
+            collected.grads.clear()
+        places = collected.places[: len(unit.params)]
+        if not unit.overwrites_main_grads:
+            unit.zero_rest(places, collected.written)
+            collected.written.update(range(len(places)))
+        unit.point_main_grads_at(places)
 
-    def _new_places(self, unit: HZPUnit) -> _Provided:
-        """fp32 memory for the gradients of `unit`: where they are reduced, if that is at once and
-        in one piece; else of their own, as autograd's gradients have it."""
-        is_one_piece = unit.overwrites_main_grads and len(self._pieces[unit]) == 1
-        if is_one_piece and (place := self._try_acquire_place(unit)) is not None:
-            return _Provided(place, self._places(unit, 0, place)[: len(unit.params)])
-        whole = torch.empty(unit.layout.padded_numel, dtype=torch.float32, device=unit.device)
-        return _Provided(None, unit.views_of(whole))
+    def _collect(self, unit: HZPUnit) -> _Collected:
+        collected = self._collected.get(unit)
+        if collected is None:
+            collected = self._collected[unit] = _Collected()
+        return collected
 
     def has_pending(self, unit: HZPUnit) -> bool:
         """Whether gradients of this micro-batch are there that are not on their way yet."""
-        return unit in self._collected or unit.has_grads
+        return (unit in self._collected and unit not in self._kept) or unit.has_grads
+
+    def is_kept(self, unit: HZPUnit) -> bool:
+        """Whether gradients of earlier micro-batches are there that are not on their way yet."""
+        return unit in self._kept
+
+    def keep(self, unit: HZPUnit, is_last: bool) -> bool:
+        """Whether the gradients of `unit`, complete for this micro-batch, wait for those of a later
+        one, to which they are added in fp32. is_last: there is none."""
+        if self._stays is None or unit.reduces_in_place:
+            return False
+        self._stays.visit(unit)
+        if is_last or not self._stays.keeps(unit):
+            return False
+        self.take(unit, range(len(unit.params)))
+        self._kept.add(unit)
+        return True
 
     def start_reduction(self, unit: HZPUnit) -> None:
         """Reduce the gradients of `unit` over the G axes; the lane adds them to main_grad."""
@@ -121,12 +158,15 @@ class Reductions:
         self.take(unit, range(len(unit.params)))
         if unit.reduces_in_place:
             return
-        grads, pieces = self._collected.pop(unit), self._pieces[unit]
-        provided = self._provided.pop(unit, None)
-        place = None if provided is None else provided.place
-        place = place or self._acquire_place(unit, pieces)
-        self._pack(unit, 0, grads, place)
-        if len(pieces) == 1:
+        self._kept.discard(unit)
+        collected = self._collected.pop(unit)
+        grads, place = collected.grads, collected.place
+        if place is None:
+            place = self._acquire_place(unit)
+            self._pack(unit, 0, grads, place)
+        else:
+            unit.zero_rest(collected.places, collected.written)
+        if len(self._pieces[unit]) == 1:
             grads = {}
         task = self._driver.submit(
             Task(
@@ -140,25 +180,21 @@ class Reductions:
         self._reductions.append(_Reduction(place, task, grads))
         self._last_reduction[unit] = task
 
-    def _acquire_place(self, unit: HZPUnit, pieces: list[GradPiece]) -> Place:
+    def _acquire_place(self, unit: HZPUnit) -> Place:
+        pieces = self._pieces[unit]
         while len(pieces) > 1 and any(reduction.grads for reduction in self._reductions):
             self._await_oldest_reduction()
-        if (place := self._try_acquire_place(unit)) is not None:
-            return place
-        # Layers of units that compute around this one hold the rest of it.
-        self.arena.grow(unit.reduction_nbytes(pieces[0]))
-        return self._acquire_place(unit, pieces)
-
-    def _try_acquire_place(self, unit: HZPUnit) -> Place | None:
-        """A place for a piece of `unit`, as soon as reductions that are under way have left one."""
-        nbytes = unit.reduction_nbytes(self._pieces[unit][0])
+        nbytes = unit.reduction_nbytes(pieces[0])
         while True:
-            place = self.arena.acquire(
-                nbytes, nbytes // FP32_NBYTES, torch.float32, from_top=self._is_odd[unit]
-            )
-            if place is not None or not self._reductions:
+            place = self.arena.acquire(nbytes, nbytes // FP32_NBYTES, torch.float32)
+            if place is not None:
                 return place
-            self._await_oldest_reduction()
+            if self._reductions:
+                self._await_oldest_reduction()
+            else:
+                # All places are being filled: one unit collects fused gradients to the end of
+                # backward, say the norm behind the layers, and another begins.
+                self.arena.grow(nbytes)
 
     def _memory_for(self, unit: HZPUnit, piece: GradPiece, place: Place) -> list[torch.Tensor]:
         """The piece in `place`, and what reducing it takes."""
@@ -172,16 +208,17 @@ class Reductions:
 
         return place.views_for(f"{piece.numel} by {unit.size_key}", split)
 
-    def _pack(self, unit: HZPUnit, number: int, grads: _Grads, place: Place) -> None:
-        """Write a piece of the unit's gradients to `place`."""
-        unit.pack_grads(self._pieces[unit][number], grads, self._places(unit, number, place))
-
-    def _places(self, unit: HZPUnit, number: int, place: Place) -> list[torch.Tensor]:
-        """HZPUnit.places_of that piece, in `place`."""
+    def _places_in(self, unit: HZPUnit, number: int, place: Place) -> list[torch.Tensor]:
+        """Where what a piece holds of each parameter goes, and then the gaps of the piece."""
         piece = self._pieces[unit][number]
         full = self._memory_for(unit, piece, place)[0]
         key = f"{number} of {len(self._pieces[unit])} by {unit.views_key}"
         return place.views_for(key, lambda _: unit.places_of(piece, full))
+
+    def _pack(self, unit: HZPUnit, number: int, grads: _Grads, place: Place) -> None:
+        """Write a piece of the unit's gradients to `place`."""
+        places = self._places_in(unit, number, place)
+        unit.pack_grads(self._pieces[unit][number], grads, places)
 
     def _reduce_steps(self, unit: HZPUnit, grads: _Grads, place: Place) -> Steps:
         for number, piece in enumerate(self._pieces[unit]):
@@ -244,13 +281,15 @@ class Reductions:
         self._await_syncs()
 
     def begin_step(self) -> None:
-        """A step begins, or begins again: of the last one nothing is in flight or collected."""
+        """A step begins, or begins again: nothing of the last one is in flight or collected."""
         self._finish_reductions()
+        for collected in self._collected.values():
+            if collected.place is not None:
+                self.arena.release(collected.place)
         self._collected.clear()
-        for provided in self._provided.values():
-            if provided.place is not None:
-                self.arena.release(provided.place)
-        self._provided.clear()
+        self._kept.clear()
+        if self._stays is not None:
+            self._stays.restart()
         self._await_syncs()
         self._syncs.clear()
         self._last_reduction.clear()

@@ -7,17 +7,42 @@ order. Free of hooks and autograd.
 from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
 
 from megatron_asynchzp.comm.collectives import run_steps
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.order_check import OrderCheck
 from megatron_asynchzp.device import device_of
-from megatron_asynchzp.sharding.in_flight import MemoryInFlight, memory_in_flight
+from megatron_asynchzp.sharding.in_flight import FP32_NBYTES, MemoryInFlight, memory_in_flight
 from megatron_asynchzp.sharding.pieces import grad_pieces
 from megatron_asynchzp.zero.config import ScheduleConfig
-from megatron_asynchzp.zero.gathers import Gathers
+from megatron_asynchzp.zero.gathers import Gathers, KeptParams
 from megatron_asynchzp.zero.reductions import Reductions, Update
+from megatron_asynchzp.zero.residency import Residency
 from megatron_asynchzp.zero.unit import HZPUnit
+
+
+@dataclass(frozen=True)
+class Stays:
+    """What the model chunks of a rank keep from one micro-batch to a later one. params, grads: None
+    where nothing is."""
+
+    params: KeptParams | None = None
+    grads: Residency[HZPUnit] | None = None
+
+    @classmethod
+    def of(cls, config: ScheduleConfig, driver: Driver, device: torch.device) -> "Stays":
+        """As much as `config` allows; allocates the memory of parameters that are kept."""
+        params = grads = None
+        if config.keep_params_nbytes:
+            params = KeptParams(config.keep_params_nbytes, device, driver.device.record_event)
+        if config.keep_grads_nbytes:
+            grads = Residency[HZPUnit](
+                config.keep_grads_nbytes, lambda unit: FP32_NBYTES * unit.layout.padded_numel
+            )
+        return cls(params, grads)
 
 
 class StepScheduler:
@@ -35,10 +60,11 @@ class StepScheduler:
 
     units: all units of the chunk, on one device; driver: may be shared with the other chunks of
     this rank, whose tasks then have one order (None: one of its own); grad_scale: factor on the
-    summed gradients.
+    summed gradients; stays: shared by the other chunks of this rank (None: its own).
 
-    memory: that it has in flight; step: how many have begun; is_last_micro_batch: whether the gradients of the one that runs are
-    reduced over the whole sharding group, see `no_sync`; update: see `update_in_backward`.
+    memory: what it has in flight, by formula; step: how many have begun; is_last_micro_batch:
+    whether the gradients of the one that runs are reduced over the whole sharding group, see
+    `no_sync`; update: see `update_in_backward`.
     """
 
     def __init__(
@@ -47,6 +73,7 @@ class StepScheduler:
         config: ScheduleConfig,
         driver: Driver | None = None,
         grad_scale: float = 1.0,
+        stays: "Stays | None" = None,
     ):
         self.units = list(units)
         self._owns_driver = driver is None
@@ -57,13 +84,16 @@ class StepScheduler:
         self.is_last_micro_batch = False
         self.update: Update | None = None
         self.memory = memory_in_flight_of(self.units, config)
-        self.gathers = Gathers(self.units, config, self.memory.params, driver)
+        self.stays = stays or Stays.of(config, driver, self.units[0].device)
+        self.gathers = Gathers(self.units, config, self.memory.params, driver, self.stays.params)
         pieces = {
             unit: grad_pieces(unit.layout, unit.groups.topology.sizes.grad, config.grad_slot_nbytes)
             for unit in self.units
             if unit.is_trained and not unit.reduces_in_place
         }
-        self.reductions = Reductions(self.units, self.memory.grads, pieces, driver, grad_scale)
+        self.reductions = Reductions(
+            self.units, self.memory.grads, pieces, driver, grad_scale, self.stays.grads
+        )
         all_groups = dict.fromkeys(unit.groups for unit in self.units)
         axes = [axis for groups in all_groups for axis in groups.all_reduce_axes]
         self._checks_order = config.checks_order
@@ -90,6 +120,8 @@ class StepScheduler:
         # On a CPU each lane issues by itself. A comparison that is still on its way has the
         # communicators of the gradients, on which one rank must not reduce what another compares.
         self._order_check.wait()
+        if self.reductions.keep(unit, self.is_last_micro_batch):
+            return
         self.reductions.start_reduction(unit)
         if self.is_last_micro_batch:
             self._start_grad_sync(unit)
@@ -135,6 +167,8 @@ class StepScheduler:
         self._order_check.wait()
         for unit in self.units:
             if unit.is_trained and not self.reductions.is_syncing(unit):
+                if self.reductions.is_kept(unit):  # for a micro-batch that did not come
+                    self.reductions.start_reduction(unit)
                 self._start_grad_sync(unit)
         if self.update is not None:
             self.gathers.start_syncs()
@@ -206,6 +240,8 @@ class StepScheduler:
     def in_flight_nbytes(self) -> dict[str, int]:
         """Bytes allocated for parameters and for gradients in flight; see MemoryInFlight."""
         params, grads = self.gathers.arena.nbytes, self.reductions.arena.nbytes
+        if self.stays.params is not None:
+            params = self.memory.params  # that arena has the memory of all chunks, and what is kept
         return MemoryInFlight(params, grads, 0).allocated
 
     def num_places_in_use(self) -> int:

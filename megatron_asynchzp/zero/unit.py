@@ -5,7 +5,7 @@ persistent buffers of their states.
 """
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -37,9 +37,6 @@ class Phase(enum.Enum):
     """Only this rank's shard exists; every parameter is a placeholder that reads as NaN."""
     UNSHARDED = "unsharded"
     """The full parameters are in memory and every parameter is a view of them."""
-
-
-LEGAL_TRANSITIONS = {Phase.SHARDED: {Phase.UNSHARDED}, Phase.UNSHARDED: {Phase.SHARDED}}
 
 
 class IllegalTransition(RuntimeError):
@@ -138,10 +135,15 @@ class HZPUnit:
         for param, tensor in zip(self.params, tensors, strict=True):
             param.data = tensor
 
-    @property
+    @cached_property
     def is_always_unsharded(self) -> bool:
         """With a parameter shard size of 1 the shard is the whole: nothing to gather."""
         return self.groups.topology.sizes.param == 1
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Of its full parameters."""
+        return self.layout.padded_numel * self.dtype.itemsize
 
     @property
     def is_main_param_aliased(self) -> bool:
@@ -151,13 +153,13 @@ class HZPUnit:
     # ---- parameters
 
     def _enter(self, phase: Phase) -> None:
-        if phase not in LEGAL_TRANSITIONS[self.phase]:
+        if phase is self.phase:
             raise IllegalTransition(f"{self.name}: {self.phase.value} -> {phase.value}")
         self.phase = phase
 
     def gather_steps(self, full: torch.Tensor) -> Steps:
         """Gather the full parameters over the P axes into `full` (1-D, padded_numel)."""
-        yield from all_gather_steps(self.model_param.storage, full, self.groups.unshard)
+        return all_gather_steps(self.model_param.storage, full, self.groups.unshard)
 
     def views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
         """The place of each parameter in `full` (1-D, padded_numel, any dtype), in its shape."""
@@ -200,7 +202,7 @@ class HZPUnit:
 
     # ---- gradients
 
-    @property
+    @cached_property
     def reduces_in_place(self) -> bool:
         """With a gradient shard size of 1 the shard is the whole: gradients go straight into it."""
         return self.groups.topology.sizes.grad == 1
@@ -235,64 +237,80 @@ class HZPUnit:
         """Whether a parameter has a gradient that was not taken yet."""
         return any(param.grad is not None for param in self.params)
 
-    def take_grads(
-        self,
-        indices: Iterable[int],
-        taken: dict[int, torch.Tensor],
-        places: Sequence[torch.Tensor] | None = None,
-    ) -> None:
+    def take_grads(self, indices: Iterable[int], taken: dict[int, torch.Tensor]) -> None:
         """Move the gradients of the parameters `indices`, as far as there are any, to `taken`.
 
-        Another one of the same parameter is added in fp32, in memory of its own. places: where
-        layers put gradients themselves (point_main_grads_at); None where that is main_grad.
+        Another one of the same parameter is added in fp32, in memory of its own.
+        """
+        for index in indices:
+            param = self.params[index]
+            if (grad := param.grad) is None:
+                continue
+            if (before := taken.get(index)) is None:
+                taken[index] = grad
+            elif before.dtype == torch.float32:
+                before.add_(grad)  # as autograd would
+            else:
+                taken[index] = before.float() + grad
+            param.grad = None
+
+    def write_grads(
+        self,
+        indices: Iterable[int],
+        places: Sequence[torch.Tensor],
+        written: set[int] | None = None,
+    ) -> None:
+        """Move the gradients of the parameters `indices`, as far as there are any, to their
+        `places` (fp32, one per parameter), with one operation for all.
+
+        written: places that have a gradient, to which another one is added; None for all. What a
+        layer has put there itself is there already.
         """
         is_fused = self.overwrites_main_grads is not None
+        new: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        more: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         for index in indices:
             param = self.params[index]
             if (grad := param.grad) is None:
                 continue
             if is_fused and _has_dummy(param):
-                if places is not None:
-                    taken[index] = places[index]
-            elif (before := taken.get(index)) is None:
-                taken[index] = grad
-            elif places is not None and before is places[index]:
-                before.add_(grad)  # a layer may add to it again
-            else:
-                taken[index] = before.float() + grad
+                param.grad = None
+                if written is not None:
+                    written.add(index)
+                continue
+            into, grads = more if written is None or index in written else new
+            into.append(places[index])
+            grads.append(grad)
             param.grad = None
+            if written is not None:
+                written.add(index)
+        if new[0]:
+            torch._foreach_copy_(*new)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        if more[0]:
+            torch._foreach_add_(*more)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
-    def add_grads(self, indices: Iterable[int]) -> None:
-        """Add the gradients of the parameters `indices`, as far as there are any, to main_grad,
-        which is the whole, with one operation for all."""
-        taken: dict[int, torch.Tensor] = {}
-        self.take_grads(indices, taken)
-        if taken:
-            places = [self.whole_grads[index] for index in taken]
-            torch._foreach_add_(places, list(taken.values()))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    def zero_rest(self, places: Sequence[torch.Tensor], written: Container[int]) -> None:
+        """Zero those of `places`, of parameters and gaps, that are not among `written`."""
+        rest = [place for index, place in enumerate(places) if index not in written]
+        if rest:
+            torch._foreach_zero_(rest)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     def pack_grads(
         self, piece: GradPiece, grads: Mapping[int, torch.Tensor], places: Sequence[torch.Tensor]
     ) -> None:
         """Write what `piece` holds of `grads` (by index of the parameter) to `places` (fp32), which
         are places_of(piece). Parameters without a gradient, and what belongs to none, become 0."""
-        into: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        rest = list(places[len(piece.copies) :])
-        for copy, place in zip(piece.copies, places):
-            grad = grads.get(copy.index)
-            if grad is None:
-                rest.append(place)
-                continue
-            if grad is place:
-                continue  # a layer has put it there
-            into.append(place)
-            is_whole = copy.source is None
-            sources.append(grad if is_whole else grad.reshape(-1)[slice(*copy.source)])
-        if into:
+        written: dict[int, None] = {}  # in this order
+        for number, copy in enumerate(piece.copies):
+            if (grad := grads.get(copy.index)) is not None:
+                is_whole = copy.source is None
+                sources.append(grad if is_whole else grad.reshape(-1)[slice(*copy.source)])
+                written[number] = None
+        if sources:
+            into = [places[number] for number in written]
             torch._foreach_copy_(into, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        if rest:
-            torch._foreach_zero_(rest)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        self.zero_rest(places, written)
 
     def places_of(self, piece: GradPiece, full: torch.Tensor) -> list[torch.Tensor]:
         """Where in `full` (1-D, fp32, piece.numel) each copy of `piece` goes, and then its gaps."""

@@ -8,10 +8,11 @@ and occupies one resource for its length: the computing of a rank, the link of a
 others, or the fabric inside a node. All ranks do the same, so one rank and its node are enough.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from megatron_asynchzp.sharding.in_flight import UnitInFlight, memory_in_flight
 from megatron_asynchzp.testbed.profile import NetworkProfile
 
 COMPUTE, INSIDE, BETWEEN = "compute", "inside", "between"
@@ -323,10 +324,14 @@ class AsyncHZP(_InNode):
         ]
 
     def state_nbytes(self) -> float:
-        sizes = Counter(unit.nbytes for unit in self.run.units)
-        slots = sum(min(2, count) * nbytes for nbytes, count in sizes.items())
-        rings = slots * (2 + 1 / self.run.ranks_per_node)  # parameters, gradients, their sums
-        return self.run.nbytes * (2 / self.run.ranks_per_node + 2 / self.run.num_ranks) + rings
+        node = self.run.ranks_per_node
+        units = [
+            UnitInFlight(str(index), unit.nbytes, unit.nbytes + unit.nbytes // node, unit.nbytes, 1)
+            for index, unit in enumerate(self.run.units)
+        ]
+        memory = memory_in_flight(units)
+        at_rest = self.run.nbytes * (2 / node + 2 / self.run.num_ranks)
+        return at_rest + memory.params + memory.grads
 
 
 SYSTEMS = (DistributedOptimizer, ZeRO3, HSDP, AsyncHZP)

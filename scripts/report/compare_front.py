@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_asynchzp.testbed.contenders.side_by_side import ND, OURS, SHARDED
+from megatron_asynchzp.tools.styles import BLUE, INK, SKY, VERMILION, bare, new_figure
 from scripts.report.compare_memory import peak_of
 from scripts.report.compare_rows import Comparison, Row, comparisons
 from scripts.report.records import markdown_table, write_picture
-from scripts.report.styles import BLUE, INK, SKY, VERMILION, bare, new_figure
 
 _MARKS = {OURS: ("o", VERMILION), ND: ("s", BLUE), SHARDED: ("^", SKY)}
 

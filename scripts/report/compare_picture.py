@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_asynchzp.testbed.contenders.side_by_side import ND, OURS, SHARDED
+from megatron_asynchzp.tools.styles import BLUE, INK, RED, SKY, VERMILION, bare, new_figure
 from scripts.report.compare_rows import Comparison, comparisons
 from scripts.report.records import write_picture
-from scripts.report.styles import BLUE, INK, RED, SKY, VERMILION, bare, new_figure
 
+_MEANING = (
+    "(P,G,O): ranks that share one copy of the parameters, the gradients, the optimizer states\n"
+    "*: the host waits for a side stream, which an accelerator would not"
+)
 COLOURS = {OURS: VERMILION, ND: BLUE, SHARDED: SKY}
 
 
@@ -33,7 +37,7 @@ def draw(records: Iterable[dict], file: Path) -> None:
     handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
     figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False)
     title = "The same GPT and batches on an emulated cluster"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    figure.suptitle(f"{title}\n{_MEANING}", x=0.01, ha="left", fontsize=10)
     figure.savefig(file, dpi=120)
 
 

@@ -19,6 +19,7 @@ from scripts.report.loss_picture import RINGS
 from scripts.report.published import at_rest_mib, compared, state_mib, together_mib
 from scripts.report.records import read_record
 from scripts.report.scaling_rows import AxisRows, axes_of
+from scripts.report.wire_table import wire_ratio
 
 
 def _grid(cluster: str) -> schedule_grid.Grid:
@@ -149,6 +150,13 @@ def parity_count() -> str:
     return str(len(read_record("parity").lines))
 
 
+def grad_wire_ratio() -> str:
+    """How many times as fast a step is with bf16 gradients, beside a warning."""
+    lines = read_record("grad_wire").lines
+    foreign = max((line["foreign"] for line in lines if line["kind"] == "time"), default=0.0)
+    return f"{wire_ratio(lines):.2f}{' (disturbed)' * (foreign > FOREIGN_LIMIT)}"
+
+
 def _is_half(variant: str) -> bool:
     return "bf16" in variant or "fp16" in variant
 
@@ -186,6 +194,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "pasa times": pasa_times,
     "parity worst": parity_worst,
     "parity count": parity_count,
+    "grad wire ratio": grad_wire_ratio,
 }
 
 

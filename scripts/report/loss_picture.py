@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.report.styles import (
+from megatron_asynchzp.tools.styles import (
     BLUE,
     GREY,
     GRID,

@@ -26,8 +26,8 @@ from megatron_asynchzp.attention.delegate import delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.vendors import Sdpa
 from megatron_asynchzp.testbed.machine import machine_record
+from megatron_asynchzp.tools.styles import BLUE, GREEN, GREY, INK, VERMILION, bare, new_figure
 from scripts.report.records import replace
-from scripts.report.styles import new_figure
 
 VOCABULARY, LENGTH, BATCH, WIDTH, HEADS, LAYERS = 64, 64, 16, 128, 2, 2
 LOSS_SCALE = 2.0**12  # as mixed-precision training has it: dO would underflow in fp16
@@ -156,28 +156,37 @@ def draw(runs: list[dict], path: Path) -> None:
     settings = list(dict.fromkeys((run["k_bias"], run["v_bias"]) for run in runs))
     figure = new_figure(5.5 * len(settings), 7)
     axes = figure.subplots(2, len(settings), squeeze=False)
-    # fmt: off
-    colors = {"fp32": "black", "standard": "tab:red", "PASA": "tab:blue", "too": "tab:green",
-              "rounded": "lightgray"}
-    # fmt: on
+    # Colour and marker tell the ways apart, full and dashed lines the dtypes.
+    looks = {
+        "fp32": (INK, ""),
+        "standard": (VERMILION, "o"),
+        "PASA": (BLUE, "s"),
+        "too": (GREEN, "^"),
+        "rounded": (GREY, "D"),
+    }
     for column, (k_bias, v_bias) in enumerate(settings):
         above, below = axes[0, column], axes[1, column]
         for run in runs:
             if (run["k_bias"], run["v_bias"]) != (k_bias, v_bias):
                 continue
-            color = next(c for end, c in colors.items() if run["way"].endswith(end))
+            color, marker = next(c for end, c in looks.items() if run["way"].endswith(end))
             style = {
                 "color": color,
+                "marker": marker,
+                "markersize": 5,
+                "markevery": 0.12,
                 "label": run["way"],
                 "linestyle": "--" if run["way"].startswith("bf16") else "-",
             }
             smooth = torch.tensor(run["losses"]).unfold(0, 10, 1).mean(1)
-            above.plot(smooth, linewidth=1, **style)
+            above.plot(smooth, linewidth=1.6, **style)
             if run["errors"]:
                 steps = [i * run["every"] for i in range(len(run["errors"]))]
-                below.semilogy(steps, run["errors"], linewidth=1, **style)
+                below.semilogy(steps, run["errors"], linewidth=1.6, **style)
         above.set(title=f"bias of k {k_bias:g}, of v {v_bias:g}", ylabel="loss (mean of 10 steps)")
         below.set(xlabel="step", ylabel="error of the gradient of Q's weights")
+        bare(above, grid="y")
+        bare(below, grid="y")
         above.legend(fontsize=7)
     figure.savefig(path, dpi=100)
 

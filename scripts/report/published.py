@@ -7,8 +7,10 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
+from megatron_asynchzp.tools.plot_timeline import write_picture
 from scripts.report import (
     checkpoint_table,
     cluster_table,
@@ -26,9 +28,9 @@ from scripts.report import (
 )
 from scripts.report.compare_rows import Comparison, comparisons
 from scripts.report.loss_picture import RINGS
-from scripts.report.parity_table import parity_table
-from scripts.report.plot_timeline import write_picture
-from scripts.report.records import NotRecorded, Record, read_record
+from scripts.report.parity_table import parity_table, shrunk_table
+from scripts.report.records import NotRecorded, Record, markdown_table, read_record
+from scripts.report.wire_table import wire_table
 
 MIB = 2**20
 
@@ -105,6 +107,23 @@ def host_cost() -> str:
     return "\n".join([*rows, "", provenance("host_cost")])
 
 
+def muon() -> str:
+    """Each system with Adam and with Muon."""
+    found: dict[tuple[str, str], list[dict]] = {}
+    for line in read_record("muon").lines:
+        found.setdefault((line["system"], line["optimizer"]), []).append(line)
+    rows = []
+    for (system, optimizer), lines in found.items():
+        if reason := next((line["reason"] for line in lines if "reason" in line), None):
+            rows.append([system, optimizer, reason, ""])
+            continue
+        step_ms = median(ms for line in lines for ms in line["step_ms"])
+        sent = median(line["node_nbytes"] for line in lines)
+        rows.append([system, optimizer, f"{step_ms:.0f}", f"{sent / 1e6:.2f}"])
+    table = markdown_table(["system", "optimizer", "step (ms)", "sent per step (MB)"], rows, 2)
+    return f"{table}\n{provenance('muon')}"
+
+
 def pipeline() -> str:
     """Gathers, then reductions, of each layer in one step, by depth and stage."""
     rows: dict[tuple, list[dict]] = {}
@@ -175,8 +194,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "scaling": lambda: scaling_table.markdown(read_record("scaling").lines),
     "checkpoints": lambda: checkpoint_table.tables(read_record("checkpoints").lines),
     "parity": parity,
+    "shrunk models": lambda: shrunk_table(read_record("shrunk_models").lines),
+    "grad wire": lambda: wire_table(read_record("grad_wire").lines),
     "stock noise": stock_noise,
     "host cost": host_cost,
+    "muon": muon,
     "pipeline": pipeline,
     "quickstart": quickstart,
     "pasa gradient": lambda: pasa_table.gradient_table(read_record("pasa_accuracy").lines),

@@ -18,9 +18,9 @@ FOLDER = Path(__file__).parents[2] / "docs" / "results" / "records"
 # The records that documents have places for. A place of one that has not been made yet shows that.
 EXPECTED = {
     *("checkpoints", "clusters", "compare", "compare fast", "host_cost", "mutants", "parity"),
-    *("pasa_accuracy", "pasa_training", "pipeline", "planner_published"),
-    *("peaks", "quickstart", "real_size"),
-    *("scaling", "schedules", "stock_noise", "timeline"),
+    *("pasa_accuracy", "pasa_training", "peaks", "pipeline", "planner_published"),
+    *("quickstart", "real_size"),
+    *("scaling", "schedules", "stock_noise", "timeline", "grad_wire", "shrunk_models", "muon"),
 }
 
 

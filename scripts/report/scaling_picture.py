@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_asynchzp.tools.styles import BLUE, GREEN, INK, SKY, VERMILION, bare, new_figure
 from scripts.report.compare_rows import Row
 from scripts.report.records import write_picture
 from scripts.report.scaling_rows import AxisRows, Modelled, Place, axes_of
-from scripts.report.styles import BLUE, GREEN, INK, SKY, VERMILION, bare, new_figure
 
 _STYLES = {  # markers tell contenders apart in grey
     "distributed optimizer": (BLUE, "s"),

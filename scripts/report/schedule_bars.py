@@ -9,9 +9,19 @@ floor, systems of one time of update and one size of unit side by side.
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_asynchzp.tools.styles import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    SKY,
+    VERMILION,
+    bare,
+    new_figure,
+)
 from scripts.report.records import write_picture
 from scripts.report.schedule_grid import COLUMNS, Grid, grids
-from scripts.report.styles import BLUE, GREEN, GREY, INK, ORANGE, SKY, VERMILION, bare, new_figure
 
 _COLOURS = {
     "threaded": VERMILION,

@@ -135,10 +135,13 @@ def load_row(name: str) -> Row:
 
 
 def _print_rows() -> None:
+    print("P, G, O: ranks that share one copy of parameters, gradients, optimizer states;")
+    print("the last column has the paper's words, in which P is Z3, G is Z2 and O is Z1\n")
     for name in row_names():
         row = load_row(name)
         size = f"{row.ranks} ranks, {row.seq_length // 1024}K"
-        print(f"{name:20} {row.model:13} {size:16} {row.paper}")
+        sizes = f"P={row.param} G={row.grad} O={row.optim}" if row.is_asynchzp else ""
+        print(f"{name:20} {row.model:13} {size:16} {sizes:15} {row.paper}")
 
 
 def main(argv: list[str]) -> int:

@@ -18,6 +18,7 @@ FLOORS = {
     "mcore": 4, "cpu_platform": 4, "dry_run": 5, "testbed": 5, "launch": 6, "plan": 6,
     "calibrate": 5,
     "sharded_state": 3, "sharded_model": 4,
+    "tools": 5, "command": 6,
     "hf": 5,  # reads and writes Megatron's checkpoints through megatron.core.dist_checkpointing
 }
 # fmt: on

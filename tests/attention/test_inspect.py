@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_asynchzp.attention import inspect
-from megatron_asynchzp.attention.capture import capturing
+from megatron_asynchzp.attention.capture import capture_when, capturing
 from megatron_asynchzp.attention.diagnosis import diagnose
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.reference.exact import exact_backward
@@ -80,6 +80,40 @@ def test_hooks_take_q_and_k_of_every_layer_and_leave_nothing_behind(tmp_path):
     assert inspect.main([str(tmp_path / "qk.pt")]) == 0
 
 
+def test_one_step_is_captured_once_under_the_names_of_the_layers():
+    model = nn.ModuleDict({"first": _Layer(), "second": _Layer()})
+    q, k = torch.randn(5, 2, 4, 8), torch.randn(6, 2, 2, 8)
+    step, got = [0], []
+    assert capture_when(model, lambda: step[0] == 1, got.append) == 2
+    for step[0] in (0, 1, 1, 2):  # two micro-batches in step 1
+        for layer in model.values():
+            layer((step[0] + 1) * q, k)
+    (seen,) = got
+    assert list(seen) == ["first", "second"]
+    assert torch.equal(seen["second"]["q"], 2 * q.permute(1, 2, 0, 3))
+    assert not any(layer.core_attention._forward_pre_hooks for layer in model.values())
+
+
+def test_a_model_without_attention_is_told_by_the_count():
+    assert capture_when(nn.Linear(1, 1), lambda: True, lambda seen: None) == 0
+
+
+def test_layers_may_have_names_whose_numbers_are_in_order(tmp_path, capsys):
+    inputs = resonant_inputs(1, 64)
+    names = ("layers.10.self_attention", "layers.2.self_attention")
+    torch.save({name: {"q": inputs.q, "k": inputs.k} for name in names}, tmp_path / "qk.pt")
+    assert inspect.main([str(tmp_path / "qk.pt"), "--picture", str(tmp_path / "qk.png")]) == 1
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:3]]
+    assert rows == [names[1], names[0]]
+
+
+@pytest.mark.parametrize("content", [b"", b"a file", b"PK\x03\x04", b"\x80\x02}.", b"{}"])
+def test_a_file_of_another_program_is_refused_in_one_line(tmp_path, capsys, content):
+    (tmp_path / "qk.pt").write_bytes(content)
+    assert inspect.main([str(tmp_path / "qk.pt")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_the_command_line_tells_what_needs_it_and_writes_figures_and_a_picture(tmp_path, capsys):
     inputs = resonant_inputs(1, 64).to(torch.float16)
     path, lines, picture = (tmp_path / name for name in ("qk.pt", "qk.jsonl", "qk.png"))
@@ -95,7 +129,9 @@ def test_the_command_line_tells_what_needs_it_and_writes_figures_and_a_picture(t
 _UNEQUAL = {"q": torch.zeros(1, 3, 4, 8), "k": torch.zeros(1, 2, 4, 8)}
 
 
-@pytest.mark.parametrize("content", [None, {}, {0: {"q": torch.zeros(2, 3)}}, {0: _UNEQUAL}])
+@pytest.mark.parametrize(
+    "content", [None, {}, {0: 1}, {0: {"q": torch.zeros(2, 3)}}, {0: _UNEQUAL}]
+)
 def test_a_file_that_is_not_one_is_refused_in_one_line(tmp_path, capsys, content):
     path = tmp_path / "qk.pt"
     if content is not None:

@@ -7,7 +7,7 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.driver import Driver, Task, hash_of
 from megatron_asynchzp.comm.timeline import LANES
 from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.zero.config import ScheduleConfig
@@ -63,3 +63,24 @@ def test_submit_issues_but_does_not_wait_in_the_main_thread_schedule():
         work.end.set()
     driver.close()
     assert all(task.is_usable for task in tasks)
+
+
+def record_of(units: list[str]) -> list[str]:
+    """What an evaluation leaves that uses these units, four in a forward."""
+    driver = new_driver("inline")
+    for index, unit in enumerate(units):
+        if index % 4 == 0:
+            driver.shorten_record()
+        driver.submit(Task("gather", unit, (), lambda: iter(())))
+    driver.close()
+    return driver.submitted
+
+
+def test_an_evaluation_of_any_length_leaves_a_short_record_that_shows_each_difference():
+    units = [f"u{index % 7}" for index in range(5000)]
+    record = record_of(units)
+    assert len(record) < 1100
+    assert record_of(units) == record
+    for changed in (0, 1234, 4999):
+        other = [*units[:changed], "another", *units[changed + 1 :]]
+        assert hash_of(record_of(other)) != hash_of(record)

@@ -233,6 +233,23 @@ def _pre_multiplied_sums() -> tuple[list, list, list]:
     return scattered.tolist(), reduced.tolist(), source.tolist()
 
 
+def test_tensors_that_differ_in_size_between_ranks_are_gathered_and_scattered():
+    for gathered, scattered in on_ranks(_uneven_collectives, 3):
+        assert gathered == [[0.0], [], [2.0, 2.0]]
+        assert scattered in ([6.0], [], [6.0, 6.0])
+
+
+def _uneven_collectives() -> tuple[list, list]:
+    cpu_platform.install()
+    rank, sizes = dist.get_rank(), (1, 0, 2)
+    pieces = [torch.empty(size) for size in sizes]
+    dist.all_gather(pieces, torch.full((sizes[rank],), float(rank)))
+    output = torch.empty(sizes[rank])
+    dist.reduce_scatter(output, [torch.full((size,), 1.0 + rank) for size in sizes])
+    assert output.numel() == sizes[rank]
+    return [piece.tolist() for piece in pieces], output.tolist()
+
+
 # --- arguments ---------------------------------------------------------------------------------
 
 
@@ -244,7 +261,21 @@ def test_cpu_defaults_list_each_change_and_change_nothing_twice():
     assert cpu_platform.apply_cpu_defaults(args) == []
 
 
-@pytest.mark.parametrize("flag", ["fp8", "sequence_parallel", "nccl_ub"])
+def test_kernels_and_layers_of_a_device_have_their_forms_on_the_cpu():
+    args = argparse.Namespace(
+        use_flash_attn=True,
+        moe_token_dispatcher_type="flex",
+        spec=["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+        sequence_parallel=True,
+    )
+    cpu_platform.apply_cpu_defaults(args)
+    assert (args.use_flash_attn, args.moe_token_dispatcher_type) == (False, "alltoall")
+    assert args.spec[0] == "megatron_asynchzp.cpu_platform.local_hybrid" and args.sequence_parallel
+    args = argparse.Namespace(spec=["mine", "spec"], moe_token_dispatcher_type="allgather")
+    assert cpu_platform.apply_cpu_defaults(args) == []
+
+
+@pytest.mark.parametrize("flag", ["fp8", "use_torch_fsdp2", "optimizer_cuda_graph"])
 def test_what_a_cpu_cannot_do_is_refused_by_name(flag):
     with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')}"):
         cpu_platform.apply_cpu_defaults(argparse.Namespace(**{flag: True}))

@@ -7,6 +7,7 @@ import pytest
 from megatron_asynchzp.testbed.megatron_runs import FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED
 from tests.support.engine import nested_sizes
 from tests.support.parity import Variant, assert_equal_runs, compare
+from tests.support.shrunk_models import SHRUNK_MODELS, SHRUNK_MODELS_IN_PARALLEL
 from tests.support.world import on_ranks
 
 # At the fp32 learning rate of 3e-3 rounding noise grows so fast in bf16 that stock DDP and stock
@@ -124,6 +125,8 @@ def test_every_precision_recompute_and_loss_on_4_ranks_is_stock_ddp():
 
 def test_experts_on_4_ranks_are_stock_ddp():
     experts = [v for v in ONE_RANK_MODELS if "experts" in v.name]
+    # Mamba layers, and a router balanced by biases, are in no other fast test.
+    experts += [v for v in SHRUNK_MODELS if v.name == "Nemotron-3 Nano"]
     chains = [[(2, 4, 4)], [(1, 2, 4)]]  # the slow tests run every nesting
     run([(v, chains[i % 2]) for i, v in enumerate(experts)], 4)
 
@@ -154,3 +157,18 @@ def test_every_variant_on_8_ranks_is_stock_ddp(variant):
 @pytest.mark.parametrize("variant", TWO_RANK_MODELS, ids=lambda v: v.name)
 def test_every_two_rank_model_with_every_nesting_on_8_ranks_is_stock_ddp(variant):
     run_all([(variant, nested_sizes(4))], 8)
+
+
+@pytest.mark.slow
+def test_shrunk_models_on_4_ranks_are_stock_ddp():
+    run_all([(model, [(1, 2, 4), (2, 2, 4)]) for model in SHRUNK_MODELS], 4)
+
+
+@pytest.mark.slow
+def test_shrunk_models_on_8_ranks_are_stock_ddp():
+    run_all([(model, [(1, 2, 4), (2, 2, 4), (2, 4, 8)]) for model in SHRUNK_MODELS], 8)
+
+
+@pytest.mark.slow
+def test_shrunk_models_with_tensor_sequence_and_pipeline_parallelism_are_stock_ddp():
+    run_all([(model, [(1, 2, 4), (2, 2, 4)]) for model in SHRUNK_MODELS_IN_PARALLEL], 8)

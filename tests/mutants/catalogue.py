@@ -166,7 +166,7 @@ COMMUNICATION = [
     Mutant(
         "order-check-of-the-last-entry",
         "law 3: what the ranks compare covers all that was issued",
-        "comm/order_check.py",
+        "comm/driver.py",
         "value = zlib.crc32(entry.encode(), value)",
         "value = zlib.crc32(entry.encode())",
         _SWAPPED,
@@ -182,7 +182,7 @@ COMMUNICATION = [
     Mutant(
         "views-are-overwritten",
         "law 5: memory that somebody still views is not reused",
-        "comm/ring.py",
+        "comm/arena.py",
         "            time.sleep(_VIEW_CHECK_PAUSE_S)\n        return True",
         "            time.sleep(_VIEW_CHECK_PAUSE_S)\n        return False",
         "tests/zero/test_saved_views.py::"
@@ -190,10 +190,10 @@ COMMUNICATION = [
     ),
     Mutant(
         "early-slot-release",
-        "law 5: a slot is rewritten only after its last reader",
-        "comm/ring.py",
-        "slot.free_event = free_event",
-        "slot.free_event = None",
+        "law 5: memory is rewritten only after its last reader",
+        "comm/arena.py",
+        "self._last_users.append((place.span, last_user))",
+        "pass",
         _RACES_OF_STREAMS,
     ),
     Mutant(
@@ -209,10 +209,10 @@ COMMUNICATION = [
         "submit-waits-for-gathers",
         "law 6: computation goes on while the next gather is in flight",
         "zero/gathers.py",
-        "            self._start_gather(unit, slot)\n        return slot is not None",
-        "            self._start_gather(unit, slot)\n"
+        "            self._start_gather(unit, place)\n        return place is not None",
+        "            self._start_gather(unit, place)\n"
         "            self._gathers[unit].await_usable()\n"
-        "        return slot is not None",
+        "        return place is not None",
         "tests/zero/test_asynchrony.py::"
         "test_forward_goes_on_while_the_next_gather_is_held_and_backward_while_a_reduction_is",
     ),
@@ -283,11 +283,11 @@ ENGINE = [
         _FIRST_GRADIENTS,
     ),
     Mutant(
-        "grad-ring-dtype",
+        "reduced-in-the-models-dtype",
         "gradients are reduced in fp32",
         "zero/reductions.py",
-        "dtype=torch.float32, device=unit.device)",
-        "dtype=unit.dtype, device=unit.device)",
+        "nbytes // FP32_NBYTES, torch.float32)",
+        "nbytes // FP32_NBYTES, unit.dtype)",
         f"{_TRAFFIC}[sizes3-dtype3]",
     ),
     Mutant(
@@ -388,18 +388,18 @@ ENGINE = [
     ),
     Mutant(
         "grad-slot-returned-early",
-        "a slot of gradients is rewritten only after its reduction",
+        "memory for gradients is rewritten only after their reduction",
         "zero/reductions.py",
-        "unit, slot, task = self._reductions.popleft()\n        task.wait()",
-        "unit, slot, task = self._reductions.popleft()",
+        "        reduction.task.wait()\n",
+        "",
         _RACES_OF_THREADS,
     ),
     Mutant(
         "gather-before-the-optimizer",
         "a gather reads shards that the optimizer has finished",
         "zero/gathers.py",
-        '(self._shards_written.pop("gather", None), slot.free_event)',
-        "(slot.free_event,)",
+        '(self._shards_written.pop("gather", None), *place.ready)',
+        "place.ready",
         _RACES_OF_STREAMS,
     ),
     Mutant(
@@ -642,6 +642,101 @@ ATTENTION = [
     ),
 ]
 
+_PIECES = "tests/zero/test_grad_pieces.py::test_"
+_ARENA = "tests/comm/test_arena.py::test_"
+_IN_FLIGHT = "tests/sharding/test_in_flight.py::test_"
+
+IN_FLIGHT = [
+    Mutant(
+        "readers-of-overlapping-places",
+        "law 5: a writer waits for the readers of every byte it writes",
+        "comm/arena.py",
+        "[event for other, event in self._last_users if _overlap(other, span)]",
+        "[event for other, event in self._last_users if other == span]",
+        f"{_ARENA}the_next_writer_waits_for_the_last_user_of_every_byte_and_for_no_one_before_it",
+    ),
+    Mutant(
+        "places-across-their-neighbours",
+        "law 5: two units never hold the same byte",
+        "comm/arena.py",
+        "                    start = held[1]\n",
+        "",
+        f"{_ARENA}places_never_overlap_lie_within_and_depend_on_the_order_of_calls_alone",
+    ),
+    Mutant(
+        "one-end-of-the-arena",
+        "what is free stays in one piece between the two ends",
+        "comm/arena.py",
+        "return stop - nbytes if from_top else start",
+        "return start",
+        f"{_ARENA}users_in_turn_at_opposite_ends_leave_room_for_the_next_whatever_their_sizes",
+    ),
+    Mutant(
+        "views-of-neighbours-count",
+        "law 5: views of one place are told from those of others",
+        "comm/arena.py",
+        "return torch.from_dlpack(part.view(dtype))",
+        "return part.view(dtype)",
+        f"{_ARENA}views_of_a_place_are_seen_whoever_views_its_neighbours",
+    ),
+    Mutant(
+        "a-place-apart-is-in-the-arena",
+        "law 5: memory that is viewed is not rewritten by another unit",
+        "comm/arena.py",
+        "        if is_apart:\n",
+        "        if False:\n",
+        f"{_ARENA}a_place_apart_takes_its_part_of_the_arena_but_none_of_its_memory",
+    ),
+    Mutant(
+        "a-piece-of-a-neighbour",
+        "a piece holds the same part of every rank's shard",
+        "sharding/pieces.py",
+        "offset = number * part.numel - here.start",
+        "offset = number * part.numel - number * shard",
+        "tests/sharding/test_pieces.py::test_a_reduce_scatter_of_every_piece_is_one_of_the_whole",
+    ),
+    Mutant(
+        "pieces-at-the-start-of-the-shard",
+        "the sum of a piece goes to its part of the gradient shard",
+        "zero/unit.py",
+        "self.main_grad.storage[slice(*piece.part)]",
+        "self.main_grad.storage[: piece.part.numel]",
+        f"{_PIECES}gradients_in_pieces_are_those_in_one_piece_in_every_bit",
+    ),
+    Mutant(
+        "gradients-gone-before-the-last-piece",
+        "gradients stay until their last piece is packed",
+        "zero/reductions.py",
+        "if len(self._pieces[unit]) == 1:",
+        "if True:",
+        f"{_PIECES}gradients_in_pieces_are_those_in_one_piece_in_every_bit",
+    ),
+    Mutant(
+        "added-in-the-models-dtype",
+        "another gradient of a parameter is added in fp32",
+        "zero/unit.py",
+        "before.float() + grad",
+        "before + grad",
+        f"{_PIECES}another_gradient_of_the_same_parameter_is_added_in_fp32",
+    ),
+    Mutant(
+        "a-budget-that-is-not-kept",
+        "memory in flight stays within its budget",
+        "sharding/in_flight.py",
+        "        grads = min(grads, _aligned(budget - params))\n",
+        "",
+        f"{_IN_FLIGHT}a_budget_is_kept_or_refused_with_the_number_and_more_never_gives_less",
+    ),
+    Mutant(
+        "memory-per-size",
+        "layers that are never needed together share memory",
+        "sharding/in_flight.py",
+        "                break\n",
+        "                continue\n",
+        f"{_IN_FLIGHT}equal_layers_need_two_and_an_embedding_shares_its_memory_with_the_output_layer",
+    ),
+]
+
 _LEFT_BEHIND = "tests/zero/test_left_behind.py::test_"
 
 _STAND_INS = "tests/zero/test_te_stand_ins.py::test_"
@@ -685,13 +780,12 @@ DEVICES = [
         "test_gradients_from_a_side_stream_are_neither_reduced_too_early_nor_overwritten",
     ),
     Mutant(
-        "a-full-ring-of-gradients",
-        "law 4: a ring grows where more units are filled at once than it has slots",
+        "no-memory-for-fused-gradients",
+        "law 4: memory grows where layers write more gradients at once than there is memory for",
         "zero/reductions.py",
-        "slot = slot or self.rings.grow(unit)",
-        "assert slot is not None",
-        "tests/zero/test_grad_slots.py::"
-        "test_a_unit_that_collects_gradients_to_the_end_of_backward_leaves_others_a_slot",
+        "                self.arena.grow(nbytes)\n",
+        '                raise RuntimeError("full")\n',
+        f"{_PIECES}where_layers_write_gradients_themselves_memory_grows_for_those_that_come_late",
     ),
     Mutant(
         "views-are-not-noticed",
@@ -700,7 +794,7 @@ DEVICES = [
         "        if type(tensor) is torch.Tensor:\n            self.note_view(unit)\n",
         "",
         "tests/zero/test_saved_views.py::"
-        "test_linear_layers_get_the_same_gradients_at_every_ring_size_and_depth",
+        "test_linear_layers_get_the_same_gradients_whatever_memory_and_depth",
     ),
     Mutant(
         "outputs-hold-their-graph",
@@ -717,6 +811,15 @@ DEVICES = [
         "self._driver.timeline.pause()",
         "pass",
         f"{_LEFT_BEHIND}forty_evaluations_leave_no_more_behind_than_two",
+    ),
+    Mutant(
+        "evaluation-lengthens-the-record",
+        "the record of what was submitted does not grow with an evaluation",
+        "comm/driver.py",
+        "if len(self.submitted) > _LONG_RECORD:",
+        "if False:",
+        "tests/comm/test_driver.py::"
+        "test_an_evaluation_of_any_length_leaves_a_short_record_that_shows_each_difference",
     ),
     Mutant(
         "fused-second-call-overwrites",
@@ -749,7 +852,7 @@ DEVICES = [
         "fused-places-hold-another-unit",
         "a layer that adds to its gradient's place finds zeros there",
         "zero/reductions.py",
-        "unit.zero_rest(collected.places, (), collected.written)",
+        "unit.zero_rest(places, collected.written)",
         "pass",
         f"{_STAND_INS}stand_ins_follow_stock_torch_and_bit_for_bit_where_they_write_gradients_"
         "themselves",
@@ -770,6 +873,118 @@ DEVICES = [
         "if False:",
         "tests/mcore/test_data_parallel.py::test_gradients_that_a_layer_writes_itself_are_found_"
         "where_megatron_reduces_them",
+    ),
+]
+
+# ---- the CPU platform, on which stock Megatron is the reference ----------------------------------
+
+_LAYERS = "tests/cpu_platform/test_layers.py::test_"
+
+PLATFORM = [
+    Mutant(
+        "a-chunk-forgets-the-one-before",
+        "a Mamba layer's state goes from chunk to chunk",
+        "cpu_platform/state_space.py",
+        "outputs.append(inside + carried)",
+        "outputs.append(inside)",
+        f"{_LAYERS}a_scan_in_chunks_is_the_recurrence_in_value_and_gradient",
+    ),
+    Mutant(
+        "a-convolution-that-looks-ahead",
+        "a Mamba layer is causal",
+        "cpu_platform/state_space.py",
+        "(taps - 1, 0)",
+        "(taps - 2, 1)",
+        f"{_LAYERS}no_step_sees_a_later_one",
+    ),
+    Mutant(
+        "norms-of-a-split-sequence-are-not-summed",
+        "gradients of norms are summed over tensor-parallel ranks with sequence parallelism",
+        "cpu_platform/norms.py",
+        "param.sequence_parallel = config.sequence_parallel",
+        "param.sequence_parallel = False",
+        f"{_LAYERS}every_parameter_of_a_norm_says_whether_its_gradient_is_summed_over_a_split_sequence",
+    ),
+    Mutant(
+        "every-piece-comes-from-the-first-rank",
+        "tensors that differ in size between ranks are gathered in rank order",
+        "cpu_platform/devices.py",
+        "dist.broadcast(piece, group=group, group_src=rank)",
+        "dist.broadcast(piece, group=group, group_src=0)",
+        "tests/cpu_platform/test_cpu_platform.py::"
+        "test_tensors_that_differ_in_size_between_ranks_are_gathered_and_scattered",
+    ),
+]
+
+# ---- matrices that are whole on one rank ------------------------------------------------------
+
+_WHOLE = "tests/zero/test_whole_matrices.py::test_"
+_MUON = "tests/mcore/test_muon.py::test_"
+
+MATRICES = [
+    Mutant(
+        "a-matrix-has-no-owner",
+        "every matrix is whole on exactly one owner of each copy of the state",
+        "zero/whole_matrices.py",
+        "if owner == rank]",
+        "if owner == topology.rank]",
+        f"{_WHOLE}each_copy_of_the_state_has_one_owner_per_matrix_and_none_owns_much_at_once",
+    ),
+    Mutant(
+        "pieces-return-to-the-neighbour",
+        "what an owner sends back goes where it came from",
+        "zero/whole_matrices.py",
+        "for rank in range(hop.axis.axis.size) for part in parts)",
+        "for rank in reversed(range(hop.axis.axis.size)) for part in parts)",
+        f"{_WHOLE}owners_get_the_whole_matrix_and_every_piece_returns_to_its_place",
+    ),
+    Mutant(
+        "the-inner-axis-hops-first",
+        "pieces that meet on a rank lie next to each other in the matrix",
+        "zero/whole_matrices.py",
+        "for axis_group in reversed(axes):",
+        "for axis_group in axes:",
+        f"{_WHOLE}owners_get_the_whole_matrix_and_every_piece_returns_to_its_place",
+    ),
+    Mutant(
+        "a-round-without-limit",
+        "no rank owns more than the largest matrix at once",
+        "zero/whole_matrices.py",
+        "if used and used + numel > limit:",
+        "if False:",
+        f"{_WHOLE}rounds_hold_everything_once_and_of_each_owner_at_most_the_limit",
+    ),
+    Mutant(
+        "work-in-any-order",
+        "owners are balanced by cost",
+        "zero/whole_matrices.py",
+        "for index in sorted(range(len(costs)), key=lambda index: -costs[index]):",
+        "for index in range(len(costs)):",
+        f"{_WHOLE}the_dearest_pieces_of_work_are_given_out_first",
+    ),
+    Mutant(
+        "the-momentum-is-lost",
+        "Muon on shards takes the steps of Muon on whole matrices",
+        "mcore/muon.py",
+        "return momentum.clone()",
+        "return momentum",
+        f"{_MUON}twenty_steps_on_shards_of_every_nesting_are_those_of_muon_on_whole_matrices[False]",
+    ),
+    Mutant(
+        "queries-with-keys",
+        "queries, keys and values are orthogonalised apart",
+        "mcore/muon.py",
+        "marked.is_qkv, marked.qkv_split_shapes = True, qkv_split_shapes",
+        "marked.is_qkv, marked.qkv_split_shapes = False, qkv_split_shapes",
+        f"{_MUON}queries_keys_and_values_are_orthogonalised_apart",
+    ),
+    Mutant(
+        "norms-have-muon",
+        "norms, biases and embeddings have Adam",
+        "mcore/muon.py",
+        'return _EMERGING_OPTIMIZERS["muon"].default_param_overrides',
+        "return {}",
+        f"{_MUON}embeddings_norms_biases_and_tensors_that_are_no_matrices_have_adam",
     ),
 ]
 
@@ -851,6 +1066,86 @@ PLANNER = [
         "return 0 if fits else EXIT_TOO_LARGE",
         "return 0",
         "tests/dry_run/test_command.py::test_a_device_that_is_too_small_ends_in_one_line_with_status_1",
+    ),
+]
+
+# ---- what a user meets --------------------------------------------------------------------------
+
+_MISTAKE = "tests/test_mistakes.py::test_a_mistake_ends_in_one_line_and_not_with_0"
+_COMMAND_LINE = "tests/mcore/flags/test_command_line.py::test_"
+
+DAILY_USE = [
+    Mutant(
+        "mistyped-flags-pass",
+        "a mistyped flag of ours is refused with the nearest name",
+        "mcore/flags/command_line.py",
+        "if meant := mistyped(flag, own):",
+        "if (meant := mistyped(flag, own)) and False:",
+        f"{_MISTAKE}[our main flag mistyped]",
+    ),
+    Mutant(
+        "flags-without-effect-pass",
+        "sizes without --use-asynchzp are refused",
+        "mcore/flags/command_line.py",
+        "if not (args.use_pasa_attention if is_pasa else args.use_asynchzp):",
+        "if False:",
+        f"{_MISTAKE}[sizes without the main flag]",
+    ),
+    Mutant(
+        "megatrons-flags-look-mistyped",
+        "no flag of Megatron is taken for a mistyped one of ours",
+        "mcore/flags/command_line.py",
+        "_ALIKE = 0.9",
+        "_ALIKE = 0.5",
+        f"{_COMMAND_LINE}no_flag_of_megatron_is_taken_for_a_mistyped_flag_of_ours",
+    ),
+    Mutant(
+        "checks-import-torch",
+        "a refusal loads neither torch nor Megatron",
+        "mcore/flags/checks.py",
+        "import os\nfrom argparse import Namespace",
+        "import os\n\nimport torch as torch\nfrom argparse import Namespace",
+        f"{_COMMAND_LINE}checking_a_command_line_loads_neither_torch_nor_megatron",
+    ),
+    Mutant(
+        "any-file-is-an-index",
+        "a foreign file is not taken for a dataset",
+        "mcore/flags/checks.py",
+        "if header != _INDEX_HEADER:",
+        "if not header:",
+        f"{_MISTAKE}[a foreign index]",
+    ),
+    Mutant(
+        "torchrun-gets-no-line",
+        "torchrun repeats the line at its end",
+        "mcore/process/refusal.py",
+        "_leave_for_torchrun(str(error))",
+        "pass",
+        "tests/test_mistakes.py::test_torchrun_gets_the_line_for_the_table_that_it_ends_with",
+    ),
+    Mutant(
+        "waits-are-drawn-as-computing",
+        "a unit that waits is not drawn as computing",
+        "tools/plot_timeline.py",
+        "if wait.start >= whole.end:",
+        "if True:",
+        "tests/test_plot_timeline.py::test_a_unit_that_waits_is_not_drawn_as_computing",
+    ),
+    Mutant(
+        "workers-out-of-order",
+        "several processes write the dataset that one writes",
+        "tools/prepare_data.py",
+        "yield from pending.popleft().result()\n        while pending:",
+        "yield from pending.pop().result()\n        while pending:",
+        "tests/test_prepare_data.py::test_two_processes_write_the_same_dataset_as_one",
+    ),
+    Mutant(
+        "layers-in-the-order-of-letters",
+        "the inspector shows layer 2 before layer 10",
+        "attention/inspect.py",
+        "sorted(layers, key=_layer_order)",
+        "sorted(layers, key=str)",
+        "tests/attention/test_inspect.py::test_layers_may_have_names_whose_numbers_are_in_order",
     ),
 ]
 
@@ -936,4 +1231,17 @@ PLANS = [
     ),
 ]
 
-MUTANTS = [*SHARDING, *COMMUNICATION, *ENGINE, *DEVICES, *ADAPTER, *ATTENTION, *PLANNER, *PLANS]
+MUTANTS = [
+    *SHARDING,
+    *COMMUNICATION,
+    *ENGINE,
+    *IN_FLIGHT,
+    *DEVICES,
+    *ADAPTER,
+    *ATTENTION,
+    *PLATFORM,
+    *MATRICES,
+    *PLANNER,
+    *DAILY_USE,
+    *PLANS,
+]

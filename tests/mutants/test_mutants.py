@@ -35,7 +35,7 @@ def test_the_test_that_a_mutant_names_is_there_and_is_a_fast_one(mutant):
 
 def test_a_snippet_that_is_not_there_or_twice_is_an_error():
     for old, count in (("no such code", 0), ("SPDX", 2)):
-        mutant = Mutant("wrong", "", "comm/ring.py", old, "", "")
+        mutant = Mutant("wrong", "", "comm/arena.py", old, "", "")
         with pytest.raises(MutantError, match=f"'{old}' {count} times, not once"):
             mutated(mutant)
 

@@ -75,3 +75,23 @@ def parity_records() -> list[dict]:
     return [{"variant": "fp32", "ranks": 4, "loss_error": 1e-7, "grad_norm_error": 2e-7,
              "tolerance": 1e-6, "faults": [], "steps": 20}]
 # fmt: on
+
+
+def wire_records() -> list[dict]:
+    ends = [("fp32", 1234, 1.000), ("bf16", 1234, 1.001), ("fp32", 4321, 1.010)]
+    losses = [
+        {"kind": "loss", "wire": wire, "seed": seed, "steps": 500, "first": 4.9, "last": last}
+        for wire, seed, last in ends
+    ]
+    times = [
+        {"kind": "time", "wire": wire, "step_ms": step_ms, "node_nbytes": 1e6, "foreign": 0.01}
+        for wire, step_ms in (("fp32", [1400.0, 1500.0, 1450.0]), ("bf16", [1000.0] * 3))
+    ]
+    return [MACHINE, *losses, *times]
+
+
+def shrunk_records() -> list[dict]:
+    errors = {"loss_error": 1e-7, "grad_norm_error": 2e-7, "params_norm_error": 0.0}
+    bounds = {"more_losses_error": 3e-7, "loss_tolerance": 1e-6, "tolerance": 1e-6, "faults": []}
+    run = {"variant": "a model", "ranks": 8, "steps": 20, "sizes": [1, 2, 4]} | errors | bounds
+    return [run, run | {"sizes": [2, 4, 8], "loss_error": 2e-6}, run | {"ranks": 4}]

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.bench.grad_wire import verdicts
 from scripts.report import loss_picture, records
+from scripts.report.parity_table import shrunk_table
 from tests.report import records as made_up
 
 TABLES = {
@@ -17,6 +19,7 @@ TABLES = {
     "schedule_grid": made_up.schedule_records,
     "checkpoint_table": made_up.checkpoint_records,
     "parity_table": made_up.parity_records,
+    "wire_table": made_up.wire_records,
 }
 PICTURES = {
     "compare_picture": made_up.compare_records,
@@ -91,3 +94,31 @@ def test_records_that_do_not_belong_together_end_in_one_line(
     with pytest.raises(SystemExit) as ended:
         run(monkeypatch, name, file, *more, *[str(tmp_path / "p.png")] * len(more))
     assert str(ended.value) == f"{name}: records of different slow_motion: 1.0 and 4.0"
+
+
+def test_shrunk_models_have_a_row_for_each_number_of_ranks_with_the_worst_of_all_sizes():
+    rows = shrunk_table(made_up.shrunk_records()).splitlines()[2:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [row[:4] for row in cells] == [
+        ["a model", "8", "(1, 2, 4) (2, 4, 8)", "20"],
+        ["a model", "4", "(1, 2, 4)", "20"],
+    ]
+    assert [row[4] for row in cells] == ["2.0e-06", "1.0e-07"]
+    assert [row[-1] for row in cells] == ["1", "0"]
+
+
+def _verdicts(changes: dict[int, dict]) -> list[bool]:
+    """What the benchmark of gradients in bf16 says of made-up records; changes: by line."""
+    lines = made_up.wire_records()
+    for index, change in changes.items():
+        lines[index] = lines[index] | change
+    return [is_met for is_met, _ in verdicts(lines)]
+
+
+def test_gradients_in_bf16_must_end_within_two_seeds_and_be_faster():
+    assert _verdicts({}) == [True, True]
+    assert _verdicts({2: {"last": 1.02}}) == [False, True]
+    assert _verdicts({2: {"last": float("nan")}}) == [False, True]
+    assert _verdicts({3: {"last": 6.0}}) == [False, True]  # a seed that learned nothing
+    assert _verdicts({5: {"step_ms": [1300.0] * 3}}) == [True, False]
+    assert _verdicts({5: {"step_ms": [1300.0] * 3, "foreign": 0.9}}) == [True, True]

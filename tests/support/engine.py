@@ -84,7 +84,8 @@ def shard_model(
     tied = {model.embedding.weight: (model.output,)} if model.is_tied else {}
     plans = plan_units(model, [*model.blocks, model.embedding, model.output], also_used_by=tied)
     in_flight = [_in_flight(plan, groups, schedule.grad_slot_nbytes) for plan in plans]
-    schedule = with_memory(schedule, in_flight, memory)
+    if not fuses_grads:
+        schedule = with_memory(schedule, in_flight, memory)
     scale = 1.0 / dist.get_world_size()
     return HZPRuntime(
         model, plans, {"dense": groups}, schedule, driver, scale, fuses_grads=fuses_grads

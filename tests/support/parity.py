@@ -64,12 +64,15 @@ class Variant:
 
 @dataclass
 class Comparison:
-    """How one pair of runs differed; relative errors over all steps."""
+    """How one pair of runs differed; relative errors over all steps. more_losses: auxiliary ones of
+    routers and those of further predicted tokens, by rank and layer."""
 
     variant: str
     sizes: Sizes
     loss_error: float
     grad_norm_error: float
+    params_norm_error: float
+    more_losses_error: float
     loss_tolerance: float
     tolerance: float
     ranks: int
@@ -135,6 +138,8 @@ def compare_records(
         sizes,
         worst_difference(ours.losses, stock.losses),
         worst_difference(ours.grad_norms, stock.grad_norms),
+        worst_difference(ours.params_norms, stock.params_norms),
+        _worst_of_more_losses(ours, stock),
         bounds.loss,
         bounds.grad_norm,
         ranks,
@@ -142,9 +147,15 @@ def compare_records(
     )
     if (error := _first_step_error(ours, stock)) > FP32_TOLERANCE:
         result.faults.append(f"the first step that changes the weights differs by {error:.1e}")
-    error = worst_difference(ours.params_norms, stock.params_norms)
-    if error > (FP16_NORM_ROUNDING if "--fp16" in variant.flags else bounds.loss):
-        result.faults.append(f"the norm of the parameters differs by {error:.1e}")
+    if result.params_norm_error > (
+        FP16_NORM_ROUNDING if "--fp16" in variant.flags else bounds.loss
+    ):
+        result.faults.append("the norms of the parameters differ")
+    if result.more_losses_error > bounds.loss:
+        result.faults.append("auxiliary losses or those of further tokens differ")
+    has_more_losses = {"--mtp-num-layers", "--moe-aux-loss-coeff"} & set(variant.flags)
+    if has_more_losses and not stock.steps[0].more_losses:
+        result.faults.append("the stock run has no auxiliary or prediction losses")
     if "--eval-iters" in variant.flags and stock.validation_loss is None:
         result.faults.append("the stock run evaluated nothing")
     if stock.validation_loss is not None:
@@ -164,6 +175,17 @@ def compare_records(
     if not stock.losses[-1] < stock.losses[0]:
         result.faults.append("the stock run learned nothing, so this proves nothing")
     return result
+
+
+def _worst_of_more_losses(ours: RunRecord, stock: RunRecord) -> float:
+    """Infinite where one side has a loss that the other has not."""
+    worst = 0.0
+    for mine, theirs in zip(ours.steps, stock.steps, strict=True):
+        if mine.more_losses.keys() != theirs.more_losses.keys():
+            return float("inf")
+        for name, values in theirs.more_losses.items():
+            worst = max(worst, worst_difference(mine.more_losses[name], values))
+    return worst
 
 
 def _first_step_error(ours: RunRecord, stock: RunRecord) -> float:

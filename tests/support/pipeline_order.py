@@ -43,17 +43,21 @@ class Stage:
             phases.append(("B", self.vpp - 1 - chunks[index]))
         return phases
 
-    def param_uses(self) -> list[Use]:
-        """Whose parameters are used, in order."""
-        uses: list[Use] = []
+    def turns(self) -> list[tuple[str, Use]]:
+        """("F" or "B", whose turn it is) in order."""
+        turns: list[tuple[str, Use]] = []
         for phase, chunk in self._phases():
             units = [(chunk, layer) for layer in range(self.layers)]
             if phase == "F":
-                uses += units
-            else:
-                for unit in reversed(units):
-                    uses += [unit] * (1 + self.recomputes)
-        return uses
+                turns += [("F", unit) for unit in units]
+                continue
+            for unit in reversed(units):
+                turns += [("F", unit)] * self.recomputes + [("B", unit)]
+        return turns
+
+    def param_uses(self) -> list[Use]:
+        """Whose parameters are used, in order."""
+        return [unit for _, unit in self.turns()]
 
     def grad_uses(self) -> list[Use]:
         """Whose gradients are complete, in order."""

@@ -4,6 +4,8 @@
 fixed size.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -77,3 +79,30 @@ def test_another_gradient_of_the_same_parameter_is_added_in_fp32():
         unit.params[1].grad = torch.full((3,), value, dtype=torch.bfloat16)
         unit.take_grads((0, 1), taken)
     assert list(taken) == [1] and taken[1].tolist() == [258.0] * 3
+
+
+def test_where_layers_write_gradients_themselves_memory_grows_for_those_that_come_late():
+    """A unit's place is taken when its backward begins; the root's ends last."""
+    device, config = RecordingDevice(), ScheduleConfig("main-thread", 0)
+    with device.recording(), torch.no_grad():
+        driver = config.start_driver(device)
+        groups = recorded_groups((1, 4, 8), rank=0)
+        units = [new_unit(name, UnitShape(900), groups) for name in ("root", "one", "two")]
+        piece = max(unit.in_flight(2**20).grads for unit in units)
+        scheduler = StepScheduler(units, replace(config, in_flight_nbytes=piece), driver)
+        for _ in range(2):
+            scheduler.zero_grads()
+            for unit in units:
+                unit.fuse_grads(overwrites=True)
+                scheduler.reductions.provide(unit)
+                for param in unit.params:
+                    param.main_grad.fill_(1.0)
+                    param.grad, param.grad_added_to_main_grad = torch.empty_like(param), True
+                if unit is not units[0]:
+                    scheduler.reduce(unit)
+            scheduler.reduce(units[0])
+            scheduler.sync_grads()
+        assert sum(scheduler.in_flight_nbytes().values()) == 2 * piece
+        scheduler.settle()
+        driver.close()
+    assert device.races == []

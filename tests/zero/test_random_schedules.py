@@ -65,7 +65,8 @@ def train(program: Program, schedule: ScheduleConfig, sleeps: random.Random | No
     losses = [trainer.step(step, count) for step, count in enumerate(program.micro_batches)]
     params = trainer.full_params()
     warned = trainer.runtime.gathers.warned
-    assert not warned, warned  # no view outlived its unit
+    # No view outlived its unit. Weights of several modules may need more than memory for one layer.
+    assert warned <= {"growth"}, warned
     trainer.runtime.detach()
     assert trainer.runtime.num_places_in_use() == 0
     if driver is not None:

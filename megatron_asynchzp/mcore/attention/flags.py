@@ -1,14 +1,20 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of PASA attention and the Megatron flags that it refuses."""
+"""The flags of PASA attention and the Megatron flags that it refuses. Importing this file loads no
+torch.
+"""
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
-from megatron_asynchzp.attention.delegate import VENDOR_NAMES
-from megatron_asynchzp.attention.pasa import MODES
 from megatron_asynchzp.mcore.flags.refusals import Refusal, because, equal_to, other_than, refuse
+
+# As in attention/; a test compares them.
+MODE_CHOICES = ("delegate", "block")
+VENDOR_CHOICES = ("auto", "npu-fusion", "flash-attn", "te", "cudnn", "sdpa")
 
 
 @dataclass(frozen=True)
@@ -34,14 +40,14 @@ def add_pasa_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument(
         "--pasa-mode",
-        choices=MODES,
+        choices=MODE_CHOICES,
         default="delegate",
         help="One shift per head, computed by the fastest attention present (delegate, the "
         "default), or one per 128 keys by our own kernels (block).",
     )
     group.add_argument(
         "--pasa-vendor",
-        choices=("auto", *VENDOR_NAMES),
+        choices=VENDOR_CHOICES,
         default="auto",
         help="The attention that mode delegate hands shifted keys to. Default: the fastest one.",
     )
@@ -51,7 +57,38 @@ def add_pasa_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Shift values as well: gradients then do not depend on their bias either. Keeps one "
         "more activation of the size of the attention's output per layer.",
     )
+    group.add_argument(
+        "--asynchzp-capture-attention",
+        type=_capture_words,
+        default=None,
+        metavar="STEP:FILE",
+        help="In step STEP, counted from 1, write the queries and keys of rank 0's layers to FILE, "
+        "for asynchzp inspect (with or without the other flags). Default: nothing.",
+    )
     return parser
+
+
+class CaptureRequest(NamedTuple):
+    """Which step, counted from 1, to write where."""
+
+    step: int
+    path: Path
+
+
+def _capture_words(word: str) -> str:
+    # Megatron keeps its arguments in checkpoints: a word, not an object of ours.
+    step, _, name = word.partition(":")
+    if not step.isdecimal() or int(step) < 1 or not name:
+        raise ArgumentTypeError(f"{word} is not STEP:FILE with a step from 1")
+    if not Path(name).parent.is_dir() or Path(name).is_dir():
+        raise ArgumentTypeError(f"{name}: no such folder; name a file in a folder that exists")
+    return word
+
+
+def capture_request(args: Namespace) -> CaptureRequest:
+    """What --asynchzp-capture-attention asks for, where it was given."""
+    step, _, name = args.asynchzp_capture_attention.partition(":")
+    return CaptureRequest(int(step), Path(name))
 
 
 def pasa_options(args: Namespace) -> PasaOptions:
@@ -97,7 +134,7 @@ PASA_REFUSALS: tuple[Refusal, ...] = (
     *_because("the largest unshifted score is not computed", _DROP, "--qk-clip"),
     *_because(
         "the largest unshifted score is not computed",
-        "look at it with python -m megatron_asynchzp.attention.inspect",
+        "look at it with asynchzp inspect",
         "--log-max-attention-logit",
     ),
     *_because(

@@ -7,6 +7,7 @@ it fits, what makes one complete, and one line for each way it can fail.
 import logging
 import os
 import pickle
+import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -47,6 +48,12 @@ _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 _UNREADABLE = (CheckpointingException, CheckpointException, OSError, EOFError, KeyError)
 _UNREADABLE += (AssertionError, pickle.UnpicklingError)
 _TORCH_READER = "PytorchStreamReader"
+
+# What Megatron asserts where a run is to go on with another schedule, for example for longer.
+_SCHEDULE_DIFFERS = re.compile(
+    r"OptimizerParamScheduler: class input value (?P<now>\S+) and checkpoint\s?value "
+    r"(?P<saved>\S+) for (?P<name>.+) do not match"
+)
 
 # The checkpoint that the load in progress goes by.
 _CHOICE: ContextVar[Choice | None] = ContextVar("asynchzp_choice", default=None)
@@ -171,7 +178,7 @@ def _free_space(iteration_dir: Path | str) -> str:
 
 
 def guard_load_checkpoint(load: Callable[[], Any], args: Namespace, load_arg: str) -> Any:
-    """Call Megatron's load_checkpoint for the newest intact checkpoint, whatever the tracker says.
+    """Call Megatron's load_checkpoint for the newest intact checkpoint, not for the tracker's.
 
     Collective. Raises CheckpointError where there is none, or it does not fit.
     """
@@ -183,7 +190,14 @@ def guard_load_checkpoint(load: Callable[[], Any], args: Namespace, load_arg: st
         if choice is None and getattr(args, "pretrained_checkpoint", None):
             load_dir = args.pretrained_checkpoint
             choice = _choose(load_dir, args, peers)
-        return _load_choice(load, args, load_dir, choice)
+        loaded = _load_choice(load, args, load_dir, choice)
+    if choice is None and load_dir is not None:
+        line = (
+            f"--load {load_dir}: there is no checkpoint, training starts from random weights; "
+            "--exit-on-missing-checkpoint ends such a run"
+        )
+        _log([line], peers)
+    return loaded
 
 
 def guard_load_args(load: Callable[[], Any], args: Namespace, load_dir: str | None) -> Any:
@@ -239,6 +253,13 @@ def _load_choice(
     except (*_UNREADABLE, RuntimeError) as error:
         if not isinstance(error, _UNREADABLE) and _TORCH_READER not in str(error):
             raise
+        if difference := _SCHEDULE_DIFFERS.search(str(error)):
+            raise CheckpointError(
+                f"{where} has another learning-rate schedule: {difference['name']} is "
+                f"{difference['saved']} there and {difference['now']} in this run; add "
+                "--override-opt-param-scheduler to go by this run's flags, or "
+                "--use-checkpoint-opt-param-scheduler to go by the checkpoint's"
+            ) from error
         raise CheckpointError(f"{where} could not be loaded: {one_line(error)}") from error
     finally:
         args.ckpt_step = step

@@ -44,17 +44,22 @@ class FragmentPlace(NamedTuple):
 
 @dataclass
 class OptimizerCheckpoint:
-    """Writes and reads the state of `optimizer`, whose parameters are the fragments in `places`.
+    """Writes and reads the state of `optimizers`, whose parameters are the fragments in `places`.
 
-    grad_scaler: of an fp16 run, else None.
+    state: of all of them, by fragment; grad_scaler: of an fp16 run, else None.
     """
 
-    optimizer: torch.optim.Optimizer
+    optimizers: Sequence[torch.optim.Optimizer]
+    state: Mapping[torch.nn.Parameter, dict[str, Any]]
     grad_scaler: MegatronGradScaler | None
     places: Mapping[torch.nn.Parameter, FragmentPlace]
 
     def __post_init__(self):
         self._asked: dict[str, Any] = {}
+
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     # ---- writing, and asking
 
@@ -82,7 +87,7 @@ class OptimizerCheckpoint:
         for fragment, (checkpoint, unit, index) in self.places.items():
             tensors = {
                 name: value
-                for name, value in self.optimizer.state.get(fragment, {}).items()
+                for name, value in self.state.get(fragment, {}).items()
                 if torch.is_tensor(value) and value.shape == fragment.shape and name != "step"
             }
             if not unit.is_main_param_aliased:  # else they are the model's parameters
@@ -91,20 +96,18 @@ class OptimizerCheckpoint:
                 yield from checkpoint.shards_of(unit, index, values, f"optimizer.state.{name}.")
 
     def _common(self) -> dict[Any, Any]:
-        groups = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self.optimizer.param_groups
-        ]
-        is_expert = [group.get("is_expert_parallel", False) for group in groups]
-        if not any(is_expert):
-            return self._form(groups)
-        return {
-            place: self._form([g for g, e in zip(groups, is_expert, strict=True) if e == wanted])
-            for place, wanted in enumerate((False, True))
-        }
+        # One form for each optimizer that a stock run has: of Muon, of Adam, and for experts.
+        groups_of: dict[tuple[int, bool], list[dict[str, Any]]] = {}
+        for number, optimizer in enumerate(self.optimizers):
+            for group in optimizer.param_groups:
+                place = number, bool(group.get("is_expert_parallel", False))
+                saved = {key: value for key, value in group.items() if key != "params"}
+                groups_of.setdefault(place, []).append(saved)
+        forms = [self._form(groups) for _, groups in sorted(groups_of.items())]
+        return forms[0] if len(forms) == 1 else dict(enumerate(forms))
 
     def _form(self, groups: list[dict]) -> dict[str, Any]:
-        step = self._step()
+        step = None if any(_has_momentum(group) for group in groups) else self._step()
         common = {} if step is None else {"common_step": step}
         if step is not None:
             groups = [{**group, "step": int(step)} for group in groups]
@@ -120,10 +123,10 @@ class OptimizerCheckpoint:
 
     def _step(self) -> torch.Tensor | int | None:
         """Steps taken: torch's optimizers count per parameter, fused ones per group."""
-        for state in self.optimizer.state.values():
+        for state in self.state.values():
             if "step" in state:
                 return torch.as_tensor(state["step"], device="cpu")
-        return next((g["step"] for g in self.optimizer.param_groups if "step" in g), None)
+        return next((g["step"] for g in self._param_groups if "step" in g), None)
 
     # ---- reading
 
@@ -141,7 +144,7 @@ class OptimizerCheckpoint:
 
     def _load_groups(self, saved: Sequence[dict]) -> None:
         by_identity = {_identity(group): group for group in saved}
-        for group in self.optimizer.param_groups:
+        for group in self._param_groups:
             if (loaded := by_identity.get(_identity(group))) is None:
                 identity = ", ".join(f"{key} {group[key]}" for key in _IDENTITY if group.get(key))
                 raise CheckpointError(
@@ -153,13 +156,21 @@ class OptimizerCheckpoint:
     def _load_step(self, step: torch.Tensor | int | None) -> None:
         if step is None:
             return
-        if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            for fragment, state in self.optimizer.state.items():
-                # Each its own, and where torch's fused kernel wants it.
-                state["step"] = torch.tensor(float(step), device=fragment.device)
-        elif not isinstance(self.optimizer, torch.optim.SGD):
-            for group in self.optimizer.param_groups:
-                group["step"] = int(step)
+        for optimizer in self.optimizers:
+            is_torchs = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+            for group in optimizer.param_groups:
+                if is_torchs:
+                    for fragment in group["params"]:
+                        # Each its own, and where torch's fused kernel wants it.
+                        own_step = torch.tensor(float(step), device=fragment.device)
+                        self.state[fragment]["step"] = own_step
+                elif not _has_momentum(group):
+                    group["step"] = int(step)
+
+
+def _has_momentum(group: Mapping) -> bool:
+    """Whether it is a group of SGD or Muon, which count no steps."""
+    return "momentum" in group
 
 
 def _refuse_buckets(metadata: Mapping) -> None:

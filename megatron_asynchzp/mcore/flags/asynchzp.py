@@ -1,15 +1,24 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The `--asynchzp-*` flags, and the schedule and the trace that they ask for."""
+"""The `--asynchzp-*` flags, and the schedule and the trace that they ask for. Importing this file
+loads no torch: a wrong flag is refused before anything heavy is imported.
+"""
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.zero.config import AUTO, SCHEDULES, ScheduleConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_asynchzp.zero.config import ScheduleConfig
+
+# As in zero/config.py; a test compares them.
+SCHEDULE_CHOICES = ("auto", "inline", "main-thread", "threaded")
+GRAD_SLOT_MIB = 256
 
 # Late enough for the order of units to be known and for allocations to be over.
 _TRACED_STEP = 10
@@ -47,19 +56,46 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
     _add_shard_sizes(group)
     group.add_argument(
         "--asynchzp-schedule",
-        choices=(AUTO, *SCHEDULES),
-        default=AUTO,
+        choices=SCHEDULE_CHOICES,
+        default="auto",
         help="Who issues the collectives: background threads (threaded), the thread that computes "
         "ahead of their use (main-thread), or the same when they are needed (inline). Default: "
         "main-thread on CUDA, threaded elsewhere (auto).",
     )
     group.add_argument(
         "--asynchzp-prefetch-depth",
-        type=int,
+        type=_at_least_0,
         default=1,
         metavar="UNITS",
         help="Units of each size that are gathered ahead of the one that computes. Default: 1.",
     )
+    group.add_argument(
+        "--asynchzp-memory-in-flight-gb",
+        type=float,
+        default=None,
+        metavar="GIB",
+        help="At most so much memory on a rank for gathered parameters and for gradients that are "
+        "reduced; its model chunks share it equally. With less, gathers start later. Default: as "
+        "much as two layers of each size need (in the start table).",
+    )
+    group.add_argument(
+        "--asynchzp-grad-slot-mb",
+        type=float,
+        default=float(GRAD_SLOT_MIB),
+        metavar="MIB",
+        help="Gradients of a unit that are larger than this in fp32 are reduced in pieces of at "
+        "most this size; with gradient accumulation fusion always in one. Default: "
+        f"{GRAD_SLOT_MIB}.",
+    )
+    for what, saved in (("params", "parameters gathered"), ("grads", "gradients unreduced")):
+        group.add_argument(
+            f"--asynchzp-keep-{what}-gb",
+            type=float,
+            default=0.0,
+            metavar="GIB",
+            help=f"So much more memory on a rank to keep {saved} from one micro-batch to a later "
+            "one, with pipelines and with gradient accumulation. Default: 0.",
+        )
     group.add_argument(
         "--no-asynchzp-check-order",
         action="store_false",
@@ -84,7 +120,18 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     add_dry_run_arguments(group)
     add_device_argument(group)
+    group.add_argument(
+        "--asynchzp-verbose",
+        action="store_true",
+        help="List every name that the CPU platform replaces. Default: their number.",
+    )
     return parser
+
+
+def _at_least_0(word: str) -> int:
+    if not word.isdecimal():
+        raise ArgumentTypeError(f"{word} is not a whole number from 0")
+    return int(word)
 
 
 def _add_shard_sizes(group) -> None:
@@ -140,15 +187,25 @@ def add_device_argument(parser) -> None:
     )
 
 
-def resolve_schedule(args: Namespace) -> ScheduleConfig:
+def resolve_schedule(args: Namespace) -> "ScheduleConfig":
     """The schedule that the flags ask for; raises ConfigurationError for one that cannot be."""
+    from megatron_asynchzp.zero.config import ScheduleConfig
+
+    budget = args.asynchzp_memory_in_flight_gb
+    if budget is not None:
+        chunks = args.virtual_pipeline_model_parallel_size or 1
+        budget = _nbytes("--asynchzp-memory-in-flight-gb", budget, 2**30) // chunks
     try:
         return ScheduleConfig(
             args.asynchzp_schedule,
             args.asynchzp_prefetch_depth,
+            budget,
+            _nbytes("--asynchzp-grad-slot-mb", args.asynchzp_grad_slot_mb, 2**20),
             time_limit_s=60.0 * args.distributed_timeout_minutes,
             checks_order=args.asynchzp_check_order,
             timed_every=args.log_interval,
+            keep_params_nbytes=_kept_nbytes("params", args.asynchzp_keep_params_gb),
+            keep_grads_nbytes=_kept_nbytes("grads", args.asynchzp_keep_grads_gb),
         )
     except ValueError as error:
         raise ConfigurationError(
@@ -156,21 +213,39 @@ def resolve_schedule(args: Namespace) -> ScheduleConfig:
         ) from error
 
 
+def _nbytes(flag: str, value: float, unit: int) -> int:
+    """A size in bytes. Raises ConfigurationError for one that is none."""
+    if not 0 < value < float("inf"):
+        raise ConfigurationError(f"{flag} {value:g}: give a size larger than 0")
+    return int(value * unit)
+
+
+def _kept_nbytes(what: str, gib: float) -> int:
+    """As _nbytes, where 0 stands for no memory."""
+    return _nbytes(f"--asynchzp-keep-{what}-gb", gib, 2**30) if gib else 0
+
+
 def resolve_trace(args: Namespace) -> TraceRequest | None:
-    """What --asynchzp-trace asks of this rank. Raises ConfigurationError for a folder that does not
-    exist, now rather than when the step has run."""
+    """What --asynchzp-trace asks of this rank; raises as refuse_trace_path."""
     if args.asynchzp_trace is None or (stage := _stage_led(args)) is None:
         return None
+    refuse_trace_path(args)
     path = Path(args.asynchzp_trace)
-    if not path.parent.is_dir() or path.is_dir():
-        raise ConfigurationError(
-            f"--asynchzp-trace {path}: no such folder; name a file in a folder that exists"
-        )
     # Not the last: what comes after it, and ends the trace, may be an evaluation.
     num_steps = args.train_iters or _TRACED_STEP + 1
     if stage > 0:
         path = path.with_name(f"{path.stem}.stage{stage}{path.suffix}")
     return TraceRequest(path, max(1, min(_TRACED_STEP, num_steps - 1)))
+
+
+def refuse_trace_path(args: Namespace) -> None:
+    """Raise ConfigurationError for a folder that does not exist, now rather than when the step has
+    run."""
+    path = Path(args.asynchzp_trace or "trace.json")
+    if not path.parent.is_dir() or path.is_dir():
+        raise ConfigurationError(
+            f"--asynchzp-trace {path}: no such folder; name a file in a folder that exists"
+        )
 
 
 def _stage_led(args: Namespace) -> int | None:
@@ -183,7 +258,9 @@ def _stage_led(args: Namespace) -> int | None:
     return stage if place == 0 and stage < stages else None
 
 
-def resolve_grad_dtype(args: Namespace) -> torch.dtype:
+def resolve_grad_dtype(args: Namespace) -> "torch.dtype":
     """In which dtype gradients travel. As in stock Megatron, --grad-reduce-in-bf16 is for bf16
     models."""
+    import torch
+
     return torch.bfloat16 if args.bf16 and args.grad_reduce_in_bf16 else torch.float32

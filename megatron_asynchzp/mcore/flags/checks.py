@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What must be right before Megatron builds anything: sizes, files, and what was installed."""
+"""What must be right before Megatron builds anything: sizes, files, and what was installed.
+Importing this file loads no torch and no Megatron.
+"""
 
 import os
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-
-import torch
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule, resolve_trace
@@ -39,7 +39,8 @@ def prepare_args(args: Namespace) -> list[str]:
     group_size = sharding_group_size(args)
     sizes = resolve_shard_sizes(args, group_size, sharding_ranks_per_node(args))
     refuse_missing_data(args)
-    refuse_missing_writer(args)
+    refuse_useless_saves(args)
+    refuse_missing_muon(args)
     lines = take_moment_dtypes(args)
     if translated_sizes(args, group_size):
         flags = [f"--asynchzp-{state}-shard-size {getattr(sizes, state)}" for state in STATES]
@@ -66,6 +67,8 @@ _LAUNCHES_BESIDE_US = (
 
 def runs_on_cuda(args: Namespace) -> bool:
     """Whether the run is on a CUDA device, not on the CPU platform or on Ascend."""
+    import torch
+
     accelerator = torch.accelerator.current_accelerator()
     return args.asynchzp_device != "cpu" and accelerator is not None and accelerator.type == "cuda"
 
@@ -73,7 +76,7 @@ def runs_on_cuda(args: Namespace) -> bool:
 def refuse_racing_threads(args: Namespace, is_cuda: bool, environ: Mapping[str, str]) -> None:
     """Raise ConfigurationError for a thread that would launch beside another one on CUDA: with
     communicators of Megatron's in one order on some ranks and in another on others, which can hang;
-    or where NCCL was told to take two threads for an error."""
+    or where NCCL is set to treat two threads as an error."""
     if not is_cuda or args.asynchzp_schedule != "threaded":
         return
     reason = "a background thread launches collectives while the main thread launches"
@@ -122,7 +125,8 @@ def refuse_sizes(args: Namespace) -> None:
 
 
 def refuse_missing_data(args: Namespace) -> None:
-    """Raise ConfigurationError for a dataset that is not there, before anything is built."""
+    """Raise ConfigurationError for a dataset that is not there or is none, before anything is
+    built."""
     for flag, path in _argument_files(args):
         if not Path(path).is_file():
             raise ConfigurationError(f"{flag} {path}: no such file")
@@ -133,19 +137,64 @@ def refuse_missing_data(args: Namespace) -> None:
         missing = [path for path in needed if not Path(path).is_file()]
         if missing:
             raise ConfigurationError(
-                f"{flag} {prefix}: no dataset there ({' and '.join(missing)} missing); make one "
-                "with scripts/prepare_data.py and give its path without .idx or .bin"
+                f"{flag} {prefix}: no dataset there ({' and '.join(missing)} missing); {_MAKE_DATA}"
             )
+        if not args.sft:
+            _refuse_foreign_dataset(flag, prefix)
 
 
-def refuse_missing_writer(args: Namespace) -> None:
-    """Raise ConfigurationError for --async-save without the package that writes, now rather than
-    at the first save."""
-    asks = args.async_save and args.use_persistent_ckpt_worker and args.async_strategy == "nvrx"
-    if asks and find_spec("nvidia_resiliency_ext") is None:
+_MAKE_DATA = "make one with asynchzp prepare-data and give its path without .idx or .bin"
+# How the index of a dataset begins (megatron.core.datasets.indexed_dataset).
+_INDEX_HEADER = b"MMIDIDX\x00\x00"
+
+
+def _refuse_foreign_dataset(flag: str, prefix: str) -> None:
+    index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
+    with index.open("rb") as file:
+        header = file.read(len(_INDEX_HEADER))
+    if header != _INDEX_HEADER:
+        fault = "is empty" if not header else "is not the index of a Megatron dataset"
+        raise ConfigurationError(f"{flag} {prefix}: {index.name} {fault}; {_MAKE_DATA}")
+    if not data.stat().st_size:
+        raise ConfigurationError(f"{flag} {prefix}: {data.name} is empty; {_MAKE_DATA}")
+
+
+def refuse_useless_saves(args: Namespace) -> None:
+    """Raise ConfigurationError for a --save that would fail at the first checkpoint, or after the
+    last step."""
+    if args.save and Path(args.save).exists() and not Path(args.save).is_dir():
+        raise ConfigurationError(f"--save {args.save} is a file; name a folder")
+    if args.save and args.save_interval is None:
+        raise ConfigurationError(
+            "--save without --save-interval: Megatron fails after the last step; add "
+            "--save-interval STEPS"
+        )
+    if args.async_save and not args.save:
+        raise ConfigurationError("--async-save without --save saves nothing; add --save FOLDER")
+    uses_nvrx = args.use_persistent_ckpt_worker and args.async_strategy == "nvrx"
+    if args.async_save and uses_nvrx and find_spec("nvidia_resiliency_ext") is None:
         raise ConfigurationError(
             "--async-save: its writer is not installed; install nvidia-resiliency-ext, or add "
             "--async-strategy mcore"
+        )
+
+
+def refuse_missing_muon(args: Namespace) -> None:
+    """Raise ConfigurationError for Muon without the package that holds its arithmetic."""
+    if args.optimizer not in ("muon", "dist_muon"):
+        return
+    if find_spec("emerging_optimizers") is None:
+        raise ConfigurationError(
+            "--optimizer muon: Megatron takes its Newton-Schulz iteration from a package that is "
+            "not installed; pip install emerging-optimizers"
+        )
+    from megatron.core.optimizer.emerging_optimizers import get_supported_coefficient_types
+
+    known = get_supported_coefficient_types()
+    if args.muon_coefficient_type not in known:
+        raise ConfigurationError(
+            f"--muon-coefficient-type {args.muon_coefficient_type} is not known to the "
+            f"emerging-optimizers that is installed; use one of {', '.join(known)}"
         )
 
 
@@ -155,15 +204,21 @@ def _argument_files(args: Namespace) -> list[tuple[str, str]]:
 
 
 def _dataset_prefixes(args: Namespace) -> Iterable[tuple[str, str]]:
-    from megatron.core.datasets.utils import get_blend_from_list
-
     names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-    lists = [(name, getattr(args, name)) for name in names]
+    lists = [(name, getattr(args, name) or []) for name in names]
     if args.data_args_path:
         lists.append(("data_args_path", Path(args.data_args_path).read_text().split()))
     for name, words in lists:
-        if words and (blend := get_blend_from_list(words)) is not None:
-            yield from ((_flag(name), prefix) for prefix in blend[0])
+        is_weighted = len(words) % 2 == 0 and all(map(_is_number, words[::2]))
+        yield from ((_flag(name), prefix) for prefix in (words[1::2] if is_weighted else words))
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _flag(name: str) -> str:

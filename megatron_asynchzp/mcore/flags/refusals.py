@@ -17,6 +17,7 @@ class Refusal:
     is_asked: whether the arguments ask for it, before and after Megatron's own validation.
     condition: which values are refused, for the documentation; "" means all of them.
     reason, remedy: parts of the line that the user reads; beside: our flag.
+    is_decided_by_flag: whether is_asked reads the flag's own argument alone.
     """
 
     example: str
@@ -25,6 +26,7 @@ class Refusal:
     reason: str = ""
     remedy: str = ""
     beside: str = "--use-asynchzp"
+    is_decided_by_flag: bool = False
 
     @property
     def flag(self) -> str:
@@ -54,21 +56,32 @@ def given(example: str, name: str | None = None) -> Refusal:
 
     name: of the argument, where it is not the flag's.
     """
-    name = name or _argument(example)
-    return Refusal(example, lambda args: bool(getattr(args, name, None)))
+    own = argument_of(example)
+    read = name or own
+    return Refusal(
+        example, lambda args: bool(getattr(args, read, None)), is_decided_by_flag=read == own
+    )
 
 
 def other_than(example: str, *allowed: object) -> Refusal:
     """Refused with all values but `allowed`."""
-    name = _argument(example)
-    condition = f"other than {' and '.join(map(str, allowed))}"
-    return Refusal(example, lambda args: getattr(args, name, allowed[0]) not in allowed, condition)
+    name = argument_of(example)
+    *others, last = map(str, allowed)
+    condition = f"other than {', '.join(others)} and {last}" if others else f"other than {last}"
+    return Refusal(
+        example,
+        lambda args: getattr(args, name, allowed[0]) not in allowed,
+        condition,
+        is_decided_by_flag=True,
+    )
 
 
 def equal_to(example: str) -> Refusal:
     """Refused with the value of the example alone."""
-    name, value = _argument(example), example.split()[1]
-    return Refusal(example, lambda args: getattr(args, name) == value, value)
+    name, value = argument_of(example), example.split()[1]
+    return Refusal(
+        example, lambda args: getattr(args, name) == value, value, is_decided_by_flag=True
+    )
 
 
 def because(
@@ -79,20 +92,21 @@ def because(
     return tuple(replace(row, reason=reason, remedy=remedy, beside=beside) for row in made)
 
 
-def _argument(example: str) -> str:
+def argument_of(example: str) -> str:
+    """The name of the argument of the flag that `example` begins with."""
     return example.split()[0].removeprefix("--").replace("-", "_")
 
 
 def _other_dtype_than_fp32(example: str) -> Refusal:
     # A word before Megatron's validation, a torch.dtype after it.
-    name = _argument(example)
+    name = argument_of(example)
     fp32 = ("fp32", "torch.float32")
     return Refusal(example, lambda args: str(getattr(args, name)) not in fp32, "other than fp32")
 
 
 def _more_shards_than(tensor_size: str, example: str) -> Refusal:
     # Megatron's validation fills in the tensor-parallel size itself: that is no extra shard.
-    name = _argument(example)
+    name = argument_of(example)
 
     def is_asked(args: Namespace) -> bool:
         shards = getattr(args, name)
@@ -128,10 +142,24 @@ REFUSALS: tuple[Refusal, ...] = (
         "--reuse-grad-buf-for-mxfp8-param-ag",
     ),
     *because(
-        "the sharded optimizer is Adam or SGD on fp32 main parameters",
-        "use --optimizer adam or sgd alone",
-        other_than("--optimizer muon", "adam", "sgd"),
+        "the sharded optimizer is Adam, SGD or Muon on fp32 main parameters",
+        "use --optimizer adam, sgd or muon alone",
+        other_than("--optimizer soap", "adam", "sgd", "muon", "dist_muon"),
         "--optimizer-cpu-offload",
+    ),
+    *because(
+        "Megatron has no gradient scaler for it",
+        "use --bf16",
+        Refusal(
+            "--optimizer muon --fp16",
+            lambda args: args.fp16 and args.optimizer in ("muon", "dist_muon"),
+            "muon with --fp16",
+        ),
+    ),
+    *because(
+        "what is not a matrix has Adam",
+        "use --muon-scalar-optimizer adam",
+        equal_to("--muon-scalar-optimizer lion"),
     ),
     *because(
         "main parameters and gradients are kept in fp32",

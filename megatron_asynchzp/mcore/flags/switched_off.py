@@ -94,6 +94,12 @@ def normalize_args(args: Namespace) -> list[str]:
         if _breaks(args, rule):
             setattr(args, rule.name, rule.value)
             lines.append(f"{rule.name} = {rule.value}: {rule.reason} ({rule.flag})")
+    if args.optimizer == "dist_muon":
+        args.optimizer = "muon"
+        lines.append(
+            "optimizer = muon: its state is sharded by --asynchzp-optim-shard-size "
+            "(--optimizer dist_muon)"
+        )
     if (args.fp16 or args.bf16) and not args.accumulate_allreduce_grads_in_fp32:
         args.accumulate_allreduce_grads_in_fp32 = True
         if args.fp16:  # Megatron does the same for bf16 by itself

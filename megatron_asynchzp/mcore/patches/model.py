@@ -52,6 +52,8 @@ def _build_in_shards(original: Callable, args: tuple, options: dict[str, Any]) -
         return original(*args, **options)
     from megatron_asynchzp.mcore.construction import constructing
 
+    if run.rank == 0:
+        print("megatron_asynchzp: building the model, one layer at a time", flush=True)
     pg_collection = given.arguments["pg_collection"] or _process_groups()
     with constructing(
         _shard_sizes(run, pg_collection),
@@ -100,6 +102,7 @@ def ddp_wrap(
     pg_collection: Any,
     **options: Any,
 ) -> list:
+    _capture(model)
     if (args := run_args()) is not None:
         return _wrap(args, model, ddp_config, pg_collection)
     options["pg_collection"] = pg_collection
@@ -116,9 +119,17 @@ def ddp_wrap(
 def wrap_chunks(
     original: Callable, model_chunks, config, ddp_config, *, pg_collection=None, **options: Any
 ) -> list:
+    _capture(model_chunks)
     if (args := run_args()) is not None:
         return _wrap(args, model_chunks, ddp_config, pg_collection)
     return original(model_chunks, config, ddp_config, pg_collection=pg_collection, **options)
+
+
+def _capture(model_chunks: Sequence) -> None:
+    if (args := run_args("asynchzp_capture_attention")) is not None:
+        from megatron_asynchzp.mcore.attention.capture import capture_attention
+
+        capture_attention(args, model_chunks)
 
 
 def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collection: Any) -> list:

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_asynchzp.replacements import Replacements
 
 EXPECTED_VERSION = "0.19."
+_REMEDY = 'install "megatron-core[training]>=0.19,<0.20"'
 
 # The interpreter has one Megatron, so its replaced functions are state of the process.
 _applied = Replacements()
@@ -86,14 +87,11 @@ def check_version() -> None:
     try:
         info = importlib.import_module("megatron.core.package_info")
     except ImportError as error:
-        raise IncompatibleMegatron(
-            "megatron-core is not installed; install megatron-core[training]==0.19.2"
-        ) from error
+        raise IncompatibleMegatron(f"megatron-core is not installed; {_REMEDY}") from error
     if not info.__version__.startswith(EXPECTED_VERSION):
         raise IncompatibleMegatron(
             f"megatron-core {info.__version__} was found at {info.__file__}, but this version of "
-            f"megatron_asynchzp is made for megatron-core {EXPECTED_VERSION}x; "
-            "install megatron-core[training]==0.19.2"
+            f"megatron_asynchzp is made for megatron-core {EXPECTED_VERSION}x; {_REMEDY}"
         )
 
 

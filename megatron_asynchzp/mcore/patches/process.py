@@ -5,8 +5,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from megatron_asynchzp.mcore.patches.patch import replaces
+from megatron_asynchzp.mcore.patches.patch import replaces, run_args
 from megatron_asynchzp.mcore.process.communication import Communication
+from megatron_asynchzp.mcore.process.scalars import nbytes_at_rest, write_scalars
 
 # What Megatron's line about an iteration has, and nothing else it prints on the last rank.
 _ITERATION_LINE = "elapsed time per iteration (ms):"
@@ -20,8 +21,33 @@ _ITERATION_LINE = "elapsed time per iteration (ms):"
 )
 def print_rank_last(original: Callable, message: Any) -> None:
     if _ITERATION_LINE in str(message) and (communication := Communication.current()):
-        message += communication.take_log_text()
+        report = communication.take_report()
+        message += f" exposed comm (ms): {report.exposed_ms:.1f} |"
+        message += f" overlap (%): {report.overlap_percent:.1f} |"
+        for what, (saved, nbytes) in communication.kept().items():
+            message += f" {what} saved: {saved} ({nbytes / 2**20:.1f} MiB kept) |"
+        write_scalars(communication, report)
     return original(message)
+
+
+@replaces(
+    "megatron.training.training.report_theoretical_memory",
+    "args num_microbatches verbose",
+    why="Megatron's formula for weights and optimizer does not know the shard sizes",
+    drop_when="the formula asks the wrapper",
+)
+def report_theoretical_memory(original: Callable, *args: Any, **options: Any) -> Any:
+    communication = Communication.current()
+    if run_args() is None or communication is None:
+        return original(*args, **options)
+    mib = 1 / 2**20
+    print(
+        f"megatron_asynchzp: states of rank 0: {nbytes_at_rest(communication) * mib:.2f} MiB at "
+        f"rest, {communication.nbytes_in_flight() * mib:.2f} MiB in flight (see the start table); "
+        "activations are not counted",
+        flush=True,
+    )
+    return None
 
 
 @replaces(

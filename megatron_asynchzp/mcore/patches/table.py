@@ -15,6 +15,7 @@ PATCHES: tuple[Patch, ...] = (
     model.wrap_chunks,
     model.get_optimizer,
     process.print_rank_last,
+    process.report_theoretical_memory,
     process.destroy_process_group,
     model.build_module,
     whole_tensors.calc_params_l2_norm,

@@ -7,8 +7,9 @@ the process groups do, and what the log and the trace report of it.
 import atexit
 import sys
 import weakref
+from collections import Counter
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch.distributed as dist
 
@@ -20,6 +21,18 @@ from megatron_asynchzp.mcore.process.interrupts import watch_interrupts
 from megatron_asynchzp.mcore.process.last_line import EXIT_FAILURE, LastLine, leave
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.step import Stays
+
+
+class CommReport(NamedTuple):
+    """Communication of some steps: milliseconds per step that computation waited for it, and in %
+    the part that it did not wait for, of the steps that were timed; gathers of parameters and
+    reductions of gradients per step, of all steps and units."""
+
+    exposed_ms: float
+    overlap_percent: float
+    gathers_per_step: float
+    reductions_per_step: float
 
 
 class Communication:
@@ -34,6 +47,8 @@ class Communication:
         self._stop_watching = watch_interrupts(self.last_line)
         self.driver = schedule.start_driver(device, self.last_line.watch_main)
         self.runtimes: list[HZPRuntime] = []
+        self.stays = Stays()
+        self._reported_step, self._reported = 0, Counter[str]()
         # A model that is dropped takes its threads with it.
         self._end = weakref.finalize(self, _end_quietly, self.runtimes, self.driver)
         self._end.atexit = False
@@ -61,12 +76,31 @@ class Communication:
             text = f"step {self._trace.step} is in {self._trace.path} (chrome://tracing, Perfetto)"
             print(f"megatron_asynchzp: {text}", flush=True)
 
-    def take_log_text(self) -> str:
-        """For the log line: milliseconds per step that computation waited, and the rest in %; of
-        the steps that were timed and are over."""
-        times = self.driver.timeline.take_times()
-        exposed_ms = 1e3 * times.exposed_s / max(1, times.steps)
-        return f" exposed comm (ms): {exposed_ms:.1f} | overlap (%): {100 * times.overlap:.1f} |"
+    def take_report(self) -> CommReport:
+        """What the steps since the last call cost."""
+        times, driver = self.driver.timeline.take_times(), self.driver
+        steps, counts = max(1, driver.step - self._reported_step), driver.counts - self._reported
+        self._reported_step, self._reported = driver.step, driver.counts.copy()
+        return CommReport(
+            exposed_ms=1e3 * times.exposed_s / max(1, times.steps),
+            overlap_percent=100 * times.overlap,
+            gathers_per_step=counts["gather"] / steps,
+            reductions_per_step=counts["reduce"] / steps,
+        )
+
+    def nbytes_in_flight(self) -> int:
+        """Of the memory for parameters and gradients in flight, which is allocated once."""
+        return sum(sum(runtime.in_flight_nbytes().values()) for runtime in self.runtimes)
+
+    def kept(self) -> dict[str, tuple[int, int]]:
+        """What the last step saved by keeping it in memory: "gathers", "reductions", each with how
+        many and the most bytes that were kept for it. Only what has a budget."""
+        params = None if self.stays.params is None else self.stays.params.residency
+        return {
+            what: (residency.num_found, residency.planned_nbytes)
+            for what, residency in (("gathers", params), ("reductions", self.stays.grads))
+            if residency is not None
+        }
 
     def describe_position(self) -> str:
         """Where training is, for an error that Megatron or the script raised."""

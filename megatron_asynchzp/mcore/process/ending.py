@@ -4,10 +4,8 @@
 traceback and then a line for any other error while ranks train.
 """
 
-import os
 import signal
 import sys
-import time
 from types import TracebackType
 
 from megatron_asynchzp.checkpoint_files.errors import SaveError
@@ -21,8 +19,8 @@ from megatron_asynchzp.mcore.process.last_line import (
     EXIT_INTERRUPTED,
     LastLine,
     leave,
-    obey_sigterm,
 )
+from megatron_asynchzp.mcore.process.refusal import obey_sigterm, report
 from megatron_asynchzp.sharding.topology import ShardSizeError
 
 # Errors whose message is a line for the user; anything else keeps its traceback.
@@ -30,18 +28,6 @@ OWN_ERRORS = (ConfigurationError, IncompatibleMegatron, ShardSizeError)
 
 # Ends of training that need no traceback.
 _LAST_WORDS = (CollectiveFailure, OrderMismatch, SaveError, KeyboardInterrupt)
-
-# How long the other ranks of a node wait for its first one to print. torchrun ends them as soon as
-# that one has failed; a rank that fails alone prints after this time.
-_FIRST_RANK_PRINTS_S = 15.0
-
-
-def report(error: BaseException) -> None:
-    """Print one of OWN_ERRORS as one line on stderr, once per node."""
-    obey_sigterm()
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(_FIRST_RANK_PRINTS_S)
-    print(f"megatron_asynchzp: {error}", file=sys.stderr, flush=True)
 
 
 def end_training(error: BaseException) -> None:

@@ -5,7 +5,6 @@
 import logging
 import multiprocessing
 import os
-import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -47,15 +46,6 @@ class LastLine:
         self.print(str(failure))
         if not wait(_GRACE_S):
             leave(EXIT_FAILURE)
-
-
-def obey_sigterm() -> None:
-    """Let SIGTERM end this process from now on, for a main thread that is about to end anyway.
-
-    A run that saves has Megatron's handler, which only takes note: torchrun, which sends SIGTERM
-    to all ranks when one has failed, would wait for them.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def leave(status: int) -> NoReturn:

@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import os
 import sys
-import textwrap
 from argparse import ArgumentError, ArgumentParser, Namespace
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -30,9 +29,10 @@ def choose_platform(argv: list[str]) -> None:
     _lend_dataset_helpers()
     replaced = cpu_platform.install()
     if replaced and os.environ.get("RANK", "0") == "0":
-        print(f"megatron_asynchzp: {reason}: CPU platform with gloo, replacing", flush=True)
-        text = textwrap.fill(", ".join(replaced), 100, initial_indent="  ", subsequent_indent="  ")
-        print(text, flush=True)
+        line = f"{reason}: CPU platform with gloo, {len(replaced)} names replaced"
+        is_listed = "--asynchzp-verbose" in argv
+        line += f": {', '.join(replaced)}" if is_listed else " (--asynchzp-verbose lists them)"
+        print(f"megatron_asynchzp: {line}", flush=True)
 
 
 def apply_platform_defaults(args: Namespace) -> list[str]:

@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens in a process before Megatron runs in it."""
 
+import os
+import time
+
 from megatron_asynchzp.mcore.patches.patch import apply_patches, check_version
 from megatron_asynchzp.mcore.patches.table import PATCHES
 from megatron_asynchzp.mcore.process.platform import choose_platform
@@ -10,9 +13,18 @@ from megatron_asynchzp.mcore.process.platform import choose_platform
 def prepare_process(argv: list[str]) -> None:
     """Install the CPU platform where it is needed or asked for, and apply the patches.
 
-    argv: the arguments of the training script; only --asynchzp-device is read. Idempotent.
+    argv: the arguments of the training script; --asynchzp-device and --asynchzp-verbose are read.
+    Idempotent. What takes long is announced, by rank 0.
     Raises IncompatibleMegatron, before anything is changed, for a Megatron we do not know.
     """
+    start_s = time.monotonic()
+    _announce("importing Megatron, which can take half a minute")
     check_version()
     choose_platform(argv)
     apply_patches(PATCHES)
+    _announce(f"Megatron is ready after {time.monotonic() - start_s:.0f} s; the script starts")
+
+
+def _announce(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"megatron_asynchzp: {text}", flush=True)

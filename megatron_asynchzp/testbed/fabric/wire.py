@@ -142,7 +142,7 @@ class Wire:
             message = _waited_for(send, receive)
             raise FabricError(
                 f"[{message.label}]: lost group rank {message.peer} ({error or 'closed'}): it "
-                "failed or ended; its own error says why"
+                "failed or ended; its own error has the reason"
             ) from error
 
     def _push(self, message: Message, channel: int) -> bool:

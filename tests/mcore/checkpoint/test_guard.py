@@ -159,7 +159,7 @@ def test_what_cannot_be_loaded_is_one_line_on_every_rank(output):
     assert " (tensor decoder." in ffn
     assert step.endswith("there is no such directory; the newest intact one is --ckpt-step 4")
     assert "no checkpoint in" in missing and "--exit-on-missing-checkpoint" in missing
-    assert "could not be loaded: OptimizerParamScheduler" in schedule
+    assert "has another learning-rate schedule: " in schedule
     assert "has no intact checkpoint" in damaged and DATA[1] in damaged
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags import checks
+from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
 
 
 def test_arguments_are_left_alone_when_the_run_is_refused(parse):
@@ -39,8 +40,8 @@ def test_a_world_or_batch_that_does_not_divide_is_refused(parse, line, world_siz
 
 
 def _touch_dataset(folder, name: str) -> str:
-    for ending in (".idx", ".bin"):
-        (folder / (name + ending)).write_bytes(b"")
+    (folder / f"{name}.idx").write_bytes(b"MMIDIDX\x00\x00" + bytes(25))
+    (folder / f"{name}.bin").write_bytes(b"some tokens")
     return str(folder / name)
 
 
@@ -81,13 +82,13 @@ def test_a_yaml_configuration_cannot_drop_use_asynchzp_silently(flag):
 
 
 def test_saving_beside_training_needs_its_writer(parse, monkeypatch):
-    flags = "--async-save --use-persistent-ckpt-worker"
+    flags = "--save runs --save-interval 5 --async-save --use-persistent-ckpt-worker"
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match="^--async-save: .* add --async-strategy mcore$"):
-        checks.refuse_missing_writer(parse(flags))
-    checks.refuse_missing_writer(parse(f"{flags} --async-strategy mcore"))
+        checks.refuse_useless_saves(parse(flags))
+    checks.refuse_useless_saves(parse(f"{flags} --async-strategy mcore"))
     monkeypatch.setattr(checks, "find_spec", lambda name: object())
-    checks.refuse_missing_writer(parse(flags))
+    checks.refuse_useless_saves(parse(flags))
 
 
 @pytest.mark.parametrize(
@@ -119,3 +120,35 @@ def test_a_background_thread_is_refused_where_nccl_takes_two_launching_threads_f
     for environ in ({}, {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}):
         checks.refuse_racing_threads(threaded, is_cuda=True, environ=environ)
     checks.refuse_racing_threads(threaded, is_cuda=False, environ=IMPLICIT_ORDER)
+
+
+@pytest.mark.parametrize("flag", ["--asynchzp-memory-in-flight-gb", "--asynchzp-grad-slot-mb"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+def test_a_size_that_is_none_is_refused_in_one_line(parse, flag, value):
+    with pytest.raises(ConfigurationError, match=f"^{flag} .*: give a size larger than 0$"):
+        checks.prepare_args(parse(f"{flag}={value}"))
+
+
+def test_what_is_not_a_number_is_refused_in_one_line(parse, capsys):
+    with pytest.raises(SystemExit):
+        parse("--asynchzp-grad-slot-mb many")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "--asynchzp-grad-slot-mb: invalid float value: 'many'" in last
+
+
+def test_the_chunks_of_a_rank_share_its_memory_in_flight(parse):
+    args = parse("--asynchzp-memory-in-flight-gb 3 --asynchzp-grad-slot-mb 0.5")
+    args.virtual_pipeline_model_parallel_size = 2
+    schedule = resolve_schedule(args)
+    assert schedule.in_flight_nbytes == 3 * 2**29 and schedule.grad_slot_nbytes == 2**19
+
+
+def test_muon_needs_the_package_with_its_arithmetic_and_coefficients_it_knows(parse, monkeypatch):
+    checks.refuse_missing_muon(parse("--optimizer muon"))
+    with pytest.raises(ConfigurationError, match="^--muon-coefficient-type cubic .*quintic"):
+        checks.refuse_missing_muon(parse("--optimizer muon --muon-coefficient-type cubic"))
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    checks.refuse_missing_muon(parse())
+    for name in ("muon", "dist_muon"):
+        with pytest.raises(ConfigurationError, match="pip install emerging-optimizers$"):
+            checks.refuse_missing_muon(parse(f"--optimizer {name}"))

@@ -104,3 +104,10 @@ def test_what_megatron_switches_on_again_is_noticed(parse):
     args.use_distributed_optimizer = True
     with pytest.raises(ConfigurationError, match="use_distributed_optimizer"):
         confirm_args(args)
+
+
+def test_layer_wise_muon_becomes_muon_on_shards(parse):
+    args = parse("--optimizer dist_muon")
+    lines = normalize_args(args)
+    assert args.optimizer == "muon"
+    assert sum(line.startswith("optimizer = muon: ") for line in lines) == 1

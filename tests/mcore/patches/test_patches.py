@@ -162,7 +162,9 @@ def test_another_megatron_version_is_refused_before_anything_is_patched(
 
 def test_a_missing_megatron_is_reported_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core.package_info", None)
-    with pytest.raises(IncompatibleMegatron, match=re.escape("megatron-core[training]==0.19.2")):
+    with pytest.raises(
+        IncompatibleMegatron, match=re.escape("megatron-core[training]>=0.19,<0.20")
+    ):
         check_version()
 
 
@@ -222,14 +224,18 @@ def test_patching_adds_our_flags_and_nothing_else(unpatched):
         "--asynchzp-optim-shard-size",
         "--asynchzp-schedule",
         "--asynchzp-prefetch-depth",
+        "--asynchzp-memory-in-flight-gb",
+        "--asynchzp-grad-slot-mb",
         "--no-asynchzp-check-order",
         "--asynchzp-trace",
         "--asynchzp-verify",
         "--asynchzp-device",
+        "--asynchzp-verbose",
         "--use-pasa-attention",
         "--pasa-mode",
         "--pasa-vendor",
         "--pasa-shift-values",
+        "--asynchzp-capture-attention",
     }
 
 

@@ -4,7 +4,7 @@
 
 from typing import Any
 
-# Okabe and Ito's colours, told apart with any colour vision; where there are markers, in grey too.
+# Okabe and Ito's colours, which differ for any colour vision; where there are markers, in grey too.
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 PINK, YELLOW, VERMILION = "#CC79A7", "#F0E442", "#B03A00"
 INK, GREY, GRID, RED = "#333333", "#999999", "#dddddd", "#D00000"

@@ -1,26 +1,33 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns text files into Megatron's indexed dataset (PREFIX.bin, PREFIX.idx): one document per file,
-closed by the end-of-document token. Without inputs it takes the sources of Python's own standard
-library: real text that is on every machine.
+"""Turns text into Megatron's indexed dataset (PREFIX.bin, PREFIX.idx). A text file is one document,
+each line of a .jsonl file and each row of a .parquet file is one; each is closed by the
+end-of-document token. Without inputs it takes the sources of Python's own standard library: real
+text that is on every machine.
 """
 
 import argparse
 import contextlib
+import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
 import sysconfig
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from itertools import batched
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 BYTE_EOD = 256  # the ids below are the bytes themselves
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
+_BATCH = 64  # documents that a worker gets at once
 # Not text anyone would learn from: installed packages, and tests with odd encodings.
 STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
@@ -117,25 +124,115 @@ def list_files(inputs: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
     return files
 
 
-def read_documents(files: Iterable[Path], max_bytes: int | None) -> Iterator[tuple[str, bytes]]:
-    """(name, bytes) of each file that is not empty, `max_bytes` in all."""
+def read_documents(
+    files: Iterable[Path], max_bytes: int | None, column: str = "text"
+) -> Iterator[tuple[str, bytes]]:
+    """(name, bytes) of each document that is not empty, `max_bytes` in all.
+
+    column: where the text is in a line of JSON, or in a parquet file.
+    """
     left = max_bytes
     for path in files:
         try:
-            with path.open("rb") as file:
-                document = file.read(-1 if left is None else left)
+            for name, whole in _read_file(path, column, left):
+                document = whole[:left]
+                if document:
+                    yield name, document
+                if left is not None:
+                    left -= len(document)
+                    if left <= 0:
+                        return
         except OSError as error:
-            raise InputError(f"cannot read {path}: {error.strerror}") from error
-        if document:
-            yield str(path), document
-        if left is not None:
-            left -= len(document)
-            if left <= 0:
-                return
+            raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _read_file(path: Path, column: str, limit: int | None) -> Iterator[tuple[str, bytes]]:
+    if path.suffix == ".jsonl":
+        yield from _read_json_lines(path, column)
+    elif path.suffix == ".parquet":
+        yield from _read_parquet(path, column)
+    else:
+        with path.open("rb") as file:
+            yield str(path), file.read(-1 if limit is None else limit)
+
+
+def _read_json_lines(path: Path, column: str) -> Iterator[tuple[str, bytes]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            name = f"{path}, line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise InputError(f"{name} is not JSON: {error}") from error
+            text = row.get(column) if isinstance(row, dict) else None
+            if not isinstance(text, str):
+                raise InputError(
+                    f"{name} has no text under {column!r}; --column names another field"
+                )
+            yield name, text.encode()
+
+
+def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, bytes]]:
+    try:
+        from pyarrow import ArrowInvalid, parquet
+    except ModuleNotFoundError as error:
+        raise InputError(f"{path}: install megatron_asynchzp[data] for parquet files") from error
+    try:
+        file = parquet.ParquetFile(path)
+    except ArrowInvalid as error:
+        raise InputError(f"{path} is not a parquet file") from error
+    with file:
+        names = file.schema_arrow.names
+        if column not in names:
+            raise InputError(
+                f"{path} has no column {column!r}; --column names one of {', '.join(names)}"
+            )
+        rows = (row for batch in file.iter_batches(columns=[column]) for row in batch[0])
+        for number, row in enumerate(rows, 1):
+            text, name = row.as_py(), f"{path}, row {number}"
+            if not isinstance(text, str | None):
+                raise InputError(f"{name} is no text; --column names another column")
+            yield name, (text or "").encode()
+
+
+def encode_all(
+    documents: Iterable[tuple[str, bytes]], encoder: Encoder, workers: int = 1
+) -> Iterator[np.ndarray]:
+    """Token ids of each document, in order, from `workers` processes. A few batches are in memory
+    at a time, whatever the length of the input."""
+    if workers == 1:
+        yield from (encoder.encode(document, name) for name, document in documents)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (encoder,))
+    pending: deque[Future[list[np.ndarray]]] = deque()
+    try:
+        for batch in batched(documents, _BATCH):
+            pending.append(pool.submit(_encode_in_worker, batch))
+            if len(pending) > 2 * workers:
+                yield from pending.popleft().result()
+        while pending:
+            yield from pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_encoder_of_worker: list[Encoder] = []  # in a worker process, which has one for its whole life
+
+
+def _start_worker(encoder: Encoder) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends its workers
+    _encoder_of_worker[:] = [encoder]
+
+
+def _encode_in_worker(batch: tuple[tuple[str, bytes], ...]) -> list[np.ndarray]:
+    return [_encoder_of_worker[0].encode(document, name) for name, document in batch]
 
 
 def write_dataset(
-    documents: Iterable[tuple[str, bytes]], encoder: Encoder, prefix: Path
+    documents: Iterable[tuple[str, bytes]], encoder: Encoder, prefix: Path, workers: int = 1
 ) -> Summary:
     """Write PREFIX.bin and PREFIX.idx. They appear complete or not at all: written under other
     names in the same folder and renamed at the end, the index last, since without its index a
@@ -153,13 +250,12 @@ def write_dataset(
         prefix.parent.mkdir(parents=True, exist_ok=True)
         builder = IndexedDatasetBuilder(str(new_bin), dtype=encoder.dtype)
         with contextlib.closing(builder.data_file):
-            for name, document in documents:
-                ids = encoder.encode(document, name)
+            for ids in encode_all(documents, encoder, workers):
                 builder.add_document(ids, [len(ids)])
                 tokens += len(ids)
                 count += 1
             if not count:
-                raise InputError("the input holds no text: every file is empty")
+                raise InputError("the input holds no text: every document is empty")
             builder.finalize(str(new_idx))
         final_idx.unlink(missing_ok=True)
         new_bin.replace(final_bin)
@@ -173,7 +269,7 @@ def write_dataset(
 
 
 def with_progress(
-    documents: Iterable[tuple[str, bytes]], total_nbytes: int
+    documents: Iterable[tuple[str, bytes]], total_nbytes: int | None
 ) -> Iterator[tuple[str, bytes]]:
     """The same documents, with a bar in bytes on standard error while they are consumed."""
     from rich.console import Console
@@ -195,14 +291,24 @@ def _positive(text: str) -> int:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="prepare_data", description=__doc__)
-    parser.add_argument("inputs", nargs="*", type=Path, help="text files and folders of them")
+    parser = argparse.ArgumentParser(prog="asynchzp prepare-data", description=__doc__)
+    parser.add_argument(
+        "inputs", nargs="*", type=Path, help="files of text, .jsonl or .parquet, and folders"
+    )
     parser.add_argument("--output-prefix", type=Path, required=True, metavar="PREFIX")
     parser.add_argument(
         "--tokenizer",
         default="bytes",
         metavar="bytes|NAME_OR_PATH",
         help="bytes (default), or a Hugging Face tokenizer",
+    )
+    parser.add_argument(
+        "--column",
+        default="text",
+        help="field of a line of JSON, or column of a parquet file, with the text (default text)",
+    )
+    parser.add_argument(
+        "--workers", type=_positive, default=1, help="processes that tokenize (default 1)"
     )
     parser.add_argument("--max-bytes", type=_positive, help="stop after this much input")
     parser.add_argument(
@@ -215,17 +321,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def prepare(args: argparse.Namespace) -> str:
-    """Do what the command line asks; returns what to tell the user."""
+    """Do what the command line asks; returns what to print."""
     if not args.output_prefix.name:
         raise InputError(f"--output-prefix must end in a name: {args.output_prefix}")
     suffixes = tuple(s if s.startswith(".") else f".{s}" for s in args.suffix or TEXT_SUFFIXES)
     files = list_files(args.inputs, suffixes) if args.inputs else standard_library()
     encoder = ByteEncoder() if args.tokenizer == "bytes" else HuggingFaceEncoder(args.tokenizer)
     total = sum(path.stat().st_size for path in files)
-    documents = read_documents(files, args.max_bytes)
-    shown = with_progress(documents, min(total, args.max_bytes or total))
+    documents = read_documents(files, args.max_bytes, args.column)
+    is_text = all(path.suffix not in (".jsonl", ".parquet") for path in files)
+    shown = with_progress(documents, min(total, args.max_bytes or total) if is_text else None)
     with contextlib.closing(shown):
-        summary = write_dataset(shown, encoder, args.output_prefix)
+        summary = write_dataset(shown, encoder, args.output_prefix, args.workers)
     flags = " ".join(["--data-path", str(args.output_prefix), *encoder.training_flags()])
     return (
         f"{args.output_prefix}.bin, .idx: {summary.documents:,} documents, "
@@ -239,10 +346,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(prepare(args))
     except InputError as error:
-        print(f"prepare_data: {error}", file=sys.stderr)
+        print(f"asynchzp prepare-data: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("prepare_data: interrupted, nothing was written", file=sys.stderr)
+        print("asynchzp prepare-data: interrupted, nothing was written", file=sys.stderr)
         return 130
     return 0
 

@@ -3,7 +3,7 @@
 """Draws one training step of a pipeline, its stages below each other on one clock: what each stage
 computed, for which micro-batch, when it waited for parameters or gradients, and its bubbles.
 
-    python -m scripts.report.plot_pipeline trace.json trace.stage1.json --output pipeline.png
+    asynchzp plot-pipeline trace.json trace.stage1.json --output pipeline.png
 """
 
 import argparse
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_asynchzp.comm.timeline import WAIT, union_s
-from scripts.report.plot_timeline import OutputError, save_picture
-from scripts.report.step_trace import Computation, Trace, TraceError, read_trace
-from scripts.report.styles import BLUE, GREEN, INK, ORANGE, RED, SKY, bare, new_figure
+from megatron_asynchzp.tools.plot_timeline import OutputError, save_picture
+from megatron_asynchzp.tools.step_trace import Computation, Trace, TraceError, read_trace
+from megatron_asynchzp.tools.styles import BLUE, GREEN, INK, ORANGE, RED, SKY, bare, new_figure
 
 _COLOURS = {"forward": BLUE, "backward": GREEN}
 # Below each stage: what was on its way, as thin lines.
@@ -49,7 +49,7 @@ def phases(computations: Sequence[Computation]) -> list[Phase]:
 
 
 def chunk_of(unit: str) -> int:
-    """Which model chunk of its rank a unit belongs to: 0 where its name tells none."""
+    """Which model chunk of its rank a unit belongs to: 0 where its name has none."""
     first, _, _rest = unit.partition(".")
     digits = first.removeprefix("chunk")
     return int(digits) if first.startswith("chunk") and digits.isdigit() else 0
@@ -112,7 +112,9 @@ def _draw_spans(axes: Any, spans: Sequence, place: tuple, colour: str, shift_ms:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="plot_pipeline", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="asynchzp plot-pipeline", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="one trace per stage, first stage first"
     )
@@ -121,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         save_picture(make_figure([read_trace(path) for path in args.files]), args.output)
     except (TraceError, OutputError) as error:
-        print(f"plot_pipeline: error: {error}", file=sys.stderr)
+        print(f"asynchzp plot-pipeline: {error}", file=sys.stderr)
         return 2
     return 0
 

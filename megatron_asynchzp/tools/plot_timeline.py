@@ -3,7 +3,7 @@
 """Draws traces of one training step (--asynchzp-trace FILE) below each other on one time axis: what
 was computed, what was waited for and which collectives were on their way.
 
-    python -m scripts.report.plot_timeline inline.json threaded.json --output timeline.png
+    asynchzp plot inline.json threaded.json --output timeline.png
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_asynchzp.comm.timeline import COMPUTE, WAIT, Span
-from scripts.report.step_trace import (
+from megatron_asynchzp.tools.step_trace import (
     Computation,
     Trace,
     TraceError,
@@ -22,7 +22,7 @@ from scripts.report.step_trace import (
     short_names,
     unit_of,
 )
-from scripts.report.styles import BLUE, GREEN, INK, ORANGE, PINK, SKY, new_figure
+from megatron_asynchzp.tools.styles import BLUE, GREEN, INK, ORANGE, PINK, SKY, new_figure
 
 # Those that move bytes of the model; the comparison of the ranks' orders is too short to be seen.
 LANES = ("gather", "reduce", "grad-sync", "param-sync")
@@ -96,22 +96,39 @@ class _Panel:
     def _draw_computations(self, row: float) -> None:
         for span in self.trace.outer:
             if self.trace.computes_itself(span):
-                self._add_bar(span, row - 0.4, 0.8, facecolor=COLOURS[direction_of(span)])
-                self._add_label(span, row, self._names[unit_of(span)], FONT, "white")
+                parts = self._computing(span)
+                for part in parts:
+                    self._add_bar(part, row - 0.4, 0.8, facecolor=COLOURS[direction_of(span)])
+                self._add_name(max(parts, key=_length), row, unit_of(span), "white")
             else:
                 style = {"fill": False, "edgecolor": "#bbbbbb", "linewidth": 0.6}
                 self._add_bar(span, row - 0.46, 0.92, **style)
         for each in self.trace.computations:
             light = RECOMPUTED if each.is_recomputed else LIGHTER * (each.batch % 2)
-            self._add_bar(each, row - 0.4, 0.8, facecolor=_lighter(each.direction, light))
+            parts = self._computing(each)
+            for part in parts:
+                self._add_bar(part, row - 0.4, 0.8, facecolor=_lighter(each.direction, light))
             ink = INK if each.is_recomputed else "white"
-            self._add_label(each, row, self._names[each.unit], FONT, ink)
+            self._add_name(max(parts, key=_length), row, each.unit, ink)
         for phase, direction, batch in _phases(self.trace.computations):
             ms = [1e3 * phase.start, 1e3 * phase.end]
             self.axes.plot(ms, [row - 0.6] * 2, color=INK, linewidth=0.8, solid_capstyle="butt")
             for text in (f"{direction} {batch + 1}", f"{direction[0].upper()}{batch + 1}"):
                 if self._add_label(phase, row - 0.83, text, FONT + 0.5, INK):
                     break
+
+    def _computing(self, whole: Span | Computation) -> list[Span]:
+        """The parts of `whole` in which the main thread does not wait: it computes only then."""
+        parts, start = [], whole.start
+        for wait in sorted(self.trace.lane(WAIT), key=lambda span: span.start):
+            if wait.start >= whole.end:
+                break
+            if wait.start > start:
+                parts.append(Span(COMPUTE, "", start, wait.start))
+            start = max(start, wait.end)
+        if start < whole.end or not parts:
+            parts.append(Span(COMPUTE, "", min(start, whole.end), whole.end))
+        return parts
 
     def _draw_waits(self, row: float) -> None:
         for span in self.trace.lane(WAIT):  # one may be within another
@@ -125,7 +142,14 @@ class _Panel:
             for span in track:
                 self._add_bar(span, low, height, facecolor=COLOURS[lane])
                 if height * ROW_IN * 72 > FONT + 2:
-                    self._add_label(span, low + height / 2, self._names[span.name], FONT, INK)
+                    self._add_name(span, low + height / 2, span.name, INK)
+
+    def _add_name(self, span: Span | Computation, at: float, unit: str, ink: str) -> None:
+        """The name of a unit where it fits, else the number of its layer; no part of a word."""
+        name = self._names[unit]
+        for text in dict.fromkeys((name, name.partition(".")[0])):
+            if self._add_label(span, at, text, FONT, ink):
+                return
 
     def _add_bar(self, span: Span | Computation, low: float, height: float, **style) -> None:
         from matplotlib.patches import Rectangle
@@ -150,6 +174,10 @@ class _Panel:
             zorder=3,
         )
         return True
+
+
+def _length(span: Span) -> float:
+    return span.end - span.start
 
 
 def _lighter(direction: str, share: float) -> tuple[float, ...]:
@@ -230,18 +258,18 @@ def save_picture(figure: Any, output: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="plot_timeline.py", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="asynchzp plot", description=__doc__.split("\n\n")[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a trace of one step")
     parser.add_argument("--output", type=Path, required=True, metavar="PNG", help="the picture")
     args = parser.parse_args(argv)
     try:
         write_picture(args.files, args.output)
     except (TraceError, OutputError) as error:
-        print(f"plot_timeline: {error}", file=sys.stderr)
+        print(f"asynchzp plot: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         message = f"{error.name} is not installed; install megatron_asynchzp[plots]"
-        print(f"plot_timeline: {message}", file=sys.stderr)
+        print(f"asynchzp plot: {message}", file=sys.stderr)
         return 2
     return 0
 

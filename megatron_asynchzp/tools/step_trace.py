@@ -161,13 +161,13 @@ def number_batches(leaves: Sequence[Span]) -> list[Computation]:
 
 
 def short_names(units: Iterable[str]) -> dict[str, str]:
-    """What tells a unit from the others in little space: the number of a layer, else a word."""
+    """A name that no other unit has: the number of a layer and what follows it, else a word."""
     names = {}
     for unit in units:
         words = [word for word in unit.split(".") if word not in ("module", "weight")] or [unit]
         numbers = [i for i, word in enumerate(words) if word.isdigit()]
         if numbers:
-            names[unit] = ".".join([words[numbers[0]], *(w[:3] for w in words[numbers[0] + 1 :])])
+            names[unit] = ".".join(words[numbers[0] :])
         else:
-            names[unit] = re.sub(r"_?(layer|embeddings?)$", "", words[-1])[:6] or words[-1][:5]
+            names[unit] = re.sub(r"_?(layer|embeddings?)$", "", words[-1]) or words[-1]
     return names

@@ -1,0 +1,67 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The console command `asynchzp COMMAND ...`: one name for what a user starts by hand. Each command
+is a module of its own, imported when it is asked for."""
+
+import sys
+from difflib import get_close_matches
+from importlib import import_module
+from typing import NamedTuple
+
+from megatron_asynchzp import __version__
+
+_EXIT_USAGE = 2
+
+
+class Command(NamedTuple):
+    """`function` of `module` gets the words after the command; it returns an exit status or ends
+    the process itself."""
+
+    module: str
+    function: str
+    purpose: str
+
+
+COMMANDS = {
+    "launch": Command("launch", "start", "train with torchrun and an unmodified Megatron script"),
+    "prepare-data": Command("tools.prepare_data", "main", "text to Megatron's indexed dataset"),
+    "plot": Command("tools.plot_timeline", "main", "a picture of traces (--asynchzp-trace)"),
+    "plot-pipeline": Command("tools.plot_pipeline", "main", "a picture of a pipeline's stages"),
+    "hf": Command("hf.__main__", "main", "checkpoints to Hugging Face directories and back"),
+    "inspect": Command("attention.inspect", "main", "whether a model needs PASA attention"),
+}
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.purpose}" for name, command in COMMANDS.items()]
+    return "\n".join(("usage: asynchzp COMMAND ... | --version", "", *lines, "")) + (
+        "\nasynchzp COMMAND --help lists the options of a command.\n"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Returns its exit status; 2 for a command that is not there."""
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in ("-h", "--help"):
+        print(usage(), end="")
+        return 0
+    if words == ["--version"]:
+        print(f"megatron_asynchzp {__version__}")
+        return 0
+    if not words:
+        print(usage(), end="", file=sys.stderr)
+        return _EXIT_USAGE
+    name, *rest = words
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, 1)
+        hint = f"; the nearest is {near[0]}" if near else f" ({', '.join(COMMANDS)})"
+        print(f"asynchzp: {name}: no such command{hint}", file=sys.stderr)
+        return _EXIT_USAGE
+    command = COMMANDS[name]
+    function = getattr(import_module(f"megatron_asynchzp.{command.module}"), command.function)
+    return function(rest) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Muon on sharded main parameters: Megatron's arithmetic, on matrices each of which is whole on one
+rank while it is orthogonalised; and Adam for all other parameters.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from emerging_optimizers.utils import fp32_matmul_precision
+from megatron.core.optimizer import _get_megatron_optimizer_based_on_param_groups
+from megatron.core.optimizer.emerging_optimizers import (
+    _EMERGING_OPTIMIZERS,
+    TensorParallelMuon,
+    _eopt_init_state_fn,
+    _get_qkv_split_shapes,
+    _is_nonlinear_or_embedding,
+    _muon_config_to_kwargs,
+)
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_asynchzp.comm.collectives import Steps
+from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
+from megatron_asynchzp.zero.whole_matrices import Matrix, Pieces, Round, plan_rounds
+
+_Groups = Mapping[torch.nn.Parameter, dict[str, Any]]
+"""Of each fragment, its parameter group."""
+
+
+class ShardedMuon(TensorParallelMuon):
+    """Megatron's Muon, whose parameters are 1-D fragments of matrices.
+
+        main        momentum |          | orthogonalise 0 |          | orthogonalise 1 | update 0
+        matrices             | gather 0 | gather 1        | return 0 | gather 2        | return 1
+
+    Weight decay, momentum and the update work on the fragments. Newton-Schulz needs the matrix:
+    round by round each is gathered on its owner, orthogonalised there, and sent back, while the
+    owners work on the next round. Beside its shards a rank holds three rounds at most.
+
+    param_groups: of fragments; matrices: to which they belong, those of other ranks included, in an
+    order equal on all ranks of their sharding groups; fragments: of each model parameter of which
+    this rank owns an element; options: of TensorParallelMuon.
+
+    Tensor-parallel ranks own the same matrices in the same rounds, so Megatron may make collectives
+    of its own between them while it orthogonalises (--muon-tp-mode duplicated, distributed).
+    """
+
+    def __init__(
+        self,
+        param_groups: list[dict[str, Any]],
+        matrices: Sequence[Matrix],
+        fragments: Mapping[torch.nn.Parameter, torch.nn.Parameter],
+        driver: Driver,
+        options: dict[str, Any],
+    ):
+        super().__init__(param_groups, **options)
+        self._fragment_of = {m: fragments[m.param] for m in matrices if m.param in fragments}
+        self._driver = driver
+        self._rounds = list(_rounds_of(matrices))
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:
+        """Update the fragments. Collective over the O ranks of every sharding group."""
+        group_of: dict[torch.nn.Parameter, dict[str, Any]] = {}
+        for group in self.param_groups:
+            self._init_group(group)
+            for param in group["params"]:
+                group_of[param] = group
+                self._apply_weight_decay_inplace(
+                    param, param.grad, group["lr"], group["weight_decay"]
+                )
+                self.state[param]["momentum_buffer"].lerp_(param.grad, 1 - group["momentum"])
+        exchanges = (self._start(number, group_of) for number in range(len(self._rounds)))
+        coming, returning = next(exchanges, None), None
+        while (exchange := coming) is not None:
+            coming = next(exchanges, None)
+            self._orthogonalize(exchange)
+            self._update(returning, group_of)
+            returning = exchange
+        self._update(returning, group_of)
+
+    def _start(self, number: int, group_of: _Groups) -> "_Exchange":
+        """Begin to gather the matrices of a round on their owners."""
+        round_ = self._rounds[number]
+        pieces = {matrix: self._direction(matrix, group_of) for matrix in round_.matrices}
+        exchange = _Exchange(self._driver, f"round-{number}", round_, pieces)
+        exchange.gather()
+        return exchange
+
+    def _direction(self, matrix: Matrix, group_of: _Groups) -> torch.Tensor:
+        """What is to be orthogonalised, as far as this rank has it: the momentum, or Nesterov's."""
+        fragment: Any = self._fragment_of.get(matrix)
+        if fragment is None:
+            return torch.empty(0, device=matrix.unit.device)
+        momentum = self.state[fragment]["momentum_buffer"]
+        if self.nesterov:
+            return fragment.grad.lerp(momentum, group_of[fragment]["momentum"])
+        return momentum.clone()
+
+    def _orthogonalize(self, exchange: "_Exchange") -> None:
+        """Work on the matrices of which this rank is the owner, and begin to send them back."""
+        exchange.wait()
+        with fp32_matmul_precision(self.fp32_matmul_prec):
+            for matrix, whole in exchange.wholes.items():
+                result = self.orthogonalize(matrix.param, whole.view(matrix.shape))
+                whole.copy_(result.reshape(-1))
+        exchange.send_back()
+
+    def _update(self, exchange: "_Exchange | None", group_of: _Groups) -> None:
+        if exchange is None:
+            return
+        exchange.wait()
+        for matrix, piece in exchange.pieces.items():
+            if (fragment := self._fragment_of.get(matrix)) is not None:
+                fragment.add_(piece, alpha=-group_of[fragment]["lr"])
+
+
+class _Exchange:
+    """A round in one step. Its memory belongs to the stream that computes.
+
+    pieces: of every matrix what this rank holds of it, and at last what has become of that; wholes:
+    the matrices that this rank owns.
+    """
+
+    def __init__(self, driver: Driver, name: str, round_: Round, pieces: Pieces):
+        self._driver, self._name, self._round = driver, name, round_
+        self.pieces = pieces
+        self.wholes: Pieces = {
+            matrix: torch.empty(matrix.numel, device=matrix.unit.device) for matrix in round_.owned
+        }
+
+    def gather(self) -> None:
+        self._submit(lambda: self._round.gather_steps(self.pieces, self.wholes))
+
+    def send_back(self) -> None:
+        self._submit(lambda: self._round.return_steps(self.wholes, self.pieces))
+
+    def _submit(self, start: Callable[[], Steps]) -> None:
+        ready = (self._driver.device.record_event(),)
+        task = Task("matrices", self._name, self._round.axes, start, ready)
+        self._task = self._driver.submit(task)
+
+    def wait(self) -> None:
+        """Let the stream that computes use what was submitted last."""
+        self._task.wait()
+
+
+def _rounds_of(matrices: Sequence[Matrix]) -> Iterator[Round]:
+    """The rounds of each sharding group, one group after the other."""
+    for groups in dict.fromkeys(matrix.unit.groups for matrix in matrices):
+        together = [matrix for matrix in matrices if matrix.unit.groups is groups]
+        yield from plan_rounds(together, [cost_of(matrix.shape) for matrix in together], groups)
+
+
+def cost_of(shape: Sequence[int]) -> float:
+    """Multiplications of one Newton-Schulz step: X X', the square of that, and that times X."""
+    short, long = sorted(shape)
+    return 2.0 * short * short * long + float(short) ** 3
+
+
+def muon_overrides() -> dict:
+    """Megatron's rule, for parameter groups: embeddings, output layers and what is not a matrix
+    have Adam."""
+    return _EMERGING_OPTIMIZERS["muon"].default_param_overrides
+
+
+def _matrices_of(chunk: AsyncHZPDataParallel) -> Iterator[Matrix]:
+    """The parameters of a chunk that have Muon, those of other ranks included."""
+    for unit in chunk.units:
+        for index, param in enumerate(unit.params):
+            if unit.is_trained and not _is_nonlinear_or_embedding(param):
+                yield Matrix(unit, index)
+
+
+def _mark_matrices(chunk: AsyncHZPDataParallel) -> None:
+    """Set the attributes that Megatron's Muon looks at, as Megatron does: on projections to
+    queries, keys and values, and on the parameters of experts."""
+    qkv_split_shapes = _get_qkv_split_shapes(chunk.config)
+    for name, param in chunk.named_parameters():
+        marked: Any = param
+        if "experts" in name and "shared" not in name:
+            marked.expert_tp = True
+        is_qkv = "linear_qkv.weight" in name and param.dim() == 2
+        if is_qkv and param.shape[0] % sum(qkv_split_shapes) == 0:
+            marked.is_qkv, marked.qkv_split_shapes = True, qkv_split_shapes
+
+
+def build_muon(
+    config: OptimizerConfig,
+    model_chunks: Sequence[AsyncHZPDataParallel],
+    param_groups: Sequence[dict[str, Any]],
+    fragments: Mapping[torch.nn.Parameter, torch.nn.Parameter],
+    pg_collection: ProcessGroupCollection,
+) -> tuple[list[torch.optim.Optimizer], Callable]:
+    """Muon for matrices and Adam for the rest, and the function that makes their state.
+
+    param_groups: of fragments, made with muon_overrides; fragments: see ShardedMuon.
+    """
+    for chunk in model_chunks:
+        _mark_matrices(chunk)
+    muon = ShardedMuon(
+        [group for group in param_groups if "optimizer" not in group],
+        [matrix for chunk in model_chunks for matrix in _matrices_of(chunk)],
+        fragments,
+        model_chunks[0].communication.driver,
+        _muon_config_to_kwargs(config, list(model_chunks), pg_collection),
+    )
+    adam_config = copy(config)
+    adam_config.optimizer = "adam"
+    built: Any = _get_megatron_optimizer_based_on_param_groups(
+        adam_config,
+        list(model_chunks),
+        [group for group in param_groups if "optimizer" in group],
+        skip_megatron_wrapping=True,
+    )
+    adam, init_adam = built
+
+    def init_state(_: Any, config: OptimizerConfig | None = None) -> None:
+        _eopt_init_state_fn(muon)
+        init_adam(adam, config)
+
+    return [muon, adam], init_state

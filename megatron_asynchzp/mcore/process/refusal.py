@@ -1,0 +1,73 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""How a rank ends that refuses its command line: one line, from one rank of a node. Importing this
+file loads no torch.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.command_line import check_command_line
+
+# As argparse exits for a wrong command line.
+EXIT_USAGE = 2
+
+# How long the other ranks of a node wait for its first one to print. torchrun ends them as soon as
+# that one has failed; a rank that fails alone prints after this time.
+_FIRST_RANK_PRINTS_S = 15.0
+
+
+def check_or_exit(argv: Sequence[str], world_size: int | None) -> None:
+    """End the process with one line for a command line that cannot be meant; see
+    check_command_line."""
+    try:
+        check_command_line(argv, world_size)
+    except ConfigurationError as error:
+        report(error)
+        sys.exit(EXIT_USAGE)
+
+
+def world_size() -> int | None:
+    """Ranks of the run, which torchrun gives to each of them; None for a process without it."""
+    ranks = os.environ.get("WORLD_SIZE", "")
+    return int(ranks) if ranks.isdecimal() else None
+
+
+def report(error: BaseException) -> None:
+    """Print an error of ours as one line on stderr, once per node.
+
+    torchrun repeats the line in the table that it ends with, so that it is the last thing on the
+    screen there too.
+    """
+    obey_sigterm()
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_FIRST_RANK_PRINTS_S)
+    _leave_for_torchrun(str(error))
+    print(f"megatron_asynchzp: {error}", file=sys.stderr, flush=True)
+
+
+def obey_sigterm() -> None:
+    """Let SIGTERM end this process from now on, for a main thread that is about to end anyway.
+
+    A run that saves has Megatron's handler, which only takes note: torchrun, which sends SIGTERM
+    to all ranks when one has failed, would wait for them.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _leave_for_torchrun(line: str) -> None:
+    """In the file and form in which torch.distributed.elastic expects the error of a rank."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    about = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+    try:
+        Path(path).write_text(json.dumps({"message": about}))
+    except OSError:
+        pass  # the line is printed all the same

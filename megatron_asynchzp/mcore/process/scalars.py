@@ -1,0 +1,55 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a run writes to TensorBoard and Weights & Biases, through the writers that Megatron has
+opened on its last rank (--tensorboard-dir, --wandb-project), whenever it logs a step.
+"""
+
+from typing import Any
+
+from megatron_asynchzp.mcore.process.communication import CommReport, Communication
+
+
+def write_scalars(communication: Communication, report: CommReport) -> None:
+    """Write the tags of `scalars_of`; does nothing on ranks without a writer."""
+    from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
+
+    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if tensorboard or wandb:
+        # Megatron counts a step when it has logged it.
+        step = get_args().curr_iteration + 1
+        write_to(tensorboard, wandb, scalars_of(communication, report), step)
+
+
+def write_to(tensorboard: Any, wandb: Any, scalars: dict[str, float], step: int) -> None:
+    """Either writer may be None."""
+    if tensorboard:
+        for tag, value in scalars.items():
+            tensorboard.add_scalar(tag, value, step)
+    if wandb:
+        wandb.log(scalars, step)
+
+
+def scalars_of(communication: Communication, report: CommReport) -> dict[str, float]:
+    """Tags and values of one log line; bytes are of this rank."""
+    scalars: dict[str, float] = {
+        "asynchzp/exposed-communication-ms": report.exposed_ms,
+        "asynchzp/overlap-percent": report.overlap_percent,
+        "asynchzp/gathers-per-step": report.gathers_per_step,
+        "asynchzp/reductions-per-step": report.reductions_per_step,
+        "asynchzp/bytes-at-rest": nbytes_at_rest(communication),
+        "asynchzp/bytes-in-flight": communication.nbytes_in_flight(),
+    }
+    for what, (saved, nbytes) in communication.kept().items():
+        scalars[f"asynchzp/{what}-saved"] = saved
+        scalars[f"asynchzp/bytes-kept-to-save-{what}"] = nbytes
+    return scalars
+
+
+def nbytes_at_rest(communication: Communication) -> int:
+    """Bytes of this rank's shards, the moments of the optimizer included."""
+    from megatron.training import get_args
+
+    from megatron_asynchzp.mcore.start_table import moments_nbytes, state_nbytes_allocated
+
+    units = [unit for runtime in communication.runtimes for unit in runtime.units]
+    return sum(state_nbytes_allocated(units, moments_nbytes(get_args())).values())

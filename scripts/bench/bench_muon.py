@@ -1,0 +1,84 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What Muon costs beside Adam: milliseconds and bytes between nodes of a step, of AsyncHZP and of
+stock Megatron, on 2 x 2 ranks of an emulated cluster, in turns. Writes JSON lines.
+
+    python -m scripts.bench.bench_muon --out runs/muon.jsonl
+    python -m scripts.bench.bench_muon --repetitions 1 --steps 3     # a minute or two
+"""
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+
+from megatron_asynchzp.testbed.contenders.side_by_side import Contender
+from megatron_asynchzp.testbed.contenders.workload import Workload
+from megatron_asynchzp.testbed.machine import machine_record
+from megatron_asynchzp.testbed.megatron_flags import size_flags
+from megatron_asynchzp.testbed.profile import PROFILES, named_profile
+from megatron_asynchzp.testbed.ranks import Cluster
+from scripts.bench.compare_measure import RUN_LIMIT_S, measure, prepare_environment
+from scripts.report.records import append
+
+NODES, RANKS_PER_NODE = 2, 2
+# A CPU emulates bf16, Megatron's default for the iteration, more slowly than it computes fp32.
+_MUON = ("--optimizer", "muon", "--muon-fp32-matmul-prec", "high")
+_OURS = tuple(size_flags((2, 2, 4)))
+_DDP = ("--overlap-grad-reduce",)
+_DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+_OUR_NAME, _DDP_NAME = "AsyncHZP (2,2,4)", "stock DDP"
+CONTENDERS = [
+    Contender(_OUR_NAME, "Adam", flags=_OURS),
+    Contender(_OUR_NAME, "Muon", flags=(*_OURS, *_MUON)),
+    Contender(_DDP_NAME, "Adam", flags=_DDP),
+    Contender(_DDP_NAME, "Muon", flags=(*_DDP, *_MUON)),
+    Contender("stock distributed optimizer", "Adam", flags=_DISTRIBUTED),
+    Contender("stock distributed optimizer", "Muon", flags=(*_DISTRIBUTED, *_MUON)),
+]
+
+
+def main() -> None:
+    args = parse_args(sys.argv[1:])
+    prepare_environment()
+    cluster = Cluster(NODES, RANKS_PER_NODE, named_profile(args.profile))
+    workload = Workload(layers=args.layers, hidden=args.hidden, steps=args.steps)
+    common = {"bench": "muon", "profile": args.profile, "workload": asdict(workload)}
+    log = args.out.with_suffix(".log")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    append(args.out, machine_record())
+    for repetition in range(args.repetitions):
+        for one in CONTENDERS:
+            found = measure(cluster, workload, one, RUN_LIMIT_S, log)
+            record = common | {"system": one.name, "optimizer": one.family} | found
+            append(args.out, record | {"repetition": repetition})
+            Console(stderr=True).print(_line(record), highlight=False, soft_wrap=True)
+
+
+def _line(record: dict) -> str:
+    name = f"{record['system']}, {record['optimizer']}"
+    if "reason" in record:
+        return f"{name}: {record['reason']}"
+    return f"{name}: {median(record['step_ms']):.0f} ms, {record['node_nbytes'] / 1e6:.2f} MB"
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--profile", default="slow-between-nodes", choices=sorted(PROFILES))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=6, help="timed steps of a run")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("runs/muon.jsonl"), metavar="FILE")
+    args = parser.parse_args(argv)
+    for name in ("layers", "hidden", "steps", "repetitions"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What is read off a command line before anything heavy is imported, beside Megatron's parser."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_asynchzp.attention.delegate import VENDOR_NAMES
+from megatron_asynchzp.attention.pasa import MODES
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.attention.flags import MODE_CHOICES, VENDOR_CHOICES
+from megatron_asynchzp.mcore.flags.asynchzp import GRAD_SLOT_MIB, SCHEDULE_CHOICES
+from megatron_asynchzp.mcore.flags.command_line import (
+    check_command_line,
+    command_line_parser,
+    mistyped,
+    own_flags,
+)
+from megatron_asynchzp.mcore.flags.refusals import REFUSALS
+from megatron_asynchzp.zero.config import AUTO, DEFAULT_GRAD_SLOT_NBYTES, SCHEDULES
+
+
+def test_choices_are_those_of_the_engine_and_of_the_attention():
+    assert (AUTO, *SCHEDULES) == SCHEDULE_CHOICES
+    assert GRAD_SLOT_MIB * 2**20 == DEFAULT_GRAD_SLOT_NBYTES
+    assert MODE_CHOICES == MODES and ("auto", *VENDOR_NAMES) == VENDOR_CHOICES
+
+
+def test_megatrons_flags_are_read_as_megatron_reads_them(parser):
+    theirs = {flag: one for one in parser._actions for flag in one.option_strings}
+    for action in command_line_parser()._actions:
+        (flag,) = action.option_strings
+        if flag in own_flags() - theirs.keys():  # of PASA, which this parser was not given
+            continue
+        other = theirs[flag]
+        assert (action.dest, action.default, type(action)) == (
+            other.dest,
+            other.default,
+            type(other),
+        ), flag
+        assert (action.nargs, action.type or str) == (other.nargs, other.type or str) or (
+            flag == "--rampup-batch-size"
+        ), flag
+
+
+def test_no_flag_of_megatron_is_taken_for_a_mistyped_flag_of_ours(parser):
+    own = own_flags()
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    assert len(flags) > 500
+    assert not {flag: meant for flag in flags - own if (meant := mistyped(flag, own))}
+
+
+@pytest.mark.parametrize("flag", sorted(own_flags()))
+def test_a_letter_left_out_of_a_flag_of_ours_names_the_flag(flag):
+    own = own_flags()
+    for at in range(6, len(flag)):
+        wrong = flag[:at] + flag[at + 1 :]
+        if wrong not in own:
+            assert mistyped(wrong, own) == flag, wrong
+
+
+_LATER = {"--fp8-format", "--fp4-format"}  # Megatron keeps them under another name
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.flag)
+def test_what_one_flag_decides_is_refused_with_the_line_of_the_full_check(refusal):
+    words = ["--use-asynchzp", *refusal.example.split()]
+    if not refusal.is_decided_by_flag:
+        check_command_line(words)
+        return
+    with pytest.raises(ConfigurationError) as refused:
+        check_command_line(words)
+    assert str(refused.value) == str(refusal)
+
+
+def test_most_refusals_are_decided_by_one_flag():
+    later = {refusal.flag for refusal in REFUSALS if not refusal.is_decided_by_flag}
+    assert len(later) < len(REFUSALS) / 4 and later >= _LATER
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "--num-layers 2 --tensor-model-parallel-size 3",
+        "--use-asynchzp --asynchzp-param-shard-size=2 --asynchzp-optim-shard-size 4",
+        "--use-asynchzp --save runs --save-interval 10 --load runs",
+        "--use-asynchzp --use-checkpoint-args --tensor-model-parallel-size 3",
+        "--use-asynchzp --cuda-graph-impl none --ckpt-format torch_dist",
+        "--asynchzp-device cpu",
+        "--use-pasa-attention --pasa-mode block",
+        "--use-asynchzp --no-such-flag-of-megatron 1",
+    ],
+)
+def test_what_can_be_meant_is_let_through(line):
+    check_command_line(line.split(), world_size=4)
+
+
+def test_checking_a_command_line_loads_neither_torch_nor_megatron():
+    code = (
+        "import sys, megatron_asynchzp.launch, megatron_asynchzp.command; "
+        "print([m for m in ('torch', 'numpy', 'megatron') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,156 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs with --optimizer muon: against one stock rank, against stock on as many ranks, saved
+and resumed on other sizes.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_asynchzp.testbed.megatron_flags import size_flags
+from megatron_asynchzp.testbed.megatron_runs import (
+    BF16,
+    MIXTURE_OF_EXPERTS,
+    UNTIED,
+    gpt_args,
+    run_pretrain,
+)
+from tests.mcore.test_parity import PIPELINE, TENSOR, TWO_EXPERT_RANKS
+from tests.support.checkpoints import NUM_STEPS, SAVED_AT, Job
+from tests.support.engine import nested_sizes
+from tests.support.parity import Variant, assert_equal_runs, compare
+from tests.support.world import on_ranks
+
+pytestmark = pytest.mark.slow
+
+# Newton-Schulz in fp32: rounding to bf16, Megatron's default, would hide what differs.
+MUON = ("--optimizer", "muon", "--muon-fp32-matmul-prec", "high")
+STEPS, TOLERANCE = 20, 1e-5
+DUPLICATED = ("--muon-tp-mode", "duplicated")
+DISTRIBUTED = ("--muon-tp-mode", "distributed")
+QUERY_GROUPS = ("--swiglu", "--group-query-attention", "--num-query-groups", "2")
+
+
+def params_of(chunks: list, _: object) -> dict[str, np.ndarray]:
+    """Every parameter of this rank's model, whole. Tensors would end with the rank."""
+    from megatron_asynchzp.mcore.whole_tensors import whole_params
+
+    found = {}
+    for chunk in chunks:
+        is_sharded = hasattr(chunk, "runtime")
+        named = whole_params(chunk.runtime) if is_sharded else chunk.named_parameters()
+        found |= {n.replace("module.", ""): param.detach().clone().numpy() for n, param in named}
+    return found
+
+
+def train(flags: tuple[str, ...], all_sizes: list) -> list[dict[str, np.ndarray]]:
+    """The parameters after STEPS, with each of the sizes; None stands for stock Megatron."""
+    found = []
+    for sizes in all_sizes:
+        ours = [] if sizes is None else size_flags(sizes)
+        argv = gpt_args(*MUON, *flags, "--train-iters", str(STEPS), *ours)
+        found.append(run_pretrain(argv, inspect=params_of).inspected)
+    return found
+
+
+def assert_slices_of(params: dict, whole: dict, rank: int, case: object) -> None:
+    """Whether each of `params` is the reference, or this tensor-parallel rank's part of it."""
+    assert set(params) == set(whole)
+    for name, param in params.items():
+        expected = torch.from_numpy(whole[name])
+        for dim, (mine, full) in enumerate(zip(param.shape, expected.shape, strict=True)):
+            if mine != full:
+                expected = expected.chunk(full // mine, dim)[rank % (full // mine)]
+        torch.testing.assert_close(
+            torch.from_numpy(param), expected, rtol=TOLERANCE, atol=TOLERANCE, msg=f"{name}, {case}"
+        )
+
+
+@pytest.mark.parametrize("embedding", [(), tuple(UNTIED)], ids=["tied", "untied"])
+def test_every_nesting_of_4_ranks_ends_with_the_parameters_of_one_stock_rank(embedding):
+    ((whole,),) = on_ranks(train, 1, embedding, [None], timeout_s=600)
+    sizes = nested_sizes(4)
+    for rank, found in enumerate(on_ranks(train, 4, embedding, sizes, timeout_s=1800)):
+        for one, params in zip(sizes, found, strict=True):
+            assert_slices_of(params, whole, rank, one)
+
+
+TOGETHER = {"duplicated, untied": (*DUPLICATED, *UNTIED), "distributed, tied": DISTRIBUTED}
+
+
+@pytest.mark.parametrize("flags", TOGETHER.values(), ids=TOGETHER)
+def test_tensor_parallel_ranks_that_work_together_end_as_one_stock_rank(flags):
+    # Queries, keys and values of all heads are not one matrix on a tensor-parallel rank.
+    flags, sizes = (*flags, "--muon-no-split-qkv"), [(1, 1, 1), (1, 2, 2), (2, 1, 2)]
+    ((whole,),) = on_ranks(train, 1, flags, [None], timeout_s=600)
+    ours = on_ranks(train, 4, (*flags, *TENSOR), sizes, timeout_s=1800)
+    for rank, found in enumerate(ours):
+        for one, params in zip(sizes, found, strict=True):
+            assert_slices_of(params, whole, rank, one)
+
+
+NESTEROV = ("--muon-nesterov", "--muon-no-split-qkv")
+MANY = [(1, 2, 4), (2, 1, 2), (4, 4, 4)]
+CASES = {
+    "one rank": [
+        (Variant("muon", MUON), MANY),
+        (Variant("muon, Nesterov, whole queries", (*MUON, *NESTEROV)), [(2, 4, 4)]),
+        (Variant("muon, grouped queries", (*MUON, *QUERY_GROUPS), 3), [(2, 2, 4)]),
+    ],
+    "two ranks": [
+        (Variant("muon, tensor parallel", (*MUON, *TENSOR), 3, 2), nested_sizes(2)),
+        (Variant("muon, duplicated", (*MUON, *TENSOR, *DUPLICATED), 1, 2), [(1, 2, 2)]),
+        (Variant("muon, pipeline", (*MUON, *PIPELINE, *UNTIED), 3, 2), [(2, 1, 2)]),
+    ],
+    "experts": [
+        (Variant("muon, experts", (*MUON, *MIXTURE_OF_EXPERTS)), MANY[:1]),
+        (Variant("muon, experts on 2 ranks", (*MUON, *TWO_EXPERT_RANKS)), MANY),
+    ],
+}
+
+
+@pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
+def test_a_run_is_that_of_stock_muon_on_as_many_ranks(cases):
+    assert_equal_runs(on_ranks(compare, 4, cases, 10, timeout_s=1800)[0])
+
+
+MOVES = {
+    Job((2, 1, 4), MUON): [
+        Job((1, 2, 2), MUON),
+        Job((1, 1, 1), (*MUON, *PIPELINE)),
+        Job(None, MUON),
+    ],
+    Job((2, 2, 4), (*MUON, *TWO_EXPERT_RANKS)): [Job((4, 1, 4), (*MUON, *MIXTURE_OF_EXPERTS))],
+    Job(None, (*MUON, *UNTIED)): [Job((2, 1, 4), (*MUON, *UNTIED))],
+}
+
+
+def move_all(folder: Path) -> list[tuple[Job, Job, list, list]]:
+    moved = []
+    for number, (origin, targets) in enumerate(MOVES.items()):
+        whole = origin.train_and_save(folder / str(number)).losses[SAVED_AT:]
+        for target in targets:
+            losses = target.resume(folder / str(number)).losses
+            moved.append((origin, target, whole, losses))
+    return moved
+
+
+def test_a_run_resumes_on_other_sizes_and_from_and_to_stock(tmp_path):
+    for origin, target, whole, losses in on_ranks(move_all, 4, tmp_path, timeout_s=1800)[0]:
+        assert len(losses) == NUM_STEPS - SAVED_AT
+        assert losses == pytest.approx(whole, rel=1e-6), (origin, target)
+
+
+def repeat(sizes: tuple, folder: Path) -> tuple:
+    job = Job(sizes, (*MUON, *BF16))
+    whole, rest = job.train_and_save(folder), job.resume(folder)
+    states = zip(whole.inspected, rest.inspected, strict=True)
+    return whole.steps[SAVED_AT:], rest.steps, all(torch.equal(*pair) for pair in states)
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(tmp_path):
+    for whole, rest, is_same_state in on_ranks(repeat, 4, (2, 4, 4), tmp_path):
+        assert len(rest) == NUM_STEPS - SAVED_AT and rest == whole and is_same_state

@@ -1,0 +1,154 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes that users make, each of which ends in one line and a status that is not 0, before
+anything is trained."""
+
+import os
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_asynchzp import command
+
+SCRIPT = "train.py"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the command is given: with a script, a dataset, broken datasets and a file."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 0, 0)
+    (tmp_path / SCRIPT).write_text("raise SystemExit('the script was started')\n")
+    for name, idx, data in (
+        ("good", index, b"tokens"),
+        ("empty", b"", b"tokens"),
+        ("foreign", b"PK\x03\x04 an archive", b"tokens"),
+        ("hollow", index, b""),
+    ):
+        (tmp_path / f"{name}.idx").write_bytes(idx)
+        (tmp_path / f"{name}.bin").write_bytes(data)
+    (tmp_path / "half.idx").write_bytes(index)
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "nothing.txt").write_text("")
+    (tmp_path / "notokenizer").mkdir()
+    return tmp_path
+
+
+def trains(flags: str, ranks: int = 4) -> str:
+    return f"launch --nproc-per-node {ranks} {SCRIPT} {flags}"
+
+
+def uses(flags: str, ranks: int = 4) -> str:
+    return trains(f"--use-asynchzp {flags}", ranks)
+
+
+# fmt: off
+MISTAKES = {
+    "a command that is not there": ("lunch train.py", "no such command; the nearest is launch"),
+    "a script that is not there": ("launch absent.py", "absent.py: no such script"),
+    "our main flag mistyped": (trains("--use-asynchpz"), "the nearest is --use-asynchzp"),
+    "a flag of ours mistyped": (
+        uses("--asynchzp-param-shard-sz 2"), "the nearest is --asynchzp-param-shard-size"),
+    "a flag of PASA mistyped": (
+        trains("--use-pasa-atention"), "the nearest is --use-pasa-attention"),
+    "sizes without the main flag": (
+        trains("--asynchzp-grad-shard-size 2"), "no effect without --use-asynchzp"),
+    "a mode without PASA": (
+        trains("--pasa-mode block"), "no effect without --use-pasa-attention"),
+    "a size that is no number": (
+        uses("--asynchzp-param-shard-size two"), "--asynchzp-param-shard-size: invalid int"),
+    "a flag without its value": (
+        uses("--asynchzp-param-shard-size"), "--asynchzp-param-shard-size: expected one"),
+    "a size that does not divide": (
+        uses("--asynchzp-param-shard-size 3"), "valid values: 1, 2, 4"),
+    "a size of nothing": (uses("--asynchzp-optim-shard-size 0"), "valid values: 1, 2, 4"),
+    "sizes that do not nest": (
+        uses("--asynchzp-param-shard-size 4 --asynchzp-optim-shard-size 2"), "does not nest"),
+    "a schedule that is none": (uses("--asynchzp-schedule fast"), "invalid choice: 'fast'"),
+    "a negative depth": (uses("--asynchzp-prefetch-depth -1"), "-1 is not a whole number"),
+    "a trace into no folder": (uses("--asynchzp-trace no/trace.json"), "no such folder"),
+    "ranks that the model does not divide": (
+        uses("--tensor-model-parallel-size 3"), "4 ranks are not a multiple"),
+    "a batch that the ranks do not divide": (
+        uses("--micro-batch-size 2 --global-batch-size 12"), "use a multiple of 8"),
+    "a flag that is not supported": (uses("--qk-clip"), "--qk-clip is not supported"),
+    "a value that is not supported": (
+        uses("--cuda-graph-impl full_iteration"), "--cuda-graph-impl is not supported"),
+    "settings in a file that drops flags": (uses("--yaml-cfg run.yaml"), "--yaml-cfg is not"),
+    "saving without an interval": (uses("--save runs"), "add --save-interval"),
+    "saving into a file": (uses("--save file --save-interval 5"), "--save file is a file"),
+    "saving beside training nowhere": (uses("--async-save"), "--async-save without --save"),
+    "saving beside training without the writer": (
+        uses("--save runs --save-interval 5 --async-save --use-persistent-ckpt-worker"),
+        "nvidia-resiliency-ext"),
+    "data that is not there": (uses("--data-path absent"), "absent: no dataset there"),
+    "data with its ending": (uses("--data-path good.bin"), "without .idx or .bin"),
+    "half a dataset": (uses("--data-path half"), "half.bin missing"),
+    "an empty index": (uses("--data-path 1.0 empty"), "empty.idx is empty"),
+    "a foreign index": (uses("--data-path foreign"), "foreign.idx is not the index"),
+    "a dataset without tokens": (uses("--data-path hollow"), "hollow.bin is empty"),
+    "text that is not there": (
+        "prepare-data absent.txt --output-prefix out", "input does not exist: absent.txt"),
+    "a tokenizer that is none": (
+        "prepare-data file --output-prefix out --tokenizer notokenizer", "notokenizer"),
+    "a picture of no trace": ("plot file --output t.png", "file: not a trace of a step"),
+    "a capture that is none": ("inspect file", "file"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_ends_in_one_line_and_not_with_0(folder, monkeypatch, capfd, mistake):
+    words, fragment = MISTAKES[mistake]
+    started: list[str] = []
+    monkeypatch.setattr(os, "execv", lambda *_: started.append("torchrun"))
+    try:
+        status = command.main(words.split())
+    except SystemExit as end:
+        status = end.code
+    lines = [line for line in capfd.readouterr().err.splitlines() if line]
+    assert status == 2 and not started
+    assert len(lines) == 1 and fragment in lines[0], lines
+
+
+def test_there_are_at_least_25_of_them():
+    assert len(MISTAKES) >= 25
+
+
+def test_a_command_line_without_a_mistake_becomes_torchrun(folder, monkeypatch):
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
+    command.main(uses("--data-path 0.3 good 0.7 good --asynchzp-param-shard-size 2").split())
+    (words,) = started
+    assert words[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    assert words[5:8] == ["-m", "megatron_asynchzp.launch", SCRIPT]
+
+
+@pytest.mark.parametrize("words", [uses("--asynchzp-param-shard-size 3")])
+def test_a_refusal_takes_less_than_5_seconds_from_the_shell_on(folder, words):
+    start_s = time.monotonic()
+    line = [sys.executable, "-m", "megatron_asynchzp.command", *words.split()]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert time.monotonic() - start_s < 5
+
+
+def test_torchrun_gets_the_line_for_the_table_that_it_ends_with(folder, monkeypatch, capfd):
+    """Read back by torch's own class for the error of a rank."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    from megatron_asynchzp import launch
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        launch.main([SCRIPT, "--use-asynchzp", "--asynchzp-param-shard-size", "3"])
+    failure = ProcessFailure(0, os.getpid(), 2, str(folder / "error.json"))
+    line = capfd.readouterr().err.strip()
+    assert line == f"megatron_asynchzp: {failure.message['message']}"

@@ -1,0 +1,135 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What installing the package does to an environment, and what the wheel holds."""
+
+import re
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import megatron_asynchzp
+from megatron_asynchzp import command
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built in a copy without a network."""
+    folder = tmp_path_factory.mktemp("package")
+    source = folder / "source"
+    shutil.copytree(
+        ROOT / "megatron_asynchzp",
+        source / "megatron_asynchzp",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    code = f"from setuptools.build_meta import build_wheel; build_wheel({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        return Parser().parsestr(archive.read(name).decode())
+
+
+def changes(folder: Path, installed: dict[str, str], asked: str) -> list[str]:
+    """What a resolver would do to an environment with the packages `installed`, and nothing else,
+    that is asked to install `asked`: lines as "+ name==version", sorted."""
+    venv.create(folder, with_pip=False)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for name, version in installed.items():
+        info = site / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nProvides-Extra: training\n"
+        )
+        (info / "RECORD").write_text("")
+        (info / "INSTALLER").write_text("test")
+    install = "uv pip install --dry-run --offline --no-config --python"
+    line = [sys.executable, "-m", *install.split(), str(folder), asked]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return sorted(re.findall(r"^ ([-+~] \S+)", done.stderr, re.MULTILINE))
+
+
+OF_A_USER = {"megatron_core": "0.19.1", "torch": "2.12.0"}
+
+
+@pytest.mark.parametrize("extra", ["", "[megatron]"])
+def test_installing_adds_this_package_and_changes_nothing_that_was_there(tmp_path, wheel, extra):
+    found = changes(tmp_path / "env", OF_A_USER, f"megatron_asynchzp{extra} @ {wheel.as_uri()}")
+    assert [line.partition("==")[0].split("@")[0] for line in found] == ["+ megatron-asynchzp"]
+
+
+def test_a_resolver_that_would_swap_a_package_is_seen(tmp_path, wheel):
+    older = OF_A_USER | {"megatron_asynchzp": "0.0.1"}
+    found = changes(tmp_path / "env", older, f"megatron_asynchzp @ {wheel.as_uri()}")
+    assert "- megatron-asynchzp==0.0.1" in found
+
+
+def test_the_one_dependency_is_torch_within_the_versions_that_were_tested(metadata):
+    needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    (torch,) = needed
+    assert re.fullmatch(r"torch(>=[\d.]+,<[\d.]+|<[\d.]+,>=[\d.]+)", torch)
+    locked = re.findall(r"^torch==([\d.]+)$", (ROOT / "requirements/lock.txt").read_text(), re.M)
+    above = re.search(r"<2\.(\d+)", torch)
+    assert above is not None and locked == [f"2.{int(above[1]) - 1}.0"]
+
+
+def test_there_is_one_version_number(metadata):
+    citation = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert citation is not None
+    assert metadata["Version"] == megatron_asynchzp.__version__ == citation[1]
+
+
+def test_the_metadata_is_complete(metadata):
+    for field in ("Summary", "License-Expression", "Keywords", "Requires-Python", "Author"):
+        assert metadata[field], field
+    for field in ("Classifier", "Project-URL", "License-File"):
+        assert metadata.get_all(field), field
+    assert metadata.get_payload()
+
+
+def test_the_wheel_has_the_command_and_every_tool_that_it_names(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (entry,) = (name for name in names if name.endswith("/entry_points.txt"))
+        assert "asynchzp = megatron_asynchzp.command:main" in archive.read(entry).decode()
+    for one in command.COMMANDS.values():
+        assert f"megatron_asynchzp/{one.module.replace('.', '/')}.py" in names
+
+
+@pytest.mark.parametrize("name", command.COMMANDS)
+def test_every_command_is_a_function(name):
+    one = command.COMMANDS[name]
+    assert callable(getattr(import_module(f"megatron_asynchzp.{one.module}"), one.function))
+
+
+@pytest.mark.parametrize(
+    "words, status, fragment",
+    [
+        ([], 2, "usage: asynchzp"),
+        (["--help"], 0, "prepare-data"),
+        (["--version"], 0, megatron_asynchzp.__version__),
+        (["plto"], 2, "plto: no such command; the nearest is plot"),
+        (["x"], 2, "x: no such command (launch, "),
+    ],
+)
+def test_the_command_prints_what_there_is(words, status, fragment, capsys):
+    assert command.main(words) == status
+    shown = capsys.readouterr()
+    assert fragment in (shown.err if status else shown.out)

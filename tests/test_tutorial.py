@@ -1,0 +1,77 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of the tutorial, and the pages of the documentation as one whole."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+_LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+\.md)(?:#[^)]*)?\)")
+
+
+def commands(page: Path) -> str:
+    """The shell blocks of a page as one script."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return "\n".join(blocks)
+
+
+@pytest.mark.slow
+def test_the_tutorials_commands_lead_from_a_text_to_a_model_that_transformers_loads(tmp_path):
+    script = commands(DOCS / "tutorial.md")
+    script = script.replace("PRETRAIN", str(ROOT / "scripts/train/pretrain_gpt.py"))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout + done.stderr)]
+    assert len(losses) == 40 and losses[-1] < losses[0] / 2
+    assert (tmp_path / "step.png").stat().st_size > 1000
+    assert list((tmp_path / "events").iterdir())
+
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.config.num_hidden_layers == 2
+
+
+def reachable(start: Path) -> set[Path]:
+    """Pages that links lead to from `start`, which is one of them."""
+    found, pending = {start}, [start]
+    while pending:
+        page = pending.pop()
+        for target in _LINK.findall(page.read_text()):
+            linked = (page.parent / target).resolve()
+            if "://" not in target and linked.is_file() and linked not in found:
+                found.add(linked)
+                pending.append(linked)
+    return found
+
+
+def test_every_page_is_reachable_from_the_index_and_from_the_readme():
+    pages = set(DOCS.rglob("*.md"))
+    assert len(pages) > 20
+    for start in (DOCS / "index.md", ROOT / "README.md"):
+        assert not pages - reachable(start), start
+
+
+def test_a_page_that_nothing_links_to_is_seen(tmp_path):
+    (tmp_path / "index.md").write_text("[a](a.md#there)")
+    (tmp_path / "a.md").write_text("[web](https://example.org/b.md)")
+    (tmp_path / "b.md").write_text("alone")
+    assert reachable(tmp_path / "index.md") == {tmp_path / "index.md", tmp_path / "a.md"}
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_broken_link(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in ("index.html", "tutorial/index.html", "results/compare/index.html"):
+        assert (tmp_path / page).is_file(), page

@@ -1,0 +1,61 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Memory in flight, counted by the allocator, on models with the proportions of real ones: what the
+formula allows, and a fraction of memory for each size of unit.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from megatron_asynchzp.testbed.memory import install_memory_count
+from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.step import StepScheduler
+from tests.support.recording_device import RecordingDevice
+from tests.support.scheduler_program import Runner, Step, UnitShape, new_unit, recorded_groups
+
+LAYER, SMALL = 2**16, 2**13
+# An embedding and an output layer of 4 layers each; experts of 10 times the rest of a layer. With
+# the most of what memory for each size of unit takes that the paper's rows may take.
+MODELS = {
+    "embedding": ([4 * LAYER, *[LAYER] * 6, 4 * LAYER], range(8), 4.0 / 10.3),
+    "experts": ([SMALL, 10 * SMALL] * 6, [index // 2 for index in range(12)], 12.0 / 33.2),
+}
+
+
+def nbytes_for_each_size(numels: list[int]) -> float:
+    """Two slots per size of unit: parameters in bf16; gradients in fp32, with their sums over 8."""
+    return sum(numel * min(2, n) * (2 + 4 * 9 / 8) for numel, n in Counter(numels).items())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_allocator_counts_what_the_formula_says_which_is_a_fraction_of_memory_per_size(model):
+    numels, layers, share = MODELS[model]
+    config = ScheduleConfig("main-thread", grad_slot_nbytes=LAYER, checks_order=False)
+    device = RecordingDevice()
+    with device.recording(), torch.no_grad():
+        groups = recorded_groups((8, 8, 8), rank=3)
+        units = [new_unit(f"u{i}", UnitShape(numel), groups) for i, numel in enumerate(numels)]
+        for unit, layer in zip(units, layers, strict=True):
+            unit.layer = f"layer {layer}"
+        driver = config.start_driver(device)
+        count = install_memory_count()
+        if count is None:
+            pytest.skip("no compiler")
+        try:
+            before = count.live_nbytes
+            scheduler = StepScheduler(units, config, driver)
+            allocated = count.live_nbytes - before
+            count.reset_peak()
+            for _ in range(3):
+                Runner(scheduler, Step(micro_batches=2)).run()
+            peak = count.peak_nbytes - before
+            scheduler.settle()
+        finally:
+            count.uninstall()
+            driver.close()
+    memory = scheduler.memory
+    assert allocated == memory.params + memory.grads
+    assert allocated <= share * nbytes_for_each_size(numels)
+    assert allocated < peak <= (allocated + memory.own_grads) * 1.01
