@@ -422,8 +422,8 @@ ENGINE = [
         "dropped-at-the-turn",
         "the last unit of forward stays gathered for backward",
         "zero/gathers.py",
-        "if self._is_next(unit):",
-        "if False:",
+        "if self._is_next(unit) or self._is_to_stay(unit):",
+        "if self._is_to_stay(unit):",
         f"{_SCHEDULES}a_unit_stays_gathered_until_something_else_has_to_be_gathered_first",
     ),
     Mutant(
