@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_asynchzp.mcore.patches.patch import replaces, run_args
 from megatron_asynchzp.mcore.process.communication import Communication
-from megatron_asynchzp.mcore.process.scalars import nbytes_at_rest, write_scalars
+from megatron_asynchzp.mcore.process.scalars import write_scalars
 
 # What Megatron's line about an iteration has, and nothing else it prints on the last rank.
 _ITERATION_LINE = "elapsed time per iteration (ms):"
@@ -37,17 +37,8 @@ def print_rank_last(original: Callable, message: Any) -> None:
     drop_when="the formula asks the wrapper",
 )
 def report_theoretical_memory(original: Callable, *args: Any, **options: Any) -> Any:
-    communication = Communication.current()
-    if run_args() is None or communication is None:
-        return original(*args, **options)
-    mib = 1 / 2**20
-    print(
-        f"megatron_asynchzp: states of rank 0: {nbytes_at_rest(communication) * mib:.2f} MiB at "
-        f"rest, {communication.nbytes_in_flight() * mib:.2f} MiB in flight (see the start table); "
-        "activations are not counted",
-        flush=True,
-    )
-    return None
+    # The start table has printed what is held, by formula and as allocated.
+    return original(*args, **options) if run_args() is None else None
 
 
 @replaces(

@@ -3,6 +3,7 @@
 """What happens in a process before Megatron runs in it."""
 
 import os
+import sys
 import time
 
 from megatron_asynchzp.mcore.patches.patch import apply_patches, check_version
@@ -17,6 +18,10 @@ def prepare_process(argv: list[str]) -> None:
     Idempotent. What takes long is announced, by rank 0.
     Raises IncompatibleMegatron, before anything is changed, for a Megatron we do not know.
     """
+    if "megatron.training" in sys.modules:  # a script that imports the adaptor was launched
+        choose_platform(argv)
+        apply_patches(PATCHES)
+        return
     start_s = time.monotonic()
     _announce("importing Megatron, which can take half a minute")
     check_version()
