@@ -18,7 +18,11 @@ from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import device_of
 from megatron_asynchzp.mcore.muon import ShardedMuon, build_muon, muon_overrides
-from megatron_asynchzp.mcore.start_table import state_nbytes_allocated, state_nbytes_by_formula
+from megatron_asynchzp.mcore.start_table import (
+    MomentBytes,
+    state_nbytes_allocated,
+    state_nbytes_by_formula,
+)
 from megatron_asynchzp.zero.unit import HZPUnit
 from megatron_asynchzp.zero.whole_matrices import Matrix
 from tests.support.engine import nested_sizes
@@ -179,7 +183,7 @@ def test_the_start_table_counts_one_momentum_of_matrices_and_two_moments_of_the_
         if value.dim()  # not a counter of steps
     }
     for state_nbytes in (state_nbytes_by_formula, state_nbytes_allocated):
-        assert state_nbytes([unit], "muon")["optimizer_moments"] == sum(held.values())
+        assert state_nbytes([unit], MomentBytes(8, 4))["optimizer_moments"] == sum(held.values())
 
 
 def test_queries_keys_and_values_are_orthogonalised_apart(built):

@@ -11,6 +11,7 @@ from argparse import ArgumentParser, Namespace
 from types import ModuleType
 
 import pytest
+import torch
 from megatron.core import package_info
 
 from megatron_asynchzp.errors import ConfigurationError
@@ -24,6 +25,7 @@ from megatron_asynchzp.mcore.patches.patch import (
     replaces,
 )
 from megatron_asynchzp.mcore.patches.table import PATCHES
+from megatron_asynchzp.mcore.rounded_adam import MomentDtypes
 from megatron_asynchzp.replacements import Replacements
 
 _PATCH_IDS = [patch.attribute for patch in PATCHES]
@@ -226,6 +228,10 @@ def test_patching_adds_our_flags_and_nothing_else(unpatched):
         "--asynchzp-prefetch-depth",
         "--asynchzp-memory-in-flight-gb",
         "--asynchzp-grad-slot-mb",
+        "--asynchzp-keep-params-gb",
+        "--asynchzp-keep-grads-gb",
+        "--asynchzp-dry-run",
+        "--asynchzp-device-gb",
         "--no-asynchzp-check-order",
         "--asynchzp-trace",
         "--asynchzp-verify",
@@ -295,7 +301,7 @@ def test_with_use_asynchzp_the_model_is_wrapped_and_given_its_optimizer(monkeypa
 
     from megatron_asynchzp.mcore import data_parallel, optimizer
 
-    run = Namespace(use_asynchzp=True)
+    run = Namespace(use_asynchzp=True, asynchzp_moment_dtypes=("fp32", "bf16"))
     monkeypatch.setattr(megatron.training, "get_args", lambda: run)
     monkeypatch.setattr(model, "_wrap", lambda args, chunks, ddp, groups: (args, chunks, groups))
     monkeypatch.setattr(optimizer, "get_asynchzp_optimizer", lambda *args: args)
@@ -306,7 +312,8 @@ def test_with_use_asynchzp_the_model_is_wrapped_and_given_its_optimizer(monkeypa
     legacy = _replacement("wrap_model_chunks_with_ddp", never)([1], "config", "ddp", DP=object)
     assert legacy == (run, [1], None)
     build = _replacement("get_megatron_optimizer", never)
-    assert build("config", [1], config_overrides={}) == ("config", [1], {}, None)
+    moments = MomentDtypes(torch.float32, torch.bfloat16)
+    assert build("config", [1], config_overrides={}) == ("config", [1], {}, None, moments)
     assert build("config", [1], {}, pg_collection="groups") == ("config", [1], {}, "groups")
     assert never.calls == []
 

@@ -149,7 +149,8 @@ def test_a_unit_never_computes_while_it_is_gathered(runs, kind):
 def test_the_jobs_of_one_lane_never_overlap_in_the_threaded_schedule(runs):
     for lane in LANES:
         jobs = runs["threaded"].lane(lane)
-        assert len(jobs) > 1 or lane in ("order", "param-sync")  # mostly in the step before
+        # Of param-sync most is in the step before; matrices are Muon's.
+        assert len(jobs) > 1 or lane in ("order", "param-sync", "matrices")
         for job, following in zip(jobs, jobs[1:]):
             assert job.end <= following.start, (lane, job, following)
 
