@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -96,16 +97,16 @@ def _gather_times(
 def _group_of(rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     """Every rank makes every group, in one order."""
     made = {tuple(ranks): dist.new_group(list(ranks)) for ranks in groups}
-    return next(group for ranks, group in made.items() if rank in ranks)
+    own = next(group for ranks, group in made.items() if rank in ranks)
+    return cast(dist.ProcessGroup, own)  # anything else is of groups without this rank
 
 
 def calibrate(cluster: Cluster, sizes: Sequence[int] = SIZES, repetitions: int = 5) -> Cluster:
     """`cluster` with what was measured. Collective over the world, which fills its nodes."""
     rank, per_node = dist.get_rank(), cluster.ranks_per_node
     is_cpu = dist.get_backend() == "gloo"
-    device = (
-        torch.device("cpu") if is_cpu else torch.device(torch.accelerator.current_accelerator())
-    )
+    device = torch.device("cpu") if is_cpu else torch.accelerator.current_accelerator()
+    assert device is not None, "a backend other than gloo has a device"
     clock = _Clock(device, repetitions)
     if per_node > 1:
         nodes = [range(node * per_node, (node + 1) * per_node) for node in range(cluster.nodes)]
@@ -128,7 +129,8 @@ def calibrate(cluster: Cluster, sizes: Sequence[int] = SIZES, repetitions: int =
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="torchrun [...] -m megatron_asynchzp.calibrate", description=__doc__.split("\n\n")[0]
+        prog="torchrun [...] -m megatron_asynchzp.calibrate",
+        description=(__doc__ or "").split("\n\n")[0],
     )
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="TOML", help="the cluster file")

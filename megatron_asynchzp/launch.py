@@ -17,7 +17,8 @@ from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE, check_or_exit, r
 
 _SYNOPSIS = (
     "torchrun [torchrun options] -m megatron_asynchzp.launch SCRIPT [arguments of SCRIPT]\n"
-    "       asynchzp launch [torchrun options] SCRIPT [arguments of SCRIPT]"
+    "       asynchzp launch [torchrun options] SCRIPT [arguments of SCRIPT]\n"
+    "       asynchzp dry-run [torchrun options] SCRIPT [arguments of SCRIPT]"
 )
 _PURPOSE = """\
 Runs a Megatron-LM training script, such as pretrain_gpt.py of core_v0.19.0, as it is, and adds to
@@ -64,17 +65,35 @@ def start(argv: list[str]) -> None:
     if argv[:1] in (["-h"], ["--help"]):
         print(usage(), end="")
         return
-    at = next((index for index, word in enumerate(argv) if word.endswith(".py")), None)
-    if at is None:
-        print(usage(), end="", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
-    options, script, arguments = argv[:at], argv[at], argv[at + 1 :]
+    options, script, arguments = _parts(argv)
     if not Path(script).is_file():
         report(ConfigurationError(f"{script}: no such script"))
         sys.exit(EXIT_USAGE)
     check_or_exit(arguments, _world_size(options))
     run = ["-m", "torch.distributed.run", *options, "-m", __name__, script, *arguments]
     os.execv(sys.executable, [sys.executable, *run])
+
+
+def dry_run(argv: list[str]) -> None:
+    """`asynchzp dry-run [options of torchrun] SCRIPT [arguments of SCRIPT]`: `main` with
+    --asynchzp-dry-run for the ranks that `asynchzp launch` of the same words would start. Without
+    options of torchrun, or where only torchrun knows, the flag chooses the ranks."""
+    if argv[:1] in (["-h"], ["--help"]):
+        print(usage(), end="")
+        return
+    options, script, arguments = _parts(argv)
+    ranks = _world_size(options) if options else None
+    # First, so that a number of ranks among the arguments comes later and counts.
+    main([script, "--asynchzp-dry-run", str(ranks or 0), *arguments])
+
+
+def _parts(argv: list[str]) -> tuple[list[str], str, list[str]]:
+    """Options of torchrun, SCRIPT, its arguments. Ends the process where no word is a script."""
+    at = next((index for index, word in enumerate(argv) if word.endswith(".py")), None)
+    if at is None:
+        print(usage(), end="", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+    return argv[:at], argv[at], argv[at + 1 :]
 
 
 def _world_size(options: list[str]) -> int | None:

@@ -133,3 +133,20 @@ def test_the_command_prints_what_there_is(words, status, fragment, capsys):
     assert command.main(words) == status
     shown = capsys.readouterr()
     assert fragment in (shown.err if status else shown.out)
+
+
+@pytest.mark.parametrize(
+    "options, arguments, flag",
+    [
+        ([], [], ["--asynchzp-dry-run", "0"]),
+        (["--nnodes", "4", "--nproc-per-node=8"], ["--bf16"], ["--asynchzp-dry-run", "32"]),
+        (["--nnodes", "1:4", "--nproc-per-node", "8"], [], ["--asynchzp-dry-run", "0"]),
+    ],
+)
+def test_a_dry_run_has_the_ranks_of_the_launch(options, arguments, flag, monkeypatch):
+    from megatron_asynchzp import launch
+
+    started = []
+    monkeypatch.setattr(launch, "main", started.append)
+    assert command.main(["dry-run", *options, "train.py", *arguments]) == 0
+    assert started == [["train.py", *flag, *arguments]]

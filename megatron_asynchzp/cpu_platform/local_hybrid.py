@@ -57,7 +57,9 @@ def _local_hybrid_stack_spec() -> ModuleSpec:
         submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
     )
     mamba = MambaLayerSubmodules(
-        norm=whole.input_layernorm, mixer=mixer, mamba_bda=get_bias_dropout_add
+        norm=whole.input_layernorm,
+        mixer=mixer,
+        mamba_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
     )
     return ModuleSpec(
         module=LocalHybridStack,
@@ -74,7 +76,7 @@ def _local_hybrid_stack_spec() -> ModuleSpec:
 def _prediction_spec(norm: Any) -> ModuleSpec:
     """Norms and projection of a further token's layers; the layers follow the pattern."""
     layer = MultiTokenPredictionLayerSubmodules(
-        enorm=norm, hnorm=norm, eh_proj=ColumnParallelLinear, mtp_model_layer=None, layer_norm=norm
+        enorm=norm, hnorm=norm, eh_proj=ColumnParallelLinear, layer_norm=norm
     )
     spec = ModuleSpec(module=MultiTokenPredictionLayer, submodules=layer)
     return ModuleSpec(

@@ -25,7 +25,7 @@ from megatron_asynchzp.mcore.start_table import (
 )
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
 from megatron_asynchzp.planner.activations import Setting
-from megatron_asynchzp.planner.memory import Memory, Sizes, largest_unit, stage_activations, states
+from megatron_asynchzp.planner.memory import Memory, largest_unit, stage_activations, states
 from megatron_asynchzp.planner.model import GroupKey, Unit, stage_units
 from megatron_asynchzp.sharding.in_flight import MemoryInFlight, UnitInFlight, memory_in_flight
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
@@ -54,6 +54,10 @@ class StageStates:
     start_table: str = ""
 
 
+_Counts = tuple[int, int, dict[str, int], dict[str, int], int]
+"""The first fields of StageStates, up to whole_numel."""
+
+
 def stage_states(stage: Stage, args: Namespace, ranks_per_node: int) -> StageStates:
     """Of the first rank of `stage`, whose padding is the least and whose moments are the most."""
     setting = setting_of(args)
@@ -65,7 +69,7 @@ def stage_states(stage: Stage, args: Namespace, ranks_per_node: int) -> StageSta
         numel, whole = planned, _planned_whole(planned, args)
     else:
         numel, whole = _numel(stage.model, args)
-    common: Any = (stage.index, stage.num_ranks, numel, planned, whole)
+    common: _Counts = (stage.index, stage.num_ranks, numel, planned, whole)
     if not getattr(args, "use_asynchzp", False):
         formula = _baseline_nbytes(numel, stage, args)
         activations = stage_activations(setting, stage.index)
@@ -96,7 +100,7 @@ def _planned_memory(
     stage: Stage, args: Namespace, setting: Setting, units: Sequence[Unit]
 ) -> tuple[dict[str, float], Memory]:
     """By the planner's formulas alone, without padding."""
-    sizes: dict[GroupKey, Sizes] = {}
+    sizes: dict[GroupKey, ShardSizes] = {}
     topologies: dict[GroupKey, ShardTopology] = {}
     of_dense, schedule = shard_sizes(args), resolve_schedule(args)
     groups: dict[GroupKey, dist.ProcessGroup] = {
@@ -104,9 +108,8 @@ def _planned_memory(
         "expert": stage.groups.expt_dp,
     }
     for key, group in groups.items():
-        of_group = of_dense.restricted_to(group.size())
-        sizes[key] = Sizes(of_group.param, of_group.grad, of_group.optim)
-        topologies[key] = ShardTopology(group.size(), group.rank(), of_group)
+        sizes[key] = of_dense.restricted_to(group.size())
+        topologies[key] = ShardTopology(group.size(), group.rank(), sizes[key])
     itemsize = setting.model.itemsize
     formula = states(units, itemsize, sizes, moments_nbytes(args).most_params)
     needs = [
@@ -184,7 +187,7 @@ def shard_groups(
 
 
 def _asynchzp_states(
-    stage: Stage, model: torch.nn.Module, args: Namespace, ranks_per_node: int, common: Any
+    stage: Stage, model: torch.nn.Module, args: Namespace, ranks_per_node: int, common: _Counts
 ) -> StageStates:
     """The units, buffers and memory in flight of the run, and the table it will print."""
     sizes, plans = shard_sizes(args), plan_megatron_units(model)

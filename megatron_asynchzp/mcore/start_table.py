@@ -15,7 +15,7 @@ from megatron_asynchzp.comm.collectives import AxisGroup
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
 from megatron_asynchzp.mcore.rounded_adam import moments_of
-from megatron_asynchzp.planner.memory import Sizes, state_nbytes
+from megatron_asynchzp.planner.memory import state_nbytes
 from megatron_asynchzp.sharding.topology import spans_nodes
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -59,12 +59,7 @@ def state_nbytes_by_formula(
     for unit in units:
         sizes, numel = unit.groups.topology.sizes, unit.layout.numel
         of_moments = sum(moments.of(param) * param.numel() for param in unit.params)
-        of_unit = state_nbytes(
-            numel,
-            unit.dtype.itemsize,
-            Sizes(sizes.param, sizes.grad, sizes.optim),
-            of_moments / numel,
-        )
+        of_unit = state_nbytes(numel, unit.dtype.itemsize, sizes, of_moments / numel)
         for state, nbytes in of_unit.items():
             total[state] += nbytes if unit.is_trained or state == "model_param" else 0.0
     return total
@@ -130,7 +125,7 @@ def _groups_table(groups: dict[str, ShardGroups], ranks_per_node: int) -> str:
 def _states_table(
     units: Sequence[HZPUnit],
     groups: dict[str, ShardGroups],
-    moments: int,
+    moments: MomentBytes,
     beside: Sequence[tuple[str, float, int | None]],
 ) -> str:
     formula = state_nbytes_by_formula(units, moments)

@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_asynchzp.plan`: the best sizes for a Megatron command line on a cluster."""
+"""`asynchzp plan`: the best sizes for a Megatron command line on a cluster."""

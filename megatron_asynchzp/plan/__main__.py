@@ -3,7 +3,7 @@
 """Which shard sizes, prefetch depth, micro-batch size and recomputation make a Megatron command
 line fastest on a cluster. Starts no ranks and needs no device:
 
-    python -m megatron_asynchzp.plan --cluster h100 --ranks 256 -- pretrain_gpt.py <your flags>
+    asynchzp plan --cluster h100 --ranks 256 -- pretrain_gpt.py <your flags>
 
 Exit status: 0; 1 where no plan fits into the memory; 2 for what cannot be planned.
 """

@@ -33,7 +33,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         place = own.index("--")
         own, command = own[:place], own[place + 1 :]
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_asynchzp.plan",
+        prog="asynchzp plan",
         usage="%(prog)s --cluster NAME_OR_FILE [flags] -- SCRIPT [flags of SCRIPT]",
         description="Which sizes make a Megatron command line fastest on a cluster.",
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_asynchzp.comm.timeline import chrome_trace
+from megatron_asynchzp.comm import timeline
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.planner.cluster import GIB
 from megatron_asynchzp.planner.search import Candidate, Outcome, Space
@@ -46,8 +46,9 @@ def spans_of(best: Candidate) -> tuple[Span, ...]:
 
 def write_trace(best: Candidate, file: Path) -> None:
     """As --asynchzp-trace writes one, for Perfetto. Raises ConfigurationError."""
+    spans = map(timeline.Span._make, spans_of(best))
     try:
-        file.write_text(json.dumps(chrome_trace(spans_of(best), rank=0)))
+        file.write_text(json.dumps(timeline.chrome_trace(spans, rank=0)))
     except OSError as error:
         raise ConfigurationError(f"--trace {file}: {error.strerror}") from error
 

@@ -19,7 +19,7 @@ from megatron_asynchzp.planner.memory import (
     stage_activations,
     states,
 )
-from megatron_asynchzp.planner.model import Batch, Model, Parallel, Unit
+from megatron_asynchzp.planner.model import Batch, GroupKey, Model, Parallel, Unit
 from megatron_asynchzp.planner.order import (
     GATHER,
     GRAD_SYNC,
@@ -106,7 +106,7 @@ class Costing:
         return self.cluster.num_ranks // (parallel.tp * parallel.pp)
 
     @cached_property
-    def groups(self) -> dict[str, Group]:
+    def groups(self) -> dict[GroupKey, Group]:
         """By the key of a unit's sharding group."""
         parallel, plan = self.plan.parallel, self.plan
         distance = parallel.experts_tp * parallel.ep
@@ -330,7 +330,7 @@ class Costing:
     def _states(self, stage: int) -> tuple[dict[str, float], dict[str, float], float]:
         plan, itemsize = self.plan, self.model.itemsize
         units = [replace(unit, numel=self.padded(unit)) for unit in self.units[stage] if unit.numel]
-        sizes = {key: group.sizes for key, group in self.groups.items()}
+        sizes: dict[GroupKey, ShardSizes] = {key: of.sizes for key, of in self.groups.items()}
         return (
             states(units, itemsize, sizes, plan.moments_nbytes),
             in_flight(units, itemsize, sizes, plan.schedule.depth),

@@ -12,18 +12,10 @@ from typing import Protocol
 from megatron_asynchzp.planner import activations
 from megatron_asynchzp.planner.activations import Setting
 from megatron_asynchzp.planner.model import GroupKey, Layer, chunk_layers
+from megatron_asynchzp.sharding.topology import ShardSizes
 
 _FP32 = 4
 _MOMENTS = "optimizer_moments"
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Ranks that share one copy of the parameters (P), the gradients (G), the optimizer (O)."""
-
-    param: int
-    grad: int
-    optim: int
 
 
 class Sized(Protocol):
@@ -39,7 +31,7 @@ class Sized(Protocol):
 
 
 def state_nbytes(
-    numel: float, itemsize: int, sizes: Sizes, moments: float = 2 * _FP32
+    numel: float, itemsize: int, sizes: ShardSizes, moments: float = 2 * _FP32
 ) -> dict[str, float]:
     """AsyncHZP section 3, without padding: b N/P, 4 N/G, 4 N/O and m N/O.
 
@@ -55,7 +47,10 @@ def state_nbytes(
 
 
 def states(
-    units: Sequence[Sized], itemsize: int, sizes: Mapping[GroupKey, Sizes], moments: float = 8.0
+    units: Sequence[Sized],
+    itemsize: int,
+    sizes: Mapping[GroupKey, ShardSizes],
+    moments: float = 8.0,
 ) -> dict[str, float]:
     """The sum over `units`."""
     total: dict[str, float] = defaultdict(float)
@@ -71,7 +66,7 @@ def states(
 def in_flight(
     units: Sequence[Sized],
     itemsize: int,
-    sizes: Mapping[GroupKey, Sizes],
+    sizes: Mapping[GroupKey, ShardSizes],
     prefetch_depth: int = 1,
     grad_slots: int = 2,
     slot_nbytes: float = 2**28,

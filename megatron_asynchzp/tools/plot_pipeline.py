@@ -113,7 +113,7 @@ def _draw_spans(axes: Any, spans: Sequence, place: tuple, colour: str, shift_ms:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="asynchzp plot-pipeline", description=__doc__.split("\n\n")[0]
+        prog="asynchzp plot-pipeline", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="one trace per stage, first stage first"

@@ -180,10 +180,11 @@ def _length(span: Span) -> float:
     return span.end - span.start
 
 
-def _lighter(direction: str, share: float) -> tuple[float, ...]:
+def _lighter(direction: str, share: float) -> tuple[float, float, float]:
     from matplotlib.colors import to_rgb
 
-    return tuple(value + share * (1 - value) for value in to_rgb(COLOURS[direction]))
+    red, green, blue = (value + share * (1 - value) for value in to_rgb(COLOURS[direction]))
+    return red, green, blue
 
 
 def _phases(computations: Sequence[Computation]) -> list[tuple[Span, str, int]]:
@@ -258,7 +259,9 @@ def save_picture(figure: Any, output: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="asynchzp plot", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="asynchzp plot", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a trace of one step")
     parser.add_argument("--output", type=Path, required=True, metavar="PNG", help="the picture")
     args = parser.parse_args(argv)

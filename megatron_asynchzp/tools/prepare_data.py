@@ -17,11 +17,11 @@ import sys
 import sysconfig
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import batched
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -44,7 +44,8 @@ class Summary(NamedTuple):
 class Encoder(Protocol):
     """From the bytes of one document to its token ids, the end-of-document token included."""
 
-    dtype: type[np.number]
+    @property
+    def dtype(self) -> type[np.number]: ...
 
     def encode(self, document: bytes, name: str) -> np.ndarray: ...
 
@@ -249,9 +250,10 @@ def write_dataset(
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         builder = IndexedDatasetBuilder(str(new_bin), dtype=encoder.dtype)
-        with contextlib.closing(builder.data_file):
+        data_file: Any = builder.data_file
+        with contextlib.closing(data_file):
             for ids in encode_all(documents, encoder, workers):
-                builder.add_document(ids, [len(ids)])
+                builder.add_document(ids, [len(ids)])  # pyright: ignore[reportArgumentType]
                 tokens += len(ids)
                 count += 1
             if not count:
@@ -270,7 +272,7 @@ def write_dataset(
 
 def with_progress(
     documents: Iterable[tuple[str, bytes]], total_nbytes: int | None
-) -> Iterator[tuple[str, bytes]]:
+) -> Generator[tuple[str, bytes], None, None]:
     """The same documents, with a bar in bytes on standard error while they are consumed."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn

@@ -304,8 +304,8 @@ class HZPUnit:
         written: dict[int, None] = {}  # in this order
         for number, copy in enumerate(piece.copies):
             if (grad := grads.get(copy.index)) is not None:
-                is_whole = copy.source is None
-                sources.append(grad if is_whole else grad.reshape(-1)[slice(*copy.source)])
+                cut = copy.source
+                sources.append(grad if cut is None else grad.reshape(-1)[slice(*cut)])
                 written[number] = None
         if sources:
             into = [places[number] for number in written]

@@ -132,7 +132,7 @@ class Round:
             yield from all_to_all_steps(
                 received, hop.arriving_splits, sent, hop.sent_splits, hop.axis
             )
-            parts = received.split([n for numels in hop.arriving_numels for n in numels])
+            parts = torch.split(received, [n for numels in hop.arriving_numels for n in numels])
             for index, matrix in enumerate(hop.arriving):
                 held[matrix] = torch.cat(parts[index :: len(hop.arriving)])
         for matrix, whole in wholes.items():
@@ -143,14 +143,17 @@ class Round:
         held = dict(wholes)
         for hop in reversed(self._hops):
             numels = list(zip(*hop.arriving_numels, strict=True))
-            parts = [held.pop(m).split(n) for m, n in zip(hop.arriving, numels, strict=True)]
+            parts = [
+                torch.split(held.pop(matrix), list(of_ranks))
+                for matrix, of_ranks in zip(hop.arriving, numels, strict=True)
+            ]
             by_rank = (part[rank] for rank in range(hop.axis.axis.size) for part in parts)
             sent = torch.cat([self._nothing, *by_rank])
             received = self._nothing.new_empty(sum(hop.sent_splits))
             yield from all_to_all_steps(
                 received, hop.sent_splits, sent, hop.arriving_splits, hop.axis
             )
-            held |= zip(hop.sent, received.split(hop.sent_numels), strict=True)
+            held |= zip(hop.sent, torch.split(received, hop.sent_numels), strict=True)
         for matrix, piece in pieces.items():
             piece.copy_(held[matrix])
 

@@ -10,7 +10,6 @@ import pytest
 from megatron_asynchzp.planner.memory import (
     Activations,
     Memory,
-    Sizes,
     in_flight,
     largest_unit,
     state_nbytes,
@@ -27,6 +26,7 @@ from megatron_asynchzp.planner.model import (
     chunk_layers,
     stage_units,
 )
+from megatron_asynchzp.sharding.topology import ShardSizes
 
 _DENSE, _MIXED = (
     Layer(Attention(8, 4, 16), Mlp(256, True)),
@@ -38,7 +38,7 @@ _BATCH = Batch(1, 64, 8)
 
 def test_at_rest_a_rank_holds_2n_over_p_4n_over_g_and_12n_over_o_bytes():
     for param, grad, optim in product((1, 2, 4), repeat=3):
-        sizes = Sizes(param, grad, optim)
+        sizes = ShardSizes(param, grad, optim)
         held = sum(state_nbytes(960, 2, sizes).values())
         assert held == 2 * 960 / param + 4 * 960 / grad + 12 * 960 / optim
         assert sum(state_nbytes(960, 2, sizes, moments=4).values()) == held - 4 * 960 / optim
@@ -48,7 +48,7 @@ def test_at_rest_a_rank_holds_2n_over_p_4n_over_g_and_12n_over_o_bytes():
 
 def test_experts_are_divided_by_the_sizes_of_their_own_group():
     units = stage_units(_MODEL, Parallel(ep=2), _BATCH, 0)
-    groups = {"dense": Sizes(4, 4, 8), "expert": Sizes(2, 2, 4)}
+    groups = {"dense": ShardSizes(4, 4, 8), "expert": ShardSizes(2, 2, 4)}
     held = states(units, 2, groups)
     by_group = {key: sum(u.numel for u in units if u.group == key) for key in groups}
     assert held["model_param"] == 2 * by_group["dense"] / 4 + 2 * by_group["expert"] / 2
@@ -90,9 +90,9 @@ def test_tensor_and_expert_parallelism_divide_parameters_and_flops():
 
 def test_nothing_is_in_flight_of_states_that_no_one_shares():
     units = stage_units(_MODEL, Parallel(), _BATCH, 0)
-    whole = {"dense": Sizes(1, 1, 4), "expert": Sizes(1, 1, 4)}
+    whole = {"dense": ShardSizes(1, 1, 4), "expert": ShardSizes(1, 1, 4)}
     assert sum(in_flight(units, 2, whole).values()) == 0
-    shared = {"dense": Sizes(2, 2, 4), "expert": Sizes(2, 2, 4)}
+    shared = {"dense": ShardSizes(2, 2, 4), "expert": ShardSizes(2, 2, 4)}
     flying = in_flight(units, 2, shared)
     params, grads = flying.values()
     assert params >= 2 * largest_unit(units, 2)

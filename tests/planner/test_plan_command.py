@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_asynchzp.plan`: what is printed, and one line for what cannot be planned."""
+"""`asynchzp plan`: what is printed, and one line for what cannot be planned."""
 
 from dataclasses import replace
 

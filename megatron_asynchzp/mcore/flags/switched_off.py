@@ -5,6 +5,7 @@
 from argparse import Namespace
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import starmap
 from typing import Any, NamedTuple
 
 from megatron_asynchzp.errors import ConfigurationError
@@ -85,7 +86,7 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
      "each layer is sharded as soon as it is built, with its initial values"),
 )
 # fmt: on
-NORMALISATIONS = tuple(Normalisation(*row) for row in _ROWS)
+NORMALISATIONS = tuple(starmap(Normalisation, _ROWS))
 
 
 def normalize_args(args: Namespace) -> list[str]:

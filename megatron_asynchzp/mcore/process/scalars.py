@@ -16,7 +16,8 @@ def write_scalars(communication: Communication, report: CommReport) -> None:
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
     if tensorboard or wandb:
         # Megatron counts a step when it has logged it.
-        step = get_args().curr_iteration + 1
+        args: Any = get_args()
+        step = args.curr_iteration + 1
         write_to(tensorboard, wandb, scalars_of(communication, report), step)
 
 
@@ -52,4 +53,5 @@ def nbytes_at_rest(communication: Communication) -> int:
     from megatron_asynchzp.mcore.start_table import moments_nbytes, state_nbytes_allocated
 
     units = [unit for runtime in communication.runtimes for unit in runtime.units]
-    return sum(state_nbytes_allocated(units, moments_nbytes(get_args())).values())
+    args: Any = get_args()
+    return sum(state_nbytes_allocated(units, moments_nbytes(args)).values())
