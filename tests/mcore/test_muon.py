@@ -19,7 +19,7 @@ from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import device_of
 from megatron_asynchzp.mcore.muon import ShardedMuon, build_muon, muon_overrides
 from megatron_asynchzp.mcore.start_table import (
-    MomentBytes,
+    moments_nbytes,
     state_nbytes_allocated,
     state_nbytes_by_formula,
 )
@@ -182,8 +182,11 @@ def test_the_start_table_counts_one_momentum_of_matrices_and_two_moments_of_the_
         for value in state.values()
         if value.dim()  # not a counter of steps
     }
+    fp32 = torch.float32
+    args = SimpleNamespace(optimizer="muon", exp_avg_dtype=fp32, exp_avg_sq_dtype=fp32)
     for state_nbytes in (state_nbytes_by_formula, state_nbytes_allocated):
-        assert state_nbytes([unit], MomentBytes(8, 4))["optimizer_moments"] == sum(held.values())
+        counted = state_nbytes([unit], moments_nbytes(args))["optimizer_moments"]
+        assert counted == sum(held.values())
 
 
 def test_queries_keys_and_values_are_orthogonalised_apart(built):
