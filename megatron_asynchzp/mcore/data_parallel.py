@@ -32,6 +32,7 @@ from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.construction import Construction
+from megatron_asynchzp.zero.step import Stays
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -241,6 +242,7 @@ def wrap_model_chunks(
         groups = missing | groups
     first_param = next(model_chunks[0].parameters())
     communication = Communication(schedule, device_of(first_param), trace)
+    communication.stays = Stays.of(schedule, communication.driver, first_param.device)
     # From an accelerator Megatron's writer makes copies by itself.
     takes_snapshots = saves_beside_training and first_param.device.type == "cpu"
     if construction is not None:

@@ -56,7 +56,7 @@ class UseOrder:
 
 class KeptParams:
     """Parameters that stay gathered from one use to a later one: the decision, and the memory that
-    all model chunks of a rank share for it. Raises nothing.
+    all model chunks of a rank share for it.
 
     budget: bytes beside those that the chunks need without it; chunks: who uses it.
     """

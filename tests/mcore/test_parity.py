@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run with --use-asynchzp prints the losses and gradient norms of stock Megatron DDP."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_asynchzp.testbed.megatron_runs import FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED
 from tests.support.engine import nested_sizes
-from tests.support.parity import Variant, assert_equal_runs, compare
+from tests.support.parity import KEEP, Variant, assert_equal_runs, compare
 from tests.support.shrunk_models import SHRUNK_MODELS, SHRUNK_MODELS_IN_PARALLEL
 from tests.support.world import on_ranks
 
@@ -28,6 +30,8 @@ SHARED_EXPERT = (
     "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01",
 )
 # fmt: on
+PIPELINE_OF_4 = ("--pipeline-model-parallel-size", "4", "--num-layers", "4")
+CONTEXT = ("--context-parallel-size", "2")
 PREDICTION = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
 INTERLEAVED = (*PIPELINE, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 EVALUATION = ("--eval-iters", "2", "--eval-interval", "4")
@@ -85,6 +89,19 @@ TWO_RANK_MODELS = [
     Variant("one more token predicted, pipeline", (*PREDICTION, *PIPELINE), 3, 2),
     Variant("one more token predicted, pipeline, untied", (*PREDICTION, *PIPELINE, *UNTIED), 3, 2),
     Variant("experts on 2 ranks, pipeline", (*TWO_EXPERT_RANKS, *PIPELINE), 3, 2),
+]
+_KEPT = [
+    (Variant("3 micro-batches", (), 3), 1),
+    (Variant("8 micro-batches", (), 8), 1),
+    (Variant("pipeline", PIPELINE, 4), 2),
+    (Variant("interleaved pipeline", INTERLEAVED, 4), 2),
+    (Variant("pipeline of 4, recomputed", (*PIPELINE_OF_4, *FULL_RECOMPUTE), 4), 4),
+    (Variant("pipeline, tensor parallel", (*PIPELINE, *TENSOR), 4), 4),
+    (Variant("pipeline, experts on 2 ranks", (*PIPELINE, *TWO_EXPERT_RANKS), 4), 2),
+    (Variant("pipeline, context parallel", (*PIPELINE, *CONTEXT), 4), 4),
+]
+KEPT = [
+    replace(one, name=f"kept: {one.name}", model_ranks=ranks, ours=KEEP) for one, ranks in _KEPT
 ]
 # What other variants of the fast tests hold too is left to the slow ones, which run all.
 SLOW_ONE_RANK_MODELS = (
@@ -157,6 +174,15 @@ def test_every_variant_on_8_ranks_is_stock_ddp(variant):
 @pytest.mark.parametrize("variant", TWO_RANK_MODELS, ids=lambda v: v.name)
 def test_every_two_rank_model_with_every_nesting_on_8_ranks_is_stock_ddp(variant):
     run_all([(variant, nested_sizes(4))], 8)
+
+
+def test_what_is_kept_between_micro_batches_of_an_interleaved_pipeline_is_stock_ddp():
+    run([(one, [(2, 2, 2)]) for one in KEPT if "interleaved" in one.name], 4)
+
+
+@pytest.mark.slow
+def test_what_is_kept_between_micro_batches_of_every_layout_is_stock_ddp():
+    run_all([(one, [(2, 2, 2)]) for one in KEPT], 8)
 
 
 @pytest.mark.slow

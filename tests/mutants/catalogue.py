@@ -1231,7 +1231,56 @@ PLANS = [
     ),
 ]
 
+# ---- what stays in memory between micro-batches --------------------------------------------------
+
+_RESIDENCY = "tests/zero/test_residency.py::test_"
+_STAYING = "tests/zero/test_staying.py::test_"
+
+STAYING = [
+    Mutant(
+        "a-budget-without-limit",
+        "what is kept never exceeds its budget",
+        "zero/residency.py",
+        "while nbytes > budget:",
+        "while False:",
+        f"{_RESIDENCY}what_is_kept_never_exceeds_the_budget",
+    ),
+    Mutant(
+        "what-is-needed-first-goes",
+        "where memory is short, what is used last in the future goes",
+        "zero/residency.py",
+        "last = max(open_gaps, key=open_gaps.__getitem__)",
+        "last = min(open_gaps, key=open_gaps.__getitem__)",
+        f"{_RESIDENCY}of_equal_units_no_choice_keeps_more",
+    ),
+    Mutant(
+        "kept-after-a-departure",
+        "a step that departs from the one before keeps nothing more",
+        "zero/residency.py",
+        "return self._is_followed and self._last.get(user) in self._gaps",
+        "return self._last.get(user) in self._gaps",
+        f"{_RESIDENCY}after_a_departure_nothing_more_is_kept_and_the_step_is_the_next_ones_record",
+    ),
+    Mutant(
+        "kept-places-are-taken-first",
+        "a unit that is to stay loses its place last",
+        "zero/gathers.py",
+        "*((chunk, unit) for chunk, unit in all_kept if not chunk._is_to_stay(unit)),",
+        "",
+        f"{_STAYING}a_stage_gathers_and_reduces_no_more_often_than_the_best_choice_does",
+    ),
+    Mutant(
+        "gradients-kept-past-the-last-micro-batch",
+        "after the last micro-batch every gradient is reduced",
+        "zero/step.py",
+        "if self.reductions.is_kept(unit):",
+        "if False:",
+        f"{_STAYING}what_stays_changes_no_bit_but_by_the_order_in_which_gradients_are_added[one]",
+    ),
+]
+
 MUTANTS = [
+    *STAYING,
     *SHARDING,
     *COMMUNICATION,
     *ENGINE,

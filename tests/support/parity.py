@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import isfinite
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -30,6 +30,8 @@ FP32_TOLERANCE = 1e-6
 FP16_NORM_ROUNDING = 2.0**-10
 # Ours is one more way to add: it may be an unlucky one among those that were recorded.
 NOISE_MULTIPLE = 3.0
+# Far more than the toy models need.
+KEEP = ("--asynchzp-keep-params-gb", "0.01", "--asynchzp-keep-grads-gb", "0.01")
 NOISE_RECORD = Path(__file__).parents[2] / "docs" / "results" / "records" / "stock_noise.jsonl"
 
 
@@ -39,7 +41,8 @@ class Variant:
 
     samples_per_rank: global batch over data-parallel ranks, which is the number of micro-batches;
     model_ranks: tensor x pipeline parallel ranks of one model; is_noisy: bounds follow from what
-    two stock runs differ by, see [Note: bounds]; overflows: the run must skip some steps, not all.
+    two stock runs differ by, see [Note: bounds]; overflows: the run must skip some steps, not all;
+    ours: further flags of the run with --use-asynchzp.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Variant:
     model_ranks: int = 1
     is_noisy: bool = False
     overflows: bool = False
+    ours: tuple[str, ...] = ()
 
     @property
     def is_fp32(self) -> bool:
@@ -205,9 +209,16 @@ def compare(cases: Sequence[tuple[Variant, Sequence[Sizes]]], iterations: int) -
         argv = variant.argv(iterations)
         stock = run_pretrain(argv)
         for sizes in all_sizes:
-            ours = run_pretrain([*argv, *size_flags(sizes)])
+            ours = run_pretrain([*argv, *size_flags(sizes), *variant.ours], inspect=_what_was_kept)
             results.append(compare_records(variant, sizes, ours, stock))
+            if variant.ours == KEEP and not (ours.inspected and all(ours.inspected)):
+                results[-1].faults.append("nothing was kept, so this proves nothing")
     return results
+
+
+def _what_was_kept(chunks: Any, _: Any) -> list[int]:
+    """How many gathers, and how many reductions, were saved in the last step."""
+    return [saved for saved, _ in chunks[0].communication.kept().values()]
 
 
 def assert_equal_runs(results: Sequence[Comparison]) -> None:
