@@ -21,7 +21,7 @@ def can_fuse_grads() -> bool:
     return is_te_min_version("2.15.0")
 
 
-# A step that no run reaches. Megatron means a missing --eval-interval as "never", but divides by it.
+# A step that no run reaches. To Megatron no --eval-interval means "never", but it divides by it.
 _NEVER = 10**9
 
 

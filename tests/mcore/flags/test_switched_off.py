@@ -100,6 +100,7 @@ def test_a_run_without_an_interval_of_evaluations_never_reaches_one(parse, line)
     lines = normalize_args(args)
     assert sum(line.startswith("eval_interval = ") for line in lines) == 1
     assert args.eval_interval > args.train_iters
+    args.eval_global_batch_size = args.global_batch_size  # as Megatron's validation does
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(training, "get_args", lambda: args)
         samples = training.get_train_valid_test_num_samples()
