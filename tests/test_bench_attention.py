@@ -5,6 +5,8 @@ training evidence runs."""
 
 import json
 
+import pytest
+
 from scripts.bench import bench_attention as bench
 from scripts.report import pasa_evidence as evidence
 
@@ -41,9 +43,10 @@ def test_what_is_not_accurate_gets_no_time_and_fails_the_run(capsys, monkeypatch
     assert not line["is_right"] and not [key for key in line if key.endswith(("_s", "tflops"))]
 
 
+@pytest.mark.slow
 def test_the_training_evidence_compares_with_fp32_at_the_same_weights(capsys, tmp_path):
     picture = tmp_path / "picture.png"
-    argv = ["--steps", "6", "--biases", "10,30", "--picture", str(picture)]
+    argv = ["--steps", "12", "--biases", "10,30", "--picture", str(picture)]
     assert evidence.main(argv) == 0
     output = {line["way"]: line for line in _lines(capsys.readouterr().out)}
     assert list(output) == [way.name for way in evidence.WAYS]

@@ -241,8 +241,12 @@ def test_a_short_run_prints_little_of_ours_and_nothing_twice_and_its_scalars_can
     for tag in _TAGS:
         found = events.Scalars(tag)
         assert [one.step for one in found] == list(range(1, 13))
-    gathers = {one.value for one in events.Scalars("asynchzp/gathers-per-step")[1:]}
-    assert len(gathers) == 1 and gathers.pop() >= 2 * 2  # two micro-batches of two layers
+    gathers = {one.step: one.value for one in events.Scalars("asynchzp/gathers-per-step")}
+    del gathers[1]  # which knew no order yet
+    after_save = gathers.pop(7)
+    assert len(set(gathers.values())) == 1 and gathers[2] >= 2 * 2  # micro-batches, layers
+    # The checkpoint dropped what was gathered ahead: at most each of five units is gathered again.
+    assert gathers[2] < after_save <= gathers[2] + 5
     at_rest = {one.value for one in events.Scalars("asynchzp/bytes-at-rest")}
     assert len(at_rest) == 1 and at_rest.pop() > 100_000
 

@@ -22,6 +22,10 @@ def can_fuse_grads() -> bool:
     return is_te_min_version("2.15.0")
 
 
+# A step that no run reaches. To Megatron no --eval-interval means "never", but it divides by it.
+_NEVER = 10**9
+
+
 class Normalisation(NamedTuple):
     """A Megatron argument that gets one fixed value, because asynchzp does its job.
 
@@ -111,6 +115,12 @@ def normalize_args(args: Namespace) -> list[str]:
         lines.append(
             "exit_signal_handler = True: SIGTERM lets the step end, saves and ends the run with "
             "status 0 (--exit-signal-handler)"
+        )
+    if not args.eval_interval:
+        args.eval_interval = _NEVER
+        lines.append(
+            f"eval_interval = {_NEVER}: without --eval-interval nothing is evaluated before the "
+            "last step, and Megatron needs a number"
         )
     return lines
 

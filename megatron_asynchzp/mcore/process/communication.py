@@ -105,6 +105,8 @@ class Communication:
     def describe_position(self) -> str:
         """Where training is, for an error that Megatron or the script raised."""
         step = self.driver.step
+        if step == 0:
+            return "before the first step"
         if (task := self.driver.last_task) is None:
             return f"in step {step}"
         return f"in step {step}; the last collective submitted: {task.title}"

@@ -91,6 +91,28 @@ def test_a_run_that_saves_has_megatrons_handler_of_sigterm(parse):
     assert not args.exit_signal_handler
 
 
+@pytest.mark.parametrize("line", ["", "--eval-interval 0"])
+def test_a_run_without_an_interval_of_evaluations_never_reaches_one(parse, line):
+    """Megatron takes such a command line, and fails while it builds the datasets."""
+    from megatron.training import training
+
+    args = parse(f"{line} --train-iters 10 --eval-iters 2")
+    lines = normalize_args(args)
+    assert sum(line.startswith("eval_interval = ") for line in lines) == 1
+    assert args.eval_interval > args.train_iters
+    args.eval_global_batch_size = args.global_batch_size  # as Megatron's validation does
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(training, "get_args", lambda: args)
+        samples = training.get_train_valid_test_num_samples()
+    assert samples == (10 * 8, 2 * 8, 2 * 8)
+
+
+def test_an_interval_of_evaluations_that_is_given_is_kept(parse):
+    args = parse("--eval-interval 5")
+    assert "eval_interval" not in " ".join(normalize_args(args))
+    assert args.eval_interval == 5
+
+
 def test_checkpoints_are_written_in_the_one_format_that_holds_any_sizes(parse):
     args = parse("--ckpt-format fsdp_dtensor --save dir --save-interval 10")
     lines = normalize_args(args)
