@@ -88,7 +88,6 @@ def test_a_script_that_is_not_there_is_named_with_status_2():
         (f"{_TOY} --use-asynchzp --tensor-model-parallel-size 2", "1 ranks are not a multiple"),
         (f"{_MODEL} --use-asynchzp --data-path no/data", "--data-path no/data: no dataset there"),
         (f"{_TOY} --use-asynchzp --yaml-cfg run.yaml", "--yaml-cfg is not supported"),
-        (f"{_TOY} --use-asynchzp --sequence-parallel", "not possible on the CPU platform"),
     ],
 )
 def test_bad_input_ends_before_training_in_one_line_with_status_2(tmp_path, line, output):

@@ -59,6 +59,11 @@ class Verdict:
     stock: Refused | None
     ours: Refused | None
 
+    @property
+    def is_ours_alone(self) -> bool:
+        """Whether the plugin refuses what Megatron would start."""
+        return self.stock is None and self.ours is not None and _is_ours(self.ours)
+
 
 # ---- reading recipes
 
@@ -213,7 +218,7 @@ def report(verdicts: list[Verdict], names_cases: bool = False) -> str:
         f"{len(accepted)} start with --use-asynchzp",
     ]
     for is_ours, title in ((True, "refused by --use-asynchzp"), (False, "refused by Megatron")):
-        refusals = [v.ours for v in verdicts if v.ours is not None and _is_ours(v.ours) == is_ours]
+        refusals = [v.ours for v in verdicts if v.ours is not None and v.is_ours_alone == is_ours]
         counts = Counter(map(_topic, refusals))
         lines += ["", f"{title}: {len(refusals)}"]
         lines += [f"{count:5}  {topic}" for topic, count in counts.most_common()]

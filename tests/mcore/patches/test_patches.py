@@ -314,7 +314,7 @@ def test_with_use_asynchzp_the_model_is_wrapped_and_given_its_optimizer(monkeypa
     build = _replacement("get_megatron_optimizer", never)
     moments = MomentDtypes(torch.float32, torch.bfloat16)
     assert build("config", [1], config_overrides={}) == ("config", [1], {}, None, moments)
-    assert build("config", [1], {}, pg_collection="groups") == ("config", [1], {}, "groups")
+    assert build("config", [1], {}, pg_collection="g") == ("config", [1], {}, "g", moments)
     assert never.calls == []
 
 
