@@ -73,7 +73,7 @@ def test_both_ways_take_less_than_the_model(tmp_path):
     nbytes = make_directory(tmp_path / "hf", num_layers=24, hidden_size=768)
     largest = 2 * 2 * 3 * 768 * 768  # the gated half of an MLP and the other, bf16
     for _, beyond in peaks_of_both_ways(tmp_path):
-        assert beyond < 12 * largest < 0.25 * nbytes, (beyond / 2**20, largest / 2**20, nbytes)
+        assert beyond < 16 * largest < 0.35 * nbytes, (beyond / 2**20, largest / 2**20, nbytes)
 
 
 @pytest.mark.slow

@@ -95,7 +95,10 @@ def test_gradients_from_a_side_stream_are_neither_reduced_too_early_nor_overwrit
         assert races(train(Run.draw(seed, kind), seed)) == [], seed
 
 
-def test_a_gradient_that_is_taken_on_the_side_stream_is_seen_to_race(monkeypatch):
+def test_a_gradient_that_is_added_on_the_side_stream_is_seen_to_race(monkeypatch):
+    """With G = 1 it is added to main_grad where it is taken; else it is packed later, on the main
+    stream, when that has waited for the other one."""
+
     class OnTheSide(AutogradStreams):
         def stream_of_hook(self, param: torch.Tensor) -> str:
             return SIDE if param.dim() == 2 else super().stream_of_hook(param)
@@ -103,4 +106,4 @@ def test_a_gradient_that_is_taken_on_the_side_stream_is_seen_to_race(monkeypatch
     monkeypatch.setattr("tests.zero.test_side_streams.AutogradStreams", OnTheSide)
     for seed in range(5):
         run = replace(Run.draw(seed, "main-thread"), large_nbytes=64)
-        assert races(train(run, seed)) != []
+        assert bool(races(train(run, seed))) == (run.sizes[1] == 1), run
