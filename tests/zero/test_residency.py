@@ -14,6 +14,7 @@ from megatron_asynchzp.zero.residency import Residency, kept_gaps, most_kept_nby
 from tests.support.pipeline_order import Stage, most_kept_gaps
 
 ORDERS = st.lists(st.tuples(st.integers(0, 5), st.just(0)), max_size=30)
+LONG_ORDERS = st.lists(st.tuples(st.integers(0, 5), st.just(0)), min_size=12, max_size=40)
 SIZES = {(index, 0): 3 * index + 1 for index in range(6)}
 
 
@@ -32,7 +33,7 @@ def test_what_is_kept_never_exceeds_the_budget(uses, budget):
 
 
 @settings(deadline=None, derandomize=True)
-@given(ORDERS, st.integers(0, 6))
+@given(ORDERS | LONG_ORDERS, st.integers(0, 4))
 def test_of_equal_units_no_choice_keeps_more(uses, room):
     assert len(kept_gaps(uses, lambda _: 1, room)) == most_kept_gaps(uses, room)
 
