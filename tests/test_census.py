@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from scripts.train.census import find_cases
 
 ROOT = Path(__file__).parents[1]
@@ -63,6 +65,7 @@ def test_scripts_and_functional_tests_become_command_lines_without_files(tmp_pat
     assert "--lr=1e-3 --bf16 --save 1 --mock-data" in line and "nproc" not in line
 
 
+@pytest.mark.slow
 def test_the_census_counts_what_starts_and_names_the_flags_that_keep_the_rest(tmp_path):
     _write_recipes(
         tmp_path,
@@ -89,6 +92,7 @@ def test_the_census_counts_what_starts_and_names_the_flags_that_keep_the_rest(tm
     assert sum(line.startswith(f"{tmp_path}/dumped") for line in lines) == 1
 
 
+@pytest.mark.slow
 def test_a_folder_without_recipes_is_an_error(tmp_path):
     command = [sys.executable, "-m", "scripts.train.census", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ)

@@ -175,6 +175,7 @@ def check_job(job: Job, plan: list[str], whole: dict[int, str]) -> None:
     assert job.left == []
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_a_save_goes_on_from_there_and_ends_as_if_it_had_not_been(tmp_path):
     """In its fourth step, of two micro-batches each: the third is made again."""
     plan = ["SIGKILL 1 forward 7"]

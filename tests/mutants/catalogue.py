@@ -725,7 +725,7 @@ IN_FLIGHT = [
         "sharding/in_flight.py",
         "        grads = min(grads, _aligned(budget - params))\n",
         "",
-        f"{_IN_FLIGHT}a_budget_is_kept_or_refused_with_the_number_and_more_never_gives_less",
+        f"{_IN_FLIGHT}every_budget_from_the_least_to_the_default_is_kept",
     ),
     Mutant(
         "memory-per-size",
@@ -1271,11 +1271,11 @@ STAYING = [
     ),
     Mutant(
         "gradients-kept-past-the-last-micro-batch",
-        "after the last micro-batch every gradient is reduced",
+        "what is kept for a micro-batch that does not come is reduced at the end",
         "zero/step.py",
         "if self.reductions.is_kept(unit):",
         "if False:",
-        f"{_STAYING}what_stays_changes_no_bit_but_by_the_order_in_which_gradients_are_added[one]",
+        f"{_STAYING}gradients_kept_for_a_micro_batch_that_does_not_come_are_reduced_at_the_end",
     ),
 ]
 

@@ -73,6 +73,7 @@ def test_a_model_that_fits_nowhere_gives_no_plan_but_the_smallest():
     assert outcome.smallest is not None and not outcome.smallest.costing.fits
 
 
+@pytest.mark.slow
 def test_256_ranks_are_searched_in_ten_seconds():
     begin = time.process_time()
     deep = replace(MODEL, layers=(LAYER,) * 80)

@@ -25,9 +25,18 @@ NUMEL = 64
 
 
 class PipelineStage:
-    """The chunks of one rank, whose schedulers run what a Stage says."""
+    """The chunks of one rank, whose schedulers run what a Stage says. marks_last: whether the last
+    micro-batch is known to be it while it runs."""
 
-    def __init__(self, stage: Stage, room: int, device: RecordingDevice, depth: int = 0):
+    def __init__(
+        self,
+        stage: Stage,
+        room: int,
+        device: RecordingDevice,
+        depth: int = 0,
+        marks_last: bool = True,
+    ):
+        self.marks_last = marks_last
         self.stage, groups = stage, recorded_groups((2, 4, 8), 0)
         shape = UnitShape(NUMEL)
         padded = new_unit("u", shape, groups).layout.padded_numel
@@ -77,7 +86,7 @@ class PipelineStage:
                 for param in unit.params:
                     param.grad = torch.ones(param.shape, dtype=param.dtype)
                 left[use] -= 1
-                chunk.is_last_micro_batch = left[use] == 0
+                chunk.is_last_micro_batch = self.marks_last and left[use] == 0
                 chunk.reduce(unit)
         for chunk in self.chunks:
             chunk.sync_grads()
@@ -128,6 +137,18 @@ def test_two_chunks_kept_leave_less_than_a_tenth_of_the_gathers_of_a_deep_pipeli
             done.close()
         gathers[room] = done.submitted["gather", 2]
     assert gathers[4] <= 29 and gathers[4] < gathers[0] / 10, gathers
+
+
+def test_gradients_kept_for_a_micro_batch_that_does_not_come_are_reduced_at_the_end():
+    device = RecordingDevice()
+    with device.recording(), torch.no_grad():
+        done = PipelineStage(Stage(1, 1, micro_batches=2), 3, device, marks_last=False)
+        for micro_batches in (2, 2, 1):
+            done.stage = Stage(1, 1, micro_batches)
+            done.run_step()
+        done.close()
+    assert [done.submitted["reduce", step] for step in (1, 2, 3)] == [4, 2, 2]
+    assert device.races == []
 
 
 # ---- numbers
