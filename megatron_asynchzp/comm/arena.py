@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from megatron_asynchzp.sharding.in_flight import first_fit
+
 _VIEW_CHECKS, _VIEW_CHECK_PAUSE_S = 5, 0.002
 Span = tuple[int, int]
 """Half-open range of addresses, in bytes."""
@@ -95,10 +97,11 @@ class Arena:
         kind: equal for users of the same numel and dtype; from_top: seen from the upper end;
         is_apart: with new memory, although the arena's is taken all the same.
         """
-        start = self._find(numel * dtype.itemsize, from_top)
+        nbytes = numel * dtype.itemsize
+        start = first_fit(self._regions, self._held, nbytes, from_top)
         if start is None:
             return None
-        span = (start, start + numel * dtype.itemsize)
+        span = (start, start + nbytes)
         if is_apart:
             apart = torch.empty(numel, dtype=dtype, device=self._device)
             place = Place(span, apart, is_apart=True)
@@ -113,25 +116,6 @@ class Arena:
             self._last_users = rest
         insort(self._held, span)
         return place
-
-    def _find(self, nbytes: int, from_top: bool) -> int | None:
-        free = self._free()
-        for start, stop in reversed(free) if from_top else free:
-            if stop - start >= nbytes:
-                return stop - nbytes if from_top else start
-        return None
-
-    def _free(self) -> list[Span]:
-        free: list[Span] = []
-        for start, stop in self._regions:
-            for held in self._held:
-                if start <= held[0] < stop:
-                    if held[0] > start:
-                        free.append((start, held[0]))
-                    start = held[1]
-            if stop > start:
-                free.append((start, stop))
-        return free
 
     def _storage(self, span: Span, dtype: torch.dtype) -> torch.Tensor:
         region = next(region for region in self._regions if region[0] <= span[0] < region[1])

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_asynchzp.sharding.in_flight import UnitInFlight, memory_in_flight
+from megatron_asynchzp.sharding.in_flight import UnitInFlight, first_fit, memory_in_flight
 
 Span = tuple[int, int]
 """Bytes, half-open."""
@@ -34,29 +34,13 @@ class Places:
 
     def acquire(self, nbytes: int, from_top: bool) -> Place | None:
         """The first free part that is large enough, seen from one end; None without one."""
-        free = self._free()
-        for start, stop in reversed(free) if from_top else free:
-            if stop - start >= nbytes:
-                start = stop - nbytes if from_top else start
-                span = (start, start + nbytes)
-                insort(self._held, span)
-                users = [
-                    one for one in self._last_users if one[0][0] < span[1] and span[0] < one[0][1]
-                ]
-                return Place(span, tuple(user for _, user in users))
-        return None
-
-    def _free(self) -> list[Span]:
-        free: list[Span] = []
-        for start, stop in self._regions:
-            for held in self._held:
-                if start <= held[0] < stop:
-                    if held[0] > start:
-                        free.append((start, held[0]))
-                    start = held[1]
-            if stop > start:
-                free.append((start, stop))
-        return free
+        start = first_fit(self._regions, self._held, nbytes, from_top)
+        if start is None:
+            return None
+        span = (start, start + nbytes)
+        insort(self._held, span)
+        users = [one for one in self._last_users if one[0][0] < span[1] and span[0] < one[0][1]]
+        return Place(span, tuple(user for _, user in users))
 
     def release(self, span: Span, user: int | None) -> None:
         """It may be written again once the action `user` has ended."""

@@ -183,3 +183,27 @@ def _too_small(budget: int, params: int, grads: int) -> str:
         f"{(params + grads) / 2**30:.4g} GiB ({params / 2**30:.4g} for its parameters, "
         f"{grads / 2**30:.4g} for one piece of gradients)"
     )
+
+
+def first_fit(
+    regions: Sequence[tuple[int, int]],
+    held: Sequence[tuple[int, int]],
+    nbytes: int,
+    from_top: bool = False,
+) -> int | None:
+    """Where the first free part of `regions` that has `nbytes` begins, seen from one end; seen from
+    the upper one, where its last `nbytes` begin. None without one.
+
+    held: what is taken, sorted, each within a region. All are half-open ranges of addresses.
+    """
+    free: list[tuple[int, int]] = []
+    for start, stop in regions:
+        for taken in held:
+            if start <= taken[0] < stop:
+                free.append((start, taken[0]))
+                start = taken[1]
+        free.append((start, stop))
+    for start, stop in reversed(free) if from_top else free:
+        if stop > start and stop - start >= nbytes:
+            return stop - nbytes if from_top else start
+    return None

@@ -658,15 +658,15 @@ IN_FLIGHT = [
     Mutant(
         "places-across-their-neighbours",
         "law 5: two units never hold the same byte",
-        "comm/arena.py",
-        "                    start = held[1]\n",
+        "sharding/in_flight.py",
+        "                start = taken[1]\n",
         "",
         f"{_ARENA}places_never_overlap_lie_within_and_depend_on_the_order_of_calls_alone",
     ),
     Mutant(
         "one-end-of-the-arena",
         "what is free stays in one piece between the two ends",
-        "comm/arena.py",
+        "sharding/in_flight.py",
         "return stop - nbytes if from_top else start",
         "return start",
         f"{_ARENA}users_in_turn_at_opposite_ends_leave_room_for_the_next_whatever_their_sizes",
