@@ -5,7 +5,7 @@ stock Megatron's by formula; activations by the planner's formulas.
 """
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -100,30 +100,11 @@ def _planned_memory(
     stage: Stage, args: Namespace, setting: Setting, units: Sequence[Unit]
 ) -> tuple[dict[str, float], Memory]:
     """By the planner's formulas alone, without padding."""
-    sizes: dict[GroupKey, ShardSizes] = {}
-    topologies: dict[GroupKey, ShardTopology] = {}
-    of_dense, schedule = shard_sizes(args), resolve_schedule(args)
-    groups: dict[GroupKey, dist.ProcessGroup] = {
-        "dense": stage.groups.dp_cp,
-        "expert": stage.groups.expt_dp,
-    }
-    for key, group in groups.items():
-        sizes[key] = of_dense.restricted_to(group.size())
-        topologies[key] = ShardTopology(group.size(), group.rank(), sizes[key])
+    topologies, schedule = topologies_of(stage, args), resolve_schedule(args)
+    sizes = {key: topology.sizes for key, topology in topologies.items()}
     itemsize = setting.model.itemsize
     formula = states(units, itemsize, sizes, moments_nbytes(args).most_params)
-    needs = [
-        UnitInFlight.of(
-            "" if unit.kind == "root" else unit.name.removesuffix(".experts"),
-            unit.numel,
-            itemsize,
-            True,
-            topologies[unit.group],
-            schedule.grad_slot_nbytes,
-        )
-        for unit in units
-        if unit.numel
-    ]
+    needs = needs_of(units, itemsize, topologies, schedule.grad_slot_nbytes)
     flying = memory_in_flight(needs, schedule.depth, budget=schedule.in_flight_nbytes)
     memory = Memory(
         formula,
@@ -133,6 +114,41 @@ def _planned_memory(
         own_grads=flying.own_grads,
     )
     return formula, memory
+
+
+def topologies_of(stage: Stage, args: Namespace) -> dict[GroupKey, ShardTopology]:
+    """Of the sharding groups of the stage's first rank."""
+    groups: dict[GroupKey, dist.ProcessGroup] = {
+        "dense": stage.groups.dp_cp,
+        "expert": stage.groups.expt_dp,
+    }
+    of_dense = shard_sizes(args)
+    return {
+        key: ShardTopology(group.size(), group.rank(), of_dense.restricted_to(group.size()))
+        for key, group in groups.items()
+    }
+
+
+def needs_of(
+    units: Sequence[Unit],
+    itemsize: int,
+    topologies: Mapping[GroupKey, ShardTopology],
+    slot_nbytes: int,
+) -> list[UnitInFlight]:
+    """Of each of `units` that has parameters, without padding."""
+    return [
+        UnitInFlight.of(
+            unit.layer,
+            unit.numel,
+            itemsize,
+            True,
+            topologies[unit.group],
+            slot_nbytes,
+            part=unit.part,
+        )
+        for unit in units
+        if unit.numel
+    ]
 
 
 def _num_parts(param: torch.nn.Parameter, key: str, args: Namespace) -> int:
@@ -186,11 +202,15 @@ def shard_groups(
     return ShardGroups.of_topology(topology, ranks, new_group, grad_dtype)
 
 
+def _plans_of(model: torch.nn.Module, args: Namespace) -> list[UnitPlan]:
+    return plan_megatron_units(model, experts_per_unit=args.asynchzp_experts_per_unit)
+
+
 def _asynchzp_states(
     stage: Stage, model: torch.nn.Module, args: Namespace, ranks_per_node: int, common: _Counts
 ) -> StageStates:
     """The units, buffers and memory in flight of the run, and the table it will print."""
-    sizes, plans = shard_sizes(args), plan_megatron_units(model)
+    sizes, plans = shard_sizes(args), _plans_of(model, args)
     group_of = {"dense": stage.groups.dp_cp, "expert": stage.groups.expt_dp}
     groups = {
         key: shard_groups(
@@ -199,7 +219,8 @@ def _asynchzp_states(
         for key in dict.fromkeys(plan.group_key for plan in plans)
     }
     units = [
-        HZPUnit(plan.name, plan.params, groups[plan.group_key], layer=plan.layer) for plan in plans
+        HZPUnit(plan.name, plan.params, groups[plan.group_key], layer=plan.layer, part=plan.part)
+        for plan in plans
     ]
     flying = memory_in_flight_of(units, resolve_schedule(args))
     is_shown = stage.index == 0  # rank 0's, as in a run

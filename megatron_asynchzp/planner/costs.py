@@ -148,7 +148,7 @@ class Costing:
 
     def in_flight(self, unit: Unit) -> UnitInFlight:
         """What the unit needs beside its states, by the engine's own formula."""
-        group, layer = self.groups[unit.group], "" if unit.kind == "root" else unit.name
+        group = self.groups[unit.group]
         padded = self.padded(unit)
         key = ("in flight", padded, unit.group, group.sizes, group.ranks, group.wire)
 
@@ -166,7 +166,7 @@ class Costing:
                 group.wire.grad_itemsize if group.wire.is_exchanged else 4,
             )
 
-        return replace(self._once(key, make), layer=layer.removesuffix(".experts"))
+        return replace(self._once(key, make), layer=unit.layer, part=unit.part)
 
     def order(self, stage: int, phases: Sequence[Phase]) -> StepOrder:
         units = self.units[stage]
@@ -249,10 +249,11 @@ class Costing:
         parallel, layer = plan.parallel, unit.source
         hidden_nbytes = plan.batch.tokens / parallel.cp * model.hidden * model.itemsize
         per_node, sent = cluster.ranks_per_node, 0.0
-        if unit.kind == "experts" and layer is not None:
+        if layer is not None and unit.kind == "experts" and isinstance(layer.mlp, shapes.Experts):
             ring = Ring.of_axis(parallel.ep, parallel.experts_tp, per_node)
-            tokens = getattr(layer.mlp, "topk", 1) * hidden_nbytes / parallel.tp
-            return 2 * ring.exchange_seconds(tokens, cluster)
+            tokens = layer.mlp.topk * hidden_nbytes / parallel.tp
+            groups = shapes.num_expert_groups(layer.mlp, parallel)
+            return 2 * ring.exchange_seconds(tokens, cluster) / groups
         if unit.kind in ("layer", "mtp") and layer is not None:
             parts = (layer.mixer is not None) + isinstance(layer.mlp, shapes.Mlp)
             ring = Ring.of_axis(parallel.tp, 1, per_node)
@@ -425,7 +426,7 @@ def chunk_visits(units: Sequence[Unit], chunk: int, is_tied: bool) -> list[Visit
         if unit.kind == "root":
             root = index
         elif unit.kind == "experts":
-            visits[-1] = Visit(visits[-1].unit, (Visit(index),))
+            visits[-1] = Visit(visits[-1].unit, (*visits[-1].inner, Visit(index)))
         elif unit.kind == "output" and is_tied and embedding is not None:
             visits.append(Visit(index, (Visit(embedding),)))
         else:

@@ -60,7 +60,8 @@ class Mlp:
 @dataclass(frozen=True)
 class Experts:
     """A mixture of experts. ffn: of one expert; shared_ffn: of the shared experts, 0 without;
-    has_router_bias: a bias that is learned, not the one of load balancing."""
+    has_router_bias: a bias that is learned, not the one of load balancing; per_unit: how many of a
+    rank's experts form a unit, 0 where all stay together."""
 
     num_experts: int
     topk: int
@@ -69,6 +70,7 @@ class Experts:
     shared_ffn: int = 0
     has_shared_gate: bool = False
     has_router_bias: bool = False
+    per_unit: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,11 +141,10 @@ class Batch:
 class Unit:
     """Parameters that are gathered, used and released together, and what they compute.
 
-    kind: what holds them ("experts" are a unit beside their layer where expert parallelism divides
-    them); chunk: of the rank's model
-    chunks; numel: parameters on this rank; flops: forward, of one micro-batch on this rank (the
-    backward pass takes twice as many, recomputation once more); source: the layer, None for
-    the rest.
+    kind: what holds them ("experts" are units beside their layer where expert parallelism divides
+    them, and where they are used group by group); chunk: of the rank's model chunks; numel:
+    parameters on this rank; flops: forward, of one micro-batch on this rank (the backward pass
+    takes twice as many, recomputation once more); source: the layer, None for the rest.
     """
 
     name: str
@@ -153,6 +154,17 @@ class Unit:
     group: GroupKey = "dense"
     chunk: int = 0
     source: Layer | None = field(default=None, repr=False)
+
+    @property
+    def layer(self) -> str:
+        """The name of the unit that it is needed together with; "" for what is around all."""
+        return "" if self.kind == "root" else self.name.partition(".experts")[0]
+
+    @property
+    def part(self) -> str:
+        """Of a layer's experts, which of the groups that are used one after another; "" for what
+        is used throughout."""
+        return self.name.partition(".experts")[2]
 
 
 # ---- parameters
@@ -240,6 +252,11 @@ def experts_numel(of: Experts, model: Model, parallel: Parallel) -> int:
     return round(of.num_experts / parallel.ep * one)
 
 
+def num_expert_groups(of: Experts, parallel: Parallel) -> int:
+    """Units of the experts of one layer on a rank."""
+    return of.num_experts // (parallel.ep * of.per_unit) if of.per_unit else 1
+
+
 # ---- FLOPs
 
 
@@ -320,6 +337,17 @@ def _layer_units(
         return [Unit(name, kind, numel + extra, flops, chunk=chunk, source=layer)]
     experts = experts_numel(layer.mlp, model, parallel)
     own_flops = expert_flops(layer.mlp, model, parallel, batch)
+    if layer.mlp.per_unit:
+        count = num_expert_groups(layer.mlp, parallel)
+        group, parts = ("expert" if parallel.ep > 1 else "dense"), range(count)
+        each, share = round(experts / count), own_flops / count
+        return [
+            Unit(name, kind, numel + extra, flops, chunk=chunk, source=layer),
+            *(
+                Unit(f"{name}.experts.{i}", "experts", each, share, group, chunk, layer)
+                for i in parts
+            ),
+        ]
     if parallel.ep == 1:  # every replica has all experts: they are parameters like the others
         numel, flops = numel + experts, flops + own_flops
         return [Unit(name, kind, numel + extra, flops, chunk=chunk, source=layer)]

@@ -36,7 +36,9 @@ class UnitInFlight:
     layer: equal for units that are needed at the same time; "" for one that is needed around all
     others. params: its gathered parameters, 0 where they always are; grads: the largest piece of
     its gradients in fp32, with what reducing it takes, 0 where they are not reduced; own_grads: all
-    its gradients as autograd makes them; num_pieces: in how many its gradients are reduced.
+    its gradients as autograd makes them; num_pieces: in how many its gradients are reduced; part:
+    of a layer whose parts are needed one after another, each together with the rest of the layer;
+    "" for the rest.
     """
 
     layer: str
@@ -44,6 +46,7 @@ class UnitInFlight:
     grads: int
     own_grads: int
     num_pieces: int
+    part: str = ""
 
     @classmethod
     def of(
@@ -55,6 +58,7 @@ class UnitInFlight:
         topology: ShardTopology,
         slot_nbytes: int,
         wire_nbytes: int = FP32_NBYTES,
+        part: str = "",
     ) -> "UnitInFlight":
         """A unit of `padded_numel` elements of `itemsize` bytes, whose gradients are reduced in
         pieces of at most `slot_nbytes` (in fp32) and travel in elements of `wire_nbytes`."""
@@ -70,6 +74,7 @@ class UnitInFlight:
             piece if is_reduced else 0,
             itemsize * padded_numel if is_trained else 0,
             -(-padded_numel // (num_shards * length)) if is_reduced else 1,
+            part,
         )
 
 
@@ -89,15 +94,36 @@ class MemoryInFlight:
         return {"gathered parameters": self.params, "gradients to reduce": self.grads}
 
 
-def _layers_of(units: Sequence[UnitInFlight]) -> tuple[UnitInFlight, list[UnitInFlight]]:
-    """What is needed around everything, and the layers in order, each as one."""
+@dataclass(frozen=True)
+class _Layer:
+    """rest: what is needed throughout, as one; parts: what is needed one after another."""
+
+    rest: UnitInFlight
+    parts: Sequence[UnitInFlight]
+
+    @property
+    def in_turn(self) -> list[UnitInFlight]:
+        """In the order of the forward pass."""
+        return [self.rest, *self.parts]
+
+
+def _layers_of(units: Sequence[UnitInFlight]) -> tuple[UnitInFlight, list[_Layer]]:
+    """What is needed around everything, and the layers in order."""
     found: dict[str, list[UnitInFlight]] = {}
     for unit in units:
         found.setdefault(unit.layer, []).append(unit)
     around = found.pop("", [])
     if not found:
         found, around = {"": around}, []
-    return _together(around), [_together(layer) for layer in found.values()]
+    return _together(around), [_layer_of(layer) for layer in found.values()]
+
+
+def _layer_of(units: Sequence[UnitInFlight]) -> _Layer:
+    parts: dict[str, list[UnitInFlight]] = {}
+    for unit in units:
+        parts.setdefault(unit.part, []).append(unit)
+    rest = parts.pop("", [])
+    return _Layer(_together(rest), [_together(part) for part in parts.values()])
 
 
 def _together(units: Sequence[UnitInFlight]) -> UnitInFlight:
@@ -110,28 +136,36 @@ def _together(units: Sequence[UnitInFlight]) -> UnitInFlight:
     )
 
 
-def _neighbours_nbytes(sizes: Sequence[int], most: int) -> int:
-    """The most that layers which follow one another need, `most` of each size at a time.
+def _neighbours_nbytes(layers: Sequence[Sequence[int]], most: int) -> int:
+    """The most that needs which follow one another take, `most` of each size at a time.
 
-    sizes E L L L L E, most 2:   E L L | L L | L L E      so E + 2 L
+    layers: of each, what it needs throughout and then one after another.
+
+    layers E L L L L E, most 2:       E L L | L L | L L E            so E + 2 L
+    layers with parts Lppp Lppp:      Lpp | (L)pp | (L)p Lp | Lpp    so 2 L + 2 p
     """
     largest = 0
-    for first in range(len(sizes)):
+    in_turn = [(index, size) for index, layer in enumerate(layers) for size in layer]
+    for first, (layer, _) in enumerate(in_turn):
         taken: Counter[int] = Counter()
-        for size in sizes[first:]:
-            if taken[size] == most:
+        if first and in_turn[first - 1][0] == layer:
+            taken[layers[layer][0]] += 1
+        for _, size in in_turn[first:]:
+            if taken[size] >= most:
                 break
             taken[size] += 1
         largest = max(largest, sum(size * count for size, count in taken.items()))
     return largest
 
 
-def _own_grads_nbytes(around: UnitInFlight, layers: Sequence[UnitInFlight]) -> int:
-    # Backward runs from the last layer. Gradients that are reduced in several pieces stay until
-    # all of them have been, while those of the layer before it come: before the first layer, those
-    # of the last one in the next micro-batch.
-    after = [*layers[1:], layers[0]]
-    pairs = zip(layers, after, strict=True)
+def _own_grads_nbytes(around: UnitInFlight, layers: Sequence[_Layer]) -> int:
+    # Backward runs from the last layer, in each from its last part: the rest of a layer has its
+    # gradients after that. Gradients that are reduced in several pieces stay until all of them
+    # have been, while those of what comes before it come: before the first layer, those of the
+    # last one in the next micro-batch.
+    in_turn = [one for layer in layers for one in layer.in_turn]
+    after = [*in_turn[1:], in_turn[0]]
+    pairs = zip(in_turn, after, strict=True)
     most = max(one.own_grads + (kept.num_pieces > 1) * kept.own_grads for one, kept in pairs)
     return most + around.own_grads
 
@@ -152,9 +186,12 @@ def memory_in_flight(
     Raises ConfigurationError for a budget below what one layer needs.
     """
     around, layers = _layers_of(units)
-    params = around.params + _neighbours_nbytes([one.params for one in layers], num_ahead + 1)
-    grads = around.grads + _neighbours_nbytes([one.grads for one in layers], num_grad_slots)
+    of_params = [[one.params for one in layer.in_turn] for layer in layers]
+    of_grads = [[one.grads for one in layer.in_turn] for layer in layers]
+    params = around.params + _neighbours_nbytes(of_params, num_ahead + 1)
+    grads = around.grads + _neighbours_nbytes(of_grads, num_grad_slots)
     layer, piece = least_in_flight(units)
+    params = max(params, layer)  # a part as large as the rest of its layer is beside it
     if any(unit.num_pieces > 1 for unit in units):
         grads = min(grads, num_grad_slots * piece)
     if budget is not None and params + grads > budget:
@@ -166,11 +203,14 @@ def memory_in_flight(
 
 
 def least_in_flight(units: Sequence[UnitInFlight]) -> tuple[int, int]:
-    """Bytes without which no step is possible: parameters of the largest layer, with what is needed
-    around all layers, and the largest piece of gradients."""
+    """Bytes without which no step is possible: parameters of the largest layer, one of its parts at
+    a time, with what is needed around all layers; and the largest piece of gradients."""
     around, layers = _layers_of(units)
-    layer = around.params + max(one.params for one in layers)
-    return layer, max(unit.grads for unit in units)
+    most = max(
+        layer.rest.params + max((part.params for part in layer.parts), default=0)
+        for layer in layers
+    )
+    return around.params + most, max(unit.grads for unit in units)
 
 
 def _aligned(nbytes: int) -> int:

@@ -57,8 +57,8 @@ class HZPUnit:
 
     name: for messages; params: (name, parameter) in layout order, all of one dtype and either
     all trained or none; groups: communicators of the sharding group of this unit; shard: the P
-    shard, 1-D, where the parameters were sharded while the model was built (Construction); layer:
-    see UnitPlan, one of its own where None.
+    shard, 1-D, where the parameters were sharded while the model was built (Construction); layer,
+    part: see UnitPlan, a layer of its own where None.
 
     size_key: equal for units that fit the same memory in flight; views_key: equal for those whose
     parameters lie at the same places; overwrites_main_grads: see fuse_grads, None without it.
@@ -71,8 +71,10 @@ class HZPUnit:
         groups: ShardGroups,
         shard: torch.Tensor | None = None,
         layer: str | None = None,
+        part: str = "",
     ):
         self.name = name
+        self.part = part
         self.layer = name if layer is None else layer
         self.groups = groups
         self.param_names = [param_name for param_name, _ in params]
@@ -331,6 +333,7 @@ class HZPUnit:
             self.groups.topology,
             slot_nbytes,
             self.groups.grad_dtype.itemsize,
+            self.part,
         )
 
     def reduction_nbytes(self, piece: GradPiece) -> int:

@@ -65,6 +65,7 @@ def _in_flight(plan: UnitPlan, groups: ShardGroups, slot_nbytes: int) -> UnitInF
         first.requires_grad,
         topology,
         slot_nbytes,
+        part=plan.part,
     )
 
 
@@ -82,7 +83,9 @@ def shard_model(
     """
     groups = shard_groups(tuple(sizes), schedule.time_limit_s)
     tied = {model.embedding.weight: (model.output,)} if model.is_tied else {}
-    plans = plan_units(model, [*model.blocks, model.embedding, model.output], also_used_by=tied)
+    unit_modules = [*model.blocks, model.embedding, model.output]
+    parts = getattr(model, "parts", ())
+    plans = plan_units(model, unit_modules, also_used_by=tied, parts=parts)
     in_flight = [_in_flight(plan, groups, schedule.grad_slot_nbytes) for plan in plans]
     if not fuses_grads:
         schedule = with_memory(schedule, in_flight, memory)

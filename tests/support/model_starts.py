@@ -60,7 +60,7 @@ def whole_models() -> Iterator[None]:
     """As if no module were sharded before the model is complete."""
     from megatron_asynchzp.zero.construction import Construction
 
-    with mock.patch.object(Construction, "shard", lambda *_: None):
+    with mock.patch.object(Construction, "shard", lambda *_, **__: None):
         yield
 
 

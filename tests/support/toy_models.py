@@ -73,3 +73,46 @@ def toy_batch(step: int, micro_batch: int, rank: int, vocab=37) -> torch.Tensor:
 def toy_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     logits = model(tokens[:, :-1]).float()
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class InTurn(nn.Module):
+    """Calls every expert, one after another, as Megatron's sequential experts: each with some of
+    the tokens, which may be none."""
+
+    def __init__(self, width: int, number: int):
+        super().__init__()
+        self.local_experts = nn.ModuleList(Block(width) for _ in range(number))
+        self.counts: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1]).split(self.counts)
+        outputs = [expert(some) for expert, some in zip(self.local_experts, rows, strict=True)]
+        return torch.cat(outputs).view(x.shape)
+
+
+class ExpertBlock(nn.Module):
+    """A block, then experts in turn; `again`: what is computed again in backward, "" for nothing,
+    "experts", or "layer"."""
+
+    def __init__(self, width: int, number: int, again: str):
+        super().__init__()
+        self.rest, self.experts, self.again = Block(width), InTurn(width, number), again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.rest(x)
+        if self.again == "experts":
+            return checkpoint(self.experts, x, use_reentrant=True)
+        return self.experts(x)
+
+
+class ExpertLM(ToyLM):
+    """parts: the experts of each layer in groups of `per_unit`, none of 0: all with their layer."""
+
+    def __init__(self, per_unit: int, again: str = "", depth: int = 3, number: int = 4):
+        super().__init__(depth=0, recompute=again == "layer")
+        self.blocks = nn.ModuleList(ExpertBlock(16, number, again) for _ in range(depth))
+        self.parts = [
+            experts[first : first + per_unit]
+            for experts in (list(block.experts.local_experts) for block in self.blocks)
+            for first in range(0, len(experts) if per_unit else 0, max(1, per_unit))
+        ]

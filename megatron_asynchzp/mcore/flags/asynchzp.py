@@ -87,6 +87,16 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         "most this size; with gradient accumulation fusion always in one. Default: "
         f"{GRAD_SLOT_MIB}.",
     )
+    group.add_argument(
+        "--asynchzp-experts-per-unit",
+        type=_at_least_1,
+        default=None,
+        metavar="EXPERTS",
+        help="So many experts of a layer are gathered, used and released together, one group after "
+        "another: less memory in flight, in more and smaller messages. Only without "
+        "--moe-grouped-gemm, which computes with all of them at once; must divide the experts "
+        "that a rank has of a layer. Default: all experts together, with their layer.",
+    )
     for what, saved in (("params", "parameters gathered"), ("grads", "gradients unreduced")):
         group.add_argument(
             f"--asynchzp-keep-{what}-gb",
@@ -129,8 +139,16 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _at_least_0(word: str) -> int:
-    if not word.isdecimal():
-        raise ArgumentTypeError(f"{word} is not a whole number from 0")
+    return _whole_number(word, 0)
+
+
+def _at_least_1(word: str) -> int:
+    return _whole_number(word, 1)
+
+
+def _whole_number(word: str, least: int) -> int:
+    if not word.isdecimal() or int(word) < least:
+        raise ArgumentTypeError(f"{word} is not a whole number from {least}")
     return int(word)
 
 

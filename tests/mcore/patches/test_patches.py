@@ -228,6 +228,7 @@ def test_patching_adds_our_flags_and_nothing_else(unpatched):
         "--asynchzp-prefetch-depth",
         "--asynchzp-memory-in-flight-gb",
         "--asynchzp-grad-slot-mb",
+        "--asynchzp-experts-per-unit",
         "--asynchzp-keep-params-gb",
         "--asynchzp-keep-grads-gb",
         "--asynchzp-dry-run",
