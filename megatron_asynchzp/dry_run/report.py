@@ -109,7 +109,7 @@ def memory_columns(memory: Memory) -> tuple[float, ...]:
     """Start-up peak; at rest; in flight; activations; logits; in the backward pass of one layer
     (which is not while the loss is computed); the total, the higher of start and training."""
     active = memory.activations
-    flying, kept = memory.flying + memory.copied_params, active.kept + active.buffer
+    flying, kept = memory.flying, active.kept + active.buffer
     # fmt: off
     return (memory.start, memory.states, flying, kept, active.logits, memory.working,
             memory.total)

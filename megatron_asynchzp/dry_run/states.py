@@ -28,6 +28,8 @@ from megatron_asynchzp.planner.activations import Setting
 from megatron_asynchzp.planner.memory import Memory, largest_unit, stage_activations, states
 from megatron_asynchzp.planner.model import GroupKey, Unit, stage_units
 from megatron_asynchzp.sharding.in_flight import MemoryInFlight, UnitInFlight, memory_in_flight
+from megatron_asynchzp.sharding.layout import FP32_NBYTES
+from megatron_asynchzp.sharding.pieces import grad_pieces
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.step import memory_in_flight_of
@@ -222,34 +224,47 @@ def _asynchzp_states(
         HZPUnit(plan.name, plan.params, groups[plan.group_key], layer=plan.layer, part=plan.part)
         for plan in plans
     ]
-    flying = memory_in_flight_of(units, resolve_schedule(args))
+    schedule = resolve_schedule(args)
+    flying = memory_in_flight_of(units, schedule)
     is_shown = stage.index == 0  # rank 0's, as in a run
     table = _start_table(units, plans, groups, flying, args, ranks_per_node) if is_shown else ""
     moments = moments_nbytes(args)
     whole = max(unit.layout.padded_numel * unit.dtype.itemsize for unit in units)
     is_cpu = args.distributed_backend == "gloo"
+    needs = [unit.in_flight(schedule.grad_slot_nbytes) for unit in units]
     memory = Memory(
         state_nbytes_allocated(units, moments),
         flying.allocated,
         whole,
         stage_activations(setting_of(args), stage.index),
-        copied_params=_largest_gathered(units) if is_cpu else 0.0,
-        copied_grads=flying.grads if is_cpu else 0.0,
-        own_grads=flying.own_grads,
+        copied_params=max(need.params for need in needs) if is_cpu else 0.0,
+        copied_grads=_largest_piece(units, schedule.grad_slot_nbytes) if is_cpu else 0.0,
+        own_grads=flying.own_grads + (_largest_cast(units) if is_cpu else 0.0),
+        copies_beside=schedule.kind != "inline",
     )
     return StageStates(*common, state_nbytes_by_formula(units, moments), memory, table)
 
 
-def _largest_gathered(units: Sequence[HZPUnit]) -> float:
-    """Bytes of the largest unit whose parameters are gathered."""
-    return max(
-        (
-            unit.layout.padded_numel * unit.dtype.itemsize
-            for unit in units
-            if unit.groups.topology.sizes.param > 1
-        ),
-        default=0.0,
+def _largest_piece(units: Sequence[HZPUnit], slot_nbytes: int) -> float:
+    """Bytes of the gradients in fp32 that are reduced at once."""
+    numels = (
+        grad_pieces(unit.layout, unit.groups.topology.sizes.grad, slot_nbytes)[0].numel
+        for unit in units
+        if unit.is_trained and not unit.reduces_in_place
     )
+    return FP32_NBYTES * max(numels, default=0)
+
+
+def _largest_cast(units: Sequence[HZPUnit]) -> float:
+    """Bytes that torch takes on a CPU to add a gradient of the model's dtype to one in fp32, where
+    units add theirs as they come: the largest of them in fp32."""
+    numels = (
+        param.numel()
+        for unit in units
+        if unit.is_trained and unit.reduces_in_place and unit.dtype != torch.float32
+        for param in unit.params
+    )
+    return FP32_NBYTES * max(numels, default=0)
 
 
 def _start_table(

@@ -202,9 +202,10 @@ def stage_activations(of: Setting, stage: int) -> Activations:
 @dataclass(frozen=True)
 class Memory:
     """Bytes of one rank. at_rest: by state; in_flight: by kind; whole_unit: the largest unit whole,
-    which construction holds once, and backward as autograd's own gradients; copied_params,
-    copied_grads: what a backend copies while it gathers and reduces (gloo: a unit, a slot);
-    own_grads: gradients as autograd makes them, at most; None for those of the largest unit."""
+    which construction holds once, and backward as autograd's own gradients; own_grads: gradients
+    as autograd makes them, at most; None for those of the largest unit; copied_params,
+    copied_grads: what a backend copies at most while it gathers and while it reduces (gloo: a unit,
+    a piece); copies_beside: whether that happens beside the computation, at any time."""
 
     at_rest: Mapping[str, float]
     in_flight: Mapping[str, float]
@@ -213,6 +214,7 @@ class Memory:
     copied_params: float = 0.0
     copied_grads: float = 0.0
     own_grads: float | None = None
+    copies_beside: bool = False
 
     @property
     def states(self) -> float:
@@ -230,23 +232,25 @@ class Memory:
     @property
     def working(self) -> float:
         """While one layer is differentiated. Autograd's gradients of its parameters appear as its
-        activations are freed; while the gradients of the layer before it are reduced, that one's
-        are free already."""
-        active = self.activations
+        activations are freed."""
         own_grads = self.whole_unit if self.own_grads is None else self.own_grads
-        own = max(0.0, own_grads - active.whole_layer)
-        return active.working + own + max(0.0, self.copied_grads - active.kept_layer)
+        return self.activations.working + max(0.0, own_grads - self.activations.whole_layer)
 
     @property
     def training(self) -> float:
         """The peak of a step: while the loss is computed, or in the backward pass of a layer.
 
-        The loss may find the last reductions of the micro-batch before it still in flight, or not:
-        half of what they copy counts.
+        What a backend copies may come on top. Where it does not run beside the computation, a unit
+        is gathered before its backward and reduced when its activations are free.
         """
-        beside = max(self.activations.logits + self.copied_grads / 2, self.working)
+        beside = max(self.activations.logits, self.working)
+        if self.copies_beside:
+            beside += self.copied_params + self.copied_grads
+        else:
+            reducing = self.copied_grads - self.activations.kept_layer
+            beside = max(beside, self.copied_params, reducing)
         kept = self.activations.kept + self.activations.buffer
-        return self.states + self.flying + self.copied_params + kept + beside
+        return self.states + self.flying + kept + beside
 
     @property
     def total(self) -> float:

@@ -11,7 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_asynchzp.sharding.in_flight import UnitInFlight, first_fit, memory_in_flight
+from megatron_asynchzp.sharding.in_flight import (
+    UnitInFlight,
+    first_fit,
+    has_room,
+    memory_in_flight,
+    needed_together,
+)
 
 Span = tuple[int, int]
 """Bytes, half-open."""
@@ -41,6 +47,14 @@ class Places:
         insort(self._held, span)
         users = [one for one in self._last_users if one[0][0] < span[1] and span[0] < one[0][1]]
         return Place(span, tuple(user for _, user in users))
+
+    def leaves_room(
+        self, nbytes: int, from_top: bool, beside: Sequence[Span], more: Sequence[tuple[int, bool]]
+    ) -> bool:
+        """As in comm/arena.py."""
+        start = first_fit(self._regions, self._held, nbytes, from_top)
+        held = () if start is None else ((start, start + nbytes), *beside)
+        return start is not None and has_room(self._regions, held, more)
 
     def release(self, span: Span, user: int | None) -> None:
         """It may be written again once the action `user` has ended."""
@@ -215,6 +229,11 @@ class _Chunk:
             self._schedule.depth,
             budget=self._schedule.in_flight_nbytes,
         )
+        together = needed_together([self._all[unit].memory for unit in in_order])
+        self._needed_with = {
+            in_order[index]: [in_order[other] for other in others]
+            for index, others in together.items()
+        }
         self._is_odd = {unit: bool(index % 2) for index, unit in enumerate(in_order)}
         self._params, self._grads = Places(memory.params), Places(memory.grads)
         self._spans: dict[int, Span] = {}
@@ -338,13 +357,26 @@ class _Chunk:
 
     def _acquire(self, unit: int) -> Place:
         spares = [*self._kept, *self._gathers]
-        nbytes = self._all[unit].memory.params
-        while (place := self._params.acquire(nbytes, self._is_odd[unit])) is None:
+        while (place := self._acquire_free(unit, leaves_room=bool(spares))) is None:
             if spares:
                 self._drop_spare(spares.pop())
             else:
-                self._params.grow(nbytes)
+                self._params.grow(self._all[unit].memory.params)
         return place
+
+    def _acquire_free(self, unit: int, leaves_room: bool = True) -> Place | None:
+        if leaves_room and not self._leaves_room(unit):
+            return None
+        return self._params.acquire(self._all[unit].memory.params, self._is_odd[unit])
+
+    def _leaves_room(self, unit: int) -> bool:
+        others = self._needed_with.get(unit, ())
+        if not (missing := [other for other in others if other not in self._spans]):
+            return True
+        held = [self._spans[other] for other in others if other in self._spans]
+        more = [(self._all[other].memory.params, self._is_odd[other]) for other in missing]
+        nbytes = self._all[unit].memory.params
+        return self._params.leaves_room(nbytes, self._is_odd[unit], held, more)
 
     def _gather(self, unit: int, place: Place) -> None:
         self._ahead[self._all[unit].size] += 1
@@ -361,7 +393,7 @@ class _Chunk:
                 return
             if self._ahead[self._all[unit].size] >= depth:
                 return
-            place = self._params.acquire(self._all[unit].memory.params, self._is_odd[unit])
+            place = self._acquire_free(unit)
             if place is None:
                 return
             self._gather(unit, place)

@@ -4,6 +4,7 @@
 and how much of it fits a budget. Needs no tensors.
 """
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -211,6 +212,44 @@ def least_in_flight(units: Sequence[UnitInFlight]) -> tuple[int, int]:
         for layer in layers
     )
     return around.params + most, max(unit.grads for unit in units)
+
+
+def needed_together(units: Sequence[UnitInFlight]) -> dict[int, list[int]]:
+    """For each unit of a layer that has several, by index: those that are gathered while it is.
+
+    Those around all layers, the rest of its layer and, for the rest itself, the largest part.
+    """
+    gathered = [index for index, unit in enumerate(units) if unit.params]
+    around = [index for index in gathered if not units[index].layer]
+    layers: dict[str, list[int]] = {}
+    for index in gathered:
+        if units[index].layer:
+            layers.setdefault(units[index].layer, []).append(index)
+    together: dict[int, list[int]] = {}
+    for members in layers.values():
+        rest = [index for index in members if not units[index].part]
+        parts = [index for index in members if units[index].part]
+        largest = [max(parts, key=lambda index: units[index].params)] if parts else []
+        for index in members if len(members) > 1 else ():
+            others = [*around, *rest, *([] if units[index].part else largest)]
+            together[index] = [other for other in others if other != index]
+    return together
+
+
+def has_room(
+    regions: Sequence[tuple[int, int]],
+    held: Sequence[tuple[int, int]],
+    more: Sequence[tuple[int, bool]],
+) -> bool:
+    """Whether places for all of `more`, each (nbytes, from_top), can be found one after another
+    beside those in `held`; the rest as in first_fit."""
+    taken = sorted(held)
+    for nbytes, from_top in more:
+        start = first_fit(regions, taken, nbytes, from_top)
+        if start is None:
+            return False
+        insort(taken, (start, start + nbytes))
+    return True
 
 
 def _aligned(nbytes: int) -> int:

@@ -22,10 +22,7 @@ from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.step import Stays, StepScheduler
-from megatron_asynchzp.zero.unit import HZPUnit, Phase
-
-# From this size on a gradient is taken as soon as it is there.
-_LARGE_GRAD_NBYTES = 2**20
+from megatron_asynchzp.zero.unit import LARGE_GRAD_NBYTES, HZPUnit, Phase
 
 
 @dataclass
@@ -367,7 +364,7 @@ def _attach_grad_hooks(
     return [
         param.register_post_accumulate_grad_hook(hook_of(index))  # pyright: ignore[reportUnknownMemberType]
         for index, param in enumerate(unit.params)
-        if param.requires_grad and (takes_all or param.nbytes >= _LARGE_GRAD_NBYTES)
+        if param.requires_grad and (takes_all or param.nbytes >= LARGE_GRAD_NBYTES)
     ]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron_asynchzp.comm.arena import Arena, Place
 from megatron_asynchzp.comm.driver import Driver, Task
-from megatron_asynchzp.sharding.in_flight import ALIGNMENT_NBYTES
+from megatron_asynchzp.sharding.in_flight import ALIGNMENT_NBYTES, needed_together
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.residency import Residency
 from megatron_asynchzp.zero.unit import HZPUnit, Phase
@@ -102,6 +102,11 @@ class Gathers:
         # units of one size then use the same places again, and leave the rest in one piece.
         sizes = sorted({_full_nbytes(unit) for unit in units}, reverse=True)
         self._is_at_top = {unit: sizes.index(_full_nbytes(unit)) % 2 == 1 for unit in units}
+        needs = [unit.in_flight(config.grad_slot_nbytes) for unit in units]
+        self._needed_with = {
+            units[index]: [units[other] for other in others]
+            for index, others in needed_together(needs).items()
+        }
         self._places: dict[HZPUnit, Place] = {}
         self._apart: set[str] = set()  # sizes of units that do not use the arena's memory
         self._gathers: dict[HZPUnit, Task] = {}  # of units that are not in use yet
@@ -218,7 +223,10 @@ class Gathers:
 
     # ---- gathers
 
-    def _acquire_place(self, unit: HZPUnit) -> Place | None:
+    def _acquire_place(self, unit: HZPUnit, leaves_room: bool = True) -> Place | None:
+        """A place that is free, None without one; leaves_room: [Note: room for the layer]."""
+        if leaves_room and not self._leaves_room(unit):
+            return None
         return self.arena.acquire(
             unit.size_key,
             unit.layout.padded_numel,
@@ -227,10 +235,21 @@ class Gathers:
             is_apart=unit.size_key in self._apart,
         )
 
+    def _leaves_room(self, unit: HZPUnit) -> bool:
+        """[Note: room for the layer] Several units of a layer are in use at the same time. What was
+        placed between others ahead of its use may lie in the middle of the memory when they are
+        gone, with too little on both sides of it for the other units of its layer."""
+        others = self._needed_with.get(unit, ())
+        if not (missing := [other for other in others if other not in self._places]):
+            return True
+        held = [self._places[other] for other in others if other in self._places]
+        more = [(other.gathered_nbytes, self._is_at_top[other]) for other in missing]
+        return self.arena.leaves_room(unit.gathered_nbytes, self._is_at_top[unit], held, more)
+
     def _take_place(self, unit: HZPUnit) -> Place:
         """A place for a unit that is needed now: free, taken from spare units, or in new memory."""
         spares = self._spares()
-        while (place := self._acquire_place(unit)) is None:
+        while (place := self._acquire_place(unit, leaves_room=bool(spares))) is None:
             if spares:
                 chunk, spare = spares.pop()
                 chunk._drop_spare(spare)

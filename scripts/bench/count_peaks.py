@@ -44,10 +44,15 @@ _EXPERTS = ["--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatc
             "alltoall", "--moe-router-load-balancing-type", "none", "--disable-bias-linear"]
 _DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
 _SELECTIVE = ["--recompute-granularity", "selective"]
+_MOE_AGAIN = [*_SELECTIVE, "--recompute-modules", "moe"]
 _BLOCK = ["--recompute-granularity", "full", "--recompute-method", "block",
           "--recompute-num-layers", "2"]
 _ROUNDED = ["--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16",
             "--exp-avg-sq-dtype", "bf16"]
+_ALONE = ["--asynchzp-experts-per-unit", "1"]
+_PAIRS = ["--asynchzp-experts-per-unit", "2"]
+# Beside the computation, when gloo makes its copies is chance.
+_IN_TURN = ["--asynchzp-schedule", "inline"]
 _TENSOR = ["--tensor-model-parallel-size", "2"]
 _PIPELINE = ["--pipeline-model-parallel-size", "2"]
 # Seed-OSS-36B: one of its 64 layers, and a part of its vocabulary. Ranks split its tensors, because
@@ -70,7 +75,8 @@ class Case(NamedTuple):
 
 
 def _case(name: str, *flags: str, ranks: int = 2, dtype: Sequence[str] = BF16) -> Case:
-    return Case(name, ranks, gpt_args(*_SHAPE, *dtype, *flags, *size_flags((2, 2, 2))))
+    sizes = [*size_flags((2, 2, 2)), *_IN_TURN]
+    return Case(name, ranks, gpt_args(*_SHAPE, *dtype, *flags, *sizes))
 
 
 CASES = (
@@ -89,6 +95,9 @@ CASES = (
     _case("latent attention, full recompute", *_LLAMA, *_LATENT, *FULL_RECOMPUTE),
     _case("experts", *_LLAMA, *_EXPERTS),
     _case("experts, full recompute", *_LLAMA, *_EXPERTS, *FULL_RECOMPUTE),
+    _case("experts, one by one", *_LLAMA, *_EXPERTS, *_ALONE),
+    _case("experts, one by one, full recompute", *_LLAMA, *_EXPERTS, *_ALONE, *FULL_RECOMPUTE),
+    _case("experts in pairs, recomputed", *_LLAMA, *_EXPERTS, *_PAIRS, *_MOE_AGAIN),
     _case("tensor parallel", *_LLAMA, *_TENSOR, ranks=4),
     _case("tensor parallel, full recompute", *_TENSOR, *FULL_RECOMPUTE, ranks=4),
     _case("pipeline parallel", *_LLAMA, *_PIPELINE, ranks=4),

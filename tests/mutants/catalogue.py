@@ -1007,7 +1007,7 @@ PLANNER = [
         "peak-without-backward",
         "the predicted total is the highest of all peaks",
         "planner/memory.py",
-        "beside = max(self.activations.logits + self.copied_grads / 2, self.working)",
+        "beside = max(self.activations.logits, self.working)",
         "beside = self.activations.logits",
         f"{_MEMORY}the_total_is_the_higher_of_the_start_and_of_the_two_peaks_of_a_step",
     ),

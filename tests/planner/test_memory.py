@@ -120,6 +120,11 @@ def test_the_total_is_the_higher_of_the_start_and_of_the_two_peaks_of_a_step():
     start = 50 + 15 + 8  # moments come with the first update
     assert _memory(**small).start == start
     assert replace(_memory(**(small | {"whole_layer": 6.0})), own_grads=10.0).working == 3 + 4
-    assert replace(_memory(**small), copied_params=6.0).total == _memory(**small).total + 6
+    copied = replace(_memory(**small), copied_params=6.0, copied_grads=9.0)
+    assert copied.total == 90 + 15 + 1 + 9
+    assert replace(_memory(**small, kept_layer=5.0), copied_params=6.0, copied_grads=9.0).total == (
+        90 + 15 + 1 + 6
+    )
+    assert replace(copied, copies_beside=True).total == 90 + 15 + 1 + 3 + 6 + 9
     unheld = replace(_memory(**small), at_rest={"model_param": 10.0, "optimizer_moments": 0.0})
     assert unheld.left_of(100.0) == 100.0 - max(10 + 15 + 8, 10 + 15 + 1 + 3)

@@ -18,9 +18,7 @@ from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 KIB = 1024
 
 
-def unit(
-    layer: str, params: int, grads: int = 0, pieces: int = 1, part: str = ""
-) -> UnitInFlight:
+def unit(layer: str, params: int, grads: int = 0, pieces: int = 1, part: str = "") -> UnitInFlight:
     return UnitInFlight(layer, params * 128, grads * 128, params * 128, pieces, part)
 
 
