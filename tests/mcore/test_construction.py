@@ -34,12 +34,16 @@ PIPELINE_PARALLEL = ["--pipeline-model-parallel-size", "2"]
 INTERLEAVED = [*PIPELINE_PARALLEL, "--num-virtual-stages-per-pipeline-rank", "2"]
 META_DEVICE = ["--init-model-with-meta-device"]
 
+IN_PAIRS = ["--asynchzp-experts-per-unit=2"]
+OURS = [*META_DEVICE, *IN_PAIRS]
+
 CASES: dict[str, list[str]] = {
     "gpt, fp32": [],
     "gpt, untied": [*BF16, *UNTIED],
     "gpt, fp16": [*FP16],
     "gpt, meta device": [*BF16, *META_DEVICE],
     "experts": [*BF16, *MIXTURE_OF_EXPERTS],
+    "experts in pairs": [*BF16, *MIXTURE_OF_EXPERTS, *IN_PAIRS],
     "expert parallel": [*BF16, *UNTIED, *EXPERT_PARALLEL],
     "latent attention": [*BF16, *LATENT],
     "hybrid": [*BF16, *HYBRID],
@@ -49,7 +53,7 @@ CASES: dict[str, list[str]] = {
     "interleaved pipeline, untied": [*BF16, *UNTIED, *INTERLEAVED],
     "random ranks": [*BF16, "--data-parallel-random-init"],
 }
-FAST = ["gpt, fp32", "experts"]
+FAST = ["gpt, fp32", "experts in pairs"]
 
 
 @contextlib.contextmanager
@@ -94,7 +98,7 @@ def starts_of(names: list[str], world_size: int) -> dict[str, tuple]:
         sizes = size_flags((world_size // 2 if is_split else world_size,) * 3)
         with own_weights(), entry(name):
             ours = start([*argv, *sizes], count)
-            stock_argv = [word for word in argv if word not in META_DEVICE]
+            stock_argv = [word for word in argv if word not in OURS]
             stock = start(stock_argv)
             with whole_models():
                 whole = start([*argv, *sizes], count)

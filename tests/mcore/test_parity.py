@@ -30,6 +30,8 @@ SHARED_EXPERT = (
     "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01",
 )
 # fmt: on
+# All experts with their layer: in "experts", and where they are on 2 ranks in other variants.
+ONE_BY_ONE = ("--asynchzp-experts-per-unit", "1")
 PIPELINE_OF_4 = ("--pipeline-model-parallel-size", "4", "--num-layers", "4")
 CONTEXT = ("--context-parallel-size", "2")
 PREDICTION = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
@@ -61,8 +63,20 @@ ONE_RANK_MODELS = [
     SGD,
     Variant("ranks that start differently", ("--data-parallel-random-init",)),
     Variant("experts", tuple(MIXTURE_OF_EXPERTS)),
-    Variant("experts, one shared, auxiliary loss", SHARED_EXPERT, 3),
-    Variant("experts on 2 ranks", TWO_EXPERT_RANKS),
+    Variant("experts, one shared, auxiliary loss", SHARED_EXPERT, 3, ours=ONE_BY_ONE),
+    Variant("experts on 2 ranks", TWO_EXPERT_RANKS, ours=ONE_BY_ONE),
+    Variant(
+        "experts in pairs, recomputed",
+        (*MIXTURE_OF_EXPERTS, *FULL_RECOMPUTE),
+        3,
+        ours=("--asynchzp-experts-per-unit", "2"),
+    ),
+    Variant(
+        "experts one by one, their layer recomputed",
+        (*SHARED_EXPERT, *SELECTIVE_RECOMPUTE, "--recompute-modules", "moe"),
+        3,
+        ours=ONE_BY_ONE,
+    ),
     Variant("2 more tokens predicted, untied", (*PREDICTION, *UNTIED, "--mtp-num-layers", "2")),
     Variant(
         "one more token predicted, experts on 2 ranks, recomputed",
@@ -112,6 +126,7 @@ SLOW_ONE_RANK_MODELS = (
     "sgd",
     "loss per token, 3 micro-batches",
 )
+SLOW_EXPERTS = ("experts in pairs, recomputed", "experts one by one, their layer recomputed")
 # fmt: off
 SLOW_TWO_RANK_MODELS = (
     "tensor parallel", "tensor parallel, untied", "pipeline, bf16", "pipeline, 3 micro-batches",
@@ -141,7 +156,7 @@ def test_every_precision_recompute_and_loss_on_4_ranks_is_stock_ddp():
 
 
 def test_experts_on_4_ranks_are_stock_ddp():
-    experts = [v for v in ONE_RANK_MODELS if "experts" in v.name]
+    experts = [v for v in ONE_RANK_MODELS if "experts" in v.name and v.name not in SLOW_EXPERTS]
     # Mamba layers, and a router balanced by biases, are in no other fast test.
     experts += [v for v in SHRUNK_MODELS if v.name == "Nemotron-3 Nano"]
     chains = [[(2, 4, 4)], [(1, 2, 4)]]  # the slow tests run every nesting

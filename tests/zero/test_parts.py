@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.plan import plan_units
-from tests.support.engine import EngineTrainer, build_toy
+from tests.support.engine import EngineTrainer
 from tests.support.toy_models import ExpertLM
 from tests.support.world import on_ranks
 
@@ -23,118 +23,140 @@ AGAIN = ("", "experts", "layer")
 SIZES = (2, 2, 2)
 # Tokens of each expert on each rank, of 32: some get none, other ones on each rank.
 COUNTS = ([0, 12, 0, 20], [16, 0, 16, 0])
+STEPS, MICRO_BATCHES = 3, 2
 
 
 class Run(NamedTuple):
     """losses: of each step; params: by name; growth: of memory in flight, in bytes, beyond the
-    formula's; gathers: of one step in the steady state, by unit."""
+    formula's; gathers: in the last step, of the experts of a layer in the middle."""
 
     losses: list[float]
     params: dict[str, torch.Tensor]
     growth: int
-    gathers: list[str]
+    gathers: int
 
 
-def new_model(per_unit: int, again: str) -> ExpertLM:
+class Comparison(NamedTuple):
+    """What differs from the same model with all experts in their layer's unit."""
+
+    again: str
+    per_unit: int
+    memory: float
+    differs: list[str]
+    growth: int
+    gathers: int
+
+
+def new_trainer(per_unit: int, again: str, kind: str = "inline", memory: float = 1.0):
     torch.manual_seed(5)
     model = ExpertLM(per_unit, again, number=NUM_EXPERTS)
     for block in model.blocks:
         block.experts.counts = COUNTS[dist.get_rank()]
-    return model
+    return EngineTrainer(model, SIZES, schedule=ScheduleConfig(kind), memory=memory)
 
 
-def train(per_unit: int, again: str, kind: str = "threaded", memory: float = 1.0) -> Run:
-    schedule = ScheduleConfig(kind)
-    trainer = EngineTrainer(new_model(per_unit, again), SIZES, schedule=schedule, memory=memory)
-    losses, gathers = [], []
-    submit = trainer.runtime.driver.submit
+def train(*args) -> Run:
+    trainer, losses = new_trainer(*args), []
+    gathers, submit = [], trainer.runtime.driver.submit
 
     def note(task):
-        if task.lane == "gather":
+        if task.lane == "gather" and task.unit.startswith("blocks.1.experts"):
             gathers.append(task.unit)
         return submit(task)
 
-    for step in range(3):
-        if step == 2:
-            trainer.runtime.driver.submit = note
-        losses.append(trainer.step(step, 2))
+    trainer.runtime.driver.submit = note
+    for step in range(STEPS):
+        gathers.clear()
+        losses.append(trainer.step(step, MICRO_BATCHES))
+    found = len(gathers)
     allocated = trainer.runtime.in_flight_nbytes()["gathered parameters"]
     params = trainer.full_params()
     growth = allocated - trainer.runtime.memory.params
     trainer.runtime.detach()
-    return Run(losses, params, growth, gathers)
+    return Run(losses, params, growth, found)
 
 
-def check_numbers() -> None:
+def compare_all() -> list[Comparison]:
+    found = []
     for again in AGAIN:
-        expected = train(0, again, "inline")
-        for per_unit, kind in itertools.product((1, 2, 4), ("inline", "threaded")):
-            found = train(per_unit, again, kind)
-            assert found.losses == expected.losses, (again, per_unit, kind)
-            for name, param in expected.params.items():
-                assert torch.equal(found.params[name], param), (again, per_unit, kind, name)
+        expected = train(0, again)
+        for per_unit, memory in itertools.product((1, 2), (0.0, 0.4, 1.0)):
+            run = train(per_unit, again, "threaded", memory)
+            pairs = ((name, run.params[name], other) for name, other in expected.params.items())
+            differs = [name for name, mine, other in pairs if not torch.equal(mine, other)]
+            differs += ["losses"] * (run.losses != expected.losses)
+            found.append(Comparison(again, per_unit, memory, differs, run.growth, run.gathers))
+    return found
 
 
-def check_memory() -> None:
-    for again, per_unit in itertools.product(AGAIN, (1, 2)):
-        for memory in (0.0, 0.2, 0.5, 0.8, 1.0):
-            found = train(per_unit, again, memory=memory)
-            assert found.growth == 0, (again, per_unit, memory)
+def left_after_failure() -> tuple[bool, bool]:
+    """Whether a forward that failed in the middle of a group changed the next step, and whether
+    hooks on saved tensors are left behind."""
 
-
-def check_gathers() -> None:
-    """Of the experts of one layer in two micro-batches."""
-    for again, per_unit in itertools.product(AGAIN, (1, 2)):
-        groups = NUM_EXPERTS // per_unit
-        found = train(per_unit, again, "inline", memory=0.0)
-        gathers = [name for name in found.gathers if name.startswith("blocks.1.experts")]
-        # In forward, again before backward, and there, where the last one is there already. Without
-        # computing again the last layer's are: not those of layer 1.
-        of_micro_batch = 3 * groups - 1 if again else 2 * groups
-        assert len(gathers) == 2 * of_micro_batch, (again, per_unit, gathers)
-
-
-def check_failure() -> None:
     def fail(*_: object) -> None:
-        raise ArithmeticError("of the second of two experts in a unit")
+        raise ArithmeticError("in the second of two experts in a unit")
 
-    trainer, expected = (EngineTrainer(new_model(2, ""), SIZES) for _ in range(2))
+    trainer, untouched = new_trainer(2, ""), new_trainer(2, "")
     expert = trainer.model.blocks[1].experts.local_experts[1]
     handle = expert.register_forward_pre_hook(fail)
-    trainer.runtime.zero_grads()
     with pytest.raises(ArithmeticError):
         trainer.local_step(0, 1)
     handle.remove()
-    assert trainer.step(0, 2) == expected.step(0, 2)
-    x = torch.ones(2, requires_grad=True)
-    # What is saved outside of a forward meets no hook of ours: it is the very tensor.
-    assert (x * x).grad_fn._saved_self is x
-    for one in (trainer, expected):
-        one.runtime.detach()
+    one = torch.ones(2, requires_grad=True)
+    has_hooks = (one * one).grad_fn._saved_self is not one
+    differs = trainer.step(0, 2) != untouched.step(0, 2)
+    for each in (trainer, untouched):
+        each.runtime.detach()
+    return differs, has_hooks
 
 
-@pytest.mark.parametrize("check", [check_numbers, check_memory, check_gathers, check_failure])
-def test_parts(check):
-    on_ranks(check, 2)
+def run_all() -> tuple[list[Comparison], tuple[bool, bool]]:
+    return compare_all(), left_after_failure()
 
 
-def test_experts_form_units_of_their_layer_in_the_order_of_their_calls():
-    model = build_toy()
-    torch.manual_seed(0)
+@pytest.fixture(scope="module")
+def ranks() -> list:
+    return on_ranks(run_all, 2)
+
+
+def test_experts_in_groups_are_the_same_in_every_bit_whatever_is_computed_again(ranks):
+    for comparisons, _ in ranks:
+        assert len(comparisons) == 6 * len(AGAIN)
+        for comparison in comparisons:
+            assert comparison.differs == [], comparison
+
+
+def test_from_the_least_memory_to_the_default_no_more_groups_are_there_than_it_holds(ranks):
+    for comparisons, _ in ranks:
+        for comparison in comparisons:
+            assert comparison.growth == 0, comparison
+
+
+def test_a_group_is_gathered_in_each_direction_and_once_more_where_it_is_computed_again(ranks):
+    for comparisons, _ in ranks:
+        for comparison in comparisons:
+            groups = NUM_EXPERTS // comparison.per_unit
+            # Backward begins with the last group, which was computed again just before.
+            expected = 3 * groups - 1 if comparison.again else 2 * groups
+            if comparison.memory == 1.0:  # with less, what came ahead may go again
+                assert comparison.gathers == MICRO_BATCHES * expected, comparison
+
+
+def test_a_forward_that_fails_within_a_group_leaves_nothing_behind(ranks):
+    assert [left for _, left in ranks] == [(False, False)] * 2
+
+
+def test_experts_form_units_within_their_layer_in_the_order_of_their_calls():
     model = ExpertLM(2, depth=2)
     plans = plan_units(model, [*model.blocks, model.embedding], parts=model.parts)
-    names = [plan.name for plan in plans if plan.part]
-    assert names == [
+    parts = [plan for plan in plans if plan.part]
+    assert [plan.name for plan in parts] == [
         f"blocks.{layer}.experts.local_experts.{group}"
         for layer in range(2)
         for group in ("0-1", "2-3")
     ]
-    for plan in plans:
-        assert (
-            plan.layer
-            == ("blocks" + plan.name[6:8] if plan.name.startswith("blocks") else plan.name)
-            or plan.name == "root"
-        )
-        assert plan.runs_in_turn == bool(plan.part) and len(plan.modules) == 1 + bool(plan.part)
+    assert [plan.layer for plan in parts] == ["blocks.0"] * 2 + ["blocks.1"] * 2
+    assert [list(plan.modules) for plan in parts] == model.parts
+    assert all(plan.runs_in_turn == bool(plan.part) for plan in plans)
     found = [param for plan in plans for _, param in plan.params]
-    assert len(found) == len(set(found)) == len(list(model.parameters()))
+    assert len(set(found)) == len(found) == len(list(model.parameters()))
