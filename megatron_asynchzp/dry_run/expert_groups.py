@@ -47,8 +47,8 @@ def expert_choices(stage: Stage, args: Namespace) -> list[ExpertChoice]:
         in_flight = sum(memory_in_flight(needs, schedule.depth).allocated.values())
         groups = local // per_unit if per_unit else 1
         gathers = 2 * groups
-        if _is_computed_again(setting):  # the last group stays from there to its backward
-            gathers += groups - 1
+        if _is_computed_again(setting):  # the last ones stay from there to their backward
+            gathers += max(0, groups - 1 - schedule.depth)
         choices.append(ExpertChoice(per_unit, in_flight, gathers, nbytes * gathers / groups))
     return choices
 

@@ -138,7 +138,8 @@ def _together(units: Sequence[UnitInFlight]) -> UnitInFlight:
 
 
 def _neighbours_nbytes(layers: Sequence[Sequence[int]], most: int) -> int:
-    """The most that needs which follow one another take, `most` of each size at a time.
+    """The most that needs which follow one another take, `most` of each size at a time, of layers
+    and of parts each.
 
     layers: of each, what it needs throughout and then one after another.
 
@@ -146,16 +147,20 @@ def _neighbours_nbytes(layers: Sequence[Sequence[int]], most: int) -> int:
     layers with parts Lppp Lppp:      Lpp | (L)pp | (L)p Lp | Lpp    so 2 L + 2 p
     """
     largest = 0
-    in_turn = [(index, size) for index, layer in enumerate(layers) for size in layer]
-    for first, (layer, _) in enumerate(in_turn):
-        taken: Counter[int] = Counter()
-        if first and in_turn[first - 1][0] == layer:
-            taken[layers[layer][0]] += 1
-        for _, size in in_turn[first:]:
-            if taken[size] >= most:
+    in_turn = [
+        (index, (number > 0, size))
+        for index, layer in enumerate(layers)
+        for number, size in enumerate(layer)
+    ]
+    for first, (layer, (is_part, _)) in enumerate(in_turn):
+        taken: Counter[tuple[bool, int]] = Counter()
+        if is_part:
+            taken[False, layers[layer][0]] += 1
+        for _, kind in in_turn[first:]:
+            if taken[kind] == most:
                 break
-            taken[size] += 1
-        largest = max(largest, sum(size * count for size, count in taken.items()))
+            taken[kind] += 1
+        largest = max(largest, sum(size * count for (_, size), count in taken.items()))
     return largest
 
 
@@ -192,7 +197,6 @@ def memory_in_flight(
     params = around.params + _neighbours_nbytes(of_params, num_ahead + 1)
     grads = around.grads + _neighbours_nbytes(of_grads, num_grad_slots)
     layer, piece = least_in_flight(units)
-    params = max(params, layer)  # a part as large as the rest of its layer is beside it
     if any(unit.num_pieces > 1 for unit in units):
         grads = min(grads, num_grad_slots * piece)
     if budget is not None and params + grads > budget:

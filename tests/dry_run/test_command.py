@@ -108,7 +108,7 @@ def test_what_each_group_of_experts_costs_is_what_a_run_with_it_takes(run):
     assert [name for name, *_ in rows] == [
         "with their layer", "in groups of 8", "in groups of 4", "in groups of 2", "in groups of 1"
     ]  # fmt: skip
-    assert [int(gathers) for *_, gathers in rows] == [2, 2, 5, 11, 23]
+    assert [int(gathers) for *_, gathers in rows] == [2, 2, 4, 10, 22]
     for name, nbytes, _ in rows:
         groups = re.findall(r"\d+", name)
         _, out, _ = run(*words, *(["--asynchzp-experts-per-unit", *groups] if groups else []))

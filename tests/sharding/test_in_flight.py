@@ -57,7 +57,8 @@ def test_parts_of_a_layer_are_needed_one_after_another_beside_the_rest_of_it():
     # While the last part computes, the next layer's rest and first part come.
     assert in_flight(units) == (2 * (3 + 10), 2 * 2 * (3 + 10))
     assert in_flight(units, num_ahead=0)[0] == 3 + 10
-    assert in_flight(units, num_ahead=2)[0] == 3 * (3 + 10)
+    assert in_flight(units, num_ahead=2)[0] == 2 * 3 + 3 * 10  # the layer after the next is far
+    assert in_flight(with_parts(3, 10, parts=1), num_ahead=2)[0] == 3 * (3 + 10)
     assert least_in_flight(units) == (128 * (3 + 10), 128 * 20)
     assert least_in_flight([*units, unit("", 5)]) == (128 * (5 + 3 + 10), 128 * 20)
     # A gradient is there for one of them at a time.
