@@ -83,7 +83,7 @@ class HZPRuntime(StepScheduler):
             groups_of_unit = groups[plan.group_key]
             unit = HZPUnit(plan.name, plan.params, groups_of_unit, shard, plan.layer, plan.part)
             self.group_keys[unit] = plan.group_key
-            calls = [plan.modules] if plan.runs_in_turn else [(one,) for one in plan.modules]
+            calls = [plan.modules] if plan.part else [(one,) for one in plan.modules]
             if len(calls) > 1:
                 self._reduce_last.add(unit)
             for modules in calls:

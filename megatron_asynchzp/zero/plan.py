@@ -16,11 +16,12 @@ class UnitPlan:
     """One unit to be: its parameters and the modules whose calls need them.
 
     group_key: which sharding group ("dense", "expert"); layer: equal for units of one unit module,
-    which are needed at the same time, "" for what is around all unit modules; part: of a layer
-    whose parts are needed one after another, "" for what is needed throughout; modules: any call
-    of one of them needs the parameters. The gradient of parameters with several modules is
-    complete only at the end of backward, unless they run in turn: each once in a forward, in this
-    order, with no other unit between them.
+    which are needed at the same time, "" for what is around all unit modules; modules: any call of
+    one of them needs the parameters. The gradient of parameters with several modules is complete
+    only at the end of backward.
+    part: of a layer whose parts are needed one after another, "" for what is needed throughout. The
+    modules of a part run in turn: each once in a forward, in this order, with no other unit
+    between them; their calls together are one use.
     """
 
     name: str
@@ -29,7 +30,6 @@ class UnitPlan:
     params: tuple[tuple[str, nn.Parameter], ...]
     modules: tuple[nn.Module, ...]
     part: str = ""
-    runs_in_turn: bool = False
 
 
 def _parent_of(path: str) -> str:
@@ -110,15 +110,6 @@ def plan_units(
         if num_named[name] > 1:
             name = f"{name}#{num_named[name]}"
         modules = tuple(part) or (root.get_submodule(path), *also_used_by.get(first, ()))
-        plans.append(
-            UnitPlan(
-                name,
-                group_key,
-                layer,
-                tuple(params),
-                modules,
-                part=path if part else "",
-                runs_in_turn=bool(part),
-            )
-        )
+        plan_part = path if part else ""
+        plans.append(UnitPlan(name, group_key, layer, tuple(params), modules, plan_part))
     return plans

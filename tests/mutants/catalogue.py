@@ -1330,8 +1330,8 @@ PARTS = [
         "all-experts-at-a-time",
         "groups of experts are parts of their layer that are needed one after another",
         "zero/plan.py",
-        'part=path if part else "",',
-        'part="",',
+        'plan_part = path if part else ""',
+        'plan_part = ""',
         f"{_PARTS}experts_form_units_within_their_layer_in_the_order_of_their_calls",
     ),
     Mutant(
