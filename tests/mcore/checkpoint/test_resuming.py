@@ -15,7 +15,7 @@ from megatron_asynchzp.testbed.megatron_runs import (
     MIXTURE_OF_EXPERTS,
     UNTIED,
 )
-from tests.mcore.test_parity import INTERLEAVED, PIPELINE, TENSOR, TWO_EXPERT_RANKS
+from tests.mcore.test_parity import INTERLEAVED, ONE_BY_ONE, PIPELINE, TENSOR, TWO_EXPERT_RANKS
 from tests.support.checkpoints import (
     NUM_STEPS,
     RESHARDABLE,
@@ -41,7 +41,7 @@ SAME_SIZES = {
     "gated, recomputed": Job((4, 2, 4), (*SWIGLU, *FULL_RECOMPUTE)),
     "tensor parallel, gated, untied": Job((2, 1, 2), (*TENSOR, *SWIGLU, *UNTIED)),
     "interleaved pipeline, bf16": Job((2, 1, 2), (*INTERLEAVED, *BF16)),
-    "experts on 2 ranks, bf16": Job((2, 4, 4), (*TWO_EXPERT_RANKS, *BF16)),
+    "experts on 2 ranks, one by one, bf16": Job((2, 4, 4), (*TWO_EXPERT_RANKS, *ONE_BY_ONE, *BF16)),
     "sgd": Job((2, 2, 4), ("--optimizer", "sgd", "--lr", "0.1")),
     "saved beside training": Job(
         (2, 2, 4),
@@ -64,7 +64,7 @@ def resume_all(names: list[str], folder: Path) -> dict[str, tuple]:
     return output
 
 
-FAST_SAME_SIZES = ["bf16, dropout", "experts on 2 ranks, bf16"]
+FAST_SAME_SIZES = ["bf16, dropout", "experts on 2 ranks, one by one, bf16"]
 
 
 @pytest.mark.parametrize("names", some_and_rest(SAME_SIZES, FAST_SAME_SIZES))
@@ -100,7 +100,7 @@ MOVES: dict[int, dict[Job, list[Job]]] = {
     },
     2: {
         Job((2, 1, 4)): [Job((1, 2, 2)), Job((1, 1, 1), PIPELINE)],
-        Job((2, 2, 4), TWO_EXPERT_RANKS): [Job((2, 1, 2), tuple(MIXTURE_OF_EXPERTS))],
+        Job((2, 2, 4), TWO_EXPERT_RANKS): [Job((2, 1, 2), (*MIXTURE_OF_EXPERTS, *ONE_BY_ONE))],
     },
     8: {
         Job((2, 1, 4)): [Job((2, 4, 8)), Job((1, 2, 2), (*TENSOR, *PIPELINE))],
@@ -165,7 +165,9 @@ def round_trip(names: list[str], folder: Path) -> dict[str, tuple]:
         stock = STOCK[name]
         has_model_ranks = "--tensor-model-parallel-size" in stock.flags
         sizes = (1, 2, 2) if has_model_ranks else (2, 1, 4)
-        ours = Job(sizes, tuple(flag for flag in stock.flags if flag not in RESHARDABLE))
+        flags = tuple(flag for flag in stock.flags if flag not in RESHARDABLE)
+        # What forms a unit is not in a checkpoint.
+        ours = Job(sizes, (*flags, *ONE_BY_ONE) if "experts" in name else flags)
         first, second, third = (folder / f"{name.replace(' ', '_')}{i}" for i in range(3))
         whole = stock.train_and_save(first)
         went_on = ours.resume(first)
