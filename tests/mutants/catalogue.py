@@ -366,8 +366,8 @@ ENGINE = [
         "recompute-gathers-again",
         "recomputation costs no communication",
         "zero/autograd.py",
-        "if self._batch.depth[unit] == 0 and not self._batch.in_backward:",
-        "if self._batch.depth[unit] == 0:",
+        "is_kept = self._batch.in_backward and not unit.part",
+        "is_kept = False",
         "tests/zero/test_traffic.py::test_recomputation_sends_nothing",
     ),
     Mutant(
