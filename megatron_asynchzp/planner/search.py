@@ -138,7 +138,7 @@ def parallels(space: Space) -> Iterator[Parallel]:
     """Parallel sizes to try: the user's own, and others where these may be varied."""
     start, cluster, model = space.start.parallel, space.cluster, space.model
     powers = [2**power for power in range(12) if 2**power <= cluster.num_ranks]
-    experts = [layer.mlp.num_experts for layer in model.layers if isinstance(layer.mlp, Experts)]
+    experts = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)]
 
     def choices(name: str) -> list[int]:
         return powers if name in space.vary else [getattr(start, name)]
@@ -158,7 +158,8 @@ def parallels(space: Space) -> Iterator[Parallel]:
                             virtual=start.virtual if pp == start.pp else 1,
                             stage_layers=start.stage_layers if pp == start.pp else None,
                         )
-                    if experts and experts[0] % ep:
+                    # Each rank has whole groups of experts, as many as every other.
+                    if experts and experts[0].num_experts % (ep * max(1, experts[0].per_unit)):
                         continue
                     if any(_heads(layer) % tp for layer in model.layers):
                         continue
