@@ -103,7 +103,9 @@ def _planned_memory(
 ) -> tuple[dict[str, float], Memory]:
     """By the planner's formulas alone, without padding."""
     topologies, schedule = topologies_of(stage, args), resolve_schedule(args)
-    sizes = {key: topology.sizes for key, topology in topologies.items()}
+    sizes: dict[GroupKey, ShardSizes] = {
+        key: topology.sizes for key, topology in topologies.items()
+    }
     itemsize = setting.model.itemsize
     formula = states(units, itemsize, sizes, moments_nbytes(args).most_params)
     needs = needs_of(units, itemsize, topologies, schedule.grad_slot_nbytes)
