@@ -1300,7 +1300,7 @@ PARTS = [
         "zero/autograd.py",
         "if is_last and self._batch.depth[unit] == 0",
         "if self._batch.depth[unit] == 0",
-        f"{_PARTS}a_group_is_gathered_in_each_direction_and_once_more_where_it_is_computed_again",
+        f"{_PARTS}a_group_is_gathered_once_for_all_its_experts_before_their_order_is_known",
     ),
     Mutant(
         "group-reduced-before-its-first-expert",
