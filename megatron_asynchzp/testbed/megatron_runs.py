@@ -168,7 +168,7 @@ def pretrain(argv: list[str]) -> None:
     Records nothing and takes nothing down; the CPU platform is in place, and the plugin's patches
     if asked for."""
     from megatron.core.enums import ModelType
-    from megatron.training import argument_utils, training
+    from megatron.training import argument_utils, ft_integration, training
 
     from megatron_asynchzp.mcore.checkpoint.save_queue import return_results_in_process
 
@@ -179,12 +179,14 @@ def pretrain(argv: list[str]) -> None:
     build = "hybrid_config_from_args" if is_hybrid else "gpt_config_from_args"
     model_config = getattr(argument_utils, build)(args)
     model_config.pre_wrap_hooks.append(seed_parameters)
-    training.pretrain(
-        argument_utils.pretrain_cfg_container_from_args(args, model_config),
-        _datasets,
-        ModelType.encoder_or_decoder,
-        _forward_step,
-    )
+    # It parses every flag once more, a third of a start, to find one that these runs do not have.
+    with mock.patch.object(ft_integration, "setup", lambda: None):
+        training.pretrain(
+            argument_utils.pretrain_cfg_container_from_args(args, model_config),
+            _datasets,
+            ModelType.encoder_or_decoder,
+            _forward_step,
+        )
 
 
 def _datasets(num_samples: Any, vp_stage: int | None = None) -> tuple:

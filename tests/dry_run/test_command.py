@@ -1,18 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """The dry run of the launcher as a user meets it: tables, exit statuses, and one line for what
-cannot run. One process for all: importing Megatron takes longer than a dry run."""
+cannot run."""
 
-import json
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 
-_ROOT = Path(__file__).parents[2]
+from megatron_asynchzp import launch
+from tests.support.command_server import Ended, serving
+
 _SCRIPT = "scripts/train/pretrain_gpt.py"
 # fmt: off
 _MODEL = ["--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "4",
@@ -24,39 +22,14 @@ _HYBRID = ["--hybrid-layer-pattern", "M-M*ME", "--num-experts", "4", "--moe-rout
            "--disable-bias-linear"]
 # fmt: on
 
-_CHILD = """
-import contextlib, io, json, os, sys
-channel = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-from megatron_asynchzp import launch
-for line in sys.stdin:
-    out, err, status = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            launch.main(json.loads(line))
-        except SystemExit as ended:
-            status = ended.code or 0
-    print(json.dumps([status, out.getvalue(), err.getvalue()]), file=channel, flush=True)
-"""
-
 
 @pytest.fixture(scope="module")
-def run() -> Iterator:
-    """Call with the words after the model's flags; returns status, stdout, stderr."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    command = [sys.executable, "-W", "ignore", "-c", _CHILD]
-    with subprocess.Popen(command, cwd=_ROOT, text=True, **pipes) as child:
-
-        def dry_run(*words: str, ranks: str = "8") -> tuple[int, str, str]:
-            line = [_SCRIPT, *_MODEL, *words, "--asynchzp-dry-run", *ranks.split()]
-            child.stdin.write(json.dumps(line) + "\n")
-            child.stdin.flush()
-            status, out, err = json.loads(child.stdout.readline())
-            return status, out, err
-
-        yield dry_run
-        child.stdin.close()
+def run() -> Iterator[Callable[..., Ended]]:
+    """Call with the words after the model's flags."""
+    with serving(launch.main) as run_line:
+        yield lambda *words, ranks="8": run_line(
+            _SCRIPT, *_MODEL, *words, "--asynchzp-dry-run", *ranks.split()
+        )
 
 
 def test_a_command_line_runs_dry_with_all_its_tables(run):

@@ -5,8 +5,6 @@ has a reason; and no rank outlives its run.
 """
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,14 @@ import pytest
 import torch.distributed as dist
 
 from megatron_asynchzp.testbed.profile import NetworkProfile
-from megatron_asynchzp.testbed.ranks import Cluster, Place, RankFailure, join_gloo, run_ranks
+from megatron_asynchzp.testbed.ranks import (
+    Cluster,
+    Place,
+    RankFailure,
+    join_gloo,
+    run_ranks,
+    start_process,
+)
 
 
 def _count(folder: Path, name: str) -> int:
@@ -134,13 +139,12 @@ def _write_pid_and_sleep(folder: str) -> None:
 
 
 def test_no_rank_outlives_a_killed_starter(tmp_path):
-    code = f"from tests.testbed.test_ranks import _run_on_two; _run_on_two({str(tmp_path)!r})"
-    starter = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    starter = start_process(_run_on_two, str(tmp_path))
     try:
         _await(lambda: len(list(tmp_path.iterdir())) == 2)
     finally:
         starter.kill()
-        starter.wait()
+        starter.join()
     _await(lambda: not any(Path("/proc", file.name).exists() for file in tmp_path.iterdir()))
 
 
