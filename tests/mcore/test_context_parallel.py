@@ -9,7 +9,7 @@ from tests.support.world import on_ranks
 
 # Megatron's local attention refuses context parallelism; both sides take PASA.
 CONTEXT = ("--context-parallel-size", "2", "--use-pasa-attention", "--clip-grad", "0.5")
-STEPS = 5
+STEPS = 8
 
 
 def check(flags: tuple[str, ...], all_sizes: list[Sizes]) -> None:
