@@ -306,7 +306,7 @@ CONFIGURATIONS = {
 }
 
 
-_STEPS = 5
+_STEPS = 6
 # The others are what the fast ones are in another dtype, or without the replicas of HSDP.
 _SLOW = ("ZeRO-3", "DDP bf16", "ZeRO-3 bf16", "DDP fp16", "distributed optimizer fp16")
 
