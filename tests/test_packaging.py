@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What installing the package does to an environment, and what the wheel holds."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -136,17 +137,23 @@ def test_the_command_prints_what_there_is(words, status, fragment, capsys):
 
 
 @pytest.mark.parametrize(
-    "options, arguments, flag",
+    "options, arguments, flag, per_node",
     [
-        ([], [], ["--asynchzp-dry-run", "0"]),
-        (["--nnodes", "4", "--nproc-per-node=8"], ["--bf16"], ["--asynchzp-dry-run", "32"]),
-        (["--nnodes", "1:4", "--nproc-per-node", "8"], [], ["--asynchzp-dry-run", "0"]),
+        ([], [], ["--asynchzp-dry-run", "0"], None),
+        (["--nnodes", "4", "--nproc-per-node=2"], ["--bf16"], ["--asynchzp-dry-run", "8"], "2"),
+        (["--nnodes", "1:4", "--nproc-per-node", "4"], [], ["--asynchzp-dry-run", "0"], "4"),
+        (["--nproc-per-node", "gpu"], [], ["--asynchzp-dry-run", "0"], None),
     ],
 )
-def test_a_dry_run_has_the_ranks_of_the_launch(options, arguments, flag, monkeypatch):
+def test_a_dry_run_has_the_ranks_and_the_nodes_of_the_launch(
+    options, arguments, flag, per_node, monkeypatch
+):
     from megatron_asynchzp import launch
 
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")  # what is set within is taken back
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
     started = []
     monkeypatch.setattr(launch, "main", started.append)
     assert command.main(["dry-run", *options, "train.py", *arguments]) == 0
     assert started == [["train.py", *flag, *arguments]]
+    assert os.environ.get("LOCAL_WORLD_SIZE") == per_node
