@@ -205,7 +205,8 @@ def main() -> None:
     (args.out / "table.md").write_text(text)
     draw(records, args.out / "scaling.png")
     Console(width=None if sys.stdout.isatty() else 200).print(Markdown(text))
-    print(f"{args.out}/: records.jsonl, table.md, scaling.png")
+    pictures = ", ".join(sorted(file.name for file in args.out.glob("scaling*.png")))
+    print(f"{args.out}/: records.jsonl, table.md, {pictures}")
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:

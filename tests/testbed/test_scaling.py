@@ -11,6 +11,7 @@ import pytest
 from megatron_asynchzp.testbed.contenders.workload import RankReport
 from megatron_asynchzp.testbed.profile import named_profile
 from megatron_asynchzp.testbed.ranks import RankFailure
+from megatron_asynchzp.tools.styles import OURS as OURS_COLOUR
 from scripts.bench import scaling
 from scripts.bench.scaling import Study, parse_args
 from scripts.bench.scaling_points import AXES, SAMPLES, Point, modelled_run, plan, runners
@@ -266,17 +267,56 @@ def test_what_was_measured_before_an_interruption_is_kept(study, monkeypatch):
 # ---- the picture and the commands
 
 
-def test_the_picture_says_what_is_measured_and_what_is_modelled(study, tmp_path):
+def figure_of(records: list[dict], axis: str):
+    (rows,) = (one for one in axes_of(records) if one.name == axis)
+    return scaling_picture.make_figure(records, rows)
+
+
+def words_of(figure) -> list[str]:
+    return [text.get_text() for plot in figure.axes for text in plot.texts]
+
+
+def test_the_picture_names_the_part_that_is_modelled_only_where_the_rest_is_measured(study):
     study.model_all()
-    figure = scaling_picture.make_figure(records_of(study))
-    assert not any(plot.texts for plot in figure.axes)
+    assert not words_of(figure_of(records_of(study), "ranks"))
+    assert words_of(figure_of(measured(study), "ranks")) == ["modelled only"] * 3
+
+
+def test_the_pictures_lines_are_the_models_of_emulated_computation_and_marks_are_measured(study):
+    """One line through all places has no step where the measurements end."""
     records = measured(study)
-    words = {"measured", "modelled"}
-    top = scaling_picture.make_figure(records).axes[: len(ALL)]
-    assert all({text.get_text().strip() for text in plot.texts} == words for plot in top)
-    file = tmp_path / "picture.png"
-    scaling_picture.draw(records, file)
-    assert file.stat().st_size > 10_000
+    steps = figure_of(records, "ranks").axes[0]
+    lines = [line for line in steps.lines if line.get_marker() == "None"]
+    (ours,) = (
+        line.get_ydata()
+        for line in lines
+        if line.get_color() == OURS_COLOUR and len(line.get_xdata()) == 9
+    )
+    given = {
+        record["axes"]["ranks"]: record["step_ms"]
+        for record in records
+        if record["kind"] == "modelled" and record["compute"] == "emulated"
+        if record["name"] == OURS and "ranks" in record["axes"]
+    }
+    assert list(ours) == [1e-3 * given[at] for at in sorted(given)]
+    marks = [line for line in steps.lines if line.get_marker() != "None"]
+    assert len(marks) == 4 * 4 - 1  # HSDP is ZeRO-3 on one node
+    assert {float(*line.get_ydata()) for line in marks} == {5.0}
+    assert max(float(*line.get_xdata()) for line in marks) < 32
+
+
+def test_the_picture_explains_how_marks_and_lines_differ(study):
+    figure = figure_of([MACHINE, *measured(study)], "ranks")
+    caption = figure.get_supxlabel()
+    for words in ("Marks are measured", "the 2 cores", "Lines are the cost model's", "grey"):
+        assert words in caption
+
+
+def test_every_axis_has_a_picture_of_its_own(study, tmp_path):
+    scaling_picture.draw(measured(study), tmp_path / "picture.png")
+    names = {file.name for file in tmp_path.glob("*.png")}
+    assert names == {"picture.png", *(f"picture-{axis}.png" for axis in ALL if axis != "ranks")}
+    assert all(file.stat().st_size > 10_000 for file in tmp_path.glob("*.png"))
 
 
 def test_records_of_different_networks_are_refused(study):
