@@ -5,9 +5,9 @@
     python -m scripts.bench.bench_attention [--lengths 1024 4096] [--dtype bf16] [--out FILE]
     python -m scripts.bench.bench_attention --plot results.jsonl --out picture.png
 
-Every way is first measured against fp64 on biased keys; where it is worse than its tolerance, the
-line says so and no time is measured. TFLOPS count 4 B H S T D per forward, half of it if causal,
-and 2.5 times that per backward.
+Every way is first measured against fp64 on biased keys. Where its error is above the tolerance, its
+line has "is_right": false, and no time is measured. TFLOPS count 4 B H S T D per forward, half of
+it if causal, and 2.5 times that per backward.
 """
 
 import argparse

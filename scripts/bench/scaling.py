@@ -62,7 +62,7 @@ class Study:
     _computed: set[Point] = field(default_factory=set)
 
     def model_all(self) -> None:
-        """What the model says where nothing was measured yet: emulated computation alone."""
+        """The model of every point, given the emulated computation alone."""
         for point in (*self.plan.measured, *self.plan.modelled):
             work = self._workload(point)
             self._keep_modelled(point, emulated_ms(work, point.num_ranks), "emulated")
@@ -91,7 +91,7 @@ class Study:
                     progress.console.print(f"{point}: {name} {outcome}", soft_wrap=True)
                 progress.advance(task)
 
-    # ---- one run; what is said of it, in few words
+    # ---- one run, and a few words about its outcome
 
     def _workload(self, point: Point) -> Workload:
         return point.workload(self.slow_motion * self.layer_ms, self.steps)
@@ -100,7 +100,7 @@ class Study:
         return Cluster(point.nodes, point.ranks_per_node, slowed(self.profile, self.slow_motion))
 
     def _limit_s(self, point: Point, steps: int) -> float:
-        """Of one run: three times what the model says of the slowest one."""
+        """Of one run: three times the slowest modelled one."""
         work = self._workload(point)
         run = self._modelled_run(point, emulated_ms(work, point.num_ranks))
         return _START_S + 3e-3 * steps * max(system(run).step_ms() for system in SYSTEMS)

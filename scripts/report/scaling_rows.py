@@ -30,7 +30,7 @@ class Modelled:
 class Place:
     """One point, where it is `at` on an axis. alone_ms: a step of every rank without communication,
     of which `emulated_ms` is time that passes; busy: the largest share of the machine that was used
-    in any run, by anybody; measured, modelled: by contender; emulated: as `modelled`, given the
+    in any run, by any process; measured, modelled: by contender; emulated: as `modelled`, given the
     emulated computation even where it was measured."""
 
     point: tuple[int, ...]
@@ -44,7 +44,7 @@ class Place:
 
     @property
     def is_measured(self) -> bool:
-        """Whether anybody was to run here."""
+        """Whether any contender was to run here."""
         return bool(self.measured)
 
     @property
