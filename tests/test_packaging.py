@@ -105,6 +105,17 @@ def test_the_metadata_is_complete(metadata):
     assert metadata.get_payload()
 
 
+def test_the_wheel_has_every_file_of_the_package(wheel):
+    """Data too: the planner's clusters, the source of the counting allocator."""
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "megatron_asynchzp").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        assert not sources - set(archive.namelist())
+
+
 def test_the_wheel_has_the_command_and_every_tool_that_it_names(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
