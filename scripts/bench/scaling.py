@@ -4,9 +4,10 @@
 and model size: measured on an emulated cluster as far as one machine goes, beyond it from the cost
 model. Writes JSON lines, tables and a picture.
 
-    python -m scripts.bench.scaling --out runs/scaling                  # everything
-    python -m scripts.bench.scaling --axes ranks --max-ranks 4 --repetitions 1    # a try
-    python -m scripts.bench.scaling --repetitions 0                     # the model alone
+    python -m scripts.bench.scaling --out runs/scaling        # along ranks, at most ten minutes
+    python -m scripts.bench.scaling --max-ranks 4 --slow-motion 1          # a try, two minutes
+    python -m scripts.bench.scaling --axes all --repetitions 0             # the model alone
+    python -m scripts.bench.scaling --axes all --max-ranks 16 --repetitions 2 --time-limit 180
 """
 
 import argparse
@@ -212,7 +213,9 @@ def main() -> None:
 def parse_args(argv: list[str]) -> argparse.Namespace:
     names = [axis.name for axis in AXES]
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--axes", nargs="+", default=names, metavar="AXIS", help=", ".join(names))
+    parser.add_argument(
+        "--axes", nargs="+", default=["ranks"], metavar="AXIS", help=f"all, or {', '.join(names)}"
+    )
     parser.add_argument(
         "--only",
         nargs="+",
@@ -221,7 +224,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="contenders whose name contains one of these",
     )
     parser.add_argument("--ranks", type=int, default=2, help="ranks per node")
-    parser.add_argument("--max-ranks", type=int, default=16, help="beyond: modelled only")
+    parser.add_argument("--max-ranks", type=int, default=8, help="beyond: modelled only")
     parser.add_argument(
         "--profile", default="slow-between-nodes", metavar="NAME", help=", ".join(PROFILES)
     )
@@ -231,16 +234,18 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--slow-motion",
         type=float,
-        default=4.0,
+        default=3.0,
         metavar="FACTOR",
         help="computing and the network this much slower, so that what the "
         "machine really computes weighs as much less",
     )
-    parser.add_argument("--repetitions", type=int, default=2, help="0: the model alone")
+    parser.add_argument("--repetitions", type=int, default=1, help="0: the model alone")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a run")
-    parser.add_argument("--time-limit", type=float, default=180.0, help="minutes for all runs")
+    parser.add_argument("--time-limit", type=float, default=10.0, help="minutes for all runs")
     parser.add_argument("--out", type=Path, default=Path("runs/scaling"), metavar="FOLDER")
     args = parser.parse_args(argv)
+    if args.axes == ["all"]:
+        args.axes = names
     for axis in args.axes:
         if axis not in names:
             parser.error(f"--axes {axis}: not one of {', '.join(names)}")
