@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """The scaling study: which points are run, what is measured and what is modelled, apart, and no
-time without the right losses. No run starts a process: what a run tells is made up."""
+time without the right losses. No run starts a process: what a run returns is made up."""
 
 import json
 import time
@@ -39,7 +39,7 @@ def output(step_ms: float, **more) -> dict:
 
 @pytest.fixture
 def study(tmp_path, monkeypatch) -> Study:
-    """Of all axes; a run takes no time and tells 5000 ms, computing alone 3700."""
+    """Of all axes; a run takes no time and returns 5000 ms, computing alone 3700."""
     monkeypatch.setattr(scaling, "measure", lambda *_: output(5000.0))
     report = RankReport(step_s=[3.7], machine_cpu_s=0.1, own_cpu_s=0.1, wall_s=1.0)
     monkeypatch.setattr(scaling, "compute_alone", lambda cluster, *_: [report] * cluster.num_ranks)
@@ -112,7 +112,7 @@ def test_every_contender_is_run_by_megatron_with_the_same_micro_batch():
 # ---- measured and modelled
 
 
-def test_the_table_tells_modelled_from_measured_and_how_far_they_are_apart(study):
+def test_the_table_keeps_modelled_and_measured_apart_and_shows_their_ratio(study):
     records = measured(study)
     text = markdown([MACHINE, *records])
     assert "*" not in line_of(text, "ranks", "16") + line_of(text, "ranks", "16", 1)
@@ -131,7 +131,7 @@ def test_the_table_tells_modelled_from_measured_and_how_far_they_are_apart(study
     assert f"{OURS}: measured / modelled" in text and "of 12 points" in text
 
 
-def test_the_model_is_told_the_measured_computation_where_there_is_one(study):
+def test_the_model_is_given_the_measured_computation_where_there_is_one(study):
     for axis in axes_of(measured(study)):
         for place in axis.places:
             for model in place.modelled.values():
@@ -188,7 +188,7 @@ def test_wrong_losses_are_red_and_show_no_time(study, monkeypatch):
     scaling_picture.draw(records, study.file.with_suffix(".png"))
 
 
-def test_a_run_that_fails_is_not_tried_again_and_its_reason_is_told(study, monkeypatch):
+def test_a_run_that_fails_is_not_tried_again_and_its_reason_is_shown(study, monkeypatch):
     tried = []
 
     def fails(cluster, workload, one, *_):
@@ -241,7 +241,7 @@ def test_computing_is_measured_again_only_where_others_were_busy(study, monkeypa
     assert len(called) == points + points - 3
 
 
-def test_after_the_time_limit_nothing_is_run_and_the_table_says_so(study, monkeypatch):
+def test_after_the_time_limit_nothing_is_run_and_the_table_has_the_reason(study, monkeypatch):
     monkeypatch.setattr(scaling, "measure", lambda *_: pytest.fail("a run"))
     records = measured(study, deadline_s=time.monotonic() - 1)
     assert "the time limit was reached" in markdown([MACHINE, *records])
