@@ -13,7 +13,7 @@ from typing import Any
 from megatron_asynchzp.testbed.contenders.side_by_side import ND, OURS, SHARDED
 from megatron_asynchzp.tools import styles
 from megatron_asynchzp.tools.styles import INK, NORMAL, RED, SIZES_MEANING, SMALL, bare
-from scripts.report.compare_rows import Comparison, comparisons
+from scripts.report.compare_rows import Comparison, Row, comparisons
 from scripts.report.records import write_picture
 
 _WAITS = "*: the host waits for a side stream, which an accelerator would not"
@@ -46,21 +46,7 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
     times, traffic, memory = axes
     for place, row in zip(places, rows):
         colour = COLOURS[row.family]
-        inside = {"va": "center", "fontsize": SMALL}
-        if row.is_timed:
-            low, high = row.median_ms - min(row.step_ms), max(row.step_ms) - row.median_ms
-            times.barh(
-                place,
-                row.median_ms,
-                color=colour,
-                height=0.7,
-                xerr=[[low], [high]],
-                error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 2},
-            )
-            ink = INK if colour == styles.PEER else "white"
-            times.text(12, place, f"{row.median_ms:.0f}", color=ink, weight="bold", **inside)
-        else:
-            times.text(12, place, "wrong losses: no speed", color=RED, **inside)
+        _draw_step(times, place, row, colour)
         traffic.barh(place, row.node_mb or 0.0, color=colour, height=0.7)
         memory.barh(place, row.peak_mb or 0.0, color=colour, height=0.7, alpha=0.35)
         memory.barh(place, row.state_mb or 0.0, color=colour, height=0.7)
@@ -88,6 +74,24 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
         traffic.set_title(text, fontsize=SMALL, color=INK, loc="left", pad=14)
     for ax in axes:
         bare(ax, grid="x")
+
+
+def _draw_step(times: Any, place: int, row: Row, colour: str) -> None:
+    inside = {"va": "center", "fontsize": SMALL}
+    if not row.is_timed:
+        times.text(12, place, "wrong losses: no speed", color=RED, **inside)
+        return
+    low, high = row.median_ms - min(row.step_ms), max(row.step_ms) - row.median_ms
+    times.barh(
+        place,
+        row.median_ms,
+        color=colour,
+        height=0.7,
+        xerr=[[low], [high]],
+        error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 2},
+    )
+    ink = INK if colour == styles.PEER else "white"
+    times.text(12, place, f"{row.median_ms:.0f}", color=ink, weight="bold", **inside)
 
 
 if __name__ == "__main__":
