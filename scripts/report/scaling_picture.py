@@ -123,9 +123,11 @@ def _draw_measured(
     plot: Any, at: int, values: Sequence[float | None], colour: str, marker: str
 ) -> None:
     known = [value for value in values if value is not None]
+    if not known:
+        return
     style = {"color": colour, "markersize": 6, "markeredgecolor": "white", "zorder": 4}
     plot.plot([at] * len(known[1:]), known[1:], linewidth=2, **style)
-    plot.plot([at] * len(known[:1]), known[:1], marker=marker, linestyle="none", **style)
+    plot.plot([at], known[:1], marker=marker, linestyle="none", **style)
 
 
 def _set_scales(plot: Any, axis: AxisRows, panel: Panel, lowest: float, highest: float) -> None:
