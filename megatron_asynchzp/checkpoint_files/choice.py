@@ -106,7 +106,7 @@ def _saved_at(folder: Path) -> float:
     except (Damage, OSError):
         pass  # judged when its turn comes
     try:
-        return (folder / CONFIG).stat().st_mtime
+        return (folder if is_of_format_torch(folder) else folder / CONFIG).stat().st_mtime
     except OSError:
         return 0.0
 
