@@ -117,9 +117,10 @@ def muon() -> str:
         if reason := next((line["reason"] for line in lines if "reason" in line), None):
             rows.append([system, optimizer, reason, ""])
             continue
-        step_ms = median(ms for line in lines for ms in line["step_ms"])
+        runs = [median(line["step_ms"]) for line in lines]
         sent = median(line["node_nbytes"] for line in lines)
-        rows.append([system, optimizer, f"{step_ms:.0f}", f"{sent / 1e6:.2f}"])
+        step = f"{median(runs):.0f} ({min(runs):.0f} to {max(runs):.0f})"
+        rows.append([system, optimizer, step, f"{sent / 1e6:.2f}"])
     table = markdown_table(["system", "optimizer", "step (ms)", "sent per step (MB)"], rows, 2)
     return f"{table}\n{provenance('muon')}"
 

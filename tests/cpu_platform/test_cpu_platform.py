@@ -234,20 +234,22 @@ def _pre_multiplied_sums() -> tuple[list, list, list]:
 
 
 def test_tensors_that_differ_in_size_between_ranks_are_gathered_and_scattered():
-    for gathered, scattered in on_ranks(_uneven_collectives, 3):
-        assert gathered == [[0.0], [], [2.0, 2.0]]
+    for gathered, gathered_meanwhile, scattered in on_ranks(_uneven_collectives, 3):
+        assert gathered == gathered_meanwhile == [[0.0], [], [2.0, 2.0]]
         assert scattered in ([6.0], [], [6.0, 6.0])
 
 
-def _uneven_collectives() -> tuple[list, list]:
+def _uneven_collectives() -> tuple[list, list, list]:
     cpu_platform.install()
     rank, sizes = dist.get_rank(), (1, 0, 2)
-    pieces = [torch.empty(size) for size in sizes]
+    pieces, others = ([torch.empty(size) for size in sizes] for _ in range(2))
     dist.all_gather(pieces, torch.full((sizes[rank],), float(rank)))
+    dist.all_gather(others, torch.full((sizes[rank],), float(rank)), async_op=True).wait()
     output = torch.empty(sizes[rank])
     dist.reduce_scatter(output, [torch.full((size,), 1.0 + rank) for size in sizes])
     assert output.numel() == sizes[rank]
-    return [piece.tolist() for piece in pieces], output.tolist()
+    gathered, gathered_meanwhile = ([one.tolist() for one in found] for found in (pieces, others))
+    return gathered, gathered_meanwhile, output.tolist()
 
 
 # --- arguments ---------------------------------------------------------------------------------
