@@ -82,12 +82,11 @@ def dry_run(argv: list[str]) -> None:
         print(usage(), end="")
         return
     options, script, arguments = _parts(argv)
-    ranks = None
-    if options:
-        ranks = _world_size(options)
-        per_node = _torchrun_counts(options).nproc_per_node
-        if per_node.isdecimal():
-            os.environ["LOCAL_WORLD_SIZE"] = per_node  # as torchrun would set it in the ranks
+    ranks = _world_size(options) if options else None
+    check_or_exit(arguments, ranks)
+    per_node = _torchrun_counts(options).nproc_per_node
+    if options and per_node.isdecimal():
+        os.environ["LOCAL_WORLD_SIZE"] = per_node  # as torchrun would set it in the ranks
     # First, so that a number of ranks among the arguments comes later and counts.
     main([script, "--asynchzp-dry-run", str(ranks or 0), *arguments])
 

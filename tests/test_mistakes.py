@@ -70,6 +70,9 @@ MISTAKES = {
         uses("--asynchzp-param-shard-size"), "--asynchzp-param-shard-size: expected one"),
     "a size that does not divide": (
         uses("--asynchzp-param-shard-size 3"), "valid values: 1, 2, 4"),
+    "a size that does not divide the ranks of a dry run": (
+        f"dry-run --nproc-per-node 4 {SCRIPT} --use-asynchzp --asynchzp-param-shard-size 3",
+        "valid values: 1, 2, 4"),
     "a size of nothing": (uses("--asynchzp-optim-shard-size 0"), "valid values: 1, 2, 4"),
     "sizes that do not nest": (
         uses("--asynchzp-param-shard-size 4 --asynchzp-optim-shard-size 2"), "does not nest"),
