@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The environment script and the test command: what they say when nothing works, and their status.
+"""The environment script and the test command: their output and status when nothing works.
 Nothing is installed here: installing is what CI does by running them."""
 
 import os

@@ -63,7 +63,7 @@ def _python_m(*words: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("words", [(), ("--use-asynchzp",)])
-def test_without_a_script_the_usage_is_told_with_status_2(words):
+def test_without_a_script_the_usage_is_printed_with_status_2(words):
     ended = _python_m(*words)
     assert ended.returncode == 2
     assert ended.stderr.startswith("usage: torchrun") and ended.stdout == ""
@@ -154,7 +154,7 @@ def test_an_error_of_the_script_keeps_its_traceback(tmp_path):
     assert "Traceback" in ended.text and "ValueError: not ours" in ended.text
 
 
-def test_an_edited_script_tells_our_errors_in_one_line_too(tmp_path):
+def test_an_edited_script_prints_our_errors_in_one_line_too(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "import megatron_asynchzp.mcore.adaptor\n"

@@ -62,7 +62,7 @@ def test_every_row_of_tables_2_to_5_is_there():
         assert {f"table{table}-{name}" for name in names} <= set(row_names())
 
 
-def test_the_models_are_as_large_as_the_paper_says(reports):
+def test_the_models_are_as_large_as_in_the_paper(reports):
     for report in reports.values():
         assert report["parameters"] == pytest.approx(
             report["expected_parameters"], rel=_NAMED_WITHIN
@@ -255,14 +255,14 @@ def test_ascend_goes_through_the_mapping_of_torch_npu():
         (("node-9b-hzp", "--print"), {"MEGATRON_LM": "/nowhere"}, "no pretrain_gpt.py"),
     ],
 )
-def test_what_cannot_be_started_is_told_in_one_line_with_status_2(words, env, output):
+def test_what_cannot_be_started_is_refused_in_one_line_with_status_2(words, env, output):
     ended = _shell("launch.sh", *words, **env)
     assert ended.returncode == 2 and ended.stdout == ""
     assert ended.stderr.startswith("scripts/train: ") and ended.stderr.count("\n") == 1
     assert output in ended.stderr
 
 
-def test_slurm_outside_of_a_job_says_how_to_start_it():
+def test_slurm_outside_of_a_job_prints_how_to_start_it():
     ended = _shell("launch.slurm", "table2-36b-hzp")
     assert ended.returncode == 2 and "sbatch --nodes=N" in ended.stderr
 

@@ -176,7 +176,7 @@ def shard_sizes(args: Namespace) -> ShardSizes:
 def shard_groups(
     group: dist.ProcessGroup, sizes: ShardSizes, grad_dtype: torch.dtype = torch.float32
 ) -> ShardGroups:
-    """The groups of this rank alone: in a pretended world nobody has to create those of others."""
+    """The groups of this rank alone: in a pretended world those of other ranks are not needed."""
     ranks = dist.get_process_group_ranks(group)
     topology = ShardTopology(len(ranks), group.rank(), sizes)
 

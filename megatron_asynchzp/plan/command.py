@@ -127,7 +127,7 @@ def run(argv: Sequence[str]) -> int:
         outcome = search(space, progress)
     if outcome.num_plans == 0:
         raise ConfigurationError(
-            f"--global-batch-size {space.global_batch}: no micro-batch size shares it out over the "
+            f"--global-batch-size {space.global_batch}: no micro-batch size divides it over the "
             f"replicas on {cluster.num_ranks} ranks; change the batch, or --vary a parallel size"
         )
     if outcome.best is None:

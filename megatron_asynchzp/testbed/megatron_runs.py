@@ -138,7 +138,7 @@ def run_pretrain(argv: list[str], inspect: Callable[[list, Any], Any] | None = N
             pretrain(argv)
             close_communication()
         _fill_in_losses(record)
-        dist.barrier()  # nobody closes a group that a peer still uses
+        dist.barrier()  # no rank closes a group that a peer still uses
     except BaseException as error:
         error.add_note(f"run_pretrain {' '.join(argv)}\n{gathered.getvalue()[-2000:]}")
         raise

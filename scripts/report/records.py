@@ -3,7 +3,7 @@
 """Owns files of records, one JSON object a line, and the commands that turn them into Markdown or a
 picture: `python -m scripts.report.NAME FILE...`, for a picture with `--output PNG`.
 
-Lines of kind "machine" tell with which command, when and on what the others were measured.
+Lines of kind "machine" hold the command, the date and the machine of the other lines.
 """
 
 import argparse

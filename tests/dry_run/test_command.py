@@ -77,6 +77,7 @@ def test_a_device_that_is_too_small_ends_in_one_line_with_status_1(run):
         (["--data-path", "nowhere"], "8", "nowhere: no dataset there"),
         (["--exp-avg-dtype", "fp8"], "8", "--exp-avg-dtype fp8 is not supported"),
         (["--asynchzp-device-gb", "-3"], "8", "--asynchzp-device-gb -3: give the GiB"),
+        (["--asynchzp-param-shard-size", "3"], "8", "valid values: 1, 2, 4, 8"),
         ([], "-2", "--asynchzp-dry-run -2: give a number of ranks"),
         ([], "many", "--asynchzp-dry-run: invalid int value"),
         (["--tensor-model-parallel-size", "3"], "8", "8 ranks are not a multiple"),
@@ -86,4 +87,4 @@ def test_what_cannot_run_is_refused_in_one_line_with_status_2(run, words, ranks,
     status, out, err = run(*words, ranks=ranks)
     assert status == 2 and out == ""
     assert err.startswith("megatron_asynchzp: ") and err.count("\n") == 1
-    assert line in err
+    assert line in err and err.count("megatron_asynchzp: ") == 1

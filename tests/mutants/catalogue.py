@@ -1071,6 +1071,7 @@ PLANNER = [
 
 # ---- what a user meets --------------------------------------------------------------------------
 
+_TIMELINE = "tests/test_plot_timeline.py::test_"
 _MISTAKE = "tests/test_mistakes.py::test_a_mistake_ends_in_one_line_and_not_with_0"
 _COMMAND_LINE = "tests/mcore/flags/test_command_line.py::test_"
 
@@ -1103,8 +1104,8 @@ DAILY_USE = [
         "checks-import-torch",
         "a refusal loads neither torch nor Megatron",
         "mcore/flags/checks.py",
-        "import os\nfrom argparse import Namespace",
-        "import os\n\nimport torch as torch\nfrom argparse import Namespace",
+        "import os\nimport re\nfrom argparse import Namespace",
+        "import os\nimport re\n\nimport torch as torch\nfrom argparse import Namespace",
         f"{_COMMAND_LINE}checking_a_command_line_loads_neither_torch_nor_megatron",
     ),
     Mutant(
@@ -1126,10 +1127,51 @@ DAILY_USE = [
     Mutant(
         "waits-are-drawn-as-computing",
         "a unit that waits is not drawn as computing",
-        "tools/plot_timeline.py",
-        "if wait.start >= whole.end:",
+        "tools/step_trace.py",
+        "if other.start >= whole.end:",
         "if True:",
-        "tests/test_plot_timeline.py::test_a_unit_that_waits_is_not_drawn_as_computing",
+        f"{_TIMELINE}a_unit_that_waits_is_not_drawn_as_computing",
+    ),
+    Mutant(
+        "a-root-computes-what-its-layers-do",
+        "a module that mostly waits is not drawn as computing",
+        "tools/step_trace.py",
+        "outside(outer, [*self.lane(WAIT), *within])",
+        "outside(outer, self.lane(WAIT))",
+        f"{_TIMELINE}a_module_that_mostly_waits_is_not_drawn_as_computing",
+    ),
+    Mutant(
+        "no-row-for-muon",
+        "every lane that moves bytes has a row in the picture",
+        "tools/plot_timeline.py",
+        '    "matrices": "matrices to their owners and back (Muon)",\n',
+        "",
+        f"{_TIMELINE}every_lane_that_moves_bytes_has_a_row_a_colour_and_a_meaning",
+    ),
+    Mutant(
+        "dry-run-with-nodes-of-eight",
+        "a dry run has the nodes of the launch",
+        "launch.py",
+        'os.environ["LOCAL_WORLD_SIZE"] = per_node',
+        "pass",
+        "tests/test_packaging.py::test_a_dry_run_has_the_ranks_and_the_nodes_of_the_launch",
+    ),
+    Mutant(
+        "older-format-is-interrupted",
+        "a checkpoint of another format is not called an interrupted save",
+        "checkpoint_files/choice.py",
+        "and not is_of_format_torch(folder)",
+        "",
+        "tests/checkpoint_files/test_choice.py::"
+        "test_a_checkpoint_of_megatrons_older_format_is_not_called_interrupted",
+    ),
+    Mutant(
+        "older-format-is-found-late",
+        "a --load that cannot be read is refused before Megatron is imported",
+        "mcore/flags/command_line.py",
+        "checks.refuse_useless_load(args)",
+        "pass",
+        f"{_MISTAKE}[a checkpoint of the older format]",
     ),
     Mutant(
         "workers-out-of-order",

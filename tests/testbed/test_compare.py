@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison's arithmetic: no speed without the right losses, and what the calibration says."""
+"""The comparison's arithmetic: no speed without the right losses, and the calibration's lines."""
 
 import os
 import sys
@@ -81,7 +81,7 @@ def test_a_contender_that_cannot_run_is_a_row_with_the_reason():
     assert line.count("|") == head.count("|")
 
 
-def test_the_verdict_is_against_the_best_stock_layout_and_tells_the_memory_of_every_peer():
+def test_the_verdict_is_against_the_best_stock_layout_and_has_the_memory_of_every_peer():
     comparison = comparisons(RECORDS)[0]
     assert comparison.best_nd.name == "PP 2"
     text = markdown(RECORDS)
@@ -92,7 +92,7 @@ def test_the_verdict_is_against_the_best_stock_layout_and_tells_the_memory_of_ev
     assert cells(ours, comparison.best_nd)[5:7] == ["512", "1.12"]
 
 
-def test_the_order_of_each_repetition_is_told():
+def test_the_order_of_each_repetition_is_printed():
     # fmt: off
     again = [*RECORDS[:5], *(one | {"step_ms": [ms + 200 * (one["name"] == OURS_NAME)
              for ms in one["step_ms"]]} for one in RECORDS[:5])]

@@ -70,7 +70,7 @@ def _fail_on_one(folder: Path) -> None:
     dist.barrier()
 
 
-def test_a_failure_of_fn_is_told_and_not_repeated(tmp_path):
+def test_a_failure_of_fn_is_reported_and_not_repeated(tmp_path):
     with pytest.raises(RankFailure, match="ValueError: a fault of one rank") as failure:
         run_ranks(_fail_on_one, 2, tmp_path)
     assert "not finished after" not in str(failure.value)
@@ -82,7 +82,7 @@ def _wait_for_ever() -> None:
         time.sleep(60)
 
 
-def test_a_rank_that_does_not_end_is_told_with_the_time_that_it_had():
+def test_a_rank_that_does_not_end_is_reported_with_the_time_that_it_had():
     with pytest.raises(RankFailure, match="not finished after 2 s"):
         run_ranks(_wait_for_ever, 2, timeout_s=2.0)
 
@@ -107,7 +107,7 @@ def _sleeps(network, folder: str) -> None:
     "fn, limit_s, output",
     [(_fails_on_one, 60.0, "a fault of one rank"), (_sleeps, 4.0, "not finished after 4 s")],
 )
-def test_a_failure_is_told_and_no_rank_runs_afterwards(fn, limit_s, output, tmp_path):
+def test_a_failure_is_reported_and_no_rank_runs_afterwards(fn, limit_s, output, tmp_path):
     cluster = Cluster(2, 1, NetworkProfile())
     begin_s = time.monotonic()
     with pytest.raises(RankFailure) as failure:

@@ -58,9 +58,9 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--asynchzp-schedule",
         choices=SCHEDULE_CHOICES,
         default="auto",
-        help="Who issues the collectives: background threads (threaded), the thread that computes "
-        "ahead of their use (main-thread), or the same when they are needed (inline). Default: "
-        "main-thread on CUDA, threaded elsewhere (auto).",
+        help="Which thread issues the collectives: background threads (threaded), the thread that "
+        "computes, ahead of their use (main-thread), or the same when they are needed (inline). "
+        "Default: main-thread on CUDA, threaded elsewhere (auto).",
     )
     group.add_argument(
         "--asynchzp-prefetch-depth",
@@ -171,8 +171,8 @@ def add_dry_run_arguments(parser) -> None:
         type=float,
         default=None,
         metavar="GIB",
-        help="Memory of one device, of which the dry run tells what is left; it ends with status 1 "
-        "where nothing is. Default: not compared.",
+        help="Memory of one device. The dry run prints what is left of it, and ends with status 1 "
+        "where that is nothing. Default: not compared.",
     )
 
 

@@ -5,11 +5,13 @@ Importing this file loads no torch and no Megatron.
 """
 
 import os
+import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_asynchzp.checkpoint_files.other_format import OTHER_FORMAT, all_of_format_torch
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule, resolve_trace
 from megatron_asynchzp.mcore.flags.moments import take_moment_dtypes
@@ -177,6 +179,26 @@ def refuse_useless_saves(args: Namespace) -> None:
             "--async-save: its writer is not installed; install nvidia-resiliency-ext, or add "
             "--async-strategy mcore"
         )
+
+
+def refuse_useless_load(args: Namespace) -> None:
+    """Raise ConfigurationError for a --load that no checkpoint can be read from. A folder without
+    any is a run from the beginning."""
+    folder = Path(args.load or "")
+    if not args.load or not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ConfigurationError(f"--load {folder} is a file; name a folder of checkpoints")
+    if all_of_format_torch(folder):
+        raise ConfigurationError(f"--load {folder}: {OTHER_FORMAT}")
+    if _CHECKPOINT.fullmatch(folder.name) and (folder / "metadata.json").is_file():
+        raise ConfigurationError(
+            f"--load {folder} is one checkpoint; name the folder that it is in, and choose it with "
+            "--ckpt-step"
+        )
+
+
+_CHECKPOINT = re.compile(r"iter_\d{7,}|release")
 
 
 def refuse_missing_muon(args: Namespace) -> None:

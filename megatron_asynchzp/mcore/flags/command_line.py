@@ -68,6 +68,7 @@ def check_command_line(argv: Sequence[str], world_size: int | None = None) -> No
     refuse_trace_path(args)
     checks.refuse_missing_data(args)
     checks.refuse_useless_saves(args)
+    checks.refuse_useless_load(args)
     if world_size is not None and not args.use_checkpoint_args:
         args.world_size = world_size
         checks.refuse_sizes(args)

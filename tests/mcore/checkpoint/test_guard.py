@@ -105,9 +105,9 @@ def _full_disk(folder: str, origin: str) -> tuple[list[str], int, str]:
         output = _refusal("--load", folder, "--save", folder, "--save-interval", "2")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    all_told = [None, None]
-    dist.all_gather_object(all_told, output)
-    return all_told, choose_checkpoint(folder).iteration, (Path(folder) / TRACKER).read_text()
+    all_output = [None, None]
+    dist.all_gather_object(all_output, output)
+    return all_output, choose_checkpoint(folder).iteration, (Path(folder) / TRACKER).read_text()
 
 
 def _structure(folder: str, origin: str) -> tuple[str, str]:

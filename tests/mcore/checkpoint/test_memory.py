@@ -110,7 +110,7 @@ def largest_piece(folder: Path) -> int:
 
 
 def load_from(source: str, flags: list[str], folder: Path) -> tuple:
-    """Write a checkpoint as `source` says and load it; bytes beyond those before and after, of the
+    """Write a checkpoint as `source` and load it; bytes beyond those before and after, of the
     largest unit and piece; parameters that differ from those that stock Megatron loads."""
     argv = [*gpt_args(*_LLAMA, *flags), "--train-iters", "1"]
     ours = size_flags((dist.get_world_size(),) * 3)

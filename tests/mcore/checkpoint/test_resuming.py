@@ -76,7 +76,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(names, tmp_path)
             assert is_same_state, name
 
 
-# Saved on 4 ranks; resumed on as many ranks as the key says.
+# Saved on 4 ranks; resumed on the ranks of the key.
 MOVES: dict[int, dict[Job, list[Job]]] = {
     4: {
         Job((2, 1, 4)): [
