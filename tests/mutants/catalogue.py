@@ -1004,6 +1004,22 @@ PLANNER = [
         f"{_MEMORY}at_rest_a_rank_holds_2n_over_p_4n_over_g_and_12n_over_o_bytes",
     ),
     Mutant(
+        "planned-arena-of-another-depth",
+        "the planner's bytes of one rank are those of the engine's counters",
+        "planner/costs.py",
+        "memory = memory_in_flight(needs, schedule.depth, budget=schedule.in_flight_nbytes)",
+        "memory = memory_in_flight(needs, 1, budget=schedule.in_flight_nbytes)",
+        f"{_MEMORY}100_random_plans_take_the_bytes_that_the_engines_counters_have",
+    ),
+    Mutant(
+        "planned-states-without-padding",
+        "the planner's bytes of one rank are those of the engine's counters",
+        "planner/costs.py",
+        "replace(unit, numel=self.padded(unit)) for unit in self.units[stage] if unit.numel]",
+        "replace(unit, numel=unit.numel) for unit in self.units[stage] if unit.numel]",
+        f"{_MEMORY}100_random_plans_take_the_bytes_that_the_engines_counters_have",
+    ),
+    Mutant(
         "peak-without-backward",
         "the predicted total is the highest of all peaks",
         "planner/memory.py",
