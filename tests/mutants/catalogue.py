@@ -1020,6 +1020,24 @@ PLANNER = [
         f"{_MEMORY}100_random_plans_take_the_bytes_that_the_engines_counters_have",
     ),
     Mutant(
+        "chosen-sizes-that-forget-what-was-given",
+        "a size that is given stays while the others are chosen",
+        "mcore/chosen_sizes.py",
+        "state: size for state, size in given.items() if size is not None and size != AUTO",
+        "state: size for state, size in given.items() if size == 0",
+        "tests/mcore/test_chosen_sizes.py::"
+        "test_sizes_that_are_auto_are_chosen_for_the_cluster_and_logged_in_one_line",
+    ),
+    Mutant(
+        "a-unit-that-launches-for-nothing",
+        "what a unit and a step take beside their FLOPs is part of a step",
+        "planner/costs.py",
+        "launch_s = 1e-6 * cluster.device.launch_us",
+        "launch_s = 0e-6 * cluster.device.launch_us",
+        "tests/planner/test_testbed_errors.py::"
+        "test_what_a_machine_adds_is_found_from_two_numbers_of_micro_batches",
+    ),
+    Mutant(
         "peak-without-backward",
         "the predicted total is the highest of all peaks",
         "planner/memory.py",
