@@ -150,9 +150,9 @@ def main(argv: list[str] | None = None) -> int:
     of_all = summary(lines, chosen)
     foreign.append(idle_foreign_share())
     if asked.out is not None:
-        hosts_line = {"kind": "hosts"} | {name: asdict(host) for name, host in hosts.items()}
-        machine = machine_record() | {"foreign": foreign}
-        append(asked.out, machine, hosts_line, *lines, *chosen, of_all)
+        hosts_line = {"kind": "hosts", "foreign": max(foreign)}
+        hosts_line |= {name: asdict(host) for name, host in hosts.items()}
+        append(asked.out, machine_record(), hosts_line, *lines, *chosen, of_all)
     show(lines, chosen, of_all)
     return 0
 
