@@ -26,11 +26,20 @@ _START_S, _RUN_S = 60.0, 60.0
 
 
 def measured(
-    network: Network, points: Sequence[Point], log: Path | None = None
+    network: Network,
+    points: Sequence[Point],
+    log: Path | None = None,
+    warm_up: int = _WARM_UP,
+    steps: int = _STEPS,
 ) -> list[list[float]]:
     """Seconds of the timed steps of each point. log: gets what the ranks print."""
-    runs = [(point.argv, point.layer_ms) for point in points]
-    return _on_ranks(network, _START_S + _RUN_S * len(points), log, _measure, runs)
+    runs = [
+        # What the last step leaves in flight is part of none.
+        ([*point.argv, *flags_of({"train-iters": warm_up + steps + 1})], point.layer_ms)
+        for point in points
+    ]
+    limit_s = _START_S + _RUN_S * len(points)
+    return _on_ranks(network, limit_s, log, _measure, runs, warm_up)
 
 
 def hop_us(network: Network, log: Path | None = None) -> dict[str, float]:
@@ -58,12 +67,10 @@ def _probe(_: Fabric, cluster: Cluster) -> Cluster:
     return calibrate(cluster, _PROBES, device=torch.device("cpu"))
 
 
-def _measure(_: Fabric, runs: Sequence[tuple[list[str], float]]) -> list[list[float]]:
+def _measure(_: Fabric, runs: Sequence[tuple[list[str], float]], warm_up: int) -> list[list[float]]:
     steps: list[list[float]] = []
     for argv, layer_ms in runs:
-        # What the last step leaves in flight is part of none.
-        argv = [*argv, *flags_of({"train-iters": _WARM_UP + _STEPS + 1})]
         with layers_take(layer_ms):
-            begins_s = run_pretrain(argv).begins_s[_WARM_UP:]
+            begins_s = run_pretrain(argv).begins_s[warm_up:]
         steps.append([after - before for before, after in pairwise(begins_s)])
     return steps

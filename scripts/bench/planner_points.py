@@ -208,7 +208,9 @@ def fit_points() -> list[Point]:
     of micro-batches that no other point has."""
     sizes = ShardSizes(1, 1, RANKS)
     return [
-        Point(NETWORKS[0], model, sizes, count, fitted=True) for model in MODELS for count in (3, 5)
+        Point(NETWORKS[0], model, sizes, count, fitted=True)
+        for model in MODELS
+        for count in (3 - model.micro_batches, 7)
     ]
 
 
