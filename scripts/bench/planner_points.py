@@ -220,7 +220,6 @@ def further_points() -> list[Point]:
     slow = NETWORKS[0]
     node, world = ShardSizes(2, 2, 4), ShardSizes(4, 4, 4)
     return [
-        Point(slow, deep, node, 2, schedule="main-thread"),
         Point(slow, deep, node, 2, schedule="inline"),
         Point(slow, wide, world, 1, depth=2),
         Point(slow, wide, world, 1, in_flight=0.0),
