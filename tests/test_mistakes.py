@@ -65,7 +65,12 @@ MISTAKES = {
     "a mode without PASA": (
         trains("--pasa-mode block"), "no effect without --use-pasa-attention"),
     "a size that is no number": (
-        uses("--asynchzp-param-shard-size two"), "--asynchzp-param-shard-size: invalid int"),
+        uses("--asynchzp-param-shard-size two"), "two is neither a number of ranks nor auto"),
+    "a size to choose for no cluster": (
+        uses("--asynchzp-grad-shard-size auto"),
+        "--asynchzp-grad-shard-size auto: give --asynchzp-cluster"),
+    "a cluster that nothing is chosen for": (
+        uses("--asynchzp-cluster h100"), "--asynchzp-cluster h100 has no effect"),
     "a flag without its value": (
         uses("--asynchzp-param-shard-size"), "--asynchzp-param-shard-size: expected one"),
     "a size that does not divide": (

@@ -92,6 +92,7 @@ class RunRecord:
     validation_loss: float | None = None
     inspected: Any = None
     step_s: list[float] = field(default_factory=list)  # seconds in train_step, by step
+    begins_s: list[float] = field(default_factory=list)  # when it was called, of perf_counter
     total_s: float = 0.0
     log: str = ""
 
@@ -292,6 +293,7 @@ class _Recorder:
 
     def begin_step(self) -> None:
         self._begin_s = time.perf_counter()
+        self._record.begins_s.append(self._begin_s)
 
     def stepped(self, _: Any) -> None:
         self._record.step_s.append(time.perf_counter() - self._begin_s)

@@ -208,6 +208,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pasa plateau": lambda: pasa_table.plateau_table(read_record("pasa_training").lines),
     "planner": lambda: planner_table.markdown(read_record("planner_published").lines),
     "planner points": lambda: planner_table.points(read_record("planner_published").lines),
+    "planner testbed": lambda: planner_table.testbed(read_record("planner_testbed").lines),
     "peaks": lambda: peak_table.table(read_record("peaks").lines),
     "real size": lambda: peak_table.table(read_record("real_size").lines),
     "clusters": lambda: cluster_table.table(read_record("clusters").lines),

@@ -19,6 +19,7 @@ FOLDER = Path(__file__).parents[2] / "docs" / "results" / "records"
 EXPECTED = {
     *("checkpoints", "clusters", "compare", "compare fast", "host_cost", "mutants", "parity"),
     *("pasa_accuracy", "pasa_training", "peaks", "pipeline", "planner_published", "quickstart"),
+    *("planner_testbed",),
     *("real_size", "scaling", "schedules", "stock_noise", "timeline", "grad_wire"),
     *("shrunk_models", "muon"),
 }

@@ -1004,6 +1004,40 @@ PLANNER = [
         f"{_MEMORY}at_rest_a_rank_holds_2n_over_p_4n_over_g_and_12n_over_o_bytes",
     ),
     Mutant(
+        "planned-arena-of-another-depth",
+        "the planner's bytes of one rank are those of the engine's counters",
+        "planner/costs.py",
+        "memory = memory_in_flight(needs, schedule.depth, budget=schedule.in_flight_nbytes)",
+        "memory = memory_in_flight(needs, 1, budget=schedule.in_flight_nbytes)",
+        f"{_MEMORY}100_random_plans_take_the_bytes_that_the_engines_counters_have",
+    ),
+    Mutant(
+        "planned-states-without-padding",
+        "the planner's bytes of one rank are those of the engine's counters",
+        "planner/costs.py",
+        "replace(unit, numel=self.padded(unit)) for unit in self.units[stage] if unit.numel]",
+        "replace(unit, numel=unit.numel) for unit in self.units[stage] if unit.numel]",
+        f"{_MEMORY}100_random_plans_take_the_bytes_that_the_engines_counters_have",
+    ),
+    Mutant(
+        "chosen-sizes-that-forget-what-was-given",
+        "a size that is given stays while the others are chosen",
+        "mcore/chosen_sizes.py",
+        "state: size for state, size in given.items() if size is not None and size != AUTO",
+        "state: size for state, size in given.items() if size == 0",
+        "tests/mcore/test_chosen_sizes.py::"
+        "test_sizes_that_are_auto_are_chosen_for_the_cluster_and_logged_in_one_line",
+    ),
+    Mutant(
+        "a-unit-that-launches-for-nothing",
+        "what a unit and a step take beside their FLOPs is part of a step",
+        "planner/costs.py",
+        "launch_s = 1e-6 * cluster.device.launch_us",
+        "launch_s = 0e-6 * cluster.device.launch_us",
+        "tests/planner/test_testbed_errors.py::"
+        "test_what_a_machine_adds_is_found_from_two_numbers_of_micro_batches",
+    ),
+    Mutant(
         "peak-without-backward",
         "the predicted total is the highest of all peaks",
         "planner/memory.py",

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 SCHEDULE_CHOICES = ("auto", "inline", "main-thread", "threaded")
 GRAD_SLOT_MIB = 256
 
+AUTO = "auto"
+"""A shard size that the planner chooses, see mcore/chosen_sizes.py."""
+
 # Late enough for the order of units to be known and for allocations to be over.
 _TRACED_STEP = 10
 
@@ -144,12 +147,29 @@ def _add_shard_sizes(group) -> None:
     for state, (what, default) in held.items():
         group.add_argument(
             f"--asynchzp-{state}-shard-size",
-            type=int,
+            type=_ranks_or_auto,
             default=None,
             metavar="RANKS",
-            help=f"Ranks (data x context parallel) that share one copy of the {what}. "
-            f"Default: {default}.",
+            help=f"Ranks (data x context parallel) that share one copy of the {what}; auto: as "
+            f"many as the planner finds best on --asynchzp-cluster. Default: {default}.",
         )
+    group.add_argument(
+        "--asynchzp-cluster",
+        metavar="NAME_OR_FILE",
+        default=None,
+        help="The machines of the run as the planner knows them: the name of a cluster, or a file "
+        "that describes one. For shard sizes that are auto; those that are not given are chosen "
+        "with them. Default: none.",
+    )
+
+
+def _ranks_or_auto(word: str) -> int | str:
+    if word == AUTO:
+        return word
+    try:
+        return int(word)
+    except ValueError:
+        raise ArgumentTypeError(f"{word} is neither a number of ranks nor {AUTO}") from None
 
 
 def add_dry_run_arguments(parser) -> None:

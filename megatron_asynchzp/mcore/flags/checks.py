@@ -18,6 +18,8 @@ from megatron_asynchzp.mcore.flags.moments import take_moment_dtypes
 from megatron_asynchzp.mcore.flags.refusals import refuse_unsupported
 from megatron_asynchzp.mcore.flags.shard_sizes import (
     STATES,
+    automatic_states,
+    refuse_cluster,
     resolve_shard_sizes,
     sharding_group_size,
     sharding_ranks_per_node,
@@ -29,7 +31,8 @@ from megatron_asynchzp.mcore.flags.switched_off import normalize_args, refuse_ch
 def prepare_args(args: Namespace) -> list[str]:
     """Everything that happens to the arguments before Megatron validates (and prints) them.
 
-    Writes the resolved shard sizes into `args` and applies NORMALISATIONS; returns the lines to
+    Writes the resolved shard sizes into `args`, unless the planner is to choose some when Megatron
+    has validated the others (chosen_sizes), and applies NORMALISATIONS; returns the lines to
     log on rank 0. Raises ConfigurationError, one line, for a run that cannot start, and has
     changed nothing then.
     """
@@ -38,6 +41,7 @@ def prepare_args(args: Namespace) -> list[str]:
     resolve_schedule(args)
     refuse_racing_threads(args, runs_on_cuda(args), os.environ)
     resolve_trace(args)
+    refuse_cluster(args)
     group_size = sharding_group_size(args)
     sizes = resolve_shard_sizes(args, group_size, sharding_ranks_per_node(args))
     refuse_missing_data(args)
@@ -47,8 +51,9 @@ def prepare_args(args: Namespace) -> list[str]:
     if translated_sizes(args, group_size):
         flags = [f"--asynchzp-{state}-shard-size {getattr(sizes, state)}" for state in STATES]
         lines.append(f"the flags of another wrapper have become {' '.join(flags)}")
-    for state in STATES:
-        setattr(args, f"asynchzp_{state}_shard_size", getattr(sizes, state))
+    if not automatic_states(args):
+        for state in STATES:
+            setattr(args, f"asynchzp_{state}_shard_size", getattr(sizes, state))
     return lines + normalize_args(args)
 
 
