@@ -20,7 +20,7 @@ from megatron_asynchzp.sharding.pieces import grad_pieces
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.gathers import Gathers, KeptParams
 from megatron_asynchzp.zero.reductions import Reductions, Update
-from megatron_asynchzp.zero.residency import Residency
+from megatron_asynchzp.sharding.residency import Residency
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -39,8 +39,11 @@ class Stays:
         if config.keep_params_nbytes:
             params = KeptParams(config.keep_params_nbytes, device, driver.device.record_event)
         if config.keep_grads_nbytes:
+            # The sum of a unit that has its turn is nowhere else, unlike its parameters.
             grads = Residency[HZPUnit](
-                config.keep_grads_nbytes, lambda unit: FP32_NBYTES * unit.layout.padded_numel
+                config.keep_grads_nbytes,
+                lambda unit: FP32_NBYTES * unit.layout.padded_numel,
+                counts_own=True,
             )
         return cls(params, grads)
 

@@ -20,7 +20,7 @@ EXPECTED = {
     *("checkpoints", "clusters", "compare", "compare fast", "host_cost", "mutants", "parity"),
     *("pasa_accuracy", "pasa_training", "peaks", "pipeline", "planner_published", "quickstart"),
     *("real_size", "scaling", "schedules", "stock_noise", "timeline", "grad_wire"),
-    *("shrunk_models", "muon"),
+    *("shrunk_models", "muon", "compare_pipelines"),
 }
 
 

@@ -31,7 +31,7 @@ SHARED_EXPERT = (
 )
 # fmt: on
 PIPELINE_OF_4 = ("--pipeline-model-parallel-size", "4", "--num-layers", "4")
-CONTEXT = ("--context-parallel-size", "2")
+CONTEXT = ("--context-parallel-size", "2", "--use-pasa-attention")
 PREDICTION = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
 INTERLEAVED = (*PIPELINE, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 EVALUATION = ("--eval-iters", "2", "--eval-interval", "4")

@@ -1233,14 +1233,14 @@ PLANS = [
 
 # ---- what stays in memory between micro-batches --------------------------------------------------
 
-_RESIDENCY = "tests/zero/test_residency.py::test_"
+_RESIDENCY = "tests/sharding/test_residency.py::test_"
 _STAYING = "tests/zero/test_staying.py::test_"
 
 STAYING = [
     Mutant(
         "a-budget-without-limit",
         "what is kept never exceeds its budget",
-        "zero/residency.py",
+        "sharding/residency.py",
         "while nbytes > budget:",
         "while False:",
         f"{_RESIDENCY}what_is_kept_never_exceeds_the_budget",
@@ -1248,15 +1248,23 @@ STAYING = [
     Mutant(
         "what-is-needed-first-goes",
         "where memory is short, what is used last in the future goes",
-        "zero/residency.py",
-        "last = max(open_gaps, key=open_gaps.__getitem__)",
-        "last = min(open_gaps, key=open_gaps.__getitem__)",
+        "sharding/residency.py",
+        "drop(max(open_gaps, key=open_gaps.__getitem__))",
+        "drop(min(open_gaps, key=open_gaps.__getitem__))",
         f"{_RESIDENCY}of_equal_units_no_choice_keeps_more",
+    ),
+    Mutant(
+        "a-sum-that-does-not-count",
+        "the sum of gradients that is added to counts as kept",
+        "sharding/residency.py",
+        "if counts_own:\n            shrink()",
+        "if False:\n            shrink()",
+        f"{_STAYING}the_allocator_counts_no_more_for_what_is_kept_than_the_budgets",
     ),
     Mutant(
         "kept-after-a-departure",
         "a step that departs from the one before keeps nothing more",
-        "zero/residency.py",
+        "sharding/residency.py",
         "return self._is_followed and self._last.get(user) in self._gaps",
         "return self._last.get(user) in self._gaps",
         f"{_RESIDENCY}after_a_departure_nothing_more_is_kept_and_the_step_is_the_next_ones_record",
