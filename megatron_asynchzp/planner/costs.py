@@ -15,6 +15,7 @@ from megatron_asynchzp.planner.cluster import Cluster, Ring
 from megatron_asynchzp.planner.memory import (
     Memory,
     in_flight,
+    kept,
     largest_unit,
     stage_activations,
     states,
@@ -41,7 +42,7 @@ from megatron_asynchzp.planner.traffic import (
     step_traffic,
     unit_collectives,
 )
-from megatron_asynchzp.sharding.in_flight import UnitInFlight
+from megatron_asynchzp.sharding.in_flight import FP32_NBYTES, UnitInFlight
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 
 # Bytes that the optimizer's kernels move for each element that a rank owns: gradient twice (norm,
@@ -143,7 +144,12 @@ class Costing:
         at_end = unit.kind == "root" or (is_tied and unit.kind == "embedding")
         size = (self.padded(unit), unit.group)
         return OrderUnit(
-            size, self.in_flight(unit), sizes.param > 1, sizes.grad > 1, reduces_at_end=at_end
+            size,
+            self.in_flight(unit),
+            sizes.param > 1,
+            sizes.grad > 1,
+            reduces_at_end=at_end,
+            sum_nbytes=FP32_NBYTES * self.padded(unit),
         )
 
     def in_flight(self, unit: Unit) -> UnitInFlight:
@@ -333,7 +339,8 @@ class Costing:
         sizes: dict[GroupKey, ShardSizes] = {key: of.sizes for key, of in self.groups.items()}
         return (
             states(units, itemsize, sizes, plan.moments_nbytes),
-            in_flight(units, itemsize, sizes, plan.schedule.depth),
+            in_flight(units, itemsize, sizes, plan.schedule.depth)
+            | kept(plan.schedule.keep_params_nbytes, plan.schedule.keep_grads_nbytes),
             largest_unit(units, itemsize),
         )
 

@@ -90,6 +90,12 @@ def in_flight(
     }
 
 
+def kept(params_nbytes: int, grads_nbytes: int) -> dict[str, float]:
+    """Of budgets for what stays from one micro-batch to a later one: all of them, at most."""
+    budgets = {"kept parameters": float(params_nbytes), "kept gradients": float(grads_nbytes)}
+    return {what: nbytes for what, nbytes in budgets.items() if nbytes}
+
+
 def _most_of_neighbours(sizes: Sequence[float], most: int) -> float:
     """The most that units which follow one another take, `most` of each size at a time."""
     largest = 0.0

@@ -114,6 +114,11 @@ class Schedule:
     keep_params_nbytes: int = 0
     keep_grads_nbytes: int = 0
 
+    @property
+    def keeps(self) -> tuple[bool, bool]:
+        """Whether parameters, and gradients, may stay."""
+        return self.keep_params_nbytes > 0, self.keep_grads_nbytes > 0
+
 
 COMPUTE, GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC = range(5)
 """Kinds of actions; the last four are lanes of their own."""

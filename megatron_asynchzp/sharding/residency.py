@@ -58,7 +58,7 @@ class Residency[User]:
     Everything follows from the order of uses, which is the same on every rank. A step that departs
     from the one before keeps nothing more from there on.
 
-    budget: bytes that may be kept, 0 for a Residency that does nothing; nbytes_of: those of a user;
+    budget: bytes that may be kept, 0 for one that keeps nothing yet; nbytes_of: those of a user;
     counts_own: see kept_gaps. planned_nbytes: the most that a step keeps at a time; num_found: uses
     of the last step that found their memory kept.
     """
@@ -85,15 +85,20 @@ class Residency[User]:
         self._last.clear()
         self._is_followed = True
 
+    def enlarge(self, nbytes: int) -> None:
+        """From the next use on, between two steps, so much more may be kept."""
+        self.budget += nbytes
+        self._plan()
+
     def _plan(self) -> None:
+        if not self.budget:
+            return
         plan = self._expected, self._nbytes_of
         self._gaps = kept_gaps(*plan, self.budget, self._counts_own)
         self.planned_nbytes = most_kept_nbytes(*plan, self._gaps, self._counts_own)
 
     def visit(self, user: User) -> None:
         """`user` has its turn now."""
-        if not self.budget:
-            return
         if self._is_followed:
             self._num_found += self._last.get(user) in self._gaps
         position = len(self._used)

@@ -36,8 +36,13 @@ class Stays:
     def of(cls, config: ScheduleConfig, driver: Driver, device: torch.device) -> "Stays":
         """As much as `config` allows; allocates the memory of parameters that are kept."""
         params = grads = None
-        if config.keep_params_nbytes:
-            params = KeptParams(config.keep_params_nbytes, device, driver.device.record_event)
+        if config.keep_params_nbytes or config.keeps_params_in_rest:
+            params = KeptParams(
+                config.keep_params_nbytes,
+                device,
+                driver.device.record_event,
+                config.keeps_params_in_rest,
+            )
         if config.keep_grads_nbytes:
             # The sum of a unit that has its turn is nowhere else, unlike its parameters.
             grads = Residency[HZPUnit](

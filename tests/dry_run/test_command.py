@@ -66,6 +66,31 @@ def test_a_command_line_runs_dry_with_all_its_tables(run):
         assert words in out
 
 
+def test_it_shows_what_budgets_would_save_and_counts_the_one_that_is_asked_for(run):
+    pipeline = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1".split()
+    budget = ("--asynchzp-keep-params-gb", "0.5", "--asynchzp-keep-grads-gb", "0.25")
+    found = {}
+    for flags in ((), budget):
+        status, out, _ = run(*pipeline, *flags, "--asynchzp-param-shard-size", "4")
+        assert status == 0
+        table = out.split("by memory budgets")[1].splitlines()
+        cells = [re.findall(r"[\d.]+(?= )", line) for line in table if "iB" in line]
+        found[flags] = [[float(cell) for cell in row] for row in cells]
+        (flying,) = (re.split(r"[│┃|]", line)[4] for line in out.splitlines() if _is_stage_0(line))
+        found[flags, "in flight"] = flying
+    plain, asked = found[()], found[budget]
+    assert [row for row in asked if row not in plain] == [[0.5, 5.0, 0.25, 5.0]] != []
+    for row, more in zip(plain, plain[1:]):
+        assert more[1] <= row[1] and more[3] <= row[3]
+    # Two layers, an embedding and what is around them, once in a step, or in 4 micro-batches.
+    assert plain[-1][1] < plain[0][1] / 2 and plain[-1][3] <= plain[0][3] / 2
+    assert found[(), "in flight"] != found[budget, "in flight"]
+
+
+def _is_stage_0(line: str) -> bool:
+    return bool(re.match(r"[│|] 0 +[│|]", line))
+
+
 @pytest.mark.parametrize("ranks, expected", [("", "8 ranks"), ("4", "4 ranks"), ("2", "2 ranks")])
 def test_it_pretends_the_ranks_that_are_asked_for_or_the_fewest_that_can_run(run, ranks, expected):
     status, out, _ = run(ranks=ranks)

@@ -92,6 +92,14 @@ class Communication:
         """Of the memory for parameters and gradients in flight, which is allocated once."""
         return sum(sum(runtime.in_flight_nbytes().values()) for runtime in self.runtimes)
 
+    def keep_what_is_left(self) -> None:
+        """After the first update, when all that a step needs was allocated: with
+        --asynchzp-keep-params-gb auto the rest of the device keeps parameters. Collective."""
+        if self.stays.params is not None and self.stays.params.takes_rest:
+            left_nbytes = self.driver.device.left_nbytes()
+            assert left_nbytes is not None, "refused where the chunks are wrapped"
+            self.stays.params.take_rest(left_nbytes)
+
     def kept(self) -> dict[str, tuple[int, int]]:
         """What the last step saved by keeping it in memory: "gathers", "reductions", each with how
         many and the most bytes that were kept for it. Only what has a budget."""
