@@ -42,7 +42,7 @@ class StageStates:
     numel: of the rank's parameters before data parallelism, by sharding group ("dense",
     "expert"); planned: the same by the planner's formulas; whole_numel: of the stage, over its
     tensor and expert parallel ranks; formula: by state, without padding; memory: with padding, and
-    all that comes beside the states; savings: what budgets for kept parameters and gradients save, of the first stage.
+    all that comes beside the states; savings: what memory budgets save, of the first stage.
     """
 
     index: int

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megatron_asynchzp.comm.arena import Arena, Place
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.sharding.in_flight import ALIGNMENT_NBYTES
-from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.sharding.residency import Residency
+from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit, Phase
 
 _logger = logging.getLogger("megatron_asynchzp")

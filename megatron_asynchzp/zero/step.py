@@ -17,10 +17,10 @@ from megatron_asynchzp.comm.order_check import OrderCheck
 from megatron_asynchzp.device import device_of
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES, MemoryInFlight, memory_in_flight
 from megatron_asynchzp.sharding.pieces import grad_pieces
+from megatron_asynchzp.sharding.residency import Residency
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.gathers import Gathers, KeptParams
 from megatron_asynchzp.zero.reductions import Reductions, Update
-from megatron_asynchzp.sharding.residency import Residency
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
