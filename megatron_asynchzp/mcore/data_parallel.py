@@ -241,12 +241,7 @@ def wrap_model_chunks(
         missing = create_shard_groups(sizes, pg_collection, has_experts, timeout, grad_dtype)
         groups = missing | groups
     first_param = next(model_chunks[0].parameters())
-    device = device_of(first_param)
-    if schedule.keeps_params_in_rest and device.left_nbytes() is None:
-        raise ConfigurationError(
-            "--asynchzp-keep-params-gb auto: a CPU cannot tell what a rank may still take; give GiB"
-        )
-    communication = Communication(schedule, device, trace)
+    communication = Communication(schedule, device_of(first_param), trace)
     communication.stays = Stays.of(schedule, communication.driver, first_param.device)
     # From an accelerator Megatron's writer makes copies by itself.
     takes_snapshots = saves_beside_training and first_param.device.type == "cpu"
