@@ -35,7 +35,9 @@ def wire_table(lines: Sequence[dict]) -> str:
 
 def _step(line: dict) -> str:
     warning = " (disturbed)" if line["foreign"] > FOREIGN_LIMIT else ""
-    return f"{statistics.median(line['step_ms']):.0f}{warning}"
+    times = line["step_ms"]
+    spread = f"({min(times):.0f} to {max(times):.0f})"
+    return f"{statistics.median(times):.0f} {spread}{warning}"
 
 
 def wire_ratio(lines: Sequence[dict]) -> float:
