@@ -198,7 +198,8 @@ def test_the_planner_submits_what_the_chunks_of_a_pipeline_stage_submit_within_t
         names = [unit.name for chunk in done.chunks for unit in chunk.units]
         lanes = {kind: lane for lane, kind in LANES.items()}
         found = [(lanes[one.kind], names[one.unit]) for one in order.actions if one.kind != COMPUTE]
-        assert found == done.submitted[2], (rooms, depth)
+        engine = [one for one in done.submitted[2] if one[0] in LANES]
+        assert found == engine, (rooms, depth)
 
 
 def test_some_programs_keep_what_a_budget_allows():

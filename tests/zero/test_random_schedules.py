@@ -137,6 +137,8 @@ def train(program: Program, schedule: ScheduleConfig, sleeps: random.Random | No
             ]
         for trainer in trainers:
             trainer.update()
+    for trainer in trainers:  # all, before one uses the communicators of all
+        trainer.runtime.settle()
     for trainer in trainers:
         outcome.params += trainer.full_params().values()
         # No view outlived its unit. Weights of several modules may need more than memory for one

@@ -93,8 +93,9 @@ def test_the_allocator_counts_no_more_for_what_is_kept_than_the_budgets(stage, r
         finally:
             count.uninstall()
     params, grads = rooms[0] * 2 * padded, rooms[1] * FP32_NBYTES * padded
-    # While the gradient of a parameter becomes fp32, the one of 16 bits is there too.
-    converted = 2 * numel * bool(grads)
+    # While the gradient of a parameter becomes fp32, the one of 16 bits is there too; and a CPU adds
+    # one of 16 bits to it by way of a copy in fp32.
+    converted = (2 + FP32_NBYTES) * numel * bool(grads)
     more = peaks[1] - peaks[0]
     assert params + grads / 2 <= more <= (params + grads + converted) * 1.01
 
@@ -123,14 +124,15 @@ def train(sizes, schedule: ScheduleConfig, micro_batches, dtype=torch.float32, *
 
 
 TOYS = ({}, {"is_tied": True}, {"recompute": True})
+DTYPES = (torch.float32, torch.bfloat16)
 MICRO_BATCHES = (3, 3, 2, 4, 4, 4)
 LEFT_NBYTES = (2**20, 2**14 + 1)
 
 
-def compare_with_none(toys, kinds) -> int:
+def compare_with_none(toys, kinds, dtypes) -> int:
     """Each model with a budget for parameters, and with one for gradients too, beside none."""
     num_compared = 0
-    for toy, dtype in product(toys, (torch.float32, torch.bfloat16)):
+    for toy, dtype in product(toys, dtypes):
         for kind in kinds:
             sizes = (dist.get_world_size(),) * 3
             plain = ScheduleConfig(kind)
@@ -157,12 +159,14 @@ def compare_with_none(toys, kinds) -> int:
 
 
 @pytest.mark.parametrize(
-    "toys, kinds",
+    "toys, kinds, dtypes",
     [
-        slow_unless(True, TOYS[2:], ("threaded",), id="one"),
-        slow_unless(False, TOYS, SCHEDULES, id="all"),
+        slow_unless(True, TOYS[2:], ("threaded",), DTYPES[1:], id="one"),
+        slow_unless(False, TOYS, SCHEDULES, DTYPES, id="all"),
     ],
 )
-def test_what_stays_changes_no_bit_but_by_the_order_in_which_gradients_are_added(toys, kinds):
-    num_compared = len(toys) * 2 * len(kinds)
-    assert run_ranks(compare_with_none, 2, toys, kinds) == [num_compared] * 2
+def test_what_stays_changes_no_bit_but_by_the_order_in_which_gradients_are_added(
+    toys, kinds, dtypes
+):
+    num_compared = len(toys) * len(dtypes) * len(kinds)
+    assert run_ranks(compare_with_none, 2, toys, kinds, dtypes) == [num_compared] * 2
