@@ -93,8 +93,8 @@ def test_the_allocator_counts_no_more_for_what_is_kept_than_the_budgets(stage, r
         finally:
             count.uninstall()
     params, grads = rooms[0] * 2 * padded, rooms[1] * FP32_NBYTES * padded
-    # While the gradient of a parameter becomes fp32, the one of 16 bits is there too; and a CPU adds
-    # one of 16 bits to it by way of a copy in fp32.
+    # While the gradient of a parameter becomes fp32, the one of 16 bits is there too; and a CPU
+    # adds another one to it by way of a copy in fp32.
     converted = (2 + FP32_NBYTES) * numel * bool(grads)
     more = peaks[1] - peaks[0]
     assert params + grads / 2 <= more <= (params + grads + converted) * 1.01
