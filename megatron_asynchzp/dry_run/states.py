@@ -6,7 +6,7 @@ stock Megatron's by formula; activations by the planner's formulas.
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.dry_run.pretended_world import Stage
+from megatron_asynchzp.dry_run.savings import Saving, savings
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_grad_dtype, resolve_schedule
 from megatron_asynchzp.mcore.planned_model import setting_of
 from megatron_asynchzp.mcore.start_table import (
@@ -25,7 +26,7 @@ from megatron_asynchzp.mcore.start_table import (
 )
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
 from megatron_asynchzp.planner.activations import Setting
-from megatron_asynchzp.planner.memory import Memory, largest_unit, stage_activations, states
+from megatron_asynchzp.planner.memory import Memory, kept, largest_unit, stage_activations, states
 from megatron_asynchzp.planner.model import GroupKey, Unit, stage_units
 from megatron_asynchzp.sharding.in_flight import MemoryInFlight, UnitInFlight, memory_in_flight
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
@@ -41,7 +42,7 @@ class StageStates:
     numel: of the rank's parameters before data parallelism, by sharding group ("dense",
     "expert"); planned: the same by the planner's formulas; whole_numel: of the stage, over its
     tensor and expert parallel ranks; formula: by state, without padding; memory: with padding, and
-    all that comes beside the states.
+    all that comes beside the states; savings: what memory budgets save, of the first stage.
     """
 
     index: int
@@ -52,6 +53,7 @@ class StageStates:
     formula: dict[str, float]
     memory: Memory
     start_table: str = ""
+    savings: Sequence[Saving] = ()
 
 
 _Counts = tuple[int, int, dict[str, int], dict[str, int], int]
@@ -76,8 +78,12 @@ def stage_states(stage: Stage, args: Namespace, ranks_per_node: int) -> StageSta
         return StageStates(*common, formula, Memory(formula, {}, 0.0, activations))
     if stage.model is None:
         formula, memory = _planned_memory(stage, args, setting, planned_units)
-        return StageStates(*common, formula, memory)
-    return _asynchzp_states(stage, stage.model, args, ranks_per_node, common)
+        found = StageStates(*common, formula, memory)
+    else:
+        found = _asynchzp_states(stage, stage.model, args, ranks_per_node, common)
+    if stage.index:
+        return found
+    return replace(found, savings=savings(args, setting, shard_sizes(args)))
 
 
 def _numel(model: torch.nn.Module, args: Namespace) -> tuple[dict[str, int], int]:
@@ -127,7 +133,7 @@ def _planned_memory(
     flying = memory_in_flight(needs, schedule.depth, budget=schedule.in_flight_nbytes)
     memory = Memory(
         formula,
-        flying.allocated,
+        flying.allocated | kept(schedule.keep_params_nbytes, schedule.keep_grads_nbytes),
         largest_unit(units, itemsize),
         stage_activations(setting, stage.index),
         own_grads=flying.own_grads,
@@ -201,7 +207,8 @@ def _asynchzp_states(
     units = [
         HZPUnit(plan.name, plan.params, groups[plan.group_key], layer=plan.layer) for plan in plans
     ]
-    flying = memory_in_flight_of(units, resolve_schedule(args))
+    schedule = resolve_schedule(args)
+    flying = memory_in_flight_of(units, schedule)
     is_shown = stage.index == 0  # rank 0's, as in a run
     table = _start_table(units, plans, groups, flying, args, ranks_per_node) if is_shown else ""
     moments = moments_nbytes(args)
@@ -209,7 +216,7 @@ def _asynchzp_states(
     is_cpu = args.distributed_backend == "gloo"
     memory = Memory(
         state_nbytes_allocated(units, moments),
-        flying.allocated,
+        flying.allocated | kept(schedule.keep_params_nbytes, schedule.keep_grads_nbytes),
         whole,
         stage_activations(setting_of(args), stage.index),
         copied_params=_largest_gathered(units) if is_cpu else 0.0,

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_asynchzp.planner import model as shapes
 from megatron_asynchzp.planner.activations import FUSED, Kernels, Recompute, Setting
 from megatron_asynchzp.planner.cluster import Cluster, Ring
-from megatron_asynchzp.planner.memory import Memory, largest_unit, stage_activations, states
+from megatron_asynchzp.planner.memory import Memory, kept, largest_unit, stage_activations, states
 from megatron_asynchzp.planner.model import Batch, GroupKey, Model, Parallel, Unit
 from megatron_asynchzp.planner.order import (
     GATHER,
@@ -36,7 +36,12 @@ from megatron_asynchzp.planner.traffic import (
     step_traffic,
     unit_collectives,
 )
-from megatron_asynchzp.sharding.in_flight import UnitInFlight, least_in_flight, memory_in_flight
+from megatron_asynchzp.sharding.in_flight import (
+    FP32_NBYTES,
+    UnitInFlight,
+    least_in_flight,
+    memory_in_flight,
+)
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 
 # Bytes that the optimizer's kernels move for each element that a rank owns: gradient twice (norm,
@@ -138,7 +143,12 @@ class Costing:
         at_end = unit.kind == "root" or (is_tied and unit.kind == "embedding")
         size = (self.padded(unit), unit.group)
         return OrderUnit(
-            size, self.in_flight(unit), sizes.param > 1, sizes.grad > 1, reduces_at_end=at_end
+            size,
+            self.in_flight(unit),
+            sizes.param > 1,
+            sizes.grad > 1,
+            reduces_at_end=at_end,
+            sum_nbytes=FP32_NBYTES * self.padded(unit),
         )
 
     def in_flight(self, unit: Unit) -> UnitInFlight:
@@ -355,7 +365,8 @@ class Costing:
             memory = memory_in_flight(needs, schedule.depth, budget=schedule.in_flight_nbytes)
             total.update(memory.allocated)
             own_grads = max(own_grads, memory.own_grads)
-        return dict(total), own_grads
+        stays = kept(schedule.keep_params_nbytes, schedule.keep_grads_nbytes)
+        return {**total, **stays}, own_grads
 
     @property
     def fits(self) -> bool:

@@ -63,6 +63,12 @@ def states(
 # ---- beside the states
 
 
+def kept(params_nbytes: int, grads_nbytes: int) -> dict[str, float]:
+    """Of budgets for what stays from one micro-batch to a later one: all of them, at most."""
+    budgets = {"kept parameters": float(params_nbytes), "kept gradients": float(grads_nbytes)}
+    return {what: nbytes for what, nbytes in budgets.items() if nbytes}
+
+
 def largest_unit(units: Sequence[Sized], itemsize: int) -> float:
     """Bytes of the largest unit, whole: what a model in construction, and autograd in backward,
     hold of one unit."""

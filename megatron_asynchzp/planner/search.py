@@ -264,7 +264,7 @@ class _Bounds:
         if key not in self._compute:
             self._compute[key] = self._computing(costing)
         compute, first = self._compute[key]
-        key = (parallel, plan.sizes, plan.wire)
+        key = (parallel, plan.sizes, plan.wire, plan.schedule.keeps)
         if key not in self._links:
             self._links[key] = [self._carried(costing, stage) for stage in range(parallel.pp)]
         worst = ends = 0.0
@@ -289,11 +289,13 @@ class _Bounds:
         found: dict[str, float] = dict.fromkeys(
             (INSIDE, BETWEEN, f"{INSIDE} once", f"{BETWEEN} once"), 0.0
         )
+        # With a budget as little as once in a step.
+        keeps_params, keeps_grads = costing.plan.schedule.keeps
         for cost in costing.communication(stage):
             for link, length in cost[GATHER]:
-                found[link] += 2 * length
+                found[f"{link} once" if keeps_params else link] += (2 - keeps_params) * length
             for link, length in cost[REDUCE]:
-                found[link] += length
+                found[f"{link} once" if keeps_grads else link] += length
             for kind in (GRAD_SYNC, PARAM_SYNC):
                 for link, length in cost[kind]:
                     found[f"{link} once"] += length

@@ -172,18 +172,21 @@ def together_mib(run: dict) -> str:
 
 
 @cache
-def compared(network: str) -> Comparison:
-    found = {one.profile["name"]: one for one in comparisons(read_record("compare").lines)}
+def compared(study: str) -> Comparison:
+    """study: a network of the comparison; that of pipelines is "pipelines NETWORK"."""
+    network = study.removeprefix("pipelines ")
+    record = read_record("compare" if network == study else "compare_pipelines")
+    found = {one.profile["name"]: one for one in comparisons(record.lines)}
     if network not in found:
         raise NotRecorded(f"compare {network}")
     return found[network]
 
 
-def _tables_of(network: str) -> dict[str, Callable[[], str]]:
+def _tables_of(study: str) -> dict[str, Callable[[], str]]:
     return {
-        f"compare {network}": lambda: compare_memory.measured_table(compared(network)),
-        f"compare {network} caps": lambda: compare_front.capped_table(compared(network)),
-        f"compare {network} memory": lambda: compare_memory.memory_table(compared(network)),
+        f"compare {study}": lambda: compare_memory.measured_table(compared(study)),
+        f"compare {study} caps": lambda: compare_front.capped_table(compared(study)),
+        f"compare {study} memory": lambda: compare_memory.memory_table(compared(study)),
     }
 
 
@@ -192,6 +195,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **_tables_of("slow-between-nodes"),
     **_tables_of("slower-between-nodes"),
     **_tables_of("fast"),
+    **_tables_of("pipelines slow-between-nodes"),
     "scaling": lambda: scaling_table.markdown(read_record("scaling").lines),
     "checkpoints": lambda: checkpoint_table.tables(read_record("checkpoints").lines),
     "parity": parity,
@@ -256,6 +260,12 @@ PICTURES: dict[str, Picture] = {
     "timeline.png": Picture("timeline", _draw_timeline),
     "compare.png": Picture("compare", lambda r, file: compare_picture.draw(r.lines, file)),
     "compare_front.png": Picture("compare", lambda r, file: compare_front.draw(r.lines, file)),
+    "compare_pipelines.png": Picture(
+        "compare_pipelines",
+        lambda r, file: compare_front.draw(r.lines, file),
+        "Step time over peak memory of interleaved pipelines, with the front of those that nothing "
+        "beats in both",
+    ),
     "scaling.png": Picture(
         "scaling",
         lambda r, file: scaling_picture.draw(r.lines, file),

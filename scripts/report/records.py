@@ -21,7 +21,7 @@ EXPECTED = {
     *("pasa_accuracy", "pasa_training", "peaks", "pipeline", "planner_published", "quickstart"),
     *("planner_testbed",),
     *("real_size", "scaling", "schedules", "stock_noise", "timeline", "grad_wire"),
-    *("shrunk_models", "muon"),
+    *("shrunk_models", "muon", "compare_pipelines"),
 }
 
 

@@ -39,6 +39,28 @@ def test_a_command_line_runs_dry_with_all_its_tables(run):
         assert words in out
 
 
+def test_it_shows_what_budgets_would_save_and_counts_the_one_that_is_asked_for(run):
+    budget = ("--asynchzp-keep-params-gb", "0.5", "--asynchzp-keep-grads-gb", "0.25")
+    found = {}
+    for flags in ((), budget):
+        status, out, _ = run("--pipeline-model-parallel-size", "2", *flags)
+        assert status == 0
+        table = out.split("by memory budgets")[1].splitlines()
+        cells = [re.findall(r"[\d.]+(?= )", line) for line in table if "iB" in line]
+        found[flags] = [[float(cell) for cell in row] for row in cells]
+        memory = out.split("Memory per rank")[1].splitlines()
+        first = next(line for line in memory if re.match(r"[│|] 0 +[│|]", line))
+        found[flags, "in flight"] = re.split(r"[│|]", first)[4]
+    plain, asked = found[()], found[budget]
+    # As much as there is room for all.
+    assert [row for row in asked if row not in plain] == [[0.5, plain[-1][1], 0.25, plain[-1][3]]]
+    for row, more in zip(plain, plain[1:]):
+        assert more[1] <= row[1] and more[3] <= row[3]
+    # Of two micro-batches; the turn from forward to backward is free.
+    assert plain[-1][1] < plain[0][1] and plain[-1][3] == plain[0][3] / 2
+    assert found[(), "in flight"] != found[budget, "in flight"]
+
+
 @pytest.mark.parametrize("ranks, expected", [("", "8 ranks"), ("4", "4 ranks"), ("2", "2 ranks")])
 def test_it_pretends_the_ranks_that_are_asked_for_or_the_fewest_that_can_run(run, ranks, expected):
     status, out, _ = run(ranks=ranks)

@@ -9,7 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_asynchzp.testbed.contenders.side_by_side import ND, OURS, SHARDED, contenders
+from megatron_asynchzp.testbed.contenders.side_by_side import (
+    MICRO_BATCHES,
+    ND,
+    OURS,
+    SHARDED,
+    contenders,
+    pipelines,
+)
 from megatron_asynchzp.testbed.contenders.workload import Workload
 from megatron_asynchzp.testbed.cpu_usage import foreign_share
 from megatron_asynchzp.testbed.machine import machine_record, versions
@@ -141,6 +148,15 @@ def test_a_batch_is_the_same_samples_for_every_contender():
         assert workload.samples % (one.micro_batch * 4 // (tensor * pipeline)) == 0, one.name
     names = [one.name for one in contenders(2, 2, workload)]
     assert len(set(names)) == len(names) and names[0] == "DDP"
+
+
+def test_every_pipeline_has_as_many_micro_batches_and_the_first_is_stock():
+    workload = Workload(samples=2 * MICRO_BATCHES)
+    found = pipelines(2, 2, workload)
+    assert {workload.samples // (one.micro_batch * 2) for one in found} == {MICRO_BATCHES}
+    assert found[0].family == ND and len({one.name for one in found}) == len(found)
+    kept = [sum("keep" in flag for flag in one.flags) for one in found]
+    assert sorted(kept) == [0, 0, 0, 0, 1, 2, 2]
 
 
 def test_wrong_options_are_one_line(capsys):

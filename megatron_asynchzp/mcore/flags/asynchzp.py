@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from megatron_asynchzp.zero.config import ScheduleConfig
 
 # As in zero/config.py; a test compares them.
-SCHEDULE_CHOICES = ("auto", "inline", "main-thread", "threaded")
+AUTO = "auto"
+SCHEDULE_CHOICES = (AUTO, "inline", "main-thread", "threaded")
 GRAD_SLOT_MIB = 256
 
 AUTO = "auto"
@@ -90,14 +91,17 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         "most this size; with gradient accumulation fusion always in one. Default: "
         f"{GRAD_SLOT_MIB}.",
     )
-    for what, saved in (("params", "parameters gathered"), ("grads", "gradients unreduced")):
+    for what, saved, kind, rest in (
+        ("params", "parameters gathered", _gib_or_auto, " auto: what the device has left."),
+        ("grads", "gradients unreduced", float, ""),
+    ):
         group.add_argument(
             f"--asynchzp-keep-{what}-gb",
-            type=float,
+            type=kind,
             default=0.0,
             metavar="GIB",
             help=f"So much more memory on a rank to keep {saved} from one micro-batch to a later "
-            "one, with pipelines and with gradient accumulation. Default: 0.",
+            f"one, with pipelines and with gradient accumulation.{rest} Default: 0.",
         )
     group.add_argument(
         "--no-asynchzp-check-order",
@@ -135,6 +139,15 @@ def _at_least_0(word: str) -> int:
     if not word.isdecimal():
         raise ArgumentTypeError(f"{word} is not a whole number from 0")
     return int(word)
+
+
+def _gib_or_auto(word: str) -> float | str:
+    if word == AUTO:
+        return word
+    try:
+        return float(word)
+    except ValueError:
+        raise ArgumentTypeError(f"{word} is neither a number of GiB nor {AUTO}") from None
 
 
 def _add_shard_sizes(group) -> None:
@@ -228,6 +241,7 @@ def resolve_schedule(args: Namespace) -> "ScheduleConfig":
             timed_every=args.log_interval,
             keep_params_nbytes=_kept_nbytes("params", args.asynchzp_keep_params_gb),
             keep_grads_nbytes=_kept_nbytes("grads", args.asynchzp_keep_grads_gb),
+            keeps_params_in_rest=args.asynchzp_keep_params_gb == AUTO,
         )
     except ValueError as error:
         raise ConfigurationError(
@@ -242,9 +256,11 @@ def _nbytes(flag: str, value: float, unit: int) -> int:
     return int(value * unit)
 
 
-def _kept_nbytes(what: str, gib: float) -> int:
-    """As _nbytes, where 0 stands for no memory."""
-    return _nbytes(f"--asynchzp-keep-{what}-gb", gib, 2**30) if gib else 0
+def _kept_nbytes(what: str, gib: float | str) -> int:
+    """As _nbytes, where 0 stands for no memory, and AUTO for none before the first update."""
+    if isinstance(gib, str) or not gib:
+        return 0
+    return _nbytes(f"--asynchzp-keep-{what}-gb", gib, 2**30)
 
 
 def resolve_trace(args: Namespace) -> TraceRequest | None:
