@@ -83,7 +83,7 @@ class KeptParams:
         """
         self.takes_rest = False
         least = torch.tensor(left_nbytes, dtype=torch.int64, device=self._device)
-        dist.all_reduce(least, dist.ReduceOp.MIN)
+        dist.all_reduce(least, dist.ReduceOp.MIN)  # pyright: ignore[reportUnknownMemberType]
         if nbytes := _aligned(int(least)):
             self.arena.grow(nbytes)
             self.residency.enlarge(nbytes)
