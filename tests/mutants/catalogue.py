@@ -909,8 +909,8 @@ PLATFORM = [
         "every-piece-comes-from-the-first-rank",
         "tensors that differ in size between ranks are gathered in rank order",
         "cpu_platform/devices.py",
-        "dist.broadcast(piece, group=group, group_src=rank)",
-        "dist.broadcast(piece, group=group, group_src=0)",
+        "dist.broadcast(piece, group=group, async_op=async_op, group_src=rank)",
+        "dist.broadcast(piece, group=group, async_op=async_op, group_src=0)",
         "tests/cpu_platform/test_cpu_platform.py::"
         "test_tensors_that_differ_in_size_between_ranks_are_gathered_and_scattered",
     ),
