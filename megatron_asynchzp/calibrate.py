@@ -101,12 +101,22 @@ def _group_of(rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, own)  # anything else is of groups without this rank
 
 
-def calibrate(cluster: Cluster, sizes: Sequence[int] = SIZES, repetitions: int = 5) -> Cluster:
-    """`cluster` with what was measured. Collective over the world, which fills its nodes."""
+def calibrate(
+    cluster: Cluster,
+    sizes: Sequence[int] = SIZES,
+    repetitions: int = 5,
+    device: torch.device | None = None,
+) -> Cluster:
+    """`cluster` with what was measured. Collective over the world, which fills its nodes.
+
+    device: what computes; None for the accelerator, or for the CPU where the backend is gloo.
+    """
     rank, per_node = dist.get_rank(), cluster.ranks_per_node
-    is_cpu = dist.get_backend() == "gloo"
-    device = torch.device("cpu") if is_cpu else torch.accelerator.current_accelerator()
+    if device is None and dist.get_backend() == "gloo":
+        device = torch.device("cpu")
+    device = device or torch.accelerator.current_accelerator()
     assert device is not None, "a backend other than gloo has a device"
+    is_cpu = device.type == "cpu"
     clock = _Clock(device, repetitions)
     if per_node > 1:
         nodes = [range(node * per_node, (node + 1) * per_node) for node in range(cluster.nodes)]

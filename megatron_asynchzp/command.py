@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """The console command `asynchzp COMMAND ...`: one name for what a user starts by hand. Each command
-is a module of its own, imported when it is asked for."""
+is a module of its own, imported at its use."""
 
 import sys
 from difflib import get_close_matches

@@ -84,6 +84,10 @@ class CpuDevice:
         holding the host."""
         return torch.empty_like(tensor)
 
+    def left_nbytes(self) -> None:
+        """Bytes that a rank may still allocate, but for a margin; None where nobody can tell."""
+        return
+
     def bind_thread(self) -> None:
         """Make a new thread use this device."""
 
@@ -101,6 +105,7 @@ class StreamDevice:
 
     runs_ahead = True
     _POLL_S = 0.001
+    _MARGIN = 0.1  # of the device's memory
 
     def __init__(self, module: ModuleType, device: torch.device):
         self._module = module
@@ -142,6 +147,12 @@ class StreamDevice:
 
     def new_host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    def left_nbytes(self) -> int:
+        # What torch's allocator has reserved is not free: it is what the steps so far needed. The
+        # margin is for fragments, and for steps and evaluations that need more than those.
+        free, total = self._module.mem_get_info(self._device)
+        return max(0, free - int(self._MARGIN * total))
 
     def bind_thread(self) -> None:
         self._module.set_device(self._device)

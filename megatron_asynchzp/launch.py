@@ -7,7 +7,7 @@ with `--use-asynchzp` available.
 import os
 import runpy
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
 from megatron_asynchzp.errors import ConfigurationError
@@ -76,13 +76,17 @@ def start(argv: list[str]) -> None:
 
 def dry_run(argv: list[str]) -> None:
     """`asynchzp dry-run [options of torchrun] SCRIPT [arguments of SCRIPT]`: `main` with
-    --asynchzp-dry-run for the ranks that `asynchzp launch` of the same words would start. Without
-    options of torchrun, or where only torchrun knows, the flag chooses the ranks."""
+    --asynchzp-dry-run for the ranks and nodes that `asynchzp launch` of the same words would have.
+    Without options of torchrun, or where only torchrun knows, the flag chooses the ranks."""
     if argv[:1] in (["-h"], ["--help"]):
         print(usage(), end="")
         return
     options, script, arguments = _parts(argv)
     ranks = _world_size(options) if options else None
+    check_or_exit(arguments, ranks)
+    per_node = _torchrun_counts(options).nproc_per_node
+    if options and per_node.isdecimal():
+        os.environ["LOCAL_WORLD_SIZE"] = per_node  # as torchrun would set it in the ranks
     # First, so that a number of ranks among the arguments comes later and counts.
     main([script, "--asynchzp-dry-run", str(ranks or 0), *arguments])
 
@@ -98,12 +102,17 @@ def _parts(argv: list[str]) -> tuple[list[str], str, list[str]]:
 
 def _world_size(options: list[str]) -> int | None:
     """Ranks that torchrun would start; None where only torchrun knows (auto, a range of nodes)."""
+    known = _torchrun_counts(options)
+    counts = (known.nnodes, known.nproc_per_node)
+    return int(counts[0]) * int(counts[1]) if all(map(str.isdecimal, counts)) else None
+
+
+def _torchrun_counts(options: list[str]) -> Namespace:
+    """nnodes and nproc_per_node, as words."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nnodes", default="1")
     parser.add_argument("--nproc-per-node", "--nproc_per_node", default="1")
-    known = parser.parse_known_args(options)[0]
-    counts = (known.nnodes, known.nproc_per_node)
-    return int(counts[0]) * int(counts[1]) if all(map(str.isdecimal, counts)) else None
+    return parser.parse_known_args(options)[0]
 
 
 def run_script(script: Path, arguments: list[str]) -> None:

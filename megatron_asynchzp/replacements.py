@@ -93,6 +93,8 @@ class Replacements:
         del kept_alive
 
     def _find_copies(self, swaps: dict[int, Any]) -> list[tuple[ModuleType, str, Any]]:
+        if not swaps:
+            return []  # to look through every name of every module takes half a second
         return [
             (module, name, swaps[id(value)])
             for module_name, module in list(sys.modules.items())

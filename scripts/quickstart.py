@@ -295,7 +295,7 @@ def result_table(stock: Result, asynchzp: Result) -> Table:
 
 
 def _median_ms(times: Iterable[float | None]) -> str:
-    """Stock Megatron does not tell how long it waited."""
+    """Stock Megatron does not measure how long it waits."""
     shown = [ms for ms in times if ms is not None]
     return f"{statistics.median(shown):.0f} ms" if shown else "-"
 

@@ -3,7 +3,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Runs linter, formatter, type checker and tests in an environment of their own:
 # ./scripts/test.sh [--all] [arguments for pytest]. --all adds the tests marked slow. With arguments
-# only the tests that they name run. Ends with pytest's status, so a failed test fails the script.
+# only the tests that they name run. Ends with pytest's status, so a failed test fails the script; so
+# does what the linter, the formatter or the type checker finds.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,25 +20,42 @@ if [[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]]; then
     unset PYTHONDONTWRITEBYTECODE
     export PYTHONPYCACHEPREFIX="$PWD/.pytest_cache/bytecode"
 fi
-# Linter, formatter and type checker; each is skipped with a line where an environment lacks it.
-check_code() {
+# Linter and formatter; each tool is skipped with a line where an environment lacks it.
+check_format() {
     if "$PYTHON" -m ruff --version >/dev/null 2>&1; then
         "$PYTHON" -m ruff check --quiet
         "$PYTHON" -m ruff format --check --quiet
     else
         echo "test.sh: $PYTHON has no ruff: linter and formatter are skipped" >&2
     fi
+}
+
+# Prints what it finds, and ends with status 1 where that is something.
+check_types() {
     if "$PYTHON" -c "import basedpyright" 2>/dev/null; then
-        if ! report="$("$PYTHON" -m basedpyright --pythonpath "$PYTHON" --level error --threads 2 2>&1)"; then
-            printf '%s\n' "$report" >&2
-            exit 1
-        fi
+        "$PYTHON" -m basedpyright --pythonpath "$PYTHON" --level error --threads 1 2>&1
     else
-        echo "test.sh: $PYTHON has no basedpyright: the type checker is skipped" >&2
+        echo "test.sh: $PYTHON has no basedpyright: the type checker is skipped"
     fi
 }
 
-if (($# == 0)); then # with arguments, only the tests that they name
-    check_code
+if (($# > 0)); then # only the tests that the arguments name
+    exec "$PYTHON" -m pytest "${selection[@]}" --durations=10 "$@"
 fi
-exec "$PYTHON" -m pytest "${selection[@]}" --durations=10 "$@"
+
+check_format
+# Two processes share the fast tests, where pytest-xdist is there: a test waits about half of its
+# time for its ranks. The slow tests run alone: they start 8 ranks at once.
+workers=()
+if ((${#selection[@]} > 0)) && "$PYTHON" -c "import xdist" 2>/dev/null; then
+    workers=(-n 2 --dist worksteal)
+fi
+types_log="$(mktemp)"
+check_types >"$types_log" & # beside the tests; what it finds is shown after them
+types=$!
+status=0
+"$PYTHON" -m pytest "${selection[@]}" "${workers[@]}" --durations=10 || status=$?
+wait "$types" || status=$((status ? status : 1))
+cat "$types_log" >&2
+rm "$types_log"
+exit "$status"

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of attention tells no time where accuracy is red, and its lines can be drawn; the
+"""The benchmark of attention has no time where accuracy is red, and its lines can be drawn; the
 training evidence runs."""
 
 import json

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The environment script and the test command: what they say when nothing works, and their status.
+"""The environment script and the test command: their output and status when nothing works.
 Nothing is installed here: installing is what CI does by running them."""
 
 import os
@@ -113,3 +113,34 @@ def test_the_test_command_ends_as_its_tests_do(body, status, tmp_path):
         timeout=120,
     )
     assert done.returncode == status
+
+
+# A Python whose tools end as the test says, and that is an interpreter for everything else.
+_TOOLS = """#!/bin/sh
+case "$*" in
+    "-m basedpyright"*) echo "engine.py: error: a wrong type"; exit $TYPES_STATUS ;;
+    "-m pytest"*) echo "pytest $*"; exit $TESTS_STATUS ;;
+    "-m ruff"*) exit 0 ;;
+esac
+exec "$REAL_PYTHON" "$@"
+"""
+
+
+@pytest.mark.parametrize("types, tests, status", [(0, 0, 0), (1, 0, 1), (1, 5, 5), (0, 5, 5)])
+def test_what_the_type_checker_finds_is_shown_and_fails_the_test_command(
+    types, tests, status, tmp_path
+):
+    python = tmp_path / "python"
+    python.write_text(_TOOLS)
+    python.chmod(0o755)
+    statuses = {"TYPES_STATUS": str(types), "TESTS_STATUS": str(tests)}
+    done = subprocess.run(
+        ["bash", ROOT / "scripts/test.sh"],
+        env=os.environ | {"ASYNCHZP_PYTHON": str(python), "REAL_PYTHON": sys.executable} | statuses,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == status
+    assert "pytest -m pytest -m not slow" in done.stdout
+    assert "engine.py: error: a wrong type" in done.stderr

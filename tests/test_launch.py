@@ -13,6 +13,7 @@ import pytest
 
 from megatron_asynchzp.attention import inspect
 from tests.support.launches import Ended, launch
+from tests.support.selection import slow_unless
 
 _ROOT = Path(__file__).parents[1]
 _OWN_SCRIPT = _ROOT / "scripts" / "train" / "pretrain_gpt.py"
@@ -62,7 +63,7 @@ def _python_m(*words: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("words", [(), ("--use-asynchzp",)])
-def test_without_a_script_the_usage_is_told_with_status_2(words):
+def test_without_a_script_the_usage_is_printed_with_status_2(words):
     ended = _python_m(*words)
     assert ended.returncode == 2
     assert ended.stderr.startswith("usage: torchrun") and ended.stdout == ""
@@ -82,7 +83,6 @@ def test_a_script_that_is_not_there_is_named_with_status_2():
 @pytest.mark.parametrize(
     "line, output",
     [
-        (f"{_TOY} --use-asynchzp --skip-train", "--skip-train is not supported"),
         (f"{_TOY} --use-asynchzp --skip-train", "--skip-train is not supported"),
         (f"{_TOY} --use-asynchzp --asynchzp-param-shard-size 2", "--asynchzp-param-shard-size 2"),
         (f"{_TOY} --use-asynchzp --tensor-model-parallel-size 2", "1 ranks are not a multiple"),
@@ -154,7 +154,7 @@ def test_an_error_of_the_script_keeps_its_traceback(tmp_path):
     assert "Traceback" in ended.text and "ValueError: not ours" in ended.text
 
 
-def test_an_edited_script_tells_our_errors_in_one_line_too(tmp_path):
+def test_an_edited_script_prints_our_errors_in_one_line_too(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "import megatron_asynchzp.mcore.adaptor\n"
@@ -190,7 +190,8 @@ _SHARDED = "--use-asynchzp --use-distributed-optimizer --overlap-grad-reduce"
 @pytest.mark.parametrize(
     "script, line",
     [
-        pytest.param(_OWN_SCRIPT, _TOY, id="own"),
+        # Ours trains in the next test, too.
+        slow_unless(False, _OWN_SCRIPT, _TOY, id="own"),
         pytest.param(_LEGACY_SCRIPT, _TOY, id="model_provider"),
         _unmodified("pretrain_gpt.py", _TOY),
         _unmodified("pretrain_hybrid.py", _HYBRID),
@@ -221,8 +222,8 @@ def test_a_short_run_prints_little_of_ours_and_nothing_twice_and_its_scalars_can
 ):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    line = _TOY.replace("--train-iters 3", "--train-iters 12") + " --use-asynchzp"
-    saves = f"--save {tmp_path / 'runs'} --save-interval 6 --tensorboard-dir {tmp_path / 'events'}"
+    line = _TOY.replace("--train-iters 3", "--train-iters 8") + " --use-asynchzp"
+    saves = f"--save {tmp_path / 'runs'} --save-interval 4 --tensorboard-dir {tmp_path / 'events'}"
     ended = launch(tmp_path, _OWN_SCRIPT, f"{line} {saves}", world_size=2)
     assert [one.status for one in ended] == [0, 0], ended[0].text[-3000:]
     text = "".join(one.text for one in ended)
@@ -239,10 +240,10 @@ def test_a_short_run_prints_little_of_ours_and_nothing_twice_and_its_scalars_can
     assert set(events.Tags()["scalars"]) >= _TAGS
     for tag in _TAGS:
         found = events.Scalars(tag)
-        assert [one.step for one in found] == list(range(1, 13))
+        assert [one.step for one in found] == list(range(1, 9))
     gathers = {one.step: one.value for one in events.Scalars("asynchzp/gathers-per-step")}
     del gathers[1]  # which knew no order yet
-    after_save = gathers.pop(7)
+    after_save = gathers.pop(5)
     assert len(set(gathers.values())) == 1 and gathers[2] >= 2 * 2  # micro-batches, layers
     # The checkpoint dropped what was gathered ahead: at most each of five units is gathered again.
     assert gathers[2] < after_save <= gathers[2] + 5

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""How a run of Megatron ends before its time, as a user sees it: one line per rank that says what
+"""How a run of Megatron ends before its time, as a user sees it: one line per rank with what
 was going on, an exit status, and no waiting.
 """
 
@@ -44,7 +44,7 @@ def start(folder: Path, kind: str, fault: str, iterations: int = 1000, **env: st
 
 
 def last_line(ended: Ended, rank: int) -> str:
-    """The one line that this rank said about its end, which is the last thing it said."""
+    """The one line of this rank about its end, which is the last that it printed."""
     output = [line for line in ended.own_lines if line.startswith("megatron_asynchzp: rank ")]
     assert len(output) == 1, ended.text[-3000:]
     assert output[0].startswith(f"megatron_asynchzp: rank {rank}: ")
@@ -90,7 +90,7 @@ def test_ctrl_c_ends_every_rank_at_once_in_one_line_with_status_130(tmp_path, ki
         assert "Traceback" not in one.text and one.text.endswith("interrupted\n")
 
 
-def test_an_error_of_the_script_keeps_its_traceback_and_says_where_training_was(tmp_path):
+def test_an_error_of_the_script_keeps_its_traceback_and_names_where_training_was(tmp_path):
     ended = start(tmp_path, "threaded", "raise 1 4").end(_SOON_S)
     assert [one.status for one in ended] == [1, 1, 1]
     assert "OddError: not ours" in ended[1].text and "Traceback" in ended[1].text
@@ -114,7 +114,7 @@ def test_a_rank_that_skips_a_layer_stops_the_run_before_its_number_is_printed(tm
 
 
 @pytest.mark.parametrize("fault", ["destroy 0 0", slow_unless(False, "none 0 0")])
-def test_a_run_that_comes_to_its_end_leaves_no_thread_and_says_nothing(tmp_path, fault):
+def test_a_run_that_comes_to_its_end_leaves_no_thread_and_prints_nothing(tmp_path, fault):
     """Also where the script ends without destroying the process groups."""
     ended = start(tmp_path, "threaded", fault, iterations=2).end(_SOON_S)
     for one in ended:

@@ -37,6 +37,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "file").write_text("a file")
     (tmp_path / "nothing.txt").write_text("")
     (tmp_path / "notokenizer").mkdir()
+    (tmp_path / "legacy" / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "runs" / "iter_0000010").mkdir(parents=True)
+    (tmp_path / "runs" / "iter_0000010" / "metadata.json").write_text("{}")
     return tmp_path
 
 
@@ -62,11 +65,19 @@ MISTAKES = {
     "a mode without PASA": (
         trains("--pasa-mode block"), "no effect without --use-pasa-attention"),
     "a size that is no number": (
-        uses("--asynchzp-param-shard-size two"), "--asynchzp-param-shard-size: invalid int"),
+        uses("--asynchzp-param-shard-size two"), "two is neither a number of ranks nor auto"),
+    "a size to choose for no cluster": (
+        uses("--asynchzp-grad-shard-size auto"),
+        "--asynchzp-grad-shard-size auto: give --asynchzp-cluster"),
+    "a cluster that nothing is chosen for": (
+        uses("--asynchzp-cluster h100"), "--asynchzp-cluster h100 has no effect"),
     "a flag without its value": (
         uses("--asynchzp-param-shard-size"), "--asynchzp-param-shard-size: expected one"),
     "a size that does not divide": (
         uses("--asynchzp-param-shard-size 3"), "valid values: 1, 2, 4"),
+    "a size that does not divide the ranks of a dry run": (
+        f"dry-run --nproc-per-node 4 {SCRIPT} --use-asynchzp --asynchzp-param-shard-size 3",
+        "valid values: 1, 2, 4"),
     "a size of nothing": (uses("--asynchzp-optim-shard-size 0"), "valid values: 1, 2, 4"),
     "sizes that do not nest": (
         uses("--asynchzp-param-shard-size 4 --asynchzp-optim-shard-size 2"), "does not nest"),
@@ -87,6 +98,11 @@ MISTAKES = {
     "saving beside training without the writer": (
         uses("--save runs --save-interval 5 --async-save --use-persistent-ckpt-worker"),
         "nvidia-resiliency-ext"),
+    "a checkpoint of the older format": (
+        uses("--load legacy"), "of Megatron's format torch, not torch_dist; convert it"),
+    "loading from a file": (uses("--load file"), "--load file is a file"),
+    "loading from within a checkpoint": (
+        uses("--load runs/iter_0000010"), "is one checkpoint; name the folder that it is in"),
     "data that is not there": (uses("--data-path absent"), "absent: no dataset there"),
     "data with its ending": (uses("--data-path good.bin"), "without .idx or .bin"),
     "half a dataset": (uses("--data-path half"), "half.bin missing"),

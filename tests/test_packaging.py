@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What installing the package does to an environment, and what the wheel holds."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -104,6 +105,17 @@ def test_the_metadata_is_complete(metadata):
     assert metadata.get_payload()
 
 
+def test_the_wheel_has_every_file_of_the_package(wheel):
+    """Data too: the planner's clusters, the source of the counting allocator."""
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "megatron_asynchzp").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        assert not sources - set(archive.namelist())
+
+
 def test_the_wheel_has_the_command_and_every_tool_that_it_names(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -136,17 +148,23 @@ def test_the_command_prints_what_there_is(words, status, fragment, capsys):
 
 
 @pytest.mark.parametrize(
-    "options, arguments, flag",
+    "options, arguments, flag, per_node",
     [
-        ([], [], ["--asynchzp-dry-run", "0"]),
-        (["--nnodes", "4", "--nproc-per-node=8"], ["--bf16"], ["--asynchzp-dry-run", "32"]),
-        (["--nnodes", "1:4", "--nproc-per-node", "8"], [], ["--asynchzp-dry-run", "0"]),
+        ([], [], ["--asynchzp-dry-run", "0"], None),
+        (["--nnodes", "4", "--nproc-per-node=2"], ["--bf16"], ["--asynchzp-dry-run", "8"], "2"),
+        (["--nnodes", "1:4", "--nproc-per-node", "4"], [], ["--asynchzp-dry-run", "0"], "4"),
+        (["--nproc-per-node", "gpu"], [], ["--asynchzp-dry-run", "0"], None),
     ],
 )
-def test_a_dry_run_has_the_ranks_of_the_launch(options, arguments, flag, monkeypatch):
+def test_a_dry_run_has_the_ranks_and_the_nodes_of_the_launch(
+    options, arguments, flag, per_node, monkeypatch
+):
     from megatron_asynchzp import launch
 
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")  # what is set within is taken back
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
     started = []
     monkeypatch.setattr(launch, "main", started.append)
     assert command.main(["dry-run", *options, "train.py", *arguments]) == 0
     assert started == [["train.py", *flag, *arguments]]
+    assert os.environ.get("LOCAL_WORLD_SIZE") == per_node

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_asynchzp.comm import timeline
 from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, WAIT, Span, chrome_trace
 from megatron_asynchzp.tools import plot_timeline
 from megatron_asynchzp.tools.plot_timeline import COLOURS, make_figure
@@ -173,6 +174,44 @@ def test_a_unit_that_waits_is_not_drawn_as_computing(tmp_path):
     (axes,) = panels_of(make_figure([read_trace(write(tmp_path / "t.json", spans))]))
     assert bars(axes, COLOURS["forward"]) == [(100, 10), (130, 20)]
     assert "root" in texts(axes)
+
+
+def test_a_module_that_mostly_waits_is_not_drawn_as_computing(tmp_path):
+    """Of the 20 ms in which it does not wait 15 are those of its layer."""
+    spans = [
+        Span(CAPTURE, "step", 0.0, 0.1),
+        Span(COMPUTE, "forward root", 0.0, 0.1),
+        Span(COMPUTE, "forward layers.0", 0.0, 0.015),
+        Span(WAIT, "gather layers.0", 0.02, 0.1),
+    ]
+    (axes,) = panels_of(make_figure([read_trace(write(tmp_path / "t.json", spans))]))
+    assert bars(axes, COLOURS["forward"]) == [(0, 15)]
+
+
+def test_the_name_of_a_module_stands_where_it_computes_itself(tmp_path):
+    """Not over the unit within it, whose bar covers the middle, nor where it waits."""
+    spans = [
+        Span(CAPTURE, "step", 0.0, 1.0),
+        Span(COMPUTE, "forward layers.7", 0.0, 1.0),
+        Span(COMPUTE, "forward layers.7.experts", 0.4, 0.6),
+        Span(WAIT, "gather layers.7", 0.0, 0.3),
+    ]
+    (axes,) = panels_of(make_figure([read_trace(write(tmp_path / "t.json", spans))]))
+    at = {text.get_text(): text.get_position()[0] for text in axes.texts}
+    assert at["7"] == pytest.approx(800) and at["7.experts"] == pytest.approx(500)
+
+
+def test_every_lane_that_moves_bytes_has_a_row_a_colour_and_a_meaning(tmp_path):
+    moving = [lane for lane in timeline.LANES if lane != "order"]
+    spans = [*step_spans(), *(Span(lane, "u", 0.0, 0.1) for lane in moving)]
+    figure = make_figure([read_trace(write(tmp_path / "t.json", spans))])
+    (axes,) = panels_of(figure)
+    rows = [label.get_text() for label in axes.get_yticklabels()]
+    assert set(moving) <= set(rows)
+    for lane in moving:
+        assert (0, 100) in bars(axes, COLOURS[lane])
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == len(moving) + 3  # forward, backward, waits
 
 
 def test_several_traces_share_one_time_axis(tmp_path):

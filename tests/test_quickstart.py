@@ -44,7 +44,7 @@ def test_a_printed_step_reads_back_to_its_printed_digits(step, loss, norm, ms):
     assert read.step_ms == float(f"{ms:.1f}")
 
 
-def test_a_step_of_ours_also_tells_how_long_it_waited_for_communication():
+def test_a_step_of_ours_also_has_the_time_that_it_waited_for_communication():
     more = " exposed comm (ms): 8.5 | overlap (%): 91.0 |"
     read = [parse_iteration(line)[-2:] for line in (a_line(1, 2, 3.0), a_line(1, 2, 3.0) + more)]
     assert read == [(None, None), (8.5, 91.0)]
@@ -163,7 +163,7 @@ def test_a_run_is_followed_line_by_line_and_its_log_is_kept(tmp_path, monkeypatc
         ),
     ],
 )
-def test_a_run_that_fails_is_told_with_its_log(script, output, tmp_path, monkeypatch):
+def test_a_run_that_fails_is_reported_with_its_log(script, output, tmp_path, monkeypatch):
     fake_training(monkeypatch, script)
     with pytest.raises(quickstart.QuickstartError, match=output) as failure:
         train(tmp_path, 20)

@@ -48,7 +48,7 @@ def test_every_state_of_stock_counts_once():
 
 
 class Successor(torch.nn.Module):
-    """Says that the token after t is t + 1, and that the first of a full window is not special."""
+    """Predicts t + 1 after t; the first token of a full window is not special."""
 
     def __init__(self):
         super().__init__()

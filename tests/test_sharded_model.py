@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The library's front door: a plain training loop around `shard` trains as one around the model."""
 
-import subprocess
-import sys
+import os
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed import checkpoint
 
 from megatron_asynchzp import ShardedModel, ShardSizeError, ShardSizes, shard
-from megatron_asynchzp.testbed.ranks import run_ranks
+from megatron_asynchzp.testbed.ranks import Place, free_port, run_ranks, start_process
 from tests.support.engine import build_toy, nested_sizes
 from tests.support.toy_models import toy_batch, toy_loss
 
@@ -224,20 +224,30 @@ def test_models_of_torch_and_transformers_train_as_without_sharding(build):
     run_ranks(check_model, 2, build)
 
 
+def run_example(folder: Path, place: Place) -> None:
+    """As torchrun would start it, but for the import of torch."""
+    os.chdir(folder)
+    os.environ.update(place.environment())
+    with open(f"{place.rank}.log", "wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    torch.set_num_threads(1)
+    runpy.run_path("example.py", run_name="__main__")
+
+
 def test_the_example_of_the_readme_runs_as_it_stands(tmp_path):
     page = (Path(__file__).parents[1] / "README.md").read_text()
     (tmp_path / "example.py").write_text(page.split("```python\n")[1].split("```")[0])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [*command, "4", "example.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    port = free_port()
+    places = [Place(rank, 4, 4, port) for rank in range(4)]
+    processes = [start_process(run_example, tmp_path, place) for place in places]
+    for process in processes:
+        process.join(timeout=120)
+        process.kill()
+        process.join()
+    text = (tmp_path / "0.log").read_text()
+    assert [process.exitcode for process in processes] == [0] * 4, text[-2000:]
+    lines = [line for line in text.splitlines() if line.startswith("step ")]
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in lines]
     assert len(losses) == 5 and losses[-1] < losses[0]
     assert (tmp_path / "checkpoint" / ".metadata").exists()

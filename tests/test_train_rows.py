@@ -7,13 +7,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
+from scripts.train import dry_run
 from scripts.train.rows import RowError, load_row, row_names
+from tests.support.command_server import RunCommand, serving
+from tests.support.selection import slow_unless
 
 _ROOT = Path(__file__).parents[1]
 _TRAIN = _ROOT / "scripts" / "train"
@@ -22,60 +24,31 @@ _TRAIN = _ROOT / "scripts" / "train"
 _NAMED_WITHIN = 0.02
 
 
-# One process for all dry runs: what other tests have replaced in torch must not make the parameters
-# of a model on the meta device real.
-_CHILD = """
-import contextlib, io, json, os, sys
-channel = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-from scripts.train import dry_run
-for line in sys.stdin:
-    words, connections = json.loads(line)
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = dry_run.main(words)
-    print(json.dumps([status, out.getvalue(), err.getvalue()]), file=channel, flush=True)
-"""
-
-
-class Ended(NamedTuple):
-    """How a dry run ended and what it printed."""
-
-    status: int
-    out: str
-    err: str
-
-
-DryRun = Callable[..., Ended]
-
-
 @pytest.fixture(scope="module")
-def run_dry() -> Iterator[DryRun]:
-    """Call with the words of a command line; connections: CUDA_DEVICE_MAX_CONNECTIONS."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    command = [sys.executable, "-c", _CHILD]
-    with subprocess.Popen(command, cwd=_ROOT, text=True, **pipes) as child:
-
-        def run(*words: str, connections: str = "1") -> Ended:  # 1 as env_cuda.sh exports
-            child.stdin.write(json.dumps([words, connections]) + "\n")
-            child.stdin.flush()
-            return Ended(*json.loads(child.stdout.readline()))
-
+def run_dry() -> Iterator[RunCommand]:
+    with serving(dry_run.main) as run:
         yield run
-        child.stdin.close()
 
 
-@pytest.fixture(scope="module")
-def reports(run_dry: DryRun, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """The numbers of every row, by its name, from one dry run of all."""
-    path = tmp_path_factory.mktemp("rows") / "rows.json"
-    assert run_dry("--all", "--json", str(path)).status == 0
-    return {report["row"]: report for report in json.loads(path.read_text())}
+# Both systems, dense and with experts, and a pipeline; other tests run two more.
+FAST_ROWS = ["table2-9b-hzp", "table2-9b-nd", "table2-moe-hzp", "table2-moe-nd"]
+FAST_ROWS += ["table3-pp8-async"]
 
 
-def test_every_row_runs_dry(reports):
-    assert list(reports) == row_names()
+@pytest.fixture(
+    scope="module",
+    params=[slow_unless(True, FAST_ROWS, id="some"), slow_unless(False, row_names(), id="all")],
+)
+def reports(
+    request, run_dry: RunCommand, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict]:
+    """The numbers of every row, by its name."""
+    path, found = tmp_path_factory.mktemp("rows") / "rows.json", {}
+    for words in [["--all"]] if request.param == row_names() else [[row] for row in request.param]:
+        assert run_dry(*words, "--json", str(path)).status == 0
+        found |= {report["row"]: report for report in json.loads(path.read_text())}
+    assert list(found) == request.param
+    return found
 
 
 def test_every_row_of_tables_2_to_5_is_there():
@@ -89,7 +62,7 @@ def test_every_row_of_tables_2_to_5_is_there():
         assert {f"table{table}-{name}" for name in names} <= set(row_names())
 
 
-def test_the_models_are_as_large_as_the_paper_says(reports):
+def test_the_models_are_as_large_as_in_the_paper(reports):
     for report in reports.values():
         assert report["parameters"] == pytest.approx(
             report["expected_parameters"], rel=_NAMED_WITHIN
@@ -98,9 +71,12 @@ def test_the_models_are_as_large_as_the_paper_says(reports):
 
 def test_both_systems_train_the_same_model(reports):
     """Tensor parallelism pads the vocabulary further; nothing else differs."""
-    for table in ("table2-9b", "table2-36b", "table2-moe", "table4-8k"):
-        ours, theirs = (reports[f"{table}-{system}"]["parameters"] for system in ("hzp", "nd"))
-        assert 0 <= theirs - ours <= 2 * 8 * 128 * 5120
+    pairs = [(name, f"{name.removesuffix('hzp')}nd") for name in reports if name.endswith("-hzp")]
+    pairs = [pair for pair in pairs if pair[1] in reports]
+    assert len(pairs) >= 2
+    for ours, theirs in pairs:
+        added = reports[theirs]["parameters"] - reports[ours]["parameters"]
+        assert 0 <= added <= 2 * 8 * 128 * 5120
 
 
 def _over_ranks(report: dict, state: str, kind: str = "formula") -> float:
@@ -197,7 +173,7 @@ def test_what_does_not_fit_into_a_device_ends_in_one_line_with_status_1(run_dry)
 
 
 def test_megatron_itself_asks_for_one_hardware_queue(run_dry):
-    ended = run_dry("table2-9b-hzp", connections="32")
+    ended = run_dry("table2-9b-hzp", CUDA_DEVICE_MAX_CONNECTIONS="32")
     assert ended.status == 2 and "CUDA_DEVICE_MAX_CONNECTIONS to 1" in ended.err
 
 
@@ -279,14 +255,14 @@ def test_ascend_goes_through_the_mapping_of_torch_npu():
         (("node-9b-hzp", "--print"), {"MEGATRON_LM": "/nowhere"}, "no pretrain_gpt.py"),
     ],
 )
-def test_what_cannot_be_started_is_told_in_one_line_with_status_2(words, env, output):
+def test_what_cannot_be_started_is_refused_in_one_line_with_status_2(words, env, output):
     ended = _shell("launch.sh", *words, **env)
     assert ended.returncode == 2 and ended.stdout == ""
     assert ended.stderr.startswith("scripts/train: ") and ended.stderr.count("\n") == 1
     assert output in ended.stderr
 
 
-def test_slurm_outside_of_a_job_says_how_to_start_it():
+def test_slurm_outside_of_a_job_prints_how_to_start_it():
     ended = _shell("launch.slurm", "table2-36b-hzp")
     assert ended.returncode == 2 and "sbatch --nodes=N" in ended.stderr
 

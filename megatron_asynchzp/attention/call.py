@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what one attention is asked to compute, so that every way to compute it is asked alike."""
+"""Owns the input of one attention, the same for every way to compute it."""
 
 from dataclasses import dataclass
 from typing import Protocol

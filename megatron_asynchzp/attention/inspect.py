@@ -121,13 +121,14 @@ def draw(keys: Mapping[int | str, torch.Tensor], path: Path) -> None:
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = pyplot.subplots(
-        len(keys), 1, figsize=(9, 1 + 1.2 * len(keys)), squeeze=False, layout="constrained"
+        len(keys), 1, figsize=(10, 1 + 1.4 * len(keys)), squeeze=False, layout="constrained"
     )
     means = {layer: channel_means(k) for layer, k in keys.items()}
     limit = max(m.abs().max().item() for m in means.values()) or 1.0
     for axis, (layer, mean_GD) in zip(axes[:, 0], means.items(), strict=True):
         image = axis.imshow(mean_GD, aspect="auto", cmap="RdBu", vmin=-limit, vmax=limit)
-        axis.set_ylabel(f"layer {layer}\nkey head")
+        axis.set_title(f"layer {layer}", loc="left", fontsize=9, fontweight="bold")
+        axis.set_ylabel("key head")
         for each in (axis.xaxis, axis.yaxis):
             each.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes[-1, 0].set_xlabel("channel")

@@ -73,8 +73,8 @@ def shift_keys(
 ) -> ShiftedKeys:
     """Take beta x its mean off every block of `block_size` keys (None: off all keys at once).
 
-    used_BT: [B or 1, T] bool; other keys become zeros and do not count: whatever a padded slot
-    holds, inf included, reaches nobody. Means are taken in fp32, or fp64 for fp64 keys.
+    used_BT: [B or 1, T] bool; other keys become zeros and do not count: what a padded slot
+    holds, inf included, affects no output. Means are taken in fp32, or fp64 for fp64 keys.
     The shift is a constant to autograd: d output / d shift is zero.
     """
     num_keys = k_BGTD.shape[2]

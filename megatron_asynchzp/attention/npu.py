@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns how Ascend's `npu_fusion_attention` is called: layouts, masks, what its numbers mean. Must
-not know that keys were shifted. torch_npu is loaded when it is asked for.
+not know that keys were shifted. torch_npu is imported at its first use.
 
 Written from the operator's documentation (torch_npu 6.0, Atlas A2) and tested against a recorded
 call; it has not been run on an NPU.

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns how torch's, flash-attn's and Transformer Engine's attention are called. flash-attn and
-Transformer Engine are loaded when they are asked for.
+Transformer Engine are imported at their first use.
 """
 
 import importlib

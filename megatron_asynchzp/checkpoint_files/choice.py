@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megatron_asynchzp.checkpoint_files.errors import CheckpointError, Damage, one_line
 from megatron_asynchzp.checkpoint_files.index import CONFIG
 from megatron_asynchzp.checkpoint_files.manifest import MANIFEST, read_manifest
+from megatron_asynchzp.checkpoint_files.other_format import is_of_format_torch
 from megatron_asynchzp.checkpoint_files.peers import Alone, Peers, on_first
 from megatron_asynchzp.checkpoint_files.small_files import replace_file
 from megatron_asynchzp.checkpoint_files.verification import INTERRUPTED, Depth, check_checkpoint
@@ -93,7 +94,8 @@ def _list(load_dir: Path) -> _Listing:
 
 
 def _is_unfinished(folder: Path) -> bool:
-    return folder.is_dir() and not any((folder / last).exists() for last in (CONFIG, MANIFEST))
+    is_complete = any((folder / last).exists() for last in (CONFIG, MANIFEST))
+    return folder.is_dir() and not is_complete and not is_of_format_torch(folder)
 
 
 def _saved_at(folder: Path) -> float:
@@ -104,7 +106,7 @@ def _saved_at(folder: Path) -> float:
     except (Damage, OSError):
         pass  # judged when its turn comes
     try:
-        return (folder / CONFIG).stat().st_mtime
+        return (folder if is_of_format_torch(folder) else folder / CONFIG).stat().st_mtime
     except OSError:
         return 0.0
 

@@ -75,7 +75,7 @@ def items_by_file(index: Metadata) -> dict[str, Items]:
         where = place.offset, place.length
         items[where] = max(items.get(where, 0), parts.pop(part))
     if parts or not files:
-        raise Damage(f"a part of {next(iter(parts), ('anything',))[0]} lies in no file")
+        raise Damage(f"a part of {next(iter(parts), ('anything',))[0]} is in no file")
     return dict(sorted(files.items()))
 
 

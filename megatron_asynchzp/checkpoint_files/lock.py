@@ -20,7 +20,7 @@ class SaveLock:
     A POSIX record lock: the kernel drops it with the process, also after SIGKILL, and children
     (which Megatron forks to write, and which can outlive it) do not inherit it. It holds between
     nodes on NFS and, mounted with `flock`, on Lustre; where a file system has no locks, nothing
-    is guarded, and a line says so.
+    is guarded, and a line is logged.
     """
 
     # File -> its descriptor. It is never opened twice: closing any would drop the lock.

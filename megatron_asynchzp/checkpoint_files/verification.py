@@ -27,6 +27,7 @@ from megatron_asynchzp.checkpoint_files.index import (
     unpickle_index,
 )
 from megatron_asynchzp.checkpoint_files.manifest import Manifest, read_manifest
+from megatron_asynchzp.checkpoint_files.other_format import OTHER_FORMAT, is_of_format_torch
 from megatron_asynchzp.checkpoint_files.peers import Peers, on_each, on_first
 from megatron_asynchzp.checkpoint_files.small_files import hash_file, read_small, size_of
 
@@ -108,8 +109,8 @@ def _check_config(iteration_dir: Path) -> None:
     """Megatron writes metadata.json last."""
     if not iteration_dir.is_dir():
         raise Damage("it is no directory")
-    if not (iteration_dir / CONFIG).is_file() and any(iteration_dir.glob("mp_rank_*")):
-        raise Damage("it is of Megatron's format torch, not torch_dist")
+    if not (iteration_dir / CONFIG).is_file() and is_of_format_torch(iteration_dir):
+        raise Damage(OTHER_FORMAT)
     data = read_small(iteration_dir / CONFIG)
     with _judging(CONFIG):
         config = json.loads(data)

@@ -46,7 +46,7 @@ class Place:
         return views
 
     def is_viewed(self, patiently: bool = True) -> bool:
-        """Whether a tensor of somebody else lies in this memory, which is to be reused now.
+        """Whether a tensor that is not the engine's lies in this memory, which is to be reused now.
 
         patiently: ask again after a moment, in which a backend's thread may drop its handle.
         """
@@ -65,8 +65,8 @@ class Arena:
 
     A place is the first free part that is large enough, seen from one end: users of different size
     that ask for opposite ends leave what is free in one piece between them. Which place it is
-    follows from the order of calls alone, which is the same on every rank; so who gets a place, and
-    when, never depends on timing. The main thread alone calls.
+    follows from the order of calls alone, which is the same on every rank; so which
+    user gets a place, and when, never depends on timing. The main thread alone calls.
 
     nbytes: how much; device: where; record_event: an event after all that was issued so far on the
     current stream. Sizes that are multiples of 128 bytes keep all places aligned to that.

@@ -4,7 +4,7 @@
 main thread.
 
 A task is a generator that issues one collective after another and yields the handle of each. All
-schedules run the same generators and differ only in who drives them:
+schedules run the same generators and differ only in which thread drives them:
 
     inline        the caller, to the end, at once
     main-thread   the caller issues early; on streams all of it, else it completes at the wait
@@ -135,7 +135,7 @@ class Task:
         if self.signal is not None:
             self.signal.set()
 
-    # ---- for those who need the results
+    # ---- for callers that need the results
 
     def await_usable(self) -> None:
         """Hold this thread until the task is usable.
@@ -182,7 +182,7 @@ class Driver:
         self._failure: Exception | None = None
         self._on_failure = on_failure
         self._is_closed = threading.Event()
-        # On a device that runs ahead nobody waits for a collective on the host.
+        # On a device that runs ahead the host waits for no collective.
         self._watchdog = Watchdog(self.device, limit_s, self._fail_as_late, self._is_closed)
 
     def begin_step(self, step: int) -> None:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from megatron_asynchzp.device import Device
 
-# How often the thread looks, in parts of the limit and in seconds at most. An event that is asked
-# too often holds up every other thread, and one that is never asked stays alive.
+# How often the thread looks, in parts of the limit and in seconds at most. Each query of an event
+# holds up every other thread, and an event that is never queried stays alive.
 _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S = 10, 5.0
 
 
@@ -27,11 +27,11 @@ class _Watched[Item](NamedTuple):
 class Watchdog[Item]:
     """A thread that looks now and then whether the oldest item of each lane has ended.
 
-    device: whose events are asked; limit_s: how long an item may take; on_late: called in the
+    device: whose events are queried; limit_s: how long an item may take; on_late: called in the
     thread, once, with the first item that takes longer; is_closed: ends the thread.
 
-    Items of a lane end in the order in which they came, so a search by halves finds the first that
-    has not, with a handful of questions. The thread starts with the first item.
+    Items of a lane end in the order in which they came, so a binary search with a handful of
+    queries finds the first that has not ended. The thread starts with the first item.
     """
 
     def __init__(

@@ -152,6 +152,17 @@ def _are_equal(tensors: Sequence[torch.Tensor]) -> bool:
     return len({tensor.shape for tensor in tensors}) == 1
 
 
+class _AllOf(NamedTuple):
+    """The handle of several collectives."""
+
+    works: list[Any]
+
+    def wait(self, *timeout: Any) -> bool:
+        for work in self.works:
+            work.wait(*timeout)
+        return True
+
+
 def gather_of_any_sizes(all_gather: Callable) -> Callable:
     """`all_gather` of tensors that differ in size between ranks: one broadcast each."""
 
@@ -159,12 +170,13 @@ def gather_of_any_sizes(all_gather: Callable) -> Callable:
     def gathered(tensor_list: list, tensor: torch.Tensor, group: Any = None, async_op=False) -> Any:
         if _are_equal(tensor_list):
             return all_gather(tensor_list, tensor, group, async_op)
-        _refuse_asynchrony(async_op)
         tensor_list[dist.get_rank(group)].copy_(tensor)
-        for rank, piece in enumerate(tensor_list):
-            if piece.numel():
-                dist.broadcast(piece, group=group, group_src=rank)
-        return None
+        broadcasts = [
+            dist.broadcast(piece, group=group, async_op=async_op, group_src=rank)
+            for rank, piece in enumerate(tensor_list)
+            if piece.numel()
+        ]
+        return _AllOf(broadcasts) if async_op else None
 
     return gathered
 
@@ -182,7 +194,8 @@ def scatter_of_any_sizes(reduce_scatter: Callable) -> Callable:
     ) -> Any:
         if _are_equal(input_list):
             return reduce_scatter(output, input_list, op, group, async_op)
-        _refuse_asynchrony(async_op)
+        if async_op:
+            raise NotImplementedError("sizes that differ on the CPU platform: async_op=False")
         own = dist.get_rank(group)
         for rank, piece in enumerate(input_list):
             if piece.numel():
@@ -193,8 +206,3 @@ def scatter_of_any_sizes(reduce_scatter: Callable) -> Callable:
         return None
 
     return scattered
-
-
-def _refuse_asynchrony(async_op: bool) -> None:
-    if async_op:
-        raise NotImplementedError("tensors of several sizes on the CPU platform: async_op=False")

@@ -37,7 +37,7 @@ def torch_norm(
     tensor-parallel ranks. Raises ValueError for another normalization than the two torch has.
     """
     if config.normalization not in _KINDS:
-        raise ValueError(f"no {config.normalization} on the CPU platform")
+        raise ValueError(f"{config.normalization} is not available on the CPU platform")
     if config.layernorm_zero_centered_gamma:
         norm = _ZeroCentred(config.normalization, hidden_size, eps)
     else:

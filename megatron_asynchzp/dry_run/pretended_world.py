@@ -90,7 +90,8 @@ def _silence() -> Iterator[io.StringIO]:
 def _one_line(error: BaseException, printed: str) -> str:
     """What was wrong: the message, what argparse printed last, or the assertion that failed."""
     if isinstance(error, SystemExit):
-        return (printed.strip().splitlines() or ["the command line was refused"])[-1]
+        last = (printed.strip().splitlines() or ["the command line was refused"])[-1]
+        return last.removeprefix(_OURS)
     if text := " ".join(str(error).split()):
         return text
     frame = traceback.extract_tb(error.__traceback__)[-1]

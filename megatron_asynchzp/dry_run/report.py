@@ -31,6 +31,7 @@ def tables(measured: Measured) -> str:
         _states_table(measured),
         memory_table(measured),
         _experts_table(measured),
+        savings_table(measured),
     ]
     return "\n".join(part for part in parts if part)
 
@@ -114,6 +115,24 @@ def memory_columns(memory: Memory) -> tuple[float, ...]:
     return (memory.start, memory.states, flying, kept, active.logits, memory.working,
             memory.total)
     # fmt: on
+
+
+def savings_table(measured: Measured) -> str:
+    """What memory budgets save on a rank of the first stage, whose steps ask for most."""
+    found = measured.stages[0].savings
+    if not found:
+        return ""
+    rows = [
+        (
+            _amount(one.keep_params_nbytes),
+            str(one.gathers),
+            _amount(one.keep_grads_nbytes),
+            str(one.reductions),
+        )
+        for one in found
+    ]
+    columns = ("--asynchzp-keep-params-gb", "gathers", "--asynchzp-keep-grads-gb", "reductions")
+    return _table("What a step asks for on a rank of stage 0, by memory budgets", columns, rows)
 
 
 def verdict(measured: Measured, device_nbytes: float) -> str:

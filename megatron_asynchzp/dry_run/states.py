@@ -6,7 +6,7 @@ stock Megatron's by formula; activations by the planner's formulas.
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.dry_run.pretended_world import Stage
+from megatron_asynchzp.dry_run.savings import Saving, savings
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_grad_dtype, resolve_schedule
 from megatron_asynchzp.mcore.planned_model import setting_of
 from megatron_asynchzp.mcore.start_table import (
@@ -25,7 +26,7 @@ from megatron_asynchzp.mcore.start_table import (
 )
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
 from megatron_asynchzp.planner.activations import Setting
-from megatron_asynchzp.planner.memory import Memory, largest_unit, stage_activations, states
+from megatron_asynchzp.planner.memory import Memory, kept, largest_unit, stage_activations, states
 from megatron_asynchzp.planner.model import GroupKey, Unit, stage_units
 from megatron_asynchzp.sharding.in_flight import MemoryInFlight, UnitInFlight, memory_in_flight
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
@@ -43,7 +44,7 @@ class StageStates:
     numel: of the rank's parameters before data parallelism, by sharding group ("dense",
     "expert"); planned: the same by the planner's formulas; whole_numel: of the stage, over its
     tensor and expert parallel ranks; formula: by state, without padding; memory: with padding, and
-    all that comes beside the states.
+    all that comes beside the states; savings: what memory budgets save, of the first stage.
     """
 
     index: int
@@ -54,6 +55,7 @@ class StageStates:
     formula: dict[str, float]
     memory: Memory
     start_table: str = ""
+    savings: Sequence[Saving] = ()
 
 
 _Counts = tuple[int, int, dict[str, int], dict[str, int], int]
@@ -78,8 +80,12 @@ def stage_states(stage: Stage, args: Namespace, ranks_per_node: int) -> StageSta
         return StageStates(*common, formula, Memory(formula, {}, 0.0, activations))
     if stage.model is None:
         formula, memory = _planned_memory(stage, args, setting, planned_units)
-        return StageStates(*common, formula, memory)
-    return _asynchzp_states(stage, stage.model, args, ranks_per_node, common)
+        found = StageStates(*common, formula, memory)
+    else:
+        found = _asynchzp_states(stage, stage.model, args, ranks_per_node, common)
+    if stage.index:
+        return found
+    return replace(found, savings=savings(args, setting, shard_sizes(args)))
 
 
 def _numel(model: torch.nn.Module, args: Namespace) -> tuple[dict[str, int], int]:
@@ -112,7 +118,7 @@ def _planned_memory(
     flying = memory_in_flight(needs, schedule.depth, budget=schedule.in_flight_nbytes)
     memory = Memory(
         formula,
-        flying.allocated,
+        flying.allocated | kept(schedule.keep_params_nbytes, schedule.keep_grads_nbytes),
         largest_unit(units, itemsize),
         stage_activations(setting, stage.index),
         own_grads=flying.own_grads,
@@ -196,7 +202,7 @@ def shard_sizes(args: Namespace) -> ShardSizes:
 def shard_groups(
     group: dist.ProcessGroup, sizes: ShardSizes, grad_dtype: torch.dtype = torch.float32
 ) -> ShardGroups:
-    """The groups of this rank alone: in a pretended world nobody has to create those of others."""
+    """The groups of this rank alone: in a pretended world those of other ranks are not needed."""
     ranks = dist.get_process_group_ranks(group)
     topology = ShardTopology(len(ranks), group.rank(), sizes)
 
@@ -236,7 +242,7 @@ def _asynchzp_states(
     needs = [unit.in_flight(schedule.grad_slot_nbytes) for unit in units]
     memory = Memory(
         state_nbytes_allocated(units, moments),
-        flying.allocated,
+        flying.allocated | kept(schedule.keep_params_nbytes, schedule.keep_grads_nbytes),
         whole,
         stage_activations(setting_of(args), stage.index),
         copied_params=max(need.params for need in needs) if is_cpu else 0.0,

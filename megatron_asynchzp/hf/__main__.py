@@ -114,7 +114,7 @@ def _export(args: argparse.Namespace) -> None:
     print(f"{args.output}: {shape.family}, {sizes}")
     if shape.vocab_size == shape.padded_vocab_size and args.vocab_size is None:
         print(
-            "All rows of the embedding were exported. If some are padding, say --vocab-size N, the "
+            "All rows of the embedding were exported. If some are padding, add --vocab-size N, the "
             "size of the tokenizer."
         )
 

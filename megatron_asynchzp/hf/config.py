@@ -102,7 +102,7 @@ def read_config(folder: Path, vocab_multiple: int) -> ModelShape:
 
     path = folder / "config.json"
     if not path.is_file():
-        raise ConversionError(f"{folder} has no config.json: it is no Hugging Face model")
+        raise ConversionError(f"{folder} has no config.json, so it is not a Hugging Face model")
     family = json.loads(path.read_text()).get("model_type")
     if family not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)

@@ -40,7 +40,7 @@ def export_model(
     load: Megatron's --load folder. step: its iteration, by default the newest that
     is intact. depth: what of its data is read to judge that.
     dtype: cast to it; by default every tensor keeps its own.
-    vocab_size: rows of the embedding that are no padding, where the checkpoint does not tell.
+    vocab_size: rows of the embedding that are no padding, needed where the checkpoint lacks it.
     Memory holds one tensor, in a few copies. Raises ConversionError for a model that does not map
     and for an `output` that is not empty; then nothing is written.
     """
@@ -99,7 +99,7 @@ def _match_keys(reader: TensorReader, shape: ModelShape) -> dict[str, str]:
         wanted = torch.Size([shape.num_layers, *size]) if rule.is_per_layer else size
         if stored[here[0]] != wanted:
             raise ConversionError(
-                f"{here[0]} has size {list(stored[here[0]])}, but the arguments say {list(wanted)}"
+                f"{here[0]} has size {list(stored[here[0]])}, but {list(wanted)} by the arguments"
             )
     foreign = sorted(set(stored) - set(found.values()))
     if missing or foreign:

@@ -48,7 +48,7 @@ def read_arguments(args: Namespace, vocab_size: int | None = None) -> ModelShape
     """The shape of a model that was trained with these arguments (as Megatron's validation left
     them, or as a checkpoint keeps them).
 
-    vocab_size: true size of the vocabulary, where the arguments do not tell it.
+    vocab_size: true size of the vocabulary, needed where the arguments lack it.
     Raises ConversionError for a model of no family, naming the argument.
     """
     for name, (allowed, words) in _PLAIN.items():

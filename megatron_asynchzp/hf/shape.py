@@ -30,7 +30,7 @@ class ModelShape:
 
     vocab_size, padded_vocab_size: rows of the embedding in transformers and in Megatron.
     is_gelu_tanh: gpt2 only; the tanh approximation in place of the exact function.
-    rotary_base, is_rope_scaled: llama and qwen2 only; scaled as LLAMA3_SCALING says.
+    rotary_base, is_rope_scaled: llama and qwen2 only; scaled by LLAMA3_SCALING.
     """
 
     family: Family
@@ -57,7 +57,7 @@ class ModelShape:
             )
         if self.family == "gpt2" and self.num_query_groups != self.num_heads:
             raise ConversionError("GPT-2 in transformers has no grouped queries")
-        # Llama alone may say its head size, but refuses a hidden size that heads do not divide.
+        # Only Llama has a head size of its own; its hidden size must be a multiple of the heads.
         is_free = self.family == "llama" and self.hidden_size % self.num_heads == 0
         if self.head_dim * self.num_heads != self.hidden_size and not is_free:
             raise ConversionError(

@@ -126,6 +126,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         return self.step_with_ready_grads(), grad_norm, num_zeros
 
     def _copy_main_params_to_model_params(self) -> None:
+        self.model_chunks[0].communication.keep_what_is_left()
         for chunk in self.model_chunks:
             chunk.runtime.sync_params()
 

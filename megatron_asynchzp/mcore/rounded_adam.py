@@ -103,7 +103,7 @@ def build_rounded_adam(
     config: OptimizerConfig, param_groups: list[dict], moments: MomentDtypes
 ) -> tuple[torch.optim.Optimizer, Any]:
     """Adam over `param_groups`, and the function with which Megatron makes its states before it
-    loads them. Raises ConfigurationError, one line, for a fused Adam that rounds no moments."""
+    loads them. Raises ConfigurationError, one line, for a fused Adam with fp32 moments only."""
     common: dict[str, Any] = {
         "lr": config.lr,
         "weight_decay": config.weight_decay,
@@ -116,7 +116,7 @@ def build_rounded_adam(
         fused: Any = megatron_optimizer.Adam
         if "exp_avg_dtype" not in inspect.signature(fused).parameters:
             raise ConfigurationError(
-                f"--use-precision-aware-optimizer: {fused.__module__} has no moments but in fp32; "
+                f"--use-precision-aware-optimizer: {fused.__module__} keeps moments in fp32 only; "
                 "install Transformer Engine 2.1 or newer, or drop the flag"
             )
         built = fused(

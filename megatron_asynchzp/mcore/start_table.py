@@ -24,8 +24,8 @@ _MAX_RANKS_SHOWN = 8
 
 @dataclass(frozen=True)
 class MomentBytes:
-    """Bytes per element of the optimizer's states. all_params: two fp32 moments, unless the flags
-    say otherwise; matrices: of those that Muon updates, whose momentum is one; None without it."""
+    """Bytes per element of the optimizer's states. all_params: two fp32 moments by default;
+    matrices: of those that Muon updates, which have one; None without Muon."""
 
     all_params: int = 8
     matrices: int | None = None

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
 from megatron_asynchzp.plan import table
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.activations import Recompute, Setting
@@ -72,7 +73,7 @@ def space_of(setting: Setting, args: Namespace, asked: Namespace, cluster: Clust
         ShardSizes(1, 1, 1),
         setting.parallel,
         batch,
-        Schedule(),
+        _schedule_of(args),
         own,
         wire=Wire(2 if args.grad_reduce_in_bf16 else 4),
     )
@@ -91,6 +92,14 @@ def space_of(setting: Setting, args: Namespace, asked: Namespace, cluster: Clust
         tuple(asked.vary),
         micro_batch_sizes=sizes,
         recomputes=recomputes,
+    )
+
+
+def _schedule_of(args: Namespace) -> Schedule:
+    """With the budgets of the flags; the depth is chosen."""
+    asked = resolve_schedule(args)
+    return Schedule(
+        keep_params_nbytes=asked.keep_params_nbytes, keep_grads_nbytes=asked.keep_grads_nbytes
     )
 
 
@@ -127,7 +136,7 @@ def run(argv: Sequence[str]) -> int:
         outcome = search(space, progress)
     if outcome.num_plans == 0:
         raise ConfigurationError(
-            f"--global-batch-size {space.global_batch}: no micro-batch size shares it out over the "
+            f"--global-batch-size {space.global_batch}: no micro-batch size divides it over the "
             f"replicas on {cluster.num_ranks} ranks; change the batch, or --vary a parallel size"
         )
     if outcome.best is None:

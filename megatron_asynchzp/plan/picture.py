@@ -12,32 +12,35 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.planner.cluster import GIB
 from megatron_asynchzp.planner.search import Candidate, Outcome, Space
 from megatron_asynchzp.planner.simulate import Span
+from megatron_asynchzp.tools import styles
+from megatron_asynchzp.tools.styles import (
+    GREEN,
+    GREY,
+    INK,
+    NORMAL,
+    PINK,
+    RED,
+    SMALL,
+    STEP_COLOURS,
+    bare,
+)
 
 _SHOWN_MICRO_BATCHES = 2  # of a step without a pipeline: more look the same
 _LANES = ("compute", "wait", "gather", "reduce", "grad-sync", "param-sync")
+_FRONT = "no plan is faster with as little memory"
+_CAPTION = styles.SIZES_MEANING
 _WIDE = ("compute", "grad-sync", "param-sync")  # an edge would hide the bars of the others
-# Okabe and Ito's colours, told apart with any colour vision.
-_COLOURS = {
-    "forward": "#0072B2",
-    "backward": "#009E73",
-    "optimizer": "#333333",
-    "wait": "#D00000",
-    "gather": "#56B4E9",
-    "reduce": "#E69F00",
-    "grad-sync": "#CC79A7",
-    "param-sync": "#999999",
-}
 _SCHEMES = {
-    "": ("#0072B2", "o", "AsyncHZP's own sizes"),
-    "ZeRO-3": ("#E69F00", "s", "ZeRO-3"),
-    "HSDP": ("#009E73", "^", "HSDP"),
-    "distributed optimizer": ("#CC79A7", "D", "distributed optimizer"),
-    "plain data parallelism": ("#999999", "v", "plain data parallelism"),
+    "": (styles.OURS, "o", "AsyncHZP's own sizes"),
+    "ZeRO-3": (styles.PEER, "^", "ZeRO-3"),
+    "HSDP": (GREEN, "D", "HSDP"),
+    "distributed optimizer": (styles.STOCK, "s", "distributed optimizer"),
+    "plain data parallelism": (GREY, "v", "plain data parallelism"),
 }
 
 
 def spans_of(best: Candidate) -> tuple[Span, ...]:
-    """Of the first pipeline stage, with no more micro-batches than tell something."""
+    """Of the first pipeline stage, with as few micro-batches as show its pattern."""
     plan = best.plan
     shown = _SHOWN_MICRO_BATCHES if plan.parallel.pp == 1 else 2 * plan.parallel.pp
     count = min(plan.batch.num_micro_batches, shown)
@@ -56,19 +59,19 @@ def write_trace(best: Candidate, file: Path) -> None:
 def draw(outcome: Outcome, space: Space, file: Path) -> None:
     """Raises ConfigurationError where matplotlib is missing or the file cannot be written."""
     try:
-        from matplotlib.figure import Figure
+        figure = styles.new_figure(7.4)
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"--picture: {error.name} is not installed; install megatron_asynchzp[plots]"
         ) from error
     best = outcome.best
     assert best is not None
-    figure = Figure(figsize=(12, 8), layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=(1.15, 1))
     _draw_trade(above, outcome, space, best)
     _draw_timeline(below, best)
+    styles.add_caption(figure, _CAPTION)
     try:
-        figure.savefig(file, dpi=130)
+        figure.savefig(file, dpi=styles.DPI)
     except OSError as error:
         raise ConfigurationError(f"--picture {file}: {error.strerror}") from error
 
@@ -83,33 +86,32 @@ def _draw_trade(axes: Any, outcome: Outcome, space: Space, best: Candidate) -> N
             axes.scatter(held, steps, s=42, c=colour, marker=marker, label=label, zorder=3)
     front = _front(shown)
     held, steps = zip(*front, strict=True)
-    axes.step(held, steps, where="post", color="#333333", linewidth=1, label="nothing beats these")
+    axes.step(held, steps, where="post", color=INK, linewidth=1, label=_FRONT)
     at = best.costing.memory.total / GIB, best.step_s
-    axes.scatter(*at, s=190, facecolors="none", edgecolors="#D00000", linewidths=1.6, zorder=4)
+    axes.scatter(*at, s=190, facecolors="none", edgecolors=PINK, linewidths=2, zorder=4)
     sizes = best.plan.sizes
-    label = f"chosen: {sizes.param}, {sizes.grad}, {sizes.optim}"
-    axes.annotate(label, at, (10, 12), textcoords="offset points", color="#D00000", fontsize=9)
+    label = f"chosen: ({sizes.param},{sizes.grad},{sizes.optim})"
+    axes.annotate(label, at, (10, 12), textcoords="offset points", color=INK, fontsize=NORMAL)
     device = space.cluster.device
     usable = device.usable_nbytes / GIB
-    axes.axvline(usable, color="#D00000", linestyle=":", linewidth=1.2)
+    axes.axvline(usable, color=RED, linestyle=":", linewidth=1.2)
     axes.annotate(
         f"{usable:g} GiB usable ",
         (usable, 0.97),
         xycoords=("data", "axes fraction"),
         ha="right",
         va="top",
-        color="#D00000",
-        fontsize=9,
+        color=RED,
+        fontsize=NORMAL,
     )
-    axes.set_xlabel("memory of the fullest rank (GiB)")
-    axes.set_ylabel("step (s)")
+    axes.set_xlabel("memory of the fullest rank (GiB)", fontsize=NORMAL)
+    axes.set_ylabel("step (s)", fontsize=NORMAL)
     cluster = space.cluster
     title = f"{cluster.name}, {cluster.num_ranks} ranks: time against memory of simulated plans"
-    _finish(axes, title)
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
+    styles.set_title(axes, title)
+    bare(axes, grid="both")
     axes.margins(x=0.06, y=0.16)
-    axes.legend(frameon=False, fontsize=9, loc="best")
+    axes.legend(frameon=False, fontsize=SMALL, loc="best")
 
 
 def _front(shown: Sequence[Candidate]) -> list[tuple[float, float]]:
@@ -135,15 +137,14 @@ def _draw_timeline(axes: Any, best: Candidate) -> None:
             axes.broken_barh(
                 pieces,
                 (row - 0.38, 0.76),
-                facecolors=_COLOURS[kind],
+                facecolors=STEP_COLOURS[kind],
                 edgecolors="white",
                 linewidth=0.3 if lane in _WIDE else 0,
                 label=kind if lane == "compute" else None,
             )
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_ylim(len(lanes) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("time after the last update began (s)")
+    axes.set_xlabel("time after the last update began (s)", fontsize=NORMAL)
     plan = best.plan
     count = min(
         plan.batch.num_micro_batches,
@@ -151,10 +152,7 @@ def _draw_timeline(axes: Any, best: Candidate) -> None:
     )
     of = f"{count} of {plan.batch.num_micro_batches} micro-batches"
     stage = "" if plan.parallel.pp == 1 else ", first stage"
-    _finish(axes, f"the chosen plan's step as simulated, {of}{stage}")
-    axes.legend(frameon=False, fontsize=9, ncols=3, loc="upper right", bbox_to_anchor=(1, 1.13))
-
-
-def _finish(axes: Any, title: str) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color="#333333")
+    styles.set_title(axes, f"the chosen plan's step as simulated, {of}{stage}")
+    bare(axes)
+    axes.tick_params(axis="y", length=0)
+    axes.legend(frameon=False, fontsize=SMALL, ncols=3, loc="upper right", bbox_to_anchor=(1, 1.16))

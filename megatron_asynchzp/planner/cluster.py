@@ -22,7 +22,10 @@ class Device:
 
     tflops: dense peak in the model's dtype; efficiency: the part of it that a layer reaches, in
     (0, 1]; memory_gib: of the device; reserved_gib: what the driver, the communicators and the
-    allocator keep from a model; memory_gb_s: speed of its memory.
+    allocator keep from a model; memory_gb_s: speed of its memory; launch_us: what a unit's forward
+    takes beside its FLOPs, its backward twice that (the host's time, norms, activations); step_us:
+    what a step takes beside its units and its optimizer (reading data, the norm of all gradients,
+    logging).
     """
 
     tflops: float
@@ -30,6 +33,8 @@ class Device:
     efficiency: float = 0.5
     memory_gb_s: float = 2000.0
     reserved_gib: float = 4.0
+    launch_us: float = 0.0
+    step_us: float = 0.0
 
     @property
     def flops_per_s(self) -> float:
@@ -315,12 +320,11 @@ def read_cluster(entries: Mapping[str, Any], file: str) -> Cluster:
     top = _Reader(file, "", entries, frozenset(f.name for f in fields(Cluster)))
     top.check_names()
     device = top.sub("device", Device)
-    optional = {"efficiency": 1.0, "memory_gb_s": None, "reserved_gib": None}
     more = {}
-    for name in optional:
+    for name in ("efficiency", "memory_gb_s", "reserved_gib", "launch_us", "step_us"):
         if name in device.entries:
             high = 1.0 if name == "efficiency" else math.inf
-            more[name] = device.number(name, 0, high, above=name != "reserved_gib")
+            more[name] = device.number(name, 0, high, above=name in ("efficiency", "memory_gb_s"))
     cluster = Cluster(
         name=top.text("name") if "name" in entries else Path(file).stem,
         nodes=top.count("nodes"),

@@ -4,6 +4,7 @@
 that the simulation runs, to a step's time, and to its traffic.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,13 +13,7 @@ from typing import Any
 from megatron_asynchzp.planner import model as shapes
 from megatron_asynchzp.planner.activations import FUSED, Kernels, Recompute, Setting
 from megatron_asynchzp.planner.cluster import Cluster, Ring
-from megatron_asynchzp.planner.memory import (
-    Memory,
-    in_flight,
-    largest_unit,
-    stage_activations,
-    states,
-)
+from megatron_asynchzp.planner.memory import Memory, kept, largest_unit, stage_activations, states
 from megatron_asynchzp.planner.model import Batch, GroupKey, Model, Parallel, Unit
 from megatron_asynchzp.planner.order import (
     GATHER,
@@ -41,7 +36,12 @@ from megatron_asynchzp.planner.traffic import (
     step_traffic,
     unit_collectives,
 )
-from megatron_asynchzp.sharding.in_flight import UnitInFlight
+from megatron_asynchzp.sharding.in_flight import (
+    FP32_NBYTES,
+    UnitInFlight,
+    least_in_flight,
+    memory_in_flight,
+)
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 
 # Bytes that the optimizer's kernels move for each element that a rank owns: gradient twice (norm,
@@ -143,7 +143,12 @@ class Costing:
         at_end = unit.kind == "root" or (is_tied and unit.kind == "embedding")
         size = (self.padded(unit), unit.group)
         return OrderUnit(
-            size, self.in_flight(unit), sizes.param > 1, sizes.grad > 1, reduces_at_end=at_end
+            size,
+            self.in_flight(unit),
+            sizes.param > 1,
+            sizes.grad > 1,
+            reduces_at_end=at_end,
+            sum_nbytes=FP32_NBYTES * self.padded(unit),
         )
 
     def in_flight(self, unit: Unit) -> UnitInFlight:
@@ -211,7 +216,8 @@ class Costing:
         """Forward and backward of a micro-batch on the slowest rank, with what model parallelism
         sends in between."""
         cluster, plan = self.cluster, self.plan
-        forward_s = unit.flops / cluster.device.flops_per_s * cluster.slowest
+        launch_s = 1e-6 * cluster.device.launch_us * (unit.kind != "root")
+        forward_s = (unit.flops / cluster.device.flops_per_s + launch_s) * cluster.slowest
         sent_s, again = self.model_parallel_s(unit), 0.0
         if unit.kind in ("layer", "experts", "mtp"):
             if plan.recompute.granularity == "full":
@@ -287,11 +293,13 @@ class Costing:
         return nbytes / link.reached(nbytes) + 1e-6 * link.latency_us
 
     def optimizer_s(self, stage: int) -> float:
+        """Of a step, with what it takes beside its units."""
         nbytes = 0.0
         for unit in self.units[stage]:
             sizes, numel = self.groups[unit.group].sizes, self.padded(unit) if unit.numel else 0
             nbytes += _OPTIMIZER_NBYTES * numel / sizes.optim + _ZEROED_NBYTES * numel / sizes.grad
-        return nbytes / (1e9 * self.cluster.device.memory_gb_s)
+        device = self.cluster.device
+        return nbytes / (1e9 * device.memory_gb_s) + 1e-6 * device.step_us
 
     @cached_property
     def _stages(self) -> dict[int, list[Stage]]:
@@ -314,29 +322,52 @@ class Costing:
     @cached_property
     def memory(self) -> Memory:
         """Of the rank that needs most, with the padding of its units."""
-        return max(
-            (self._stage_memory(stage) for stage in range(self.plan.parallel.pp)),
-            key=lambda of_stage: of_stage.total,
-        )
+        return max(map(self.stage_memory, range(self.plan.parallel.pp)), key=lambda of: of.total)
 
-    def _stage_memory(self, stage: int) -> Memory:
+    def stage_memory(self, stage: int) -> Memory:
+        """Of a rank of pipeline stage `stage`, as the engine allocates it: with padding. Raises
+        ConfigurationError for a budget of memory in flight below what one layer needs."""
         plan, schedule = self.plan, self.plan.schedule
-        key = (plan.parallel, plan.sizes, plan.moments_nbytes, schedule, stage)
-        at_rest, flying, whole = self._once(("states", *key), lambda: self._states(stage))
+        key = (plan.parallel, plan.sizes, plan.expert_sizes, plan.moments_nbytes, plan.wire)
+        at_rest, whole = self._once(("states", *key, stage), lambda: self._states(stage))
+        flying, own_grads = self._once(
+            ("flying", *key, schedule, stage), lambda: self._flying(stage)
+        )
         setting = Setting(self.model, plan.parallel, plan.batch, self.kernels, plan.recompute)
         key = ("activations", plan.parallel, plan.batch, plan.recompute, stage)
         kept = self._once(key, lambda: stage_activations(setting, stage))
-        return Memory(at_rest, flying, whole, kept)
+        return Memory(at_rest, flying, whole, kept, own_grads=own_grads)
 
-    def _states(self, stage: int) -> tuple[dict[str, float], dict[str, float], float]:
+    def _states(self, stage: int) -> tuple[dict[str, float], float]:
         plan, itemsize = self.plan, self.model.itemsize
         units = [replace(unit, numel=self.padded(unit)) for unit in self.units[stage] if unit.numel]
         sizes: dict[GroupKey, ShardSizes] = {key: of.sizes for key, of in self.groups.items()}
-        return (
-            states(units, itemsize, sizes, plan.moments_nbytes),
-            in_flight(units, itemsize, sizes, plan.schedule.depth),
-            largest_unit(units, itemsize),
-        )
+        return states(units, itemsize, sizes, plan.moments_nbytes), largest_unit(units, itemsize)
+
+    @property
+    def least_in_flight(self) -> int:
+        """Bytes without which no stage can run, of the chunk that needs most."""
+        every = range(self.plan.parallel.pp)
+        return max(sum(least_in_flight(chunk)) for stage in every for chunk in self._chunks(stage))
+
+    def _chunks(self, stage: int) -> list[list[UnitInFlight]]:
+        """What the units of each model chunk need beside their states; no empty chunk."""
+        found: dict[int, list[UnitInFlight]] = {}
+        for unit in self.units[stage]:
+            if unit.numel:
+                found.setdefault(unit.chunk, []).append(self.in_flight(unit))
+        return list(found.values())
+
+    def _flying(self, stage: int) -> tuple[dict[str, float], float]:
+        """Memory in flight of all chunks, by kind, and the most that autograd's own gradients take
+        in one of them."""
+        total, own_grads, schedule = Counter[str](), 0.0, self.plan.schedule
+        for needs in self._chunks(stage):
+            memory = memory_in_flight(needs, schedule.depth, budget=schedule.in_flight_nbytes)
+            total.update(memory.allocated)
+            own_grads = max(own_grads, memory.own_grads)
+        stays = kept(schedule.keep_params_nbytes, schedule.keep_grads_nbytes)
+        return {**total, **stays}, own_grads
 
     @property
     def fits(self) -> bool:

@@ -19,7 +19,7 @@ _MOMENTS = "optimizer_moments"
 
 
 class Sized(Protocol):
-    """What memory in flight depends on: parameters of a unit on one rank, and their group."""
+    """What memory depends on: parameters of a unit on one rank, and their group."""
 
     @property
     def numel(self) -> int: ...
@@ -60,47 +60,13 @@ def states(
     return dict(total)
 
 
-# ---- in flight
+# ---- beside the states
 
 
-def in_flight(
-    units: Sequence[Sized],
-    itemsize: int,
-    sizes: Mapping[GroupKey, ShardSizes],
-    prefetch_depth: int = 1,
-    grad_slots: int = 2,
-    slot_nbytes: float = 2**28,
-) -> dict[str, float]:
-    """Of units of one rank, in the order of their use: an arena of whole parameters, and slots of
-    fp32 gradients, without padding. Each unit is taken as a layer of its own; the engine's own
-    formula is sharding/in_flight.py.
-
-    slot_nbytes: gradients of larger units are reduced in pieces of so many bytes.
-    """
-    params = [unit.numel * itemsize * (sizes[unit.group].param > 1) for unit in units]
-    grads = [
-        min(unit.numel * _FP32, slot_nbytes) * (1 + 1 / sizes[unit.group].grad)
-        for unit in units
-        if sizes[unit.group].grad > 1
-    ]
-    slots = sorted(grads, reverse=True)[:grad_slots]
-    return {
-        "gathered parameters": _most_of_neighbours(params, prefetch_depth + 1),
-        "gradients to reduce": sum(slots),
-    }
-
-
-def _most_of_neighbours(sizes: Sequence[float], most: int) -> float:
-    """The most that units which follow one another take, `most` of each size at a time."""
-    largest = 0.0
-    for first in range(len(sizes)):
-        taken: dict[float, int] = defaultdict(int)
-        for size in sizes[first:]:
-            if taken[size] == most:
-                break
-            taken[size] += 1
-        largest = max(largest, sum(size * number for size, number in taken.items()))
-    return largest
+def kept(params_nbytes: int, grads_nbytes: int) -> dict[str, float]:
+    """Of budgets for what stays from one micro-batch to a later one: all of them, at most."""
+    budgets = {"kept parameters": float(params_nbytes), "kept gradients": float(grads_nbytes)}
+    return {what: nbytes for what, nbytes in budgets.items() if nbytes}
 
 
 def largest_unit(units: Sequence[Sized], itemsize: int) -> float:

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_asynchzp.sharding.in_flight import (
+    ALIGNMENT_NBYTES,
     UnitInFlight,
     first_fit,
     has_room,
     memory_in_flight,
     needed_together,
 )
+from megatron_asynchzp.sharding.residency import Residency
 
 Span = tuple[int, int]
 """Bytes, half-open."""
@@ -74,7 +76,8 @@ class OrderUnit:
 
     size: equal for units of the same size; memory: what it needs in flight; is_gathered: its
     parameter shard is a part; is_reduced: its gradient shard is; reduces_at_end: only the end of
-    backward completes its gradient (units of several modules, and those around others).
+    backward completes its gradient (units of several modules, and those around others);
+    sum_nbytes: of its whole gradient in fp32.
     """
 
     size: object
@@ -83,6 +86,7 @@ class OrderUnit:
     is_reduced: bool = True
     is_trained: bool = True
     reduces_at_end: bool = False
+    sum_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,12 +114,20 @@ class Schedule:
     """depth: units of each size gathered ahead, 0 for the inline schedule; in_flight_nbytes: for
     the memory in flight of a model chunk, None for what the depth needs; overlaps_params: whether a
     step begins before all parameter shards are rebuilt, as the engine's does; is_inline: nothing
-    runs beside the computation (the depth is then 0)."""
+    runs beside the computation (the depth is then 0); keep_params_nbytes, keep_grads_nbytes: for
+    what stays on a rank from one micro-batch to a later one."""
 
     depth: int = 1
     in_flight_nbytes: int | None = None
     overlaps_params: bool = True
     is_inline: bool = False
+    keep_params_nbytes: int = 0
+    keep_grads_nbytes: int = 0
+
+    @property
+    def keeps(self) -> tuple[bool, bool]:
+        """Whether parameters, and gradients, may stay."""
+        return self.keep_params_nbytes > 0, self.keep_grads_nbytes > 0
 
 
 COMPUTE, GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC = range(5)
@@ -162,9 +174,20 @@ class StepOrder:
         self._last_compute: int | None = None
         self._last_reduction: dict[int, int] = {}
         self._grad_syncs: dict[int, int] = {}
+        self.kept_params = self.kept_grads = None
+        self.shared_params: Places | None = None
+        if budget := schedule.keep_params_nbytes:
+            self.kept_params = Residency[int](budget, lambda unit: units[unit].memory.params)
+            self.shared_params = Places(budget // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES)
+        if budget := schedule.keep_grads_nbytes:
+            sum_nbytes = lambda unit: units[unit].sum_nbytes  # noqa: E731
+            self.kept_grads = Residency[int](budget, sum_nbytes, counts_own=True)
         self._chunks = [_Chunk(self, visits[chunk], chunk) for chunk in range(len(visits))]
-        for chunk in self._chunks:
-            chunk.expect(phases)
+        for phase in phases:
+            self._chunks[phase.chunk].expect(phase)
+        for residency in (self.kept_params, self.kept_grads):
+            if residency is not None:
+                residency.restart()
         for chunk in self._chunks:
             chunk.start_syncs()
         self.waited: tuple[int, ...] = ()  # by the main thread, before it computes again
@@ -194,8 +217,12 @@ class StepOrder:
         self.waited = ()
         return self._last_compute
 
-    def start_reduction(self, chunk: "_Chunk", unit: int, computed: int, is_last: bool) -> None:
+    def reduce(self, chunk: "_Chunk", unit: int, computed: int, is_last: bool) -> None:
         if self.units[unit].is_reduced:
+            if self.kept_grads is not None:
+                self.kept_grads.visit(unit)
+                if not is_last and self.kept_grads.keeps(unit):
+                    return
             span = chunk.take_grad_memory(unit)
             reduction = self.submit(REDUCE, unit, [computed])
             chunk.reductions.append((unit, span, reduction))
@@ -210,6 +237,20 @@ class StepOrder:
     @property
     def last_compute(self) -> int | None:
         return self._last_compute
+
+    def spares(self, chunk: "_Chunk") -> list[tuple["_Chunk", int]]:
+        """As Gathers._spares."""
+        others = [] if self.shared_params is None else [c for c in self._chunks if c is not chunk]
+        all_kept = [(one, unit) for one in (*others, chunk) for unit in one.kept]
+        return [
+            *((one, unit) for one, unit in all_kept if self.is_to_stay(unit)),
+            *((one, unit) for one in others for unit in one.gathers),
+            *((one, unit) for one, unit in all_kept if not self.is_to_stay(unit)),
+            *((chunk, unit) for unit in chunk.gathers),
+        ]
+
+    def is_to_stay(self, unit: int) -> bool:
+        return self.kept_params is not None and self.kept_params.keeps(unit)
 
 
 class _Chunk:
@@ -234,25 +275,38 @@ class _Chunk:
             in_order[index]: [in_order[other] for other in others]
             for index, others in together.items()
         }
-        self._is_odd = {unit: bool(index % 2) for index, unit in enumerate(in_order)}
-        self._params, self._grads = Places(memory.params), Places(memory.grads)
+        sizes = sorted({self._all[unit].memory.params for unit in in_order}, reverse=True)
+        nbytes_of = {unit: self._all[unit].memory.params for unit in in_order}
+        self._is_at_top = {unit: sizes.index(nbytes_of[unit]) % 2 == 1 for unit in in_order}
+        self._grads = Places(memory.grads)
+        if order.shared_params is None:
+            self._params = Places(memory.params)
+        else:
+            self._params = order.shared_params
+            self._params.grow(memory.params)
         self._spans: dict[int, Span] = {}
-        self._gathers: dict[int, int] = {}
-        self._kept: dict[int, None] = {}
+        self.gathers: dict[int, int] = {}
+        self.kept: dict[int, None] = {}
         self._active: dict[int, int] = {}  # unsharded units, with the gather that they had
         self._ahead: Counter[object] = Counter()
         self._used_at: dict[int, int] = {}
         self._syncs: dict[int, int] = {}
 
-    def expect(self, phases: Sequence[Phase]) -> None:
-        """The uses of gathered units in a step."""
-        forward = list(_uses(self._visits, is_forward=True))
-        backward = list(_uses(self._visits, is_forward=False))
-        for phase in phases:
-            if phase.chunk == self.key:
-                for unit in forward if phase.is_forward else backward:
-                    if self._all[unit].is_gathered:
-                        self._sequence.append(unit)
+    def expect(self, phase: Phase) -> None:
+        """What the phase uses, as the step before had it."""
+        order = self._order
+        for unit in _uses(self._visits, phase.is_forward):
+            if self._all[unit].is_gathered:
+                self._sequence.append(unit)
+                if order.kept_params is not None:
+                    order.kept_params.visit(unit)
+        if order.kept_grads is None or phase.is_forward:
+            return
+        completed = list(_completed(self._visits))
+        at_end = [unit for unit in completed if self._all[unit].reduces_at_end]
+        for unit in [unit for unit in completed if unit not in at_end] + sorted(at_end):
+            if self._all[unit].is_trained and self._all[unit].is_reduced:
+                order.kept_grads.visit(unit)
 
     def start_syncs(self) -> None:
         synced = {unit for unit in self.units if not self._all[unit].is_trained}
@@ -272,7 +326,7 @@ class _Chunk:
         at_end: list[tuple[int, int]] = []
         self._backward(self._visits, phase.is_last, at_end)
         for unit, computed in sorted(at_end):
-            self._order.start_reduction(self, unit, computed, phase.is_last)
+            self._order.reduce(self, unit, computed, phase.is_last)
 
     def _forward(self, visits: Sequence[Visit]) -> None:
         for visit in visits:
@@ -292,7 +346,7 @@ class _Chunk:
             else:
                 self._release(visit.unit)
                 if unit.is_trained:
-                    self._order.start_reduction(self, visit.unit, last or computed, is_last)
+                    self._order.reduce(self, visit.unit, last or computed, is_last)
 
     def _compute(self, unit: int) -> int:
         gather = self._use(unit)
@@ -306,24 +360,26 @@ class _Chunk:
         """What the main thread waits for."""
         if not self._all[unit].is_gathered:
             return self._syncs.pop(unit, None)
-        if unit in self._active and unit not in self._kept:
+        if unit in self._active and unit not in self.kept:
             return self._active[unit]
         self._place += 1
-        if unit in self._kept:
-            del self._kept[unit]
+        if self._order.kept_params is not None:
+            self._order.kept_params.visit(unit)
+        if unit in self.kept:
+            del self.kept[unit]
         else:
-            if unit not in self._gathers:
+            if unit not in self.gathers:
                 self._gather(unit, self._acquire(unit))
-            self._active[unit] = self._gathers.pop(unit)
+            self._active[unit] = self.gathers.pop(unit)
             self._ahead[self._all[unit].size] -= 1
         self._prefetch()
         return self._active[unit]
 
     def _release(self, unit: int) -> None:
-        if unit not in self._active or unit in self._kept:
+        if unit not in self._active or unit in self.kept:
             return
-        if self._is_next(unit):
-            self._kept.setdefault(unit)
+        if self._is_next(unit) or self._order.is_to_stay(unit):
+            self.kept.setdefault(unit)
         else:
             self._drop(unit)
         self._prefetch()
@@ -332,7 +388,7 @@ class _Chunk:
         for following in self._upcoming():
             if following == unit:
                 return True
-            if following not in self._gathers and following not in self._active:
+            if following not in self.gathers and following not in self._active:
                 return False
         return False
 
@@ -342,24 +398,25 @@ class _Chunk:
             yield sequence[place]
 
     def _drop(self, unit: int) -> None:
-        self._kept.pop(unit, None)
+        self.kept.pop(unit, None)
         del self._active[unit]
         self._params.release(self._spans.pop(unit), self._used_at[unit])
 
     def _drop_spare(self, unit: int) -> None:
-        if unit in self._kept:
+        if unit in self.kept:
             self._drop(unit)
             return
-        gather = self._gathers.pop(unit)
+        gather = self.gathers.pop(unit)
         self._ahead[self._all[unit].size] -= 1
         self._order.waited += (gather,)
         self._params.release(self._spans.pop(unit), gather)
 
     def _acquire(self, unit: int) -> Place:
-        spares = [*self._kept, *self._gathers]
+        spares = self._order.spares(self)
         while (place := self._acquire_free(unit, leaves_room=bool(spares))) is None:
             if spares:
-                self._drop_spare(spares.pop())
+                chunk, spare = spares.pop()
+                chunk._drop_spare(spare)
             else:
                 self._params.grow(self._all[unit].memory.params)
         return place
@@ -367,25 +424,25 @@ class _Chunk:
     def _acquire_free(self, unit: int, leaves_room: bool = True) -> Place | None:
         if leaves_room and not self._leaves_room(unit):
             return None
-        return self._params.acquire(self._all[unit].memory.params, self._is_odd[unit])
+        return self._params.acquire(self._all[unit].memory.params, self._is_at_top[unit])
 
     def _leaves_room(self, unit: int) -> bool:
         others = self._needed_with.get(unit, ())
         if not (missing := [other for other in others if other not in self._spans]):
             return True
         held = [self._spans[other] for other in others if other in self._spans]
-        more = [(self._all[other].memory.params, self._is_odd[other]) for other in missing]
+        more = [(self._all[other].memory.params, self._is_at_top[other]) for other in missing]
         nbytes = self._all[unit].memory.params
-        return self._params.leaves_room(nbytes, self._is_odd[unit], held, more)
+        return self._params.leaves_room(nbytes, self._is_at_top[unit], held, more)
 
     def _gather(self, unit: int, place: Place) -> None:
         self._ahead[self._all[unit].size] += 1
         self._spans[unit] = place.span
         after = (*place.after, self._syncs.pop(unit, None))
-        self._gathers[unit] = self._order.submit(GATHER, unit, after)
+        self.gathers[unit] = self._order.submit(GATHER, unit, after)
 
     def _prefetch(self, among: set[int] | None = None) -> None:
-        gathers, active, depth = self._gathers, self._active, self._schedule.depth
+        gathers, active, depth = self.gathers, self._active, self._schedule.depth
         for unit in self._upcoming():
             if unit in gathers or unit in active:
                 continue
@@ -406,7 +463,7 @@ class _Chunk:
         if memory.num_pieces > 1:
             while any(self._all[other].memory.num_pieces > 1 for other, _, _ in self.reductions):
                 self._await_oldest_reduction()
-        while (place := self._grads.acquire(memory.grads, self._is_odd[unit])) is None:
+        while (place := self._grads.acquire(memory.grads, from_top=False)) is None:
             if self.reductions:
                 self._await_oldest_reduction()
             else:
@@ -429,3 +486,10 @@ def _uses(visits: Sequence[Visit], is_forward: bool) -> Iterator[int]:
     for visit in visits if is_forward else reversed(visits):
         yield visit.unit
         yield from _uses(visit.inner, is_forward)
+
+
+def _completed(visits: Sequence[Visit]) -> Iterator[int]:
+    """In the order in which backward completes their gradients."""
+    for visit in reversed(visits):
+        yield from _completed(visit.inner)
+        yield visit.unit

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the choice of a plan: which ones are possible, which of them fit, and which is fastest."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -33,7 +33,7 @@ VARIED = ("tp", "pp", "cp", "ep")
 class Space:
     """What may be chosen. global_batch: sequences of a step; start: what is kept where nothing is
     varied; vary: of VARIED; depths, micro_batch_sizes, recomputes: to try (None: the powers of two
-    that divide the batch)."""
+    that divide the batch); kept_sizes: of "param", "grad", "optim", those that are not chosen."""
 
     model: Model
     cluster: Cluster
@@ -44,6 +44,7 @@ class Space:
     depths: tuple[int, ...] = (1, 2)
     micro_batch_sizes: tuple[int, ...] | None = None
     recomputes: tuple[Recompute, ...] = (Recompute(), Recompute("full"))
+    kept_sizes: Mapping[str, int] = field(default_factory=dict)
     known: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def costing(self, plan: Plan) -> Costing:
@@ -120,12 +121,16 @@ def shard_divisors(ranks: int, in_node: int) -> list[int]:
     return sorted(kept | set(rest))
 
 
-def shard_sizes(ranks: int, in_node: int) -> Iterator[ShardSizes]:
-    """All that nest, of `shard_divisors`."""
+def shard_sizes(
+    ranks: int, in_node: int, kept: Mapping[str, int] | None = None
+) -> Iterator[ShardSizes]:
+    """All that nest, of `shard_divisors`. kept: see Space.kept_sizes."""
     divisors = shard_divisors(ranks, in_node)
-    for optim in divisors:
-        for param in divisors:
-            for grad in divisors:
+    to_try = dict.fromkeys(("param", "grad", "optim"), divisors)
+    to_try |= {state: [size] for state, size in (kept or {}).items()}
+    for optim in to_try["optim"]:
+        for param in to_try["param"]:
+            for grad in to_try["grad"]:
                 sizes = ShardSizes(param, grad, optim)
                 try:
                     sizes.check(ranks)
@@ -195,7 +200,7 @@ def plans(space: Space) -> Iterator[Plan]:
             continue
         in_node = min(ranks, max(1, space.cluster.ranks_per_node // tp))
         for batch in batches(space, parallel):
-            for sizes in shard_sizes(ranks, in_node):
+            for sizes in shard_sizes(ranks, in_node, space.kept_sizes):
                 for recompute in dict.fromkeys(space.recomputes):
                     for depth in space.depths if sizes.param > 1 else space.depths[:1]:
                         schedule = replace(space.start.schedule, depth=depth)
@@ -260,7 +265,7 @@ class _Bounds:
         if key not in self._compute:
             self._compute[key] = self._computing(costing)
         compute, first = self._compute[key]
-        key = (parallel, plan.sizes, plan.wire)
+        key = (parallel, plan.sizes, plan.wire, plan.schedule.keeps)
         if key not in self._links:
             self._links[key] = [self._carried(costing, stage) for stage in range(parallel.pp)]
         worst = ends = 0.0
@@ -285,11 +290,13 @@ class _Bounds:
         found: dict[str, float] = dict.fromkeys(
             (INSIDE, BETWEEN, f"{INSIDE} once", f"{BETWEEN} once"), 0.0
         )
+        # With a budget as little as once in a step.
+        keeps_params, keeps_grads = costing.plan.schedule.keeps
         for cost in costing.communication(stage):
             for link, length in cost[GATHER]:
-                found[link] += 2 * length
+                found[f"{link} once" if keeps_params else link] += (2 - keeps_params) * length
             for link, length in cost[REDUCE]:
-                found[link] += length
+                found[f"{link} once" if keeps_grads else link] += length
             for kind in (GRAD_SYNC, PARAM_SYNC):
                 for link, length in cost[kind]:
                     found[f"{link} once"] += length

@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _sent(folder: Path, args: argparse.Namespace) -> list[str]:
-    """What each node has sent. A script that ends by os._exit does not tell."""
+    """What each node has sent. A script that ends by os._exit leaves no counts."""
     lines = []
     for node in range(args.nodes):
         ranks = range(node * args.ranks, (node + 1) * args.ranks)

@@ -6,11 +6,11 @@ import os
 import resource
 import time
 
-FOREIGN_LIMIT = 0.2  # of the machine, used by others: above it times tell little
+FOREIGN_LIMIT = 0.2  # of the machine, used by others: above it times are not reliable
 
 
 def machine_cpu_s() -> float:
-    """Seconds for which the machine's processors have worked, for anybody, since it started."""
+    """Seconds for which the machine's processors have worked, for any process, since it started."""
     with open("/proc/stat") as file:
         ticks = [int(field) for field in file.readline().split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # without idle, iowait

@@ -68,7 +68,7 @@ def install_memory_count() -> MemoryCount | None:
 
 
 def compiled_library() -> Path:
-    """The shared library for this torch, compiled by the first who asks (a few seconds).
+    """The shared library for this torch, compiled at the first use (a few seconds).
 
     Raises MemoryCountUnavailable.
     """

@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_asynchzp.comm.timeline import WAIT, union_s
+from megatron_asynchzp.tools import styles
 from megatron_asynchzp.tools.plot_timeline import OutputError, save_picture
 from megatron_asynchzp.tools.step_trace import Computation, Trace, TraceError, read_trace
-from megatron_asynchzp.tools.styles import BLUE, GREEN, INK, ORANGE, RED, SKY, bare, new_figure
+from megatron_asynchzp.tools.styles import INK, SMALL, STEP_COLOURS, bare
 
-_COLOURS = {"forward": BLUE, "backward": GREEN}
-# Below each stage: what was on its way, as thin lines.
-_LANES = {"gather": SKY, "reduce": ORANGE}
+_LANES = ("gather", "reduce")  # below each stage: what was on its way, as thin lines
 _PALER = 0.45  # share of white in every other micro-batch
-_WIDTH_IN, _STAGE_IN = 13.0, 0.85
+_STAGE_IN = 0.8
+_CAPTION = (
+    "number: the micro-batch, after the point the model chunk; idle: the share of the step in "
+    "which a stage neither computes nor waits for our collectives"
+)
 
 
 class Phase(NamedTuple):
@@ -65,7 +68,7 @@ def make_figure(traces: Sequence[Trace]) -> Any:
     """A matplotlib figure with a row per stage, first stage first."""
     from matplotlib.patches import Patch
 
-    figure = new_figure(_WIDTH_IN, 1.1 + _STAGE_IN * len(traces))
+    figure = styles.new_figure(1.4 + _STAGE_IN * len(traces))
     axes = figure.subplots()
     first = min(trace.began_s for trace in traces)
     for row, trace in enumerate(traces):
@@ -73,16 +76,16 @@ def make_figure(traces: Sequence[Trace]) -> Any:
     axes.set_yticks(
         range(len(traces)),
         [f"stage {row}\nidle {100 * idle_share(trace):.0f} %" for row, trace in enumerate(traces)],
-        fontsize=8,
     )
     axes.set_ylim(len(traces) - 0.45, -0.55)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("time (ms)")
+    axes.set_xlabel("time (ms)", fontsize=styles.NORMAL)
     bare(axes, grid="x")
-    handles = [Patch(color=colour, label=name) for name, colour in _COLOURS.items()]
-    handles.append(Patch(color=RED, label="waits for parameters or gradients"))
-    handles += [Patch(color=colour, label=name) for name, colour in _LANES.items()]
-    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)
+    axes.tick_params(axis="y", length=0)
+    meaning = {name: name for name in ("forward", "backward")}
+    meaning |= {WAIT: "waits for parameters or gradients"} | {lane: lane for lane in _LANES}
+    handles = [Patch(color=STEP_COLOURS[name], label=label) for name, label in meaning.items()]
+    styles.add_legend(figure, handles)
+    styles.add_caption(figure, _CAPTION)
     return figure
 
 
@@ -90,20 +93,21 @@ def _draw_stage(axes: Any, row: int, trace: Trace, shift_ms: float) -> None:
     from matplotlib.colors import to_rgb
 
     chunks = {chunk_of(each.unit) for each in trace.computations}
-    points_per_ms = 72 * (_WIDTH_IN - 1.5) / (1e3 * trace.step_s)
+    points_per_ms = 72 * (styles.WIDTH_IN - 1.5) / (1e3 * trace.step_s)
     for phase in phases(trace.computations):
         start, size = shift_ms + 1e3 * phase.start, 1e3 * (phase.end - phase.start)
         paler = _PALER * (phase.batch % 2)
-        colour = tuple(v + paler * (1 - v) for v in to_rgb(_COLOURS[phase.direction]))
+        colour = tuple(v + paler * (1 - v) for v in to_rgb(STEP_COLOURS[phase.direction]))
         axes.broken_barh([(start, size)], (row - 0.4, 0.5), facecolors=[colour], edgecolor="white")
         text = str(phase.batch + 1) + (f".{phase.chunk}" if len(chunks) > 1 else "")
         if 5.0 * len(text) < size * points_per_ms:
             middle = start + size / 2, row - 0.15
-            style = {"ha": "center", "va": "center", "fontsize": 7}
+            style = {"ha": "center", "va": "center", "fontsize": SMALL}
             axes.annotate(text, middle, color=INK if paler else "white", **style)
-    _draw_spans(axes, trace.lane(WAIT), (row - 0.4, 0.5), RED, shift_ms)
-    for index, (lane, colour) in enumerate(_LANES.items()):
-        _draw_spans(axes, trace.lane(lane), (row + 0.15 + 0.13 * index, 0.11), colour, shift_ms)
+    _draw_spans(axes, trace.lane(WAIT), (row - 0.4, 0.5), STEP_COLOURS[WAIT], shift_ms)
+    for index, lane in enumerate(_LANES):
+        place = row + 0.15 + 0.13 * index, 0.11
+        _draw_spans(axes, trace.lane(lane), place, STEP_COLOURS[lane], shift_ms)
 
 
 def _draw_spans(axes: Any, spans: Sequence, place: tuple, colour: str, shift_ms: float) -> None:

@@ -13,37 +13,40 @@ from pathlib import Path
 from typing import Any
 
 from megatron_asynchzp.comm.timeline import COMPUTE, WAIT, Span
+from megatron_asynchzp.tools import styles
 from megatron_asynchzp.tools.step_trace import (
     Computation,
     Trace,
     TraceError,
     direction_of,
+    outside,
     read_trace,
     short_names,
     unit_of,
 )
-from megatron_asynchzp.tools.styles import BLUE, GREEN, INK, ORANGE, PINK, SKY, new_figure
+from megatron_asynchzp.tools.styles import INK, SMALL
+from megatron_asynchzp.tools.styles import STEP_COLOURS as COLOURS
 
 # Those that move bytes of the model; the comparison of the ranks' orders is too short to be seen.
-LANES = ("gather", "reduce", "grad-sync", "param-sync")
-ROWS = {COMPUTE: "main thread", WAIT: "wait"} | {lane: lane for lane in LANES}
-# Every other micro-batch is lighter.
-# fmt: off
-COLOURS = {
-    "forward": BLUE, "backward": GREEN, WAIT: "#D62728", "gather": SKY, "reduce": ORANGE,
-    "grad-sync": PINK, "param-sync": "#9A9A9A",
+LANES = {
+    "gather": "parameters (all-gather)",
+    "reduce": "gradients (reduce-scatter)",
+    "grad-sync": "gradient shards, once a step",
+    "matrices": "matrices to their owners and back (Muon)",
+    "param-sync": "parameter shards, once a step",
 }
-# fmt: on
+ROWS = {COMPUTE: "main thread", WAIT: "wait"} | {lane: lane for lane in LANES}
 LIGHTER, RECOMPUTED = 0.35, 0.6  # shares of white: every other micro-batch, recomputations
-WIDTH_IN, ROW_IN, DPI, FONT = 13.0, 0.34, 130, 6.5
+ROW_IN = 0.32
+_CAPTION = "number: the layer of a unit; lighter: every other micro-batch; dotted: the step's ends"
 MARGIN = 0.01  # of the time axis, left free on both sides
 
 
 def make_figure(traces: Sequence[Trace]):
     """A matplotlib figure with one panel per trace."""
     rows = [row for row in ROWS if any(trace.lane(row) for trace in traces)]
-    height = (ROW_IN * (len(rows) + 0.6) + 0.45) * len(traces) + 0.85
-    figure = new_figure(WIDTH_IN, height)
+    height = (ROW_IN * (len(rows) + 0.6) + 0.42) * len(traces) + 1.3
+    figure = styles.new_figure(height)
     panels = figure.subplots(len(traces), 1, sharex=True, squeeze=False)[:, 0]
     first_ms = 1e3 * min(span.start for trace in traces for span in trace.spans)
     last_ms = 1e3 * max(span.end for trace in traces for span in trace.spans)
@@ -51,8 +54,9 @@ def make_figure(traces: Sequence[Trace]):
     panels[0].set_xlim(first_ms - margin_ms, last_ms + margin_ms)
     for axes, trace in zip(panels, traces, strict=True):
         _Panel(axes, rows, trace).draw()
-    panels[-1].set_xlabel("time (ms)")
+    panels[-1].set_xlabel("time (ms)", fontsize=styles.NORMAL)
     _add_legend(figure, traces, rows)
+    styles.add_caption(figure, _CAPTION)
     return figure
 
 
@@ -70,7 +74,7 @@ class _Panel:
     def __init__(self, axes, rows: Sequence[str], trace: Trace):
         self.axes, self.rows, self.trace = axes, rows, trace
         low, high = axes.get_xlim()
-        self._points_per_ms = 72 * (WIDTH_IN - 1.2) / (high - low)
+        self._points_per_ms = 72 * (styles.WIDTH_IN - 1.1) / (high - low)
         moved = {span.name for span in trace.spans if span.lane in LANES}
         units = {each.unit for each in trace.computations} | set(map(unit_of, trace.outer))
         self._names = short_names(units | moved)
@@ -89,17 +93,17 @@ class _Panel:
             axes.axvline(1e3 * limit_s, color=INK, linewidth=0.8, linestyle=":")
         axes.set_yticks(range(len(self.rows)), [ROWS[row] for row in self.rows])
         axes.set_ylim(len(self.rows) - 0.5, -1.1)
+        styles.bare(axes)
         axes.tick_params(axis="y", length=0)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.set_title(title_of(self.trace), loc="left", fontsize=10, fontweight="bold", color=INK)
+        axes.spines["left"].set_visible(False)
+        styles.set_title(axes, title_of(self.trace))
 
     def _draw_computations(self, row: float) -> None:
         for span in self.trace.outer:
             if self.trace.computes_itself(span):
-                parts = self._computing(span)
-                for part in parts:
+                for part in self._computing(span):
                     self._add_bar(part, row - 0.4, 0.8, facecolor=COLOURS[direction_of(span)])
-                self._add_name(max(parts, key=_length), row, unit_of(span), "white")
+                self._name_longest(self.trace.own_parts(span), row, unit_of(span), "white")
             else:
                 style = {"fill": False, "edgecolor": "#bbbbbb", "linewidth": 0.6}
                 self._add_bar(span, row - 0.46, 0.92, **style)
@@ -109,26 +113,17 @@ class _Panel:
             for part in parts:
                 self._add_bar(part, row - 0.4, 0.8, facecolor=_lighter(each.direction, light))
             ink = INK if each.is_recomputed else "white"
-            self._add_name(max(parts, key=_length), row, each.unit, ink)
+            self._name_longest(parts, row, each.unit, ink)
         for phase, direction, batch in _phases(self.trace.computations):
             ms = [1e3 * phase.start, 1e3 * phase.end]
             self.axes.plot(ms, [row - 0.6] * 2, color=INK, linewidth=0.8, solid_capstyle="butt")
             for text in (f"{direction} {batch + 1}", f"{direction[0].upper()}{batch + 1}"):
-                if self._add_label(phase, row - 0.83, text, FONT + 0.5, INK):
+                if self._add_label(phase, row - 0.83, text, INK):
                     break
 
     def _computing(self, whole: Span | Computation) -> list[Span]:
         """The parts of `whole` in which the main thread does not wait: it computes only then."""
-        parts, start = [], whole.start
-        for wait in sorted(self.trace.lane(WAIT), key=lambda span: span.start):
-            if wait.start >= whole.end:
-                break
-            if wait.start > start:
-                parts.append(Span(COMPUTE, "", start, wait.start))
-            start = max(start, wait.end)
-        if start < whole.end or not parts:
-            parts.append(Span(COMPUTE, "", min(start, whole.end), whole.end))
-        return parts
+        return outside(whole, self.trace.lane(WAIT))
 
     def _draw_waits(self, row: float) -> None:
         for span in self.trace.lane(WAIT):  # one may be within another
@@ -141,14 +136,18 @@ class _Panel:
             low = row - 0.4 + index * height
             for span in track:
                 self._add_bar(span, low, height, facecolor=COLOURS[lane])
-                if height * ROW_IN * 72 > FONT + 2:
+                if height * ROW_IN * 72 > SMALL + 2:
                     self._add_name(span, low + height / 2, span.name, INK)
+
+    def _name_longest(self, parts: Sequence[Span], row: float, unit: str, ink: str) -> None:
+        if parts:  # else all of it is waiting
+            self._add_name(max(parts, key=_length), row, unit, ink)
 
     def _add_name(self, span: Span | Computation, at: float, unit: str, ink: str) -> None:
         """The name of a unit where it fits, else the number of its layer; no part of a word."""
         name = self._names[unit]
         for text in dict.fromkeys((name, name.partition(".")[0])):
-            if self._add_label(span, at, text, FONT, ink):
+            if self._add_label(span, at, text, ink):
                 return
 
     def _add_bar(self, span: Span | Computation, low: float, height: float, **style) -> None:
@@ -158,10 +157,10 @@ class _Panel:
         size_ms = 1e3 * (span.end - span.start)
         self.axes.add_patch(Rectangle((1e3 * span.start, low), size_ms, height, **style))
 
-    def _add_label(self, span, at: float, text: str, size: float, ink: str) -> bool:
+    def _add_label(self, span, at: float, text: str, ink: str) -> bool:
         """Write `text` in the middle of `span`; False where it does not fit."""
         size_ms = 1e3 * (span.end - span.start)
-        if 0.62 * size * len(text) + 2 > size_ms * self._points_per_ms:
+        if 0.62 * SMALL * len(text) + 2 > size_ms * self._points_per_ms:
             return False
         self.axes.text(
             1e3 * span.start + size_ms / 2,
@@ -169,7 +168,7 @@ class _Panel:
             text,
             ha="center",
             va="center_baseline",
-            fontsize=size,
+            fontsize=SMALL,
             color=ink,
             zorder=3,
         )
@@ -216,23 +215,9 @@ def _add_legend(figure, traces: Sequence[Trace], rows: Sequence[str]) -> None:
     handles = [Patch(color=COLOURS[name], label=name) for name in ("forward", "backward")]
     if any(each.is_recomputed for trace in traces for each in trace.computations):
         handles.append(Patch(color=_lighter("forward", RECOMPUTED), label="recomputation"))
-    meaning = {
-        WAIT: "main thread waits",
-        "gather": "parameters (all-gather)",
-        "reduce": "gradients (reduce-scatter)",
-        "grad-sync": "gradient shards, once a step",
-        "param-sync": "parameter shards, once a step",
-    }
+    meaning = {WAIT: "main thread waits"} | LANES
     handles += [Patch(color=COLOURS[row], label=meaning[row]) for row in rows if row != COMPUTE]
-    figure.legend(
-        handles=handles,
-        loc="outside upper left",
-        ncols=len(handles),
-        frameon=False,
-        fontsize=8,
-        handlelength=1.2,
-        columnspacing=1.4,
-    )
+    styles.add_legend(figure, handles, ncols=4)
 
 
 # ---- the command
@@ -252,7 +237,7 @@ def save_picture(figure: Any, output: Path) -> None:
     if output.suffix.lower() != ".png":
         raise OutputError(f"--output {output}: give a file name that ends in .png")
     try:
-        figure.savefig(output, dpi=DPI)
+        figure.savefig(output, dpi=styles.DPI)
     except OSError as error:
         remedy = "name a file in a folder that exists"
         raise OutputError(f"--output {output}: {error.strerror}; {remedy}") from error

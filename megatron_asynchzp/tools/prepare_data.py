@@ -194,7 +194,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, bytes]]:
         for number, row in enumerate(rows, 1):
             text, name = row.as_py(), f"{path}, row {number}"
             if not isinstance(text, str | None):
-                raise InputError(f"{name} is no text; --column names another column")
+                raise InputError(f"{name} is not text; --column names another column")
             yield name, (text or "").encode()
 
 
@@ -238,7 +238,7 @@ def write_dataset(
     """Write PREFIX.bin and PREFIX.idx. They appear complete or not at all: written under other
     names in the same folder and renamed at the end, the index last, since without its index a
     .bin is no dataset. An older dataset of that name stays as it was until then."""
-    # What torch and Megatron say of accelerators at import does not matter here.
+    # Warnings about accelerators from the imports of torch and Megatron do not matter here.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings(action="ignore"):
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder

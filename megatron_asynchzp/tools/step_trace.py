@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, CommTimes, Span, measure_comm
+from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, WAIT, CommTimes, Span, measure_comm
 
 _SAME = 0.95  # spans of one direction that share this much are of one module
 
@@ -49,9 +49,17 @@ class Trace:
         return [span for span in self.spans if span.lane == name]
 
     def computes_itself(self, outer: Span) -> bool:
-        """Whether most of its time is not that of the leaves in it."""
-        within_s = sum(c.end - c.start for c in self.computations if _contains(outer, c))
-        return within_s < 0.5 * (outer.end - outer.start)
+        """Whether most of its computation is not that of the leaves in it."""
+        own_s, all_s = (
+            sum(part.end - part.start for part in parts)
+            for parts in (self.own_parts(outer), outside(outer, self.lane(WAIT)))
+        )
+        return own_s > 0.5 * all_s
+
+    def own_parts(self, outer: Span) -> list[Span]:
+        """The parts of `outer` in which it neither waits nor a leaf in it computes."""
+        within = [each for each in self.computation_spans if _contains(outer, each)]
+        return outside(outer, [*self.lane(WAIT), *within])
 
     @property
     def computation_spans(self) -> list[Span]:
@@ -111,6 +119,20 @@ def split_leaves(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
         if any(other is not span and _contains(span, other) for other in leaves)
     ]
     return [span for span in leaves if span not in outer], outer
+
+
+def outside(whole: Span | Computation, others: Iterable[Span]) -> list[Span]:
+    """The parts of `whole` that no other span covers, by start."""
+    parts, start = [], whole.start
+    for other in sorted(others, key=lambda span: span.start):
+        if other.start >= whole.end:
+            break
+        if other.start > start:
+            parts.append(Span(COMPUTE, "", start, other.start))
+        start = max(start, other.end)
+    if start < whole.end:
+        parts.append(Span(COMPUTE, "", start, whole.end))
+    return parts
 
 
 def _contains(outer: Span, inner: Span | Computation) -> bool:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how pictures look: colours, and the frame of a plot."""
+"""Owns how pictures look: colours and what they mean, sizes, titles and the frame of a plot."""
 
 from typing import Any
 
@@ -9,8 +9,31 @@ BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 PINK, YELLOW, VERMILION = "#CC79A7", "#F0E442", "#B03A00"
 INK, GREY, GRID, RED = "#333333", "#999999", "#dddddd", "#D00000"
 
+# A colour has one meaning in all pictures of a kind. Pictures of systems: whose it is.
+OURS, STOCK, PEER = VERMILION, BLUE, SKY
+# Pictures of a step: what happened in it.
+STEP_COLOURS = {
+    "forward": BLUE,
+    "backward": GREEN,
+    "optimizer": INK,
+    "wait": RED,
+    "gather": SKY,
+    "reduce": ORANGE,
+    "grad-sync": PINK,
+    "matrices": YELLOW,
+    "param-sync": GREY,
+}
 
-def new_figure(width: float, height: float) -> Any:
+WIDTH_IN, DPI = 10.0, 130  # a page shows about 85 pixels an inch: 8 points can still be read
+SMALL, NORMAL = 8, 9  # points of marks within a plot, and of axes and legends
+
+SIZES_MEANING = (
+    "(P,G,O): P ranks share one copy of the parameters, G of the gradients, O of the optimizer "
+    "states"
+)
+
+
+def new_figure(height: float, width: float = WIDTH_IN) -> Any:
     """A matplotlib figure in inches, without a window."""
     from matplotlib.figure import Figure
 
@@ -20,6 +43,30 @@ def new_figure(width: float, height: float) -> Any:
 def bare(plot: Any, grid: str | None = None) -> None:
     """Without the frame's top and right; with lines across from one axis ("x", "y" or "both")."""
     plot.spines[["top", "right"]].set_visible(False)
+    plot.tick_params(labelsize=SMALL)
     if grid is not None:
         plot.grid(axis=grid, color=GRID, linewidth=0.6)
         plot.set_axisbelow(True)
+
+
+def set_title(plot: Any, text: str, pad: float = 6) -> None:
+    """What a plot shows, above its left end. pad: points between the two."""
+    plot.set_title(text, loc="left", fontsize=NORMAL, fontweight="bold", color=INK, pad=pad)
+
+
+def add_caption(figure: Any, *lines: str) -> None:
+    """What a reader must know about the picture, below all plots."""
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=SMALL, color=INK)
+
+
+def add_legend(figure: Any, handles: list[Any], ncols: int | None = None) -> None:
+    """Above all plots; in one row unless `ncols` has fewer columns."""
+    figure.legend(
+        handles=handles,
+        loc="outside upper left",
+        ncols=ncols or len(handles),
+        frameon=False,
+        fontsize=NORMAL,
+        handlelength=1.4,
+        columnspacing=1.4,
+    )

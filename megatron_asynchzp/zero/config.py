@@ -27,7 +27,8 @@ class ScheduleConfig:
     at most this size; time_limit_s: after which a collective that has not finished is an error;
     checks_order: compare the ranks' orders once per step; timed_every: see Timeline;
     keep_params_nbytes, keep_grads_nbytes: so much more, on a rank, for parameters that stay
-    gathered, and for gradients that are added up, from one micro-batch to a later one.
+    gathered, and for gradients that are added up, from one micro-batch to a later one;
+    keeps_params_in_rest: for parameters also what the device has left after the first update.
     """
 
     kind: str = AUTO
@@ -39,6 +40,7 @@ class ScheduleConfig:
     timed_every: int = 10
     keep_params_nbytes: int = 0
     keep_grads_nbytes: int = 0
+    keeps_params_in_rest: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in (AUTO, *SCHEDULES):

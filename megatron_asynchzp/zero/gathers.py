@@ -9,12 +9,13 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_asynchzp.comm.arena import Arena, Place
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.sharding.in_flight import ALIGNMENT_NBYTES, needed_together
+from megatron_asynchzp.sharding.residency import Residency
 from megatron_asynchzp.zero.config import ScheduleConfig
-from megatron_asynchzp.zero.residency import Residency
 from megatron_asynchzp.zero.unit import HZPUnit, Phase
 
 _logger = logging.getLogger("megatron_asynchzp")
@@ -58,13 +59,38 @@ class KeptParams:
     """Parameters that stay gathered from one use to a later one: the decision, and the memory that
     all model chunks of a rank share for it.
 
-    budget: bytes beside those that the chunks need without it; chunks: who uses it.
+    budget: bytes beside those that the chunks need without it; takes_rest: whether the budget is to
+    be enlarged by what the device has left, see `take_rest`; chunks: who uses it.
     """
 
-    def __init__(self, budget: int, device: torch.device, record_event: Callable[[], Any]):
+    def __init__(
+        self,
+        budget: int,
+        device: torch.device,
+        record_event: Callable[[], Any],
+        takes_rest: bool = False,
+    ):
         self.residency = Residency[HZPUnit](budget, lambda unit: unit.gathered_nbytes)
-        self.arena = Arena(budget // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES, device, record_event)
+        self.arena = Arena(_aligned(budget), device, record_event)
+        self.takes_rest = takes_rest
+        self._device = device
         self.chunks: list[Gathers] = []
+
+    def take_rest(self, left_nbytes: int) -> None:
+        """Enlarge the budget by the least of what the ranks have left, so that all keep the same.
+
+        left_nbytes: on this rank. Once, between two steps. Collective over all ranks.
+        """
+        self.takes_rest = False
+        least = torch.tensor(left_nbytes, dtype=torch.int64, device=self._device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)  # pyright: ignore[reportUnknownMemberType]
+        if nbytes := _aligned(int(least)):
+            self.arena.grow(nbytes)
+            self.residency.enlarge(nbytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return nbytes // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES
 
 
 class Gathers:

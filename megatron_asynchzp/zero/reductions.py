@@ -17,7 +17,7 @@ from megatron_asynchzp.comm.collectives import Steps, split_for_reduction
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES
 from megatron_asynchzp.sharding.pieces import GradPiece
-from megatron_asynchzp.zero.residency import Residency
+from megatron_asynchzp.sharding.residency import Residency
 from megatron_asynchzp.zero.unit import HZPUnit
 
 Update = Callable[[HZPUnit], None]

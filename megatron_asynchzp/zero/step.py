@@ -17,10 +17,10 @@ from megatron_asynchzp.comm.order_check import OrderCheck
 from megatron_asynchzp.device import device_of
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES, MemoryInFlight, memory_in_flight
 from megatron_asynchzp.sharding.pieces import grad_pieces
+from megatron_asynchzp.sharding.residency import Residency
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.gathers import Gathers, KeptParams
 from megatron_asynchzp.zero.reductions import Reductions, Update
-from megatron_asynchzp.zero.residency import Residency
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -36,11 +36,19 @@ class Stays:
     def of(cls, config: ScheduleConfig, driver: Driver, device: torch.device) -> "Stays":
         """As much as `config` allows; allocates the memory of parameters that are kept."""
         params = grads = None
-        if config.keep_params_nbytes:
-            params = KeptParams(config.keep_params_nbytes, device, driver.device.record_event)
+        if config.keep_params_nbytes or config.keeps_params_in_rest:
+            params = KeptParams(
+                config.keep_params_nbytes,
+                device,
+                driver.device.record_event,
+                config.keeps_params_in_rest,
+            )
         if config.keep_grads_nbytes:
+            # The sum of a unit that has its turn is nowhere else, unlike its parameters.
             grads = Residency[HZPUnit](
-                config.keep_grads_nbytes, lambda unit: FP32_NBYTES * unit.layout.padded_numel
+                config.keep_grads_nbytes,
+                lambda unit: FP32_NBYTES * unit.layout.padded_numel,
+                counts_own=True,
             )
         return cls(params, grads)
 

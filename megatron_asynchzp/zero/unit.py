@@ -257,7 +257,7 @@ class HZPUnit:
             elif before.dtype == torch.float32:
                 before.add_(grad)  # as autograd would
             else:
-                taken[index] = before.float() + grad
+                taken[index] = before.float().add_(grad)
             param.grad = None
 
     def write_grads(

@@ -5,9 +5,9 @@
     python -m scripts.bench.bench_attention [--lengths 1024 4096] [--dtype bf16] [--out FILE]
     python -m scripts.bench.bench_attention --plot results.jsonl --out picture.png
 
-Every way is first measured against fp64 on biased keys; where it is worse than its tolerance, the
-line says so and no time is measured. TFLOPS count 4 B H S T D per forward, half of it if causal,
-and 2.5 times that per backward.
+Every way is first measured against fp64 on biased keys. Where its error is above the tolerance, its
+line has "is_right": false, and no time is measured. TFLOPS count 4 B H S T D per forward, half of
+it if causal, and 2.5 times that per backward.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from megatron_asynchzp.attention.delegate import VENDORS, delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.pasa import SHIFTS, block_attention
 from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
-from megatron_asynchzp.tools.styles import new_figure
+from megatron_asynchzp.tools import styles
 from scripts.report.records import append, read
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -158,7 +158,7 @@ def _device_name(options) -> str:
 
 
 def draw(lines: list[dict], path: Path) -> None:
-    figure = new_figure(11, 4)
+    figure = styles.new_figure(4)
     axes = figure.subplots(1, 2)
     for axis, direction in zip(axes, ("forward", "backward"), strict=True):
         for name in dict.fromkeys(line["way"] for line in lines):
@@ -169,9 +169,11 @@ def draw(lines: list[dict], path: Path) -> None:
             ]
             if points:
                 axis.plot(*zip(*points, strict=True), marker="o", label=name)
-        axis.set(title=direction, xlabel="length", ylabel="TFLOPS", xscale="log")
-    axes[0].legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+        styles.set_title(axis, direction)
+        axis.set(xlabel="tokens", ylabel="TFLOPS", xscale="log")
+        styles.bare(axis, grid="y")
+    axes[0].legend(frameon=False, fontsize=styles.SMALL)
+    figure.savefig(path, dpi=styles.DPI)
 
 
 def main(argv: list[str]) -> int:

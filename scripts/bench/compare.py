@@ -6,6 +6,7 @@ sharded systems and by AsyncHZP, on an emulated cluster. Writes JSON lines, a ta
     python -m scripts.bench.compare --out runs/compare              # 2 x 2, slow and fast network
     python -m scripts.bench.compare --nodes 2 4 --repetitions 3     # the long form
     python -m scripts.bench.compare --quick                         # one network, one repetition
+    python -m scripts.bench.compare --pipelines --profiles slow-between-nodes --repetitions 5
 """
 
 import argparse
@@ -18,7 +19,12 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
 
-from megatron_asynchzp.testbed.contenders.side_by_side import contenders
+from megatron_asynchzp.testbed.contenders.side_by_side import (
+    MICRO_BATCHES,
+    Contender,
+    contenders,
+    pipelines,
+)
 from megatron_asynchzp.testbed.contenders.torch_run import missing
 from megatron_asynchzp.testbed.contenders.workload import Workload
 from megatron_asynchzp.testbed.machine import machine_record
@@ -34,13 +40,14 @@ from scripts.report.records import append
 
 @dataclass(frozen=True)
 class Study:
-    """One cluster, one network, one workload."""
+    """One cluster, one network, one workload, and who is compared."""
 
     cluster: Cluster
     workload: Workload
+    chosen: list[Contender]
     repetitions: int
 
-    def run(self, file: Path, names: list[str], deadline_s: float) -> list[dict]:
+    def run(self, file: Path, deadline_s: float) -> list[dict]:
         """Calibrate, then all contenders in turns, appending a record of each run to `file`."""
         log = file.with_suffix(".log")
         records: list[dict] = []
@@ -49,22 +56,16 @@ class Study:
             records.append(record | self._described())
             append(file, records[-1])
 
-        nodes, ranks = self.cluster.nodes, self.cluster.ranks_per_node
-        chosen = [
-            one
-            for one in contenders(nodes, ranks, self.workload)
-            if not names or any(name.lower() in one.name.lower() for name in names)
-        ]
         console = Console(stderr=True)
         with Progress(console=console) as progress:
-            task = progress.add_task("calibrating", total=1 + self.repetitions * len(chosen))
+            task = progress.add_task("calibrating", total=1 + self.repetitions * len(self.chosen))
             calibration = calibrate(self.cluster, self.workload, RUN_LIMIT_S)
             keep({"kind": "calibration"} | asdict(calibration))
             progress.console.print(*calibration_lines(records[-1]), sep="\n", highlight=False)
             progress.advance(task)
             broken: dict[str, str] = {}
             for repetition in range(self.repetitions):
-                for one in chosen:
+                for one in self.chosen:
                     progress.update(task, description=f"{one.name}, {repetition + 1}")
                     reason = one.reason or missing(one.torch_system) or broken.get(one.name, "")
                     if not reason and time.monotonic() > deadline_s:
@@ -98,10 +99,9 @@ def main() -> None:
     append(file, records[0])
     for nodes in args.nodes:
         for profile in args.profiles:
-            workload = replace(Workload(), samples=2 * nodes * args.ranks, steps=args.steps)
-            study = Study(Cluster(nodes, args.ranks, profile), workload, args.repetitions)
+            study = _study(args, nodes, profile)
             Console(stderr=True).print(f"{nodes} nodes x {args.ranks} ranks, {profile.name}")
-            records += study.run(file, args.only, deadline_s)
+            records += study.run(file, deadline_s)
     text = markdown(records)
     (args.out / "table.md").write_text(text)
     draw(records, args.out / "compare.png")
@@ -110,9 +110,26 @@ def main() -> None:
     print(f"{args.out}/: records.jsonl, table.md, compare.png, compare_front.png")
 
 
+def _study(args: argparse.Namespace, nodes: int, profile: NetworkProfile) -> Study:
+    ranks = args.ranks
+    samples = (MICRO_BATCHES // 2 if args.pipelines else 2) * nodes * ranks
+    workload = replace(Workload(), samples=samples, steps=args.steps)
+    chosen = [
+        one
+        for one in (pipelines if args.pipelines else contenders)(nodes, ranks, workload)
+        if not args.only or any(name.lower() in one.name.lower() for name in args.only)
+    ]
+    return Study(Cluster(nodes, ranks, profile), workload, chosen, args.repetitions)
+
+
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one network, one repetition")
+    parser.add_argument(
+        "--pipelines",
+        action="store_true",
+        help=f"interleaved pipelines of 2 stages with {MICRO_BATCHES} micro-batches instead",
+    )
     parser.add_argument("--nodes", type=int, nargs="+", default=[2], help="sizes of clusters")
     parser.add_argument("--ranks", type=int, default=2, help="ranks per node")
     parser.add_argument(

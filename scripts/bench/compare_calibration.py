@@ -25,8 +25,8 @@ _PROBE_NUMEL = 250_000  # of a rank: a megabyte, about what a layer sends
 
 @dataclass(frozen=True)
 class Calibration:
-    """Milliseconds of a step and of a probe of the network, beside what the model of the network
-    says of that probe; shares of the machine.
+    """Milliseconds of a step and of a probe of the network, measured and modelled; shares of the
+    machine.
 
     emulated_ms: the delays of a step alone; compute_ms: of a step without communication, real
     arithmetic and the whole optimizer included; flat_ms, hierarchical_ms: of a step whose layers
@@ -49,7 +49,7 @@ def emulated_ms(workload: Workload, num_ranks: int) -> float:
 
 
 def ring_all_gather_ms(profile: NetworkProfile, nodes: int, nbytes: int) -> float:
-    """What the model says of an all-gather over all ranks, `nbytes` from each: every step of the
+    """The modelled time of an all-gather over all ranks, `nbytes` from each: every step of the
     ring crosses between nodes once and takes as long as its slowest link."""
     inside = 0.0
     if (ranks := profile.ranks_per_node) > 1:  # all messages of a node share its fabric
@@ -72,7 +72,7 @@ def foreign_of(reports: Sequence[RankReport]) -> float:
 
 
 def busy_of(reports: Sequence[RankReport]) -> float:
-    """The share of the machine that was used in the timed steps of a run, by anybody."""
+    """The share of the machine that was used in the timed steps of a run, by any process."""
     return foreign_share(reports[0].machine_cpu_s, 0.0, reports[0].wall_s)
 
 

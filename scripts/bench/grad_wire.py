@@ -128,7 +128,7 @@ def _empty_record(wire: str) -> dict:
     return common | workload | {"step_ms": [], "node_nbytes": 0.0, "foreign": 0.0}
 
 
-# ---- what the records say
+# ---- what follows from the records
 
 
 def verdicts(lines: Sequence[dict]) -> list[tuple[bool, str]]:

@@ -4,9 +4,10 @@
 and model size: measured on an emulated cluster as far as one machine goes, beyond it from the cost
 model. Writes JSON lines, tables and a picture.
 
-    python -m scripts.bench.scaling --out runs/scaling                  # everything
-    python -m scripts.bench.scaling --axes ranks --max-ranks 4 --repetitions 1    # a try
-    python -m scripts.bench.scaling --repetitions 0                     # the model alone
+    python -m scripts.bench.scaling --out runs/scaling        # along ranks, at most ten minutes
+    python -m scripts.bench.scaling --max-ranks 4 --slow-motion 1          # a try, two minutes
+    python -m scripts.bench.scaling --axes all --repetitions 0             # the model alone
+    python -m scripts.bench.scaling --axes all --max-ranks 16 --repetitions 2 --time-limit 180
 """
 
 import argparse
@@ -62,7 +63,7 @@ class Study:
     _computed: set[Point] = field(default_factory=set)
 
     def model_all(self) -> None:
-        """What the model says where nothing was measured yet: emulated computation alone."""
+        """The model of every point, given the emulated computation alone."""
         for point in (*self.plan.measured, *self.plan.modelled):
             work = self._workload(point)
             self._keep_modelled(point, emulated_ms(work, point.num_ranks), "emulated")
@@ -91,7 +92,7 @@ class Study:
                     progress.console.print(f"{point}: {name} {outcome}", soft_wrap=True)
                 progress.advance(task)
 
-    # ---- one run; what is said of it, in few words
+    # ---- one run, and a few words about its outcome
 
     def _workload(self, point: Point) -> Workload:
         return point.workload(self.slow_motion * self.layer_ms, self.steps)
@@ -100,7 +101,7 @@ class Study:
         return Cluster(point.nodes, point.ranks_per_node, slowed(self.profile, self.slow_motion))
 
     def _limit_s(self, point: Point, steps: int) -> float:
-        """Of one run: three times what the model says of the slowest one."""
+        """Of one run: three times the slowest modelled one."""
         work = self._workload(point)
         run = self._modelled_run(point, emulated_ms(work, point.num_ranks))
         return _START_S + 3e-3 * steps * max(system(run).step_ms() for system in SYSTEMS)
@@ -205,13 +206,16 @@ def main() -> None:
     (args.out / "table.md").write_text(text)
     draw(records, args.out / "scaling.png")
     Console(width=None if sys.stdout.isatty() else 200).print(Markdown(text))
-    print(f"{args.out}/: records.jsonl, table.md, scaling.png")
+    pictures = ", ".join(sorted(file.name for file in args.out.glob("scaling*.png")))
+    print(f"{args.out}/: records.jsonl, table.md, {pictures}")
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     names = [axis.name for axis in AXES]
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--axes", nargs="+", default=names, metavar="AXIS", help=", ".join(names))
+    parser.add_argument(
+        "--axes", nargs="+", default=["ranks"], metavar="AXIS", help=f"all, or {', '.join(names)}"
+    )
     parser.add_argument(
         "--only",
         nargs="+",
@@ -220,7 +224,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="contenders whose name contains one of these",
     )
     parser.add_argument("--ranks", type=int, default=2, help="ranks per node")
-    parser.add_argument("--max-ranks", type=int, default=16, help="beyond: modelled only")
+    parser.add_argument("--max-ranks", type=int, default=8, help="beyond: modelled only")
     parser.add_argument(
         "--profile", default="slow-between-nodes", metavar="NAME", help=", ".join(PROFILES)
     )
@@ -230,16 +234,23 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--slow-motion",
         type=float,
-        default=4.0,
+        default=3.0,
         metavar="FACTOR",
         help="computing and the network this much slower, so that what the "
         "machine really computes weighs as much less",
     )
-    parser.add_argument("--repetitions", type=int, default=2, help="0: the model alone")
+    parser.add_argument("--repetitions", type=int, default=1, help="0: the model alone")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a run")
-    parser.add_argument("--time-limit", type=float, default=180.0, help="minutes for all runs")
+    parser.add_argument("--time-limit", type=float, default=10.0, help="minutes for all runs")
     parser.add_argument("--out", type=Path, default=Path("runs/scaling"), metavar="FOLDER")
-    args = parser.parse_args(argv)
+    return _checked(parser, parser.parse_args(argv))
+
+
+def _checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
+    """With the profile in place of its name. Ends the process for what cannot be measured."""
+    names = [axis.name for axis in AXES]
+    if args.axes == ["all"]:
+        args.axes = names
     for axis in args.axes:
         if axis not in names:
             parser.error(f"--axes {axis}: not one of {', '.join(names)}")

@@ -117,7 +117,7 @@ def _environment(place: Place) -> dict[str, str]:
 
 
 def _first_words(ended: Ended, limit_s: float) -> str:
-    """Our own line, if there is one, says more than torchrun's last."""
+    """Our own line, if there is one: it names the reason, torchrun's last line does not."""
     own = [line for line in ended.lines if line.startswith("megatron_asynchzp: ")]
     status = ended.describe(limit_s)
     return f"{own[-1]} ({status.partition(';')[0]})" if own else status

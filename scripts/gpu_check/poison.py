@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Fills memory in flight with NaN as soon as it is free: whoever reads it too late, or before it is
-written again, computes NaN."""
+"""Fills memory in flight with NaN as soon as it is free: a read that comes too late, or before the
+next write, gives NaN."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

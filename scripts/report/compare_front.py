@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_asynchzp.testbed.contenders.side_by_side import ND, OURS, SHARDED
-from megatron_asynchzp.tools.styles import BLUE, INK, SKY, VERMILION, bare, new_figure
+from megatron_asynchzp.tools import styles
+from megatron_asynchzp.tools.styles import INK, NORMAL, SIZES_MEANING, SMALL, bare
 from scripts.report.compare_memory import peak_of
 from scripts.report.compare_rows import Comparison, Row, comparisons
 from scripts.report.records import markdown_table, write_picture
 
-_MARKS = {OURS: ("o", VERMILION), ND: ("s", BLUE), SHARDED: ("^", SKY)}
+_MARKS = {OURS: ("o", styles.OURS), ND: ("s", styles.STOCK), SHARDED: ("^", styles.PEER)}
 
 
 def front(rows: Iterable[Row]) -> list[Row]:
@@ -62,7 +63,7 @@ def draw(records: Iterable[dict], file: Path) -> None:
     from matplotlib.lines import Line2D
 
     found = comparisons(records)
-    figure = new_figure(13, 0.9 + 5.0 * len(found))
+    figure = styles.new_figure(0.9 + 3.6 * len(found))
     panels = figure.subplots(len(found), 1, squeeze=False)[:, 0]
     for comparison, axes in zip(found, panels, strict=True):
         _draw_study(comparison, axes)
@@ -70,13 +71,15 @@ def draw(records: Iterable[dict], file: Path) -> None:
         Line2D([], [], marker=mark, color=colour, linestyle="", markersize=8, label=family)
         for family, (mark, colour) in _MARKS.items()
     ]
-    handles.append(Line2D([], [], color=INK, linestyle=":", label="nothing beats these in both"))
-    figure.legend(handles=handles, loc="outside upper right", ncols=4, frameon=False)
-    figure.suptitle("Time of a step over memory of a rank", x=0.01, ha="left", fontsize=12)
+    label = "no other is faster with as little memory"
+    handles.append(Line2D([], [], color=INK, linestyle=":", label=label))
+    styles.add_legend(figure, handles)
+    threaded = "AsyncHZP runs threaded where no other schedule is named; bold: on the dotted line"
+    styles.add_caption(figure, SIZES_MEANING, threaded)
     figure.draw_without_rendering()  # places the panels, which names need to be placed themselves
     for comparison, axes in zip(found, panels, strict=True):
         _name_points(axes, measured(comparison))
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=styles.DPI)
 
 
 def _draw_study(comparison: Comparison, axes: Any) -> None:
@@ -103,9 +106,9 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
         )
     nodes, ranks = comparison.nodes, comparison.ranks_per_node
     name = f"{nodes} nodes x {ranks} ranks, {comparison.profile['name']}"
-    axes.set_title(name, loc="left", fontsize=10, fontweight="bold")
-    axes.set_xlabel("peak of a rank's tensors (MB)", fontsize=9)
-    axes.set_ylabel("step (ms), median", fontsize=9)
+    styles.set_title(axes, name)
+    axes.set_xlabel("peak of a rank's tensors (MB)", fontsize=NORMAL)
+    axes.set_ylabel("step (ms), median", fontsize=NORMAL)
     axes.margins(x=0.08, y=0.12)
     bare(axes, grid="both")
 
@@ -113,8 +116,9 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
 # Where a name may stand beside its point: offsets in points, and which end of it is there.
 # fmt: off
 _PLACES = (
-    (8, 0, "left"), (-8, 0, "right"), (4, 12, "left"), (4, -12, "left"), (-4, 12, "right"),
-    (-4, -12, "right"), (4, 24, "left"), (4, -24, "left"), (-4, 24, "right"), (-4, -24, "right"),
+    (6, 7, "left"), (8, 0, "left"), (-8, 0, "right"), (4, 12, "left"), (4, -12, "left"),
+    (-4, 12, "right"), (-4, -12, "right"), (4, 24, "left"), (4, -24, "left"), (-4, 24, "right"),
+    (-4, -24, "right"),
 )
 # fmt: on
 
@@ -131,13 +135,13 @@ def _name_points(axes: Any, rows: Sequence[Row]) -> None:
     for row in sorted(rows, key=peak_of):
         for dx, dy, side in _PLACES:
             text = axes.annotate(
-                row.name,
+                row.name.removeprefix("AsyncHZP ").removeprefix("threaded "),
                 (peak_of(row), row.median_ms),
                 xytext=(dx, dy),
                 textcoords="offset points",
                 ha=side,
                 va="center",
-                fontsize=8,
+                fontsize=SMALL,
                 color=INK,
                 weight="bold" if row in best else "normal",
                 path_effects=halo,

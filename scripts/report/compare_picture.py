@@ -11,34 +11,32 @@ from pathlib import Path
 from typing import Any
 
 from megatron_asynchzp.testbed.contenders.side_by_side import ND, OURS, SHARDED
-from megatron_asynchzp.tools.styles import BLUE, INK, RED, SKY, VERMILION, bare, new_figure
-from scripts.report.compare_rows import Comparison, comparisons
+from megatron_asynchzp.tools import styles
+from megatron_asynchzp.tools.styles import INK, NORMAL, RED, SIZES_MEANING, SMALL, bare
+from scripts.report.compare_rows import Comparison, Row, comparisons
 from scripts.report.records import write_picture
 
-_MEANING = (
-    "(P,G,O): ranks that share one copy of the parameters, the gradients, the optimizer states\n"
-    "*: the host waits for a side stream, which an accelerator would not"
-)
-COLOURS = {OURS: VERMILION, ND: BLUE, SHARDED: SKY}
+_WAITS = "*: the host waits for a side stream, which an accelerator would not"
+COLOURS = {OURS: styles.OURS, ND: styles.STOCK, SHARDED: styles.PEER}
 
 
 def draw(records: Iterable[dict], file: Path) -> None:
-    """Write the picture as a PNG. Contenders without a measurement are named below it."""
+    """Write the picture as a PNG. Contenders without a measurement are named beside a study."""
     from matplotlib.patches import Patch
 
     found = comparisons(records)
     rows = [max(1, sum(not row.reason for row in comparison.rows)) for comparison in found]
-    figure = new_figure(13, 1.6 + sum(0.31 * count + 1.1 for count in rows))
+    figure = styles.new_figure(1.3 + sum(0.24 * count + 0.9 for count in rows))
     axes = figure.subplots(
         len(found), 3, squeeze=False, width_ratios=[2.2, 1, 1], height_ratios=rows, sharey="row"
     )
     for comparison, of_study in zip(found, axes):
         _draw_study(comparison, of_study)
-    handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
-    figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False)
-    title = "The same GPT and batches on an emulated cluster"
-    figure.suptitle(f"{title}\n{_MEANING}", x=0.01, ha="left", fontsize=10)
-    figure.savefig(file, dpi=120)
+    handles: list[Any] = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    styles.add_legend(figure, handles)
+    waits = any(row.host_waits for comparison in found for row in comparison.rows)
+    styles.add_caption(figure, SIZES_MEANING, *[_WAITS] * waits)
+    figure.savefig(file, dpi=styles.DPI)
 
 
 def _draw_study(comparison: Comparison, axes: Any) -> None:
@@ -48,27 +46,7 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
     times, traffic, memory = axes
     for place, row in zip(places, rows):
         colour = COLOURS[row.family]
-        if row.is_timed:
-            low, high = row.median_ms - min(row.step_ms), max(row.step_ms) - row.median_ms
-            times.barh(
-                place,
-                row.median_ms,
-                color=colour,
-                height=0.7,
-                xerr=[[low], [high]],
-                error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 2},
-            )
-            times.text(
-                12,
-                place,
-                f"{row.median_ms:.0f}",
-                va="center",
-                color="white",
-                fontsize=8,
-                weight="bold",
-            )
-        else:
-            times.text(12, place, "wrong losses: no speed", va="center", color=RED, fontsize=8)
+        _draw_step(times, place, row, colour)
         traffic.barh(place, row.node_mb or 0.0, color=colour, height=0.7)
         memory.barh(place, row.peak_mb or 0.0, color=colour, height=0.7, alpha=0.35)
         memory.barh(place, row.state_mb or 0.0, color=colour, height=0.7)
@@ -80,27 +58,40 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
             xycoords=("data", "axes fraction"),
             xytext=(3, 2),
             textcoords="offset points",
-            fontsize=8,
+            fontsize=SMALL,
             color=INK,
         )
-    times.set_yticks(places, names, fontsize=9)
+    times.set_yticks(places, names)
+    times.set_ylim(-0.6, len(rows) - 0.4)
     nodes, ranks = comparison.nodes, comparison.ranks_per_node
-    times.set_title(
-        f"{nodes} nodes x {ranks} ranks, {comparison.profile['name']}\n",
-        loc="left",
-        fontsize=10,
-        fontweight="bold",
-    )
-    times.set_xlabel("step (ms): median, shortest and longest", fontsize=9)
-    traffic.set_xlabel("off a node (MB per step)", fontsize=9)
-    memory.set_xlabel("tensors (MB): state, pale: peak", fontsize=9)
+    styles.set_title(times, f"{nodes} nodes x {ranks} ranks, {comparison.profile['name']}", pad=14)
+    times.set_xlabel("step (ms): median, shortest and longest", fontsize=NORMAL)
+    traffic.set_xlabel("sent by a node (MB a step)", fontsize=NORMAL)
+    memory.set_xlabel("tensors of a rank (MB):\nbetween steps; pale: peak", fontsize=NORMAL)
     missing = [row.name for row in comparison.rows if row.reason]
     if missing:
         text = "not run: " + ", ".join(missing)
-        traffic.set_title(f"{text}\n", fontsize=7, color=INK, loc="left")
+        traffic.set_title(text, fontsize=SMALL, color=INK, loc="left", pad=14)
     for ax in axes:
         bare(ax, grid="x")
-        ax.tick_params(axis="x", labelsize=8)
+
+
+def _draw_step(times: Any, place: int, row: Row, colour: str) -> None:
+    inside = {"va": "center", "fontsize": SMALL}
+    if not row.is_timed:
+        times.text(12, place, "wrong losses: no speed", color=RED, **inside)
+        return
+    low, high = row.median_ms - min(row.step_ms), max(row.step_ms) - row.median_ms
+    times.barh(
+        place,
+        row.median_ms,
+        color=colour,
+        height=0.7,
+        xerr=[[low], [high]],
+        error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 2},
+    )
+    ink = INK if colour == styles.PEER else "white"
+    times.text(12, place, f"{row.median_ms:.0f}", color=ink, weight="bold", **inside)
 
 
 if __name__ == "__main__":

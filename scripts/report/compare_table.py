@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Turns the JSON lines of compare.py into Markdown: for each cluster and network the calibration, a
-table, and what it says about AsyncHZP.
+table, and a verdict about AsyncHZP.
 
     python -m scripts.report.compare_table runs/compare/records.jsonl
 """
@@ -81,7 +81,7 @@ def calibration_lines(it: dict) -> list[str]:
         f"all ranks, {it['hierarchical_ms']:.0f} ms with parameters and gradients in a node "
         "(real arithmetic included).",
         f"- An all-gather of 1 MB per rank takes {it['probe_ms']:.1f} ms; the model of the "
-        f"network says {it['probe_model_ms']:.1f} ms. Others used {it['idle_foreign']:.0%} of "
+        f"network gives {it['probe_model_ms']:.1f} ms. Others used {it['idle_foreign']:.0%} of "
         f"the machine before, {it['foreign']:.0%} at most while calibrating.",
     ]
 

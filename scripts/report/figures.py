@@ -176,6 +176,15 @@ def peaks_figure(what: str) -> str:
     return {"worst": peak_table.worst}[what](read_record("peaks").lines)
 
 
+def planner_figure(what: str) -> str:
+    """Of the steps on the test-bed."""
+    lines = read_record("planner_testbed").lines
+    of_all = next(line for line in lines if line["kind"] == "summary")
+    text = f"{of_all[what]:.1%}" if what in ("mean", "worst") else str(of_all[what])
+    foreign = max(line["foreign"] for line in lines if line["kind"] == "hosts")
+    return f"{text}{' (disturbed)' * (foreign > FOREIGN_LIMIT)}"
+
+
 FIGURES: dict[str, Callable[..., str]] = {
     "step": schedule_ratio,
     "load": schedule_load,
@@ -191,6 +200,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "quickstart equal": quickstart_equal,
     "cluster": cluster_figure,
     "peaks": peaks_figure,
+    "planner": planner_figure,
     "pasa times": pasa_times,
     "parity worst": parity_worst,
     "parity count": parity_count,

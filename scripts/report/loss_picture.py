@@ -8,25 +8,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_asynchzp.tools import styles
 from megatron_asynchzp.tools.styles import (
-    BLUE,
+    GREEN,
     GREY,
     GRID,
     INK,
+    NORMAL,
     ORANGE,
-    SKY,
-    VERMILION,
+    PINK,
+    SMALL,
     YELLOW,
     bare,
-    new_figure,
 )
 
-BASELINE, CANDIDATE = SKY, VERMILION
+BASELINE, CANDIDATE = styles.STOCK, styles.OURS
 RINGS = "rings"
+_SIZES = "P, G, O: how many ranks share one copy of the parameters, the gradients, Adam's moments"
 STATES = {  # key of the report: (label, colour), from the bottom of the bar up
-    "model_param": ("parameters", BLUE),
-    "main_grad": ("gradients", SKY),
-    "main_param": ("main parameters", ORANGE),
+    "model_param": ("parameters", GREEN),
+    "main_grad": ("gradients", ORANGE),
+    "main_param": ("main parameters", PINK),
     "optimizer_state": ("Adam's two moments", YELLOW),
     RINGS: ("in flight", GREY),
 }
@@ -47,11 +49,11 @@ def last_digit(loss: float) -> float:
 
 def _draw_losses(axes, baseline: Run, candidate: Run) -> None:
     steps = range(1, len(baseline.losses) + 1)
-    axes.plot(steps, baseline.losses, color=BASELINE, linewidth=5, label=baseline.name)
+    axes.plot(steps, baseline.losses, color=BASELINE, linewidth=5, alpha=0.5, label=baseline.name)
     axes.plot(steps, candidate.losses, color=CANDIDATE, linewidth=1.2, label=candidate.name)
-    axes.set_ylabel("training loss (nats per byte)")
-    axes.set_title("Training loss over the same batches", loc="left", fontweight="bold")
-    axes.legend(frameon=False)
+    axes.set_ylabel("training loss (nats per byte)", fontsize=NORMAL)
+    styles.set_title(axes, "training loss over the same batches")
+    axes.legend(frameon=False, fontsize=NORMAL)
 
 
 def _draw_differences(axes, baseline: Run, candidate: Run) -> None:
@@ -69,7 +71,7 @@ def _draw_differences(axes, baseline: Run, candidate: Run) -> None:
         xytext=(2, 0),
         textcoords="offset points",
         va="center",
-        fontsize=7,
+        fontsize=SMALL,
         color=INK,
     )
     axes.set_yscale("log")
@@ -78,10 +80,11 @@ def _draw_differences(axes, baseline: Run, candidate: Run) -> None:
     axes.set_title(
         f"{equal} of {len(apart)} printed losses equal in every digit (drawn at the bottom)",
         loc="left",
-        fontsize=9,
+        fontsize=NORMAL,
+        color=INK,
     )
-    axes.set_ylabel("|difference|\n(nats per byte)")
-    axes.set_xlabel("training step")
+    axes.set_ylabel("|difference|\n(nats per byte)", fontsize=NORMAL)
+    axes.set_xlabel("training step", fontsize=NORMAL)
 
 
 def _draw_states(axes, runs: Sequence[Run]) -> None:
@@ -109,7 +112,7 @@ def _draw_states(axes, runs: Sequence[Run]) -> None:
                     f"{height:.2f}",
                     ha="center",
                     va="center",
-                    fontsize=8,
+                    fontsize=SMALL,
                     color="white" if dark else INK,
                 )
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
@@ -117,18 +120,20 @@ def _draw_states(axes, runs: Sequence[Run]) -> None:
         text = f"{total / 2**20:.2f}"
         if run.state_bytes[RINGS]:
             text += f"\n({(total - run.state_bytes[RINGS]) / 2**20:.2f} at rest)"
-        axes.text(i, bottoms[i], f"{text}\n", ha="center", va="bottom", weight="bold")
+        axes.text(
+            i, bottoms[i], f"{text}\n", ha="center", va="bottom", weight="bold", fontsize=NORMAL
+        )
     axes.set_xticks(range(len(runs)), [run.name.replace(", ", ",\n") for run in runs])
     axes.set_ylim(0, 1.45 * max(bottoms))
-    axes.set_ylabel("held by the fullest rank (MiB)")
-    axes.set_title("Memory per rank", loc="left", fontweight="bold")
+    axes.set_ylabel("held by the fullest rank (MiB)", fontsize=NORMAL)
+    styles.set_title(axes, "memory of a rank")
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], frameon=False, loc="upper right", fontsize=9)
+    axes.legend(handles[::-1], labels[::-1], frameon=False, loc="upper right", fontsize=NORMAL)
 
 
 def draw(baseline: Run, candidate: Run, title: str, file: Path) -> None:
     """Write the picture as a PNG to `file`. Both runs have equally many losses."""
-    figure = new_figure(11, 5.6)
+    figure = styles.new_figure(5.4)
     axes = figure.subplot_mosaic(
         [["loss", "state"], ["difference", "state"]], width_ratios=[1.8, 1], height_ratios=[2, 1]
     )
@@ -141,5 +146,5 @@ def draw(baseline: Run, candidate: Run, title: str, file: Path) -> None:
         bare(ax)
     for name in ("loss", "difference"):
         axes[name].grid(color=GRID, linewidth=0.6)
-    figure.suptitle(title, fontsize=10, color=INK)
-    figure.savefig(file, dpi=130)
+    styles.add_caption(figure, f"{title}. {_SIZES}")
+    figure.savefig(file, dpi=styles.DPI)

@@ -26,7 +26,8 @@ from megatron_asynchzp.attention.delegate import delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.vendors import Sdpa
 from megatron_asynchzp.testbed.machine import machine_record
-from megatron_asynchzp.tools.styles import BLUE, GREEN, GREY, INK, VERMILION, bare, new_figure
+from megatron_asynchzp.tools import styles
+from megatron_asynchzp.tools.styles import BLUE, GREEN, GREY, INK, VERMILION, bare
 from scripts.report.records import replace
 
 VOCABULARY, LENGTH, BATCH, WIDTH, HEADS, LAYERS = 64, 64, 16, 128, 2, 2
@@ -152,43 +153,67 @@ def train(
     # fmt: on
 
 
+# What the end of a way's name looks like, with its words in the legend.
+_LOOKS: dict[str, tuple[str, dict]] = {
+    "fp32": ("attention in fp32", {"color": GREY, "linewidth": 4}),
+    "standard": ("standard", {"color": VERMILION, "marker": "o"}),
+    "PASA": ("PASA", {"color": BLUE, "marker": "s"}),
+    "too": ("PASA, values shifted too", {"color": GREEN, "marker": "^"}),
+    "rounded": ("only q, k and v rounded: the best possible", {"color": INK, "linestyle": ":"}),
+}
+
+
 def draw(runs: list[dict], path: Path) -> None:
+    """A column for each setting of the biases, and below the losses a row of errors for each dtype,
+    with one scale a row."""
+    from matplotlib.lines import Line2D
+
     settings = list(dict.fromkeys((run["k_bias"], run["v_bias"]) for run in runs))
-    figure = new_figure(5.5 * len(settings), 7)
-    axes = figure.subplots(2, len(settings), squeeze=False)
-    # Colour and marker tell the ways apart, full and dashed lines the dtypes.
-    looks = {
-        "fp32": (INK, ""),
-        "standard": (VERMILION, "o"),
-        "PASA": (BLUE, "s"),
-        "too": (GREEN, "^"),
-        "rounded": (GREY, "D"),
-    }
-    for column, (k_bias, v_bias) in enumerate(settings):
-        above, below = axes[0, column], axes[1, column]
-        for run in runs:
-            if (run["k_bias"], run["v_bias"]) != (k_bias, v_bias):
-                continue
-            color, marker = next(c for end, c in looks.items() if run["way"].endswith(end))
-            style = {
-                "color": color,
-                "marker": marker,
-                "markersize": 5,
-                "markevery": 0.12,
-                "label": run["way"],
-                "linestyle": "--" if run["way"].startswith("bf16") else "-",
-            }
-            smooth = torch.tensor(run["losses"]).unfold(0, 10, 1).mean(1)
-            above.plot(smooth, linewidth=1.6, **style)
-            if run["errors"]:
-                steps = [i * run["every"] for i in range(len(run["errors"]))]
-                below.semilogy(steps, run["errors"], linewidth=1.6, **style)
-        above.set(title=f"bias of k {k_bias:g}, of v {v_bias:g}", ylabel="loss (mean of 10 steps)")
-        below.set(xlabel="step", ylabel="error of the gradient of Q's weights")
-        bare(above, grid="y")
-        bare(below, grid="y")
-        above.legend(fontsize=7)
-    figure.savefig(path, dpi=100)
+    figure = styles.new_figure(8)
+    panels = figure.subplots(3, len(settings), squeeze=False, sharex=True, sharey="row")
+    for setting, column in zip(settings, panels.T, strict=True):
+        of_setting = [run for run in runs if (run["k_bias"], run["v_bias"]) == setting]
+        _draw_losses(column[0], of_setting)
+        for axes, dtype in zip(column[1:], ("fp16", "bf16"), strict=True):
+            _draw_errors(axes, [run for run in of_setting if run["way"].startswith(dtype)])
+        styles.set_title(column[0], "bias of keys {:g}, of values {:g}".format(*setting))
+        column[-1].set_xlabel("training step", fontsize=styles.NORMAL)
+        for axes in column:
+            bare(axes, grid="y")
+    labels = "loss (mean of 10 steps)", "fp16: error of dQ", "bf16: error of dQ"
+    for axes, label in zip(panels[:, 0], labels, strict=True):
+        axes.set_ylabel(label, fontsize=styles.NORMAL)
+    handles = [Line2D([], [], label=label, **look) for label, look in _LOOKS.values()]
+    styles.add_legend(figure, handles)
+    styles.add_caption(
+        figure,
+        "losses: full lines fp16, dashed lines bf16; where lines lie on each other, the losses are "
+        "alike",
+        "error of dQ: of the gradient of the query weights, relative to attention in fp32 at the "
+        "same weights",
+    )
+    figure.savefig(path, dpi=styles.DPI)
+
+
+def _look_of(run: dict) -> dict:
+    look = next(look for end, (_, look) in _LOOKS.items() if run["way"].endswith(end))
+    return {"linewidth": 1.4, "markersize": 4.5} | look
+
+
+def _draw_losses(axes, runs: list[dict]) -> None:
+    for index, run in enumerate(runs):
+        smooth = torch.tensor(run["losses"]).unfold(0, 10, 1).mean(1)
+        # Marks of different ways at different steps, so that none hides another.
+        look = {"markevery": (0.03 * index, 0.3)} | _look_of(run)
+        if run["way"].startswith("bf16"):
+            look["linestyle"] = "--"
+        axes.plot(smooth, **look)
+
+
+def _draw_errors(axes, runs: list[dict]) -> None:
+    for index, run in enumerate(runs):
+        steps = [i * run["every"] for i in range(len(run["errors"]))]
+        axes.semilogy(steps, run["errors"], markevery=(index, len(runs)), **_look_of(run))
 
 
 def _short(run: dict) -> dict:

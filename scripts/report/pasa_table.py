@@ -31,7 +31,8 @@ def gradient_table(lines: Sequence[dict]) -> str:
 
 
 def forward_table(lines: Sequence[dict]) -> str:
-    """Relative error of the output on the paper's data; cells that are not finite say how many."""
+    """Relative error of the output on the paper's data, or the number of values that are not
+    finite."""
     forward = [one for one in lines if one["kind"] == "forward"]
     ways = list(dict.fromkeys(one["way"] for one in forward))
     rows = [f"| x0, Am | {' | '.join(ways)} |", "|---" * (len(ways) + 1) + "|"]

@@ -117,9 +117,10 @@ def muon() -> str:
         if reason := next((line["reason"] for line in lines if "reason" in line), None):
             rows.append([system, optimizer, reason, ""])
             continue
-        step_ms = median(ms for line in lines for ms in line["step_ms"])
+        runs = [median(line["step_ms"]) for line in lines]
         sent = median(line["node_nbytes"] for line in lines)
-        rows.append([system, optimizer, f"{step_ms:.0f}", f"{sent / 1e6:.2f}"])
+        step = f"{median(runs):.0f} ({min(runs):.0f} to {max(runs):.0f})"
+        rows.append([system, optimizer, step, f"{sent / 1e6:.2f}"])
     table = markdown_table(["system", "optimizer", "step (ms)", "sent per step (MB)"], rows, 2)
     return f"{table}\n{provenance('muon')}"
 
@@ -171,18 +172,21 @@ def together_mib(run: dict) -> str:
 
 
 @cache
-def compared(network: str) -> Comparison:
-    found = {one.profile["name"]: one for one in comparisons(read_record("compare").lines)}
+def compared(study: str) -> Comparison:
+    """study: a network of the comparison; that of pipelines is "pipelines NETWORK"."""
+    network = study.removeprefix("pipelines ")
+    record = read_record("compare" if network == study else "compare_pipelines")
+    found = {one.profile["name"]: one for one in comparisons(record.lines)}
     if network not in found:
         raise NotRecorded(f"compare {network}")
     return found[network]
 
 
-def _tables_of(network: str) -> dict[str, Callable[[], str]]:
+def _tables_of(study: str) -> dict[str, Callable[[], str]]:
     return {
-        f"compare {network}": lambda: compare_memory.measured_table(compared(network)),
-        f"compare {network} caps": lambda: compare_front.capped_table(compared(network)),
-        f"compare {network} memory": lambda: compare_memory.memory_table(compared(network)),
+        f"compare {study}": lambda: compare_memory.measured_table(compared(study)),
+        f"compare {study} caps": lambda: compare_front.capped_table(compared(study)),
+        f"compare {study} memory": lambda: compare_memory.memory_table(compared(study)),
     }
 
 
@@ -191,6 +195,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **_tables_of("slow-between-nodes"),
     **_tables_of("slower-between-nodes"),
     **_tables_of("fast"),
+    **_tables_of("pipelines slow-between-nodes"),
     "scaling": lambda: scaling_table.markdown(read_record("scaling").lines),
     "checkpoints": lambda: checkpoint_table.tables(read_record("checkpoints").lines),
     "parity": parity,
@@ -207,6 +212,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pasa plateau": lambda: pasa_table.plateau_table(read_record("pasa_training").lines),
     "planner": lambda: planner_table.markdown(read_record("planner_published").lines),
     "planner points": lambda: planner_table.points(read_record("planner_published").lines),
+    "planner testbed": lambda: planner_table.testbed(read_record("planner_testbed").lines),
     "peaks": lambda: peak_table.table(read_record("peaks").lines),
     "real size": lambda: peak_table.table(read_record("real_size").lines),
     "clusters": lambda: cluster_table.table(read_record("clusters").lines),
@@ -254,6 +260,12 @@ PICTURES: dict[str, Picture] = {
     "timeline.png": Picture("timeline", _draw_timeline),
     "compare.png": Picture("compare", lambda r, file: compare_picture.draw(r.lines, file)),
     "compare_front.png": Picture("compare", lambda r, file: compare_front.draw(r.lines, file)),
+    "compare_pipelines.png": Picture(
+        "compare_pipelines",
+        lambda r, file: compare_front.draw(r.lines, file),
+        "Step time over peak memory of interleaved pipelines, with the front of those that nothing "
+        "beats in both",
+    ),
     "scaling.png": Picture(
         "scaling",
         lambda r, file: scaling_picture.draw(r.lines, file),

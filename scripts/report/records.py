@@ -3,7 +3,7 @@
 """Owns files of records, one JSON object a line, and the commands that turn them into Markdown or a
 picture: `python -m scripts.report.NAME FILE...`, for a picture with `--output PNG`.
 
-Lines of kind "machine" tell with which command, when and on what the others were measured.
+Lines of kind "machine" hold the command, the date and the machine of the other lines.
 """
 
 import argparse
@@ -19,8 +19,9 @@ FOLDER = Path(__file__).parents[2] / "docs" / "results" / "records"
 EXPECTED = {
     *("checkpoints", "clusters", "compare", "compare fast", "host_cost", "mutants", "parity"),
     *("pasa_accuracy", "pasa_training", "peaks", "pipeline", "planner_published", "quickstart"),
+    *("planner_testbed",),
     *("real_size", "scaling", "schedules", "stock_noise", "timeline", "grad_wire"),
-    *("shrunk_models", "muon"),
+    *("shrunk_models", "muon", "compare_pipelines"),
 }
 
 

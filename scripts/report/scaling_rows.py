@@ -16,8 +16,8 @@ from scripts.report.records import RecordsError
 
 @dataclass(frozen=True)
 class Modelled:
-    """What the cost model says of one contender at one place. compute_ms: what it was given of a
-    step's computation, `compute`: "measured" there, or "emulated" time alone."""
+    """The cost model of one contender at one place. compute_ms: the computation of a step that it
+    was given, either "measured" there or the "emulated" time alone."""
 
     step_ms: float
     node_mb: float
@@ -30,7 +30,8 @@ class Modelled:
 class Place:
     """One point, where it is `at` on an axis. alone_ms: a step of every rank without communication,
     of which `emulated_ms` is time that passes; busy: the largest share of the machine that was used
-    in any run, by anybody; measured, modelled: by contender."""
+    in any run, by any process; measured, modelled: by contender; emulated: as `modelled`, given the
+    emulated computation even where it was measured."""
 
     point: tuple[int, ...]
     at: int
@@ -39,10 +40,11 @@ class Place:
     busy: float
     measured: dict[str, Row]
     modelled: dict[str, Modelled]
+    emulated: dict[str, Modelled]
 
     @property
     def is_measured(self) -> bool:
-        """Whether anybody was to run here."""
+        """Whether any contender was to run here."""
         return bool(self.measured)
 
     @property
@@ -102,14 +104,12 @@ def _check_one_setting(records: Sequence[dict]) -> None:
 
 def _place(point: tuple[int, ...], at: int, records: Sequence[dict]) -> Place:
     runs: dict[str, list[dict]] = defaultdict(list)
-    modelled: dict[str, Modelled] = {}
+    given: dict[str, dict[str, Modelled]] = {"emulated": {}, "measured": {}}
     for record in records:
         if record["kind"] == "run":
             runs[record["name"]].append(record)
         if record["kind"] == "modelled":
-            before = modelled.get(record["name"])
-            if before is None or before.compute == "emulated" or record["compute"] == "measured":
-                modelled[record["name"]] = _modelled(record)
+            given[record["compute"]][record["name"]] = _modelled(record)
     done = [record for of_one in runs.values() for record in of_one if not record["reason"]]
     reference = done[0]["losses"] if done else None
     alone = [one for one in records if one["kind"] == "compute" and not one["reason"]]
@@ -121,7 +121,8 @@ def _place(point: tuple[int, ...], at: int, records: Sequence[dict]) -> Place:
         alone_ms=tuple(ms for one in quiet for ms in one["step_ms"]),
         busy=max((record["busy"] for record in done), default=0.0),
         measured={name: row_of(of_one, reference) for name, of_one in runs.items()},
-        modelled=modelled,
+        modelled=given["emulated"] | given["measured"],
+        emulated=given["measured"] | given["emulated"],
     )
 
 

@@ -8,53 +8,52 @@ floor, systems of one time of update and one size of unit side by side.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron_asynchzp.tools.styles import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    SKY,
-    VERMILION,
-    bare,
-    new_figure,
-)
+from megatron_asynchzp.tools import styles
+from megatron_asynchzp.tools.styles import BLUE, GREEN, INK, NORMAL, ORANGE, SKY, SMALL, bare
 from scripts.report.records import write_picture
 from scripts.report.schedule_grid import COLUMNS, Grid, grids
 
 _COLOURS = {
-    "threaded": VERMILION,
+    "threaded": styles.OURS,
     "main-thread": ORANGE,
-    "inline": GREY,
+    "inline": styles.GREY,
     "baseline": GREEN,
     "HSDP": BLUE,
     "FSDP2": SKY,
     "DDP": "#000000",
 }
+_CAPTION = (
+    "threaded, main-thread and inline are AsyncHZP's schedules, baseline is 100 lines. They have "
+    "(P,G,O) = (node, node, world): the ranks",
+    "of a node share one copy of the parameters and one of the gradients, all ranks one copy of "
+    "the optimizer states.",
+    "late update: after all gradients are reduced, as in Megatron; early update: of each unit as "
+    "soon as its own are; halves: 2 units a block.",
+)
 _WIDTH, _GAP = 1.0, 1.2
 
 
 def draw(lines: Sequence[dict], file: Path) -> None:
     """Write the picture as a PNG to `file`."""
+    from matplotlib.patches import Patch
+
     found = grids(lines)
-    figure = new_figure(9, 3.2 * len(found) + 0.6)
+    figure = styles.new_figure(3.2 * len(found) + 0.9)
     panels = figure.subplots(len(found), 1, squeeze=False)[:, 0]
     for grid, axes in zip(found, panels, strict=True):
         _draw_grid(grid, axes)
     shown = {name for grid in found for name in grid.systems}
-    handles = [_patch(colour, name) for name, colour in _COLOURS.items() if name in shown]
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
-    figure.savefig(file, dpi=120)
+    handles: list[Any] = [
+        Patch(color=colour, label=name) for name, colour in _COLOURS.items() if name in shown
+    ]
+    styles.add_legend(figure, handles)
+    styles.add_caption(figure, *_CAPTION)
+    figure.savefig(file, dpi=styles.DPI)
 
 
-def _patch(colour: str, name: str):
-    from matplotlib.patches import Patch
-
-    return Patch(color=colour, label=name)
-
-
-def _draw_grid(grid: Grid, axes) -> None:
+def _draw_grid(grid: Grid, axes: Any) -> None:
     at, ticks = 0.0, []
     for column in COLUMNS:
         start = at
@@ -66,7 +65,7 @@ def _draw_grid(grid: Grid, axes) -> None:
             errors = [[value / grid.floor_ms for value in side] for side in errors]
             axes.bar(at, ratio, _WIDTH * 0.9, color=_COLOURS[system], yerr=errors, ecolor=INK)
             top = cell.max_ms / grid.floor_ms + 0.03
-            axes.text(at, top, f"{ratio:.2f}", ha="center", fontsize=8, color=INK)
+            axes.text(at, top, f"{ratio:.2f}", ha="center", fontsize=SMALL, color=INK)
             at += _WIDTH
         if at > start:
             ticks.append(((start + at - _WIDTH) / 2, column.replace(", ", " update,\n")))
@@ -75,8 +74,8 @@ def _draw_grid(grid: Grid, axes) -> None:
     axes.axhline(1.0, color=INK, linewidth=0.8)
     highest = max(ratio for column in COLUMNS for _, ratio in grid.best(column))
     axes.set_ylim(0, 1.15 * highest)
-    axes.set_ylabel("step / the longer of computing\nand communicating alone")
-    axes.set_title(grid.name, loc="left", fontsize=10)
+    axes.set_ylabel("step / the longer of computing\nand communicating alone", fontsize=NORMAL)
+    styles.set_title(axes, grid.name)
     bare(axes)
 
 

@@ -116,8 +116,8 @@ def _table(grid: Grid) -> str:
     rows = [
         f"### {grid.name}",
         "",
-        f"Computing alone takes {_told(grid.compute)} ms, communicating alone "
-        f"{_told(grid.communication)} ms: the floor is {grid.floor_ms:.0f} ms. "
+        f"Computing alone takes {_spread(grid.compute)} ms, communicating alone "
+        f"{_spread(grid.communication)} ms: the floor is {grid.floor_ms:.0f} ms. "
         f"{grid.runs} {'run' if grid.runs == 1 else 'runs'} of {grid.steps} steps of each "
         f"contender; others used at most {grid.foreign:.0%} of the machine. Each cell: the step "
         "over the floor, then its milliseconds.",
@@ -127,7 +127,7 @@ def _table(grid: Grid) -> str:
     ]
     for system, cells in grid.systems.items():
         columns = [
-            f"**{grid.ratio(system, column):.2f}**, {_told(cells[column])}"
+            f"**{grid.ratio(system, column):.2f}**, {_spread(cells[column])}"
             if column in cells
             else ""
             for column in COLUMNS
@@ -137,7 +137,7 @@ def _table(grid: Grid) -> str:
     return "\n".join(rows)
 
 
-def _told(cell: Cell) -> str:
+def _spread(cell: Cell) -> str:
     return f"{cell.median_ms:.0f} ({cell.min_ms:.0f} to {cell.max_ms:.0f})"
 
 

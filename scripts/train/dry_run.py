@@ -110,7 +110,7 @@ class Report:
             *_wrapped(self.flags),
             "",
             report.tables(measured),
-            f"{measured.parameters:,} parameters (the paper says {row.parameters / 1e9:g}B)",
+            f"{measured.parameters:,} parameters ({row.parameters / 1e9:g}B in the paper)",
             *([self.verdict()] if self.fits else []),  # else it is the error
         ]
         return "\n".join(parts)

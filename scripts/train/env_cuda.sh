@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sourced by launch.sh and launch.slurm for NVIDIA GPUs, with the row's flags as arguments:
 #     source scripts/train/env_cuda.sh "${flags[@]}"
-# What is set already stays. docs/schedule.md says why each; none has been measured by us yet.
+# What is set already stays. docs/schedule.md has the reason for each; none has been measured by us yet.
 
 RANKS_PER_NODE="${RANKS_PER_NODE:-8}"
 

@@ -60,7 +60,7 @@ class Row:
 
     @property
     def parameters(self) -> float:
-        """As many as the paper's name of the model says."""
+        """As many as in the paper's name of the model."""
         return _TABLES["models"][self.model]["parameters"]
 
     def flags(self, platform: str = "cuda", extra: list[str] | None = None) -> list[str]:

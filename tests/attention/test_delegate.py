@@ -92,7 +92,7 @@ def test_values_are_not_shifted_under_dropout():
         delegate_attention(call, shifts_values=True)
 
 
-def test_dropout_drops_about_what_it_is_told_and_keeps_the_mean():
+def test_dropout_drops_about_its_probability_and_keeps_the_mean():
     torch.manual_seed(0)
     mask = AttentionMask(256, 256)
     q, k, _, _ = normal_inputs(mask)

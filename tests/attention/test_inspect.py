@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The diagnosis says what is there: bias, resonance, overflow, and the error of dQ it predicts is
+"""The diagnosis finds what is there: bias, resonance, overflow, and the error of dQ it predicts is
 the one that a flash attention has."""
 
 import json
@@ -29,7 +29,7 @@ def test_unbiased_keys_need_nothing():
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_resonance_is_told_with_its_sign_and_overflow_with_what_is_left_of_it(sign):
+def test_resonance_is_reported_with_its_sign_and_overflow_with_what_is_left_of_it(sign):
     inputs = resonant_inputs(sign, 128)
     (one,) = diagnose(inputs.q.half(), inputs.k.half())
     assert one.resonance * sign > 0.95
@@ -94,7 +94,7 @@ def test_one_step_is_captured_once_under_the_names_of_the_layers():
     assert not any(layer.core_attention._forward_pre_hooks for layer in model.values())
 
 
-def test_a_model_without_attention_is_told_by_the_count():
+def test_a_model_without_attention_shows_in_the_count():
     assert capture_when(nn.Linear(1, 1), lambda: True, lambda seen: None) == 0
 
 
@@ -114,7 +114,7 @@ def test_a_file_of_another_program_is_refused_in_one_line(tmp_path, capsys, cont
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_command_line_tells_what_needs_it_and_writes_figures_and_a_picture(tmp_path, capsys):
+def test_the_command_line_prints_what_needs_it_and_writes_figures_and_a_picture(tmp_path, capsys):
     inputs = resonant_inputs(1, 64).to(torch.float16)
     path, lines, picture = (tmp_path / name for name in ("qk.pt", "qk.jsonl", "qk.png"))
     torch.save({3: {"q": inputs.q, "k": inputs.k}}, path)

@@ -93,6 +93,22 @@ def test_a_release_is_chosen_where_the_tracker_names_it_and_verified(folder):
         choose_checkpoint(folder)
 
 
+def test_a_checkpoint_of_megatrons_older_format_is_not_called_interrupted(folder):
+    """Nor is it chosen; a run with one alone, or asked for one, gets the way to convert it."""
+    (folder / "iter_0000006" / "mp_rank_00").mkdir(parents=True)
+    choice = choose_checkpoint(folder)
+    assert choice.iteration == 4 and "convert it" in choice.lines[0]
+    with pytest.raises(CheckpointError, match="of Megatron's format torch.*convert it"):
+        choose_checkpoint(folder, 6)
+    for gone in (folder / OLDER, folder / NEWER):
+        shutil.rmtree(gone)
+    with pytest.raises(CheckpointError, match="of Megatron's format torch.*convert it"):
+        choose_checkpoint(folder)
+    (folder / TRACKER).unlink()
+    with pytest.raises(CheckpointError, match="of Megatron's format torch.*convert it"):
+        choose_checkpoint(folder)
+
+
 def test_an_empty_or_missing_directory_is_a_run_from_the_beginning(tmp_path):
     assert choose_checkpoint(tmp_path) is None
     assert choose_checkpoint(tmp_path / "missing") is None

@@ -26,7 +26,7 @@ def acquire(arena: Arena, numel: int, from_top: bool = False, **more):
 
 
 def replay(nbytes: int, program) -> list:
-    """Acquire places or give the oldest one back, as `program` tells; the spans that were held."""
+    """Acquire places or give the oldest one back, by `program`; the spans that were held."""
     arena, held, spans = new_arena(nbytes), [], []
     for numel, from_top, gives_back in program:
         if gives_back and held:

@@ -19,7 +19,7 @@ LIMIT_S = 0.3
 
 
 class Event:
-    """Has happened from the moment the test says so."""
+    """Has happened from the moment the test sets."""
 
     def __init__(self):
         self.has_happened = False
@@ -27,7 +27,7 @@ class Event:
 
 
 class StreamsWithoutEnd:
-    """A device whose streams do nothing until the test says so."""
+    """A device whose streams do nothing until the test releases them."""
 
     runs_ahead, is_cuda = True, True
 

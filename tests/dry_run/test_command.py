@@ -1,18 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """The dry run of the launcher as a user meets it: tables, exit statuses, and one line for what
-cannot run. One process for all: importing Megatron takes longer than a dry run."""
+cannot run."""
 
-import json
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 
-_ROOT = Path(__file__).parents[2]
+from megatron_asynchzp import launch
+from tests.support.command_server import Ended, serving
+
 _SCRIPT = "scripts/train/pretrain_gpt.py"
 # fmt: off
 _MODEL = ["--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "4",
@@ -24,39 +22,14 @@ _HYBRID = ["--hybrid-layer-pattern", "M-M*ME", "--num-experts", "4", "--moe-rout
            "--disable-bias-linear"]
 # fmt: on
 
-_CHILD = """
-import contextlib, io, json, os, sys
-channel = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-from megatron_asynchzp import launch
-for line in sys.stdin:
-    out, err, status = io.StringIO(), io.StringIO(), 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            launch.main(json.loads(line))
-        except SystemExit as ended:
-            status = ended.code or 0
-    print(json.dumps([status, out.getvalue(), err.getvalue()]), file=channel, flush=True)
-"""
-
 
 @pytest.fixture(scope="module")
-def run() -> Iterator:
-    """Call with the words after the model's flags; returns status, stdout, stderr."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    command = [sys.executable, "-W", "ignore", "-c", _CHILD]
-    with subprocess.Popen(command, cwd=_ROOT, text=True, **pipes) as child:
-
-        def dry_run(*words: str, ranks: str = "8") -> tuple[int, str, str]:
-            line = [_SCRIPT, *_MODEL, *words, "--asynchzp-dry-run", *ranks.split()]
-            child.stdin.write(json.dumps(line) + "\n")
-            child.stdin.flush()
-            status, out, err = json.loads(child.stdout.readline())
-            return status, out, err
-
-        yield dry_run
-        child.stdin.close()
+def run() -> Iterator[Callable[..., Ended]]:
+    """Call with the words after the model's flags."""
+    with serving(launch.main) as run_line:
+        yield lambda *words, ranks="8": run_line(
+            _SCRIPT, *_MODEL, *words, "--asynchzp-dry-run", *ranks.split()
+        )
 
 
 def test_a_command_line_runs_dry_with_all_its_tables(run):
@@ -64,6 +37,28 @@ def test_a_command_line_runs_dry_with_all_its_tables(run):
     assert status == 0 and "megatron_asynchzp: " not in err
     for words in ("8 ranks, 8 per node", "Mesh", "Bytes per rank", "Memory per rank"):
         assert words in out
+
+
+def test_it_shows_what_budgets_would_save_and_counts_the_one_that_is_asked_for(run):
+    budget = ("--asynchzp-keep-params-gb", "0.5", "--asynchzp-keep-grads-gb", "0.25")
+    found = {}
+    for flags in ((), budget):
+        status, out, _ = run("--pipeline-model-parallel-size", "2", *flags)
+        assert status == 0
+        table = out.split("by memory budgets")[1].splitlines()
+        cells = [re.findall(r"[\d.]+(?= )", line) for line in table if "iB" in line]
+        found[flags] = [[float(cell) for cell in row] for row in cells]
+        memory = out.split("Memory per rank")[1].splitlines()
+        first = next(line for line in memory if re.match(r"[│|] 0 +[│|]", line))
+        found[flags, "in flight"] = re.split(r"[│|]", first)[4]
+    plain, asked = found[()], found[budget]
+    # As much as there is room for all.
+    assert [row for row in asked if row not in plain] == [[0.5, plain[-1][1], 0.25, plain[-1][3]]]
+    for row, more in zip(plain, plain[1:]):
+        assert more[1] <= row[1] and more[3] <= row[3]
+    # Of two micro-batches; the turn from forward to backward is free.
+    assert plain[-1][1] < plain[0][1] and plain[-1][3] == plain[0][3] / 2
+    assert found[(), "in flight"] != found[budget, "in flight"]
 
 
 @pytest.mark.parametrize("ranks, expected", [("", "8 ranks"), ("4", "4 ranks"), ("2", "2 ranks")])
@@ -138,6 +133,7 @@ def test_a_device_that_is_too_small_ends_in_one_line_with_status_1(run):
         (["--data-path", "nowhere"], "8", "nowhere: no dataset there"),
         (["--exp-avg-dtype", "fp8"], "8", "--exp-avg-dtype fp8 is not supported"),
         (["--asynchzp-device-gb", "-3"], "8", "--asynchzp-device-gb -3: give the GiB"),
+        (["--asynchzp-param-shard-size", "3"], "8", "valid values: 1, 2, 4, 8"),
         ([], "-2", "--asynchzp-dry-run -2: give a number of ranks"),
         ([], "many", "--asynchzp-dry-run: invalid int value"),
         (
@@ -152,4 +148,4 @@ def test_what_cannot_run_is_refused_in_one_line_with_status_2(run, words, ranks,
     status, out, err = run(*words, ranks=ranks)
     assert status == 2 and out == ""
     assert err.startswith("megatron_asynchzp: ") and err.count("\n") == 1
-    assert line in err
+    assert line in err and err.count("megatron_asynchzp: ") == 1

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks themselves, on a CPU: right engines pass, and faults put into the engine are found."""
 
-import gc
 from functools import partial
 from unittest import mock
 
@@ -25,6 +24,7 @@ from scripts.gpu_check import (
 from scripts.gpu_check.loopback import Case, first_difference, train_both
 from scripts.gpu_check.outcome import CheckFailed, Place
 from scripts.gpu_check.process import Ended
+from tests.support.new_objects import new_objects_only
 
 CPU = torch.device("cpu")
 SHAPES = loopback.variants(is_cuda=False)
@@ -105,12 +105,11 @@ def test_memory_that_a_step_leaves_behind_is_found(place):
         kept.append(torch.zeros(3))
         return step(self, batches)
 
-    assert memory.run(place, 12, 5, ["inline"])
-    with mock.patch.object(memory.LoopbackTrainer, "step", leaking_step):
-        with pytest.raises(CheckFailed, match="inline, steps: tensors by 10"):
-            memory.run(place, 12, 4, ["inline"])
-    kept.clear()
-    gc.collect()
+    with new_objects_only():
+        assert memory.run(place, 12, 5, ["inline"])
+        with mock.patch.object(memory.LoopbackTrainer, "step", leaking_step):
+            with pytest.raises(CheckFailed, match="inline, steps: tensors by 10"):
+                memory.run(place, 12, 4, ["inline"])
 
 
 def test_host_time_is_measured_per_unit_and_traced(place):

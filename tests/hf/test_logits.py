@@ -62,7 +62,7 @@ def test_a_model_that_megatron_trained_and_saved_has_the_same_logits_in_transfor
 
 
 @pytest.mark.parametrize("name", [slow_unless(name in _FAST, name) for name in NAMES])
-def test_a_model_of_transformers_has_the_same_logits_in_megatron_with_the_flags_it_was_told(
+def test_a_model_of_transformers_has_the_same_logits_in_megatron_with_the_flags_printed(
     name, megatron_logits, record_property
 ):
     assert_same_logits(logits_of(random_model(name)), megatron_logits[name], record_property)
@@ -92,5 +92,5 @@ def assert_same_logits(left: torch.Tensor, right: torch.Tensor, record_property)
     difference = (left - right).abs().max().item()
     record_property("largest_difference", difference)
     print(f"largest difference {difference:.1e} of logits up to {right.abs().max().item():.1f}")
-    assert right.std() > 0.1  # not a model that says nothing
+    assert right.std() > 0.1  # not a model without an opinion
     assert difference < TOLERANCE

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 # So deep that the whole model is far more than what a rank may hold.
 DEEP = ("--hidden-size", "128", "--num-layers", "16", "--vocab-size", "511")
+DEEP += ("--global-batch-size", "4")  # no more than a pipeline needs: the step does not matter
 # fmt: off
 LATENT = ["--multi-latent-attention", "--q-lora-rank", "32", "--kv-lora-rank", "16",
           "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "16", "--v-head-dim", "16",

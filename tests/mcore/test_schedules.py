@@ -70,8 +70,8 @@ def assert_identical(of_ranks: list[list[tuple]], iterations: int) -> None:
             assert numbers == inline[name], (name, kind)
 
 
-def test_the_three_schedules_are_identical_over_5_steps_of_megatron():
-    assert_identical(on_ranks(run_schedules, 4, FAST, 5, timeout_s=300), 5)
+def test_the_three_schedules_are_identical_over_3_steps_of_megatron():
+    assert_identical(on_ranks(run_schedules, 4, FAST, 3, timeout_s=300), 3)
 
 
 @pytest.mark.slow

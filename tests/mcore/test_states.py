@@ -11,7 +11,7 @@ from megatron_asynchzp.testbed.megatron_runs import BF16, MIXTURE_OF_EXPERTS, gp
 from tests.support.parity import size_flags
 from tests.support.world import on_ranks
 
-NUM_STEPS = 3
+NUM_STEPS = 3  # two steps like the others, after the one that records the order of units
 STEPS = ("--train-iters", str(NUM_STEPS))
 WIDE = ("--hidden-size", "128", "--vocab-size", "1023")  # so that padding is a small part
 
@@ -102,7 +102,7 @@ Case = tuple[tuple[str, ...], tuple[int, int, int]]
 TYPICAL: Case = (tuple(BF16), (2, 2, 4))
 CASES: list[Case] = [
     TYPICAL,
-    *((tuple(BF16), sizes) for sizes in ((1, 1, 4), (1, 2, 4), (4, 2, 4), (4, 4, 4))),
+    *((tuple(BF16), sizes) for sizes in ((1, 1, 4), (4, 2, 4))),
     ((), (2, 4, 4)),
     ((*BF16, *MIXTURE_OF_EXPERTS), (2, 2, 4)),
 ]

@@ -715,7 +715,7 @@ IN_FLIGHT = [
         "added-in-the-models-dtype",
         "another gradient of a parameter is added in fp32",
         "zero/unit.py",
-        "before.float() + grad",
+        "before.float().add_(grad)",
         "before + grad",
         f"{_PIECES}another_gradient_of_the_same_parameter_is_added_in_fp32",
     ),
@@ -909,8 +909,8 @@ PLATFORM = [
         "every-piece-comes-from-the-first-rank",
         "tensors that differ in size between ranks are gathered in rank order",
         "cpu_platform/devices.py",
-        "dist.broadcast(piece, group=group, group_src=rank)",
-        "dist.broadcast(piece, group=group, group_src=0)",
+        "dist.broadcast(piece, group=group, async_op=async_op, group_src=rank)",
+        "dist.broadcast(piece, group=group, async_op=async_op, group_src=0)",
         "tests/cpu_platform/test_cpu_platform.py::"
         "test_tensors_that_differ_in_size_between_ranks_are_gathered_and_scattered",
     ),
@@ -1004,6 +1004,40 @@ PLANNER = [
         f"{_MEMORY}at_rest_a_rank_holds_2n_over_p_4n_over_g_and_12n_over_o_bytes",
     ),
     Mutant(
+        "planned-arena-of-another-depth",
+        "the planner's bytes of one rank are those of the engine's counters",
+        "planner/costs.py",
+        "memory = memory_in_flight(needs, schedule.depth, budget=schedule.in_flight_nbytes)",
+        "memory = memory_in_flight(needs, 1, budget=schedule.in_flight_nbytes)",
+        f"{_MEMORY}100_random_plans_take_the_bytes_that_the_engines_counters_have",
+    ),
+    Mutant(
+        "planned-states-without-padding",
+        "the planner's bytes of one rank are those of the engine's counters",
+        "planner/costs.py",
+        "replace(unit, numel=self.padded(unit)) for unit in self.units[stage] if unit.numel]",
+        "replace(unit, numel=unit.numel) for unit in self.units[stage] if unit.numel]",
+        f"{_MEMORY}100_random_plans_take_the_bytes_that_the_engines_counters_have",
+    ),
+    Mutant(
+        "chosen-sizes-that-forget-what-was-given",
+        "a size that is given stays while the others are chosen",
+        "mcore/chosen_sizes.py",
+        "state: size for state, size in given.items() if size is not None and size != AUTO",
+        "state: size for state, size in given.items() if size == 0",
+        "tests/mcore/test_chosen_sizes.py::"
+        "test_sizes_that_are_auto_are_chosen_for_the_cluster_and_logged_in_one_line",
+    ),
+    Mutant(
+        "a-unit-that-launches-for-nothing",
+        "what a unit and a step take beside their FLOPs is part of a step",
+        "planner/costs.py",
+        "launch_s = 1e-6 * cluster.device.launch_us",
+        "launch_s = 0e-6 * cluster.device.launch_us",
+        "tests/planner/test_testbed_errors.py::"
+        "test_what_a_machine_adds_is_found_from_two_numbers_of_micro_batches",
+    ),
+    Mutant(
         "peak-without-backward",
         "the predicted total is the highest of all peaks",
         "planner/memory.py",
@@ -1071,6 +1105,7 @@ PLANNER = [
 
 # ---- what a user meets --------------------------------------------------------------------------
 
+_TIMELINE = "tests/test_plot_timeline.py::test_"
 _MISTAKE = "tests/test_mistakes.py::test_a_mistake_ends_in_one_line_and_not_with_0"
 _COMMAND_LINE = "tests/mcore/flags/test_command_line.py::test_"
 
@@ -1103,8 +1138,8 @@ DAILY_USE = [
         "checks-import-torch",
         "a refusal loads neither torch nor Megatron",
         "mcore/flags/checks.py",
-        "import os\nfrom argparse import Namespace",
-        "import os\n\nimport torch as torch\nfrom argparse import Namespace",
+        "import os\nimport re\nfrom argparse import Namespace",
+        "import os\nimport re\n\nimport torch as torch\nfrom argparse import Namespace",
         f"{_COMMAND_LINE}checking_a_command_line_loads_neither_torch_nor_megatron",
     ),
     Mutant(
@@ -1126,10 +1161,51 @@ DAILY_USE = [
     Mutant(
         "waits-are-drawn-as-computing",
         "a unit that waits is not drawn as computing",
-        "tools/plot_timeline.py",
-        "if wait.start >= whole.end:",
+        "tools/step_trace.py",
+        "if other.start >= whole.end:",
         "if True:",
-        "tests/test_plot_timeline.py::test_a_unit_that_waits_is_not_drawn_as_computing",
+        f"{_TIMELINE}a_unit_that_waits_is_not_drawn_as_computing",
+    ),
+    Mutant(
+        "a-root-computes-what-its-layers-do",
+        "a module that mostly waits is not drawn as computing",
+        "tools/step_trace.py",
+        "outside(outer, [*self.lane(WAIT), *within])",
+        "outside(outer, self.lane(WAIT))",
+        f"{_TIMELINE}a_module_that_mostly_waits_is_not_drawn_as_computing",
+    ),
+    Mutant(
+        "no-row-for-muon",
+        "every lane that moves bytes has a row in the picture",
+        "tools/plot_timeline.py",
+        '    "matrices": "matrices to their owners and back (Muon)",\n',
+        "",
+        f"{_TIMELINE}every_lane_that_moves_bytes_has_a_row_a_colour_and_a_meaning",
+    ),
+    Mutant(
+        "dry-run-with-nodes-of-eight",
+        "a dry run has the nodes of the launch",
+        "launch.py",
+        'os.environ["LOCAL_WORLD_SIZE"] = per_node',
+        "pass",
+        "tests/test_packaging.py::test_a_dry_run_has_the_ranks_and_the_nodes_of_the_launch",
+    ),
+    Mutant(
+        "older-format-is-interrupted",
+        "a checkpoint of another format is not called an interrupted save",
+        "checkpoint_files/choice.py",
+        "and not is_of_format_torch(folder)",
+        "",
+        "tests/checkpoint_files/test_choice.py::"
+        "test_a_checkpoint_of_megatrons_older_format_is_not_called_interrupted",
+    ),
+    Mutant(
+        "older-format-is-found-late",
+        "a --load that cannot be read is refused before Megatron is imported",
+        "mcore/flags/command_line.py",
+        "checks.refuse_useless_load(args)",
+        "pass",
+        f"{_MISTAKE}[a checkpoint of the older format]",
     ),
     Mutant(
         "workers-out-of-order",
@@ -1169,7 +1245,7 @@ PLANS = [
         "planned-turn",
         "the planner keeps the unit at the turn, as the engine does",
         "planner/order.py",
-        "            self._kept.setdefault(unit)\n",
+        "            self.kept.setdefault(unit)\n",
         "            self._drop(unit)\n",
         f"{_TRAFFIC}the_planner_submits_what_the_engine_submits_in_the_same_order",
     ),
@@ -1233,14 +1309,14 @@ PLANS = [
 
 # ---- what stays in memory between micro-batches --------------------------------------------------
 
-_RESIDENCY = "tests/zero/test_residency.py::test_"
+_RESIDENCY = "tests/sharding/test_residency.py::test_"
 _STAYING = "tests/zero/test_staying.py::test_"
 
 STAYING = [
     Mutant(
         "a-budget-without-limit",
         "what is kept never exceeds its budget",
-        "zero/residency.py",
+        "sharding/residency.py",
         "while nbytes > budget:",
         "while False:",
         f"{_RESIDENCY}what_is_kept_never_exceeds_the_budget",
@@ -1248,15 +1324,23 @@ STAYING = [
     Mutant(
         "what-is-needed-first-goes",
         "where memory is short, what is used last in the future goes",
-        "zero/residency.py",
-        "last = max(open_gaps, key=open_gaps.__getitem__)",
-        "last = min(open_gaps, key=open_gaps.__getitem__)",
+        "sharding/residency.py",
+        "drop(max(open_gaps, key=open_gaps.__getitem__))",
+        "drop(min(open_gaps, key=open_gaps.__getitem__))",
         f"{_RESIDENCY}of_equal_units_no_choice_keeps_more",
+    ),
+    Mutant(
+        "a-sum-that-does-not-count",
+        "the sum of gradients that is added to counts as kept",
+        "sharding/residency.py",
+        "if counts_own:\n            shrink()",
+        "if False:\n            shrink()",
+        f"{_STAYING}the_allocator_counts_no_more_for_what_is_kept_than_the_budgets",
     ),
     Mutant(
         "kept-after-a-departure",
         "a step that departs from the one before keeps nothing more",
-        "zero/residency.py",
+        "sharding/residency.py",
         "return self._is_followed and self._last.get(user) in self._gaps",
         "return self._last.get(user) in self._gaps",
         f"{_RESIDENCY}after_a_departure_nothing_more_is_kept_and_the_step_is_the_next_ones_record",
@@ -1268,6 +1352,40 @@ STAYING = [
         "*((chunk, unit) for chunk, unit in all_kept if not chunk._is_to_stay(unit)),",
         "",
         f"{_STAYING}a_stage_gathers_and_reduces_no_more_often_than_the_best_choice_does",
+    ),
+    Mutant(
+        "the-most-that-a-rank-has-left",
+        "all ranks keep within the least that any of them has left",
+        "zero/gathers.py",
+        "dist.all_reduce(least, dist.ReduceOp.MIN)",
+        "dist.all_reduce(least, dist.ReduceOp.MAX)",
+        f"{_STAYING}what_stays_changes_no_bit_but_by_the_order_in_which_gradients_are_added",
+    ),
+    Mutant(
+        "sums-in-16-bits",
+        "gradients that are kept are added up in fp32",
+        "zero/reductions.py",
+        "        self.take(unit, range(len(unit.params)))\n        self._kept.add(unit)",
+        "        self._collect(unit)\n        self._kept.add(unit)",
+        "tests/zero/test_random_schedules.py::test_4_random_schedules_and_budgets_give_the_bits_of_"
+        "the_inline_schedule_and_lose_no_place",
+    ),
+    Mutant(
+        "chunks-that-do-not-yield",
+        "what another chunk has gathered ahead yields to what is needed now",
+        "zero/gathers.py",
+        "*((chunk, unit) for chunk in others for unit in chunk._gathers),",
+        "",
+        f"{_STAYING}the_allocator_counts_no_more_for_what_is_kept_than_the_budgets",
+    ),
+    Mutant(
+        "a-plan-that-keeps-no-gradients",
+        "the planner keeps the gradients that the engine keeps",
+        "planner/order.py",
+        "if not is_last and self.kept_grads.keeps(unit):",
+        "if False:",
+        "tests/planner/test_traffic.py::test_the_planner_submits_what_the_engine_submits_in_the_same_"
+        "order",
     ),
     Mutant(
         "gradients-kept-past-the-last-micro-batch",

@@ -78,7 +78,7 @@ def test_256_ranks_are_searched_in_ten_seconds():
     begin = time.process_time()
     deep = replace(MODEL, layers=(LAYER,) * 80)
     outcome = search(space(load_cluster("h100").with_ranks(256), 1024, deep, seq=8192))
-    assert time.process_time() - begin < 20.0  # twice the promise: tests share their cores
+    assert time.process_time() - begin < 10.0
     assert outcome.num_plans > 500
 
 

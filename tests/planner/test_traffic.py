@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """What the planner counts against what the engine issues: the same collectives, on 100 random
-programs, with random sizes, schedules, pipelines and units."""
+programs, with random sizes, schedules, pipelines, units and budgets."""
 
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -23,6 +24,7 @@ from megatron_asynchzp.planner.order import (
     StepOrder,
     Visit,
 )
+from megatron_asynchzp.planner.pipeline import stage_phases
 from megatron_asynchzp.planner.traffic import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -32,7 +34,7 @@ from megatron_asynchzp.planner.traffic import (
     step_traffic,
     unit_collectives,
 )
-from megatron_asynchzp.sharding.in_flight import UnitInFlight
+from megatron_asynchzp.sharding.in_flight import FP32_NBYTES, UnitInFlight
 from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.testbed.fabric.reduction import Reduction
@@ -42,6 +44,9 @@ from megatron_asynchzp.testbed.fabric.rings import (
     ring_reduce_scatter,
 )
 from megatron_asynchzp.zero.config import ScheduleConfig
+from tests.support import pipeline_stage
+from tests.support.pipeline_order import Stage
+from tests.support.recording_device import CountingDevice
 from tests.support.scheduler_program import WORLD_SIZE, Execution, Program, Step, UnitShape, execute
 
 NESTED = [
@@ -70,9 +75,16 @@ def random_program(seed: int) -> Program:
     # Where the first unit is not trained, its gathers come before and after a step's first sync.
     frozen = chance.randint(1, len(numels))
     units = tuple(UnitShape(numel, i != frozen) for i, numel in enumerate(numels))
-    depth = chance.randint(0, 3)
-    config = ScheduleConfig("main-thread", prefetch_depth=depth, checks_order=False)
-    return Program(units, (step,) * NUM_STEPS, config, chance.choice(NESTED), dtype=torch.bfloat16)
+    depth, sizes = chance.randint(0, 3), chance.choice(NESTED)
+    budgets = [chance.choice((0, 0, 2**10, 2**12, 2**14)) for _ in ("params", "grads")]
+    config = ScheduleConfig(
+        "main-thread",
+        prefetch_depth=depth,
+        checks_order=False,
+        keep_params_nbytes=budgets[0],
+        keep_grads_nbytes=budgets[1],
+    )
+    return Program(units, (step,) * NUM_STEPS, config, sizes, dtype=torch.bfloat16)
 
 
 def padded(shape: UnitShape, program: Program) -> int:
@@ -100,6 +112,7 @@ def order_of(program: Program) -> StepOrder:
             grad > 1,
             shape.is_trained,
             reduces_at_end=i == step.root,
+            sum_nbytes=FP32_NBYTES * padded(shape, program),
         )
         for i, shape in enumerate(program.units)
     ]
@@ -112,9 +125,16 @@ def order_of(program: Program) -> StepOrder:
         if index + ahead < step.micro_batches:
             phases.append(Phase(True, 0, index + ahead))
         phases.append(Phase(False, 0, index, index == step.micro_batches - 1))
-    config = program.config
-    schedule = Schedule(config.depth, config.in_flight_nbytes)
-    return StepOrder(units, [visits], phases, schedule)
+    return StepOrder(units, [visits], phases, schedule_of(program.config))
+
+
+def schedule_of(config: ScheduleConfig) -> Schedule:
+    return Schedule(
+        config.depth,
+        config.in_flight_nbytes,
+        keep_params_nbytes=config.keep_params_nbytes,
+        keep_grads_nbytes=config.keep_grads_nbytes,
+    )
 
 
 @cache
@@ -145,6 +165,52 @@ def test_the_planner_submits_what_the_engine_submits_in_the_same_order(part):
     for seed in range(part, NUM_PROGRAMS, 4):
         program, done = executed(seed)
         assert planned(program) == submitted_in_last_step(done), program
+
+
+STAGES = [
+    Stage(pp, vpp, micro_batches, rank)
+    for pp, vpp, micro_batches in ((1, 1, 3), (4, 1, 6), (2, 2, 4), (2, 4, 4))
+    for rank in sorted({0, pp - 1})
+]
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=str)
+def test_the_planner_submits_what_the_chunks_of_a_pipeline_stage_submit_within_their_budgets(stage):
+    for rooms, depth in (((0, 0), 1), ((1, 0), 0), ((3, 1), 1), ((2, 3), 2)):
+        done = pipeline_stage.executed(CountingDevice(), stage, rooms, depth=depth)
+        sizes, numel = pipeline_stage.SIZES, done.padded
+        topology = ShardTopology(WORLD_SIZE, 0, ShardSizes(*sizes))
+        units = [
+            OrderUnit(
+                numel,
+                UnitInFlight.of(unit.name, numel, 2, True, topology, done.config.grad_slot_nbytes),
+                sum_nbytes=FP32_NBYTES * numel,
+            )
+            for chunk in done.chunks
+            for unit in chunk.units
+        ]
+        visits = [
+            [Visit(chunk * stage.layers + layer) for layer in range(stage.layers)]
+            for chunk in range(stage.vpp)
+        ]
+        phases = stage_phases(stage.rank, stage.pp, stage.vpp, stage.micro_batches)
+        order = StepOrder(units, visits, phases, schedule_of(done.config))
+        names = [unit.name for chunk in done.chunks for unit in chunk.units]
+        lanes = {kind: lane for lane, kind in LANES.items()}
+        found = [(lanes[one.kind], names[one.unit]) for one in order.actions if one.kind != COMPUTE]
+        engine = [one for one in done.submitted[2] if one[0] in LANES]
+        assert found == engine, (rooms, depth)
+
+
+def test_some_programs_keep_what_a_budget_allows():
+    """Of those above, with it or without: gathers, and reductions, that it saves."""
+    saved = Counter()
+    for seed in range(NUM_PROGRAMS):
+        program = random_program(seed)
+        lanes = Counter(lane for lane, _ in planned(program))
+        config = replace(program.config, keep_params_nbytes=0, keep_grads_nbytes=0)
+        saved += Counter(lane for lane, _ in planned(replace(program, config=config))) - lanes
+    assert saved["gather"] > 30 and saved["reduce"] > 30
 
 
 def as_recorded(kind: int, numel: int, group: Group) -> list[tuple[str, int, int]]:

@@ -108,7 +108,7 @@ def test_shrunk_models_have_a_row_for_each_number_of_ranks_with_the_worst_of_all
 
 
 def _verdicts(changes: dict[int, dict]) -> list[bool]:
-    """What the benchmark of gradients in bf16 says of made-up records; changes: by line."""
+    """The verdicts of the benchmark of gradients in bf16 on made-up records; changes: by line."""
     lines = made_up.wire_records()
     for index, change in changes.items():
         lines[index] = lines[index] | change

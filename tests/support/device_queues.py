@@ -10,7 +10,7 @@ happened, a collective when the one before it in its stream has ended. It ends w
 have started it; where collectives fill the device it holds its queue until then.
 
     stream main     wait for A |                         one queue: B starts after A has ended,
-    stream of B                | B                       although no stream says so
+    stream of B                | B                       although no stream orders it
 
 The host never waits and computation takes no time: both delay, neither closes a circle.
 """

@@ -20,6 +20,7 @@ from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes, Shar
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.plan import UnitPlan, plan_units
+from megatron_asynchzp.zero.step import Stays
 from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
 
@@ -76,10 +77,11 @@ def shard_model(
     driver: Driver | None = None,
     memory: float = 1.0,
     fuses_grads: bool = False,
+    stays: Stays | None = None,
 ) -> HZPRuntime:
     """A runtime over the default group; blocks, embedding and output are units.
 
-    memory: in flight, from 0 (what one layer needs) to 1 (the default).
+    memory: in flight, from 0 (what one layer needs) to 1 (the default); stays: that of all chunks.
     """
     groups = shard_groups(tuple(sizes), schedule.time_limit_s)
     tied = {model.embedding.weight: (model.output,)} if model.is_tied else {}
@@ -90,8 +92,9 @@ def shard_model(
     if not fuses_grads:
         schedule = with_memory(schedule, in_flight, memory)
     scale = 1.0 / dist.get_world_size()
+    all_groups = {"dense": groups}
     return HZPRuntime(
-        model, plans, {"dense": groups}, schedule, driver, scale, fuses_grads=fuses_grads
+        model, plans, all_groups, schedule, driver, scale, fuses_grads=fuses_grads, stays=stays
     )
 
 
@@ -108,9 +111,10 @@ class EngineTrainer:
         updates_in_backward: bool = False,
         memory: float = 1.0,
         fuses_grads: bool = False,
+        stays: Stays | None = None,
     ):
         self.model = model
-        self.runtime = shard_model(model, sizes, schedule, driver, memory, fuses_grads)
+        self.runtime = shard_model(model, sizes, schedule, driver, memory, fuses_grads, stays)
         assert not trains_all or all(unit.is_trained for unit in self.runtime.units)
         self._optimizers = {
             unit: self._new_optimizer(unit) for unit in self.runtime.units if unit.is_trained
@@ -141,11 +145,15 @@ class EngineTrainer:
                 total += self._forward_backward(step, index, micro_batches)
         total += self._forward_backward(step, micro_batches - 1, micro_batches)
         self.runtime.sync_grads()
+        self.update()
+        return total
+
+    def update(self) -> None:
+        """What comes after the gradients are complete."""
         if not self._updates_in_backward:
             for unit in self._optimizers:
                 self._update(unit)
         self.runtime.sync_params()
-        return total
 
     def _forward_backward(self, step: int, index: int, micro_batches: int) -> torch.Tensor:
         loss = toy_loss(self.model, toy_batch(step, index, dist.get_rank())) / micro_batches

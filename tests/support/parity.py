@@ -171,10 +171,11 @@ def compare_records(
             result.faults.append(f"{what}: {mine} against {theirs}")
     if variant.overflows and {step.is_skipped for step in stock.steps} != {True, False}:
         result.faults.append("the stock run skipped no step or all: no overflow was tested")
-    # A sum that cancels to zero in one order of additions need not in another: a few may differ,
-    # and more where gradients are rounded to 16 bits first.
+    # A sum that cancels to zero in one order of additions need not in another (the gradient of a
+    # key's bias is nothing but rounding): a few may differ, and more where gradients are rounded to
+    # 16 bits first.
     zeros = [[step.num_zeros or 0 for step in run.steps] for run in (ours, stock)]
-    if variant.is_fp32 and any(abs(a - b) > 8 + 0.01 * b for a, b in zip(*zeros, strict=True)):
+    if variant.is_fp32 and any(abs(a - b) > 16 + 0.01 * b for a, b in zip(*zeros, strict=True)):
         result.faults.append(f"zeros in the gradients: {zeros[0]} against {zeros[1]}")
     if not stock.losses[-1] < stock.losses[0]:
         result.faults.append("the stock run learned nothing, so this proves nothing")

@@ -65,9 +65,9 @@ class Stage:
         return [(chunk, layer) for chunk in backwards for layer in reversed(range(self.layers))]
 
 
-def most_kept_gaps(uses: Sequence[Use], room: int) -> int:
+def most_kept_gaps(uses: Sequence[Use], room: int, counts_own: bool = False) -> int:
     """The most gaps between two uses of one unit during which it can be kept, where `room` units
-    fit beside the one whose turn it is."""
+    fit: beside the one whose turn it is, or with it where it was kept (counts_own)."""
     graph = networkx.DiGraph()
     graph.add_node(0, demand=-room)
     graph.add_node(len(uses), demand=room)
@@ -80,12 +80,12 @@ def most_kept_gaps(uses: Sequence[Use], room: int) -> int:
         last[user] = position
         if start is None:
             continue
-        if start + 1 == position:
+        if start + 1 == position and not counts_own:
             free += 1
             continue
         gap = f"gap {start}"  # a node of its own: two gaps may have the same ends
         graph.add_edge(start + 1, gap, capacity=1, weight=-1)
-        graph.add_edge(gap, position, capacity=1, weight=0)
+        graph.add_edge(gap, position + counts_own, capacity=1, weight=0)
     if room == 0 or not uses:
         return free
     cost, _ = networkx.network_simplex(graph)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison's arithmetic: no speed without the right losses, and what the calibration says."""
+"""The comparison's arithmetic: no speed without the right losses, and the calibration's lines."""
 
 import os
 import sys
@@ -9,7 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_asynchzp.testbed.contenders.side_by_side import ND, OURS, SHARDED, contenders
+from megatron_asynchzp.testbed.contenders.side_by_side import (
+    MICRO_BATCHES,
+    ND,
+    OURS,
+    SHARDED,
+    contenders,
+    pipelines,
+)
 from megatron_asynchzp.testbed.contenders.workload import Workload
 from megatron_asynchzp.testbed.cpu_usage import foreign_share
 from megatron_asynchzp.testbed.machine import machine_record, versions
@@ -81,7 +88,7 @@ def test_a_contender_that_cannot_run_is_a_row_with_the_reason():
     assert line.count("|") == head.count("|")
 
 
-def test_the_verdict_is_against_the_best_stock_layout_and_tells_the_memory_of_every_peer():
+def test_the_verdict_is_against_the_best_stock_layout_and_has_the_memory_of_every_peer():
     comparison = comparisons(RECORDS)[0]
     assert comparison.best_nd.name == "PP 2"
     text = markdown(RECORDS)
@@ -92,7 +99,7 @@ def test_the_verdict_is_against_the_best_stock_layout_and_tells_the_memory_of_ev
     assert cells(ours, comparison.best_nd)[5:7] == ["512", "1.12"]
 
 
-def test_the_order_of_each_repetition_is_told():
+def test_the_order_of_each_repetition_is_printed():
     # fmt: off
     again = [*RECORDS[:5], *(one | {"step_ms": [ms + 200 * (one["name"] == OURS_NAME)
              for ms in one["step_ms"]]} for one in RECORDS[:5])]
@@ -141,6 +148,15 @@ def test_a_batch_is_the_same_samples_for_every_contender():
         assert workload.samples % (one.micro_batch * 4 // (tensor * pipeline)) == 0, one.name
     names = [one.name for one in contenders(2, 2, workload)]
     assert len(set(names)) == len(names) and names[0] == "DDP"
+
+
+def test_every_pipeline_has_as_many_micro_batches_and_the_first_is_stock():
+    workload = Workload(samples=2 * MICRO_BATCHES)
+    found = pipelines(2, 2, workload)
+    assert {workload.samples // (one.micro_batch * 2) for one in found} == {MICRO_BATCHES}
+    assert found[0].family == ND and len({one.name for one in found}) == len(found)
+    kept = [sum("keep" in flag for flag in one.flags) for one in found]
+    assert sorted(kept) == [0, 0, 0, 0, 1, 2, 2]
 
 
 def test_wrong_options_are_one_line(capsys):

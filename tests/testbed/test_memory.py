@@ -49,7 +49,7 @@ def test_tensors_of_all_threads_are_counted_to_the_byte():
     run_ranks(count, 1)
 
 
-def test_without_a_compiler_there_is_no_count_and_a_line_that_says_so(
+def test_without_a_compiler_there_is_no_count_and_a_line_with_the_reason(
     monkeypatch, tmp_path, capsys
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

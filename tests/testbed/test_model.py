@@ -109,7 +109,7 @@ def test_threads_and_processes_share_one_clock():
     assert clocks.reserve(0, 1, nbytes)[0] - first >= least_s - 1e-9
 
 
-def test_counters_tell_what_was_added_since_a_snapshot_by_group_and_kind():
+def test_counters_give_what_was_added_since_a_snapshot_by_group_and_kind():
     counters = Counters()
     gather, reduce = Account("a 0,1", "all_gather"), Account("b 0,1", "all_reduce")
     counters.add(Span(gather, "", 1.0, 1.5), 8, 4)

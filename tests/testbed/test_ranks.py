@@ -5,8 +5,6 @@ has a reason; and no rank outlives its run.
 """
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,14 @@ import pytest
 import torch.distributed as dist
 
 from megatron_asynchzp.testbed.profile import NetworkProfile
-from megatron_asynchzp.testbed.ranks import Cluster, Place, RankFailure, join_gloo, run_ranks
+from megatron_asynchzp.testbed.ranks import (
+    Cluster,
+    Place,
+    RankFailure,
+    join_gloo,
+    run_ranks,
+    start_process,
+)
 
 
 def _count(folder: Path, name: str) -> int:
@@ -65,7 +70,7 @@ def _fail_on_one(folder: Path) -> None:
     dist.barrier()
 
 
-def test_a_failure_of_fn_is_told_and_not_repeated(tmp_path):
+def test_a_failure_of_fn_is_reported_and_not_repeated(tmp_path):
     with pytest.raises(RankFailure, match="ValueError: a fault of one rank") as failure:
         run_ranks(_fail_on_one, 2, tmp_path)
     assert "not finished after" not in str(failure.value)
@@ -77,7 +82,7 @@ def _wait_for_ever() -> None:
         time.sleep(60)
 
 
-def test_a_rank_that_does_not_end_is_told_with_the_time_that_it_had():
+def test_a_rank_that_does_not_end_is_reported_with_the_time_that_it_had():
     with pytest.raises(RankFailure, match="not finished after 2 s"):
         run_ranks(_wait_for_ever, 2, timeout_s=2.0)
 
@@ -102,7 +107,7 @@ def _sleeps(network, folder: str) -> None:
     "fn, limit_s, output",
     [(_fails_on_one, 60.0, "a fault of one rank"), (_sleeps, 4.0, "not finished after 4 s")],
 )
-def test_a_failure_is_told_and_no_rank_runs_afterwards(fn, limit_s, output, tmp_path):
+def test_a_failure_is_reported_and_no_rank_runs_afterwards(fn, limit_s, output, tmp_path):
     cluster = Cluster(2, 1, NetworkProfile())
     begin_s = time.monotonic()
     with pytest.raises(RankFailure) as failure:
@@ -134,13 +139,12 @@ def _write_pid_and_sleep(folder: str) -> None:
 
 
 def test_no_rank_outlives_a_killed_starter(tmp_path):
-    code = f"from tests.testbed.test_ranks import _run_on_two; _run_on_two({str(tmp_path)!r})"
-    starter = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    starter = start_process(_run_on_two, str(tmp_path))
     try:
         _await(lambda: len(list(tmp_path.iterdir())) == 2)
     finally:
         starter.kill()
-        starter.wait()
+        starter.join()
     _await(lambda: not any(Path("/proc", file.name).exists() for file in tmp_path.iterdir()))
 
 

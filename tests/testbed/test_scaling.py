@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """The scaling study: which points are run, what is measured and what is modelled, apart, and no
-time without the right losses. No run starts a process: what a run tells is made up."""
+time without the right losses. No run starts a process: what a run returns is made up."""
 
 import json
 import time
@@ -11,6 +11,7 @@ import pytest
 from megatron_asynchzp.testbed.contenders.workload import RankReport
 from megatron_asynchzp.testbed.profile import named_profile
 from megatron_asynchzp.testbed.ranks import RankFailure
+from megatron_asynchzp.tools.styles import OURS as OURS_COLOUR
 from scripts.bench import scaling
 from scripts.bench.scaling import Study, parse_args
 from scripts.bench.scaling_points import AXES, SAMPLES, Point, modelled_run, plan, runners
@@ -38,7 +39,7 @@ def output(step_ms: float, **more) -> dict:
 
 @pytest.fixture
 def study(tmp_path, monkeypatch) -> Study:
-    """Of all axes; a run takes no time and tells 5000 ms, computing alone 3700."""
+    """Of all axes; a run takes no time and returns 5000 ms, computing alone 3700."""
     monkeypatch.setattr(scaling, "measure", lambda *_: output(5000.0))
     report = RankReport(step_s=[3.7], machine_cpu_s=0.1, own_cpu_s=0.1, wall_s=1.0)
     monkeypatch.setattr(scaling, "compute_alone", lambda cluster, *_: [report] * cluster.num_ranks)
@@ -111,7 +112,7 @@ def test_every_contender_is_run_by_megatron_with_the_same_micro_batch():
 # ---- measured and modelled
 
 
-def test_the_table_tells_modelled_from_measured_and_how_far_they_are_apart(study):
+def test_the_table_keeps_modelled_and_measured_apart_and_shows_their_ratio(study):
     records = measured(study)
     text = markdown([MACHINE, *records])
     assert "*" not in line_of(text, "ranks", "16") + line_of(text, "ranks", "16", 1)
@@ -130,7 +131,7 @@ def test_the_table_tells_modelled_from_measured_and_how_far_they_are_apart(study
     assert f"{OURS}: measured / modelled" in text and "of 12 points" in text
 
 
-def test_the_model_is_told_the_measured_computation_where_there_is_one(study):
+def test_the_model_is_given_the_measured_computation_where_there_is_one(study):
     for axis in axes_of(measured(study)):
         for place in axis.places:
             for model in place.modelled.values():
@@ -187,7 +188,7 @@ def test_wrong_losses_are_red_and_show_no_time(study, monkeypatch):
     scaling_picture.draw(records, study.file.with_suffix(".png"))
 
 
-def test_a_run_that_fails_is_not_tried_again_and_its_reason_is_told(study, monkeypatch):
+def test_a_run_that_fails_is_not_tried_again_and_its_reason_is_shown(study, monkeypatch):
     tried = []
 
     def fails(cluster, workload, one, *_):
@@ -240,7 +241,7 @@ def test_computing_is_measured_again_only_where_others_were_busy(study, monkeypa
     assert len(called) == points + points - 3
 
 
-def test_after_the_time_limit_nothing_is_run_and_the_table_says_so(study, monkeypatch):
+def test_after_the_time_limit_nothing_is_run_and_the_table_has_the_reason(study, monkeypatch):
     monkeypatch.setattr(scaling, "measure", lambda *_: pytest.fail("a run"))
     records = measured(study, deadline_s=time.monotonic() - 1)
     assert "the time limit was reached" in markdown([MACHINE, *records])
@@ -266,17 +267,56 @@ def test_what_was_measured_before_an_interruption_is_kept(study, monkeypatch):
 # ---- the picture and the commands
 
 
-def test_the_picture_says_what_is_measured_and_what_is_modelled(study, tmp_path):
+def figure_of(records: list[dict], axis: str):
+    (rows,) = (one for one in axes_of(records) if one.name == axis)
+    return scaling_picture.make_figure(records, rows)
+
+
+def words_of(figure) -> list[str]:
+    return [text.get_text() for plot in figure.axes for text in plot.texts]
+
+
+def test_the_picture_names_the_part_that_is_modelled_only_where_the_rest_is_measured(study):
     study.model_all()
-    figure = scaling_picture.make_figure(records_of(study))
-    assert not any(plot.texts for plot in figure.axes)
+    assert not words_of(figure_of(records_of(study), "ranks"))
+    assert words_of(figure_of(measured(study), "ranks")) == ["modelled only"] * 3
+
+
+def test_the_pictures_lines_are_the_models_of_emulated_computation_and_marks_are_measured(study):
+    """One line through all places has no step where the measurements end."""
     records = measured(study)
-    words = {"measured", "modelled"}
-    top = scaling_picture.make_figure(records).axes[: len(ALL)]
-    assert all({text.get_text().strip() for text in plot.texts} == words for plot in top)
-    file = tmp_path / "picture.png"
-    scaling_picture.draw(records, file)
-    assert file.stat().st_size > 10_000
+    steps = figure_of(records, "ranks").axes[0]
+    lines = [line for line in steps.lines if line.get_marker() == "None"]
+    (ours,) = (
+        line.get_ydata()
+        for line in lines
+        if line.get_color() == OURS_COLOUR and len(line.get_xdata()) == 9
+    )
+    given = {
+        record["axes"]["ranks"]: record["step_ms"]
+        for record in records
+        if record["kind"] == "modelled" and record["compute"] == "emulated"
+        if record["name"] == OURS and "ranks" in record["axes"]
+    }
+    assert list(ours) == [1e-3 * given[at] for at in sorted(given)]
+    marks = [line for line in steps.lines if line.get_marker() != "None"]
+    assert len(marks) == 4 * 4 - 1  # HSDP is ZeRO-3 on one node
+    assert {float(*line.get_ydata()) for line in marks} == {5.0}
+    assert max(float(*line.get_xdata()) for line in marks) < 32
+
+
+def test_the_picture_explains_how_marks_and_lines_differ(study):
+    figure = figure_of([MACHINE, *measured(study)], "ranks")
+    caption = figure.get_supxlabel()
+    for words in ("Marks are measured", "the 2 cores", "Lines are the cost model's", "grey"):
+        assert words in caption
+
+
+def test_every_axis_has_a_picture_of_its_own(study, tmp_path):
+    scaling_picture.draw(measured(study), tmp_path / "picture.png")
+    names = {file.name for file in tmp_path.glob("*.png")}
+    assert names == {"picture.png", *(f"picture-{axis}.png" for axis in ALL if axis != "ranks")}
+    assert all(file.stat().st_size > 10_000 for file in tmp_path.glob("*.png"))
 
 
 def test_records_of_different_networks_are_refused(study):

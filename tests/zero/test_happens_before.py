@@ -30,12 +30,12 @@ from tests.support.scheduler_program import (
     execute,
     recorded_groups,
 )
+from tests.support.selection import slow_unless
 from tests.support.toy_models import toy_batch, toy_loss
 
 AHEAD = ("main-thread", "threaded")
-FEW = settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+DRAWN = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+few_and_many = pytest.mark.parametrize("num_programs", [12, slow_unless(False, 200)])
 THREE = (UnitShape(),) * 3
 
 
@@ -107,81 +107,101 @@ UPDATED_EARLY = [
 ]
 
 
-@FEW
-@given(programs())
-@example(UPDATED_EARLY[0])
-@example(UPDATED_EARLY[1])
-@example(MEMORY_GROWS)
-@example(A_UNIT_IS_SKIPPED)
-@example(MICRO_BATCHES_VARY)
-@example(A_SYNC_IS_JOINED)
-def test_every_two_conflicting_accesses_of_streams_are_ordered(program):
-    done = execute(program)
-    assert done.device.num_accesses > 0
-    assert done.races == []
+@few_and_many
+def test_every_two_conflicting_accesses_of_streams_are_ordered(num_programs):
+    @settings(DRAWN, max_examples=num_programs)
+    @given(programs())
+    @example(UPDATED_EARLY[0])
+    @example(UPDATED_EARLY[1])
+    @example(MEMORY_GROWS)
+    @example(A_UNIT_IS_SKIPPED)
+    @example(MICRO_BATCHES_VARY)
+    @example(A_SYNC_IS_JOINED)
+    def holds(program):
+        done = execute(program)
+        assert done.device.num_accesses > 0
+        assert done.races == []
+
+    holds()
 
 
-@FEW
-@given(programs())
-@example(A_UNIT_IS_SKIPPED)
-@example(TWO_REDUCTIONS_IN_FLIGHT)
-def test_every_two_conflicting_accesses_of_threads_on_a_cpu_are_ordered(program):
-    done = execute(program, new_device=RecordingHost)
-    assert done.device.num_accesses > 0
-    assert done.races == []
+@few_and_many
+def test_every_two_conflicting_accesses_of_threads_on_a_cpu_are_ordered(num_programs):
+    @settings(DRAWN, max_examples=num_programs)
+    @given(programs())
+    @example(A_UNIT_IS_SKIPPED)
+    @example(TWO_REDUCTIONS_IN_FLIGHT)
+    def holds(program):
+        done = execute(program, new_device=RecordingHost)
+        assert done.device.num_accesses > 0
+        assert done.races == []
+
+    holds()
 
 
-@FEW
-@given(programs(kinds=("threaded",)))
-def test_collectives_are_issued_as_submitted_whichever_thread_is_late(program):
-    first, second = (execute(program, seed) for seed in (1, 2))
-    assert first.issued == first.submitted
-    assert second.issued == second.submitted == first.submitted
-    assert first.device.collectives == second.device.collectives
+@few_and_many
+def test_collectives_are_issued_as_submitted_whichever_thread_is_late(num_programs):
+    @settings(DRAWN, max_examples=num_programs)
+    @given(programs(kinds=("threaded",)))
+    def holds(program):
+        first, second = (execute(program, seed) for seed in (1, 2))
+        assert first.issued == first.submitted
+        assert second.issued == second.submitted == first.submitted
+        assert first.device.collectives == second.device.collectives
+
+    holds()
 
 
-@FEW
-@given(programs(kinds=("threaded",)))
-def test_without_streams_each_lane_and_each_group_has_the_order_of_submission(program):
-    first, second = (execute(program, seed, new_device=RecordingHost) for seed in (1, 2))
-    assert first.submitted == second.submitted
-    for lane in LANES:
-        submitted = [entry for entry in first.submitted if entry[0] == lane]
-        for done in (first, second):
-            assert [entry for entry in done.issued if entry[0] == lane] == submitted
-    for group in {collective.group for collective in first.device.collectives}:
-        over_group = [
-            [collective for collective in done.device.collectives if collective.group == group]
-            for done in (first, second)
-        ]
-        assert over_group[0] == over_group[1]
+@few_and_many
+def test_without_streams_each_lane_and_each_group_has_the_order_of_submission(num_programs):
+    @settings(DRAWN, max_examples=num_programs)
+    @given(programs(kinds=("threaded",)))
+    def holds(program):
+        first, second = (execute(program, seed, new_device=RecordingHost) for seed in (1, 2))
+        assert first.submitted == second.submitted
+        for lane in LANES:
+            submitted = [entry for entry in first.submitted if entry[0] == lane]
+            for done in (first, second):
+                assert [entry for entry in done.issued if entry[0] == lane] == submitted
+        for group in {collective.group for collective in first.device.collectives}:
+            over_group = [
+                [collective for collective in done.device.collectives if collective.group == group]
+                for done in (first, second)
+            ]
+            assert over_group[0] == over_group[1]
+
+    holds()
 
 
-@FEW
-@given(programs(kinds=("inline", *AHEAD)))
-def test_a_place_in_use_belongs_to_a_gather_under_way_and_in_the_end_all_are_free(program):
-    under_way: set[Task] = set()
+@few_and_many
+def test_a_place_in_use_belongs_to_a_gather_under_way_and_in_the_end_all_are_free(num_programs):
+    @settings(DRAWN, max_examples=num_programs)
+    @given(programs(kinds=("inline", *AHEAD)))
+    def holds(program):
+        under_way: set[Task] = set()
 
-    class Watched(StepScheduler):
-        def __init__(self, *args):
-            super().__init__(*args)
-            submit = self.driver.submit
+        class Watched(StepScheduler):
+            def __init__(self, *args):
+                super().__init__(*args)
+                submit = self.driver.submit
 
-            def watched_submit(task: Task) -> Task:
-                if task.lane == "gather":
-                    wait = task.wait
-                    task.wait = lambda: (under_way.discard(task), wait())
-                    under_way.add(task)
-                return submit(task)
+                def watched_submit(task: Task) -> Task:
+                    if task.lane == "gather":
+                        wait = task.wait
+                        task.wait = lambda: (under_way.discard(task), wait())
+                        under_way.add(task)
+                    return submit(task)
 
-            self.driver.submit = watched_submit
+                self.driver.submit = watched_submit
 
-        def zero_grads(self) -> None:
-            super().zero_grads()
-            assert self.num_places_in_use() == len(under_way)
+            def zero_grads(self) -> None:
+                super().zero_grads()
+                assert self.num_places_in_use() == len(under_way)
 
-    scheduler = execute(program, scheduler_class=Watched).scheduler
-    assert scheduler.num_places_in_use() == 0 and not under_way
+        scheduler = execute(program, scheduler_class=Watched).scheduler
+        assert scheduler.num_places_in_use() == 0 and not under_way
+
+    holds()
 
 
 # ---- the engine around a model: hooks and autograd instead of a program
@@ -239,12 +259,14 @@ VARIED = [
 ]
 
 
-def find_races(**mutant) -> set[str]:
-    return {race for program in VARIED for race in execute(program, **mutant).races}
+def has_race(victim: str = "", action: str = "", **mutant) -> bool:
+    """Whether a program has one over that memory, with that access; up to the first that has."""
+    races = (race for program in VARIED for race in execute(program, **mutant).races)
+    return any(victim in race and action in race for race in races)
 
 
 def test_without_a_fault_the_programs_for_the_detector_have_no_race():
-    assert find_races() == set()
+    assert not has_race()
 
 
 class DeafToEvents(RecordingDevice):
@@ -259,7 +281,7 @@ class DeafToCollectives(RecordingDevice):
 
 @pytest.mark.parametrize("device", [DeafToEvents, DeafToCollectives])
 def test_a_stream_that_does_not_wait_is_seen(device):
-    assert find_races(new_device=device)
+    assert has_race(new_device=device)
 
 
 def test_a_gather_that_does_not_wait_for_the_last_readers_of_its_memory_is_seen(monkeypatch):
@@ -267,8 +289,7 @@ def test_a_gather_that_does_not_wait_for_the_last_readers_of_its_memory_is_seen(
     monkeypatch.setattr(
         Arena, "release", lambda arena, place, _last_user=None: release(arena, place)
     )
-    races = find_races()
-    assert any("param place" in race and "all-gather writes" in race for race in races)
+    assert has_race("param place", "all-gather writes")
 
 
 def test_a_gather_that_waits_for_the_readers_of_one_place_of_several_is_seen(monkeypatch):
@@ -281,7 +302,7 @@ def test_a_gather_that_waits_for_the_readers_of_one_place_of_several_is_seen(mon
         return place
 
     monkeypatch.setattr(Arena, "acquire", acquire_forgetfully)
-    assert any("param place" in race and "all-gather writes" in race for race in find_races())
+    assert has_race("param place", "all-gather writes")
 
 
 @pytest.mark.parametrize(
@@ -304,15 +325,14 @@ def test_a_task_that_does_not_wait_for_what_it_needs_is_seen(lane, edge, victim,
         return honest(driver, task)
 
     monkeypatch.setattr(Driver, "submit", submit_without_edge)
-    races = find_races()
-    assert any(victim in race for race in races)
+    assert has_race(victim)
 
 
 @pytest.mark.parametrize("lane", ["gather", "reduce", "grad-sync", "param-sync"])
 def test_computation_that_does_not_wait_for_a_task_is_seen(lane, monkeypatch):
     honest = Task.wait
     monkeypatch.setattr(Task, "wait", lambda task: task.lane == lane or honest(task))
-    assert find_races()
+    assert has_race()
 
 
 class TooEarly(RecordingHost):
@@ -323,10 +343,10 @@ class TooEarly(RecordingHost):
 
 
 def test_a_thread_that_does_not_wait_is_seen(monkeypatch):
-    assert find_races(new_device=RecordingHost) == set()
-    assert find_races(new_device=TooEarly)
+    assert not has_race(new_device=RecordingHost)
+    assert has_race(new_device=TooEarly)
     monkeypatch.setattr(Task, "wait", lambda task: None)
-    assert find_races(new_device=RecordingHost)
+    assert has_race(new_device=RecordingHost)
 
 
 def test_two_streams_race_until_one_waits_for_the_other():

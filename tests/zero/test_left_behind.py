@@ -15,6 +15,7 @@ from megatron_asynchzp.comm.timeline import Span
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 from megatron_asynchzp.zero.plan import plan_units
+from tests.support.new_objects import new_objects_only
 from tests.support.recording_device import RecordingDevice
 from tests.support.scheduler_program import recorded_groups
 
@@ -56,6 +57,12 @@ class Engine:
     def close(self) -> None:
         self.runtime.close()
         self.driver.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def new_objects():
+    with new_objects_only():
+        yield
 
 
 def live(kind: type) -> int:

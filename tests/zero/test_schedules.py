@@ -4,7 +4,7 @@
 update of each unit within backward."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import product
 
 import pytest
@@ -23,11 +23,23 @@ TIED, BF16, RECOMPUTED = MODELS = [
 ]
 
 
-def compare_schedules(cases: Iterable[tuple], steps: int) -> None:
-    """cases: sizes and model."""
+# Every schedule, prefetch depth and place of the update; the fast test runs each pair of them.
+WAYS = list(product(SCHEDULES, (1, 3), (False, True)))
+FAST_WAYS = [
+    ("inline", 1, False),
+    ("inline", 3, True),
+    ("main-thread", 1, True),
+    ("main-thread", 3, False),
+    ("threaded", 1, False),
+    ("threaded", 3, True),
+]
+
+
+def compare_schedules(cases: Iterable[tuple], steps: int, ways: list[tuple] = WAYS) -> None:
+    """cases: sizes and model; ways: schedule, depth, whether units are updated in backward."""
     for sizes, (dtype, kwargs) in cases:
         seen = {}
-        for kind, depth, in_backward in product(SCHEDULES, (1, 3), (False, True)):
+        for kind, depth, in_backward in ways:
             trainer = EngineTrainer(
                 build_toy(dtype, depth=5, **kwargs),
                 sizes,
@@ -47,7 +59,7 @@ def compare_schedules(cases: Iterable[tuple], steps: int) -> None:
 
 def test_the_three_schedules_are_bitwise_equal_on_4_ranks():
     cases = [((2, 2, 4), TIED), ((1, 4, 4), BF16), ((2, 2, 4), RECOMPUTED)]
-    run_ranks(compare_schedules, 4, cases, 3)
+    run_ranks(compare_schedules, 4, cases, 3, FAST_WAYS)
 
 
 def train_two_blocks() -> dict[str, list[float]]:
@@ -109,36 +121,54 @@ def submissions_of_a_step(
     return list(dict.fromkeys(used)), events, numels
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 4), (1, 2, 4), (2, 2, 4), (2, 4, 4)])
-def test_parameter_shards_are_rebuilt_in_the_order_of_their_first_use(sizes):
+SIZES = [(1, 1, 4), (1, 2, 4), (2, 2, 4), (2, 4, 4)]
+IN_BACKWARD, IN_BACKWARD_BF16 = ((2, 2, 4), True), ((2, 2, 4), True, torch.bfloat16)
+
+
+def all_submissions() -> dict[tuple, tuple]:
+    cases = [*((sizes,) for sizes in SIZES), IN_BACKWARD, IN_BACKWARD_BF16]
+    return {case: submissions_of_a_step(*case) for case in cases}
+
+
+@pytest.fixture(scope="module")
+def submitted() -> Callable[..., list[tuple]]:
+    """What submissions_of_a_step returned with these arguments, by rank."""
+    of_ranks = run_ranks(all_submissions, 4)
+    return lambda *case: [found[case] for found in of_ranks]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_parameter_shards_are_rebuilt_in_the_order_of_their_first_use(submitted, sizes):
     """A unit that is never gathered waits for its own shard only, not for those of the whole
     model: what comes last in the module tree may be used first."""
-    for used, events, _ in run_ranks(submissions_of_a_step, 4, sizes):
+    for used, events, _ in submitted(sizes):
         synced = [event.removeprefix("param-sync ") for event in events if "param-sync" in event]
         assert synced == used
 
 
-def test_what_comes_before_the_first_layer_does_not_hold_up_its_gather():
+def test_what_comes_before_the_first_layer_does_not_hold_up_its_gather(submitted):
     """Small units do not count against it: the gathers of all that the next step begins with are
     submitted with the rebuilding of their shards."""
-    for used, events, _ in run_ranks(submissions_of_a_step, 4, (2, 2, 4)):
+    for used, events, _ in submitted((2, 2, 4)):
         after_step = events[events.index(f"param-sync {used[0]}") :]
         gathered = [event.removeprefix("gather ") for event in after_step if "gather" in event]
         assert used[1] != "blocks.0" and gathered == used[: used.index("blocks.0") + 1]
 
 
-def test_a_unit_stays_gathered_until_something_else_has_to_be_gathered_first():
+def test_a_unit_stays_gathered_until_something_else_has_to_be_gathered_first(submitted):
     """At the turn from forward to backward, where the output comes between."""
-    for _, events, _ in run_ranks(submissions_of_a_step, 4, (2, 2, 4)):
+    for _, events, _ in submitted((2, 2, 4)):
         calls = [event for event in events if event.split()[0] in ("use", "gather")]
         turn = calls[calls.index("use output") :]
         assert "use blocks.4" in turn[: turn.index("use blocks.3")]
         assert "gather blocks.4" not in turn[: turn.index("use blocks.3")]
 
 
-def test_where_units_are_updated_in_backward_a_third_of_the_shards_is_rebuilt_there_evenly():
+def test_where_units_are_updated_in_backward_a_third_of_the_shards_is_rebuilt_there_evenly(
+    submitted,
+):
     """As forward has two thirds of the time for them, and then meets them at an even pace."""
-    for used, events, numels in run_ranks(submissions_of_a_step, 4, (2, 2, 4), True):
+    for used, events, numels in submitted(*IN_BACKWARD):
         in_backward, updated, rebuilt = [], 0, 0
         moves = [event.split() for event in events if event.split()[0].endswith("-sync")]
         last_update = max(i for i, (lane, _) in enumerate(moves) if lane == "grad-sync")
@@ -156,9 +186,9 @@ def test_where_units_are_updated_in_backward_a_third_of_the_shards_is_rebuilt_th
         ]
 
 
-def test_no_shard_is_rebuilt_in_backward_where_gradients_are_twice_as_long_as_parameters():
+def test_no_shard_is_rebuilt_in_backward_where_gradients_are_twice_as_long_as_parameters(submitted):
     """In bf16 the gradients alone take two thirds of the traffic, as backward of the time."""
-    for used, events, _ in run_ranks(submissions_of_a_step, 4, (2, 2, 4), True, torch.bfloat16):
+    for used, events, _ in submitted(*IN_BACKWARD_BF16):
         moves = [event.split() for event in events if event.split()[0].endswith("-sync")]
         lanes = [lane for lane, _ in moves]
         assert lanes == sorted(lanes) and [unit for lane, unit in moves[-len(used) :]] == used

@@ -85,9 +85,10 @@ def races(device: RecordingDevice) -> list[str]:
 @pytest.mark.parametrize(
     "kind, seeds",
     [
-        slow_unless(True, "main-thread", range(40)),
-        slow_unless(True, "threaded", range(20)),
-        slow_unless(False, "main-thread", range(40, 200)),
+        slow_unless(True, "main-thread", range(12)),
+        slow_unless(True, "threaded", range(6)),
+        slow_unless(False, "main-thread", range(12, 200)),
+        slow_unless(False, "threaded", range(6, 20)),
     ],
 )
 def test_gradients_from_a_side_stream_are_neither_reduced_too_early_nor_overwritten(kind, seeds):

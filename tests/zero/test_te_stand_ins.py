@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_asynchzp.testbed.ranks import run_ranks
 from megatron_asynchzp.zero.config import ScheduleConfig
 from tests.support.engine import EngineTrainer, nested_sizes
+from tests.support.selection import slow_unless
 from tests.support.te_stand_ins import build_te_toy
 from tests.support.toy_models import toy_batch, toy_loss
 
@@ -50,12 +51,13 @@ def trained_params(sizes, schedule: ScheduleConfig, is_fused: bool, **toy):
     return params
 
 
-def compare_with_stock() -> int:
-    """Every model with every nesting and a schedule each; how many."""
+def compare_with_stock(every: int) -> int:
+    """Every model with every nesting, or every second one, and a schedule each; how many."""
     num_compared = 0
-    for toy in MODELS:
+    for number, toy in enumerate(MODELS):
         expected = stock_params(**toy)
-        for index, sizes in enumerate(nested_sizes(dist.get_world_size())):
+        nestings = list(enumerate(nested_sizes(dist.get_world_size())))
+        for index, sizes in nestings[number % every :: every]:
             schedule = SCHEDULES[index % len(SCHEDULES)]
             mine = trained_params(sizes, schedule, is_fused=False, **toy)
             fused = trained_params(sizes, schedule, is_fused=True, **toy)
@@ -74,11 +76,10 @@ def compare_with_stock() -> int:
     return num_compared
 
 
-NUM_COMPARED = len(MODELS) * len(nested_sizes(2))
-
-
-def test_stand_ins_follow_stock_torch_and_bit_for_bit_where_they_write_gradients_themselves():
-    assert run_ranks(compare_with_stock, 2) == [NUM_COMPARED] * 2
+@pytest.mark.parametrize("every", [2, slow_unless(False, 1)])
+def test_stand_ins_follow_stock_torch_and_bit_for_bit_where_they_write_gradients_themselves(every):
+    least = len(MODELS) * (len(nested_sizes(2)) // every)
+    assert all(compared >= least > 5 for compared in run_ranks(compare_with_stock, 2, every))
 
 
 def call_twice_from_second_step_on() -> str:

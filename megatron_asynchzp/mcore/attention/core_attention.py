@@ -115,7 +115,9 @@ class PasaAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         if attention_bias is not None:
-            raise ConfigurationError("--use-pasa-attention has no attention bias; drop the flag")
+            raise ConfigurationError(
+                "--use-pasa-attention does not support an attention bias; drop the flag"
+            )
         mask_type = attn_mask_type or self.attn_mask_type
         packed = packed_seq_params
         if packed is not None and packed.qkv_format != "thd":

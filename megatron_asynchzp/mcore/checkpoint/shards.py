@@ -83,8 +83,8 @@ class Piece:
 def find_pieces(entry: ShardedTensor | ShardedTensorFactory, param: torch.Tensor) -> list[Piece]:
     """The pieces of `param` in the checkpoint, from the entry that the model made for it.
 
-    Factories are asked on the meta device: they cut the parameter into views, which tell where
-    they lie. Raises CheckpointError for one that computes something else.
+    Factories run on the meta device: they cut the parameter into views, whose strides and offsets
+    give their places. Raises CheckpointError for one that computes something else.
     """
     whole = torch.empty(param.shape, dtype=param.dtype, device="meta")
     if isinstance(entry, ShardedTensorFactory):
@@ -169,7 +169,7 @@ class ChunkCheckpoint:
                 if not self._pieces[param]:
                     # Its placeholder would be saved in its place.
                     raise CheckpointError(
-                        f"{name}: the model does not say how this parameter is stored in a "
+                        f"{name}: the model does not define how this parameter is stored in a "
                         "checkpoint (its sharded_state_dict has no entry for it)"
                     )
 

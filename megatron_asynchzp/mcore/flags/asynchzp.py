@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from megatron_asynchzp.zero.config import ScheduleConfig
 
 # As in zero/config.py; a test compares them.
-SCHEDULE_CHOICES = ("auto", "inline", "main-thread", "threaded")
+AUTO = "auto"
+SCHEDULE_CHOICES = (AUTO, "inline", "main-thread", "threaded")
 GRAD_SLOT_MIB = 256
+
+AUTO = "auto"
+"""A shard size that the planner chooses, see mcore/chosen_sizes.py."""
 
 # Late enough for the order of units to be known and for allocations to be over.
 _TRACED_STEP = 10
@@ -58,9 +62,9 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--asynchzp-schedule",
         choices=SCHEDULE_CHOICES,
         default="auto",
-        help="Who issues the collectives: background threads (threaded), the thread that computes "
-        "ahead of their use (main-thread), or the same when they are needed (inline). Default: "
-        "main-thread on CUDA, threaded elsewhere (auto).",
+        help="Which thread issues the collectives: background threads (threaded), the thread that "
+        "computes, ahead of their use (main-thread), or the same when they are needed (inline). "
+        "Default: main-thread on CUDA, threaded elsewhere (auto).",
     )
     group.add_argument(
         "--asynchzp-prefetch-depth",
@@ -97,14 +101,17 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--moe-grouped-gemm, which computes with all of them at once; must divide the experts "
         "that a rank has of a layer. Default: all experts together, with their layer.",
     )
-    for what, saved in (("params", "parameters gathered"), ("grads", "gradients unreduced")):
+    for what, saved, kind, rest in (
+        ("params", "parameters gathered", _gib_or_auto, " auto: what the device has left."),
+        ("grads", "gradients unreduced", float, ""),
+    ):
         group.add_argument(
             f"--asynchzp-keep-{what}-gb",
-            type=float,
+            type=kind,
             default=0.0,
             metavar="GIB",
             help=f"So much more memory on a rank to keep {saved} from one micro-batch to a later "
-            "one, with pipelines and with gradient accumulation. Default: 0.",
+            f"one, with pipelines and with gradient accumulation.{rest} Default: 0.",
         )
     group.add_argument(
         "--no-asynchzp-check-order",
@@ -152,6 +159,15 @@ def _whole_number(word: str, least: int) -> int:
     return int(word)
 
 
+def _gib_or_auto(word: str) -> float | str:
+    if word == AUTO:
+        return word
+    try:
+        return float(word)
+    except ValueError:
+        raise ArgumentTypeError(f"{word} is neither a number of GiB nor {AUTO}") from None
+
+
 def _add_shard_sizes(group) -> None:
     node = "the ranks of the sharding group on one node"
     held = {
@@ -162,12 +178,29 @@ def _add_shard_sizes(group) -> None:
     for state, (what, default) in held.items():
         group.add_argument(
             f"--asynchzp-{state}-shard-size",
-            type=int,
+            type=_ranks_or_auto,
             default=None,
             metavar="RANKS",
-            help=f"Ranks (data x context parallel) that share one copy of the {what}. "
-            f"Default: {default}.",
+            help=f"Ranks (data x context parallel) that share one copy of the {what}; auto: as "
+            f"many as the planner finds best on --asynchzp-cluster. Default: {default}.",
         )
+    group.add_argument(
+        "--asynchzp-cluster",
+        metavar="NAME_OR_FILE",
+        default=None,
+        help="The machines of the run as the planner knows them: the name of a cluster, or a file "
+        "that describes one. For shard sizes that are auto; those that are not given are chosen "
+        "with them. Default: none.",
+    )
+
+
+def _ranks_or_auto(word: str) -> int | str:
+    if word == AUTO:
+        return word
+    try:
+        return int(word)
+    except ValueError:
+        raise ArgumentTypeError(f"{word} is neither a number of ranks nor {AUTO}") from None
 
 
 def add_dry_run_arguments(parser) -> None:
@@ -189,8 +222,8 @@ def add_dry_run_arguments(parser) -> None:
         type=float,
         default=None,
         metavar="GIB",
-        help="Memory of one device, of which the dry run tells what is left; it ends with status 1 "
-        "where nothing is. Default: not compared.",
+        help="Memory of one device. The dry run prints what is left of it, and ends with status 1 "
+        "where that is nothing. Default: not compared.",
     )
 
 
@@ -226,6 +259,7 @@ def resolve_schedule(args: Namespace) -> "ScheduleConfig":
             timed_every=args.log_interval,
             keep_params_nbytes=_kept_nbytes("params", args.asynchzp_keep_params_gb),
             keep_grads_nbytes=_kept_nbytes("grads", args.asynchzp_keep_grads_gb),
+            keeps_params_in_rest=args.asynchzp_keep_params_gb == AUTO,
         )
     except ValueError as error:
         raise ConfigurationError(
@@ -240,9 +274,11 @@ def _nbytes(flag: str, value: float, unit: int) -> int:
     return int(value * unit)
 
 
-def _kept_nbytes(what: str, gib: float) -> int:
-    """As _nbytes, where 0 stands for no memory."""
-    return _nbytes(f"--asynchzp-keep-{what}-gb", gib, 2**30) if gib else 0
+def _kept_nbytes(what: str, gib: float | str) -> int:
+    """As _nbytes, where 0 stands for no memory, and AUTO for none before the first update."""
+    if isinstance(gib, str) or not gib:
+        return 0
+    return _nbytes(f"--asynchzp-keep-{what}-gb", gib, 2**30)
 
 
 def resolve_trace(args: Namespace) -> TraceRequest | None:

@@ -5,17 +5,21 @@ Importing this file loads no torch and no Megatron.
 """
 
 import os
+import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_asynchzp.checkpoint_files.other_format import OTHER_FORMAT, all_of_format_torch
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule, resolve_trace
 from megatron_asynchzp.mcore.flags.moments import take_moment_dtypes
 from megatron_asynchzp.mcore.flags.refusals import refuse_unsupported
 from megatron_asynchzp.mcore.flags.shard_sizes import (
     STATES,
+    automatic_states,
+    refuse_cluster,
     resolve_shard_sizes,
     sharding_group_size,
     sharding_ranks_per_node,
@@ -27,7 +31,8 @@ from megatron_asynchzp.mcore.flags.switched_off import normalize_args, refuse_ch
 def prepare_args(args: Namespace) -> list[str]:
     """Everything that happens to the arguments before Megatron validates (and prints) them.
 
-    Writes the resolved shard sizes into `args` and applies NORMALISATIONS; returns the lines to
+    Writes the resolved shard sizes into `args`, unless the planner is to choose some when Megatron
+    has validated the others (chosen_sizes), and applies NORMALISATIONS; returns the lines to
     log on rank 0. Raises ConfigurationError, one line, for a run that cannot start, and has
     changed nothing then.
     """
@@ -37,6 +42,7 @@ def prepare_args(args: Namespace) -> list[str]:
     resolve_schedule(args)
     refuse_racing_threads(args, runs_on_cuda(args), os.environ)
     resolve_trace(args)
+    refuse_cluster(args)
     group_size = sharding_group_size(args)
     sizes = resolve_shard_sizes(args, group_size, sharding_ranks_per_node(args))
     refuse_missing_data(args)
@@ -46,8 +52,9 @@ def prepare_args(args: Namespace) -> list[str]:
     if translated_sizes(args, group_size):
         flags = [f"--asynchzp-{state}-shard-size {getattr(sizes, state)}" for state in STATES]
         lines.append(f"the flags of another wrapper have become {' '.join(flags)}")
-    for state in STATES:
-        setattr(args, f"asynchzp_{state}_shard_size", getattr(sizes, state))
+    if not automatic_states(args):
+        for state in STATES:
+            setattr(args, f"asynchzp_{state}_shard_size", getattr(sizes, state))
     return lines + normalize_args(args)
 
 
@@ -200,6 +207,26 @@ def refuse_useless_saves(args: Namespace) -> None:
             "--async-save: its writer is not installed; install nvidia-resiliency-ext, or add "
             "--async-strategy mcore"
         )
+
+
+def refuse_useless_load(args: Namespace) -> None:
+    """Raise ConfigurationError for a --load that no checkpoint can be read from. A folder without
+    any is a run from the beginning."""
+    folder = Path(args.load or "")
+    if not args.load or not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ConfigurationError(f"--load {folder} is a file; name a folder of checkpoints")
+    if all_of_format_torch(folder):
+        raise ConfigurationError(f"--load {folder}: {OTHER_FORMAT}")
+    if _CHECKPOINT.fullmatch(folder.name) and (folder / "metadata.json").is_file():
+        raise ConfigurationError(
+            f"--load {folder} is one checkpoint; name the folder that it is in, and choose it with "
+            "--ckpt-step"
+        )
+
+
+_CHECKPOINT = re.compile(r"iter_\d{7,}|release")
 
 
 def refuse_missing_muon(args: Namespace) -> None:

@@ -14,7 +14,11 @@ from megatron_asynchzp.mcore.attention.flags import PASA_REFUSALS, add_pasa_argu
 from megatron_asynchzp.mcore.flags import checks
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments, refuse_trace_path
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS, Refusal, argument_of
-from megatron_asynchzp.mcore.flags.shard_sizes import resolve_shard_sizes, sharding_group_size
+from megatron_asynchzp.mcore.flags.shard_sizes import (
+    refuse_cluster,
+    resolve_shard_sizes,
+    sharding_group_size,
+)
 
 # Flags of ours that mean something without the flag that their names begin with.
 _STAND_ALONE = (
@@ -66,8 +70,10 @@ def check_command_line(argv: Sequence[str], world_size: int | None = None) -> No
         return
     _refuse_given(REFUSALS, argv)
     refuse_trace_path(args)
+    refuse_cluster(args)
     checks.refuse_missing_data(args)
     checks.refuse_useless_saves(args)
+    checks.refuse_useless_load(args)
     if world_size is not None and not args.use_checkpoint_args:
         args.world_size = world_size
         checks.refuse_sizes(args)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from math import gcd
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.asynchzp import AUTO
 from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes
 
 STATES = ("param", "grad", "optim")
@@ -79,15 +80,15 @@ def resolve_shard_sizes(args: Namespace, group_size: int, ranks_per_node: int) -
     """The three sizes with defaults filled in, for a sharding group of `group_size` ranks.
 
     Flags of other wrappers stand in for those of ours that were not given. A default follows the
-    flags that were given: it is reduced until it nests with them. Experts use
-    `ShardSizes.restricted_to` of their own group.
+    flags that were given: it is reduced until it nests with them. A size that is auto has its
+    default until it is chosen. Experts use `ShardSizes.restricted_to` of their own group.
 
     Raises ConfigurationError, one line, naming the flag and the values that are valid for it.
     """
     given: dict[str, int | None] = dict.fromkeys(STATES)
     given |= translated_sizes(args, group_size)
     own = {state: getattr(args, f"asynchzp_{state}_shard_size") for state in STATES}
-    given |= {state: size for state, size in own.items() if size is not None}
+    given |= {state: size for state, size in own.items() if size not in (None, AUTO)}
     optim = group_size if given["optim"] is None else given["optim"]
     on_node = gcd(ranks_per_node, optim)
     param = _nested_default(on_node, given["grad"]) if given["param"] is None else given["param"]
@@ -98,6 +99,26 @@ def resolve_shard_sizes(args: Namespace, group_size: int, ranks_per_node: int) -
     except ShardSizeError as error:
         raise ConfigurationError(_explain(sizes, given, group_size, error)) from error
     return sizes
+
+
+def automatic_states(args: Namespace) -> list[str]:
+    """The states whose size is auto."""
+    return [state for state in STATES if getattr(args, f"asynchzp_{state}_shard_size") == AUTO]
+
+
+def refuse_cluster(args: Namespace) -> None:
+    """Raise ConfigurationError for a size that is auto without a cluster, and the reverse."""
+    automatic = automatic_states(args)
+    if automatic and args.asynchzp_cluster is None:
+        raise ConfigurationError(
+            f"--asynchzp-{automatic[0]}-shard-size auto: give --asynchzp-cluster NAME_OR_FILE, for "
+            "which the size is chosen, or a number of ranks"
+        )
+    if args.asynchzp_cluster is not None and not automatic:
+        raise ConfigurationError(
+            f"--asynchzp-cluster {args.asynchzp_cluster} has no effect without a shard size that "
+            "is auto; add --asynchzp-param-shard-size auto, or leave it out"
+        )
 
 
 def _nested_default(default: int, other: int | None) -> int:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.timeline import stop_trace
 from megatron_asynchzp.device import Device
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import TraceRequest
 from megatron_asynchzp.mcore.process.interrupts import watch_interrupts
 from megatron_asynchzp.mcore.process.last_line import EXIT_FAILURE, LastLine, leave
@@ -36,11 +37,19 @@ class CommReport(NamedTuple):
 
 
 class Communication:
-    """The driver that the runtimes of a rank share."""
+    """The driver that the runtimes of a rank share.
+
+    Raises ConfigurationError for a budget of what a device has left that cannot tell.
+    """
 
     _open: ClassVar[weakref.WeakSet["Communication"]] = weakref.WeakSet()
 
     def __init__(self, schedule: ScheduleConfig, device: Device, trace: TraceRequest | None = None):
+        if schedule.keeps_params_in_rest and device.left_nbytes() is None:
+            raise ConfigurationError(
+                "--asynchzp-keep-params-gb auto: a CPU cannot tell what a rank may still take; "
+                "give GiB"
+            )
         self.schedule = schedule
         self._trace = trace
         self.last_line = LastLine()
@@ -91,6 +100,12 @@ class Communication:
     def nbytes_in_flight(self) -> int:
         """Of the memory for parameters and gradients in flight, which is allocated once."""
         return sum(sum(runtime.in_flight_nbytes().values()) for runtime in self.runtimes)
+
+    def keep_what_is_left(self) -> None:
+        """After the first update, when all that a step needs was allocated: with
+        --asynchzp-keep-params-gb auto the rest of the device keeps parameters. Collective."""
+        if self.stays.params is not None and self.stays.params.takes_rest:
+            self.stays.params.take_rest(self.driver.device.left_nbytes() or 0)
 
     def kept(self) -> dict[str, tuple[int, int]]:
         """What the last step saved by keeping it in memory: "gathers", "reductions", each with how

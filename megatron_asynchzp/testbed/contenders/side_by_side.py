@@ -10,6 +10,7 @@ from megatron_asynchzp.testbed.contenders.workload import Workload
 from megatron_asynchzp.testbed.megatron_flags import (
     DISTRIBUTED_OPTIMIZER,
     MEGATRON_FSDP,
+    flags_of,
     size_flags,
 )
 
@@ -21,6 +22,7 @@ _NO_STREAMS = (
 )
 _TENSOR = ("--tensor-model-parallel-size", "2")
 _PIPELINE = ("--pipeline-model-parallel-size", "2")
+MICRO_BATCHES = 8  # of a pipeline, in `pipelines`
 
 
 @dataclass(frozen=True)
@@ -85,4 +87,49 @@ def _ours(batch: int, p: int, g: int, o: int, schedule: str = "threaded") -> Con
         OURS,
         batch,
         (*size_flags((p, g, o)), "--asynchzp-schedule", schedule),
+    )
+
+
+def pipelines(nodes: int, ranks_per_node: int, workload: Workload) -> list[Contender]:
+    """Interleaved pipelines of 2 stages with 2 chunks each, the reference of the losses first.
+
+    With the stages of a pipeline in one node, data-parallel ranks are on different nodes, so that
+    parameters and gradients cross the slow links; with data-parallel ranks in one node only
+    activations do. A budget for one chunk, or for both chunks of a rank, is so much for parameters,
+    and as much again for gradients.
+    """
+    chunk = 4 * (workload.layers // 4 * workload.layer_numel + workload.embedding_numel)
+    interleaved = (
+        *_PIPELINE,
+        *flags_of({"num-layers-per-virtual-pipeline-stage": workload.layers // 4}),
+    )
+    size = nodes * ranks_per_node // 2
+    sharded = (*size_flags((size, size, size)), "--asynchzp-schedule", "threaded", *interleaved)
+    stock = (*DISTRIBUTED_OPTIMIZER, *interleaved)
+    stages_inside = "--use-tp-pp-dp-mapping"
+    budgets = {
+        "": {},
+        ", params of a chunk kept": {"params": 1},
+        ", params and grads of a chunk kept": {"params": 1, "grads": 1},
+        ", params and grads of both chunks kept": {"params": 2, "grads": 2},
+    }
+    ours = [
+        Contender(f"AsyncHZP{name}", OURS, 1, (*sharded, stages_inside, *_keep(chunks, chunk)))
+        for name, chunks in budgets.items()
+    ]
+    return [
+        Contender("distributed optimizer", ND, 1, (*stock, stages_inside)),
+        *ours,
+        Contender("distributed optimizer, data-parallel ranks in a node", ND, 1, stock),
+        Contender("AsyncHZP, data-parallel ranks in a node", OURS, 1, sharded),
+    ]
+
+
+def _keep(chunks: dict[str, int], chunk_nbytes: int) -> list[str]:
+    """Flags that keep so many chunks of "params" and of "grads"."""
+    return flags_of(
+        {
+            f"asynchzp-keep-{what}-gb": f"{number * chunk_nbytes / 2**30:.6f}"
+            for what, number in chunks.items()
+        }
     )

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the threads that run operations, in the order of their submission, and the handles that tell
-of their end.
+"""Owns the threads that run operations, in the order of their submission, and the handles to
+wait for them.
 """
 
 import queue

@@ -3,7 +3,7 @@
 """Owns the sockets between the ranks of one group and how messages travel over them.
 
 Plain TCP instead of gloo's send and receive, for three reasons: a rank that fails closes its
-sockets, so its peers fail at once instead of at a timeout; every message says what it belongs to,
+sockets, so its peers fail at once instead of at a timeout; every message names its operation,
 so a receiver notices operations that differ; and nothing but payload is as large as it.
 """
 

@@ -76,7 +76,7 @@ def _check_against_local(names: list[str], ways: list[str]) -> None:
 
 
 def test_a_gpt_trains_as_with_the_local_attention():
-    _check_against_local(["gpt", "grouped queries, rotary"], ["delegate", "block"])
+    _check_against_local(["grouped queries, rotary"], ["delegate", "block"])
 
 
 @pytest.mark.slow
@@ -109,7 +109,8 @@ PARALLEL = {
 
 def _parallel(names: list[str], window: list[str]) -> dict[str, dict[str, float]]:
     """CP = 2 and TP = 2 against two data-parallel ranks with the same batches."""
-    argv = gpt_args("--global-batch-size", "2", *GROUPED, *ROPE, *window)
+    few = ("--global-batch-size", "2", "--train-iters", "4")
+    argv = gpt_args(*few, *GROUPED, *ROPE, *window)
     alone, errors = run_pretrain([*argv, *PASA]), {}
     for name in names:
         ours = run_pretrain([*argv, *PARALLEL[name]])
@@ -137,7 +138,8 @@ def test_every_mode_is_the_same_on_context_parallel_ranks(window):
 
 
 def _dropped() -> list[list[float]]:
-    argv = gpt_args("--global-batch-size", "2", "--attention-dropout", "0.2", *PASA)
+    few = ("--global-batch-size", "2", "--train-iters", "2")
+    argv = gpt_args(*few, "--attention-dropout", "0.2", *PASA)
     runs = [argv, argv, [*argv, "--attention-dropout", "0"]]
     return [run_pretrain(one).losses for one in runs]
 

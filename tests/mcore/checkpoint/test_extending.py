@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What loading says of a folder without a checkpoint, and of a run that is to go on for longer."""
+"""What loading logs for a folder without a checkpoint, and for a run that trains for longer."""
 
 from argparse import Namespace
 from pathlib import Path

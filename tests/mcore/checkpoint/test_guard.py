@@ -3,6 +3,7 @@
 """The guard around Megatron's saving and loading, in Megatron's own pretrain() on two ranks."""
 
 import resource
+import shutil
 import signal
 from argparse import Namespace
 from pathlib import Path
@@ -46,9 +47,15 @@ def _on_rank_0(act) -> None:
     dist.barrier()
 
 
-def _train_damage_and_resume(folder: str) -> dict:
+def _copy(folder: str, origin: str) -> None:
+    """Two checkpoints that an uninterrupted run has saved."""
+    _on_rank_0(lambda: shutil.copytree(origin, folder))
+
+
+def _train_damage_and_resume(folder: str, origin: str) -> dict:
     place, saving = Path(folder), ("--save", folder, "--save-interval", "2")
-    whole = _run(*saving)
+    whole = _run("--save", origin, "--save-interval", "2")
+    _copy(folder, origin)
     output = {"whole": whole.losses}
     output["manifests"] = [(place / name / MANIFEST).exists() for name in (OLDER, NEWER)]
     output["saved"] = read_state(place / NEWER)
@@ -67,8 +74,9 @@ def _train_damage_and_resume(folder: str) -> dict:
     return output
 
 
-def _refused_loads(folder: str) -> list[str]:
-    _run("--save", folder, "--save-interval", "4")
+def _refused_loads(folder: str, origin: str) -> list[str]:
+    _copy(folder, origin)
+    _on_rank_0(lambda: shutil.rmtree(Path(folder) / OLDER))
     load = ("--load", folder)
     output = [
         _refusal(*load, "--hidden-size", "32"),
@@ -84,10 +92,9 @@ def _refused_loads(folder: str) -> list[str]:
     return [*output, _refusal(*load)]
 
 
-def _full_disk(folder: str) -> tuple[list[str], int, str]:
+def _full_disk(folder: str, origin: str) -> tuple[list[str], int, str]:
     """The last save exceeds what rank 1 may write to one file."""
-    _run("--save", folder, "--save-interval", "2")
-    dist.barrier()
+    _copy(folder, origin)
     _on_rank_0(lambda: HARMFUL["the directory removed"](Path(folder)))
     _on_rank_0(lambda: (Path(folder) / TRACKER).write_text("2"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -98,15 +105,15 @@ def _full_disk(folder: str) -> tuple[list[str], int, str]:
         output = _refusal("--load", folder, "--save", folder, "--save-interval", "2")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    all_told = [None, None]
-    dist.all_gather_object(all_told, output)
-    return all_told, choose_checkpoint(folder).iteration, (Path(folder) / TRACKER).read_text()
+    all_output = [None, None]
+    dist.all_gather_object(all_output, output)
+    return all_output, choose_checkpoint(folder).iteration, (Path(folder) / TRACKER).read_text()
 
 
-def _structure(folder: str) -> tuple[str, str]:
+def _structure(folder: str, origin: str) -> tuple[str, str]:
     """A flipped bit in a tensor, before the same run with and without reading the data."""
-    _run("--save", folder, "--save-interval", "4")
-    dist.barrier()
+    _copy(folder, origin)
+    _on_rank_0(lambda: shutil.rmtree(Path(folder) / OLDER))
     _on_rank_0(lambda: HARMFUL[f"{DATA[0]} bit in record data/0"](Path(folder)))
     refused = _refusal("--load", folder)
     return refused, _refusal("--load", folder, "--asynchzp-verify", "structure")
@@ -122,9 +129,9 @@ def _async_save(folder: str) -> tuple[list[bool], str]:
 def _all_bodies(folder: str) -> dict:
     """Starting Megatron costs more than these runs: one set of ranks for all of them."""
     output = {}
-    for body in (_train_damage_and_resume, _refused_loads, _structure, _full_disk, _async_save):
+    for body in (_train_damage_and_resume, _refused_loads, _structure, _full_disk):
         place = Path(folder, body.__name__)
-        output[body.__name__] = str(place), body(str(place))
+        output[body.__name__] = str(place), body(str(place), f"{folder}/whole")
         dist.barrier()
     return output
 
@@ -177,8 +184,8 @@ def test_a_full_disk_ends_the_run_in_one_line_and_leaves_the_older_checkpoint(ou
     assert iteration == 2 and tracker == "2"
 
 
-def test_an_asynchronous_save_is_complete_before_the_tracker_names_it(output):
-    assert output[0]["_async_save"][1] == ([True, True], "4")
+def test_an_asynchronous_save_is_complete_before_the_tracker_names_it(tmp_path):
+    assert on_ranks(_async_save, 2, str(tmp_path / "run"))[0] == ([True, True], "4")
 
 
 # --- how a load ends ---------------------------------------------------------------------------

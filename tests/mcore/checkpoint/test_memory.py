@@ -22,6 +22,7 @@ from megatron_asynchzp.testbed.megatron_flags import size_flags
 from megatron_asynchzp.testbed.megatron_runs import BF16, UNTIED, gpt_args, run_pretrain
 from megatron_asynchzp.testbed.memory import install_memory_count
 from tests.support.model_starts import differing, start
+from tests.support.selection import slow_unless
 from tests.support.world import on_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -75,7 +76,9 @@ def save_and_load(flags: list[str], folder: Path) -> tuple:
     return saves, loads, run.inspected
 
 
-@pytest.mark.parametrize("flags", [[], BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "flags", [slow_unless(False, [], id="fp32"), slow_unless(True, BF16, id="bf16")]
+)
 def test_no_rank_allocates_more_than_its_shards_and_a_unit(flags, tmp_path):
     for saves, loads, (own, unit, everything) in on_ranks(save_and_load, 2, flags, tmp_path):
         assert len(saves) == 2 and len(loads) == 1
@@ -89,7 +92,7 @@ def test_no_rank_allocates_more_than_its_shards_and_a_unit(flags, tmp_path):
 # fmt: off
 _LLAMA = ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear",
           "--position-embedding-type", "rope", *UNTIED, "--hidden-size", "128", "--num-layers", "6",
-          "--lr-warmup-iters", "0", "--ckpt-format", "torch_dist"]
+          "--lr-warmup-iters", "0", "--ckpt-format", "torch_dist", "--global-batch-size", "2"]
 # fmt: on
 _WEIGHTS_ONLY = ["--no-load-optim", "--no-load-rng", "--finetune"]
 
@@ -107,7 +110,7 @@ def largest_piece(folder: Path) -> int:
 
 
 def load_from(source: str, flags: list[str], folder: Path) -> tuple:
-    """Write a checkpoint as `source` says and load it; bytes beyond those before and after, of the
+    """Write a checkpoint as `source` and load it; bytes beyond those before and after, of the
     largest unit and piece; parameters that differ from those that stock Megatron loads."""
     argv = [*gpt_args(*_LLAMA, *flags), "--train-iters", "1"]
     ours = size_flags((dist.get_world_size(),) * 3)

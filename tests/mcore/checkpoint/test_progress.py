@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""A long save or load says how far it is; a short one says nothing, and nothing stays behind."""
+"""A long save or load logs its progress; a short one logs nothing, and nothing stays behind."""
 
 import re
 import threading
@@ -9,7 +9,7 @@ import time
 from megatron_asynchzp.mcore.checkpoint.progress import bytes_in, bytes_read, log_progress
 
 
-def test_a_body_that_takes_longer_tells_the_bytes_that_were_done_meanwhile(tmp_path, capsys):
+def test_a_body_that_takes_longer_logs_the_bytes_that_were_done_meanwhile(tmp_path, capsys):
     (tmp_path / "old").write_bytes(bytes(1 << 20))
     with log_progress("writing it", lambda: bytes_in(tmp_path) << 10, every_s=0.05):
         (tmp_path / "new").write_bytes(bytes(2 << 20))
@@ -20,7 +20,7 @@ def test_a_body_that_takes_longer_tells_the_bytes_that_were_done_meanwhile(tmp_p
         assert re.fullmatch(r"megatron_asynchzp: writing it: 2\.00 GiB after \d+ s", line)
 
 
-def test_a_short_body_and_other_ranks_say_nothing(tmp_path, capsys):
+def test_a_short_body_and_other_ranks_log_nothing(tmp_path, capsys):
     with log_progress("writing it", lambda: 0):
         pass
     with log_progress("writing it", lambda: 0, is_logged=False, every_s=0.01):

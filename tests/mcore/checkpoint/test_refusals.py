@@ -30,7 +30,7 @@ def saved(tmp_path_factory) -> Path:
 
 
 def check_refusal(folder: Path, line: str, output: str) -> None:
-    """The launch ends with status 2 and one line, the last that its first rank says. The other
+    """The launch ends with status 2 and one line, the last that its first rank prints. The other
     one, which torchrun would end now, is not awaited."""
     run = Launch(folder, _SCRIPT, f"{_LINE} {line}", world_size=2)
     first = run.end(is_awaited=lambda rank: rank == 0)[0]

@@ -136,6 +136,17 @@ def test_what_is_not_a_number_is_refused_in_one_line(parse, capsys):
     assert "--asynchzp-grad-slot-mb: invalid float value: 'many'" in last
 
 
+def test_a_budget_for_kept_parameters_is_a_number_or_what_the_device_has_left(parse, capsys):
+    schedule = resolve_schedule(parse("--asynchzp-keep-params-gb auto"))
+    assert schedule.keeps_params_in_rest and not schedule.keep_params_nbytes
+    schedule = resolve_schedule(parse("--asynchzp-keep-params-gb 0.5"))
+    assert schedule.keep_params_nbytes == 2**29 and not schedule.keeps_params_in_rest
+    with pytest.raises(SystemExit):
+        parse("--asynchzp-keep-params-gb some")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("--asynchzp-keep-params-gb: some is neither a number of GiB nor auto")
+
+
 def test_the_chunks_of_a_rank_share_its_memory_in_flight(parse):
     args = parse("--asynchzp-memory-in-flight-gb 3 --asynchzp-grad-slot-mb 0.5")
     args.virtual_pipeline_model_parallel_size = 2

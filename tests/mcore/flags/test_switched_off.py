@@ -67,7 +67,7 @@ def test_layers_keep_fused_gradients_where_what_they_need_is_installed(
     refuse_changes(args)
 
 
-def test_a_second_normalisation_changes_nothing_and_says_nothing(parse):
+def test_a_second_normalisation_changes_nothing_and_logs_nothing(parse):
     args = parse("--use-distributed-optimizer --overlap-grad-reduce")
     assert normalize_args(args)
     assert normalize_args(args) == []

@@ -60,15 +60,21 @@ def names():
     return Replacements()
 
 
-@pytest.fixture
-def unpatched():
-    """The real wheel without patches; what another test module applied comes back afterwards."""
+@pytest.fixture(scope="module")
+def as_before():
+    """What another test module has applied comes back afterwards."""
     were_applied = _is_applied(PATCHES[0])
     remove_patches()
     yield
-    remove_patches()
     if were_applied:
         apply_patches(PATCHES)
+
+
+@pytest.fixture
+def unpatched(as_before):
+    """The real wheel without patches."""
+    yield
+    remove_patches()
 
 
 def _current(patch: Patch):

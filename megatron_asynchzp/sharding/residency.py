@@ -8,17 +8,17 @@ from collections.abc import Callable, Collection, Sequence
 
 
 def kept_gaps[User](
-    uses: Sequence[User], nbytes_of: Callable[[User], int], budget: int
+    uses: Sequence[User], nbytes_of: Callable[[User], int], budget: int, counts_own: bool = False
 ) -> frozenset[int]:
     """Which users to keep in memory from one use to their next.
 
     uses: who uses its memory, in order; a user may occur many times; budget: bytes that may be
-    kept beside those of the user whose turn it is. Returns the positions in `uses` after which a
-    user is kept until its next use.
+    kept; counts_own: whether what the user whose turn it is had kept is a part of them, or has a
+    place of its own. Returns the positions in `uses` after which a user is kept until its next use.
 
     This is Belady's rule, looked at from the gaps between two uses of one user: where more is kept
     than the budget allows, what is used last in the future goes. Of users of equal size no choice
-    keeps more. A gap with nothing in between takes no memory, and is always kept.
+    keeps more. A gap with nothing in between takes no memory unless a user's own counts.
     """
     next_use: dict[User, int] = {}
     gap_ends: dict[int, int] = {}
@@ -27,21 +27,26 @@ def kept_gaps[User](
             gap_ends[position] = next_use[uses[position]]
         next_use[uses[position]] = position
     kept: set[int] = set()
-    open_gaps: dict[int, int] = {}  # start: end
+    open_gaps: dict[User, tuple[int, int]] = {}  # end, start
     nbytes = 0
-    for position, user in enumerate(uses):
-        # What lies open while `user` has its turn: not the gap that ends with it, nor the one that
-        # begins with it.
-        for start in [start for start, end in open_gaps.items() if end == position]:
-            del open_gaps[start]
-            nbytes -= nbytes_of(user)
-            kept.add(start)
+
+    def drop(user: User) -> int:
+        nonlocal nbytes
+        nbytes -= nbytes_of(user)
+        return open_gaps.pop(user)[1]
+
+    def shrink() -> None:
         while nbytes > budget:
-            last = max(open_gaps, key=open_gaps.__getitem__)
-            del open_gaps[last]
-            nbytes -= nbytes_of(uses[last])
+            drop(max(open_gaps, key=open_gaps.__getitem__))
+
+    for position, user in enumerate(uses):
+        if counts_own:
+            shrink()
+        if user in open_gaps:
+            kept.add(drop(user))
+        shrink()
         if position in gap_ends:
-            open_gaps[position] = gap_ends[position]
+            open_gaps[user] = gap_ends[position], position
             nbytes += nbytes_of(user)
     return frozenset(kept)
 
@@ -53,13 +58,13 @@ class Residency[User]:
     Everything follows from the order of uses, which is the same on every rank. A step that departs
     from the one before keeps nothing more from there on.
 
-    budget: bytes that may be kept beside those of the user whose turn it is, 0 for a Residency that
-    does nothing; nbytes_of: those of a user. planned_nbytes: the most that a step keeps at a time;
-    num_found: uses of the last step that found their memory kept.
+    budget: bytes that may be kept, 0 for one that keeps nothing yet; nbytes_of: those of a user;
+    counts_own: see kept_gaps. planned_nbytes: the most that a step keeps at a time; num_found: uses
+    of the last step that found their memory kept.
     """
 
-    def __init__(self, budget: int, nbytes_of: Callable[[User], int]):
-        self.budget, self._nbytes_of = budget, nbytes_of
+    def __init__(self, budget: int, nbytes_of: Callable[[User], int], counts_own: bool = False):
+        self.budget, self._nbytes_of, self._counts_own = budget, nbytes_of, counts_own
         self._expected: list[User] = []
         self._used: list[User] = []
         self._last: dict[User, int] = {}
@@ -74,16 +79,26 @@ class Residency[User]:
             return
         self.num_found, self._num_found = self._num_found, 0
         if self._used != self._expected:
-            self._gaps = kept_gaps(self._used, self._nbytes_of, self.budget)
-            self.planned_nbytes = most_kept_nbytes(self._used, self._nbytes_of, self._gaps)
-        self._expected, self._used = self._used, []
+            self._expected = self._used
+            self._plan()
+        self._used = []
         self._last.clear()
         self._is_followed = True
 
-    def visit(self, user: User) -> None:
-        """`user` has its turn now."""
+    def enlarge(self, nbytes: int) -> None:
+        """From the next use on, between two steps, so much more may be kept."""
+        self.budget += nbytes
+        self._plan()
+
+    def _plan(self) -> None:
         if not self.budget:
             return
+        plan = self._expected, self._nbytes_of
+        self._gaps = kept_gaps(*plan, self.budget, self._counts_own)
+        self.planned_nbytes = most_kept_nbytes(*plan, self._gaps, self._counts_own)
+
+    def visit(self, user: User) -> None:
+        """`user` has its turn now."""
         if self._is_followed:
             self._num_found += self._last.get(user) in self._gaps
         position = len(self._used)
@@ -97,16 +112,19 @@ class Residency[User]:
 
 
 def most_kept_nbytes[User](
-    uses: Sequence[User], nbytes_of: Callable[[User], int], gaps: Collection[int]
+    uses: Sequence[User],
+    nbytes_of: Callable[[User], int],
+    gaps: Collection[int],
+    counts_own: bool = False,
 ) -> int:
     """The most bytes that lie in `gaps`, as kept_gaps returns them, during somebody's turn."""
     most = nbytes = 0
     kept: set[User] = set()
     for position, user in enumerate(uses):
-        if user in kept:
-            kept.discard(user)
-            nbytes -= nbytes_of(user)
-        most = max(most, nbytes)
+        own = nbytes_of(user) if user in kept else 0
+        kept.discard(user)
+        nbytes -= own
+        most = max(most, nbytes + own * counts_own)
         if position in gaps:
             kept.add(user)
             nbytes += nbytes_of(user)

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from megatron_asynchzp.zero.residency import Residency, kept_gaps, most_kept_nbytes
+from megatron_asynchzp.sharding.residency import Residency, kept_gaps, most_kept_nbytes
 from tests.support.pipeline_order import Stage, most_kept_gaps
 
 ORDERS = st.lists(st.tuples(st.integers(0, 5), st.just(0)), max_size=30)
@@ -18,24 +18,31 @@ LONG_ORDERS = st.lists(st.tuples(st.integers(0, 5), st.just(0)), min_size=12, ma
 SIZES = {(index, 0): 3 * index + 1 for index in range(6)}
 
 
-def open_at(uses, kept, turn: int) -> list:
-    """Who is kept while the user at position `turn` has its turn."""
-    return [uses[start] for start in kept if start < turn < uses.index(uses[start], start + 1)]
+OWN = pytest.mark.parametrize("own", [False, True], ids=["beside its own", "with its own"])
 
 
+def open_at(uses, kept, turn: int, own: bool) -> list:
+    """Who is kept while the user at position `turn` has its turn, itself included with `own`."""
+    ends = {start: uses.index(uses[start], start + 1) for start in kept}
+    return [uses[start] for start in kept if start < turn < ends[start] + own]
+
+
+@OWN
 @settings(deadline=None, derandomize=True)
 @given(ORDERS, st.integers(0, 30))
-def test_what_is_kept_never_exceeds_the_budget(uses, budget):
-    kept = kept_gaps(uses, SIZES.__getitem__, budget)
-    at_a_turn = [sum(SIZES[u] for u in open_at(uses, kept, turn)) for turn in range(len(uses))]
-    most = most_kept_nbytes(uses, SIZES.__getitem__, kept)
+def test_what_is_kept_never_exceeds_the_budget(own, uses, budget):
+    kept = kept_gaps(uses, SIZES.__getitem__, budget, own)
+    turns = range(len(uses))
+    at_a_turn = [sum(SIZES[u] for u in open_at(uses, kept, turn, own)) for turn in turns]
+    most = most_kept_nbytes(uses, SIZES.__getitem__, kept, own)
     assert max(at_a_turn, default=0) == most <= budget
 
 
+@OWN
 @settings(deadline=None, derandomize=True)
 @given(ORDERS | LONG_ORDERS, st.integers(0, 4))
-def test_of_equal_units_no_choice_keeps_more(uses, room):
-    assert len(kept_gaps(uses, lambda _: 1, room)) == most_kept_gaps(uses, room)
+def test_of_equal_units_no_choice_keeps_more(own, uses, room):
+    assert len(kept_gaps(uses, lambda _: 1, room, own)) == most_kept_gaps(uses, room, own)
 
 
 @settings(deadline=None, derandomize=True)
@@ -44,6 +51,7 @@ def test_a_large_budget_keeps_every_gap_and_none_keeps_those_with_nothing_betwee
     assert len(kept_gaps(uses, lambda _: 1, 6)) == len(uses) - len(set(uses))
     turns = {i for i in range(len(uses) - 1) if uses[i] == uses[i + 1]}
     assert kept_gaps(uses, lambda _: 1, 0) == turns
+    assert not kept_gaps(uses, lambda _: 1, 0, counts_own=True)
 
 
 STAGES = [
@@ -55,9 +63,10 @@ STAGES = [
 
 @pytest.mark.parametrize("stage", STAGES, ids=str)
 def test_a_pipeline_stage_keeps_as_much_as_the_best_choice(stage):
-    for uses in (stage.param_uses(), stage.grad_uses()):
+    for uses, own in ((stage.param_uses(), False), (stage.grad_uses(), True)):
         for room in (1, 2, stage.layers * stage.vpp - 1):
-            assert len(kept_gaps(uses, lambda _: 1, room)) == most_kept_gaps(uses, room), room
+            kept = kept_gaps(uses, lambda _: 1, room, own)
+            assert len(kept) == most_kept_gaps(uses, room, own), room
 
 
 def test_two_chunks_kept_of_a_deep_interleaved_pipeline_save_nine_gathers_in_ten():
@@ -68,7 +77,8 @@ def test_two_chunks_kept_of_a_deep_interleaved_pipeline_save_nine_gathers_in_ten
 
 def test_one_chunk_of_gradients_kept_saves_seven_reductions_in_eight():
     uses = Stage(pp=8, vpp=4, micro_batches=32).grad_uses()
-    assert [len(uses) - len(kept_gaps(uses, lambda _: 1, room)) for room in (0, 1)] == [256, 32]
+    kept = [len(kept_gaps(uses, lambda _: 1, room, counts_own=True)) for room in (0, 2)]
+    assert [len(uses) - number for number in kept] == [256, 32]
 
 
 # ---- step after step

@@ -1,0 +1,23 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns how a checkpoint of Megatron's older format `torch` is known, and what to do with one.
+Importing this file loads no torch.
+"""
+
+from pathlib import Path
+
+OTHER_FORMAT = (
+    "it is of Megatron's format torch, not torch_dist; convert it with a run without "
+    "--use-asynchzp: --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+)
+
+
+def is_of_format_torch(iteration_dir: Path) -> bool:
+    """That format has one folder for each model-parallel rank, and nothing else."""
+    return any(iteration_dir.glob("mp_rank_*"))
+
+
+def all_of_format_torch(load_dir: Path) -> bool:
+    """Whether there are checkpoints in a folder, and torch_dist in none of them."""
+    found = [*load_dir.glob("iter_*"), *load_dir.glob("release")]
+    return bool(found) and all(map(is_of_format_torch, found))

@@ -1,0 +1,77 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""How the planner is held against the test-bed: what is fitted, measured and judged."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_asynchzp.sharding.topology import ShardSizes
+from scripts.bench.planner_errors import choices, record, summary
+from scripts.bench.planner_points import (
+    MODELS,
+    NETWORKS,
+    RANKS,
+    Host,
+    Point,
+    fit_points,
+    fitted,
+    found,
+    further_points,
+    rivals,
+)
+from scripts.report import planner_table
+
+HOST = Host(300.0, 400.0, 2000.0, 30_000.0)
+
+
+def test_what_a_machine_adds_is_found_from_two_numbers_of_micro_batches():
+    few, many = fit_points()[:2]
+    hops = replace(HOST, launch_us=0.0, step_us=0.0)
+    host = fitted(hops, few, few.predicted_s(HOST), many, many.predicted_s(HOST))
+    assert host.launch_us == pytest.approx(HOST.launch_us, rel=1e-3)
+    assert host.step_us == pytest.approx(HOST.step_us, rel=1e-2)
+
+
+def test_no_point_is_both_fitted_and_judged():
+    judged = set(further_points())
+    for network in NETWORKS:
+        for model in MODELS:
+            sizes = rivals(found(network, model, HOST))
+            assert len(set(sizes)) == len(sizes) > 2
+            judged |= {Point(network, model, one, model.micro_batches) for one in sizes}
+    assert len(judged) >= 24 and len(NETWORKS) * len(MODELS) == 10
+    assert not judged & {replace(point, fitted=False) for point in fit_points()}
+
+
+def test_megatrons_flags_are_those_of_the_plan():
+    for point in further_points():
+        values = dict(zip(point.argv, point.argv[1:]))
+        sizes = [values[f"--asynchzp-{state}-shard-size"] for state in ("param", "grad", "optim")]
+        assert ShardSizes(*map(int, sizes)) == point.plan.sizes
+        replicas = RANKS // point.plan.parallel.pp
+        assert int(values["--global-batch-size"]) == replicas * point.micro_batches
+        assert point.plan.schedule.is_inline == (values["--asynchzp-schedule"] == "inline")
+
+
+def _lines(steps_ms: list[float]) -> list[dict]:
+    """Of one case, each predicted at 100 ms."""
+    point = Point(NETWORKS[0], MODELS[0], ShardSizes(2, 2, 4), 1)
+    lines = [record(point, [1e-3 * ms] * 3, HOST) for ms in steps_ms]
+    return [
+        line | {"predicted": 100.0, "error": 100.0 / ms - 1, "name": str(index)}
+        for index, (line, ms) in enumerate(zip(lines, steps_ms, strict=True))
+    ]
+
+
+def test_a_choice_is_good_within_2_percent_of_the_best_and_errors_have_two_bounds():
+    lines = _lines([101.0, 100.0, 104.0])
+    (choice,) = choices(lines)
+    assert choice["chosen"] == "0" and choice["best"] == "1"
+    assert choice["ratio"] == pytest.approx(1.01)
+    assert summary(lines, [choice])["holds"]
+    assert not summary(lines, choices(_lines([103.0, 100.0])))["holds"]
+    assert not summary(_lines([100.0, 100.0, 115.0]), [choice])["holds"]  # the worst
+    assert not summary(_lines([107.0, 107.0, 107.0]), [choice])["holds"]  # the mean
+    text = planner_table.testbed([*lines, choice, summary(lines, [choice])])
+    assert "1.010" in text and "Holds" in text and "-3.8%" in text
