@@ -123,5 +123,5 @@ def test_every_parameter_of_a_norm_says_whether_its_gradient_is_summed_over_a_sp
 
 
 def test_a_norm_that_torch_has_not_is_refused():
-    with pytest.raises(ValueError, match="no L2Norm"):
+    with pytest.raises(ValueError, match="L2Norm is not available"):
         _norm("L2Norm")

@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`asynchzp plan`: what is printed, and one line for what cannot be planned."""
 
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 
 import pytest
 
+from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
 from megatron_asynchzp.plan import command, picture, table
 from megatron_asynchzp.plan.__main__ import main
 from megatron_asynchzp.planner.activations import FUSED, Recompute, Setting
@@ -22,15 +24,16 @@ TRAINING = ["--", "pretrain_gpt.py", "--num-layers", "4"]
 def megatron(monkeypatch):
     """Stands for Megatron's parser: the setting of a training command."""
 
-    class Arguments:
-        grad_reduce_in_bf16, global_batch_size = False, 64
+    parser = ArgumentParser()
+    add_asynchzp_arguments(parser)
+    args = parser.parse_args([], Namespace(grad_reduce_in_bf16=False, global_batch_size=64))
 
     def setting_of(_, cluster):
         batch = Batch(1, 1024, 64 // cluster.num_ranks)
-        return Setting(MODEL, Parallel(), batch, FUSED, Recompute()), Arguments
+        return Setting(MODEL, Parallel(), batch, FUSED, Recompute()), args
 
     monkeypatch.setattr(command, "setting_of", setting_of)
-    return Arguments
+    return args
 
 
 def test_a_plan_is_printed_with_its_flags_its_reasons_and_its_limit(megatron, capsys, tmp_path):

@@ -7,7 +7,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 
 from megatron_asynchzp.mcore.attention.flags import add_pasa_arguments, refuse_unsupported_attention
-from megatron_asynchzp.mcore.chosen_sizes import choose_sizes
 from megatron_asynchzp.mcore.flags.asynchzp import DryRunStop, add_asynchzp_arguments
 from megatron_asynchzp.mcore.flags.checks import confirm_args, prepare_args, refuse_yaml
 from megatron_asynchzp.mcore.patches.patch import replaces
@@ -42,6 +41,9 @@ def validate_args(original: Callable, args: Namespace, defaults: dict = {}):  # 
     result = original(args, defaults)
     if is_asynchzp:
         confirm_args(args)
+        # Imports Megatron's optimizers: too early before its version was checked.
+        from megatron_asynchzp.mcore.chosen_sizes import choose_sizes
+
         lines += choose_sizes(args)
     if args.rank == 0:
         for line in lines:

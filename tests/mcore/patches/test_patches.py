@@ -230,6 +230,7 @@ def test_patching_adds_our_flags_and_nothing_else(unpatched):
         "--asynchzp-param-shard-size",
         "--asynchzp-grad-shard-size",
         "--asynchzp-optim-shard-size",
+        "--asynchzp-cluster",
         "--asynchzp-schedule",
         "--asynchzp-prefetch-depth",
         "--asynchzp-memory-in-flight-gb",
