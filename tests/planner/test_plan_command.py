@@ -26,7 +26,10 @@ def megatron(monkeypatch):
 
     parser = ArgumentParser()
     add_asynchzp_arguments(parser)
-    args = parser.parse_args([], Namespace(grad_reduce_in_bf16=False, global_batch_size=64))
+    stock = Namespace(
+        grad_reduce_in_bf16=False, global_batch_size=64, distributed_timeout_minutes=10
+    )
+    args = parser.parse_args([], stock)
 
     def setting_of(_, cluster):
         batch = Batch(1, 1024, 64 // cluster.num_ranks)
