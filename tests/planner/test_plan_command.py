@@ -27,7 +27,10 @@ def megatron(monkeypatch):
     parser = ArgumentParser()
     add_asynchzp_arguments(parser)
     stock = Namespace(
-        grad_reduce_in_bf16=False, global_batch_size=64, distributed_timeout_minutes=10
+        grad_reduce_in_bf16=False,
+        global_batch_size=64,
+        distributed_timeout_minutes=10,
+        log_interval=10,
     )
     args = parser.parse_args([], stock)
 
