@@ -1371,14 +1371,6 @@ STAYING = [
         "the_inline_schedule_and_lose_no_place",
     ),
     Mutant(
-        "chunks-that-do-not-yield",
-        "what another chunk has gathered ahead yields to what is needed now",
-        "zero/gathers.py",
-        "*((chunk, unit) for chunk in others for unit in chunk._gathers),",
-        "",
-        f"{_STAYING}the_allocator_counts_no_more_for_what_is_kept_than_the_budgets",
-    ),
-    Mutant(
         "a-plan-that-keeps-no-gradients",
         "the planner keeps the gradients that the engine keeps",
         "planner/order.py",

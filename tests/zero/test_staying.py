@@ -104,14 +104,15 @@ def test_the_allocator_counts_no_more_for_what_is_kept_than_the_budgets(stage, r
 
 
 def train(sizes, schedule: ScheduleConfig, micro_batches, dtype=torch.float32, **toy):
-    """With `keeps_params_in_rest` as if this rank had that much left after the first step."""
+    """With `keeps_params_in_rest` as if rank 0 had plenty left after the first step, and rank 1
+    hardly more than `room_of`."""
     model = build_toy(dtype, depth=3, **toy)
     trainer = EngineTrainer(model, sizes, schedule=schedule)
     losses = []
     for step, count in enumerate(micro_batches):
         losses.append(trainer.step(step, count))
         if schedule.keeps_params_in_rest and step == 0:
-            trainer.runtime.stays.params.take_rest(LEFT_NBYTES[dist.get_rank()])
+            trainer.runtime.stays.params.take_rest((2**20, room_of(dtype) + 1)[dist.get_rank()])
     params = trainer.full_params()
     stays = trainer.runtime.stays
     found = [
@@ -126,7 +127,11 @@ def train(sizes, schedule: ScheduleConfig, micro_batches, dtype=torch.float32, *
 TOYS = ({}, {"is_tied": True}, {"recompute": True})
 DTYPES = (torch.float32, torch.bfloat16)
 MICRO_BATCHES = (3, 3, 2, 4, 4, 4)
-LEFT_NBYTES = (2**20, 2**14 + 1)
+
+
+def room_of(dtype) -> int:
+    """Bytes for some of the parameters that could stay, but not for all."""
+    return 2**12 * dtype.itemsize
 
 
 def compare_with_none(toys, kinds, dtypes) -> int:
@@ -137,7 +142,7 @@ def compare_with_none(toys, kinds, dtypes) -> int:
             sizes = (dist.get_world_size(),) * 3
             plain = ScheduleConfig(kind)
             losses, params, _ = train(sizes, plain, MICRO_BATCHES, dtype, **toy)
-            given = {"keep_params_nbytes": 2**14}, {"keeps_params_in_rest": True}
+            given = {"keep_params_nbytes": room_of(dtype)}, {"keeps_params_in_rest": True}
             uses_found = set()
             for options in given:
                 kept = ScheduleConfig(kind, **options)
@@ -148,7 +153,7 @@ def compare_with_none(toys, kinds, dtypes) -> int:
                     assert torch.equal(mine[name], params[name]), (toy, kind, name)
             # The least of what the ranks have left is as much, and all of them keep that.
             assert len(uses_found) == 1 and min(uses_found) > 0, (toy, kind, uses_found)
-            kept = ScheduleConfig(kind, keep_params_nbytes=2**14, keep_grads_nbytes=2**15)
+            kept = ScheduleConfig(kind, keep_params_nbytes=room_of(dtype), keep_grads_nbytes=2**15)
             mine_losses, mine, found = train(sizes, kept, MICRO_BATCHES, dtype, **toy)
             assert found[0] > 0 and found[1] > 0, (toy, kind)
             for name in params:  # in another order
