@@ -21,7 +21,7 @@ from tests.support.side_stream import SIDE, AutogradStreams, use_side_stream
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
 
 # From how many bytes on a gradient is taken by itself.
-LARGE = "megatron_asynchzp.zero.autograd._LARGE_GRAD_NBYTES"
+LARGE = "megatron_asynchzp.zero.autograd.LARGE_GRAD_NBYTES"
 
 
 @dataclass(frozen=True)
