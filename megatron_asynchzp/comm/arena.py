@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_asynchzp.sharding.in_flight import first_fit, has_room
+from megatron_asynchzp.sharding.in_flight import first_fit, leaves_room
 
 _VIEW_CHECKS, _VIEW_CHECK_PAUSE_S = 5, 0.002
 Span = tuple[int, int]
@@ -122,11 +122,8 @@ class Arena:
     ) -> bool:
         """Whether after `acquire` of so many bytes places for all of `more`, each (nbytes,
         from_top), could be found if nothing but that one and `beside` were held."""
-        start = first_fit(self._regions, self._held, nbytes, from_top)
-        if start is None:
-            return False
-        held = [(start, start + nbytes), *(place.span for place in beside)]
-        return has_room(self._regions, held, more)
+        spans = [place.span for place in beside]
+        return leaves_room(self._regions, self._held, nbytes, from_top, spans, more)
 
     def _storage(self, span: Span, dtype: torch.dtype) -> torch.Tensor:
         region = next(region for region in self._regions if region[0] <= span[0] < region[1])

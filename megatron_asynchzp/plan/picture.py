@@ -28,7 +28,6 @@ from megatron_asynchzp.tools.styles import (
 _SHOWN_MICRO_BATCHES = 2  # of a step without a pipeline: more look the same
 _LANES = ("compute", "wait", "gather", "reduce", "grad-sync", "param-sync")
 _FRONT = "no plan is faster with as little memory"
-_CAPTION = styles.SIZES_MEANING
 _WIDE = ("compute", "grad-sync", "param-sync")  # an edge would hide the bars of the others
 _SCHEMES = {
     "": (styles.OURS, "o", "AsyncHZP's own sizes"),
@@ -69,7 +68,7 @@ def draw(outcome: Outcome, space: Space, file: Path) -> None:
     above, below = figure.subplots(2, 1, height_ratios=(1.15, 1))
     _draw_trade(above, outcome, space, best)
     _draw_timeline(below, best)
-    styles.add_caption(figure, _CAPTION)
+    styles.add_caption(figure, styles.SIZES_MEANING)
     try:
         figure.savefig(file, dpi=styles.DPI)
     except OSError as error:

@@ -15,9 +15,10 @@ from megatron_asynchzp.sharding.in_flight import (
     ALIGNMENT_NBYTES,
     UnitInFlight,
     first_fit,
-    has_room,
+    leaves_room,
     memory_in_flight,
     needed_together,
+    seen_from_top,
 )
 from megatron_asynchzp.sharding.residency import Residency
 
@@ -54,9 +55,7 @@ class Places:
         self, nbytes: int, from_top: bool, beside: Sequence[Span], more: Sequence[tuple[int, bool]]
     ) -> bool:
         """As in comm/arena.py."""
-        start = first_fit(self._regions, self._held, nbytes, from_top)
-        held = () if start is None else ((start, start + nbytes), *beside)
-        return start is not None and has_room(self._regions, held, more)
+        return leaves_room(self._regions, self._held, nbytes, from_top, beside, more)
 
     def release(self, span: Span, user: int | None) -> None:
         """It may be written again once the action `user` has ended."""
@@ -275,9 +274,8 @@ class _Chunk:
             in_order[index]: [in_order[other] for other in others]
             for index, others in together.items()
         }
-        sizes = sorted({self._all[unit].memory.params for unit in in_order}, reverse=True)
-        nbytes_of = {unit: self._all[unit].memory.params for unit in in_order}
-        self._is_at_top = {unit: sizes.index(nbytes_of[unit]) % 2 == 1 for unit in in_order}
+        at_top = seen_from_top([self._all[unit].memory.params for unit in in_order])
+        self._is_at_top = dict(zip(in_order, at_top, strict=True))
         self._grads = Places(memory.grads)
         if order.shared_params is None:
             self._params = Places(memory.params)

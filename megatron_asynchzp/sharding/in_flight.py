@@ -202,8 +202,8 @@ def memory_in_flight(
     if budget is not None and params + grads > budget:
         if layer + piece > budget:
             raise ConfigurationError(_too_small(budget, layer, piece))
-        params = min(params, _aligned(budget - piece))
-        grads = min(grads, _aligned(budget - params))
+        params = min(params, aligned(budget - piece))
+        grads = min(grads, aligned(budget - params))
     return MemoryInFlight(params, grads, _own_grads_nbytes(around, layers))
 
 
@@ -240,14 +240,31 @@ def needed_together(units: Sequence[UnitInFlight]) -> dict[int, list[int]]:
     return together
 
 
-def has_room(
+def seen_from_top(nbytes: Sequence[int]) -> list[bool]:
+    """For each unit, of so many bytes of parameters: whether its place is sought from the top.
+
+    The largest units lie at one end, those of the next size at the other, and so on in turn: units
+    of one size then use the same places again, and leave the rest in one piece.
+    """
+    sizes = sorted(set(nbytes), reverse=True)
+    return [sizes.index(size) % 2 == 1 for size in nbytes]
+
+
+def leaves_room(
     regions: Sequence[tuple[int, int]],
     held: Sequence[tuple[int, int]],
+    nbytes: int,
+    from_top: bool,
+    beside: Sequence[tuple[int, int]],
     more: Sequence[tuple[int, bool]],
 ) -> bool:
-    """Whether places for all of `more`, each (nbytes, from_top), can be found one after another
-    beside those in `held`; the rest as in first_fit."""
-    taken = sorted(held)
+    """Whether there is a first_fit, the other arguments of which these are, and after it places for
+    all of `more`, each (nbytes, from_top), could be found one after another if nothing but that one
+    and `beside` were held."""
+    start = first_fit(regions, held, nbytes, from_top)
+    if start is None:
+        return False
+    taken = sorted([(start, start + nbytes), *beside])
     for nbytes, from_top in more:
         start = first_fit(regions, taken, nbytes, from_top)
         if start is None:
@@ -256,7 +273,8 @@ def has_room(
     return True
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """The most of `nbytes` that places can fill."""
     return nbytes // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.arena import Arena, Place
 from megatron_asynchzp.comm.driver import Driver, Task
-from megatron_asynchzp.sharding.in_flight import ALIGNMENT_NBYTES, needed_together
+from megatron_asynchzp.sharding.in_flight import aligned, needed_together, seen_from_top
 from megatron_asynchzp.sharding.residency import Residency
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit, Phase
@@ -71,7 +71,7 @@ class KeptParams:
         takes_rest: bool = False,
     ):
         self.residency = Residency[HZPUnit](budget, lambda unit: unit.gathered_nbytes)
-        self.arena = Arena(_aligned(budget), device, record_event)
+        self.arena = Arena(aligned(budget), device, record_event)
         self.takes_rest = takes_rest
         self._device = device
         self.chunks: list[Gathers] = []
@@ -84,13 +84,9 @@ class KeptParams:
         self.takes_rest = False
         least = torch.tensor(left_nbytes, dtype=torch.int64, device=self._device)
         dist.all_reduce(least, dist.ReduceOp.MIN)  # pyright: ignore[reportUnknownMemberType]
-        if nbytes := _aligned(int(least)):
+        if nbytes := aligned(int(least)):
             self.arena.grow(nbytes)
             self.residency.enlarge(nbytes)
-
-
-def _aligned(nbytes: int) -> int:
-    return nbytes // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES
 
 
 class Gathers:
@@ -124,10 +120,8 @@ class Gathers:
         self._used: dict[HZPUnit, None] = {}
         self.warned: set[str] = set()
         self.viewed: set[HZPUnit] = set()
-        # The largest units lie at one end, those of the next size at the other, and so on in turn:
-        # units of one size then use the same places again, and leave the rest in one piece.
-        sizes = sorted({_full_nbytes(unit) for unit in units}, reverse=True)
-        self._is_at_top = {unit: sizes.index(_full_nbytes(unit)) % 2 == 1 for unit in units}
+        at_top = seen_from_top([unit.gathered_nbytes for unit in units])
+        self._is_at_top = dict(zip(units, at_top, strict=True))
         needs = [unit.in_flight(config.grad_slot_nbytes) for unit in units]
         self._needed_with = {
             units[index]: [units[other] for other in others]
@@ -280,7 +274,7 @@ class Gathers:
                 chunk, spare = spares.pop()
                 chunk._drop_spare(spare)
                 continue
-            nbytes = _full_nbytes(unit)
+            nbytes = unit.gathered_nbytes
             self._warn_once(
                 "growth",
                 f"{unit.name} is used with more units at a time than there is memory in flight "
@@ -443,11 +437,6 @@ class Gathers:
         order.restart()
         if self._stays is not None and order is self._training_order:
             self._stays.residency.restart()
-
-
-def _full_nbytes(unit: HZPUnit) -> int:
-    """Of its gathered parameters."""
-    return unit.layout.padded_numel * unit.dtype.itemsize
 
 
 def _outer_traffic(unit: HZPUnit) -> tuple[float, float]:

@@ -723,7 +723,7 @@ IN_FLIGHT = [
         "a-budget-that-is-not-kept",
         "memory in flight stays within its budget",
         "sharding/in_flight.py",
-        "        grads = min(grads, _aligned(budget - params))\n",
+        "        grads = min(grads, aligned(budget - params))\n",
         "",
         f"{_IN_FLIGHT}every_budget_from_the_least_to_the_default_is_kept",
     ),

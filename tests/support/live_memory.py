@@ -1,10 +1,29 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the bytes of all tensors alive in this process, each byte once."""
+"""Counts the bytes of all tensors alive in this process, each byte once; and those that torch's
+allocator gives out."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import pytest
 import torch
+
+from megatron_asynchzp.testbed.memory import MemoryCount, install_memory_count
+
+
+@contextmanager
+def counted_allocations() -> Iterator[MemoryCount]:
+    """Torch's allocator counts; skips the test where there is no compiler for that."""
+    count = install_memory_count()
+    if count is None:
+        pytest.skip("no compiler")
+    try:
+        gc.collect()  # nothing of other tests goes while this one counts
+        yield count
+    finally:
+        count.uninstall()
 
 
 def live_nbytes() -> int:

@@ -4,15 +4,15 @@
 formula allows, and a fraction of memory for each size of unit.
 """
 
-import gc
 from collections import Counter
+from contextlib import closing
 
 import pytest
 import torch
 
-from megatron_asynchzp.testbed.memory import install_memory_count
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.step import StepScheduler
+from tests.support.live_memory import counted_allocations
 from tests.support.recording_device import RecordingDevice
 from tests.support.scheduler_program import Runner, Step, UnitShape, new_unit, recorded_groups
 
@@ -42,11 +42,7 @@ def test_the_allocator_counts_what_the_formula_says_which_is_a_fraction_of_memor
         for unit, layer in zip(units, layers, strict=True):
             unit.layer = f"layer {layer}"
         driver = config.start_driver(device)
-        count = install_memory_count()
-        if count is None:
-            pytest.skip("no compiler")
-        try:
-            gc.collect()  # nothing of other tests goes while this one counts
+        with closing(driver), counted_allocations() as count:
             before = count.live_nbytes
             scheduler = StepScheduler(units, config, driver)
             allocated = count.live_nbytes - before
@@ -55,9 +51,6 @@ def test_the_allocator_counts_what_the_formula_says_which_is_a_fraction_of_memor
                 Runner(scheduler, Step(micro_batches=2)).run()
             peak = count.peak_nbytes - before
             scheduler.settle()
-        finally:
-            count.uninstall()
-            driver.close()
     memory = scheduler.memory
     assert allocated == memory.params + memory.grads
     assert allocated <= share * nbytes_for_each_size(numels)

@@ -5,7 +5,6 @@ and reductions as the order of uses allows, whatever a pipeline does, within the
 stock torch's numbers.
 """
 
-import gc
 from itertools import product
 
 import pytest
@@ -13,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES
-from megatron_asynchzp.testbed.memory import install_memory_count
 from megatron_asynchzp.testbed.ranks import run_ranks
 from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
+from tests.support.live_memory import counted_allocations
 from tests.support.pipeline_order import Stage, most_kept_gaps
 from tests.support.pipeline_stage import PipelineStage, executed
 from tests.support.recording_device import CountingDevice, RecordingDevice
@@ -81,17 +80,11 @@ def test_the_allocator_counts_no_more_for_what_is_kept_than_the_budgets(stage, r
     numel = 2**16
     peaks, padded = [], 0
     for allowed in ((0, 0), rooms):
-        count = install_memory_count()
-        if count is None:
-            pytest.skip("no compiler")
-        try:
-            gc.collect()  # nothing of other tests goes while this one counts
+        with counted_allocations() as count:
             before = count.live_nbytes
             count.reset_peak()
             padded = executed(CountingDevice(), stage, allowed, depth=1, numel=numel).padded
             peaks.append(count.peak_nbytes - before)
-        finally:
-            count.uninstall()
     params, grads = rooms[0] * 2 * padded, rooms[1] * FP32_NBYTES * padded
     # While the gradient of a parameter becomes fp32, the one of 16 bits is there too; and a CPU
     # adds another one to it by way of a copy in fp32.

@@ -5,6 +5,7 @@ loads no torch: a wrong flag is refused before anything heavy is imported.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 AUTO = "auto"
 SCHEDULE_CHOICES = (AUTO, "inline", "main-thread", "threaded")
 GRAD_SLOT_MIB = 256
-
-AUTO = "auto"
-"""A shard size that the planner chooses, see mcore/chosen_sizes.py."""
 
 # Late enough for the order of units to be known and for allocations to be over.
 _TRACED_STEP = 10
@@ -102,7 +100,12 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         "that a rank has of a layer. Default: all experts together, with their layer.",
     )
     for what, saved, kind, rest in (
-        ("params", "parameters gathered", _gib_or_auto, " auto: what the device has left."),
+        (
+            "params",
+            "parameters gathered",
+            _or_auto(float, "GiB"),
+            " auto: what the device has left.",
+        ),
         ("grads", "gradients unreduced", float, ""),
     ):
         group.add_argument(
@@ -159,13 +162,18 @@ def _whole_number(word: str, least: int) -> int:
     return int(word)
 
 
-def _gib_or_auto(word: str) -> float | str:
-    if word == AUTO:
-        return word
-    try:
-        return float(word)
-    except ValueError:
-        raise ArgumentTypeError(f"{word} is neither a number of GiB nor {AUTO}") from None
+def _or_auto(number: type[int] | type[float], of: str) -> Callable[[str], float | str]:
+    """Reads a number of `of`, or AUTO: what is chosen for the run."""
+
+    def read(word: str) -> float | str:
+        if word == AUTO:
+            return word
+        try:
+            return number(word)
+        except ValueError:
+            raise ArgumentTypeError(f"{word} is neither a number of {of} nor {AUTO}") from None
+
+    return read
 
 
 def _add_shard_sizes(group) -> None:
@@ -178,7 +186,7 @@ def _add_shard_sizes(group) -> None:
     for state, (what, default) in held.items():
         group.add_argument(
             f"--asynchzp-{state}-shard-size",
-            type=_ranks_or_auto,
+            type=_or_auto(int, "ranks"),
             default=None,
             metavar="RANKS",
             help=f"Ranks (data x context parallel) that share one copy of the {what}; auto: as "
@@ -192,15 +200,6 @@ def _add_shard_sizes(group) -> None:
         "that describes one. For shard sizes that are auto; those that are not given are chosen "
         "with them. Default: none.",
     )
-
-
-def _ranks_or_auto(word: str) -> int | str:
-    if word == AUTO:
-        return word
-    try:
-        return int(word)
-    except ValueError:
-        raise ArgumentTypeError(f"{word} is neither a number of ranks nor {AUTO}") from None
 
 
 def add_dry_run_arguments(parser) -> None:
