@@ -100,12 +100,7 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         "that a rank has of a layer. Default: all experts together, with their layer.",
     )
     for what, saved, kind, rest in (
-        (
-            "params",
-            "parameters gathered",
-            _or_auto(float, "GiB"),
-            " auto: what the device has left.",
-        ),
+        ("params", "parameters gathered", _GIB_OR_AUTO, " auto: what the device has left."),
         ("grads", "gradients unreduced", float, ""),
     ):
         group.add_argument(
@@ -176,6 +171,9 @@ def _or_auto(number: type[int] | type[float], of: str) -> Callable[[str], float 
     return read
 
 
+_GIB_OR_AUTO, _RANKS_OR_AUTO = _or_auto(float, "GiB"), _or_auto(int, "ranks")
+
+
 def _add_shard_sizes(group) -> None:
     node = "the ranks of the sharding group on one node"
     held = {
@@ -186,7 +184,7 @@ def _add_shard_sizes(group) -> None:
     for state, (what, default) in held.items():
         group.add_argument(
             f"--asynchzp-{state}-shard-size",
-            type=_or_auto(int, "ranks"),
+            type=_RANKS_OR_AUTO,
             default=None,
             metavar="RANKS",
             help=f"Ranks (data x context parallel) that share one copy of the {what}; auto: as "
