@@ -110,10 +110,16 @@ class Arena:
             place = self._known.get((start, kind))
             if place is None:
                 place = self._known[start, kind] = Place(span, self._storage(span, dtype))
-            place.ready = [event for other, event in self._last_users if _overlap(other, span)]
-            # Whoever writes there from now on comes after this user.
-            rest = [(cut, e) for other, e in self._last_users for cut in _without(other, span)]
-            self._last_users = rest
+            ready: list[Any] = []
+            rest: list[tuple[Span, Any]] = []
+            for other in self._last_users:
+                if _overlap(other[0], span):
+                    ready.append(other[1])
+                    # Whoever writes there from now on comes after this user.
+                    rest += [(cut, other[1]) for cut in _without(other[0], span)]
+                else:
+                    rest.append(other)
+            place.ready, self._last_users = ready, rest
         insort(self._held, span)
         return place
 
@@ -184,8 +190,6 @@ def _overlap(one: Span, other: Span) -> bool:
 
 
 def _without(span: Span, taken: Span) -> list[Span]:
-    """What is left of `span`; no empty parts."""
-    if not _overlap(span, taken):
-        return [span]
+    """What is left of `span`, which overlaps; no empty parts."""
     rest = (span[0], taken[0]), (taken[1], span[1])
     return [part for part in rest if part[0] < part[1]]

@@ -7,21 +7,13 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_asynchzp.device import Device
 
 # How often the thread looks, in parts of the limit and in seconds at most. Each query of an event
 # holds up every other thread, and an event that is never queried stays alive.
 _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S = 10, 5.0
-
-
-class _Watched[Item](NamedTuple):
-    """What ends with `event`, and is late from `deadline` on (time.monotonic)."""
-
-    event: Any
-    deadline: float
-    item: Item
 
 
 class Watchdog[Item]:
@@ -43,15 +35,15 @@ class Watchdog[Item]:
     ):
         self._device, self._limit_s = device, limit_s
         self._on_late, self._is_closed = on_late, is_closed
-        self._lanes: dict[str, deque[_Watched[Item]]] = {}
+        # Each: the event with which it ends, when it is late (time.monotonic), and the item.
+        self._lanes: dict[str, deque[tuple[Any, float, Item]]] = {}
         self._thread: threading.Thread | None = None
 
     def watch(self, lane: str, event: Any, item: Item) -> None:
         """From now on `item` may take `limit_s` seconds until `event`."""
-        watched = _Watched(event, time.monotonic() + self._limit_s, item)
         if lane not in self._lanes:
             self._lanes = {**self._lanes, lane: deque()}  # the thread may be going through it
-        self._lanes[lane].append(watched)
+        self._lanes[lane].append((event, time.monotonic() + self._limit_s, item))
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, name="asynchzp-limit", daemon=True)
             self._thread.start()
@@ -68,16 +60,18 @@ class Watchdog[Item]:
             for watched in self._lanes.values():
                 late = self._forget_ended(watched)
                 if late is not None:
-                    self._on_late(late.item)
+                    self._on_late(late)
                     return
 
-    def _forget_ended(self, lane: "deque[_Watched[Item]]") -> "_Watched[Item] | None":
+    def _forget_ended(self, lane: deque[tuple[Any, float, Item]]) -> Item | None:
         """Drop what has ended; returns the oldest that is left, if it is late."""
 
         def is_on_its_way(place: int) -> bool:
-            return not self._device.has_passed(lane[place].event)
+            return not self._device.has_passed(lane[place][0])
 
         for _ in range(bisect_left(range(len(lane)), True, key=is_on_its_way)):
             lane.popleft()
-        is_late = bool(lane) and time.monotonic() > lane[0].deadline
-        return lane[0] if is_late else None
+        if not lane:
+            return None
+        _, deadline, item = lane[0]
+        return item if time.monotonic() > deadline else None

@@ -276,10 +276,11 @@ def _pass_through_after_backward(
     A parameter among them (a tied weight) is left alone: what comes out would be a view of it
     that the caller's frame keeps for longer than the unit is gathered.
     """
-    values = [*args, *kwargs.values()]
-    spec = None
-    if not all(map(_is_leaf, values)):
-        values, spec = tree_flatten((args, kwargs))
+    values, spec = [*args, *kwargs.values()], None
+    for value in values:  # flattening takes longer than to look
+        if not (value is None or isinstance(value, torch.Tensor) or tree_is_leaf(value)):
+            values, spec = tree_flatten((args, kwargs))
+            break
     where = [
         index
         for index, value in enumerate(values)
@@ -296,11 +297,6 @@ def _pass_through_after_backward(
     if spec is not None:
         return tree_unflatten(values, spec)
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
-
-
-def _is_leaf(value: Any) -> bool:
-    """Whether flattening would leave `value` as it is. Flattening takes longer than to look."""
-    return value is None or isinstance(value, torch.Tensor) or tree_is_leaf(value)
 
 
 def _tensors_of(output: Any) -> list[torch.Tensor]:

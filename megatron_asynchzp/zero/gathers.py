@@ -186,8 +186,8 @@ class Gathers:
             return
         if self._is_next(unit) or self._is_to_stay(unit):
             self._kept.setdefault(unit)  # the turn from forward to backward, or a later use
-        else:
-            self._drop(unit)
+            return
+        self._drop(unit)
         self._prefetch()
 
     def _is_to_stay(self, unit: HZPUnit) -> bool:

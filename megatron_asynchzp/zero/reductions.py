@@ -40,6 +40,31 @@ class _Collected:
     written: set[int] = field(default_factory=set[int])
 
 
+class _Piece(NamedTuple):
+    """Of a unit's gradients. memory_key, places_key: equal for pieces that split the same place in
+    the same way, and whose parameters lie there at the same addresses; strings, which remember
+    their hash. nbytes: that reducing it takes; shard: what it adds its result to."""
+
+    grads: GradPiece
+    memory_key: str
+    places_key: str
+    nbytes: int
+    shard: torch.Tensor
+
+    @classmethod
+    def all_of(cls, unit: HZPUnit, pieces: Sequence[GradPiece]) -> "list[_Piece]":
+        return [
+            cls(
+                piece,
+                f"{piece.numel} by {unit.size_key}",
+                f"{number} of {len(pieces)} by {unit.views_key}",
+                unit.reduction_nbytes(piece),
+                unit.main_grad.storage[slice(*piece.part)],
+            )
+            for number, piece in enumerate(pieces)
+        ]
+
+
 class _Reduction(NamedTuple):
     """Under way. grads: what it has yet to read."""
 
@@ -79,7 +104,8 @@ class Reductions:
     ):
         self._stays = stays
         self._kept: set[HZPUnit] = set()  # collected, and nothing was added since
-        self._driver, self._scale, self._pieces = driver, scale, pieces
+        self._driver, self._scale = driver, scale
+        self._pieces = {unit: _Piece.all_of(unit, cut) for unit, cut in pieces.items()}
         self._collected: dict[HZPUnit, _Collected] = {}
         self._reductions: deque[_Reduction] = deque()
         self._last_reduction: dict[HZPUnit, Task] = {}
@@ -111,7 +137,7 @@ class Reductions:
         collected = self._collect(unit)
         if collected.place is None:
             collected.place = self._acquire_place(unit)
-            collected.places = self._places_in(unit, 0, collected.place)
+            collected.places = self._places_in(unit, self._pieces[unit][0], collected.place)
             for index, grad in collected.grads.items():
                 collected.places[index].copy_(grad)
             collected.written.update(collected.grads)
@@ -155,19 +181,10 @@ class Reductions:
                 f"{unit.name}: a gradient came after the one of the last micro-batch; leave the "
                 "no_sync() context only for the last one"
             )
-        self.take(unit, range(len(unit.params)))
         if unit.reduces_in_place:
+            self.take(unit, range(len(unit.params)))
             return
-        self._kept.discard(unit)
-        collected = self._collected.pop(unit)
-        grads, place = collected.grads, collected.place
-        if place is None:
-            place = self._acquire_place(unit)
-            self._pack(unit, 0, grads, place)
-        else:
-            unit.zero_rest(collected.places, collected.written)
-        if len(self._pieces[unit]) == 1:
-            grads = {}
+        place, grads = self._collect_rest(unit)
         task = self._driver.submit(
             Task(
                 "reduce",
@@ -180,11 +197,31 @@ class Reductions:
         self._reductions.append(_Reduction(place, task, grads))
         self._last_reduction[unit] = task
 
+    def _collect_rest(self, unit: HZPUnit) -> tuple[Place, _Grads]:
+        """The place with the first piece of the gradients of `unit`, and those that later pieces
+        have yet to read."""
+        indices, pieces = range(len(unit.params)), self._pieces[unit]
+        if unit not in self._collected and len(pieces) == 1:  # the usual case, and the fastest way
+            place, written = self._acquire_place(unit), set[int]()
+            places = self._places_in(unit, pieces[0], place)
+            unit.write_grads(indices, places, written)
+            unit.zero_rest(places, written)
+            return place, {}
+        self.take(unit, indices)
+        self._kept.discard(unit)
+        collected = self._collected.pop(unit)
+        if (place := collected.place) is not None:
+            unit.zero_rest(collected.places, collected.written)
+            return place, {}
+        place = self._acquire_place(unit)
+        self._pack(unit, pieces[0], collected.grads, place)
+        return place, {} if len(pieces) == 1 else collected.grads
+
     def _acquire_place(self, unit: HZPUnit) -> Place:
         pieces = self._pieces[unit]
         while len(pieces) > 1 and any(reduction.grads for reduction in self._reductions):
             self._await_oldest_reduction()
-        nbytes = unit.reduction_nbytes(pieces[0])
+        nbytes = pieces[0].nbytes
         while True:
             place = self.arena.acquire(nbytes, nbytes // FP32_NBYTES, torch.float32)
             if place is not None:
@@ -196,36 +233,33 @@ class Reductions:
                 # backward, say the norm behind the layers, and another begins.
                 self.arena.grow(nbytes)
 
-    def _memory_for(self, unit: HZPUnit, piece: GradPiece, place: Place) -> list[torch.Tensor]:
+    def _memory_for(self, unit: HZPUnit, piece: _Piece, place: Place) -> list[torch.Tensor]:
         """The piece in `place`, and what reducing it takes."""
 
         def split(memory: torch.Tensor) -> list[torch.Tensor]:
             groups = unit.groups
             full, shards = split_for_reduction(
-                memory, piece.numel, groups.grad_reduce, groups.grad_dtype
+                memory, piece.grads.numel, groups.grad_reduce, groups.grad_dtype
             )
             return [full, *shards]
 
-        return place.views_for(f"{piece.numel} by {unit.size_key}", split)
+        return place.views_for(piece.memory_key, split)
 
-    def _places_in(self, unit: HZPUnit, number: int, place: Place) -> list[torch.Tensor]:
-        """Where what a piece holds of each parameter goes, and then the gaps of the piece."""
-        piece = self._pieces[unit][number]
+    def _places_in(self, unit: HZPUnit, piece: _Piece, place: Place) -> list[torch.Tensor]:
+        """Where what `piece` holds of each parameter goes, and then the gaps of the piece."""
         full = self._memory_for(unit, piece, place)[0]
-        key = f"{number} of {len(self._pieces[unit])} by {unit.views_key}"
-        return place.views_for(key, lambda _: unit.places_of(piece, full))
+        return place.views_for(piece.places_key, lambda _: unit.places_of(piece.grads, full))
 
-    def _pack(self, unit: HZPUnit, number: int, grads: _Grads, place: Place) -> None:
+    def _pack(self, unit: HZPUnit, piece: _Piece, grads: _Grads, place: Place) -> None:
         """Write a piece of the unit's gradients to `place`."""
-        places = self._places_in(unit, number, place)
-        unit.pack_grads(self._pieces[unit][number], grads, places)
+        unit.pack_grads(piece.grads, grads, self._places_in(unit, piece, place))
 
     def _reduce_steps(self, unit: HZPUnit, grads: _Grads, place: Place) -> Steps:
         for number, piece in enumerate(self._pieces[unit]):
             if number:
-                self._pack(unit, number, grads, place)
+                self._pack(unit, piece, grads, place)
             full, *shards = self._memory_for(unit, piece, place)
-            yield from unit.reduce_steps(piece, full, shards)
+            yield from unit.reduce_steps(full, shards, piece.shard)
 
     def _await_oldest_reduction(self) -> None:
         # A stream that computes reuses the memory of the gradients only after this wait.

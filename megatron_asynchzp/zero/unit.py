@@ -135,7 +135,8 @@ class HZPUnit:
         # One NaN, expanded: the right shape for AccumulateGrad and for parameter groups, no memory,
         # and computing with it gives NaN instead of a plausible number (law 5).
         nan = torch.full((1,), float("nan"), dtype=self.dtype, device=self.device)
-        return [nan.expand(piece.shape) for piece in self.layout.slices]
+        of_shape = {piece.shape: nan.expand(piece.shape) for piece in self.layout.slices}
+        return [of_shape[piece.shape] for piece in self.layout.slices]
 
     def _point_params_at(self, tensors: Sequence[torch.Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):
@@ -241,7 +242,10 @@ class HZPUnit:
     @property
     def has_grads(self) -> bool:
         """Whether a parameter has a gradient that was not taken yet."""
-        return any(param.grad is not None for param in self.params)
+        for param in self.params:  # noqa: SIM110 (faster than any() of a generator)
+            if param.grad is not None:
+                return True
+        return False
 
     def take_grads(self, indices: Iterable[int], taken: dict[int, torch.Tensor]) -> None:
         """Move the gradients of the parameters `indices`, as far as there are any, to `taken`.
@@ -252,13 +256,13 @@ class HZPUnit:
             param = self.params[index]
             if (grad := param.grad) is None:
                 continue
-            if (before := taken.get(index)) is None:
-                taken[index] = grad
-            elif before.dtype == torch.float32:
+            param.grad = None
+            if (before := taken.setdefault(index, grad)) is grad:
+                continue
+            if before.dtype == torch.float32:
                 before.add_(grad)  # as autograd would
             else:
                 taken[index] = before.float().add_(grad)
-            param.grad = None
 
     def write_grads(
         self,
@@ -297,9 +301,7 @@ class HZPUnit:
 
     def zero_rest(self, places: Sequence[torch.Tensor], written: Container[int]) -> None:
         """Zero those of `places`, of parameters and gaps, that are not among `written`."""
-        rest = [place for index, place in enumerate(places) if index not in written]
-        if rest:
-            torch._foreach_zero_(rest)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        _zero([place for index, place in enumerate(places) if index not in written])
 
     def pack_grads(
         self, piece: GradPiece, grads: Mapping[int, torch.Tensor], places: Sequence[torch.Tensor]
@@ -307,16 +309,18 @@ class HZPUnit:
         """Write what `piece` holds of `grads` (by index of the parameter) to `places` (fp32), which
         are places_of(piece). Parameters without a gradient, and what belongs to none, become 0."""
         sources: list[torch.Tensor] = []
-        written: dict[int, None] = {}  # in this order
-        for number, copy in enumerate(piece.copies):
-            if (grad := grads.get(copy.index)) is not None:
-                cut = copy.source
-                sources.append(grad if cut is None else grad.reshape(-1)[slice(*cut)])
-                written[number] = None
+        into: list[torch.Tensor] = []
+        rest = list(places[len(piece.copies) :])  # the gaps
+        for copy, place in zip(piece.copies, places):
+            if (grad := grads.get(copy.index)) is None:
+                rest.append(place)
+                continue
+            cut = copy.source
+            sources.append(grad if cut is None else grad.reshape(-1)[slice(*cut)])
+            into.append(place)
         if sources:
-            into = [places[number] for number in written]
             torch._foreach_copy_(into, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        self.zero_rest(places, written)
+        _zero(rest)
 
     def places_of(self, piece: GradPiece, full: torch.Tensor) -> list[torch.Tensor]:
         """Where in `full` (1-D, fp32, piece.numel) each copy of `piece` goes, and then its gaps."""
@@ -356,16 +360,16 @@ class HZPUnit:
         return reduction_nbytes(piece.numel, sizes, self.groups.grad_dtype.itemsize)
 
     def reduce_steps(
-        self, piece: GradPiece, full: torch.Tensor, shards: Sequence[torch.Tensor]
+        self, full: torch.Tensor, shards: Sequence[torch.Tensor], own: torch.Tensor
     ) -> Steps:
         """Reduce-scatter `full`, a piece of the gradients, over the G axes in fp32 and add this
-        rank's part to main_grad.
+        rank's part to `own`, its part of main_grad.
 
         shards: memory for it (new_shards). A rank whose parameters got no gradient contributes
         zeros, so that the ranks agree on what is issued.
         """
         yield from self._reduce_scatter_steps(full, self.groups.grad_reduce, shards)
-        self.main_grad.storage[slice(*piece.part)].add_(shards[-1])
+        own.add_(shards[-1])
 
     def _reduce_scatter_steps(
         self, full: torch.Tensor, axes: Sequence[AxisGroup], shards: Sequence[torch.Tensor]
@@ -453,6 +457,12 @@ class HZPUnit:
             if trained and not self.is_main_param_aliased
             else 0,
         }
+
+
+def _zero(tensors: list[torch.Tensor]) -> None:
+    """With one operation for all."""
+    if tensors:
+        torch._foreach_zero_(tensors)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 def _has_dummy(param: Any) -> bool:

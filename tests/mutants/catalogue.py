@@ -326,7 +326,7 @@ ENGINE = [
         "stale-gradients-in-a-slot",
         "a weight without a gradient counts as zero",
         "zero/unit.py",
-        "torch._foreach_zero_(rest)",
+        "torch._foreach_zero_(tensors)",
         "pass",
         f"{_UNIT}weights_without_a_gradient_count_as_zero",
     ),
@@ -651,8 +651,8 @@ IN_FLIGHT = [
         "readers-of-overlapping-places",
         "law 5: a writer waits for the readers of every byte it writes",
         "comm/arena.py",
-        "[event for other, event in self._last_users if _overlap(other, span)]",
-        "[event for other, event in self._last_users if other == span]",
+        "if _overlap(other[0], span):",
+        "if other[0] == span:",
         f"{_ARENA}the_next_writer_waits_for_the_last_user_of_every_byte_and_for_no_one_before_it",
     ),
     Mutant(
@@ -698,17 +698,17 @@ IN_FLIGHT = [
     Mutant(
         "pieces-at-the-start-of-the-shard",
         "the sum of a piece goes to its part of the gradient shard",
-        "zero/unit.py",
-        "self.main_grad.storage[slice(*piece.part)]",
-        "self.main_grad.storage[: piece.part.numel]",
+        "zero/reductions.py",
+        "unit.main_grad.storage[slice(*piece.part)]",
+        "unit.main_grad.storage[: piece.part.numel]",
         f"{_PIECES}gradients_in_pieces_are_those_in_one_piece_in_every_bit",
     ),
     Mutant(
         "gradients-gone-before-the-last-piece",
         "gradients stay until their last piece is packed",
         "zero/reductions.py",
-        "if len(self._pieces[unit]) == 1:",
-        "if True:",
+        "{} if len(pieces) == 1 else collected.grads",
+        "{}",
         f"{_PIECES}gradients_in_pieces_are_those_in_one_piece_in_every_bit",
     ),
     Mutant(
@@ -756,8 +756,8 @@ DEVICES = [
         "nobody-watches-streams",
         "law 7: what does not end in time is named, in every schedule",
         "comm/watchdog.py",
-        "is_late = bool(lane) and time.monotonic() > lane[0].deadline",
-        "is_late = False",
+        "return item if time.monotonic() > deadline else None",
+        "return None",
         "tests/comm/test_watchdog.py::"
         "test_a_task_that_does_not_end_is_named_and_ends_the_driver_though_nobody_waits_for_it",
     ),
@@ -1313,6 +1313,14 @@ _RESIDENCY = "tests/sharding/test_residency.py::test_"
 _STAYING = "tests/zero/test_staying.py::test_"
 
 STAYING = [
+    Mutant(
+        "chunks-that-do-not-yield",
+        "what another chunk has gathered ahead yields to what is needed now",
+        "zero/gathers.py",
+        "            *((chunk, unit) for chunk in others for unit in chunk._gathers),\n",
+        "",
+        f"{_STAYING}what_one_chunk_gathers_ahead_yields_to_what_another_needs_now",
+    ),
     Mutant(
         "a-budget-without-limit",
         "what is kept never exceeds its budget",

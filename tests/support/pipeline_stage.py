@@ -34,6 +34,7 @@ class PipelineStage:
         depth: int = 0,
         numel: int = 64,
         marks_last: bool = True,
+        in_flight_nbytes: int | None = None,
     ):
         self.marks_last = marks_last
         self.stage, groups = stage, recorded_groups(SIZES, 0)
@@ -42,11 +43,12 @@ class PipelineStage:
         self.config = ScheduleConfig(
             "main-thread",
             prefetch_depth=depth,
+            in_flight_nbytes=in_flight_nbytes,
             keep_params_nbytes=rooms[0] * 2 * self.padded,
             keep_grads_nbytes=rooms[1] * FP32_NBYTES * self.padded,
         )
         self.driver = delayed_driver(device, self.config, 0)
-        self.submitted: list[list[tuple[str, str]]] = []
+        self.submitted: list[list[tuple[str, str]]] = [[]]
         self._note_tasks()
         self.stays = Stays.of(self.config, self.driver, torch.device("cpu"))
         self.chunks = [
@@ -73,8 +75,6 @@ class PipelineStage:
         return sum(one == lane for one, _ in self.submitted[step - 1])
 
     def run_step(self) -> None:
-        if not self.submitted:
-            self.submitted.append([])
         for chunk in self.chunks:
             chunk.zero_grads()
         left = Counter(self.stage.grad_uses())

@@ -45,7 +45,8 @@ def reduce_unit(sizes: tuple[int, int, int], dtype: torch.dtype, numel: int) -> 
                     torch.empty(nbytes // 4), piece.numel, groups.grad_reduce, dtype
                 )
                 unit.pack_grads(piece, {0: full[:numel]}, unit.places_of(piece, packed))
-                run_steps(unit.reduce_steps(piece, packed, shards))
+                own = unit.main_grad.storage[slice(*piece.part)]
+                run_steps(unit.reduce_steps(packed, shards, own))
     run_steps(unit.sync_grad_steps(SCALE))
     return unit
 

@@ -5,6 +5,7 @@ and reductions as the order of uses allows, whatever a pipeline does, within the
 stock torch's numbers.
 """
 
+import random
 from itertools import product
 
 import pytest
@@ -72,6 +73,28 @@ def test_gradients_kept_for_a_micro_batch_that_does_not_come_are_reduced_at_the_
 
 
 # ---- memory
+
+
+@pytest.mark.parametrize("budget", [4608, 5700, 7000])
+def test_what_one_chunk_gathers_ahead_yields_to_what_another_needs_now(budget):
+    """The chunks share memory; one of them does each step what the step before has not done."""
+    dice, device = random.Random(1), CountingDevice()
+    with device.recording(), torch.no_grad():
+        stage = Stage(1, 2, 1, layers=8)
+        done = PipelineStage(stage, (1, 0), device, depth=8, in_flight_nbytes=budget)
+        memory = done.chunks[0].gathers.arena
+        before = memory.nbytes
+        for _ in range(20):
+            for chunk in done.chunks:
+                chunk.zero_grads()
+            orders = [dice.sample(range(8), 8), list(range(8))]
+            for number in dice.sample([0] * 8 + [1] * 8, 16):
+                chunk = done.chunks[number]
+                unit = chunk.units[orders[number].pop(0)]
+                chunk.gathers.use(unit)
+                chunk.gathers.release(unit)
+        assert memory.nbytes == before
+        done.close()
 
 
 @pytest.mark.parametrize("stage", [Stage(1, 1, 6), Stage(4, 1, 8), Stage(2, 2, 8)], ids=str)
