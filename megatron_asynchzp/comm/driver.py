@@ -42,6 +42,10 @@ class CollectiveFailure(RuntimeError):
     """A collective failed or took too long; the message names operation, unit, ranks and step."""
 
 
+def _no_steps() -> Steps:
+    return iter(())
+
+
 OnFailure = Callable[[CollectiveFailure, Callable[[float], bool]], None]
 """Called with the first failure in the background thread that saw it, which has nothing else to
 do; the second argument waits for so many seconds and returns whether the driver was closed."""
@@ -127,6 +131,8 @@ class Task:
             self._work = next(self._steps, None)
         self.event = device.record_event()
         self.driver.timeline.note(self.lane, self.unit, self._start_mark)
+        # A task is held for as long as it is watched: longer than what it has read is needed.
+        self.start, self._steps, self.ready, self.after = _no_steps, _no_steps(), (), []
         self.let_go()
 
     def let_go(self) -> None:
