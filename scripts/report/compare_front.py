@@ -124,13 +124,15 @@ _PLACES = (
 
 
 def _name_points(axes: Any, rows: Sequence[Row]) -> None:
-    """Each point's name beside it, where neither a name nor a point is in the way."""
+    """Each point's name beside it and within the frame, where neither a name nor a point is in the
+    way."""
     from matplotlib.patheffects import withStroke
     from matplotlib.transforms import Bbox
 
     best = front(rows)
     halo = [withStroke(linewidth=2.5, foreground="white")]
     points = [axes.transData.transform((peak_of(row), row.median_ms)) for row in rows]
+    frame = axes.get_window_extent()
     taken: list[Any] = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in points]
     for row in sorted(rows, key=peak_of):
         for dx, dy, side in _PLACES:
@@ -147,7 +149,8 @@ def _name_points(axes: Any, rows: Sequence[Row]) -> None:
                 path_effects=halo,
             )
             box = text.get_window_extent()
-            if not any(box.overlaps(other) for other in taken):
+            is_inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
+            if is_inside and not any(box.overlaps(other) for other in taken):
                 break
             if (dx, dy, side) != _PLACES[-1]:
                 text.remove()
