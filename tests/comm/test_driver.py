@@ -4,6 +4,7 @@
 the threaded schedule, and never the thread that submits."""
 
 import threading
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -74,6 +75,16 @@ def record_of(units: list[str]) -> list[str]:
         driver.submit(Task("gather", unit, (), lambda: iter(())))
     driver.close()
     return driver.submitted
+
+
+def test_a_finished_task_holds_nothing_that_it_has_read():
+    driver = ScheduleConfig("inline").start_driver(CpuDevice())
+    read = threading.Event()  # anything that can be referred to weakly
+    reference = weakref.ref(read)
+    task = driver.submit(Task("gather", "u", (), lambda read=read: iter(()), ready=(None,)))
+    del read
+    assert task.is_usable and reference() is None
+    driver.close()
 
 
 def test_an_evaluation_of_any_length_leaves_a_short_record_that_shows_each_difference():
