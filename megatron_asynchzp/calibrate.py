@@ -61,7 +61,8 @@ def measured_link(link: Link, ring: Ring, times: Sequence[tuple[int, float]]) ->
     """`link` with latency, speed and efficiency as `times` have them: (bytes of the whole tensor,
     seconds) of all-gathers along `ring`, smallest first, all such rings at the same time.
 
-    The smallest one is taken as latency alone; what is left of the others' time is transfer.
+    The smallest one is taken as latency alone; what is left of the others' time is transfer. It is
+    the inverse of `Ring.turn`, where ranks that share a link fill each other's latencies.
     """
     hops = ring.size - 1
     latency_s = times[0][1] / hops
@@ -71,7 +72,8 @@ def measured_link(link: Link, ring: Ring, times: Sequence[tuple[int, float]]) ->
         sharing = ring.rings_per_node * ring.in_node if link.shared else 1
     speeds: list[tuple[float, float]] = []
     for nbytes, seconds in times[1:]:
-        transfer_s = max(seconds - hops * latency_s, 0.1 * seconds)
+        alone_s = (seconds - hops * latency_s) * max(1.0, sharing)
+        transfer_s = max(min(seconds - latency_s, alone_s), 0.1 * seconds)
         message = nbytes / ring.size
         speeds.append((message, sharing * hops * message / transfer_s))
     best = max(speed for _, speed in speeds)

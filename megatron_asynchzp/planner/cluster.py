@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_asynchzp.errors import ConfigurationError
 
@@ -24,8 +24,8 @@ class Device:
     (0, 1]; memory_gib: of the device; reserved_gib: what the driver, the communicators and the
     allocator keep from a model; memory_gb_s: speed of its memory; launch_us: what a unit's forward
     takes beside its FLOPs, its backward twice that (the host's time, norms, activations); step_us:
-    what a step takes beside its units and its optimizer (reading data, the norm of all gradients,
-    logging).
+    what the host does between an optimizer and the first unit of the next step (logging, reading
+    data), while parameter shards are rebuilt.
     """
 
     tflops: float
@@ -127,6 +127,19 @@ class Cluster:
         return replace(self, nodes=nodes)
 
 
+class Cost(NamedTuple):
+    """Of a collective, in seconds: for which nothing moves on the slowest link, which others may
+    use, and for which the collective occupies it."""
+
+    latency_s: float = 0.0
+    busy_s: float = 0.0
+
+    @property
+    def alone_s(self) -> float:
+        """Where nothing else uses the links."""
+        return self.latency_s + self.busy_s
+
+
 @dataclass(frozen=True)
 class Ring:
     """The ranks along one axis of a mesh, on the nodes of a cluster.
@@ -165,10 +178,10 @@ class Ring:
         leaving = nbytes * (self.size - self.in_node) / self.size
         return self.rings_per_node * self.in_node * leaving
 
-    def exchange_seconds(self, nbytes: float, cluster: Cluster) -> float:
+    def exchange(self, nbytes: float, cluster: Cluster) -> "Cost":
         """Of an all-to-all in which every rank holds `nbytes` for all of them together."""
         if self.size == 1:
-            return 0.0
+            return Cost()
         message = nbytes / self.size
         inside, between = cluster.inside, cluster.between
         to_ranks_inside = self.in_node - 1
@@ -179,35 +192,40 @@ class Ring:
             speed = between.cards * between.reached(message)
             paces.append(self.exchanged_node_nbytes(nbytes) / speed)
             start_us, latency_us = between.start_us, between.latency_us
-        return 1e-6 * (start_us + latency_us) + max(paces)
+        return Cost(1e-6 * (start_us + latency_us), max(paces))
 
-    def seconds(self, nbytes: float, cluster: Cluster) -> float:
+    def turn(self, nbytes: float, cluster: Cluster) -> "Cost":
         """Of an all-gather or a reduce-scatter of tensors of `nbytes` (the whole one).
 
         n - 1 messages of nbytes / n follow each other on each link; a piece passes every rank, so
         that the latency is the sum over one turn. All links work at the same time: the slowest
-        sets the pace.
+        sets the pace. Where several ranks share a link or a card, the others' messages fill the
+        time for which one waits for its next, all but the last.
         """
         if self.size == 1:
-            return 0.0
+            return Cost()
         message = nbytes / self.size
         sent = (self.size - 1) * message
         inside, between = cluster.inside, cluster.between
         hops_between = self.nodes - 1
         hops_inside = self.size - 1 - hops_between
         latency_s = 1e-6 * (hops_inside * inside.latency_us + hops_between * between.latency_us)
-        paces = [0.0]
+        paces = [(0.0, 1.0)]  # seconds, and by how many ranks a link is shared
         if self.in_node > 1:
             sharing = 1.0
             if inside.shared:  # the last rank of a node's part of a ring sends to another node
                 stays = self.in_node - 1 if self.crosses_nodes else self.in_node
                 sharing = self.rings_per_node * stays
-            paces.append(sharing * sent / inside.reached(message))
+            paces.append((sharing * sent / inside.reached(message), sharing))
         if self.crosses_nodes:
             speed = between.cards * between.reached(message)
-            paces.append(self.rings_per_node * sent / speed)
-        start_us = between.start_us if self.crosses_nodes else inside.start_us
-        return 1e-6 * start_us + latency_s + max(paces)
+            sharing = max(1.0, self.rings_per_node / between.cards)
+            paces.append((self.rings_per_node * sent / speed, sharing))
+        busy_s, sharing = max(paces)
+        last = between if self.crosses_nodes else inside
+        hidden_s = busy_s - busy_s / sharing
+        latency_s = max(1e-6 * last.latency_us, latency_s - hidden_s)
+        return Cost(1e-6 * last.start_us + latency_s, busy_s)
 
 
 # ---- files

@@ -31,9 +31,10 @@ from megatron_asynchzp.planner.simulate import Stage, StageTimes, Step, UnitCost
 from megatron_asynchzp.planner.traffic import (
     GRAD_SLOT_NBYTES,
     Group,
+    Transfer,
     Wire,
-    seconds,
     step_traffic,
+    transfers,
     unit_collectives,
 )
 from megatron_asynchzp.sharding.in_flight import (
@@ -194,17 +195,17 @@ class Costing:
         lanes = (self.work(kind, unit) for kind in (GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC))
         return UnitCost(unit.name, forward_s, backward_s, *lanes)
 
-    def work(self, kind: int, unit: Unit) -> list[tuple[str, float]]:
-        """Links that one operation on `unit` occupies, and for how many seconds."""
+    def work(self, kind: int, unit: Unit) -> list[Transfer]:
+        """Of one operation on `unit`, one after the other."""
         if unit.numel == 0:
             return []
         group = self.groups[unit.group]
         issued = unit_collectives(kind, self.padded(unit), self.model.itemsize, group)
-        return seconds(issued, group, self.cluster)
+        return transfers(issued, group, self.cluster)
 
-    def communication(self, stage: int) -> list[dict[int, list[tuple[str, float]]]]:
+    def communication(self, stage: int) -> list[dict[int, list[Transfer]]]:
         """Of each unit of a stage, by kind of operation."""
-        known: dict[tuple[int, str], dict[int, list[tuple[str, float]]]] = {}
+        known: dict[tuple[int, str], dict[int, list[Transfer]]] = {}
         for unit in self.units[stage]:
             key = (unit.numel, unit.group)
             if key not in known:
@@ -259,13 +260,13 @@ class Costing:
             ring = Ring.of_axis(parallel.ep, parallel.experts_tp, per_node)
             tokens = layer.mlp.topk * hidden_nbytes / parallel.tp
             groups = shapes.num_expert_groups(layer.mlp, parallel)
-            return 2 * ring.exchange_seconds(tokens, cluster) / groups
+            return 2 * ring.exchange(tokens, cluster).alone_s / groups
         if unit.kind in ("layer", "mtp") and layer is not None:
             parts = (layer.mixer is not None) + isinstance(layer.mlp, shapes.Mlp)
             ring = Ring.of_axis(parallel.tp, 1, per_node)
-            sent += 2 * parts * ring.seconds(hidden_nbytes, cluster)
+            sent += 2 * parts * ring.turn(hidden_nbytes, cluster).alone_s
             ring = Ring.of_axis(parallel.cp, parallel.tp, per_node)
-            keys_s = ring.seconds(self._key_value_nbytes(layer), cluster)
+            keys_s = ring.turn(self._key_value_nbytes(layer), cluster).alone_s
             attention_s = unit.flops / cluster.device.flops_per_s
             sent += max(0.0, keys_s - attention_s)
         return sent
@@ -293,13 +294,12 @@ class Costing:
         return nbytes / link.reached(nbytes) + 1e-6 * link.latency_us
 
     def optimizer_s(self, stage: int) -> float:
-        """Of a step, with what it takes beside its units."""
+        """Of a step."""
         nbytes = 0.0
         for unit in self.units[stage]:
             sizes, numel = self.groups[unit.group].sizes, self.padded(unit) if unit.numel else 0
             nbytes += _OPTIMIZER_NBYTES * numel / sizes.optim + _ZEROED_NBYTES * numel / sizes.grad
-        device = self.cluster.device
-        return nbytes / (1e9 * device.memory_gb_s) + 1e-6 * device.step_us
+        return nbytes / (1e9 * self.cluster.device.memory_gb_s)
 
     @cached_property
     def _stages(self) -> dict[int, list[Stage]]:
@@ -314,7 +314,8 @@ class Costing:
         for index in range(self.plan.parallel.pp):
             phases = self.phases(index, micro_batches)
             order = self.order(index, phases)
-            found.append(Stage(phases, order, self._costs[index], self.optimizer_s(index)))
+            times = self.optimizer_s(index), 1e-6 * self.cluster.device.step_us
+            found.append(Stage(phases, order, self._costs[index], *times))
         return found
 
     # ---- memory

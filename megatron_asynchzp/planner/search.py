@@ -293,12 +293,12 @@ class _Bounds:
         # With a budget as little as once in a step.
         keeps_params, keeps_grads = costing.plan.schedule.keeps
         for cost in costing.communication(stage):
-            for link, length in cost[GATHER]:
+            for link, length, _ in cost[GATHER]:
                 found[f"{link} once" if keeps_params else link] += (2 - keeps_params) * length
-            for link, length in cost[REDUCE]:
+            for link, length, _ in cost[REDUCE]:
                 found[f"{link} once" if keeps_grads else link] += length
             for kind in (GRAD_SYNC, PARAM_SYNC):
-                for link, length in cost[kind]:
+                for link, length, _ in cost[kind]:
                     found[f"{link} once"] += length
         return found
 

@@ -19,7 +19,7 @@ from megatron_asynchzp.planner.order import (
     StepOrder,
 )
 from megatron_asynchzp.planner.pipeline import before
-from megatron_asynchzp.planner.traffic import BETWEEN, INSIDE
+from megatron_asynchzp.planner.traffic import BETWEEN, INSIDE, Transfer
 
 LANE_NAMES = {GATHER: "gather", REDUCE: "reduce", GRAD_SYNC: "grad-sync", PARAM_SYNC: "param-sync"}
 """As the engine's timeline calls them."""
@@ -28,8 +28,8 @@ _RESOURCES = {INSIDE: 1, BETWEEN: 2}  # of a stage; 0 computes
 _PER_STAGE = 3
 _NO_RESOURCE = -1
 
-Work = Sequence[tuple[str, float]]
-"""Links that an operation occupies, one after the other, and for how many seconds."""
+Work = Sequence[Transfer]
+"""Of one operation, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,14 @@ class UnitCost:
 @dataclass(frozen=True)
 class Stage:
     """One rank of a pipeline stage. phases, order: of its step; costs: of each unit, by number;
-    optimizer_s: for which the optimizer computes."""
+    optimizer_s: for which the optimizer computes; host_s: what the host does then, before the first
+    unit computes and while parameters are rebuilt."""
 
     phases: Sequence[Phase]
     order: StepOrder
     costs: Sequence[UnitCost]
     optimizer_s: float = 0.0
+    host_s: float = 0.0
 
 
 class Span(NamedTuple):
@@ -96,12 +98,14 @@ class Step:
 class _Network:
     """Nodes of work with what comes before them, and when each ran.
 
-    A resource takes the node that was ready first. Nodes leave the heap in the order in which they
+    A node occupies its resource for its length, and ends when its latency has passed too. A
+    resource takes the node that was ready first. Nodes leave the heap in the order in which they
     become ready, and what a node makes ready is ready later; so no node is overtaken.
     """
 
     def __init__(self, num_resources: int):
         self.length: list[float] = []
+        self.latency: list[float] = []
         self.resource: list[int] = []
         self.waits: list[int] = []
         self.then: list[list[int]] = []
@@ -110,9 +114,10 @@ class _Network:
         self.busy = [0.0] * num_resources
         self._free = [0.0] * num_resources
 
-    def add(self, resource: int, length: float, after: Sequence[int]) -> int:
+    def add(self, resource: int, length: float, after: Sequence[int], latency: float = 0.0) -> int:
         node = len(self.length)
         self.length.append(length)
+        self.latency.append(latency)
         self.resource.append(resource)
         self.waits.append(len(after))
         self.then.append([])
@@ -122,7 +127,8 @@ class _Network:
 
     def run(self) -> None:
         count = len(self.length)
-        length, resource, waits, then = self.length, self.resource, self.waits, self.then
+        length, latency = self.length, self.latency
+        resource, waits, then = self.resource, self.waits, self.then
         free, busy = self._free, self.busy
         self.begin, self.end, ready = [0.0] * count, [0.0] * count, [0.0] * count
         begins, ends = self.begin, self.end
@@ -138,6 +144,7 @@ class _Network:
                 busy[one] += length[node]
             else:
                 end = begin + length[node]
+            end += latency[node]
             begins[node], ends[node] = begin, end
             done += 1
             for other in then[node]:
@@ -156,6 +163,7 @@ class _StageNodes:
 
     def __init__(self, index: int, stage: Stage):
         self.index, self.stage = index, stage
+        self.ready = 0  # the node after which the first unit may compute
         self.computing: list[tuple[int, int, int | None]] = []
         self.lanes: list[tuple[int, int, int]] = []  # action, first node, last node
         self.first_of_phase: dict[tuple[bool, int, int], int] = {}
@@ -169,8 +177,7 @@ class _StageNodes:
         stage, add = self.stage, network.add
         actions, phases, costs = stage.order.actions, stage.phases, stage.costs
         computes = _PER_STAGE * self.index
-        main = add(computes, stage.optimizer_s, ())
-        self.optimizer = main
+        main = self.ready = add(computes, stage.optimizer_s, ())
         lane_last = dict.fromkeys(LANE_NAMES, main)
         last = self.last
         work_of = {kind: [cost.work(kind) for cost in costs] for kind in LANE_NAMES}
@@ -178,6 +185,8 @@ class _StageNodes:
         before_phase = -1
         for index, (kind, unit, after, phase_index) in enumerate(actions):
             if kind == COMPUTE:
+                if not self.computing and stage.host_s:
+                    main = self.ready = add(computes, stage.host_s, (main,))
                 phase = phases[phase_index]
                 deps = [main, *(last[one] for one in after)]
                 arrival = None
@@ -198,8 +207,8 @@ class _StageNodes:
             if not runs_ahead:
                 deps.append(main)
             first = node = -1
-            for link, length in work_of[kind][unit]:
-                node = add(links[link], length, deps if first < 0 else (node,))
+            for link, busy_s, latency_s in work_of[kind][unit]:
+                node = add(links[link], busy_s, deps if first < 0 else (node,), latency_s)
                 first = node if first < 0 else first
             if first < 0:
                 first = node = add(_NO_RESOURCE, 0.0, deps)
@@ -209,8 +218,8 @@ class _StageNodes:
 
     def times(self, network: _Network, step_s: float) -> StageTimes:
         begin, end = network.begin, network.end
-        compute, exposed, bubble = self.stage.optimizer_s, 0.0, 0.0
-        reached = end[self.optimizer]
+        compute, exposed, bubble = self.stage.optimizer_s + self.stage.host_s, 0.0, 0.0
+        reached = end[self.ready]
         for _, node, arrival in self.computing:
             ready = reached
             if arrival is not None and end[arrival] > reached:
@@ -233,7 +242,9 @@ class _StageNodes:
         found = [Span("capture", "step", 0.0, step_s)]
         if stage.optimizer_s:
             found.append(Span("compute", "optimizer", 0.0, stage.optimizer_s))
-        reached = end[self.optimizer]
+        reached = end[self.ready]
+        if stage.host_s:
+            found.append(Span("compute", "host", stage.optimizer_s, reached))
         for index, node, arrival in self.computing:
             action = stage.order.actions[index]
             name = stage.costs[action.unit].name

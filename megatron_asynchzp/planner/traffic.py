@@ -173,21 +173,28 @@ def ring_of(collective: Collective, group: Group, cluster: Cluster) -> Ring:
     return Ring.of_axis(collective.size, distance, cluster.ranks_per_node)
 
 
-def seconds(
-    collectives: Iterable[Collective], group: Group, cluster: Cluster
-) -> list[tuple[str, float]]:
-    """Which link each collective occupies, and for how long."""
-    found: list[tuple[str, float]] = []
+class Transfer(NamedTuple):
+    """What a collective is to a link: it occupies it for busy_s seconds, and ends latency_s later;
+    in that time others may use the link."""
+
+    link: str
+    busy_s: float
+    latency_s: float = 0.0
+
+
+def transfers(collectives: Iterable[Collective], group: Group, cluster: Cluster) -> list[Transfer]:
+    """One for each collective."""
+    found: list[Transfer] = []
     for each in collectives:
         ring = ring_of(each, group, cluster)
         link = BETWEEN if ring.crosses_nodes else INSIDE
         pieces = 1 if each.operation == ALL_REDUCE else group.wire.pieces
         nbytes = each.numel * each.itemsize / pieces
         if each.operation == ALL_TO_ALL:
-            length = pieces * ring.exchange_seconds(nbytes, cluster)
+            times, cost = pieces, ring.exchange(nbytes, cluster)
         else:
-            length = pieces * each.turns * ring.seconds(nbytes, cluster)
-        found.append((link, length))
+            times, cost = pieces * each.turns, ring.turn(nbytes, cluster)
+        found.append(Transfer(link, times * cost.busy_s, times * cost.latency_s))
     return found
 
 

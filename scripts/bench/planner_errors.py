@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Holds the planner against steps that are measured on the test-bed in the same run: Megatron's
 pretrain() on emulated clusters of 4 ranks. What this machine adds to the modelled times is found on
-a few points; all others are predicted. Takes about ten minutes on two quiet cores.
+a few points; all others are predicted. Takes about fifteen minutes on two quiet cores.
 
     python -m scripts.bench.planner_errors --out runs/planner.jsonl
     python -m scripts.bench.planner_errors --points 3                 # a try of about two minutes
@@ -163,7 +163,7 @@ def measure(most_points: int | None, turns: int, log: Path) -> tuple[list[dict],
     hops = Host(hop["inside"], hop["between"])
     _say(f"a message: {hops.inside_us:.0f} us in a node, {hops.between_us:.0f} us between nodes")
     fits = fit_points()
-    twice = measured(NETWORKS[0], [*fits, *fits], log)
+    twice = measured(fits[0].network, [*fits, *fits], log)
     fit_steps = [a + b for a, b in zip(twice, twice[len(fits) :])]  # all others follow from them
     hosts = hosts_of(fits, fit_steps, hops)
     points = points_of(hosts)

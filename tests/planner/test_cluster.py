@@ -10,6 +10,7 @@ import pytest
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.planner.cluster import (
     Cluster,
+    Cost,
     Device,
     Link,
     Ring,
@@ -91,21 +92,33 @@ def test_ranks_that_do_not_fill_the_last_node_are_refused_with_those_that_do():
 
 def test_a_ring_is_as_slow_as_its_slowest_link_and_links_within_a_node_are_each_ranks_own():
     nbytes = 8e9
-    inside = Ring.of_axis(4, 1, 4).seconds(nbytes, FLAT)
+    inside = Ring.of_axis(4, 1, 4).turn(nbytes, FLAT).alone_s
     assert inside == pytest.approx(0.75 * 8 / 10)
-    flat = Ring.of_axis(8, 1, 4).seconds(nbytes, FLAT)
+    flat = Ring.of_axis(8, 1, 4).turn(nbytes, FLAT).alone_s
     assert flat == pytest.approx(7 / 8 * 8 / 1)
     # All four ranks of a node cross to the other node at once, each with a ring of its own.
-    across = Ring.of_axis(2, 4, 4).seconds(nbytes, FLAT)
+    across = Ring.of_axis(2, 4, 4).turn(nbytes, FLAT).alone_s
     assert across == pytest.approx(4 * 0.5 * 8 / 1)
     shared = replace(FLAT, inside=replace(FLAT.inside, shared=True))
-    assert Ring.of_axis(4, 1, 4).seconds(nbytes, shared) == pytest.approx(4 * inside)
+    assert Ring.of_axis(4, 1, 4).turn(nbytes, shared).alone_s == pytest.approx(4 * inside)
 
 
 def test_cards_add_up_and_latency_is_paid_on_every_hop_of_a_turn():
     four = replace(FLAT, between=replace(FLAT.between, cards=4, latency_us=100.0))
-    assert Ring.of_axis(8, 1, 4).seconds(8e9, four) == pytest.approx(7 / 4 + 100e-6)
-    assert Ring.of_axis(8, 4, 4).seconds(0.0, replace(four, nodes=8)) == pytest.approx(7 * 100e-6)
+    assert Ring.of_axis(8, 1, 4).turn(8e9, four).alone_s == pytest.approx(7 / 4 + 100e-6)
+    assert Ring.of_axis(8, 4, 4).turn(0.0, replace(four, nodes=8)).alone_s == pytest.approx(
+        7 * 100e-6
+    )
+
+
+def test_ranks_that_share_a_link_fill_each_others_latencies_but_for_the_last_hop():
+    def cost(nbytes: float, shared: bool) -> Cost:
+        inside = replace(FLAT.inside, latency_us=1000.0, shared=shared)
+        return Ring.of_axis(4, 1, 4).turn(nbytes, replace(FLAT, inside=inside))
+
+    assert cost(8e9, shared=False) == pytest.approx((3e-3, 0.6))
+    assert cost(8e9, shared=True) == pytest.approx((1e-3, 4 * 0.6))
+    assert cost(0.0, shared=True) == pytest.approx((3e-3, 0.0))  # nobody has anything to send
 
 
 def test_what_a_link_reaches_grows_with_the_message_along_its_curve():

@@ -15,6 +15,7 @@ from megatron_asynchzp.planner.model import Attention, Batch, Experts, Layer, Ml
 from megatron_asynchzp.planner.order import OrderUnit, Schedule, StepOrder, Visit
 from megatron_asynchzp.planner.pipeline import stage_phases
 from megatron_asynchzp.planner.simulate import Stage, Step, UnitCost, simulate
+from megatron_asynchzp.planner.traffic import Transfer
 from megatron_asynchzp.sharding.in_flight import UnitInFlight
 from megatron_asynchzp.sharding.topology import ShardSizes
 
@@ -30,6 +31,7 @@ def step_of(
     micro_batches: int = 2,
     stages: int = 1,
     schedule: Schedule = Schedule(),
+    host_s: float = 0.0,
     **how,
 ) -> Step:
     made = []
@@ -42,8 +44,17 @@ def step_of(
             phases,
             schedule,
         )
-        made.append(Stage(phases, order, [cost] * units))
+        made.append(Stage(phases, order, [cost] * units, host_s=host_s))
     return simulate(made, **how)
+
+
+def without_latencies(cost: UnitCost) -> UnitCost:
+    """The same, but that a transfer occupies its link to its end."""
+    lanes = {
+        lane: [Transfer(one.link, one.busy_s + one.latency_s) for one in getattr(cost, lane)]
+        for lane in ("gather", "reduce", "grad_sync", "param_sync")
+    }
+    return replace(cost, **lanes)
 
 
 def costing(sizes=(4, 4, 8), micro_batches=2, layers=4, layer=LAYER, cluster=CLUSTER, **plan):
@@ -83,21 +94,48 @@ def test_interleaving_divides_the_bubble_by_the_chunks():
 
 
 def test_what_is_hidden_costs_nothing_and_the_first_gather_is_never_hidden():
-    cost = UnitCost("u", 1.0, 2.0, gather=[("inside", 0.5)], reduce=[("inside", 0.25)])
+    cost = UnitCost(
+        "u", 1.0, 2.0, gather=[Transfer("inside", 0.5)], reduce=[Transfer("inside", 0.25)]
+    )
     step = step_of(8, cost, micro_batches=1)
     assert step.step_s == pytest.approx(8 * 3 + 0.5 + 0.25)  # the first gather, the last reduction
-    slow = replace(cost, gather=[("inside", 3.0)])
+    slow = replace(cost, gather=[Transfer("inside", 3.0)])
     assert step_of(8, slow, micro_batches=1).step_s > 8 * 3 + 8
 
 
 def test_lanes_that_share_a_link_take_turns_and_lanes_on_two_links_do_not():
-    together = UnitCost("u", 1.0, 1.0, gather=[("between", 1.0)], reduce=[("between", 1.0)])
-    apart = replace(together, gather=[("inside", 1.0)])
+    together = UnitCost(
+        "u", 1.0, 1.0, gather=[Transfer("between", 1.0)], reduce=[Transfer("between", 1.0)]
+    )
+    apart = replace(together, gather=[Transfer("inside", 1.0)])
     assert step_of(16, together).step_s > 1.2 * step_of(16, apart).step_s
 
 
+def test_a_lane_moves_what_it_has_while_another_waits_for_a_latency():
+    late = [Transfer("between", 1.0, 1.0)]
+    waiting = UnitCost("u", 1.0, 1.0, gather=late, reduce=late)
+    slow, fast = step_of(16, without_latencies(waiting)), step_of(16, waiting)
+    assert fast.step_s < 0.8 * slow.step_s
+    links = [step.stages[0].links_s["between"] for step in (slow, fast)]
+    assert links[0] == pytest.approx(2 * links[1])
+
+
+def test_parameters_are_rebuilt_while_the_host_prepares_the_step():
+    cost = UnitCost("u", 1.0, 2.0, param_sync=[Transfer("between", 0.5)])
+    for host_s, step_s in ((0.0, 12.5), (0.25, 12.5), (0.75, 12.75)):
+        step = step_of(4, cost, 1, host_s=host_s)
+        assert step.step_s == pytest.approx(step_s)
+
+
 def test_the_inline_schedule_is_the_sum_of_everything():
-    cost = UnitCost("u", 1.0, 2.0, [("inside", 0.5)], [("inside", 0.25)], [("between", 2.0)])
+    cost = UnitCost(
+        "u",
+        1.0,
+        2.0,
+        [Transfer("inside", 0.5)],
+        [Transfer("inside", 0.25)],
+        [Transfer("between", 2.0)],
+    )
     step = step_of(4, cost, 1, schedule=Schedule(0, is_inline=True))
     gathers = 2 * 4 - 1  # the unit at the turn is kept
     assert step.step_s == pytest.approx(4 * 3 + gathers * 0.5 + 4 * 0.25 + 4 * 2.0)
@@ -105,11 +143,14 @@ def test_the_inline_schedule_is_the_sum_of_everything():
 
 # ---- laws
 
+transfers = st.builds(
+    Transfer,
+    st.sampled_from(["inside", "between"]),
+    st.floats(0, 2),
+    st.floats(0, 1) | st.just(0.0),
+)
 costs = st.builds(
-    UnitCost,
-    st.just("u"),
-    *[st.floats(0.01, 2.0)] * 2,
-    *[st.lists(st.tuples(st.sampled_from(["inside", "between"]), st.floats(0, 2)), max_size=2)] * 4,
+    UnitCost, st.just("u"), *[st.floats(0.01, 2.0)] * 2, *[st.lists(transfers, max_size=2)] * 4
 )
 
 
@@ -122,7 +163,8 @@ def test_a_step_is_between_its_busiest_part_and_the_sum_of_all(cost, units, batc
         assert spent == pytest.approx(step.step_s)
         busiest = max([one.compute_s, *one.links_s.values()])
         assert step.step_s >= busiest * (1 - 1e-9)
-    together = sum(one.compute_s + sum(one.links_s.values()) for one in step.stages)
+    slow = step_of(units, without_latencies(cost), batches, stages, Schedule(depth))
+    together = sum(one.compute_s + sum(one.links_s.values()) for one in slow.stages)
     assert step.step_s <= together * (1 + 1e-9)
 
 

@@ -4,6 +4,8 @@
 
 import os
 import threading
+import time
+from itertools import pairwise
 from math import inf
 
 import pytest
@@ -65,16 +67,19 @@ def test_a_wrong_setting_is_refused_in_one_line_that_names_it(env, word):
 
 
 MESSAGES = st.lists(
-    st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(1, 10**7)), min_size=1, max_size=20
+    st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(5000, 10**7)),
+    min_size=1,
+    max_size=20,
 )
 
 
 @given(MESSAGES)
 @settings(deadline=None)
-def test_a_card_carries_one_message_at_a_time_at_its_speed(messages):
+def test_a_card_carries_no_more_than_its_speed(messages):
     profile = NetworkProfile("test", inter_gbit=1.0, intra_gbit=4.0, inter_latency_us=50.0)
     clocks = new_clocks(profile)
-    busy: dict[tuple, float] = {}
+    begin = time.monotonic()
+    carried: dict[tuple, list[tuple[float, float]]] = {}
     for source, destination, nbytes in messages:
         is_inter = source != destination
         duration_s = nbytes * 8e-9 / (1.0 if is_inter else 4.0)
@@ -82,8 +87,69 @@ def test_a_card_carries_one_message_at_a_time_at_its_speed(messages):
         assert arrival - left == pytest.approx(50e-6 if is_inter else 0.0)
         cards = [("up", source), ("down", destination)] if is_inter else [("loop", source)]
         for card in cards:
-            assert left - duration_s >= busy.get(card, 0.0) - 1e-9
-            busy[card] = left
+            carried.setdefault(card, []).append((left, duration_s))
+    for passed in carried.values():
+        sent_s = 0.0
+        for left, duration_s in sorted(passed):
+            sent_s += duration_s
+            assert left >= begin + sent_s - 1e-6
+
+
+def test_messages_of_one_pair_arrive_in_their_order_without_a_pause():
+    clocks = new_clocks(NetworkProfile("test", inter_gbit=1.0))
+    begin = time.monotonic()
+    lefts = [clocks.reserve(0, 1, 10**8)[0] - begin for _ in range(3)]
+    assert lefts == pytest.approx([0.8, 1.6, 2.4], abs=0.1)
+
+
+def test_a_card_that_waits_for_a_busy_peer_serves_others_meanwhile():
+    clocks = new_clocks(NetworkProfile("test", inter_gbit=1.0))
+    begin = time.monotonic()
+    second = 125 * 10**6  # bytes
+    sent = [(0, 1, 2), (2, 1, 1), (2, 0, 1), (3, 0, 2)]  # 2's first waits for what 1 receives
+    lefts = [clocks.reserve(to, at, n * second)[0] - begin for to, at, n in sent]
+    assert lefts == pytest.approx([2.0, 3.0, 1.0, 3.0], abs=0.1)
+
+
+def test_a_message_of_one_packet_passes_between_those_of_others():
+    clocks = new_clocks(NetworkProfile("test", inter_gbit=1.0))
+    begin = time.monotonic()
+    clocks.reserve(0, 1, 10**9)
+    assert clocks.reserve(0, 1, 64)[0] - begin < 0.1
+
+
+SPANS = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(1, 9)).map(lambda one: (one[0], sum(one))), max_size=8
+).map(sorted)
+
+
+@given(SPANS, st.integers(0, 20), st.integers(1, 20))
+def test_a_message_takes_the_first_moments_that_are_free(taken, begin, length):
+    found = nic.first_free(taken, begin, length)
+    moments = [moment for span in found for moment in range(*span)]
+    free = [
+        moment
+        for moment in range(begin, 100)
+        if not any(low <= moment < high for low, high in taken)
+    ]
+    assert moments == free[:length]
+    together = nic.joined(sorted(taken + found))
+    assert {m for span in together for m in range(*span)} == {
+        m for span in taken + found for m in range(*span)
+    }
+    assert all(before[1] < after[0] for before, after in pairwise(together))
+
+
+def test_a_calendar_that_is_full_forgets_gaps_and_no_message():
+    clocks = new_clocks(NetworkProfile("test", inter_gbit=1.0))
+    begin = time.monotonic()
+    second, senders = 125 * 10**6, 100
+    for sender in range(1, senders):
+        clocks.reserve(sender, senders + sender, 2 * (sender - 1) * second)
+        left, _ = clocks.reserve(sender, 0, second)  # every other second of node 0 stays free
+        assert left - begin == pytest.approx(2 * sender - 1, abs=0.5)
+    left, _ = clocks.reserve(senders, 0, second)
+    assert left - begin > 3 and (left - begin) % 2 < 0.5
 
 
 def test_threads_and_processes_share_one_clock():
