@@ -1309,8 +1309,8 @@ PLANS = [
         "cards-that-wait",
         "an emulated card that waits for a busy peer serves others meanwhile",
         "testbed/fabric/nic.py",
-        "        if begin < next_begin:\n",
-        "        if False:\n",
+        "first_free(sorted(chain.from_iterable(taken)), now, duration_s)",
+        "first_free([(now, max(max(chain.from_iterable(taken), default=(now,))))], now, duration_s)",
         "tests/testbed/test_model.py::test_"
         "a_card_that_waits_for_a_busy_peer_serves_others_meanwhile",
     ),
