@@ -110,18 +110,23 @@ class Arena:
             place = self._known.get((start, kind))
             if place is None:
                 place = self._known[start, kind] = Place(span, self._storage(span, dtype))
-            ready: list[Any] = []
-            rest: list[tuple[Span, Any]] = []
-            for other in self._last_users:
-                if _overlap(other[0], span):
-                    ready.append(other[1])
-                    # Whoever writes there from now on comes after this user.
-                    rest += [(cut, other[1]) for cut in _without(other[0], span)]
-                else:
-                    rest.append(other)
-            place.ready, self._last_users = ready, rest
+            place.ready = self._hand_over(span)
         insort(self._held, span)
         return place
+
+    def _hand_over(self, span: Span) -> list[Any]:
+        """The events of those who used a part of `span` last, and are forgotten as far as it goes:
+        whoever writes there later comes after its next user."""
+        ready: list[Any] = []
+        rest: list[tuple[Span, Any]] = []
+        for used, event in self._last_users:
+            if _overlap(used, span):
+                ready.append(event)
+                rest += [(cut, event) for cut in _without(used, span)]
+            else:
+                rest.append((used, event))
+        self._last_users = rest
+        return ready
 
     def leaves_room(
         self, nbytes: int, from_top: bool, beside: Sequence[Place], more: Sequence[tuple[int, bool]]

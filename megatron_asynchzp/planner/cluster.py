@@ -128,11 +128,11 @@ class Cluster:
 
 
 class Cost(NamedTuple):
-    """Of a collective, in seconds: for which nothing moves on the slowest link, which others may
-    use, and for which the collective occupies it."""
+    """Of a collective, in seconds. busy_s: for which its slowest link is taken; latency_s: which
+    pass while that is free for others."""
 
-    latency_s: float = 0.0
     busy_s: float = 0.0
+    latency_s: float = 0.0
 
     @property
     def alone_s(self) -> float:
@@ -178,7 +178,7 @@ class Ring:
         leaving = nbytes * (self.size - self.in_node) / self.size
         return self.rings_per_node * self.in_node * leaving
 
-    def exchange(self, nbytes: float, cluster: Cluster) -> "Cost":
+    def exchange(self, nbytes: float, cluster: Cluster) -> Cost:
         """Of an all-to-all in which every rank holds `nbytes` for all of them together."""
         if self.size == 1:
             return Cost()
@@ -192,9 +192,9 @@ class Ring:
             speed = between.cards * between.reached(message)
             paces.append(self.exchanged_node_nbytes(nbytes) / speed)
             start_us, latency_us = between.start_us, between.latency_us
-        return Cost(1e-6 * (start_us + latency_us), max(paces))
+        return Cost(max(paces), 1e-6 * (start_us + latency_us))
 
-    def turn(self, nbytes: float, cluster: Cluster) -> "Cost":
+    def turn(self, nbytes: float, cluster: Cluster) -> Cost:
         """Of an all-gather or a reduce-scatter of tensors of `nbytes` (the whole one).
 
         n - 1 messages of nbytes / n follow each other on each link; a piece passes every rank, so
@@ -225,7 +225,7 @@ class Ring:
         last = between if self.crosses_nodes else inside
         hidden_s = busy_s - busy_s / sharing
         latency_s = max(1e-6 * last.latency_us, latency_s - hidden_s)
-        return Cost(1e-6 * last.start_us + latency_s, busy_s)
+        return Cost(busy_s, 1e-6 * last.start_us + latency_s)
 
 
 # ---- files

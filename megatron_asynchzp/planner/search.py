@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the choice of a plan: which ones are possible, which of them fit, and which is fastest."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,7 +14,6 @@ from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.model import Batch, Experts, Model, Parallel
 from megatron_asynchzp.planner.order import GATHER, GRAD_SYNC, PARAM_SYNC, REDUCE
 from megatron_asynchzp.planner.simulate import Step
-from megatron_asynchzp.planner.traffic import BETWEEN, INSIDE
 from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes
 
 PLAIN = 0.005
@@ -249,13 +249,13 @@ class Outcome:
 class _Bounds:
     """Lower bounds of steps, from what does not depend on the order: much is equal between plans.
 
-    A step is no shorter than what a rank computes and than what each link of a node carries.
+    A step is no shorter than what a rank computes, and than what each link and each lane carries.
     """
 
     def __init__(self, space: Space):
         self._space = space
         self._compute: dict[object, tuple[float, float]] = {}
-        self._links: dict[object, list[dict[str, float]]] = {}
+        self._links: dict[object, list[list[tuple[float, float]]]] = {}
 
     def of(self, costing: Costing) -> tuple[float, float]:
         """The bound of a step, and an estimate of it, in seconds."""
@@ -270,8 +270,7 @@ class _Bounds:
             self._links[key] = [self._carried(costing, stage) for stage in range(parallel.pp)]
         worst = ends = 0.0
         for of_stage in self._links[key]:
-            for link in (INSIDE, BETWEEN):
-                each, once = of_stage[link], of_stage[f"{link} once"]
+            for each, once in of_stage:
                 worst = max(worst, count * each + once)
                 ends = max(ends, once)
         bubble = (parallel.pp - 1) / parallel.virtual * compute
@@ -286,21 +285,26 @@ class _Bounds:
         times = [[sum(costing.compute_s(unit)) for unit in units] for units in costing.units]
         return max(map(sum, times)), 0.0
 
-    def _carried(self, costing: Costing, stage: int) -> dict[str, float]:
-        found: dict[str, float] = dict.fromkeys(
-            (INSIDE, BETWEEN, f"{INSIDE} once", f"{BETWEEN} once"), 0.0
-        )
+    def _carried(self, costing: Costing, stage: int) -> list[tuple[float, float]]:
+        """Of each link, and of each lane, whose operations follow each other with their latencies:
+        seconds for each micro-batch, and once in a step."""
         # With a budget as little as once in a step.
         keeps_params, keeps_grads = costing.plan.schedule.keeps
+        times = {
+            GATHER: (0, 1) if keeps_params else (2, 0),
+            REDUCE: (0, 1) if keeps_grads else (1, 0),
+            GRAD_SYNC: (0, 1),
+            PARAM_SYNC: (0, 1),
+        }
+        each: Counter[str | int] = Counter()
+        once: Counter[str | int] = Counter()
         for cost in costing.communication(stage):
-            for link, length, _ in cost[GATHER]:
-                found[f"{link} once" if keeps_params else link] += (2 - keeps_params) * length
-            for link, length, _ in cost[REDUCE]:
-                found[f"{link} once" if keeps_grads else link] += length
-            for kind in (GRAD_SYNC, PARAM_SYNC):
-                for link, length, _ in cost[kind]:
-                    found[f"{link} once"] += length
-        return found
+            for lane, (often, rarely) in times.items():
+                for link, busy_s, latency_s in cost[lane]:
+                    for carrier, seconds in ((link, busy_s), (lane, busy_s + latency_s)):
+                        each[carrier] += often * seconds
+                        once[carrier] += rarely * seconds
+        return [(each[carrier], once[carrier]) for carrier in each]
 
 
 Progress = Callable[[str, int, int], None]

@@ -72,8 +72,8 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of a step: computing (the optimizer included), waiting for communication, waiting for
-    other stages, and for which each link is busy."""
+    """Seconds of a step: computing (with the optimizer and the host's part), waiting for
+    communication, waiting for other stages, and for which each link is busy."""
 
     compute_s: float
     exposed_s: float
@@ -163,7 +163,7 @@ class _StageNodes:
 
     def __init__(self, index: int, stage: Stage):
         self.index, self.stage = index, stage
-        self.ready = 0  # the node after which the first unit may compute
+        self.prepared = 0  # the node after which the first unit may compute
         self.computing: list[tuple[int, int, int | None]] = []
         self.lanes: list[tuple[int, int, int]] = []  # action, first node, last node
         self.first_of_phase: dict[tuple[bool, int, int], int] = {}
@@ -177,7 +177,7 @@ class _StageNodes:
         stage, add = self.stage, network.add
         actions, phases, costs = stage.order.actions, stage.phases, stage.costs
         computes = _PER_STAGE * self.index
-        main = self.ready = add(computes, stage.optimizer_s, ())
+        main = self.prepared = add(computes, stage.optimizer_s, ())
         lane_last = dict.fromkeys(LANE_NAMES, main)
         last = self.last
         work_of = {kind: [cost.work(kind) for cost in costs] for kind in LANE_NAMES}
@@ -186,7 +186,9 @@ class _StageNodes:
         for index, (kind, unit, after, phase_index) in enumerate(actions):
             if kind == COMPUTE:
                 if not self.computing and stage.host_s:
-                    main = self.ready = add(computes, stage.host_s, (main,))
+                    # Inline, the host first waits for the parameters that are rebuilt.
+                    rebuilt = last[-1:] if stage.order.schedule.is_inline else ()
+                    main = self.prepared = add(computes, stage.host_s, (main, *rebuilt))
                 phase = phases[phase_index]
                 deps = [main, *(last[one] for one in after)]
                 arrival = None
@@ -218,8 +220,9 @@ class _StageNodes:
 
     def times(self, network: _Network, step_s: float) -> StageTimes:
         begin, end = network.begin, network.end
-        compute, exposed, bubble = self.stage.optimizer_s + self.stage.host_s, 0.0, 0.0
-        reached = end[self.ready]
+        compute, bubble = self.stage.optimizer_s + self.stage.host_s, 0.0
+        reached = end[self.prepared]
+        exposed = reached - compute
         for _, node, arrival in self.computing:
             ready = reached
             if arrival is not None and end[arrival] > reached:
@@ -242,9 +245,9 @@ class _StageNodes:
         found = [Span("capture", "step", 0.0, step_s)]
         if stage.optimizer_s:
             found.append(Span("compute", "optimizer", 0.0, stage.optimizer_s))
-        reached = end[self.ready]
+        reached = end[self.prepared]
         if stage.host_s:
-            found.append(Span("compute", "host", stage.optimizer_s, reached))
+            found.append(Span("compute", "host", begin[self.prepared], reached))
         for index, node, arrival in self.computing:
             action = stage.order.actions[index]
             name = stage.costs[action.unit].name

@@ -22,7 +22,7 @@ _WORDS = 64
 _SLOWED = 2
 _TFLOPS = 6e-4 / _SLOWED  # of the emulated accelerators: a layer takes some 50 ms
 _MOST_RIVALS = 3
-_FIT_ROUNDS = 20
+_FIT_ROUNDS, _FITTED = 50, 0.005
 
 
 @dataclass(frozen=True)
@@ -201,6 +201,7 @@ def _slowed(name: str) -> NetworkProfile:
     profile = named_profile(name)
     return replace(
         profile,
+        name=f"{name} / {_SLOWED}",
         inter_gbit=profile.inter_gbit / _SLOWED,
         intra_gbit=profile.intra_gbit / _SLOWED,
         inter_latency_us=profile.inter_latency_us * _SLOWED,
@@ -221,7 +222,7 @@ NETWORKS = (
 def fit_points() -> list[Point]:
     """For what a unit takes beside the emulated time, and a step: of each model, two numbers of
     micro-batches that no other point has. Of sizes that gather and reduce, as most do, and on the
-    network that says least."""
+    fastest network, which hides least of what the host does."""
     sizes = ShardSizes(2, 2, RANKS)
     return [
         Point(NETWORKS[2], model, sizes, count, fitted=True)
@@ -284,4 +285,7 @@ def fitted(host: Host, few: Point, few_s: float, many: Point, many_s: float) -> 
             launch_us=max(0.0, found.launch_us + 1e6 * more_s / times),
             step_us=max(0.0, found.step_us + 1e6 * few_more_s),
         )
+    for point, step_s in ((few, few_s), (many, many_s)):
+        if abs(point.predicted_s(found) / step_s - 1) > _FITTED:
+            raise ValueError(f"{point.model.name}: nothing on the host explains {point.name}")
     return found

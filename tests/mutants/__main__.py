@@ -14,7 +14,8 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from tests.mutants.catalogue import MUTANTS, Mutant
+from tests.mutants.catalogue import MUTANTS
+from tests.mutants.catalogue.mutant import Mutant
 from tests.mutants.run import ROOT, MutantError, Outcome, run_mutants
 
 COMMAND = "python -m tests.mutants --write"

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutants.catalogue import Mutant
+from tests.mutants.catalogue.mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
 # What a test needs beside the package: itself, what it supports itself with, and pytest's settings.

@@ -116,9 +116,9 @@ def test_ranks_that_share_a_link_fill_each_others_latencies_but_for_the_last_hop
         inside = replace(FLAT.inside, latency_us=1000.0, shared=shared)
         return Ring.of_axis(4, 1, 4).turn(nbytes, replace(FLAT, inside=inside))
 
-    assert cost(8e9, shared=False) == pytest.approx((3e-3, 0.6))
-    assert cost(8e9, shared=True) == pytest.approx((1e-3, 4 * 0.6))
-    assert cost(0.0, shared=True) == pytest.approx((3e-3, 0.0))  # nobody has anything to send
+    assert cost(8e9, shared=False) == pytest.approx((0.6, 3e-3))
+    assert cost(8e9, shared=True) == pytest.approx((4 * 0.6, 1e-3))
+    assert cost(0.0, shared=True) == pytest.approx((0.0, 3e-3))  # nobody has anything to send
 
 
 def test_what_a_link_reaches_grows_with_the_message_along_its_curve():

@@ -24,9 +24,9 @@ def space(cluster: Cluster, batch: int, model: Model = MODEL, seq: int = 4096, *
     return Space(model, cluster, batch, start, **more)
 
 
-def slow(nodes: int, gb_s: float) -> Cluster:
+def slow(nodes: int, gb_s: float, **between) -> Cluster:
     cluster = load_cluster("a100").with_ranks(8 * nodes)
-    return replace(cluster, between=replace(cluster.between, gb_s=gb_s, cards=1))
+    return replace(cluster, between=replace(cluster.between, gb_s=gb_s, cards=1, **between))
 
 
 def test_hierarchy_wins_between_slow_nodes_with_several_micro_batches():
@@ -59,8 +59,10 @@ def test_what_is_ranked_fits_and_no_simulated_plan_of_a_scheme_is_faster_than_it
         assert baseline is None or baseline.step_s <= 1.001 * min(steps)
 
 
-def test_the_search_finds_what_simulating_everything_finds():
-    where = space(slow(2, 5.0), 64, replace(MODEL, layers=(LAYER,) * 4), depths=(1,))
+@pytest.mark.parametrize("nodes, gb_s, latency_us", [(2, 5.0, 14.0), (4, 50.0, 50_000.0)])
+def test_the_search_finds_what_simulating_everything_finds(nodes, gb_s, latency_us):
+    cluster = slow(nodes, gb_s, latency_us=latency_us)
+    where = space(cluster, 32 * nodes, replace(MODEL, layers=(LAYER,) * 4), depths=(1,))
     best = search(where).ranked[0]
     fitting = [one for one in map(where.costing, plans(where)) if one.fits]
     assert best.step_s <= 1.002 * min(one.step().step_s for one in fitting)

@@ -139,6 +139,9 @@ def test_the_inline_schedule_is_the_sum_of_everything():
     step = step_of(4, cost, 1, schedule=Schedule(0, is_inline=True))
     gathers = 2 * 4 - 1  # the unit at the turn is kept
     assert step.step_s == pytest.approx(4 * 3 + gathers * 0.5 + 4 * 0.25 + 4 * 2.0)
+    rebuilt = replace(cost, param_sync=[Transfer("between", 1.0)])
+    later = step_of(4, rebuilt, 1, schedule=Schedule(0, is_inline=True), host_s=0.75)
+    assert later.step_s == pytest.approx(step.step_s + 4 * 1.0 + 0.75)
 
 
 # ---- laws

@@ -65,20 +65,22 @@ class NicClocks:
         """Occupy the cards for a message that is ready now: when it has left, when it arrives."""
         is_inter = source_node != destination_node
         duration_s = nbytes * 8e-9 / self._profile.gbit(is_inter)
-        now = time.monotonic()
-        left = now + duration_s
         if duration_s > 0 and nbytes > _PACKET_NBYTES:
             if is_inter:
                 cards = (3 * source_node, 3 * destination_node + 1)
             else:
                 cards = (3 * source_node + 2,)
-            left = self._occupy(cards, now, duration_s)
+            left = self._occupy(cards, duration_s)
+        else:
+            left = time.monotonic() + duration_s
         return left, left + self._profile.latency_s(is_inter)
 
-    def _occupy(self, cards: tuple[int, ...], now: float, duration_s: float) -> float:
+    def _occupy(self, cards: tuple[int, ...], duration_s: float) -> float:
         with self._mutex:
             fcntl.lockf(self._file, fcntl.LOCK_EX)
             try:
+                # Not before the lock: what another rank has dropped as passed would be taken twice.
+                now = time.monotonic()
                 taken = [self._read(card, now) for card in cards]
                 spans = first_free(sorted(chain.from_iterable(taken)), now, duration_s)
                 for card, before in zip(cards, taken, strict=True):
