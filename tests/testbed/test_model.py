@@ -155,7 +155,7 @@ def test_a_calendar_that_is_full_forgets_gaps_and_no_message():
 def test_threads_and_processes_share_one_clock():
     clocks = new_clocks(NetworkProfile("test", inter_gbit=1.0))
     first = clocks.reserve(0, 1, 0)[0]
-    nbytes, count = 10**6, 200
+    nbytes, count = 10**6, 2000
 
     def reserve_many():
         for _ in range(count):
