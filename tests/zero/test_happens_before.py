@@ -94,12 +94,14 @@ A_SYNC_IS_JOINED = Program(
 )
 
 # Without streams the main-thread schedule waited for the last reduction of a unit only: a gradient
-# without the micro-batches before, where there was memory for two reductions of one unit.
+# without the micro-batches before, where there was memory for two reductions of one unit. There is
+# where a step leaves a large unit out.
 TWO_REDUCTIONS_IN_FLIGHT = Program(
-    (UnitShape(),) * 2 + (UnitShape(is_trained=False),) * 2,
-    (Step(2),),
+    (UnitShape(), UnitShape(), UnitShape(600)),
+    (Step(), skip(2, micro_batches=2)),
     ScheduleConfig("main-thread", 0),
     (1, 2, 2),
+    memory=0.0,
 )
 UPDATED_EARLY = [
     replace(program, updates_in_backward=True)
