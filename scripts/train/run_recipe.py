@@ -99,6 +99,8 @@ def command_line(case: Case, folder: str, ranks: int, overrules: Sequence[str]) 
     length = ["--train-iters", str(_STEPS)]
     if "--train-samples" in flags:
         length = ["--train-samples", str(_STEPS * ranks)]
+    if "--save" in flags and "--save-interval" not in flags:
+        length += ["--save-interval", str(_STEPS)]
     batch = ["--micro-batch-size", "1", "--global-batch-size", str(ranks)]
     return [*flags, *length, *batch, "--eval-iters", "0", "--log-interval", "1", *overrules]
 

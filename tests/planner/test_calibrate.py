@@ -32,7 +32,7 @@ def test_a_measured_link_gives_back_the_times_that_it_was_measured_by(nodes, str
 
 
 def _calibrated() -> str:
-    cluster = Cluster("here", 2, 2, Device(0.1, 2), Link(1.0), Link(1.0, cards=1), runs_ahead=False)
+    cluster = Cluster("here", 2, 2, Device(0.1, 8), Link(1.0), Link(1.0, cards=1), runs_ahead=False)
     text = cluster_toml(calibrate(cluster, (2**10, 2**18, 2**20), repetitions=1))
     dist.barrier()
     return text

@@ -40,6 +40,8 @@ class Job:
     def resume(self, directory: Path) -> RunRecord:
         """The steps after the checkpoint in the middle."""
         flags = ["--ckpt-step", str(SAVED_AT), "--override-opt_param-scheduler"]
+        if "--async-save" in self.flags:  # refused where nothing is saved
+            flags += ["--save", f"{directory}_resumed", "--save-interval", str(NUM_STEPS)]
         return run_pretrain(self.argv("--load", str(directory), *flags), inspect=state_of)
 
     def load_and_save(self, source: Path, target: Path) -> None:
