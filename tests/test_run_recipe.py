@@ -42,9 +42,7 @@ def test_a_recipe_keeps_its_flags_but_for_places_services_and_its_length():
     flags = command_line(Case(Path("recipe"), given), "here", 4, ["--num-layers", "2"])
     assert " ".join(flags).startswith("--spec a b --lr -1e-3 --save here --train-iters")
     assert "--wandb-project" not in flags and "--bf16" in flags and flags[-1] == "2"
-    assert (
-        _value(flags, "--save-interval") == "2"
-    )  # without one nothing is saved, and it is refused
+    assert _value(flags, "--save-interval") == "2"  # without one the flags are refused
     assert _value(flags, "--train-iters") == "2" and _value(flags, "--global-batch-size") == "4"
 
 
