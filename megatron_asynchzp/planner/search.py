@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the choice of a plan: which ones are possible, which of them fit, and which is fastest."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -296,8 +296,7 @@ class _Bounds:
             GRAD_SYNC: (0, 1),
             PARAM_SYNC: (0, 1),
         }
-        each: Counter[str | int] = Counter()
-        once: Counter[str | int] = Counter()
+        each, once = defaultdict[str | int, float](float), defaultdict[str | int, float](float)
         for cost in costing.communication(stage):
             for lane, (often, rarely) in times.items():
                 for link, busy_s, latency_s in cost[lane]:
