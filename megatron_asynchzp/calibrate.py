@@ -66,10 +66,7 @@ def measured_link(link: Link, ring: Ring, times: Sequence[tuple[int, float]]) ->
     """
     hops = ring.size - 1
     latency_s = times[0][1] / hops
-    if ring.crosses_nodes:
-        sharing = ring.rings_per_node / link.cards
-    else:
-        sharing = ring.rings_per_node * ring.in_node if link.shared else 1
+    sharing = (ring.sharing_between if ring.crosses_nodes else ring.sharing_inside)(link)
     speeds: list[tuple[float, float]] = []
     for nbytes, seconds in times[1:]:
         alone_s = (seconds - hops * latency_s) * max(1.0, sharing)

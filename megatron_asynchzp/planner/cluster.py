@@ -166,6 +166,15 @@ class Ring:
     def crosses_nodes(self) -> bool:
         return self.nodes > 1
 
+    def sharing_inside(self, link: Link) -> float:
+        """How many ranks use one link within a node. The last rank of a node's part of a ring sends
+        to another node."""
+        return self.rings_per_node * (self.in_node - self.crosses_nodes) if link.shared else 1.0
+
+    def sharing_between(self, link: Link) -> float:
+        """How many ranks use one network card; below 1 where a rank has several cards."""
+        return self.rings_per_node / link.cards
+
     def node_nbytes(self, nbytes: float) -> float:
         """That leave a node when all its rings gather or reduce-scatter tensors of `nbytes`: each
         ring leaves a node once and sends all pieces but one there."""
@@ -199,7 +208,7 @@ class Ring:
 
         n - 1 messages of nbytes / n follow each other on each link; a piece passes every rank, so
         that the latency is the sum over one turn. All links work at the same time: the slowest
-        sets the pace. Where several ranks share a link or a card, the others' messages fill the
+        sets the pace. Where several ranks use a link or a card, the others' messages fill the
         time for which one waits for its next, all but the last.
         """
         if self.size == 1:
@@ -210,20 +219,16 @@ class Ring:
         hops_between = self.nodes - 1
         hops_inside = self.size - 1 - hops_between
         latency_s = 1e-6 * (hops_inside * inside.latency_us + hops_between * between.latency_us)
-        paces = [(0.0, 1.0)]  # seconds, and by how many ranks a link is shared
+        paces = [(0.0, 1.0)]  # seconds, and how many ranks use a link
         if self.in_node > 1:
-            sharing = 1.0
-            if inside.shared:  # the last rank of a node's part of a ring sends to another node
-                stays = self.in_node - 1 if self.crosses_nodes else self.in_node
-                sharing = self.rings_per_node * stays
+            sharing = self.sharing_inside(inside)
             paces.append((sharing * sent / inside.reached(message), sharing))
         if self.crosses_nodes:
-            speed = between.cards * between.reached(message)
-            sharing = max(1.0, self.rings_per_node / between.cards)
-            paces.append((self.rings_per_node * sent / speed, sharing))
+            sharing = self.sharing_between(between)
+            paces.append((sharing * sent / between.reached(message), sharing))
         busy_s, sharing = max(paces)
         last = between if self.crosses_nodes else inside
-        hidden_s = busy_s - busy_s / sharing
+        hidden_s = busy_s - busy_s / max(1.0, sharing)
         latency_s = max(1e-6 * last.latency_us, latency_s - hidden_s)
         return Cost(busy_s, 1e-6 * last.start_us + latency_s)
 

@@ -255,7 +255,7 @@ class _Bounds:
     def __init__(self, space: Space):
         self._space = space
         self._compute: dict[object, tuple[float, float]] = {}
-        self._links: dict[object, list[list[tuple[float, float]]]] = {}
+        self._carriers: dict[object, list[list[tuple[float, float]]]] = {}
 
     def of(self, costing: Costing) -> tuple[float, float]:
         """The bound of a step, and an estimate of it, in seconds."""
@@ -266,10 +266,10 @@ class _Bounds:
             self._compute[key] = self._computing(costing)
         compute, first = self._compute[key]
         key = (parallel, plan.sizes, plan.wire, plan.schedule.keeps)
-        if key not in self._links:
-            self._links[key] = [self._carried(costing, stage) for stage in range(parallel.pp)]
+        if key not in self._carriers:
+            self._carriers[key] = [self._carried(costing, stage) for stage in range(parallel.pp)]
         worst = ends = 0.0
-        for of_stage in self._links[key]:
+        for of_stage in self._carriers[key]:
             for each, once in of_stage:
                 worst = max(worst, count * each + once)
                 ends = max(ends, once)

@@ -98,7 +98,7 @@ class NicClocks:
     def _write(self, card: int, spans: list[Span]) -> None:
         while len(spans) > _MAX_SPANS:
             spans = [(spans[0][0], spans[1][1]), *spans[2:]]  # rather a gap less than a span
-        times = [time for span in spans for time in span]
+        times = list(chain.from_iterable(spans))
         times += [0.0] * (2 * (_MAX_SPANS - len(spans)))
         _CALENDAR.pack_into(self._board, card * _CALENDAR.size, len(spans), *times)
 

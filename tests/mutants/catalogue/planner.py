@@ -78,7 +78,7 @@ MUTANTS = [
         "shared-latencies",
         "ranks that share a link fill each other's latencies",
         "planner/cluster.py",
-        "hidden_s = busy_s - busy_s / sharing",
+        "hidden_s = busy_s - busy_s / max(1.0, sharing)",
         "hidden_s = 0.0",
         f"{_CLUSTER}ranks_that_share_a_link_fill_each_others_latencies_but_for_the_last_hop",
     ),
