@@ -110,3 +110,9 @@ _is_environment_ready() {
 
 _use_environment
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # several ranks share the cores
+# Where no bytecode may be written beside the sources, every rank would compile torch and Megatron
+# again, which takes 10 s of a core: it goes to a folder of its own.
+if [[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]]; then
+    unset PYTHONDONTWRITEBYTECODE
+    export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$ASYNCHZP_ROOT/.bytecode}"
+fi

@@ -14,12 +14,6 @@ if [[ "${1:-}" == --all ]]; then
     shift
 fi
 source scripts/environment.sh
-# The tests start many interpreters. Where no bytecode may be written beside the sources, each would
-# compile torch, Megatron and transformers again, which takes 10 s: it goes to a folder of its own.
-if [[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]]; then
-    unset PYTHONDONTWRITEBYTECODE
-    export PYTHONPYCACHEPREFIX="$PWD/.pytest_cache/bytecode"
-fi
 # Linter and formatter; each tool is skipped with a line where an environment lacks it.
 check_format() {
     if "$PYTHON" -m ruff --version >/dev/null 2>&1; then

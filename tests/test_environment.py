@@ -79,6 +79,16 @@ def test_a_given_environment_is_used_as_it_is(checkout):
     assert not (checkout / ".venv").exists()
 
 
+def test_ranks_share_compiled_modules_where_none_may_lie_beside_the_sources(checkout):
+    (checkout / "module_of_a_rank.py").touch()
+    script = 'source scripts/environment.sh; "$PYTHON" -c "import module_of_a_rank"'
+    env = {"PATH": "/usr/bin:/bin", "ASYNCHZP_PYTHON": sys.executable}
+    for refusal in ({}, {"PYTHONDONTWRITEBYTECODE": "1"}):
+        subprocess.run(["bash", "-c", script], cwd=checkout, env=env | refusal, check=True)
+        kept = checkout / (".bytecode" if refusal else "__pycache__")
+        assert list(kept.rglob("module_of_a_rank.*.pyc"))
+
+
 @pytest.mark.parametrize("given", ["/bin/false", "/absent/python"])
 def test_a_given_environment_that_does_not_work_is_named(given, checkout):
     done = use_environment(checkout, ASYNCHZP_PYTHON=given)
