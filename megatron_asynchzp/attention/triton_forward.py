@@ -135,7 +135,7 @@ def forward_kernel(
     channels, value_channels = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
     start_ptr += batch * range_batch
     stop_ptr += batch * range_batch
-    first, inner_begin, inner_end, last, start, stop = key_tiles(  # pyright: ignore[reportGeneralTypeIssues]
+    bounds, start, stop = key_tiles(  # pyright: ignore[reportGeneralTypeIssues]
         start_ptr, stop_ptr, rows, num_queries, num_keys, BLOCK_N
     )
     q_ptr += batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head
@@ -147,90 +147,35 @@ def forward_kernel(
     output = tl.zeros([BLOCK_M, PADDED_VALUE_DIM], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    output, total, maximum = _tiles(
-        output,
-        total,
-        maximum,
-        q,
-        k_ptr,
-        v_ptr,
-        psi_ptr,
-        rows,
-        start,
-        stop,
-        first,
-        inner_begin,
-        k_row,
-        v_row,
-        num_queries,
-        num_keys,
-        scale_log2,
-        channels,
-        value_channels,
-        DIM,
-        VALUE_DIM,
-        BLOCK_N,
-        SHIFT_BLOCK,
-        HAS_SHIFT,
-        PRECISION,
-        True,
-    )
-    output, total, maximum = _tiles(
-        output,
-        total,
-        maximum,
-        q,
-        k_ptr,
-        v_ptr,
-        psi_ptr,
-        rows,
-        start,
-        stop,
-        inner_begin,
-        inner_end,
-        k_row,
-        v_row,
-        num_queries,
-        num_keys,
-        scale_log2,
-        channels,
-        value_channels,
-        DIM,
-        VALUE_DIM,
-        BLOCK_N,
-        SHIFT_BLOCK,
-        HAS_SHIFT,
-        PRECISION,
-        False,
-    )
-    output, total, maximum = _tiles(
-        output,
-        total,
-        maximum,
-        q,
-        k_ptr,
-        v_ptr,
-        psi_ptr,
-        rows,
-        start,
-        stop,
-        inner_end,
-        last,
-        k_row,
-        v_row,
-        num_queries,
-        num_keys,
-        scale_log2,
-        channels,
-        value_channels,
-        DIM,
-        VALUE_DIM,
-        BLOCK_N,
-        SHIFT_BLOCK,
-        HAS_SHIFT,
-        PRECISION,
-        True,
-    )
+    for part in tl.static_range(3):
+        output, total, maximum = _tiles(
+            output,
+            total,
+            maximum,
+            q,
+            k_ptr,
+            v_ptr,
+            psi_ptr,
+            rows,
+            start,
+            stop,
+            bounds[part],
+            bounds[part + 1],
+            k_row,
+            v_row,
+            num_queries,
+            num_keys,
+            scale_log2,
+            channels,
+            value_channels,
+            DIM,
+            VALUE_DIM,
+            BLOCK_N,
+            SHIFT_BLOCK,
+            HAS_SHIFT,
+            PRECISION,
+            part != 1,
+        )
     is_empty = total == 0.0
     output = output / tl.where(is_empty, 1.0, total)[:, None]
     lse = tl.where(is_empty, float("inf"), maximum + tl.log2(tl.where(is_empty, 1.0, total)))

@@ -97,7 +97,8 @@ def autotuned(kernel, config: TileConfig):
 @triton.jit
 def key_tiles(start_ptr, stop_ptr, rows, num_queries, num_keys, BLOCK_N: tl.constexpr):
     """first, inner begin, inner end, last (keys, multiples of BLOCK_N but for the last), and the
-    ranges of the rows. Rows past the end attend nothing and narrow nothing."""
+    ranges of the rows. All rows attend all inner keys, which need no mask. Rows past the end attend
+    nothing and narrow nothing."""
     is_row = rows < num_queries
     start = tl.load(start_ptr + rows, mask=is_row, other=0)
     stop = tl.load(stop_ptr + rows, mask=is_row, other=0)
@@ -108,7 +109,7 @@ def key_tiles(start_ptr, stop_ptr, rows, num_queries, num_keys, BLOCK_N: tl.cons
     # `first` is one of the boundaries: a tile without rows of its own ends up empty.
     inner_begin = tl.maximum(first, tl.minimum(inner_begin, last))
     inner_end = tl.maximum(inner_begin, inner_end)
-    return first, inner_begin, inner_end, last, start, stop
+    return (first, inner_begin, inner_end, last), start, stop
 
 
 @triton.jit
