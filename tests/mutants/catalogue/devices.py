@@ -57,7 +57,7 @@ MUTANTS = [
     Mutant(
         "views-are-not-noticed",
         "law 5: saved-tensor hooks are off only where no view is saved",
-        "zero/autograd.py",
+        "zero/saved_views.py",
         "        if type(tensor) is torch.Tensor:\n            self.note_view(unit)\n",
         "",
         "tests/zero/test_saved_views.py::"
@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant(
         "outputs-hold-their-graph",
         "a graph that no backward goes through is freed",
-        "zero/autograd.py",
+        "zero/saved_views.py",
         "return tensor if tensor.grad_fn is None else tensor.detach()",
         "return tensor",
         f"{_LEFT_BEHIND}graphs_that_no_backward_goes_through_are_freed_without_the_collector",

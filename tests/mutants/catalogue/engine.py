@@ -109,7 +109,7 @@ MUTANTS = [
     Mutant(
         "saved-view-offset",
         "law 5: a view that autograd saved is the same part of the unit in backward",
-        "zero/autograd.py",
+        "zero/saved_views.py",
         "offset = int(tensor.storage_offset())",
         "offset = 0",
         f"{_UNIT}views_of_weights_that_autograd_saved_are_right_in_backward",
