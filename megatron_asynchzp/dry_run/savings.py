@@ -13,7 +13,7 @@ from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
 from megatron_asynchzp.planner.activations import Setting
 from megatron_asynchzp.planner.cluster import Cluster, Device, Link
 from megatron_asynchzp.planner.costs import Costing, Plan
-from megatron_asynchzp.planner.order import GATHER, REDUCE, OrderUnit, Schedule
+from megatron_asynchzp.planner.program import GATHER, REDUCE, OrderUnit, Schedule
 from megatron_asynchzp.sharding.topology import ShardSizes
 
 _SHARES = (0.0, 0.25, 0.5, 1.0)

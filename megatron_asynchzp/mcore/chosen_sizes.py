@@ -14,7 +14,7 @@ from megatron_asynchzp.mcore.planned_model import setting_of
 from megatron_asynchzp.mcore.start_table import moments_nbytes
 from megatron_asynchzp.planner.cluster import GIB, Cluster, load_cluster
 from megatron_asynchzp.planner.costs import Plan
-from megatron_asynchzp.planner.order import Schedule
+from megatron_asynchzp.planner.program import Schedule
 from megatron_asynchzp.planner.search import Space, search
 from megatron_asynchzp.planner.traffic import Wire
 from megatron_asynchzp.sharding.topology import ShardSizes

@@ -17,7 +17,7 @@ from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.activations import Recompute, Setting
 from megatron_asynchzp.planner.cluster import GIB, Cluster, cluster_names, load_cluster
 from megatron_asynchzp.planner.costs import Plan
-from megatron_asynchzp.planner.order import Schedule
+from megatron_asynchzp.planner.program import Schedule
 from megatron_asynchzp.planner.search import VARIED, Outcome, Progress, Space, search
 from megatron_asynchzp.planner.traffic import Wire
 from megatron_asynchzp.sharding.topology import ShardSizes

@@ -15,7 +15,9 @@ from megatron_asynchzp.planner.activations import FUSED, Kernels, Recompute, Set
 from megatron_asynchzp.planner.cluster import Cluster, Ring
 from megatron_asynchzp.planner.memory import Memory, kept, largest_unit, stage_activations, states
 from megatron_asynchzp.planner.model import Batch, GroupKey, Model, Parallel, Unit
-from megatron_asynchzp.planner.order import (
+from megatron_asynchzp.planner.order import StepOrder
+from megatron_asynchzp.planner.pipeline import stage_phases
+from megatron_asynchzp.planner.program import (
     GATHER,
     GRAD_SYNC,
     PARAM_SYNC,
@@ -23,10 +25,8 @@ from megatron_asynchzp.planner.order import (
     OrderUnit,
     Phase,
     Schedule,
-    StepOrder,
     Visit,
 )
-from megatron_asynchzp.planner.pipeline import stage_phases
 from megatron_asynchzp.planner.simulate import Stage, StageTimes, Step, UnitCost, simulate
 from megatron_asynchzp.planner.traffic import (
     GRAD_SLOT_NBYTES,

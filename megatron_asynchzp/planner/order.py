@@ -5,145 +5,32 @@ the other. It repeats the decisions of zero/gathers.py and zero/reductions.py, w
 order of the program alone; a test compares both on random programs.
 """
 
-from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
+from megatron_asynchzp.planner.places import Place, Places, Span
+from megatron_asynchzp.planner.program import (
+    COMPUTE,
+    GATHER,
+    GRAD_SYNC,
+    PARAM_SYNC,
+    REDUCE,
+    Action,
+    OrderUnit,
+    Phase,
+    Schedule,
+    Visit,
+    in_completion_order,
+    in_use_order,
+    units_of,
+)
 from megatron_asynchzp.sharding.in_flight import (
     ALIGNMENT_NBYTES,
-    UnitInFlight,
-    first_fit,
-    leaves_room,
     memory_in_flight,
     needed_together,
     seen_from_top,
 )
 from megatron_asynchzp.sharding.residency import Residency
-
-Span = tuple[int, int]
-"""Bytes, half-open."""
-
-
-class Place(NamedTuple):
-    """A span of memory in flight, and the actions that used it last."""
-
-    span: Span
-    after: tuple[int, ...]
-
-
-class Places:
-    """Who holds which part of the memory in flight, as comm/arena.py decides it."""
-
-    def __init__(self, nbytes: int):
-        self._regions: list[Span] = [(0, nbytes)] if nbytes else []
-        self._held: list[Span] = []  # sorted
-        self._last_users: list[tuple[Span, int]] = []
-
-    def acquire(self, nbytes: int, from_top: bool) -> Place | None:
-        """The first free part that is large enough, seen from one end; None without one."""
-        start = first_fit(self._regions, self._held, nbytes, from_top)
-        if start is None:
-            return None
-        span = (start, start + nbytes)
-        insort(self._held, span)
-        users = [one for one in self._last_users if one[0][0] < span[1] and span[0] < one[0][1]]
-        return Place(span, tuple(user for _, user in users))
-
-    def leaves_room(
-        self, nbytes: int, from_top: bool, beside: Sequence[Span], more: Sequence[tuple[int, bool]]
-    ) -> bool:
-        """As in comm/arena.py."""
-        return leaves_room(self._regions, self._held, nbytes, from_top, beside, more)
-
-    def release(self, span: Span, user: int | None) -> None:
-        """It may be written again once the action `user` has ended."""
-        self._held.remove(span)
-        if user is not None:
-            inside = [one for one in self._last_users if one[0][0] < span[0] or one[0][1] > span[1]]
-            self._last_users = [*inside, (span, user)]
-
-    def grow(self, nbytes: int) -> None:
-        end = self._regions[-1][1] if self._regions else 0
-        self._regions.append((end, end + nbytes))
-
-
-@dataclass(frozen=True)
-class OrderUnit:
-    """What the order depends on of a unit.
-
-    size: equal for units of the same size; memory: what it needs in flight; is_gathered: its
-    parameter shard is a part; is_reduced: its gradient shard is; reduces_at_end: only the end of
-    backward completes its gradient (units of several modules, and those around others);
-    sum_nbytes: of its whole gradient in fp32.
-    """
-
-    size: object
-    memory: UnitInFlight
-    is_gathered: bool = True
-    is_reduced: bool = True
-    is_trained: bool = True
-    reduces_at_end: bool = False
-    sum_nbytes: int = 0
-
-
-@dataclass(frozen=True)
-class Visit:
-    """A call of the module that holds the unit `unit`, with those inside it, in their order."""
-
-    unit: int
-    inner: tuple["Visit", ...] = ()
-
-
-class Phase(NamedTuple):
-    """Forward or backward of one micro-batch through one model chunk.
-
-    is_last: the micro-batch after which the chunk's gradients are reduced over all ranks.
-    """
-
-    is_forward: bool
-    chunk: int
-    micro_batch: int
-    is_last: bool = False
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """depth: units of each size gathered ahead, 0 for the inline schedule; in_flight_nbytes: for
-    the memory in flight of a model chunk, None for what the depth needs; overlaps_params: whether a
-    step begins before all parameter shards are rebuilt, as the engine's does; is_inline: nothing
-    runs beside the computation (the depth is then 0); keep_params_nbytes, keep_grads_nbytes: for
-    what stays on a rank from one micro-batch to a later one."""
-
-    depth: int = 1
-    in_flight_nbytes: int | None = None
-    overlaps_params: bool = True
-    is_inline: bool = False
-    keep_params_nbytes: int = 0
-    keep_grads_nbytes: int = 0
-
-    @property
-    def keeps(self) -> tuple[bool, bool]:
-        """Whether parameters, and gradients, may stay."""
-        return self.keep_params_nbytes > 0, self.keep_grads_nbytes > 0
-
-
-COMPUTE, GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC = range(5)
-"""Kinds of actions; the last four are lanes of their own."""
-
-
-class Action(NamedTuple):
-    """The main thread computes with a unit, or submits an operation on it.
-
-    after: earlier actions, by index, that must have ended before this one begins: results that it
-    reads, and the last uses of the memory that it writes; phase: index of the phase.
-    """
-
-    kind: int
-    unit: int
-    after: tuple[int, ...]
-    phase: int
 
 
 class StepOrder:
@@ -259,7 +146,7 @@ class _Chunk:
         self.key = key
         self._order, self._visits = order, visits
         self._all, self._schedule = order.units, order.schedule
-        self.units = list(dict.fromkeys(_units_of(visits)))
+        self.units = list(dict.fromkeys(units_of(visits)))
         self.reductions: deque[tuple[int, Span, int]] = deque()
         self._sequence: list[int] = []
         self._place = 0
@@ -293,14 +180,14 @@ class _Chunk:
     def expect(self, phase: Phase) -> None:
         """What the phase uses, as the step before had it."""
         order = self._order
-        for unit in _uses(self._visits, phase.is_forward):
+        for unit in in_use_order(self._visits, phase.is_forward):
             if self._all[unit].is_gathered:
                 self._sequence.append(unit)
                 if order.kept_params is not None:
                     order.kept_params.visit(unit)
         if order.kept_grads is None or phase.is_forward:
             return
-        completed = list(_completed(self._visits))
+        completed = list(in_completion_order(self._visits))
         at_end = [unit for unit in completed if self._all[unit].reduces_at_end]
         for unit in [unit for unit in completed if unit not in at_end] + sorted(at_end):
             if self._all[unit].is_trained and self._all[unit].is_reduced:
@@ -472,22 +359,3 @@ class _Chunk:
         _, span, reduction = self.reductions.popleft()
         self._order.waited += (reduction,)
         self._grads.release(span, None)
-
-
-def _units_of(visits: Sequence[Visit]) -> Iterator[int]:
-    for visit in visits:
-        yield visit.unit
-        yield from _units_of(visit.inner)
-
-
-def _uses(visits: Sequence[Visit], is_forward: bool) -> Iterator[int]:
-    for visit in visits if is_forward else reversed(visits):
-        yield visit.unit
-        yield from _uses(visit.inner, is_forward)
-
-
-def _completed(visits: Sequence[Visit]) -> Iterator[int]:
-    """In the order in which backward completes their gradients."""
-    for visit in reversed(visits):
-        yield from _completed(visit.inner)
-        yield visit.unit

@@ -4,7 +4,7 @@
 interleaved form for several model chunks on each rank.
 """
 
-from megatron_asynchzp.planner.order import Phase
+from megatron_asynchzp.planner.program import Phase
 
 
 def stage_phases(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Phase]:

@@ -12,7 +12,7 @@ from megatron_asynchzp.planner.activations import FUSED, Kernels, Recompute
 from megatron_asynchzp.planner.cluster import Cluster
 from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.model import Batch, Experts, Model, Parallel
-from megatron_asynchzp.planner.order import GATHER, GRAD_SYNC, PARAM_SYNC, REDUCE
+from megatron_asynchzp.planner.program import GATHER, GRAD_SYNC, PARAM_SYNC, REDUCE
 from megatron_asynchzp.planner.simulate import Step
 from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_asynchzp.planner.cluster import Cluster, Ring
-from megatron_asynchzp.planner.order import COMPUTE, GATHER, PARAM_SYNC, REDUCE, Action
+from megatron_asynchzp.planner.program import COMPUTE, GATHER, PARAM_SYNC, REDUCE, Action
 from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
 from megatron_asynchzp.sharding.pieces import piece_length
 from megatron_asynchzp.sharding.topology import ShardSizes
@@ -109,7 +109,7 @@ class Group:
 
 
 def unit_collectives(kind: int, padded_numel: int, itemsize: int, group: Group) -> list[Collective]:
-    """What one operation of `kind` (a lane of planner.order) issues, in its order.
+    """What one operation of `kind` (a lane, see planner/program.py) issues, in its order.
 
     itemsize: bytes of a parameter.
     """

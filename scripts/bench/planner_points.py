@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from megatron_asynchzp.planner.cluster import GIB, Cluster, Device, Link
 from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.model import Attention, Batch, Layer, Mlp, Model, Parallel
-from megatron_asynchzp.planner.order import Schedule
+from megatron_asynchzp.planner.program import Schedule
 from megatron_asynchzp.planner.search import Outcome, Space, search
 from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.testbed.megatron_flags import flags_of, size_flags

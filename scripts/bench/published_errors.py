@@ -21,7 +21,7 @@ from megatron_asynchzp.planner.activations import Recompute
 from megatron_asynchzp.planner.cluster import Cluster, load_cluster
 from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.model import Attention, Batch, Experts, Layer, Mlp, Model, Parallel
-from megatron_asynchzp.planner.order import Schedule
+from megatron_asynchzp.planner.program import Schedule
 from megatron_asynchzp.planner.traffic import Wire
 from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.testbed.machine import machine_record

@@ -28,7 +28,7 @@ from megatron_asynchzp.planner.model import (
     chunk_layers,
     stage_units,
 )
-from megatron_asynchzp.planner.order import Schedule
+from megatron_asynchzp.planner.program import Schedule
 from megatron_asynchzp.planner.traffic import Wire
 from megatron_asynchzp.sharding.in_flight import least_in_flight, memory_in_flight
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from megatron_asynchzp.planner.cluster import Ring
-from megatron_asynchzp.planner.order import (
+from megatron_asynchzp.planner.order import StepOrder
+from megatron_asynchzp.planner.pipeline import stage_phases
+from megatron_asynchzp.planner.program import (
     COMPUTE,
     GATHER,
     GRAD_SYNC,
@@ -21,10 +23,8 @@ from megatron_asynchzp.planner.order import (
     OrderUnit,
     Phase,
     Schedule,
-    StepOrder,
     Visit,
 )
-from megatron_asynchzp.planner.pipeline import stage_phases
 from megatron_asynchzp.planner.traffic import (
     ALL_GATHER,
     ALL_REDUCE,

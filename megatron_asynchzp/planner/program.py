@@ -1,0 +1,109 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the words in which a step is described: what a model chunk is made of, what is called in
+which order, what may be chosen, and the actions that follow from it (order.py).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_asynchzp.sharding.in_flight import UnitInFlight
+
+
+@dataclass(frozen=True)
+class OrderUnit:
+    """What the order depends on of a unit.
+
+    size: equal for units of the same size; memory: what it needs in flight; is_gathered: its
+    parameter shard is a part; is_reduced: its gradient shard is; reduces_at_end: only the end of
+    backward completes its gradient (units of several modules, and those around others);
+    sum_nbytes: of its whole gradient in fp32.
+    """
+
+    size: object
+    memory: UnitInFlight
+    is_gathered: bool = True
+    is_reduced: bool = True
+    is_trained: bool = True
+    reduces_at_end: bool = False
+    sum_nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A call of the module that holds the unit `unit`, with those inside it, in their order."""
+
+    unit: int
+    inner: tuple["Visit", ...] = ()
+
+
+class Phase(NamedTuple):
+    """Forward or backward of one micro-batch through one model chunk.
+
+    is_last: the micro-batch after which the chunk's gradients are reduced over all ranks.
+    """
+
+    is_forward: bool
+    chunk: int
+    micro_batch: int
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """depth: units of each size gathered ahead, 0 for the inline schedule; in_flight_nbytes: for
+    the memory in flight of a model chunk, None for what the depth needs; overlaps_params: whether a
+    step begins before all parameter shards are rebuilt, as the engine's does; is_inline: nothing
+    runs beside the computation (the depth is then 0); keep_params_nbytes, keep_grads_nbytes: for
+    what stays on a rank from one micro-batch to a later one."""
+
+    depth: int = 1
+    in_flight_nbytes: int | None = None
+    overlaps_params: bool = True
+    is_inline: bool = False
+    keep_params_nbytes: int = 0
+    keep_grads_nbytes: int = 0
+
+    @property
+    def keeps(self) -> tuple[bool, bool]:
+        """Whether parameters, and gradients, may stay."""
+        return self.keep_params_nbytes > 0, self.keep_grads_nbytes > 0
+
+
+COMPUTE, GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC = range(5)
+"""Kinds of actions; the last four are lanes of their own."""
+
+
+class Action(NamedTuple):
+    """The main thread computes with a unit, or submits an operation on it.
+
+    after: earlier actions, by index, that must have ended before this one begins: results that it
+    reads, and the last uses of the memory that it writes; phase: index of the phase.
+    """
+
+    kind: int
+    unit: int
+    after: tuple[int, ...]
+    phase: int
+
+
+def units_of(visits: Sequence[Visit]) -> Iterator[int]:
+    """The unit of each visit, before those inside it."""
+    for visit in visits:
+        yield visit.unit
+        yield from units_of(visit.inner)
+
+
+def in_use_order(visits: Sequence[Visit], is_forward: bool) -> Iterator[int]:
+    """Units in the order in which forward, or backward, needs their parameters."""
+    for visit in visits if is_forward else reversed(visits):
+        yield visit.unit
+        yield from in_use_order(visit.inner, is_forward)
+
+
+def in_completion_order(visits: Sequence[Visit]) -> Iterator[int]:
+    """Units in the order in which backward completes their gradients."""
+    for visit in reversed(visits):
+        yield from in_completion_order(visit.inner)
+        yield visit.unit
