@@ -12,7 +12,8 @@ from typing import Any
 
 from megatron_asynchzp.planner import model as shapes
 from megatron_asynchzp.planner.activations import FUSED, Kernels, Recompute, Setting
-from megatron_asynchzp.planner.cluster import Cluster, Ring
+from megatron_asynchzp.planner.cluster import Cluster
+from megatron_asynchzp.planner.compute import ComputeTimes
 from megatron_asynchzp.planner.memory import Memory, kept, largest_unit, stage_activations, states
 from megatron_asynchzp.planner.model import Batch, GroupKey, Model, Parallel, Unit
 from megatron_asynchzp.planner.order import StepOrder
@@ -187,11 +188,16 @@ class Costing:
         return stage_phases(stage, parallel.pp, parallel.virtual, micro_batches)
 
     @cached_property
+    def compute(self) -> ComputeTimes:
+        plan = self.plan
+        return ComputeTimes(self.model, plan.parallel, plan.batch, plan.recompute, self.cluster)
+
+    @cached_property
     def _costs(self) -> tuple[tuple[UnitCost, ...], ...]:
         return tuple(tuple(map(self._unit_cost, units)) for units in self.units)
 
     def _unit_cost(self, unit: Unit) -> UnitCost:
-        forward_s, backward_s = self.compute_s(unit)
+        forward_s, backward_s = self.compute.of_unit(unit)
         lanes = (self.work(kind, unit) for kind in (GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC))
         return UnitCost(unit.name, forward_s, backward_s, *lanes)
 
@@ -212,86 +218,6 @@ class Costing:
                 kinds = (GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC)
                 known[key] = {kind: self.work(kind, unit) for kind in kinds}
         return [known[unit.numel, unit.group] for unit in self.units[stage]]
-
-    def compute_s(self, unit: Unit) -> tuple[float, float]:
-        """Forward and backward of a micro-batch on the slowest rank, with what model parallelism
-        sends in between."""
-        cluster, plan = self.cluster, self.plan
-        launch_s = 1e-6 * cluster.device.launch_us * (unit.kind != "root")
-        forward_s = (unit.flops / cluster.device.flops_per_s + launch_s) * cluster.slowest
-        sent_s, again = self.model_parallel_s(unit), 0.0
-        if unit.kind in ("layer", "experts", "mtp"):
-            if plan.recompute.granularity == "full":
-                again = self._share_computed_again * (forward_s + sent_s)
-            elif plan.recompute.has("core_attn"):
-                again = self._core_attention_s(unit)
-        return forward_s + sent_s, 2 * forward_s + sent_s + again
-
-    @cached_property
-    def _share_computed_again(self) -> float:
-        """Of the layers, under full recomputation."""
-        recompute, parallel = self.plan.recompute, self.plan.parallel
-        if recompute.method == "uniform":
-            return 1.0
-        chunk = len(self.model.layers) / (parallel.pp * parallel.virtual)
-        return min(1.0, recompute.num_layers / chunk)
-
-    def _core_attention_s(self, unit: Unit) -> float:
-        """Forward of the scores and their product with the values."""
-        if unit.source is None or unit.kind == "experts":
-            return 0.0
-        batch, layer = self.plan.batch, unit.source
-        # Only the pairs of tokens grow with the square of the sequence.
-        args = (layer, self.model, self.plan.parallel)
-        twice = replace(batch, size=1, seq_length=2 * batch.seq_length)
-        once = replace(batch, size=2)
-        pairs = shapes.mixer_flops(*args, twice) - shapes.mixer_flops(*args, once)
-        flops = pairs * batch.size / 2
-        return flops / self.cluster.device.flops_per_s * self.cluster.slowest
-
-    def model_parallel_s(self, unit: Unit) -> float:
-        """Seconds that tensor, context and expert parallelism add to a forward of `unit`, and to
-        its backward as well; overlap is assumed for context parallelism alone."""
-        model, plan, cluster = self.model, self.plan, self.cluster
-        parallel, layer = plan.parallel, unit.source
-        hidden_nbytes = plan.batch.tokens / parallel.cp * model.hidden * model.itemsize
-        per_node, sent = cluster.ranks_per_node, 0.0
-        if layer is not None and unit.kind == "experts" and isinstance(layer.mlp, shapes.Experts):
-            ring = Ring.of_axis(parallel.ep, parallel.experts_tp, per_node)
-            tokens = layer.mlp.topk * hidden_nbytes / parallel.tp
-            groups = shapes.num_expert_groups(layer.mlp, parallel)
-            return 2 * ring.exchange(tokens, cluster).alone_s / groups
-        if unit.kind in ("layer", "mtp") and layer is not None:
-            parts = (layer.mixer is not None) + isinstance(layer.mlp, shapes.Mlp)
-            ring = Ring.of_axis(parallel.tp, 1, per_node)
-            sent += 2 * parts * ring.turn(hidden_nbytes, cluster).alone_s
-            ring = Ring.of_axis(parallel.cp, parallel.tp, per_node)
-            keys_s = ring.turn(self._key_value_nbytes(layer), cluster).alone_s
-            attention_s = unit.flops / cluster.device.flops_per_s
-            sent += max(0.0, keys_s - attention_s)
-        return sent
-
-    def _key_value_nbytes(self, layer: shapes.Layer) -> float:
-        """Of a whole sequence, on a tensor-parallel rank."""
-        match layer.mixer:
-            case shapes.Attention(num_groups=groups, head_dim=width):
-                elements = 2 * groups * width
-            case shapes.LatentAttention() as of:
-                elements = of.num_heads * (of.qk_dim + of.rope_dim + of.v_dim)
-            case _:
-                elements = 0
-        tokens = self.plan.batch.tokens
-        return tokens * elements * self.model.itemsize / self.plan.parallel.tp
-
-    @cached_property
-    def hand_over_s(self) -> float:
-        """Of one micro-batch's hidden states to the next stage."""
-        parallel, cluster = self.plan.parallel, self.cluster
-        parts = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
-        nbytes = self.plan.batch.tokens / parts * self.model.hidden * self.model.itemsize
-        distance = cluster.num_ranks // parallel.pp
-        link = cluster.between if distance >= cluster.ranks_per_node else cluster.inside
-        return nbytes / link.reached(nbytes) + 1e-6 * link.latency_us
 
     def optimizer_s(self, stage: int) -> float:
         """Of a step."""
@@ -381,7 +307,7 @@ class Costing:
         return simulate(
             self.stages(micro_batches),
             self.cluster.runs_ahead,
-            self.hand_over_s,
+            self.compute.hand_over_s,
             self.plan.parallel.virtual,
             with_spans,
         )

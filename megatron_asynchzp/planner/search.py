@@ -254,7 +254,7 @@ class _Bounds:
 
     def __init__(self, space: Space):
         self._space = space
-        self._compute: dict[object, tuple[float, float]] = {}
+        self._compute: dict[object, float] = {}
         self._carriers: dict[object, list[list[tuple[float, float]]]] = {}
 
     def of(self, costing: Costing) -> tuple[float, float]:
@@ -263,8 +263,9 @@ class _Bounds:
         parallel, count = plan.parallel, plan.batch.num_micro_batches
         key = (parallel, plan.batch, plan.recompute)
         if key not in self._compute:
-            self._compute[key] = self._computing(costing)
-        compute, first = self._compute[key]
+            times = (map(costing.compute.of_unit, units) for units in costing.units)
+            self._compute[key] = max(sum(map(sum, of_stage)) for of_stage in times)
+        compute = self._compute[key]
         key = (parallel, plan.sizes, plan.wire, plan.schedule.keeps)
         if key not in self._carriers:
             self._carriers[key] = [self._carried(costing, stage) for stage in range(parallel.pp)]
@@ -278,12 +279,8 @@ class _Bounds:
         bound = max(busy, worst)
         # What a step carries once is hidden behind one backward and one forward at best; of the
         # rest the first unit and the last wait.
-        estimate = max(bound, busy + max(0.0, ends - compute)) + first + 0.02 * worst / count
+        estimate = max(bound, busy + max(0.0, ends - compute)) + 0.02 * worst / count
         return bound, estimate
-
-    def _computing(self, costing: Costing) -> tuple[float, float]:
-        times = [[sum(costing.compute_s(unit)) for unit in units] for units in costing.units]
-        return max(map(sum, times)), 0.0
 
     def _carried(self, costing: Costing, stage: int) -> list[tuple[float, float]]:
         """Of each link, and of each lane, whose operations follow each other with their latencies:

@@ -45,7 +45,7 @@ MUTANTS = [
     Mutant(
         "a-unit-that-launches-for-nothing",
         "what a unit and a step take beside their FLOPs is part of a step",
-        "planner/costs.py",
+        "planner/compute.py",
         "launch_s = 1e-6 * cluster.device.launch_us",
         "launch_s = 0e-6 * cluster.device.launch_us",
         "tests/planner/test_testbed_errors.py::"
