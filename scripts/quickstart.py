@@ -130,7 +130,6 @@ def training_flags(args: argparse.Namespace, platform: Platform, data: Path) -> 
         "make-vocab-size-divisible-by": 32, "num-workers": 0,
         "log-interval": 1, "eval-interval": 10 * args.steps, "eval-iters": 0,
         "distributed-backend": platform.backend, "transformer-impl": "local",
-        "sample-prompt": args.prompt, "sample-tokens": 200,
     }
     # fmt: on
     switches = [
@@ -354,7 +353,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     )
     flags = training_flags(args, platform, data)
     stock = train("ddp", flags, platform, args.output, args.steps, console)
-    own = ["--use-asynchzp"]
+    own = ["--use-asynchzp", "--sample-prompt", args.prompt, "--sample-tokens", "200"]
     for state, size in sizes.items():
         own += [f"--asynchzp-{state}-shard-size", str(size)]
     asynchzp = train(
