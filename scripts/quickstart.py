@@ -73,7 +73,7 @@ class Result(NamedTuple):
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="quickstart.sh", description=__doc__)
-    parser.add_argument("--steps", type=int, default=150, help="training steps of each run")
+    parser.add_argument("--steps", type=int, default=120, help="training steps of each run")
     parser.add_argument("--ranks", type=int, help="default: 4 on CPU, else the number of GPUs")
     parser.add_argument("--text", nargs="+", type=Path, help="train on these files or folders")
     parser.add_argument(
