@@ -66,7 +66,7 @@ def measured_link(link: Link, ring: Ring, times: Sequence[tuple[int, float]]) ->
     """
     hops = ring.size - 1
     latency_s = times[0][1] / hops
-    sharing = (ring.sharing_between if ring.crosses_nodes else ring.sharing_inside)(link)
+    sharing = ring.sharing_between(link) if ring.crosses_nodes else ring.sharing_inside(link)
     speeds: list[tuple[float, float]] = []
     for nbytes, seconds in times[1:]:
         alone_s = (seconds - hops * latency_s) * max(1.0, sharing)

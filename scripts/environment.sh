@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 # Sourced by the other scripts: makes or reuses the isolated environment in .venv and sets $PYTHON.
-# ASYNCHZP_PYTHON=/path/to/python uses that environment as it is and installs nothing.
+# ASYNCHZP_PYTHON=/path/to/python uses that environment as it is and installs nothing. Where
+# PYTHONDONTWRITEBYTECODE is set, bytecode goes to .bytecode/ (or to PYTHONPYCACHEPREFIX).
 
 ASYNCHZP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -110,8 +111,7 @@ _is_environment_ready() {
 
 _use_environment
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # several ranks share the cores
-# Where no bytecode may be written beside the sources, every rank would compile torch and Megatron
-# again, which takes 10 s of a core: it goes to a folder of its own.
+# Without bytecode every rank would compile torch and Megatron again, which takes 10 s of a core.
 if [[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]]; then
     unset PYTHONDONTWRITEBYTECODE
     export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$ASYNCHZP_ROOT/.bytecode}"

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The environment script and the test command: their output and status when nothing works.
-Nothing is installed here: installing is what CI does by running them."""
+"""The environment script and the test command: what they use and set, and their output and status
+when nothing works. Nothing is installed here: installing is what CI does by running them."""
 
 import os
 import shutil
@@ -83,10 +83,14 @@ def test_ranks_share_compiled_modules_where_none_may_lie_beside_the_sources(chec
     (checkout / "module_of_a_rank.py").touch()
     script = 'source scripts/environment.sh; "$PYTHON" -c "import module_of_a_rank"'
     env = {"PATH": "/usr/bin:/bin", "ASYNCHZP_PYTHON": sys.executable}
-    for refusal in ({}, {"PYTHONDONTWRITEBYTECODE": "1"}):
-        subprocess.run(["bash", "-c", script], cwd=checkout, env=env | refusal, check=True)
-        kept = checkout / (".bytecode" if refusal else "__pycache__")
-        assert list(kept.rglob("module_of_a_rank.*.pyc"))
+    refusal = {"PYTHONDONTWRITEBYTECODE": "1"}
+    for more, folder in (
+        ({}, "__pycache__"),
+        (refusal, ".bytecode"),
+        (refusal | {"PYTHONPYCACHEPREFIX": str(checkout / "given")}, "given"),
+    ):
+        subprocess.run(["bash", "-c", script], cwd=checkout, env=env | more, check=True)
+        assert list((checkout / folder).rglob("module_of_a_rank.*.pyc"))
 
 
 @pytest.mark.parametrize("given", ["/bin/false", "/absent/python"])

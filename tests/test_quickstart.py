@@ -193,6 +193,7 @@ def test_the_whole_quickstart_in_a_few_steps(tmp_path):
     assert (out / "loss.png").stat().st_size > 10_000
     report = json.loads((out / "asynchzp.json").read_text())
     assert report["world_size"] == 2 and report["sample"]["text"]
+    assert json.loads((out / "ddp.json").read_text())["sample"] is None
 
 
 @given(st.lists(st.floats(0.01, 10.0), min_size=1, max_size=300))

@@ -200,7 +200,7 @@ def backward_kv_kernel(
         do_at = d_output_ptr + batch.to(tl.int64) * do_batch + head * do_head
         lse_at, delta_at = lse_ptr + flat_head * num_queries, delta_ptr + flat_head * num_queries
         psi_at = psi_ptr + (flat_head * num_blocks + first_key // SHIFT_BLOCK) * num_queries
-        for part in tl.static_range(3):
+        for part in tl.static_range(3):  # before, within and after the inner tiles
             dk, dv = _query_tiles(
                 dk,
                 dv,
@@ -378,7 +378,7 @@ def backward_q_kernel(
     delta = tl.load(delta_ptr + flat_head * num_queries + rows, mask=is_row, other=0.0)
     dq = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     r = tl.zeros([BLOCK_M], tl.float32)
-    for part in tl.static_range(3):
+    for part in tl.static_range(3):  # before, within and after the inner tiles
         dq, r = _key_tiles(
             dq,
             r,

@@ -147,7 +147,7 @@ def forward_kernel(
     output = tl.zeros([BLOCK_M, PADDED_VALUE_DIM], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for part in tl.static_range(3):
+    for part in tl.static_range(3):  # before, within and after the inner tiles
         output, total, maximum = _tiles(
             output,
             total,

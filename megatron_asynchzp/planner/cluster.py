@@ -167,12 +167,12 @@ class Ring:
         return self.nodes > 1
 
     def sharing_inside(self, link: Link) -> float:
-        """How many ranks use one link within a node. The last rank of a node's part of a ring sends
-        to another node."""
+        """How many ranks use one link within a node in a turn. The last rank of a node's part of a
+        ring sends to another node."""
         return self.rings_per_node * (self.in_node - self.crosses_nodes) if link.shared else 1.0
 
     def sharing_between(self, link: Link) -> float:
-        """How many ranks use one network card; below 1 where a rank has several cards."""
+        """How many ranks use one network card in a turn; below 1 where a rank has several."""
         return self.rings_per_node / link.cards
 
     def node_nbytes(self, nbytes: float) -> float:

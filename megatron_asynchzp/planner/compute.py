@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how long a rank computes: forward and backward of a unit, with what tensor, context, expert
-and pipeline parallelism send in between.
+"""Owns how long a rank computes with a unit, with what tensor, context and expert parallelism send
+meanwhile, and how long a stage takes to hand a micro-batch on.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from megatron_asynchzp.planner.model import Batch, Model, Parallel, Unit
 
 @dataclass(frozen=True)
 class ComputeTimes:
-    """Of one micro-batch on the slowest rank, in seconds."""
+    """Of one micro-batch, in seconds."""
 
     model: Model
     parallel: Parallel

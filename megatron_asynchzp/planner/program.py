@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the words in which a step is described: what a model chunk is made of, what is called in
-which order, what may be chosen, and the actions that follow from it (order.py).
+"""Owns the vocabulary of a step: units, visits, phases, the settings of a schedule, and actions.
+order.py makes the actions.
 """
 
 from collections.abc import Iterator, Sequence

@@ -44,7 +44,8 @@ def test_the_published_table_is_that_of_its_record_and_has_every_mutant_caught()
     rows = [json.loads(line) for line in RECORD.read_text().splitlines()]
     assert TABLE.read_text() == table_of(rows)
     assert all(row["is_caught"] for row in rows)
-    assert [row["mutant"] for row in rows] == [mutant.name for mutant in MUTANTS]
+    ran = [(row["mutant"], row["file"], row["test"]) for row in rows]
+    assert ran == [(mutant.name, mutant.path, mutant.test) for mutant in MUTANTS]
 
 
 @pytest.mark.slow

@@ -19,13 +19,16 @@ from megatron_asynchzp.planner.cluster import (
 from megatron_asynchzp.testbed.ranks import run_ranks
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("nodes, stride, is_inside", [(1, 1, True), (4, 8, False)])
-def test_a_measured_link_gives_back_the_times_that_it_was_measured_by(nodes, stride, is_inside):
-    true = Link(40.0, latency_us=7.0, cards=2, efficiency=((1e5, 0.3), (1e7, 1.0)))
+def test_a_measured_link_gives_back_the_times_that_it_was_measured_by(
+    nodes, stride, is_inside, shared
+):
+    true = Link(40.0, latency_us=7.0, cards=2, efficiency=((1e5, 0.3), (1e7, 1.0)), shared=shared)
     cluster = Cluster("c", nodes, 8, Device(100, 80), true, true)
     ring = Ring.of_axis(8 if is_inside else nodes, stride, 8)
     times = [(nbytes, ring.turn(nbytes, cluster).alone_s) for nbytes in (8, 2**20, 2**24, 2**30)]
-    found = measured_link(Link(1.0, cards=2), ring, times)
+    found = measured_link(Link(1.0, cards=2, shared=shared), ring, times)
     again = Cluster("c", nodes, 8, Device(100, 80), found, found)
     for nbytes, seconds in times:
         assert ring.turn(nbytes, again).alone_s == pytest.approx(seconds, rel=0.01)

@@ -101,6 +101,10 @@ def test_a_ring_is_as_slow_as_its_slowest_link_and_links_within_a_node_are_each_
     assert across == pytest.approx(4 * 0.5 * 8 / 1)
     shared = replace(FLAT, inside=replace(FLAT.inside, shared=True))
     assert Ring.of_axis(4, 1, 4).turn(nbytes, shared).alone_s == pytest.approx(4 * inside)
+    # Three of a node's four ranks share its link, the last one sends to the other node.
+    slow = replace(FLAT, inside=replace(FLAT.inside, gb_s=0.1, shared=True))
+    flat = Ring.of_axis(8, 1, 4).turn(nbytes, slow).alone_s
+    assert flat == pytest.approx(3 * 7 / 8 * 8 / 0.1)
 
 
 def test_cards_add_up_and_latency_is_paid_on_every_hop_of_a_turn():
