@@ -22,7 +22,6 @@ from megatron_asynchzp.planner.program import (
     Visit,
     in_completion_order,
     in_use_order,
-    units_of,
 )
 from megatron_asynchzp.sharding.in_flight import (
     ALIGNMENT_NBYTES,
@@ -146,7 +145,7 @@ class _Chunk:
         self.key = key
         self._order, self._visits = order, visits
         self._all, self._schedule = order.units, order.schedule
-        self.units = list(dict.fromkeys(units_of(visits)))
+        self.units = list(dict.fromkeys(in_use_order(visits, is_forward=True)))
         self.reductions: deque[tuple[int, Span, int]] = deque()
         self._sequence: list[int] = []
         self._place = 0

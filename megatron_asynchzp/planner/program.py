@@ -88,13 +88,6 @@ class Action(NamedTuple):
     phase: int
 
 
-def units_of(visits: Sequence[Visit]) -> Iterator[int]:
-    """The unit of each visit, before those inside it."""
-    for visit in visits:
-        yield visit.unit
-        yield from units_of(visit.inner)
-
-
 def in_use_order(visits: Sequence[Visit], is_forward: bool) -> Iterator[int]:
     """Units in the order in which forward, or backward, needs their parameters."""
     for visit in visits if is_forward else reversed(visits):
