@@ -79,10 +79,9 @@ class CpuDevice:
         """Hold the host until `event`; False where it has not happened after `limit_s` seconds."""
         return True
 
-    def new_host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory of the host, of the shape and dtype of `tensor`, that the device copies to without
-        holding the host."""
-        return torch.empty_like(tensor)
+    def new_host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the host that the device copies to without holding the host."""
+        return torch.empty(shape, dtype=dtype)
 
     def left_nbytes(self) -> None:
         """Bytes that a rank may still allocate, but for a margin; None where nobody can tell."""
@@ -145,8 +144,8 @@ class StreamDevice:
             time.sleep(self._POLL_S)
         return True
 
-    def new_host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    def new_host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def left_nbytes(self) -> int:
         # What torch's allocator has reserved is not free: it is what the steps so far needed. The

@@ -60,6 +60,11 @@ _CPP_TRACE = "Exception raised from"
 class Task:
     """Collectives that a driver runs once, and their results.
 
+    [Note: memory of a task] Once its collectives are issued a task forgets its closure, while a
+    device may not have begun with them. The caching allocator gives memory back to the stream that
+    allocated it as soon as nobody owns it. So what `start` uses is allocated within the generator,
+    on the stream of the lane, or lies in memory that somebody else owns until `wait`.
+
     lane: one of LANES; unit: a name; axes: which the collectives go over; start: makes the
     generator; ready: events that must have happened before (None: has happened); after: tasks
     whose results it reads (None: there is none).

@@ -6,12 +6,13 @@ first difference in words.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.collectives import AxisGroup, Steps, all_gather_flat, all_reduce_steps
+from megatron_asynchzp.comm.collectives import AxisGroup, Steps, all_gather_steps, all_reduce_steps
 from megatron_asynchzp.comm.driver import Driver, Task, hash_of
 
 _NOTHING = -1  # the code of an entry that a shorter record does not have
@@ -43,12 +44,13 @@ class OrderCheck:
         self.finish()
         self._mine, self._driver.submitted = self._driver.submitted, []
         value = hash_of(self._mine)
-        # Filled on the device: a copy from the host would hold it until the device has caught up.
-        own = torch.full((1,), value, dtype=torch.int64, device=self._device)
-        extremes = torch.stack([own, -own])
-        answer = self._answer = self._driver.device.new_host_copy(extremes)
+        answer = self._answer = self._driver.device.new_host_memory((2, 1), torch.int64)
 
         def steps() -> Steps:
+            # Allocated here, [Note: memory of a task]. Filled on the device: a copy from the host
+            # would hold it until the device has caught up.
+            own = torch.full((1,), value, dtype=torch.int64, device=self._device)
+            extremes = torch.stack([own, -own])
             yield from all_reduce_steps(extremes, self._axes, dist.ReduceOp.MAX)
             answer.copy_(extremes, non_blocking=True)
 
@@ -109,19 +111,13 @@ class OrderCheck:
 
     def _gather_entries(self, own: str) -> dict[int, str]:
         """The entry of every rank, by global rank. Collective."""
-        row = torch.zeros(1, 1 + _MAX_CHARACTERS, dtype=torch.int64)
+        row = torch.zeros(1 + _MAX_CHARACTERS, dtype=torch.int64)
         text = own.encode("ascii", "replace")[:_MAX_CHARACTERS]
-        row[0, : 1 + len(text)] = torch.tensor([dist.get_rank(), *text])
-        rows = [row.to(self._device)]
-
-        def steps() -> Steps:
-            for axis in self._axes:
-                flat = rows[0].flatten()
-                rows[0] = flat.new_empty(axis.axis.size * len(rows[0]), row.shape[1])
-                yield all_gather_flat(rows[0].view(-1), flat, group=axis.group, async_op=True)
-
-        self._submit(steps).wait()
-        lines = cast("list[list[int]]", rows[0].tolist())  # pyright: ignore[reportUnknownMemberType]
+        row[: 1 + len(text)] = torch.tensor([dist.get_rank(), *text])
+        row = row.to(self._device)
+        rows = row.new_empty(prod(axis.axis.size for axis in self._axes), len(row))
+        self._submit(partial(all_gather_steps, row, rows.view(-1), self._axes)).wait()
+        lines = cast("list[list[int]]", rows.tolist())  # pyright: ignore[reportUnknownMemberType]
         return {line[0]: bytes(filter(None, line[1:])).decode() for line in lines}
 
 

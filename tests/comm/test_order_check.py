@@ -42,12 +42,35 @@ def test_no_step_holds_the_host_for_its_own_comparison_but_the_last_is_read_at_t
     assert done.device.waits == [False, False, False, True]  # the fourth: `settle`
 
 
+def differing(self, tensor, op=None, group=None, async_op=False):
+    """An all-reduce among ranks of which one issued something else."""
+    tensor[0] += tensor.dtype == torch.int64
+    return self._issue("all-reduce", group, tensor, tensor)
+
+
+def test_what_finds_the_first_difference_keeps_its_memory_until_it_was_used():
+    devices = []
+
+    class Remembered(RecordingDevice):
+        def __init__(self):
+            super().__init__()
+            devices.append(self)
+
+        _all_reduce = differing
+
+        def _all_gather(self, full, shard, group, async_op):
+            return super()._all_gather(full.zero_(), shard, group, async_op)
+
+    with (
+        mock.patch("torch.distributed.get_rank", lambda: 3),
+        pytest.raises(OrderMismatch, match="collective 0 since the last comparison"),
+    ):
+        execute(Program((UnitShape(),) * 2, (Step(),), sizes=(2, 4, 8)), new_device=Remembered)
+    assert devices[0].races == []
+
+
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
 def test_a_difference_is_raised_on_a_device_too_and_not_lost_at_the_end(num_steps):
-    def differing(self, tensor, op=None, group=None, async_op=False):
-        tensor[0] += tensor.dtype == torch.int64
-        return self._issue("all-reduce", group, tensor, tensor)
-
     with (
         mock.patch.object(RecordingDevice, "_all_reduce", differing),
         mock.patch.object(OrderCheck, "_describe_difference", lambda _: "differs"),

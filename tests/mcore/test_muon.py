@@ -23,9 +23,13 @@ from megatron_asynchzp.mcore.start_table import (
     state_nbytes_allocated,
     state_nbytes_by_formula,
 )
+from megatron_asynchzp.sharding.buffer import FlatBuffer
+from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit
 from megatron_asynchzp.zero.whole_matrices import Matrix
 from tests.support.engine import nested_sizes
+from tests.support.recording_device import RecordingDevice
+from tests.support.scheduler_program import recorded_groups
 from tests.support.thread_ranks import on_threads
 
 SHAPES = [(24, 8), (8, 8), (32, 8), (8, 32), (3, 5), (16, 16)]
@@ -74,7 +78,9 @@ def new_driver() -> Driver:
     return Driver(Timeline(device_of(torch.zeros(1))))
 
 
-def train_sharded(nesterov: bool, groups: ShardGroups) -> list[torch.Tensor]:
+def train_sharded(
+    nesterov: bool, groups: ShardGroups, driver: Driver | None = None
+) -> list[FlatBuffer]:
     """What this rank's optimizer shard holds in the end, and where it lies."""
     named = [(str(index), param) for index, param in enumerate(new_params())]
     units = [HZPUnit("a", named[:4], groups), HZPUnit("b", named[4:], groups)]
@@ -86,7 +92,8 @@ def train_sharded(nesterov: bool, groups: ShardGroups) -> list[torch.Tensor]:
             fragments[matrix.param] = nn.Parameter(values)
             fragments[matrix.param].grad = matrix.unit.main_grad_fragments()[matrix.index]
     param_groups = [{"params": [*fragments.values()]}]
-    optimizer = ShardedMuon(param_groups, matrices, fragments, new_driver(), options(nesterov))
+    driver = driver or new_driver()
+    optimizer = ShardedMuon(param_groups, matrices, fragments, driver, options(nesterov))
     for step in range(STEPS):
         grads = grads_of(step)
         for unit, own in ((units[0], grads[:4]), (units[1], grads[4:])):
@@ -106,6 +113,17 @@ def test_twenty_steps_on_shards_of_every_nesting_are_those_of_muon_on_whole_matr
                 torch.testing.assert_close(
                     buffer.storage, reference.storage, rtol=1e-5, atol=1e-5, msg=str(sizes)
                 )
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 4), (2, 2, 8), (2, 4, 8), (8, 8, 8)])
+def test_on_streams_the_exchange_of_matrices_keeps_all_memory_until_it_was_used(sizes):
+    device = RecordingDevice()
+    with device.recording():
+        driver = ScheduleConfig("main-thread").start_driver(device)
+        train_sharded(True, recorded_groups(sizes, rank=5), driver)
+        driver.close()
+    assert {collective.operation for collective in device.collectives} == {"all-to-all"}
+    assert device.races == []
 
 
 class _Layers(nn.Module):

@@ -53,8 +53,8 @@ class InertDevice(StreamDevice):
     def __init__(self):
         super().__init__(torch.cuda, torch.device("cuda", 0))
 
-    def new_host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor)  # memory cannot be pinned without a device
+    def new_host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)  # memory cannot be pinned without a device
 
 
 @contextmanager

@@ -5,6 +5,9 @@ noted as reads and writes of memory on the current stream.
 
 Two accesses to the same bytes, one of them a write, race unless something orders them. Which of
 them came first in this run does not count: a stream, or a thread, may be late by any time.
+
+A free counts as a write on the stream that allocated the memory: torch's caching allocator gives
+what one stream freed to the next allocation of that stream at once, whoever else still uses it.
 """
 
 import threading
@@ -17,6 +20,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -61,6 +65,14 @@ class Group:
         return f"{self.purpose} over {self.ranks}"
 
 
+class _Owned(NamedTuple):
+    """A storage that torch has not freed yet, so far as it was seen: what allocated it, where."""
+
+    storage: StorageWeakRef
+    what: str
+    stream: str
+
+
 class Collective(NamedTuple):
     """What was issued: the operation, over which group, on how many elements."""
 
@@ -85,6 +97,7 @@ class RecordingDevice:
         self._labels: dict[int, str] = {}
         self._accesses: dict[int, dict[tuple, Access]] = {}
         self._allocations: list[tuple[int, int]] = []  # start and end, sorted, none overlap
+        self._owned: dict[int, _Owned] = {}  # by address
 
     # ---- the interface
 
@@ -101,9 +114,11 @@ class RecordingDevice:
             self._thread.stream = before
 
     def record_event(self) -> Clock:
+        self._notice_frees()
         return self.now()
 
     def wait_event(self, event: Clock | None) -> None:
+        self._notice_frees()  # they came before this wait
         if event is not None:
             self.order(event, self._current())
 
@@ -117,8 +132,8 @@ class RecordingDevice:
     def has_passed(self, event: Clock | None) -> bool:
         return True
 
-    def new_host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor)
+    def new_host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
 
     def bind_thread(self) -> None:
         self._noting().__enter__()  # to the end of the thread
@@ -157,6 +172,7 @@ class RecordingDevice:
     def operate(self, what: str, tensor: torch.Tensor, is_write: bool, stream=None) -> None:
         """`what` reads or writes `tensor` on `stream`, or the current one."""
         stream = stream or self._current()
+        self._notice_frees()
         with self._lock:
             memory, start, stop = self._extent(tensor)
             if start == stop:
@@ -178,7 +194,9 @@ class RecordingDevice:
         """
         storage = tensor.untyped_storage()
         start, stop = storage.data_ptr(), storage.data_ptr() + max(storage.nbytes(), 1)
+        self._notice_frees()
         with self._lock:
+            self._owned[start] = _Owned(StorageWeakRef(storage), what, self._current())
             for memory, end in [one for one in self._allocations if one[0] < stop]:
                 if start < end:
                     self._allocations.remove((memory, end))
@@ -186,6 +204,22 @@ class RecordingDevice:
                     self._labels.pop(memory, None)
             insort(self._allocations, (start, stop))
         self.operate(what, tensor, is_write=True)
+
+    def _notice_frees(self) -> None:
+        """What lost its last owner since this was last called is free for the stream that
+        allocated it: all that other streams do with it has to come before what that one gets next.
+        """
+        with self._lock:
+            freed = [start for start, owned in self._owned.items() if owned.storage.expired()]
+            for start in freed:
+                owned = self._owned.pop(start)
+                clock = self._clock(owned.stream)
+                for access in self._accesses.pop(start, {}).values():
+                    if access.count > clock.get(access.stream, 0) and access.stream != owned.stream:
+                        self.races.append(
+                            f"memory that {owned.what} took on {owned.stream} is freed there, "
+                            f"{access.what} still uses it on {access.stream}"
+                        )
 
     def _extent(self, tensor: torch.Tensor) -> tuple[int, int, int]:
         """The allocation it lies in, and the bytes from its first to its last element.
@@ -227,6 +261,7 @@ class RecordingDevice:
                 "megatron_asynchzp.comm.collectives.reduce_scatter_flat", self._reduce_scatter
             ),
             mock.patch("torch.distributed.all_reduce", self._all_reduce),
+            mock.patch("torch.distributed.all_to_all_single", self._all_to_all),
             self._noting(),
         ):
             yield
@@ -255,6 +290,9 @@ class RecordingDevice:
     def _all_reduce(self, tensor, op=None, group=None, async_op=False):
         return self._issue("all-reduce", group, tensor, tensor)
 
+    def _all_to_all(self, received, sent, *splits, group=None, async_op=False):
+        return self._issue("all-to-all", group, sent, received)
+
 
 class CountingDevice(RecordingDevice):
     """Finds no races: collectives are recorded, accesses are not, which takes most of the time."""
@@ -270,6 +308,9 @@ class RecordingHost(RecordingDevice):
     """
 
     runs_ahead = False
+
+    def _notice_frees(self) -> None:
+        """Whoever works on memory on a CPU owns it, until the work is done."""
 
     def new_stream(self) -> None:
         return None

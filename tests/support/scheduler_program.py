@@ -6,7 +6,7 @@ The units, their generators and the drivers are the engine's own; only the colle
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -56,7 +56,8 @@ class Step:
 class Program:
     """Units sharded by `sizes` over 8 ranks, as `rank` sees them, through `steps`.
 
-    memory: in flight, from 0 (what one layer needs) to 1 (the default).
+    memory: in flight, from 0 (what one layer needs) to 1 (the default); wire: in which gradients
+    travel.
     """
 
     units: tuple[UnitShape, ...]
@@ -67,6 +68,7 @@ class Program:
     dtype: torch.dtype = torch.bfloat16
     updates_in_backward: bool = False
     memory: float = 1.0
+    wire: torch.dtype = torch.float32
 
 
 @dataclass
@@ -157,6 +159,7 @@ def execute(
     device = new_device()
     with device.recording(), torch.no_grad():
         groups = recorded_groups(program.sizes, program.rank)
+        groups = replace(groups, grad_dtype=program.wire)
         units = [
             new_unit(f"u{index}", shape, groups, program.dtype)
             for index, shape in enumerate(program.units)

@@ -73,6 +73,7 @@ def programs(draw, kinds=AHEAD) -> Program:
         draw(st.sampled_from((torch.bfloat16, torch.float32))),
         draw(st.booleans()),
         draw(st.sampled_from((0.0, 0.3, 1.0))),
+        draw(st.sampled_from((torch.float32, torch.bfloat16))),
     )
 
 
@@ -328,6 +329,23 @@ def test_a_task_that_does_not_wait_for_what_it_needs_is_seen(lane, edge, victim,
 
     monkeypatch.setattr(Driver, "submit", submit_without_edge)
     assert has_race(victim)
+
+
+def test_memory_that_a_task_does_not_allocate_itself_and_nobody_keeps_is_seen(monkeypatch):
+    honest = Driver.submit
+
+    def submit_with_memory_of_another_stream(driver: Driver, task: Task) -> Task:
+        start, mine = task.start, torch.zeros(4)
+
+        def start_with_it():
+            mine.add_(1)
+            yield from start()
+
+        task.start = start_with_it
+        return honest(driver, task)
+
+    monkeypatch.setattr(Driver, "submit", submit_with_memory_of_another_stream)
+    assert has_race("took on main is freed there")
 
 
 @pytest.mark.parametrize("lane", ["gather", "reduce", "grad-sync", "param-sync"])
