@@ -1,46 +1,20 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants: when bytes move."""
+"""Mutants: what a collective moves, when, and in which order."""
 
 from tests.mutants.catalogue.mutant import Mutant
 
-_COLLECTIVES = (
-    "tests/comm/test_collectives.py::"
-    "test_gathering_and_reducing_over_any_nesting_puts_every_element_at_its_owner"
-)
-TRAFFIC = (
-    "tests/zero/test_traffic.py::"
-    "test_parameters_travel_in_the_models_dtype_and_gradients_in_fp32_as_often_as_the_sizes_ask"
-)
-RACES_OF_STREAMS = (
-    "tests/zero/test_happens_before.py::test_every_two_conflicting_accesses_of_streams_are_ordered"
-)
-RACES_OF_THREADS = (
-    "tests/zero/test_happens_before.py::"
-    "test_every_two_conflicting_accesses_of_threads_on_a_cpu_are_ordered"
-)
-_SWAPPED = (
-    "tests/zero/test_divergent_order.py::"
-    "test_two_swapped_modules_of_one_size_are_named_with_one_message_on_all_ranks[threaded]"
-)
-
 MUTANTS = [
-    Mutant(
-        "sum-in-bf16",
-        "gradients that travel in bf16 are summed in fp32",
-        "comm/collectives.py",
-        "        result.add_(piece)",
-        "        result.copy_(result.to(piece.dtype).add_(piece))",
-        "tests/zero/test_grad_dtype.py::"
-        "test_every_contribution_is_rounded_once_and_the_sum_is_made_in_fp32",
-    ),
     Mutant(
         "gather-axis-order",
         "law 2: the outermost axis is gathered first",
         "comm/collectives.py",
         "inner, outer = axes[0], axes[1:]",
         "inner, outer = axes[-1], axes[:-1]",
-        _COLLECTIVES,
+        (
+            "tests/comm/test_collectives.py::"
+            "test_gathering_and_reducing_over_any_nesting_puts_every_element_at_its_owner"
+        ),
     ),
     Mutant(
         "reduce-axis-order",
@@ -48,7 +22,10 @@ MUTANTS = [
         "comm/collectives.py",
         "in zip(axes, shards, strict=True):",
         "in zip(reversed(axes), shards, strict=True):",
-        _COLLECTIVES,
+        (
+            "tests/comm/test_collectives.py::"
+            "test_gathering_and_reducing_over_any_nesting_puts_every_element_at_its_owner"
+        ),
     ),
     Mutant(
         "shared-communicator",
@@ -56,7 +33,22 @@ MUTANTS = [
         "comm/groups.py",
         'grad_reduce=along("reduce"',
         'grad_reduce=along("gather"',
-        f"{TRAFFIC}[sizes3-dtype3]",
+        (
+            "tests/zero/test_traffic.py::"
+            "test_parameters_travel_in_the_models_dtype_and_gradients_in_fp32_as_often_as_"
+            "the_sizes_ask[sizes3-dtype3]"
+        ),
+    ),
+    Mutant(
+        "sum-in-bf16",
+        "gradients that travel in bf16 are summed in fp32",
+        "comm/collectives.py",
+        "        result.add_(piece)",
+        "        result.copy_(result.to(piece.dtype).add_(piece))",
+        (
+            "tests/zero/test_grad_dtype.py::"
+            "test_every_contribution_is_rounded_once_and_the_sum_is_made_in_fp32"
+        ),
     ),
     Mutant(
         "order-check-of-the-last-entry",
@@ -64,7 +56,11 @@ MUTANTS = [
         "comm/driver.py",
         "value = zlib.crc32(entry.encode(), value)",
         "value = zlib.crc32(entry.encode())",
-        _SWAPPED,
+        (
+            "tests/zero/test_divergent_order.py::"
+            "test_two_swapped_modules_of_one_size_are_named_with_one_message_on_all_"
+            "ranks[threaded]"
+        ),
     ),
     Mutant(
         "no-order-check",
@@ -72,7 +68,47 @@ MUTANTS = [
         "zero/step.py",
         "if not self._checks_order:",
         "if True:",
-        _SWAPPED,
+        (
+            "tests/zero/test_divergent_order.py::"
+            "test_two_swapped_modules_of_one_size_are_named_with_one_message_on_all_"
+            "ranks[threaded]"
+        ),
+    ),
+    Mutant(
+        "memory-of-the-comparison",
+        "memory of a task is allocated on its lane, or somebody owns it until it was used",
+        "comm/order_check.py",
+        (
+            "        def steps() -> Steps:\n"
+            "            # Allocated here, [Note: memory of a task]. Filled on the "
+            "device: a copy from the host\n"
+            "            # would hold it until the device has caught up.\n"
+            "            own = torch.full((1,), value, dtype=torch.int64, device=se"
+            "lf._device)\n"
+            "            extremes = torch.stack([own, -own])\n"
+        ),
+        (
+            "        own = torch.full((1,), value, dtype=torch.int64, device=self._device)\n"
+            "        extremes = torch.stack([own, -own])\n"
+            "\n"
+            "        def steps() -> Steps:\n"
+        ),
+        (
+            "tests/zero/test_happens_before.py::"
+            "test_every_two_conflicting_accesses_of_streams_are_ordered"
+        ),
+    ),
+    Mutant(
+        "readers-of-overlapping-places",
+        "law 5: a writer waits for the readers of every byte it writes",
+        "comm/arena.py",
+        "if _overlap(used, span):",
+        "if used == span:",
+        (
+            "tests/comm/test_arena.py::"
+            "test_the_next_writer_waits_for_the_last_user_of_every_byte_and_for_no_one_"
+            "before_it"
+        ),
     ),
     Mutant(
         "views-are-overwritten",
@@ -80,8 +116,11 @@ MUTANTS = [
         "comm/arena.py",
         "            time.sleep(_VIEW_CHECK_PAUSE_S)\n        return True",
         "            time.sleep(_VIEW_CHECK_PAUSE_S)\n        return False",
-        "tests/zero/test_saved_views.py::"
-        "test_a_view_that_hooks_cannot_see_keeps_its_memory_and_without_that_guard_would_be_wrong",
+        (
+            "tests/zero/test_saved_views.py::"
+            "test_a_view_that_hooks_cannot_see_keeps_its_memory_and_without_that_guard_would_"
+            "be_wrong"
+        ),
     ),
     Mutant(
         "early-slot-release",
@@ -89,27 +128,10 @@ MUTANTS = [
         "comm/arena.py",
         "self._last_users.append((place.span, last_user))",
         "pass",
-        RACES_OF_STREAMS,
-    ),
-    Mutant(
-        "submit-waits",
-        "law 6: submitting never waits for the network",
-        "comm/thread_driver.py",
-        "self._queues[task.lane].put(task)",
-        "self._queues[task.lane].put(task)\n        task.await_usable()",
-        "tests/comm/test_driver.py::"
-        "test_submit_returns_in_the_threaded_schedule_while_every_lane_waits_for_the_network",
-    ),
-    Mutant(
-        "submit-waits-for-gathers",
-        "law 6: computation goes on while the next gather is in flight",
-        "zero/gathers.py",
-        "            self._start_gather(unit, place)\n        return place is not None",
-        "            self._start_gather(unit, place)\n"
-        "            self._gathers[unit].await_usable()\n"
-        "        return place is not None",
-        "tests/zero/test_asynchrony.py::"
-        "test_forward_goes_on_while_the_next_gather_is_held_and_backward_while_a_reduction_is",
+        (
+            "tests/zero/test_happens_before.py::"
+            "test_every_two_conflicting_accesses_of_streams_are_ordered"
+        ),
     ),
     Mutant(
         "backward-waits-for-reductions",
@@ -117,8 +139,11 @@ MUTANTS = [
         "zero/reductions.py",
         "self._last_reduction[unit] = task",
         "self._last_reduction[unit] = task\n        task.wait()",
-        "tests/zero/test_asynchrony.py::"
-        "test_forward_goes_on_while_the_next_gather_is_held_and_backward_while_a_reduction_is",
+        (
+            "tests/zero/test_asynchrony.py::"
+            "test_forward_goes_on_while_the_next_gather_is_held_and_backward_while_a_"
+            "reduction_is"
+        ),
     ),
     Mutant(
         "streams-ignore-earlier-jobs",
@@ -126,7 +151,10 @@ MUTANTS = [
         "comm/driver.py",
         "for task in self.after:\n            device",
         "for task in ():\n            device",
-        RACES_OF_STREAMS,
+        (
+            "tests/zero/test_happens_before.py::"
+            "test_every_two_conflicting_accesses_of_streams_are_ordered"
+        ),
     ),
     Mutant(
         "threads-ignore-earlier-jobs",
@@ -134,14 +162,21 @@ MUTANTS = [
         "comm/thread_driver.py",
         "for other in task.after:\n            other.await_usable()",
         "for other in ():\n            other.await_usable()",
-        RACES_OF_THREADS,
+        (
+            "tests/zero/test_happens_before.py::"
+            "test_every_two_conflicting_accesses_of_threads_on_a_cpu_are_ordered"
+        ),
     ),
     Mutant(
-        "earlier-reductions-of-a-unit",
-        "the last reduction of a unit is complete after all of its reductions",
-        "comm/driver.py",
-        "if other.lane == task.lane:",
-        "if False:",
-        RACES_OF_THREADS,
+        "nobody-watches-streams",
+        "law 7: what does not end in time is named, in every schedule",
+        "comm/watchdog.py",
+        "return item if time.monotonic() > deadline else None",
+        "return None",
+        (
+            "tests/comm/test_watchdog.py::"
+            "test_a_task_that_does_not_end_is_named_and_ends_the_driver_though_nobody_waits_"
+            "for_it"
+        ),
     ),
 ]

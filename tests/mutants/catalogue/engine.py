@@ -2,20 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mutants: who asks for what: units, autograd, the step."""
 
-from tests.mutants.catalogue.communication import RACES_OF_STREAMS, RACES_OF_THREADS, TRAFFIC
 from tests.mutants.catalogue.mutant import Mutant
-
-_FIRST_GRADIENTS = (
-    "tests/zero/test_traffic.py::"
-    "test_the_first_gradients_of_a_bf16_model_are_those_of_plain_torch_summed_in_fp32"
-)
-_MAIN_PARAMS = (
-    "tests/zero/test_main_params.py::"
-    "test_updates_smaller_than_bf16_can_see_add_up_as_in_a_plain_fp32_adam"
-)
-_UNIT = "tests/zero/test_unit.py::test_"
-_SCHEDULES = "tests/zero/test_schedules.py::test_"
-_DDP = "tests/zero/test_engine_parity.py::test_every_nesting_on_2_and_4_ranks_follows_ddp"
 
 MUTANTS = [
     Mutant(
@@ -24,7 +11,10 @@ MUTANTS = [
         "zero/unit.py",
         "own.mul_(scale)",
         "own.mul_(1.0)",
-        _FIRST_GRADIENTS,
+        (
+            "tests/zero/test_traffic.py::"
+            "test_the_first_gradients_of_a_bf16_model_are_those_of_plain_torch_summed_in_fp32"
+        ),
     ),
     Mutant(
         "replicas-keep-their-own-sum",
@@ -32,15 +22,10 @@ MUTANTS = [
         "zero/unit.py",
         "yield from all_reduce_steps(shard, groups.replica_sync)",
         "yield from ()",
-        _FIRST_GRADIENTS,
-    ),
-    Mutant(
-        "reduced-in-the-models-dtype",
-        "gradients are reduced in fp32",
-        "zero/reductions.py",
-        "nbytes // FP32_NBYTES, torch.float32)",
-        "nbytes // FP32_NBYTES, unit.dtype)",
-        f"{TRAFFIC}[sizes3-dtype3]",
+        (
+            "tests/zero/test_traffic.py::"
+            "test_the_first_gradients_of_a_bf16_model_are_those_of_plain_torch_summed_in_fp32"
+        ),
     ),
     Mutant(
         "main-grad-dtype",
@@ -48,7 +33,10 @@ MUTANTS = [
         "zero/unit.py",
         "self._new_buffer(self._range(sizes.grad), torch.float32)",
         "self._new_buffer(self._range(sizes.grad), self.dtype)",
-        _FIRST_GRADIENTS,
+        (
+            "tests/zero/test_traffic.py::"
+            "test_the_first_gradients_of_a_bf16_model_are_those_of_plain_torch_summed_in_fp32"
+        ),
     ),
     Mutant(
         "main-param-dtype",
@@ -56,39 +44,10 @@ MUTANTS = [
         "zero/unit.py",
         "self._new_buffer(self.optim_range, torch.float32)",
         "self._new_buffer(self.optim_range, self.dtype)",
-        _MAIN_PARAMS,
-    ),
-    Mutant(
-        "main-params-from-the-model",
-        "what an update adds to a main parameter stays, seen by the model or not",
-        "zero/unit.py",
-        "copy_(self.main_param.storage)",
-        "copy_(self.main_param.storage)\n            self.copy_model_to_main()",
-        _MAIN_PARAMS,
-    ),
-    Mutant(
-        "gradients-replace-each-other",
-        "gradients of one parameter add up",
-        "zero/unit.py",
-        "torch._foreach_add_(*more)",
-        "torch._foreach_copy_(*more)",
-        _FIRST_GRADIENTS,
-    ),
-    Mutant(
-        "stale-gradients-in-a-slot",
-        "a weight without a gradient counts as zero",
-        "zero/unit.py",
-        "torch._foreach_zero_(tensors)",
-        "pass",
-        f"{_UNIT}weights_without_a_gradient_count_as_zero",
-    ),
-    Mutant(
-        "gradients-of-the-last-step",
-        "a step begins without gradients",
-        "zero/unit.py",
-        "self.main_grad.storage.zero_()",
-        "pass",
-        _MAIN_PARAMS,
+        (
+            "tests/zero/test_main_params.py::"
+            "test_updates_smaller_than_bf16_can_see_add_up_as_in_a_plain_fp32_adam"
+        ),
     ),
     Mutant(
         "no-param-sync",
@@ -96,7 +55,10 @@ MUTANTS = [
         "zero/unit.py",
         "yield from self.complete_param_steps()",
         "yield from ()",
-        _MAIN_PARAMS,
+        (
+            "tests/zero/test_main_params.py::"
+            "test_updates_smaller_than_bf16_can_see_add_up_as_in_a_plain_fp32_adam"
+        ),
     ),
     Mutant(
         "placeholder-of-zeros",
@@ -104,7 +66,10 @@ MUTANTS = [
         "zero/unit.py",
         'float("nan")',
         "0.0",
-        f"{_UNIT}a_sharded_parameter_keeps_its_shape_and_reads_as_nan_until_it_is_gathered",
+        (
+            "tests/zero/test_unit.py::"
+            "test_a_sharded_parameter_keeps_its_shape_and_reads_as_nan_until_it_is_gathered"
+        ),
     ),
     Mutant(
         "saved-view-offset",
@@ -112,15 +77,10 @@ MUTANTS = [
         "zero/saved_views.py",
         "offset = int(tensor.storage_offset())",
         "offset = 0",
-        f"{_UNIT}views_of_weights_that_autograd_saved_are_right_in_backward",
-    ),
-    Mutant(
-        "recompute-gathers-again",
-        "recomputation costs no communication",
-        "zero/autograd.py",
-        "is_kept = self._batch.in_backward and not unit.part",
-        "is_kept = False",
-        "tests/zero/test_traffic.py::test_recomputation_sends_nothing",
+        (
+            "tests/zero/test_unit.py::"
+            "test_views_of_weights_that_autograd_saved_are_right_in_backward"
+        ),
     ),
     Mutant(
         "tied-weights-reduced-early",
@@ -128,23 +88,7 @@ MUTANTS = [
         "zero/autograd.py",
         "if unit not in self._reduce_last:",
         "if True:",
-        _DDP,
-    ),
-    Mutant(
-        "sync-before-reduction",
-        "the sum over the sharding group has all micro-batches in it",
-        "zero/reductions.py",
-        "after=(self._last_reduction.get(unit), *after),",
-        "after=(*after,),",
-        RACES_OF_THREADS,
-    ),
-    Mutant(
-        "grad-slot-returned-early",
-        "memory for gradients is rewritten only after their reduction",
-        "zero/reductions.py",
-        "        reduction.task.wait()\n",
-        "",
-        RACES_OF_THREADS,
+        ("tests/zero/test_engine_parity.py::test_every_nesting_on_2_and_4_ranks_follows_ddp"),
     ),
     Mutant(
         "gather-before-the-optimizer",
@@ -152,39 +96,66 @@ MUTANTS = [
         "zero/gathers.py",
         '(self._shards_written.pop("gather", None), *place.ready)',
         "place.ready",
-        RACES_OF_STREAMS,
+        (
+            "tests/zero/test_happens_before.py::"
+            "test_every_two_conflicting_accesses_of_streams_are_ordered"
+        ),
     ),
     Mutant(
-        "optimizer-before-the-last-sync",
-        "the optimizer waits for a shard that is still being read",
-        "zero/step.py",
-        "            self.gathers.drop_spares()\n            self.gathers.join_syncs()",
-        "            self.gathers.drop_spares()",
-        RACES_OF_THREADS,
+        "pieces-at-the-start-of-the-shard",
+        "the sum of a piece goes to its part of the gradient shard",
+        "zero/reductions.py",
+        "unit.main_grad.storage[slice(*piece.part)]",
+        "unit.main_grad.storage[: piece.part.numel]",
+        (
+            "tests/zero/test_grad_pieces.py::"
+            "test_gradients_in_pieces_are_those_in_one_piece_in_every_bit"
+        ),
     ),
     Mutant(
-        "order-of-rebuilding",
-        "shards are rebuilt in the order of their first use",
-        "zero/gathers.py",
-        "for unit in dict.fromkeys([*self._used, *self._units]):",
-        "for unit in self._units:",
-        f"{_SCHEDULES}parameter_shards_are_rebuilt_in_the_order_of_their_first_use[sizes3]",
+        "sums-in-16-bits",
+        "gradients that are kept are added up in fp32",
+        "zero/reductions.py",
+        "        self.take(unit, range(len(unit.params)))\n        self._kept.add(unit)",
+        "        self._collect(unit)\n        self._kept.add(unit)",
+        (
+            "tests/zero/test_random_schedules.py::"
+            "test_4_random_schedules_and_budgets_give_the_bits_of_the_inline_schedule_and_"
+            "lose_no_place"
+        ),
     ),
     Mutant(
-        "dropped-at-the-turn",
-        "the last unit of forward stays gathered for backward",
-        "zero/gathers.py",
-        "if self._is_next(unit) or self._is_to_stay(unit):",
-        "if self._is_to_stay(unit):",
-        f"{_SCHEDULES}a_unit_stays_gathered_until_something_else_has_to_be_gathered_first",
+        "accumulators-are-left-to-chance",
+        "a gradient from another stream is on the one that computes before it is taken",
+        "zero/autograd.py",
+        "[node for unit in self.units for node in _accumulators_of(unit)]",
+        "[None]",
+        (
+            "tests/zero/test_side_streams.py::"
+            "test_gradients_from_a_side_stream_are_neither_reduced_too_early_nor_overwritten"
+        ),
     ),
     Mutant(
-        "no-prefetch",
-        "law 6: the next unit is gathered while this one computes",
-        "zero/config.py",
-        'return 0 if self.kind == "inline" else self.prefetch_depth',
-        "return 0",
-        "tests/zero/test_asynchrony.py::"
-        "test_forward_goes_on_while_the_next_gather_is_held_and_backward_while_a_reduction_is",
+        "fused-second-call-overwrites",
+        "fused gradients of a unit that is called twice add up",
+        "zero/autograd.py",
+        "can_overwrite = not unit.reduces_in_place and unit not in self._reduce_last",
+        "can_overwrite = not unit.reduces_in_place",
+        (
+            "tests/zero/test_te_stand_ins.py::"
+            "test_stand_ins_follow_stock_torch_and_bit_for_bit_where_they_write_gradients_"
+            "themselves"
+        ),
+    ),
+    Mutant(
+        "pieces-return-to-the-neighbour",
+        "what an owner sends back goes where it came from",
+        "zero/whole_matrices.py",
+        "for rank in range(hop.axis.axis.size) for part in parts)",
+        "for rank in reversed(range(hop.axis.axis.size)) for part in parts)",
+        (
+            "tests/zero/test_whole_matrices.py::"
+            "test_owners_get_the_whole_matrix_and_every_piece_returns_to_its_place"
+        ),
     ),
 ]

@@ -1,53 +1,20 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Mutants: what Megatron sees."""
+"""Mutants: the adapter, the planner and attention."""
 
 from tests.mutants.catalogue.mutant import Mutant
 
-_CONTEXT = (
-    "tests/mcore/test_context_parallel.py::"
-    "test_states_are_sharded_over_data_and_context_parallel_ranks_as_in_stock"
-)
-_PER_TOKEN = (
-    "tests/mcore/test_context_parallel.py::"
-    "test_a_loss_per_token_and_ranks_that_start_differently_are_stock_ddp"
-)
-
 MUTANTS = [
-    Mutant(
-        "replicas-not-compared",
-        "what several ranks hold of a parameter is compared between all of them",
-        "mcore/whole_tensors.py",
-        "if axis.axis.stride >= param_size]",
-        "if axis.axis.stride > param_size]",
-        "tests/mcore/test_whole_tensors.py::"
-        "test_a_change_on_one_rank_is_seen_by_all_wherever_another_rank_holds_the_same",
-    ),
-    Mutant(
-        "dump-axes",
-        "a dump of gradients has every element at its place",
-        "mcore/whole_tensors.py",
-        "axes = (*unit.groups.unshard, *unit.groups.param_sync)",
-        "axes = (*unit.groups.unshard, *unit.groups.param_sync)[::-1]",
-        "tests/mcore/test_whole_tensors.py::"
-        "test_dumps_hold_the_whole_tensors_of_stock_megatron[experts]",
-    ),
-    Mutant(
-        "translated-strategy",
-        "the strategies of Megatron-FSDP shard one state more each, gradients before parameters",
-        "mcore/flags/shard_sizes.py",
-        'sharded = ("optim", "grad", "param")',
-        'sharded = ("optim", "param", "grad")',
-        "tests/mcore/flags/test_shard_sizes.py::"
-        "test_the_flags_of_other_wrappers_become_sizes_unless_ours_are_given",
-    ),
     Mutant(
         "dp-for-dp-x-cp",
         "states are sharded over data x context parallel ranks",
         "mcore/shard_groups.py",
         'over("dp_cp", pg_collection.dp_cp, sizes)',
         'over("dp_cp", pg_collection.dp, sizes)',
-        _CONTEXT,
+        (
+            "tests/mcore/test_context_parallel.py::"
+            "test_states_are_sharded_over_data_and_context_parallel_ranks_as_in_stock"
+        ),
     ),
     Mutant(
         "mean-over-dp",
@@ -55,7 +22,10 @@ MUTANTS = [
         "mcore/data_parallel.py",
         "1.0 / self.dp_cp_group.size()",
         "1.0 / pg_collection.dp.size()",
-        _CONTEXT,
+        (
+            "tests/mcore/test_context_parallel.py::"
+            "test_states_are_sharded_over_data_and_context_parallel_ranks_as_in_stock"
+        ),
     ),
     Mutant(
         "norm-of-replicas",
@@ -63,33 +33,10 @@ MUTANTS = [
         "mcore/optimizer.py",
         "if unit.groups.topology.replica_index == 0:",
         "if True:",
-        _CONTEXT,
-    ),
-    Mutant(
-        "norm-of-one-shard",
-        "the gradient norm is that of the whole model",
-        "mcore/optimizer.py",
-        "self.grad_stats_parallel_group = dist.group.WORLD",
-        "self.grad_stats_parallel_group = pg_collection.tp",
-        _CONTEXT,
-    ),
-    Mutant(
-        "step-count",
-        "an iteration is one step of the optimizer",
-        "mcore/optimizer.py",
-        "return self.step_with_ready_grads(), grad_norm, num_zeros",
-        "self.step_with_ready_grads()\n"
-        "        return self.step_with_ready_grads(), grad_norm, num_zeros",
-        _CONTEXT,
-    ),
-    Mutant(
-        "weight-decay",
-        "biases and norms do not decay",
-        "mcore/optimizer.py",
-        'group["params"] = [fragment for fragment in owned if fragment is not None]',
-        'group["params"] = [fragment for fragment in owned if fragment is not None]\n'
-        '        group["wd_mult"] = 1.0',
-        _CONTEXT,
+        (
+            "tests/mcore/test_context_parallel.py::"
+            "test_states_are_sharded_over_data_and_context_parallel_ranks_as_in_stock"
+        ),
     ),
     Mutant(
         "clipping",
@@ -97,47 +44,84 @@ MUTANTS = [
         "mcore/optimizer.py",
         "self.clip_grad_norm(self.config.clip_grad)",
         "self.clip_grad_norm(0.5 * self.config.clip_grad)",
-        _CONTEXT,
+        (
+            "tests/mcore/test_context_parallel.py::"
+            "test_states_are_sharded_over_data_and_context_parallel_ranks_as_in_stock"
+        ),
     ),
     Mutant(
-        "zeros-of-replicas",
-        "each element counts once in the number of zeros",
-        "mcore/optimizer.py",
-        "[*self._parameters.counted(self.get_parameters())],",
-        "[*self.get_parameters()],",
-        _CONTEXT,
-    ),
-    Mutant(
-        "mean-of-a-sum-per-token",
-        "a loss per token is a sum that Megatron divides itself",
-        "mcore/data_parallel.py",
-        "1.0 if config.calculate_per_token_loss else",
-        "1.0 if False else",
-        _PER_TOKEN,
-    ),
-    Mutant(
-        "gradients-are-not-scaled",
-        "Megatron's own scaling of gradients reaches the shards",
-        "mcore/data_parallel.py",
-        "mul_(scaling_factor)",
-        "mul_(1.0)",
-        _PER_TOKEN,
-    ),
-    Mutant(
-        "no-broadcast",
-        "ranks that were initialised differently start as the first of them",
-        "mcore/data_parallel.py",
-        "        if data_parallel_random_init:",
-        "        if False:",
-        _PER_TOKEN,
-    ),
-    Mutant(
-        "gradients-that-are-not-numbers",
-        "a NaN in the gradients stops the run",
-        "mcore/data_parallel.py",
-        "if self.ddp_config.check_for_nan_in_grad:",
+        "moments-that-stay-zero",
+        "Adam stores the moments that it has computed in fp32",
+        "mcore/rounded_adam.py",
+        "if moment is not place:",
         "if False:",
-        "tests/mcore/test_odd_ranks.py::"
-        "test_a_gradient_that_is_not_a_number_stops_the_run_before_it_reaches_the_weights",
+        (
+            "tests/mcore/test_rounded_adam.py::"
+            "test_the_parameter_moves_by_moments_that_are_rounded_only_when_they_are_stored"
+        ),
+    ),
+    Mutant(
+        "mistyped-flags-pass",
+        "a mistyped flag of ours is refused with the nearest name",
+        "mcore/flags/command_line.py",
+        "if meant := mistyped(flag, own):",
+        "if (meant := mistyped(flag, own)) and False:",
+        (
+            "tests/test_mistakes.py::"
+            "test_a_mistake_ends_in_one_line_and_not_with_0[our main flag mistyped]"
+        ),
+    ),
+    Mutant(
+        "gradients-at-rest-over-the-wrong-ranks",
+        "a rank holds 2N/P + 4N/G + 12N/O bytes at rest",
+        "planner/memory.py",
+        '"main_grad": _FP32 * numel / sizes.grad,',
+        '"main_grad": _FP32 * numel / sizes.param,',
+        (
+            "tests/planner/test_memory.py::"
+            "test_at_rest_a_rank_holds_2n_over_p_4n_over_g_and_12n_over_o_bytes"
+        ),
+    ),
+    Mutant(
+        "planned-depth",
+        "the planner gathers as far ahead as the engine",
+        "planner/order.py",
+        "if self._ahead[self._all[unit].size] >= depth:",
+        "if self._ahead[self._all[unit].size] > depth:",
+        (
+            "tests/planner/test_traffic.py::"
+            "test_the_planner_submits_what_the_engine_submits_in_the_same_order"
+        ),
+    ),
+    Mutant(
+        "planned-collectives",
+        "the planner reduces over the axes that the engine reduces over",
+        "planner/traffic.py",
+        "_reductions(numel, group.wire, group.axes(1, sizes.grad))",
+        "_reductions(numel, group.wire, group.axes(1, sizes.param))",
+        (
+            "tests/planner/test_traffic.py::"
+            "test_every_collective_has_the_ranks_and_the_elements_that_the_engines_has"
+        ),
+    ),
+    Mutant(
+        "psi-term",
+        "scores of blocks with different shifts are compared in one frame",
+        "attention/reference/block.py",
+        "score = score + scale * gemm(q_BGND.to(vector), c_BGD1, vector)",
+        "pass",
+        ("tests/attention/test_equivalence.py::test_in_fp64_every_mode_is_softmax_attention"),
+    ),
+    Mutant(
+        "shift-of-masked-keys",
+        "keys that nobody attends do not reach the mean",
+        "attention/key_shift.py",
+        (
+            "k_BGTD = zero_unused(k_BGTD, used_BT)\n"
+            "    with torch.no_grad():\n"
+            "        shift_BGJD, mean_BG1D = _means"
+        ),
+        "pass\n    with torch.no_grad():\n        shift_BGJD, mean_BG1D = _means",
+        "tests/attention/test_delegate.py::test_padding_may_hold_anything",
     ),
 ]
