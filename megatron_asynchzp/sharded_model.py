@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.comm.timeline import profiler_range
 from megatron_asynchzp.sharded_state import ShardedState
 from megatron_asynchzp.sharding.topology import Range, ShardSizes, ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
@@ -191,8 +192,9 @@ class ShardedModel:
         Gradients are the mean over the ranks of what each rank's micro-batches added up.
         """
         self._sync_grads()
-        self.optimizer.step()
-        self.runtime.sync_params()
+        with profiler_range("optimizer"):
+            self.optimizer.step()
+            self.runtime.sync_params()
 
     # ---- checkpoints
 

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_asynchzp.comm.collectives import AxisGroup, Steps, ranks_along
-from megatron_asynchzp.comm.timeline import LANES, WAIT, Timeline
+from megatron_asynchzp.comm.timeline import LANES, WAIT, Timeline, profiler_range
 from megatron_asynchzp.comm.watchdog import Watchdog
 
 
@@ -98,6 +98,11 @@ class Task:
         self.after = [task for task in after if task is not None]
 
     @property
+    def name(self) -> str:
+        """Lane and unit, for traces and records."""
+        return f"{self.lane} {self.unit}"
+
+    @property
     def title(self) -> str:
         """Operation, unit, ranks and step, for messages."""
         ranks = ranks_along(self.axes)
@@ -167,7 +172,7 @@ class Task:
         start = timeline.mark()
         self.await_usable()
         device.wait_event(self.event)
-        timeline.note(WAIT, f"{self.lane} {self.unit}", start)
+        timeline.note(WAIT, self.name, start)
 
 
 class Driver:
@@ -250,7 +255,7 @@ class Driver:
             self._refuse(task)
         task.driver, task.step = self, self.step
         self.last_task = self.latest[task.lane] = task
-        self.submitted.append(f"{task.lane} {task.unit}")
+        self.submitted.append(task.name)
         self.counts[task.lane] += 1
         self._start(task)
         return task
@@ -270,12 +275,13 @@ class Driver:
         start = self.timeline.mark()
         with self.failing_as(task):
             self.run(task)
-        self.timeline.note(WAIT, f"{task.lane} {task.unit}", start)
+        self.timeline.note(WAIT, task.name, start)
 
     def run(self, task: Task) -> None:
         """Issue and complete all of `task`; on a device, in the current stream."""
-        task.issue()
-        task.finish()
+        with profiler_range(task.name):
+            task.issue()
+            task.finish()
         if self.device.runs_ahead:
             self._watchdog.watch(task.lane, task.event, task)
 
@@ -343,7 +349,7 @@ class MainThreadDriver(Driver):
         self._postponed.discard(task)
         for other in task.after:
             other.wait()
-        with self.failing_as(task):
+        with self.failing_as(task), profiler_range(task.name):
             task.issue()
 
     def complete(self, task: Task) -> None:
@@ -358,7 +364,7 @@ class MainThreadDriver(Driver):
         if task in self._postponed:
             self._issue(task)
         if not task.is_usable:
-            with self.failing_as(task):
+            with self.failing_as(task), profiler_range(f"wait for {task.name}"):
                 task.finish()
 
     def close(self) -> None:

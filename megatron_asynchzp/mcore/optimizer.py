@@ -30,6 +30,7 @@ from megatron.core.optimizer.optimizer import (
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_asynchzp.comm.timeline import profiler_range
 from megatron_asynchzp.mcore.checkpoint.optimizer_state import FragmentPlace, OptimizerCheckpoint
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
 from megatron_asynchzp.mcore.rounded_adam import MomentDtypes, build_rounded_adam
@@ -119,11 +120,12 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         As in stock Megatron the norm is computed even where nothing is clipped.
         """
         self.grad_norms_by_group = {}
-        if self.prepare_grads():
-            return False, None, None
-        grad_norm = self.clip_grad_norm(self.config.clip_grad)
-        num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else 0
-        return self.step_with_ready_grads(), grad_norm, num_zeros
+        with profiler_range("optimizer"):
+            if self.prepare_grads():
+                return False, None, None
+            grad_norm = self.clip_grad_norm(self.config.clip_grad)
+            num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else 0
+            return self.step_with_ready_grads(), grad_norm, num_zeros
 
     def _copy_main_params_to_model_params(self) -> None:
         self.model_chunks[0].communication.keep_what_is_left()

@@ -4,7 +4,6 @@
 and how much of it fits a budget. Needs no tensors.
 """
 
-from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -250,29 +249,6 @@ def seen_from_top(nbytes: Sequence[int]) -> list[bool]:
     return [sizes.index(size) % 2 == 1 for size in nbytes]
 
 
-def leaves_room(
-    regions: Sequence[tuple[int, int]],
-    held: Sequence[tuple[int, int]],
-    nbytes: int,
-    from_top: bool,
-    beside: Sequence[tuple[int, int]],
-    more: Sequence[tuple[int, bool]],
-) -> bool:
-    """Whether there is a first_fit, the other arguments of which these are, and after it places for
-    all of `more`, each (nbytes, from_top), could be found one after another if nothing but that one
-    and `beside` were held."""
-    start = first_fit(regions, held, nbytes, from_top)
-    if start is None:
-        return False
-    taken = sorted([(start, start + nbytes), *beside])
-    for nbytes, from_top in more:
-        start = first_fit(regions, taken, nbytes, from_top)
-        if start is None:
-            return False
-        insort(taken, (start, start + nbytes))
-    return True
-
-
 def aligned(nbytes: int) -> int:
     """The most of `nbytes` that places can fill."""
     return nbytes // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES
@@ -284,27 +260,3 @@ def _too_small(budget: int, params: int, grads: int) -> str:
         f"{(params + grads) / 2**30:.4g} GiB ({params / 2**30:.4g} for its parameters, "
         f"{grads / 2**30:.4g} for one piece of gradients)"
     )
-
-
-def first_fit(
-    regions: Sequence[tuple[int, int]],
-    held: Sequence[tuple[int, int]],
-    nbytes: int,
-    from_top: bool = False,
-) -> int | None:
-    """Where the first free part of `regions` that has `nbytes` begins, seen from one end; seen from
-    the upper one, where its last `nbytes` begin. None without one.
-
-    held: what is taken, sorted, each within a region. All are half-open ranges of addresses.
-    """
-    free: list[tuple[int, int]] = []
-    for start, stop in regions:
-        for taken in held:
-            if start <= taken[0] < stop:
-                free.append((start, taken[0]))
-                start = taken[1]
-        free.append((start, stop))
-    for start, stop in reversed(free) if from_top else free:
-        if stop > start and stop - start >= nbytes:
-            return stop - nbytes if from_top else start
-    return None

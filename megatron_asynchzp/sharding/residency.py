@@ -6,6 +6,8 @@ for several micro-batches (paper, section 4.3.2).
 
 from collections.abc import Callable, Collection, Sequence
 
+from megatron_asynchzp.sharding.uses import Uses
+
 
 def kept_gaps[User](
     uses: Sequence[User], nbytes_of: Callable[[User], int], budget: int, counts_own: bool = False
@@ -65,25 +67,20 @@ class Residency[User]:
 
     def __init__(self, budget: int, nbytes_of: Callable[[User], int], counts_own: bool = False):
         self.budget, self._nbytes_of, self._counts_own = budget, nbytes_of, counts_own
-        self._expected: list[User] = []
-        self._used: list[User] = []
+        self._uses = Uses[User]()
         self._last: dict[User, int] = {}
         self._gaps: frozenset[int] = frozenset()
-        self._is_followed = True
         self._num_found = 0
         self.planned_nbytes = self.num_found = 0
 
     def restart(self) -> None:
         """A step begins; the one before it, if it used anything, is the record from now on."""
-        if not self._used:
+        if not self._uses.used:
             return
         self.num_found, self._num_found = self._num_found, 0
-        if self._used != self._expected:
-            self._expected = self._used
+        if self._uses.restart():
             self._plan()
-        self._used = []
         self._last.clear()
-        self._is_followed = True
 
     def enlarge(self, nbytes: int) -> None:
         """From the next use on, between two steps, so much more may be kept."""
@@ -93,22 +90,20 @@ class Residency[User]:
     def _plan(self) -> None:
         if not self.budget:
             return
-        plan = self._expected, self._nbytes_of
+        plan = self._uses.expected, self._nbytes_of
         self._gaps = kept_gaps(*plan, self.budget, self._counts_own)
         self.planned_nbytes = most_kept_nbytes(*plan, self._gaps, self._counts_own)
 
     def visit(self, user: User) -> None:
         """`user` has its turn now."""
-        if self._is_followed:
+        if self._uses.is_followed:
             self._num_found += self._last.get(user) in self._gaps
-        position = len(self._used)
-        self._last[user] = position
-        self._used.append(user)
-        self._is_followed &= position < len(self._expected) and self._expected[position] is user
+        self._last[user] = len(self._uses.used)
+        self._uses.visit(user)
 
     def keeps(self, user: User) -> bool:
         """Whether `user`, whose turn is over, is kept until its next one."""
-        return self._is_followed and self._last.get(user) in self._gaps
+        return self._uses.is_followed and self._last.get(user) in self._gaps
 
 
 def most_kept_nbytes[User](

@@ -4,7 +4,6 @@
 reduced piece by piece, and what waits for that.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +14,7 @@ import torch
 from megatron_asynchzp.comm.arena import Arena, Place
 from megatron_asynchzp.comm.collectives import Steps, split_for_reduction
 from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.sharding.decisions import GradsInFlight
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES
 from megatron_asynchzp.sharding.pieces import GradPiece
 from megatron_asynchzp.sharding.residency import Residency
@@ -68,12 +68,11 @@ class _Piece(NamedTuple):
 class _Reduction(NamedTuple):
     """Under way. grads: what it has yet to read."""
 
-    place: Place
     task: Task
     grads: _Grads
 
 
-class Reductions:
+class Reductions(GradsInFlight[HZPUnit, _Reduction]):
     """Collects the gradients of units and reduces them.
 
         main        | B u2 | B u1 | ...
@@ -102,15 +101,14 @@ class Reductions:
         scale: float,
         stays: Residency[HZPUnit] | None = None,
     ):
-        self._stays = stays
+        self.arena = Arena(nbytes, units[0].device, driver.device.record_event)
+        super().__init__(self.arena, stays)
         self._kept: set[HZPUnit] = set()  # collected, and nothing was added since
         self._driver, self._scale = driver, scale
         self._pieces = {unit: _Piece.all_of(unit, cut) for unit, cut in pieces.items()}
         self._collected: dict[HZPUnit, _Collected] = {}
-        self._reductions: deque[_Reduction] = deque()
         self._last_reduction: dict[HZPUnit, Task] = {}
         self._syncs: dict[HZPUnit, Task] = {}
-        self.arena = Arena(nbytes, units[0].device, driver.device.record_event)
 
     # ---- one micro-batch
 
@@ -165,10 +163,7 @@ class Reductions:
     def keep(self, unit: HZPUnit, is_last: bool) -> bool:
         """Whether the gradients of `unit`, complete for this micro-batch, wait for those of a later
         one, to which they are added in fp32. is_last: there is none."""
-        if self._stays is None or unit.reduces_in_place:
-            return False
-        self._stays.visit(unit)
-        if is_last or not self._stays.keeps(unit):
+        if unit.reduces_in_place or not self.is_to_wait(unit, is_last):
             return False
         self.take(unit, range(len(unit.params)))
         self._kept.add(unit)
@@ -194,7 +189,7 @@ class Reductions:
                 ready=(self._driver.device.record_event(),),
             )
         )
-        self._reductions.append(_Reduction(place, task, grads))
+        self.note_started(_Reduction(task, grads), place.span, has_more=bool(grads))
         self._last_reduction[unit] = task
 
     def _collect_rest(self, unit: HZPUnit) -> tuple[Place, _Grads]:
@@ -219,19 +214,9 @@ class Reductions:
 
     def _acquire_place(self, unit: HZPUnit) -> Place:
         pieces = self._pieces[unit]
-        while len(pieces) > 1 and any(reduction.grads for reduction in self._reductions):
-            self._await_oldest_reduction()
         nbytes = pieces[0].nbytes
-        while True:
-            place = self.arena.acquire(nbytes, nbytes // FP32_NBYTES, torch.float32)
-            if place is not None:
-                return place
-            if self._reductions:
-                self._await_oldest_reduction()
-            else:
-                # All places are being filled: one unit collects fused gradients to the end of
-                # backward, say the norm behind the layers, and another begins.
-                self.arena.grow(nbytes)
+        span = self.take_span(nbytes, len(pieces))
+        return self.arena.place_at(span, nbytes, nbytes // FP32_NBYTES, torch.float32)
 
     def _memory_for(self, unit: HZPUnit, piece: _Piece, place: Place) -> list[torch.Tensor]:
         """The piece in `place`, and what reducing it takes."""
@@ -261,12 +246,10 @@ class Reductions:
             full, *shards = self._memory_for(unit, piece, place)
             yield from unit.reduce_steps(full, shards, piece.shard)
 
-    def _await_oldest_reduction(self) -> None:
+    def await_reduction(self, reduction: _Reduction) -> None:
         # A stream that computes reuses the memory of the gradients only after this wait.
-        reduction = self._reductions.popleft()
         reduction.task.wait()
         reduction.grads.clear()
-        self.arena.release(reduction.place)
 
     # ---- the last micro-batch
 
@@ -301,29 +284,25 @@ class Reductions:
 
     # ---- the step
 
-    def _finish_reductions(self) -> None:
-        while self._reductions:
-            self._await_oldest_reduction()
-
     def _await_syncs(self) -> None:
         for sync in self._syncs.values():
             sync.wait()
 
     def finish(self) -> None:
         """Return when every reduction that was started has ended."""
-        self._finish_reductions()
+        self.await_all()
         self._await_syncs()
 
     def begin_step(self) -> None:
         """A step begins, or begins again: nothing of the last one is in flight or collected."""
-        self._finish_reductions()
+        self.await_all()
         for collected in self._collected.values():
             if collected.place is not None:
-                self.arena.release(collected.place)
+                self.arena.give_back(collected.place.span)
         self._collected.clear()
         self._kept.clear()
-        if self._stays is not None:
-            self._stays.restart()
+        if self._residency is not None:
+            self._residency.restart()
         self._await_syncs()
         self._syncs.clear()
         self._last_reduction.clear()

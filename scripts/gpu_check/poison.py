@@ -10,22 +10,24 @@ from unittest import mock
 
 import torch
 
-from megatron_asynchzp.comm.arena import Arena, Place
+from megatron_asynchzp.comm.arena import Arena
 from megatron_asynchzp.device import device_of
+from megatron_asynchzp.sharding.spans import Span
 
 
 @contextmanager
 def poisoned_places() -> Iterator[None]:
     """While this lasts every place that is given back is filled with NaN."""
-    release = Arena.release
+    give_back = Arena.give_back
 
     @torch.no_grad()
-    def poisoning_release(self: Arena, place: Place, last_user: Any = None) -> None:
-        device = device_of(place.storage)
+    def poison_and_give_back(self: Arena, span: Span, last_user: Any = None) -> None:
+        memory = self.bytes_at(span)
+        device = device_of(memory)
         # The caller's event is before what fills it: its last reader is at rest then.
         device.wait_event(last_user)
-        place.storage.fill_(float("nan"))
-        release(self, place, device.record_event())
+        memory.fill_(0xFF)  # NaN in every floating dtype
+        give_back(self, span, device.record_event())
 
-    with mock.patch.object(Arena, "release", poisoning_release):
+    with mock.patch.object(Arena, "give_back", poison_and_give_back):
         yield

@@ -288,23 +288,16 @@ def test_a_stream_that_does_not_wait_is_seen(device):
 
 
 def test_a_gather_that_does_not_wait_for_the_last_readers_of_its_memory_is_seen(monkeypatch):
-    release = Arena.release
+    give_back = Arena.give_back
     monkeypatch.setattr(
-        Arena, "release", lambda arena, place, _last_user=None: release(arena, place)
+        Arena, "give_back", lambda arena, span, _last_user=None: give_back(arena, span)
     )
     assert has_race("param place", "all-gather writes")
 
 
 def test_a_gather_that_waits_for_the_readers_of_one_place_of_several_is_seen(monkeypatch):
-    acquire = Arena.acquire
-
-    def acquire_forgetfully(arena, *args, **kwargs):
-        place = acquire(arena, *args, **kwargs)
-        if place is not None:
-            place.ready = place.ready[:1]
-        return place
-
-    monkeypatch.setattr(Arena, "acquire", acquire_forgetfully)
+    hand_over = Arena.hand_over
+    monkeypatch.setattr(Arena, "hand_over", lambda arena, span: hand_over(arena, span)[:1])
     assert has_race("param place", "all-gather writes")
 
 

@@ -80,12 +80,12 @@ def test_linear_layers_get_the_same_gradients_whatever_memory_and_depth(with_bot
 
 def other_places():
     """Every unit lies now at one end of memory in flight and now at the other."""
-    turns, acquire = cycle((False, True, True)), Arena.acquire
+    turns, take = cycle((False, True, True)), Arena.take
 
-    def acquire_elsewhere(arena, kind, numel, dtype, from_top=False, is_apart=False):
-        return acquire(arena, kind, numel, dtype, next(turns), is_apart)
+    def take_elsewhere(arena, nbytes, from_top=False):
+        return take(arena, nbytes, next(turns))
 
-    return mock.patch.object(Arena, "acquire", acquire_elsewhere)
+    return mock.patch.object(Arena, "take", take_elsewhere)
 
 
 def check_hidden_views() -> bool:

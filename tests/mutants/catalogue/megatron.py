@@ -83,11 +83,11 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "planned-depth",
-        "the planner gathers as far ahead as the engine",
+        "planned-backward",
+        "the planner goes back through the units as autograd does",
         "planner/order.py",
-        "if self._ahead[self._all[unit].size] >= depth:",
-        "if self._ahead[self._all[unit].size] > depth:",
+        "        for visit in reversed(visits):",
+        "        for visit in visits:",
         (
             "tests/planner/test_traffic.py::"
             "test_the_planner_submits_what_the_engine_submits_in_the_same_order"

@@ -1,0 +1,321 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the decisions of a step: what is gathered, kept, dropped and waited for next, and where in
+memory. The engine carries them out, the planner writes them down: both derive from the classes
+here. Knows no tensors, streams or tasks.
+
+[Note: decisions] Every decision follows from the order of calls alone, never from timing. So it is
+the same on every rank of a sharding group, and so is the order of collectives (law 3). Nothing that
+is iterated is a set: its order would differ between ranks.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from megatron_asynchzp.sharding.in_flight import UnitInFlight, needed_together, seen_from_top
+from megatron_asynchzp.sharding.residency import Residency
+from megatron_asynchzp.sharding.spans import Span, Spans
+from megatron_asynchzp.sharding.uses import Uses
+
+
+class ParamsInFlight[Unit: Hashable, User](ABC):
+    """Which units of a model chunk are gathered, and where.
+
+        sharded -> gathered ahead -> in use -> sharded
+                         ^             |
+                         |      kept between two uses
+                      spare           spare
+
+    A unit is spare while it is gathered and not in use: its gather was started ahead of the use, or
+    it was kept from one use to the next. The place of a spare unit can be taken from it.
+
+    needs: of each unit, in the order of the chunk; sizes: of each unit, equal for those that fit
+    the same place; depth: units of each size gathered ahead; memory: for gathered parameters;
+    chunks: of the rank that share `memory`, to which this one is added; residency: decides what
+    stays gathered for a later micro-batch, None for nothing.
+    """
+
+    def __init__(
+        self,
+        needs: Mapping[Unit, UnitInFlight],
+        sizes: Mapping[Unit, Hashable],
+        depth: int,
+        memory: Spans[User],
+        chunks: "list[ParamsInFlight[Unit, User]]",
+        residency: Residency[Unit] | None = None,
+    ):
+        self._needs, self._sizes, self._depth = needs, sizes, depth
+        self._memory, self._chunks, self._residency = memory, chunks, residency
+        chunks.append(self)
+        self._training_uses, self._evaluation_uses = Uses[Unit](), Uses[Unit]()
+        self._uses = self._training_uses
+        units, in_flight = list(needs), list(needs.values())
+        at_top = seen_from_top([need.params for need in in_flight])
+        self._is_at_top = dict(zip(units, at_top, strict=True))
+        self._needed_with = {
+            units[index]: [units[other] for other in others]
+            for index, others in needed_together(in_flight).items()
+        }
+        self._spans: dict[Unit, Span] = {}
+        self._ahead: dict[Unit, None] = {}  # gathered, or being gathered, and not used yet
+        self._active: dict[Unit, None] = {}  # in use, or kept
+        self._kept: dict[Unit, None] = {}
+
+    # ---- what carries the decisions out
+
+    @abstractmethod
+    def start_gather(self, unit: Unit, span: Span) -> None:
+        """Begin to gather `unit` into `span`."""
+
+    @abstractmethod
+    def begin_use(self, unit: Unit) -> None:
+        """Wait for the gather of `unit`, and compute with what it brought."""
+
+    @abstractmethod
+    def end_use(self, unit: Unit) -> User | None:
+        """Nothing computes with `unit` any more. Returns the last user of its memory."""
+
+    @abstractmethod
+    def abandon_gather(self, unit: Unit) -> User | None:
+        """Wait for the gather of `unit`, whose place is needed. Returns as end_use."""
+
+    @abstractmethod
+    def start_sync(self, unit: Unit) -> None:
+        """Begin to rebuild the parameter shard of `unit`."""
+
+    def note_growth(self, unit: Unit) -> None:  # noqa: B027 (the planner has no log)
+        """There was no memory for `unit`: more is taken."""
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a training step runs, not an evaluation."""
+        return self._uses is self._training_uses
+
+    # ---- use
+
+    def use_unit(self, unit: Unit) -> Unit | None:
+        """`unit` is needed now. Returns who was expected, at the first departure of a step."""
+        if unit in self._active and unit not in self._kept:
+            return None
+        if self._residency is not None and self.is_training:
+            self._residency.visit(unit)
+        expected = self._uses.visit(unit)
+        if unit in self._kept:
+            del self._kept[unit]
+        else:
+            if unit not in self._ahead:
+                self._start(unit, self._take_span(unit))
+            del self._ahead[unit]
+            self._active[unit] = None
+            self.begin_use(unit)
+        self.prefetch()
+        return expected
+
+    def release(self, unit: Unit) -> None:
+        """The computation with `unit` has been issued; its memory may be used again."""
+        if unit not in self._active or unit in self._kept:
+            return
+        if self._is_next(unit) or self._is_to_stay(unit):
+            self._kept[unit] = None  # the turn from forward to backward, or a later use
+            return
+        self._drop(unit)
+        self.prefetch()
+
+    def release_all(self) -> None:
+        """Drop every unit in use, or kept: nothing is computed with them any more."""
+        for unit in list(self._active):
+            self._drop(unit)
+
+    def drop_spares(self) -> None:
+        """Return when nothing is gathered that is not in use."""
+        for unit in [*self._ahead, *self._kept]:
+            self._drop_spare(unit)
+
+    def expect(self, unit: Unit) -> None:
+        """`unit` was used next in the step before, which was not run."""
+        self._training_uses.visit(unit)
+        if self._residency is not None:
+            self._residency.visit(unit)
+
+    def restart(self, is_training: bool = True) -> None:
+        """A step begins, or an evaluation."""
+        self._uses = self._training_uses if is_training else self._evaluation_uses
+        self._uses.restart()
+        if self._residency is not None and is_training:
+            self._residency.restart()
+
+    def rebuild(self, units: Iterable[Unit], rebuilt: set[Unit]) -> None:
+        """After the optimizer: rebuild the shards of `units` in this order, so that the next
+        forward can start while later units are on their way, and gather the first ones again.
+
+        rebuilt: those that need it no more, to which the others are added.
+        """
+        for unit in units:
+            if unit not in rebuilt:
+                self.start_sync(unit)
+                rebuilt.add(unit)
+            self.prefetch(rebuilt)
+
+    def _is_to_stay(self, unit: Unit) -> bool:
+        """Whether there is memory for `unit` until its next use in this step."""
+        residency = self._residency
+        return self.is_training and residency is not None and residency.keeps(unit)
+
+    def _is_next(self, unit: Unit) -> bool:
+        """Whether `unit` is used again, soon, before anything that is not gathered yet."""
+        for following in self._upcoming():
+            if following == unit:
+                return True
+            if following not in self._active and following not in self._ahead:
+                return False
+        return False
+
+    def _upcoming(self) -> Sequence[Unit]:
+        # Far enough for memory that holds a part of the model, which is what it is for.
+        return self._uses.upcoming(len(self._needs))
+
+    # ---- gathers
+
+    def _start(self, unit: Unit, span: Span) -> None:
+        self._spans[unit] = span
+        self._ahead[unit] = None
+        self.start_gather(unit, span)
+
+    def prefetch(self, among: Collection[Unit] | None = None) -> None:
+        """Gather what is used next, in that order, as far as it fits and the depth allows it, which
+        is counted for each size of unit: a small one does not hold up a layer.
+
+        among: whose shards can be read, or will be by what was submitted; None for all.
+        """
+        for unit in self._upcoming():
+            if unit in self._active or unit in self._ahead:
+                continue
+            if (among is not None and unit not in among) or not self._try_gather_ahead(unit):
+                return
+
+    def _try_gather_ahead(self, unit: Unit) -> bool:
+        """Gather `unit` if the depth and the memory allow it. Returns whether."""
+        size = self._sizes[unit]
+        if sum(self._sizes[ahead] == size for ahead in self._ahead) >= self._depth:
+            return False
+        span = self._find_span(unit)
+        if span is not None:
+            self._start(unit, span)
+        return span is not None
+
+    # ---- memory
+
+    def _find_span(self, unit: Unit, leaves_room: bool = True) -> Span | None:
+        """A place that is free, None without one; leaves_room: [Note: room for the layer]."""
+        if leaves_room and not self._leaves_room(unit):
+            return None
+        return self._memory.take(self._needs[unit].params, self._is_at_top[unit])
+
+    def _leaves_room(self, unit: Unit) -> bool:
+        """[Note: room for the layer] Several units of a layer are in use at the same time. What was
+        placed between others ahead of its use may lie in the middle of the memory when they are
+        gone, with too little on both sides of it for the other units of its layer."""
+        others = self._needed_with.get(unit, ())
+        if not (missing := [other for other in others if other not in self._spans]):
+            return True
+        held = [self._spans[other] for other in others if other in self._spans]
+        more = [(self._needs[other].params, self._is_at_top[other]) for other in missing]
+        nbytes = self._needs[unit].params
+        return self._memory.leaves_room(nbytes, self._is_at_top[unit], held, more)
+
+    def _take_span(self, unit: Unit) -> Span:
+        """A place for a unit that is needed now: free, taken from spare units, or in new memory."""
+        spares = self._spares()
+        while (span := self._find_span(unit, leaves_room=bool(spares))) is None:
+            if spares:
+                chunk, spare = spares.pop()
+                chunk._drop_spare(spare)
+                continue
+            self.note_growth(unit)
+            self._memory.grow(self._needs[unit].params)
+        return span
+
+    def _spares(self) -> "list[tuple[ParamsInFlight[Unit, User], Unit]]":
+        """What may lose its place to a unit that is needed now, the last one first; with its
+        chunk."""
+        others = [chunk for chunk in self._chunks if chunk is not self]
+        all_kept = [(chunk, unit) for chunk in (*others, self) for unit in chunk._kept]
+        return [
+            *((chunk, unit) for chunk, unit in all_kept if chunk._is_to_stay(unit)),
+            *((chunk, unit) for chunk in others for unit in chunk._ahead),
+            *((chunk, unit) for chunk, unit in all_kept if not chunk._is_to_stay(unit)),
+            *((self, unit) for unit in self._ahead),
+        ]
+
+    def _drop(self, unit: Unit) -> None:
+        self._kept.pop(unit, None)
+        del self._active[unit]
+        self._memory.give_back(self._spans.pop(unit), self.end_use(unit))
+
+    def _drop_spare(self, unit: Unit) -> None:
+        if unit in self._kept:
+            self._drop(unit)
+            return
+        del self._ahead[unit]
+        self._memory.give_back(self._spans.pop(unit), self.abandon_gather(unit))
+
+
+class _UnderWay[Reduction](NamedTuple):
+    reduction: Reduction
+    span: Span
+    has_more: bool
+
+
+class GradsInFlight[Unit: Hashable, Reduction](ABC):
+    """Where the gradients of units lie while they are reduced, and which of them stay unreduced.
+
+    memory: for gradients that are reduced; residency: decides whose gradients of several
+    micro-batches are added up before they are reduced, None for none.
+    """
+
+    def __init__(self, memory: Spans[object], residency: Residency[Unit] | None = None):
+        self._memory, self._residency = memory, residency
+        self._under_way: deque[_UnderWay[Reduction]] = deque()
+
+    @abstractmethod
+    def await_reduction(self, reduction: Reduction) -> None:
+        """Return when `reduction` has ended: its memory is needed."""
+
+    def is_to_wait(self, unit: Unit, is_last: bool) -> bool:
+        """Whether the gradients of `unit`, complete for this micro-batch, wait for those of a later
+        one. is_last: there is none."""
+        if self._residency is None:
+            return False
+        self._residency.visit(unit)
+        return not is_last and self._residency.keeps(unit)
+
+    def take_span(self, nbytes: int, num_pieces: int) -> Span:
+        """Memory for the first piece of a unit's gradients. A unit of several pieces keeps its
+        gradients until its last one; so it waits for another such unit."""
+        while num_pieces > 1 and any(one.has_more for one in self._under_way):
+            self.await_oldest()
+        while (span := self._memory.take(nbytes)) is None:
+            if self._under_way:
+                self.await_oldest()
+            else:
+                # All memory is being filled: one unit collects fused gradients to the end of
+                # backward, say the norm behind the layers, and another begins.
+                self._memory.grow(nbytes)
+        return span
+
+    def note_started(self, reduction: Reduction, span: Span, has_more: bool) -> None:
+        """`reduction` is under way in `span`; has_more: gradients of its unit wait beside it."""
+        self._under_way.append(_UnderWay(reduction, span, has_more))
+
+    def await_oldest(self) -> None:
+        """Return when the reduction that was started first has ended."""
+        oldest = self._under_way.popleft()
+        self.await_reduction(oldest.reduction)
+        self._memory.give_back(oldest.span)
+
+    def await_all(self) -> None:
+        """Return when every reduction that was started has ended."""
+        while self._under_way:
+            self.await_oldest()
