@@ -130,6 +130,7 @@ def training_flags(args: argparse.Namespace, platform: Platform, data: Path) -> 
         "make-vocab-size-divisible-by": 32, "num-workers": 0,
         "log-interval": 1, "eval-interval": 10 * args.steps, "eval-iters": 0,
         "distributed-backend": platform.backend, "transformer-impl": "local",
+        "asynchzp-device": "auto" if platform.backend == "nccl" else "cpu",
     }
     # fmt: on
     switches = [

@@ -40,6 +40,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "legacy" / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "runs" / "iter_0000010").mkdir(parents=True)
     (tmp_path / "runs" / "iter_0000010" / "metadata.json").write_text("{}")
+    for name, weights in (("llama", "model.safetensors"), ("llama-bin", "pytorch_model.bin")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / weights).touch()
     return tmp_path
 
 
@@ -103,6 +107,12 @@ MISTAKES = {
     "loading from a file": (uses("--load file"), "--load file is a file"),
     "loading from within a checkpoint": (
         uses("--load runs/iter_0000010"), "is one checkpoint; name the folder that it is in"),
+    "loading from Hugging Face": (
+        uses("--load llama"), "asynchzp hf import --load llama --save FOLDER and give --load"),
+    "loading weights from Hugging Face": (
+        uses("--pretrained-checkpoint llama-bin"), "hf import --load llama-bin --save FOLDER"),
+    "a pretrained checkpoint that is a file": (
+        uses("--pretrained-checkpoint file"), "--pretrained-checkpoint file is a file"),
     "data that is not there": (uses("--data-path absent"), "absent: no dataset there"),
     "data with its ending": (uses("--data-path good.bin"), "without .idx or .bin"),
     "half a dataset": (uses("--data-path half"), "half.bin missing"),

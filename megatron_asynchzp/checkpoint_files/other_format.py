@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how a checkpoint of Megatron's older format `torch` is known, and what to do with one.
+"""Owns how a checkpoint of Megatron's older format `torch` is known, and a model of Hugging Face.
 Importing this file loads no torch.
 """
 
@@ -21,3 +21,14 @@ def all_of_format_torch(load_dir: Path) -> bool:
     """Whether there are checkpoints in a folder, and torch_dist in none of them."""
     found = [*load_dir.glob("iter_*"), *load_dir.glob("release")]
     return bool(found) and all(map(is_of_format_torch, found))
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether a folder holds a model of Hugging Face, and no checkpoint of Megatron."""
+    weights = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+    checkpoints = ("latest_checkpointed_iteration.txt", "iter_*", "release")
+    return (
+        (folder / "config.json").is_file()
+        and any(any(folder.glob(pattern)) for pattern in weights)
+        and not any(any(folder.glob(pattern)) for pattern in checkpoints)
+    )

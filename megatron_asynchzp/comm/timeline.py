@@ -62,22 +62,24 @@ class CommTimes:
         )
 
     @property
-    def overlap(self) -> float:
-        """The part of the communication that computation did not wait for, in [0, 1]."""
-        return max(0.0, 1.0 - self.exposed_s / self.busy_s) if self.busy_s else 1.0
+    def overlap(self) -> float | None:
+        """The part of the communication that computation did not wait for, in [0, 1]; None where
+        there was none."""
+        return max(0.0, 1.0 - self.exposed_s / self.busy_s) if self.busy_s else None
 
 
 class Timeline:
     """Records spans. Any thread may add (list.append is atomic), the rest is for the main one.
 
     every: on a device that runs ahead, where a mark is an event in a stream, one step in so many is
-    timed; a CPU's marks cost nothing, and all its steps are. Evaluation is not timed.
+    timed; a CPU's marks cost nothing, and all its steps are. An evaluation is not, nor what is
+    waited for between two steps.
     """
 
     def __init__(self, device: Device, every: int = 1):
         self.device = device
         self._every = every if device.runs_ahead else 1
-        self._is_timing = True
+        self._is_timing, self._is_in_step = False, False
         self._spans: list[Span] = []
         self._folding: list[list[Span]] = []
         self._captured: list[Span] | None = None
@@ -97,31 +99,39 @@ class Timeline:
     def add(self, lane: str, name: str, start: Any, end: Any) -> None:
         """Record that something ran from the mark `start` to the mark `end`."""
         span = Span(lane, name, start, end)
-        self._spans.append(span)
+        if self._is_in_step or lane != WAIT:  # what a checkpoint waits for belongs to no step
+            self._spans.append(span)
         if (captured := self._captured) is not None:
             captured.append(span)
 
     def begin_step(self, step: int) -> None:
-        """`step` begins: the spans of timed steps that are over become times and are forgotten.
+        """`step` begins, and the one before is over, if it was not."""
+        self._end_step()
+        self._is_in_step = True
+        self._is_timing = step % self._every == 0 or self.is_capturing
 
-        The step before is left for the next time, so that nothing has to be waited for where the
-        device runs ahead.
+    def _end_step(self) -> None:
+        """The spans of timed steps that are over become times and are forgotten.
+
+        Where the device runs ahead nothing is waited for: what it has not done yet is left.
         """
+        if self._is_in_step and self._spans:
+            self._folding.append(self._spans)
+            self._spans = []
+        self._is_in_step = False
         while self._folding and all(self.device.has_passed(s.end) for s in self._folding[0]):
             spans = self.in_seconds(self._folding.pop(0))
             self._times += replace(measure_comm(spans), steps=1)
-        if self._spans:
-            self._folding.append(self._spans)
-        self._spans = []
-        # Folded two steps later: in time for the log line of a step that `every` divides.
-        self._is_timing = (step + 2) % self._every == 0 or self._every <= 2 or self.is_capturing
 
     def pause(self) -> None:
-        """An evaluation begins: nothing is timed until the next step."""
+        """Nothing is timed until the next step begins."""
         self._is_timing = self.is_capturing
 
     def take_times(self) -> CommTimes:
-        """What was timed and is over, since the last call."""
+        """What was timed and is over, since the last call. The step is over, too."""
+        self._end_step()
+        if self.device.runs_ahead:  # on a CPU what the step has submitted may begin later
+            self.pause()
         times, self._times = self._times, CommTimes()
         return times
 

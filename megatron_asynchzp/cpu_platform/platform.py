@@ -22,7 +22,6 @@ from megatron_asynchzp.replacements import Replacements
 logger = logging.getLogger(__name__)
 
 _MEGATRON_PARTS = (
-    "core.datasets.utils",
     "core.transformer.moe.moe_utils",
     "core.parallel_state",
     "core.optimizer.distrib_optimizer",
@@ -139,7 +138,6 @@ def _replace_compiler(names: Replacements):
 
 def _replace_megatron(
     names: Replacements,
-    datasets_utils: ModuleType,
     moe_utils: ModuleType,
     parallel_state: ModuleType,
     distrib_optimizer: ModuleType,
@@ -148,7 +146,6 @@ def _replace_megatron(
     mamba_mixer: ModuleType,
     attention: ModuleType,
 ):
-    names.replace(datasets_utils, "compile_helpers", _check_helpers)
     names.replace(moe_utils, "maybe_move_tensor_to_cpu", _as_split_sizes)
     # Its check whether a context of CUDA's random numbers drew from the CPU's: here they are one.
     random_log = logging.getLogger("megatron.core.tensor_parallel.random")
@@ -244,11 +241,6 @@ def _write_on_cpu(*args: Any) -> None:
 
 def _import(name: str) -> ModuleType:
     return importlib.import_module(f"megatron.{name}")
-
-
-def _check_helpers():
-    """For compile_helpers: the wheel ships the compiled index builder but no Makefile."""
-    _import("core.datasets.helpers_cpp")
 
 
 def _is_not_about_cpu_numbers(record: logging.LogRecord) -> bool:

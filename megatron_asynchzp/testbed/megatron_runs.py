@@ -181,13 +181,24 @@ def pretrain(argv: list[str]) -> None:
     model_config = getattr(argument_utils, build)(args)
     model_config.pre_wrap_hooks.append(seed_parameters)
     # It parses every flag once more, a third of a start, to find one that these runs do not have.
-    with mock.patch.object(ft_integration, "setup", lambda: None):
+    with compiled_helpers(), mock.patch.object(ft_integration, "setup", lambda: None):
         training.pretrain(
             argument_utils.pretrain_cfg_container_from_args(args, model_config),
             _datasets,
             ModelType.encoder_or_decoder,
             _forward_step,
         )
+
+
+def compiled_helpers() -> contextlib.AbstractContextManager[Any]:
+    """Inside, stock Megatron takes the dataset helpers of its wheel, as with the plugin's patches:
+    to compile them it would need the Makefile that the wheel has not."""
+    from megatron.core.datasets import utils
+
+    from megatron_asynchzp.mcore.patches.datasets import compile_helpers
+
+    ours = compile_helpers.make(utils.compile_helpers)
+    return mock.patch.object(utils, "compile_helpers", ours)
 
 
 def _datasets(num_samples: Any, vp_stage: int | None = None) -> tuple:

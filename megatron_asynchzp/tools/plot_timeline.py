@@ -62,10 +62,11 @@ def make_figure(traces: Sequence[Trace]):
 
 def title_of(trace: Trace) -> str:
     times = trace.times
-    return (
+    title = (
         f"{trace.name}: step {1e3 * trace.step_s:.1f} ms, exposed communication "
-        f"{1e3 * times.exposed_s:.1f} ms, overlap {100 * times.overlap:.0f} %"
+        f"{1e3 * times.exposed_s:.1f} ms"
     )
+    return title if times.overlap is None else f"{title}, overlap {100 * times.overlap:.0f} %"
 
 
 class _Panel:

@@ -90,7 +90,8 @@ def test_busy_counts_collectives_and_exposed_counts_waiting(some):
     waits = [span for span in some if span.lane == WAIT]
     assert times.busy_s == TICK_S * len(covered_ticks(busy))
     assert times.exposed_s == TICK_S * len(covered_ticks(waits))
-    assert 0.0 <= times.overlap <= 1.0
+    assert (times.overlap is None) == (times.busy_s == 0.0)
+    assert 0.0 <= (times.overlap or 0.0) <= 1.0
 
 
 @given(spans(lanes=tuple(LANES)))
@@ -104,36 +105,53 @@ def test_what_is_waited_for_from_start_to_end_does_not_overlap(some):
 def test_times_add_up():
     total = CommTimes(3.0, 1.0) + CommTimes(1.0, 1.0)
     assert total == CommTimes(4.0, 2.0) and total.overlap == 0.5
-    assert CommTimes().overlap == 1.0
+    assert CommTimes().overlap is None  # where nothing was timed, nothing is claimed
 
 
-def test_a_step_becomes_times_one_step_late_and_is_forgotten():
+def test_a_step_becomes_times_when_it_is_over_and_is_forgotten():
     timeline = Timeline(TickingDevice())
 
     def add(lane: str, ticks: int) -> None:
         timeline.add(lane, "u", 0, ticks)
 
+    timeline.begin_step(1)
     add("gather", 4)
     add(WAIT, 1)
-    timeline.begin_step(1)  # step 1 ends
-    assert timeline.take_times() == CommTimes()
-    add("gather", 6)
-    timeline.begin_step(1)
     assert timeline.take_times() == CommTimes(4 * TICK_S, 1 * TICK_S, steps=1)
     assert timeline.take_times() == CommTimes()
-    timeline.begin_step(1)
-    timeline.begin_step(1)
+    timeline.begin_step(2)
+    add("gather", 6)
+    timeline.begin_step(3)
+    timeline.begin_step(4)
     assert timeline.take_times() == CommTimes(6 * TICK_S, 0.0, steps=1)
-    timeline.begin_step(1)
-    assert timeline.take_times() == CommTimes()
 
 
 def test_times_of_several_steps_are_taken_together():
     timeline = Timeline(TickingDevice())
-    for _ in range(5):
+    for step in range(1, 6):
+        timeline.begin_step(step)
         timeline.add("reduce", "u", 0, 2)
-        timeline.begin_step(1)
-    assert timeline.take_times() == CommTimes(4 * 2 * TICK_S, 0.0, steps=4)
+    assert timeline.take_times() == CommTimes(5 * 2 * TICK_S, 0.0, steps=5)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=6))
+def test_the_exposed_time_of_a_step_is_what_it_waited_for_between_its_begin_and_its_report(steps):
+    """Also where a checkpoint, or the start of the run, waits between two steps."""
+    device = TickingDevice()
+    timeline = Timeline(device)
+
+    def wait(times: int) -> None:
+        for _ in range(times):
+            timeline.note(WAIT, "u", timeline.mark())
+
+    for step, (waits_before, waits_within) in enumerate(steps, 1):
+        wait(waits_before)
+        timeline.begin_step(step)
+        began = device.now
+        wait(waits_within)
+        times, lasted_s = timeline.take_times(), TICK_S * (device.now - began)
+        assert times.exposed_s == TICK_S * waits_within <= lasted_s
+        assert times.steps == (waits_within > 0)
 
 
 class LateDevice(TickingDevice):
@@ -151,16 +169,14 @@ def test_a_device_that_runs_ahead_is_timed_in_one_step_of_so_many_and_never_in_e
     device = LateDevice()
     device.has_caught_up = True
     timeline, timed = Timeline(device, every), []
-    timeline.take_times()
     for step in range(1, 31):
         timeline.begin_step(step)
+        timeline.note("gather", "u", timeline.mark())
         if timeline.take_times().steps:
             timed.append(step)
-        timeline.note("gather", "u", timeline.mark())
-        timeline.pause()
-        assert timeline.mark() is None
-    # In time for the log line of a step that `every` divides; two steps are always open.
-    assert timed == [step for step in range(3, 31) if every < 3 or step % every == 0]
+        assert timeline.mark() is None  # until the next step begins
+    # Those whose log line is printed.
+    assert timed == [step for step in range(1, 31) if step % every == 0]
 
 
 def test_times_are_folded_when_the_device_has_caught_up_and_not_waited_for():
@@ -169,25 +185,32 @@ def test_times_are_folded_when_the_device_has_caught_up_and_not_waited_for():
     for step in range(1, 6):
         timeline.begin_step(step)
         timeline.note("gather", "u", timeline.mark())
-    assert timeline.take_times().steps == 0
+        assert timeline.take_times().steps == 0
     device.has_caught_up = True
-    timeline.begin_step(6)
-    assert timeline.take_times().steps == 4
+    assert timeline.take_times().steps == 5
 
 
-def test_however_many_steps_are_run_the_spans_of_two_of_them_are_kept():
+def test_an_evaluation_is_not_timed():
+    for device in (TickingDevice(), LateDevice()):
+        timeline = Timeline(device)
+        timeline.begin_step(1)
+        timeline.pause()
+        assert timeline.mark() is None
+
+
+def test_however_many_steps_are_run_the_spans_of_one_of_them_are_kept():
     class Name(str):
         """A string that can be watched for."""
 
     timeline, names = Timeline(TickingDevice()), weakref.WeakSet()
     for step in range(50):
+        timeline.begin_step(step)
         for index in range(7):
             name = Name(f"u{step} {index}")
             names.add(name)
             timeline.add("gather", name, 0, 1)
         del name
-        assert len(names) == 7 * min(step + 1, 2)
-        timeline.begin_step(1)
+        assert len(names) == 7
 
 
 def test_a_step_that_several_model_chunks_begin_is_folded_once():
@@ -196,7 +219,7 @@ def test_a_step_that_several_model_chunks_begin_is_folded_once():
         for _ in range(3):
             driver.begin_step(step)
         driver.timeline.add("gather", "u", 0, step)
-    assert driver.timeline.take_times() == CommTimes(1 * TICK_S, 0.0, steps=1)
+    assert driver.timeline.take_times() == CommTimes((1 + 2 + 3) * TICK_S, 0.0, steps=3)
 
 
 def test_a_capture_holds_what_was_added_while_it_lasted_and_how_long_that_was():

@@ -65,7 +65,7 @@ def test_install_is_idempotent_and_lists_what_it_replaced(platform):
     cpu_platform.uninstall()
     replaced = cpu_platform.install()
     assert "torch.cuda.is_available" in replaced
-    assert "megatron.core.datasets.utils.compile_helpers" in replaced
+    assert "megatron.core.parallel_state.get_nccl_options" in replaced
 
 
 @pytest.mark.parametrize("module", ["megatron.core", slow_unless(False, "megatron.training")])

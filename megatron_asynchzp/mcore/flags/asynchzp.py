@@ -231,7 +231,8 @@ def add_device_argument(parser) -> None:
         choices=("auto", "cpu"),
         default="auto",
         help="The accelerator, or the CPU platform where there is none (auto), or always the CPU "
-        "(cpu). Default: auto.",
+        "(cpu). A machine with an accelerator that torch does not see is refused without cpu. "
+        "Default: auto.",
     )
 
 

@@ -11,7 +11,11 @@ from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_asynchzp.checkpoint_files.other_format import OTHER_FORMAT, all_of_format_torch
+from megatron_asynchzp.checkpoint_files.other_format import (
+    OTHER_FORMAT,
+    all_of_format_torch,
+    is_hugging_face,
+)
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule, resolve_trace
 from megatron_asynchzp.mcore.flags.moments import take_moment_dtypes
@@ -210,18 +214,29 @@ def refuse_useless_saves(args: Namespace) -> None:
 
 
 def refuse_useless_load(args: Namespace) -> None:
-    """Raise ConfigurationError for a --load that no checkpoint can be read from. A folder without
-    any is a run from the beginning."""
-    folder = Path(args.load or "")
-    if not args.load or not folder.exists():
+    """Raise ConfigurationError for a --load or --pretrained-checkpoint that no checkpoint can be
+    read from. A folder without any is a run from the beginning."""
+    for name in ("load", "pretrained_checkpoint"):
+        if getattr(args, name):
+            _refuse_useless_folder(_flag(name), Path(getattr(args, name)))
+
+
+def _refuse_useless_folder(flag: str, folder: Path) -> None:
+    if not folder.exists():
         return
     if not folder.is_dir():
-        raise ConfigurationError(f"--load {folder} is a file; name a folder of checkpoints")
+        raise ConfigurationError(f"{flag} {folder} is a file; name a folder of checkpoints")
     if all_of_format_torch(folder):
-        raise ConfigurationError(f"--load {folder}: {OTHER_FORMAT}")
+        raise ConfigurationError(f"{flag} {folder}: {OTHER_FORMAT}")
+    if is_hugging_face(folder):
+        raise ConfigurationError(
+            f"{flag} {folder} is a model of Hugging Face, from which Megatron loads nothing; make "
+            f"a checkpoint of it with asynchzp hf import --load {folder} --save FOLDER and give "
+            f"{flag} FOLDER"
+        )
     if _CHECKPOINT.fullmatch(folder.name) and (folder / "metadata.json").is_file():
         raise ConfigurationError(
-            f"--load {folder} is one checkpoint; name the folder that it is in, and choose it with "
+            f"{flag} {folder} is one checkpoint; name the folder that it is in, and choose it with "
             "--ckpt-step"
         )
 

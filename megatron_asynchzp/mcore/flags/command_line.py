@@ -43,7 +43,8 @@ _MEGATRON_SWITCHES = (
 _MEGATRON_WORDS = {
     "data-parallel-sharding-strategy": "optim_grads_params",
     "outer-dp-sharding-strategy": "no_shard", "async-strategy": "nvrx", "save": None, "load": None,
-    "data-args-path": None, "per-split-data-args-path": None, "per-dataset-sequences-path": None,
+    "pretrained-checkpoint": None, "data-args-path": None, "per-split-data-args-path": None,
+    "per-dataset-sequences-path": None,
 }
 _MEGATRON_LISTS = (
     "data-path", "train-data-path", "valid-data-path", "test-data-path", "rampup-batch-size",

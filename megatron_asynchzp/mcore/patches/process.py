@@ -22,8 +22,10 @@ _ITERATION_LINE = "elapsed time per iteration (ms):"
 def print_rank_last(original: Callable, message: Any) -> None:
     if _ITERATION_LINE in str(message) and (communication := Communication.current()):
         report = communication.take_report()
-        message += f" exposed comm (ms): {report.exposed_ms:.1f} |"
-        message += f" overlap (%): {report.overlap_percent:.1f} |"
+        if report.exposed_ms is not None:
+            message += f" exposed comm (ms): {report.exposed_ms:.1f} |"
+        if report.overlap_percent is not None:
+            message += f" overlap (%): {report.overlap_percent:.1f} |"
         for what, (saved, nbytes) in communication.kept().items():
             message += f" {what} saved: {saved} ({nbytes / 2**20:.1f} MiB kept) |"
         write_scalars(communication, report)

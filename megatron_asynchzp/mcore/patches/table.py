@@ -3,12 +3,13 @@
 """Every function that is replaced, in the order of the documentation."""
 
 from megatron_asynchzp.mcore.checkpoint.patches import CHECKPOINT_PATCHES
-from megatron_asynchzp.mcore.patches import arguments, model, process, whole_tensors
+from megatron_asynchzp.mcore.patches import arguments, datasets, model, process, whole_tensors
 from megatron_asynchzp.mcore.patches.patch import Patch
 
 PATCHES: tuple[Patch, ...] = (
     arguments.add_arguments,
     arguments.validate_args,
+    datasets.compile_helpers,
     model.build_models,
     model.get_model,
     model.ddp_wrap,

@@ -27,11 +27,11 @@ from megatron_asynchzp.zero.step import Stays
 
 class CommReport(NamedTuple):
     """Communication of some steps: milliseconds per step that computation waited for it, and in %
-    the part that it did not wait for, of the steps that were timed; gathers of parameters and
-    reductions of gradients per step, of all steps and units."""
+    the part that it did not wait for, of the steps that were timed, None where none was; gathers of
+    parameters and reductions of gradients per step, of all steps and units."""
 
-    exposed_ms: float
-    overlap_percent: float
+    exposed_ms: float | None
+    overlap_percent: float | None
     gathers_per_step: float
     reductions_per_step: float
 
@@ -86,13 +86,14 @@ class Communication:
             print(f"megatron_asynchzp: {text}", flush=True)
 
     def take_report(self) -> CommReport:
-        """What the steps since the last call cost."""
+        """What the steps since the last call cost. Called when a step is over."""
         times, driver = self.driver.timeline.take_times(), self.driver
         steps, counts = max(1, driver.step - self._reported_step), driver.counts - self._reported
         self._reported_step, self._reported = driver.step, driver.counts.copy()
+        overlap = times.overlap
         return CommReport(
-            exposed_ms=1e3 * times.exposed_s / max(1, times.steps),
-            overlap_percent=100 * times.overlap,
+            exposed_ms=1e3 * times.exposed_s / times.steps if times.steps else None,
+            overlap_percent=None if overlap is None else 100 * overlap,
             gathers_per_step=counts["gather"] / steps,
             reductions_per_step=counts["reduce"] / steps,
         )

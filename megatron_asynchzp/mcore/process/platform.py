@@ -15,13 +15,17 @@ from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import add_device_argument
+from megatron_asynchzp.mcore.process.lost_device import refuse_lost_device
 
 # Accelerators that Megatron can drive. torch may know more (mps, xpu).
 _ACCELERATORS = ("cuda", "npu")
 
 
 def choose_platform(argv: list[str]) -> None:
-    """Install the CPU platform where --asynchzp-device in `argv`, or the machine, asks for it."""
+    """Install the CPU platform where --asynchzp-device in `argv`, or the machine, asks for it.
+
+    Raises ConfigurationError, one line, for a machine whose accelerator torch does not see.
+    """
     if (reason := _reason_for_cpu(argv)) is None:
         return
     from megatron_asynchzp import cpu_platform
@@ -83,11 +87,35 @@ def is_cpu_asked(argv: list[str]) -> bool:
         return False  # Megatron's parser, which knows all flags, reports the wrong value
 
 
+def are_dataset_helpers_ready() -> bool:
+    """Whether the compiled dataset helpers can be used as they are, without Megatron's `make`.
+
+    A wheel has them, and no Makefile. On the CPU platform a Makefile is not asked either: a
+    checkout may have borrowed them.
+    Raises ConfigurationError where they cannot be imported and nothing can compile them.
+    """
+    (folder, *_) = importlib.import_module("megatron.core.datasets").__path__
+    has_makefile = Path(folder, "Makefile").is_file()
+    try:
+        importlib.import_module("megatron.core.datasets.helpers_cpp")
+    except ImportError as error:
+        if has_makefile:
+            return False
+        raise ConfigurationError(
+            f"the dataset helpers of the Megatron in {folder} cannot be imported ({error}), and "
+            "there is no Makefile to compile them; reinstall megatron-core for this Python"
+        ) from error
+    return is_on_cpu() or not has_makefile
+
+
 def _reason_for_cpu(argv: list[str]) -> str | None:
     """Why this process runs on the CPU platform; None where an accelerator is used."""
     if is_cpu_asked(argv):
         return "--asynchzp-device cpu"
-    return None if _has_accelerator() else "no accelerator found"
+    if _has_accelerator():
+        return None
+    refuse_lost_device(os.environ)
+    return "no accelerator found"
 
 
 def _has_accelerator() -> bool:
@@ -100,8 +128,8 @@ def _has_accelerator() -> bool:
 def _lend_dataset_helpers() -> None:
     """Let a Megatron checkout use the compiled dataset helpers of an installed wheel.
 
-    A fresh checkout has none, and the CPU platform does not run its Makefile (which needs a
-    compiler, pybind11 and this Python's python3-config). Modules the checkout has stay its own.
+    A fresh checkout has none, and its Makefile, which needs a compiler, pybind11 and this Python's
+    python3-config, is not run on the CPU. Modules the checkout has stay its own.
     """
     datasets = importlib.import_module("megatron.core.datasets")
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:

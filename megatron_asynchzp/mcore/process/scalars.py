@@ -31,10 +31,13 @@ def write_to(tensorboard: Any, wandb: Any, scalars: dict[str, float], step: int)
 
 
 def scalars_of(communication: Communication, report: CommReport) -> dict[str, float]:
-    """Tags and values of one log line; bytes are of this rank."""
-    scalars: dict[str, float] = {
+    """Tags and values of one log line, without what was not timed; bytes are of this rank."""
+    timed = {
         "asynchzp/exposed-communication-ms": report.exposed_ms,
         "asynchzp/overlap-percent": report.overlap_percent,
+    }
+    scalars: dict[str, float] = {
+        **{tag: value for tag, value in timed.items() if value is not None},
         "asynchzp/gathers-per-step": report.gathers_per_step,
         "asynchzp/reductions-per-step": report.reductions_per_step,
         "asynchzp/bytes-at-rest": nbytes_at_rest(communication),

@@ -19,7 +19,7 @@ from megatron_asynchzp.testbed.contenders.step_meter import StepMeter
 from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
 from megatron_asynchzp.testbed.fabric.network import Network
 from megatron_asynchzp.testbed.fabric.streams import install_streams
-from megatron_asynchzp.testbed.megatron_runs import initialized_args
+from megatron_asynchzp.testbed.megatron_runs import compiled_helpers, initialized_args
 from megatron_asynchzp.testbed.tiny_gpt import LineDataset, seed_parameters
 
 DEEPSPEED = "deepspeed==0.19.8"
@@ -66,7 +66,8 @@ def _built_model(workload: Workload) -> nn.Module:
 
     cpu_platform.install()
     args = initialized_args(workload.argv(workload.samples // dist.get_world_size()))
-    initialize_megatron()
+    with compiled_helpers():
+        initialize_megatron()
     config = gpt_config_from_args(args)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = config.get_builder_cls()(config).build_model(groups)

@@ -74,6 +74,41 @@ def test_object_storage_is_left_to_megatron(parse):
     checks.refuse_missing_data(parse("--data-path s3://bucket/prefix"))
 
 
+_MODEL = ("config.json", "model-00001-of-00002.safetensors")
+
+
+@pytest.mark.parametrize(
+    "files, is_refused",
+    [
+        (_MODEL, True),
+        (("config.json", "model.safetensors.index.json"), True),
+        (("config.json", "pytorch_model-00001-of-00002.bin"), True),
+        (("config.json",), False),
+        (("model.safetensors",), False),
+        # Where training has saved, there is something to load.
+        ((*_MODEL, "latest_checkpointed_iteration.txt"), False),
+        ((*_MODEL, "iter_0000010/metadata.json"), False),
+        ((*_MODEL, "release/metadata.json"), False),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--load", "--pretrained-checkpoint"])
+def test_a_model_of_hugging_face_is_not_a_run_from_random_weights(
+    parse, tmp_path, flag, files, is_refused
+):
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    args = parse(f"{flag} {tmp_path}")
+    if not is_refused:
+        checks.refuse_useless_load(args)
+        return
+    with pytest.raises(ConfigurationError) as refused:
+        checks.refuse_useless_load(args)
+    line = str(refused.value)
+    assert line.startswith(f"{flag} {tmp_path} is a model of Hugging Face") and "\n" not in line
+    assert f"asynchzp hf import --load {tmp_path} --save" in line
+
+
 @pytest.mark.parametrize("flag", ["--yaml-cfg run.yaml", "--yaml-cfg=run.yaml"])
 def test_a_yaml_configuration_cannot_drop_use_asynchzp_silently(flag):
     with pytest.raises(ConfigurationError, match="--yaml-cfg"):

@@ -168,18 +168,16 @@ def test_the_log_of_the_last_rank_has_exposed_communication_and_overlap(runs, ki
     *others, log = (parse_log(log.splitlines()) for log in runs[kind].logs)
     assert not any(others)
     assert [step.number for step in log] == list(range(1, STEPS + 1))
-    # Each line is about the step before the last: nothing has to be waited for to know it.
-    assert [(s.exposed_comm_ms, s.overlap_percent) for s in log[:1]] == [(0.0, 100.0)]
-    longest_ms = max(step.step_ms for step in log)
+    # Each line is about its own step: the first, which gathers on demand, has waited.
+    assert log[0].exposed_comm_ms > 0.0 and log[0].overlap_percent < 100.0
     for step in log:
-        assert 0.0 <= step.exposed_comm_ms < longest_ms
+        assert 0.0 <= step.exposed_comm_ms < step.step_ms
         assert 0.0 <= step.overlap_percent <= 100.0
-    assert any(step.exposed_comm_ms > 0.0 for step in log)
 
 
 def test_inline_waits_for_all_of_its_communication(runs):
     log = parse_log(runs["inline"].logs[-1].splitlines())
-    assert all(step.overlap_percent < 5.0 for step in log[3:])
+    assert all(step.overlap_percent < 5.0 for step in log[1:])
 
 
 def test_only_rank_0_writes_and_nothing_is_captured_without_the_flag(by_rank):

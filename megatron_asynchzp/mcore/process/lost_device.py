@@ -1,0 +1,53 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns how a machine is known whose accelerator torch does not see: a node that went to the CPU by
+itself would wait in gloo for ranks that use NCCL.
+"""
+
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_asynchzp.errors import ConfigurationError
+
+# The first two choose devices for the libraries, the others are Slurm's words for what a job got.
+_CHOICES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+_ALLOTTED = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS")
+_NONE_CHOSEN = ("", "-1")
+_DEVICE_FILES = ("nvidia*", "davinci*")
+
+
+def refuse_lost_device(environ: Mapping[str, str], files: Path = Path("/dev")) -> None:
+    """Raise ConfigurationError where a machine without a device for torch has one all the same, or
+    was asked for one."""
+    if (sign := sign_of_device(environ, files)) is not None:
+        raise ConfigurationError(
+            f"{platform.node()} has {sign}, but torch sees no device there ({_torchs_reason()}); "
+            "mend the driver or install a torch for it, or train on the CPU with "
+            "--asynchzp-device cpu"
+        )
+
+
+def sign_of_device(environ: Mapping[str, str], files: Path) -> str | None:
+    """What shows that this process is meant to have an accelerator; None where nothing does, or
+    where it is hidden from the process on purpose."""
+    chosen = {name: environ[name].strip() for name in _CHOICES if name in environ}
+    if any(devices in _NONE_CHOSEN for devices in chosen.values()):
+        return None
+    named = chosen | {name: environ[name] for name in _ALLOTTED if environ.get(name)}
+    found = [str(path) for pattern in _DEVICE_FILES for path in sorted(files.glob(pattern))]
+    return next(iter([*found, *(f"{name}={value}" for name, value in named.items())]), None)
+
+
+def _torchs_reason() -> str:
+    """In one line."""
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        first = " ".join(str(error).split()).partition(". ")[0]
+        return f"torch {torch.__version__}: {first}"
+    return f"torch {torch.__version__}"
