@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -253,3 +254,57 @@ def test_ids_fit_the_vocabulary_that_the_printed_flags_declare():
     vocab_size = int(flags[flags.index("--vocab-size") + 1])
     ids = ByteEncoder().encode(bytes(range(256)), "all bytes")
     assert ids.max() == vocab_size - 1 and np.array_equal(ids[:-1], np.arange(256))
+
+
+def sets_of(flags: list[str], documents: int) -> list[int | None]:
+    """Documents of the training, validation and test set, as Megatron shares them out; None for a
+    set that it does not build."""
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    split = flags[flags.index("--split") + 1] if "--split" in flags else "969, 30, 1"
+    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    return [place and round(place[1] * documents) - round(place[0] * documents) for place in matrix]
+
+
+def test_the_printed_flags_leave_no_set_without_a_document():
+    for documents in range(1, 1100):
+        flags = prepare_data.split_flags(documents)
+        train, *others = sets_of(flags, documents)
+        assert train and 0 not in others
+        # Megatron evaluates on a set that it did not build, unless told otherwise.
+        assert (others[0] is None) == (flags[-2:] == ["--eval-iters", "0"])
+        if 0 not in sets_of([], documents):
+            assert flags == []
+
+
+@pytest.mark.parametrize("documents", [1, 2, 10, 16, 17, 500, 501])
+def test_megatron_builds_the_sets_of_the_printed_flags(documents, tmp_path, capsys):
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    rows, prefix = write_rows(tmp_path, ".jsonl", ["text"] * documents), tmp_path / "corpus"
+    assert prepare_data.main([rows, "--output-prefix", str(prefix)]) == 0
+    flags = capsys.readouterr().out.splitlines()[-1].split()
+    assert 0 not in sets_of(flags, documents)  # or it would not end
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=64,
+        blend=([flags[flags.index("--data-path") + 1]], None),
+        split=flags[flags.index("--split") + 1] if "--split" in flags else "969, 30, 1",
+        tokenizer=SimpleNamespace(
+            vocab_size=BYTE_EOD + 1, eod=BYTE_EOD, pad=-1, unique_identifiers={}
+        ),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    evaluated = 0 if "--eval-iters" in flags else 32
+    sizes = [64, evaluated, evaluated]
+    built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    assert all(one is None or len(one) >= size for one, size in zip(built, sizes))
+    assert len(built[0][0]["tokens"]) == 64

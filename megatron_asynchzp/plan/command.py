@@ -9,8 +9,10 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags import checks
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
 from megatron_asynchzp.plan import table
 from megatron_asynchzp.planner import explain
@@ -24,7 +26,8 @@ from megatron_asynchzp.sharding.topology import ShardSizes
 
 EXIT_TOO_LARGE, EXIT_REFUSED = 1, 2
 _DEFAULT_SCRIPT = "pretrain_gpt.py"
-_OURS = ("--asynchzp-dry-run", "0")  # stops a script where Megatron has validated its arguments
+_OURS = ("--use-asynchzp",)  # what is planned is a run with it, of a stock command line too
+_STOP = ("--asynchzp-dry-run", "0")  # a script stops where Megatron has validated its arguments
 
 
 def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
@@ -105,22 +108,23 @@ def _schedule_of(args: Namespace) -> Schedule:
 
 def setting_of(command: Sequence[str], cluster: Cluster) -> tuple[Setting, Namespace]:
     """The model of a training command in a pretended world of the cluster's ranks. Raises
-    ConfigurationError for what Megatron refuses."""
+    ConfigurationError for what Megatron or --use-asynchzp refuses."""
     from megatron_asynchzp.dry_run import pretended_world
     from megatron_asynchzp.mcore import planned_model
 
     # Megatron asks for it beside some parallel sizes; no device is used here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    script, flags = Path(command[0]), list(command[1:])
+    script, flags = Path(command[0]), [*command[1:], *_OURS]
     ranks, per_node = cluster.num_ranks, cluster.ranks_per_node
-    if script.is_file():
-        sys.path.insert(0, str(script.resolve().parent))
-        flags = [*flags, *_OURS]
-        args, _ = pretended_world.parse_script(script, flags, ranks, per_node)
-    elif script.name == _DEFAULT_SCRIPT:  # its flags are Megatron's own: it need not be here
-        args, _ = pretended_world.parse(flags, ranks, per_node)
-    else:
-        raise ConfigurationError(f"{script}: no such script")
+    # A plan is made where the data need not be.
+    with mock.patch.object(checks, "refuse_missing_data", lambda _: None):
+        if script.is_file():
+            sys.path.insert(0, str(script.resolve().parent))
+            args, _ = pretended_world.parse_script(script, [*flags, *_STOP], ranks, per_node)
+        elif script.name == _DEFAULT_SCRIPT:  # its flags are Megatron's own: it need not be here
+            args, _ = pretended_world.parse(flags, ranks, per_node)
+        else:
+            raise ConfigurationError(f"{script}: no such script")
     return planned_model.setting_of(args), args
 
 

@@ -19,7 +19,7 @@ import warnings
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from itertools import batched
+from itertools import accumulate, batched, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +27,8 @@ import numpy as np
 
 BYTE_EOD = 256  # the ids below are the bytes themselves
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
+# Training, validation, test in thousandths: Megatron's own --split, and what few documents need.
+_SPLITS = ((969, 30, 1), (969, 31, 0), (1000, 0, 0))
 _BATCH = 64  # documents that a worker gets at once
 # Not text anyone would learn from: installed packages, and tests with odd encodings.
 STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -94,6 +96,21 @@ class HuggingFaceEncoder:
 
     def training_flags(self) -> list[str]:
         return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", self._name]
+
+
+def split_flags(documents: int) -> list[str]:
+    """What must be said of the three sets with so few documents. Megatron never ends building a set
+    that has a weight but no document; with none to evaluate it fails where it evaluates."""
+    split = next(split for split in _SPLITS if _fills_all(split, documents))
+    flags = ["--split", ",".join(map(str, split))] if split != _SPLITS[0] else []
+    return flags if split[1] else [*flags, "--eval-iters", "0"]
+
+
+def _fills_all(split: tuple[int, ...], documents: int) -> bool:
+    """Whether each set with a weight gets a document, by Megatron's rounding."""
+    shares = [weight / sum(split) for weight in split]
+    edges = [round(end * documents) for end in accumulate(shares, initial=0.0)]
+    return all(first < end for weight, (first, end) in zip(split, pairwise(edges)) if weight)
 
 
 def standard_library() -> list[Path]:
@@ -335,7 +352,13 @@ def prepare(args: argparse.Namespace) -> str:
     shown = with_progress(documents, min(total, args.max_bytes or total) if is_text else None)
     with contextlib.closing(shown):
         summary = write_dataset(shown, encoder, args.output_prefix, args.workers)
-    flags = " ".join(["--data-path", str(args.output_prefix), *encoder.training_flags()])
+    flags = " ".join(
+        [
+            *("--data-path", str(args.output_prefix)),
+            *encoder.training_flags(),
+            *split_flags(summary.documents),
+        ]
+    )
     return (
         f"{args.output_prefix}.bin, .idx: {summary.documents:,} documents, "
         f"{summary.tokens:,} tokens\nFlags for training: {flags}"

@@ -3,6 +3,7 @@
 """`asynchzp plan`: what is printed, and one line for what cannot be planned."""
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,10 +15,20 @@ from megatron_asynchzp.planner.activations import FUSED, Recompute, Setting
 from megatron_asynchzp.planner.cluster import FOLDER, load_cluster
 from megatron_asynchzp.planner.model import Attention, Batch, Layer, Mlp, Model, Parallel
 from megatron_asynchzp.planner.search import Space, search
+from tests.support.command_server import Ended, serving
 
 LAYER = Layer(Attention(16, 16, 64), Mlp(4096, False))
 MODEL = Model(1024, 32000, (LAYER,) * 4, is_tied=False)
 TRAINING = ["--", "pretrain_gpt.py", "--num-layers", "4"]
+# Without a flag of ours, with those of Megatron's wrapper, and with data that is not here.
+# fmt: off
+STOCK = ["--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4",
+         "--seq-length", "128", "--max-position-embeddings", "128", "--micro-batch-size", "1",
+         "--global-batch-size", "16", "--train-iters", "3", "--lr", "1e-3", "--bf16",
+         "--tokenizer-type", "NullTokenizer", "--vocab-size", "511",
+         "--data-path", "/cluster/corpus",
+         "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+# fmt: on
 
 
 @pytest.fixture
@@ -63,6 +74,29 @@ def test_what_cannot_be_planned_is_one_line(megatron, capsys, argv, line):
     assert main([*argv, *TRAINING]) == 2
     text = capsys.readouterr().err
     assert text.startswith("megatron_asynchzp: ") and line in text and text.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def plan() -> Iterator[Callable[..., Ended]]:
+    """Call with a training command: the script, and flags beside STOCK."""
+    with serving(main) as run:
+        yield lambda script, *more: run("--cluster", "h100", "--ranks", "8", "--rows", "2", "--",
+                                        script, *STOCK, *more)  # fmt: skip
+
+
+# The first imports the adaptor, which checks the words of its command line as a run does.
+@pytest.mark.parametrize("script", ["scripts/train/pretrain_gpt.py", "pretrain_gpt.py"])
+def test_a_stock_command_line_is_planned_as_it_is(plan, script):
+    status, out, err = plan(script)
+    assert status == 0, err
+    assert "Add: --use-asynchzp --asynchzp-param-shard-size" in out
+    assert plan(script, "--use-asynchzp") == (status, out, err)
+
+
+def test_what_could_not_run_with_the_flags_of_a_plan_is_not_planned(plan):
+    status, out, err = plan("pretrain_gpt.py", "--optimizer-cpu-offload")
+    assert status == 2 and out == "" and err.count("\n") == 1
+    assert "--optimizer-cpu-offload is not supported with --use-asynchzp" in err
 
 
 def test_a_script_that_does_not_exist_is_one_line(capsys):
