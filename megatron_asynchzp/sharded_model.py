@@ -14,10 +14,12 @@ from torch import nn
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.timeline import profiler_range
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.sharded_state import ShardedState
 from megatron_asynchzp.sharding.topology import Range, ShardSizes, ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.params import refuse_params, refuse_shared_memory
 from megatron_asynchzp.zero.plan import plan_units
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -47,7 +49,8 @@ def shard(
     1-D, fp32 and possibly empty; for example `lambda params: torch.optim.AdamW(params, lr=1e-3)`.
     group: the default group where None.
 
-    Raises ShardSizeError for sizes that do not nest or do not divide the group.
+    Raises ShardSizeError for sizes that do not nest or do not divide the group, ConfigurationError
+    for a parameter that cannot be sharded.
     """
     runtime = new_runtime(model, units, sizes, group, schedule)
     return ShardedModel(model, runtime, optimizer, group)
@@ -61,6 +64,8 @@ def new_runtime(
     schedule: ScheduleConfig = ScheduleConfig(),
 ) -> HZPRuntime:
     """The engine around `model` without an optimizer; as `shard`."""
+    refuse_params(model)
+    refuse_shared_memory(model)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     topology = ShardTopology(len(ranks), ranks.index(dist.get_rank()), sizes)
     groups = ShardGroups.create(topology, ranks, timedelta(seconds=schedule.time_limit_s))
@@ -119,6 +124,15 @@ def _parts_of(unit: HZPUnit) -> Iterator[_Part]:
         yield _TrainedPart(piece.name, piece.shape, held, values[index], param, grad, is_counted)
 
 
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What torch's own state_dict would have of `model` beside its parameters."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            is_saved = name.rpartition(".")[2] not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+            if is_saved and buffer.numel():
+                yield name, buffer
+
+
 class ShardedModel:
     """A sharded model's step, gradient norm and checkpoint; made by `shard`.
 
@@ -165,8 +179,20 @@ class ShardedModel:
 
     def _sync_grads(self) -> None:
         if not self._is_synced:
+            self._refuse_changes()
             self.runtime.sync_grads()
             self._is_synced = True
+
+    def _refuse_changes(self) -> None:
+        for unit in self.runtime.units:
+            for name, param in zip(unit.param_names, unit.params, strict=True):
+                if param.requires_grad is not unit.is_trained:
+                    before = "trained" if unit.is_trained else "not trained"
+                    raise ConfigurationError(
+                        f"{name}: requires_grad is {param.requires_grad}, but it was {before} when "
+                        "the model was sharded; set requires_grad before, and build the sharded "
+                        "model again to change it"
+                    )
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -207,10 +233,11 @@ class ShardedModel:
             checkpoint.load(state, checkpoint_id=folder)
             sharded.load_state_dict(state)
 
-        model.NAME: the parameter, in fp32 if trained; optim.NAME.KEY: the optimizer's state of it;
-        param_groups: the optimizer's settings. Nothing is copied or gathered: save before the next
-        step. It can be loaded into other sizes and numbers of ranks. An optimizer that has not
-        stepped yet gets zeros for its state, and gradients are forgotten.
+        model.NAME: the parameter, in fp32 if trained, or a persistent buffer, as the first rank has
+        it; optim.NAME.KEY: the optimizer's state of a parameter; param_groups: the optimizer's
+        settings. Nothing is gathered, and hardly anything copied: save before the next step. It can
+        be loaded into other sizes and numbers of ranks. An optimizer that has not stepped yet gets
+        zeros for its state, and gradients are forgotten.
         """
         self.runtime.settle()
         self._create_optimizer_state()
@@ -224,12 +251,19 @@ class ShardedModel:
                 if part.held.numel:
                     is_whole = not isinstance(value, torch.Tensor) or value.dim() == 0
                     state[f"optim.{part.name}.{key}"] = value if is_whole else part.state_of(value)
+        for name, buffer in _saved_buffers(self.model):
+            values = buffer.detach().reshape(-1)
+            is_first = dist.get_rank(self._group) == 0
+            whole = ShardedState(buffer.shape, Range(0, buffer.numel()), values)
+            whole.is_written = is_first
+            state[f"model.{name}"] = whole
         state["param_groups"] = [
             {key: value for key, value in group.items() if key not in ("params", "param_names")}
             for group in self.optimizer.param_groups
         ]
         return state
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over `state`: a state_dict() of this object into which
         torch.distributed.checkpoint.load has read. Collective.
@@ -241,6 +275,8 @@ class ShardedModel:
             for key, value in own.items():
                 if not isinstance(value, torch.Tensor) and part.held.numel:
                     own[key] = state[f"optim.{part.name}.{key}"]
+        for name, buffer in _saved_buffers(self.model):
+            buffer.copy_(state[f"model.{name}"].values.view(buffer.shape))
         self.runtime.sync_params()
         self.runtime.settle()
 

@@ -20,14 +20,16 @@ from megatron_asynchzp.sharding.topology import Range
 class ShardedState(torch.Tensor):
     """A run of elements of a tensor of `shape`, saved and loaded in place, in boxes.
 
-    values: 1-D, the elements `held` of the row-major tensor. torch.distributed.checkpoint calls the
-    three methods with double underscores (torch.distributed._checkpointable); what other ranks hold
-    it finds by the offsets of their boxes, so a checkpoint can be loaded into any other sharding.
+    values: 1-D, the elements `held` of the row-major tensor; is_written: whether this rank saves
+    them. torch.distributed.checkpoint calls the three methods with double underscores
+    (torch.distributed._checkpointable); what other ranks hold it finds by the offsets of their
+    boxes, so a checkpoint can be loaded into any other sharding.
     It asks for a tensor; this one has shape and dtype of the whole, and no elements of its own.
     """
 
     values: torch.Tensor
     held: Range
+    is_written: bool = True
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], held: Range, values: torch.Tensor) -> "ShardedState":
@@ -50,6 +52,8 @@ class ShardedState(torch.Tensor):
             yield box, self.values[start : start + box.range.numel].view(box.shape)
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        if not self.is_written:
+            return []
         properties = TensorProperties.create_from_tensor(self.values)
         return [
             WriteItem(

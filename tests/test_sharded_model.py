@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed import checkpoint
 
 from megatron_asynchzp import ShardedModel, ShardSizeError, ShardSizes, shard
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.testbed.ranks import Place, free_port, run_ranks, start_process
 from tests.support.engine import build_toy, nested_sizes
 from tests.support.toy_models import toy_batch, toy_loss
@@ -146,6 +147,87 @@ def check_frozen() -> None:
 
 def test_parameters_that_are_not_trained_stay_as_they_are():
     run_ranks(check_frozen, 2)
+
+
+class OwnKind(nn.Parameter):
+    """A class of parameters, which a library tells from others by isinstance."""
+
+
+class Oddities(nn.Module):
+    """Each kind of parameter and of buffer that is unusual and supported."""
+
+    def __init__(self, width: int = 16, vocab: int = 37):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width, sparse=True)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.nothing = nn.Parameter(torch.empty(0, width))
+        self.transposed = nn.Parameter((torch.randn(width, width) / width).t())
+        self.own = OwnKind(torch.ones(width))
+        self.exact = nn.Parameter(torch.rand(width, dtype=torch.float64), requires_grad=False)
+        self.norm = nn.BatchNorm1d(width)
+        self.register_buffer("phase", torch.polar(torch.ones(width), torch.arange(float(width))))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.output = nn.Linear(width, vocab)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert self.training is False or type(self.own) is OwnKind
+        x = self.embedding(tokens) * self.scale + self.nothing.sum()
+        x = x + torch.nn.functional.linear(x, self.transposed) * self.own * self.exact.float()
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return self.output((x * self.phase).real)
+
+
+def sharded_oddities(sizes: tuple[int, int, int]) -> ShardedModel:
+    torch.manual_seed(5)
+    model = Oddities()
+    return shard(model, [model.embedding, model.output], ShardSizes(*sizes), new_adamw)
+
+
+def check_oddities(folder: Path) -> None:
+    torch.manual_seed(5)
+    plain = Oddities()
+    plain.embedding.sparse = False  # torch's AdamW wants it so
+    theirs = train_plainly(plain, range(4), 2)
+    for sizes in ((2, 2, 2), (1, 1, 2)):
+        with sharded_oddities(sizes) as sharded:
+            ours = train(sharded, range(2))
+            place = folder / str(sizes)
+            checkpoint.save(sharded.state_dict(), checkpoint_id=place)
+            mean = sharded.model.norm.running_mean.clone()
+            ours += train(sharded, range(2, 4))
+        assert ours == [pytest.approx(step, rel=1e-5) for step in theirs]
+        dist.broadcast(mean, 0)
+        with sharded_oddities(sizes) as resumed:
+            state = resumed.state_dict()
+            assert "model.phase" in state and "model.scratch" not in state
+            checkpoint.load(state, checkpoint_id=place)
+            resumed.load_state_dict(state)
+            assert torch.equal(resumed.model.norm.running_mean, mean)
+            assert resumed.model.norm.num_batches_tracked == 2 * MICRO_BATCHES
+            assert train(resumed, range(2, 4)) == ours[2:]
+
+
+def test_unusual_parameters_and_buffers_train_as_in_torch_and_resume_bit_for_bit(tmp_path):
+    run_ranks(check_oddities, 2, tmp_path)
+
+
+def check_changed_requires_grad() -> None:
+    for name, is_trained in (("embedding.weight", True), ("blocks.1.up.weight", False)):
+        model = build_toy()
+        param = model.get_parameter(name).requires_grad_(not is_trained)
+        with shard(model, model.blocks, ShardSizes(2, 2, 2), new_adamw) as sharded:
+            train(sharded, range(1))
+            sharded.zero_grad()
+            param.requires_grad_(is_trained)
+            toy_loss(model, toy_batch(1, 0, 0)).backward()
+            before = {key: value.clone() for key, value in sharded.full_params()}
+            with pytest.raises(ConfigurationError, match=f"^{name}: requires_grad is {is_trained}"):
+                sharded.step()
+            assert all(torch.equal(value, before[key]) for key, value in sharded.full_params())
+
+
+def test_a_requires_grad_that_changes_after_shard_is_refused_before_anything_is_updated():
+    run_ranks(check_changed_requires_grad, 2)
 
 
 def check_refusal() -> None:

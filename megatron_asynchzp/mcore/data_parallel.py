@@ -32,6 +32,7 @@ from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.construction import Construction
+from megatron_asynchzp.zero.params import refuse_params
 from megatron_asynchzp.zero.step import Stays
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -82,6 +83,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
                 "--asynchzp-keep-grads-gb: layers that write weight gradients themselves would "
                 "write over those that are kept; add --no-gradient-accumulation-fusion"
             )
+        refuse_params(module)
         plans = plan_megatron_units(module, index, experts_per_unit)
         try:
             self.runtime = HZPRuntime(

@@ -162,7 +162,7 @@ class Construction:
                 module._apply = partial(self._convert, module)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
             for part in sharded.parts:
                 self._sharded[part.param] = sharded
-                self._hide(part, part.values.new_full((1,), float("nan")))
+                self._hide(part, part.values.new_full((), float("nan")))
 
     def _can_shard(self, param: nn.Parameter) -> bool:
         if param in self._sharded or param in self._readers:
@@ -196,7 +196,7 @@ class Construction:
         for part in parts:
             part.values = fn(part.values)
             part.param.__class__ = part.kind
-            part.param.data = part.param.data.new_full((1,), float("nan"))
+            part.param.data = part.param.data.new_full((), float("nan"))
         type(module)._apply(module, fn, recurse)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
         for part in parts:
             sharded = self._sharded.pop(part.param)

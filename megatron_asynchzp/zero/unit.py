@@ -134,7 +134,7 @@ class HZPUnit:
     def _make_placeholders(self) -> list[torch.Tensor]:
         # One NaN, expanded: the right shape for AccumulateGrad and for parameter groups, no memory,
         # and computing with it gives NaN instead of a plausible number (law 5).
-        nan = torch.full((1,), float("nan"), dtype=self.dtype, device=self.device)
+        nan = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
         of_shape = {piece.shape: nan.expand(piece.shape) for piece in self.layout.slices}
         return [of_shape[piece.shape] for piece in self.layout.slices]
 
@@ -256,6 +256,8 @@ class HZPUnit:
             param = self.params[index]
             if (grad := param.grad) is None:
                 continue
+            if grad.is_sparse:  # nn.Embedding(sparse=True)
+                grad = grad.to_dense()
             param.grad = None
             if (before := taken.setdefault(index, grad)) is grad:
                 continue
@@ -288,6 +290,8 @@ class HZPUnit:
                 if written is not None:
                     written.add(index)
                 continue
+            if grad.is_sparse:
+                grad = grad.to_dense()
             into, grads = more if written is None or index in written else new
             into.append(places[index])
             grads.append(grad)

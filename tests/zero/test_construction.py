@@ -30,12 +30,13 @@ def new_construction(sizes: tuple[int, int, int] = SIZES) -> Construction:
 def build(
     construction: Construction | None, change: Callable[[list[nn.Module]], object] = lambda _: None
 ) -> nn.Module:
-    """Two blocks with drawn biases; each is sharded when it is complete, then `change` is called
+    """Two blocks with drawn biases and a scalar; each is sharded when it is complete, then `change` is called
     with those there are."""
     torch.manual_seed(5)
     blocks: list[nn.Module] = []
     for _ in range(2):
         block = Block(24)
+        block.register_parameter("scale", nn.Parameter(torch.ones(())))
         for param in block.parameters():
             nn.init.normal_(param.data)
         blocks.append(block)
@@ -197,6 +198,7 @@ def check_first_rank() -> None:
     def build_own(construction: Construction | None, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         block = Block(24)
+        block.register_parameter("scale", nn.Parameter(torch.ones(())))
         if construction is not None:
             construction.shard(block)
         return nn.ModuleList([block])

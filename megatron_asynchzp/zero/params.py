@@ -1,0 +1,112 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the decision which parameters can be sharded. One that cannot ends in a line with its name,
+its module and the remedy, before anything is trained.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from megatron_asynchzp.errors import ConfigurationError
+
+TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Those whose values fp32 main parameters and gradients hold without loss."""
+_OWN_OPERATIONS = "__torch_dispatch__"
+"""What a class of tensors has of its own whose elements are not simply in its memory."""
+
+
+def titled_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter of `model` with what a message calls it: its name and its module's class."""
+    for name, param in model.named_parameters():
+        module = model.get_submodule(name.rpartition(".")[0])
+        yield f"{name} (in a {type(module).__name__})", param
+
+
+def refuse_params(model: nn.Module) -> None:
+    """Raise ConfigurationError for a parameter of `model` that no unit can hold. Looks at no
+    element."""
+    devices: dict[torch.device, str] = {}
+    for title, param in titled_params(model):
+        if (problem := _problem_of(param)) is not None:
+            raise ConfigurationError(f"{title}: {problem}")
+        devices.setdefault(param.device, title)
+    if not devices:
+        raise ConfigurationError(f"a {type(model).__name__} without parameters: nothing to shard")
+    if len(devices) > 1:
+        where = " and ".join(f"{title} is on {device}" for device, title in devices.items())
+        raise ConfigurationError(f"{where}; move the whole model to one device")
+
+
+def _problem_of(param: nn.Parameter) -> str | None:
+    """Why it cannot be sharded, and the remedy."""
+    kind, plain = type(param), torch.Tensor
+    if is_lazy(param):
+        return "it has no shape yet; run one forward of the model before"
+    if getattr(kind, _OWN_OPERATIONS) is not getattr(plain, _OWN_OPERATIONS):
+        return (
+            f"it is a {kind.__name__}, which is no plain tensor; hand over the model before it is "
+            "distributed or quantized, or replace it by a plain tensor of the same values"
+        )
+    if param.layout != torch.strided:
+        return f"it is stored as {param.layout}; make it dense with to_dense()"
+    if param.is_meta:
+        return "it is on the meta device, without values; allocate and initialize it before"
+    if param.is_complex():
+        return (
+            f"{param.dtype} is not supported; make torch.view_as_real of it the parameter, and "
+            "use torch.view_as_complex in forward"
+        )
+    if param.dtype == torch.float64:
+        if param.requires_grad:
+            return (
+                "main parameters and gradients are fp32, in which a float64 would lose half of its "
+                "digits; convert it with float(), or freeze it with requires_grad_(False)"
+            )
+    elif param.dtype not in TRAINED_DTYPES:
+        return f"{param.dtype} is not supported; convert it to bfloat16, or make it a buffer"
+    return None
+
+
+class _Memory(NamedTuple):
+    """Bytes of a parameter, half-open; is_dense: all of them are its own."""
+
+    start: int
+    stop: int
+    is_dense: bool
+    title: str
+    is_trained: bool
+
+    @classmethod
+    def of(cls, title: str, param: nn.Parameter) -> "_Memory":
+        reach = 1 + sum(step * (size - 1) for step, size in _steps(param))
+        start, nbytes = param.data_ptr(), reach * param.element_size()
+        is_dense = reach == param.numel()
+        return cls(start, start + nbytes, is_dense, title, param.requires_grad)
+
+
+def _steps(param: nn.Parameter) -> Sequence[tuple[int, int]]:
+    return list(zip(param.stride(), param.shape, strict=True))
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Raise ConfigurationError where elements of trained parameters are one in memory: torch would
+    train them as one, and here each is copied to a place of its own."""
+    params = [(title, param) for title, param in titled_params(model) if param.numel()]
+    for title, param in params:
+        if param.requires_grad and any(step == 0 and size > 1 for step, size in _steps(param)):
+            raise ConfigurationError(
+                f"{title}: its elements are one in memory, as after expand(), or its model is "
+                "sharded already; make the parameter a clone(), or build the model again"
+            )
+    for one, other in pairwise(sorted(_Memory.of(title, param) for title, param in params)):
+        overlaps = other.start == one.start or (one.is_dense and other.start < one.stop)
+        if overlaps and (one.is_trained or other.is_trained):
+            raise ConfigurationError(
+                f"{one.title} and {other.title} share memory and would be trained apart; tie them "
+                "as one parameter (b.weight = a.weight), or make one of them a clone()"
+            )
