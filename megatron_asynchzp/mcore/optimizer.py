@@ -31,7 +31,11 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_asynchzp.comm.timeline import profiler_range
-from megatron_asynchzp.mcore.checkpoint.optimizer_state import FragmentPlace, OptimizerCheckpoint
+from megatron_asynchzp.mcore.checkpoint.optimizer_state import (
+    TORCHS_ADAM,
+    FragmentPlace,
+    OptimizerCheckpoint,
+)
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
 from megatron_asynchzp.mcore.rounded_adam import MomentDtypes, build_rounded_adam
 from megatron_asynchzp.zero.unit import HZPUnit
@@ -148,19 +152,23 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> dict:
         """This rank's shards of the optimizer's state; see OptimizerCheckpoint."""
-        if is_loading:
-            self._init_state()
+        self._init_state()
         return self._checkpoint.sharded_state_dict(is_loading, metadata)
 
     def _init_state(self) -> None:
-        """Memory for the moments that are about to be read. (Megatron has none for the momentum
-        of SGD and goes on without it.)"""
+        """What a first step would find, where there was none: to be read into, or to be written
+        where fp16 has skipped all steps so far. (Megatron makes no momentum for SGD and no count
+        of steps for torch's Adam.)"""
         if self.init_state_fn is not None:
             self.init_state_fn(self.optimizer, self.config)
-        for group in self.optimizer.param_groups:
-            if group.get("momentum"):
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
                 for param in group["params"]:
-                    self.optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+                    state = self.optimizer.state[param]
+                    if group.get("momentum") and "momentum_buffer" not in state:
+                        state["momentum_buffer"] = torch.zeros_like(param)
+                    if isinstance(optimizer, TORCHS_ADAM) and "step" not in state:
+                        state["step"] = torch.tensor(0.0, device=param.device)
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Take over what was read into the last `sharded_state_dict`."""
@@ -170,7 +178,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
     def _use_fused_steps(self) -> None:
         """torch's Adam has a fused kernel on every device we know; TE's and apex's always are."""
         for optimizer in self._optimizers:
-            if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+            if type(optimizer) in TORCHS_ADAM:
                 for group in optimizer.param_groups:
                     group["fused"], group["foreach"] = True, False
 

@@ -89,5 +89,9 @@ def find_differences(left: dict[str, torch.Tensor], right: dict[str, torch.Tenso
         for key, value in left.items()
         if key not in right
         or value.dtype != right[key].dtype
-        or not torch.equal(value.view(torch.uint8), right[key].view(torch.uint8))
+        or not torch.equal(_bytes(value), _bytes(right[key]))
     ]
+
+
+def _bytes(value: torch.Tensor) -> torch.Tensor:
+    return value.reshape(-1).view(torch.uint8)

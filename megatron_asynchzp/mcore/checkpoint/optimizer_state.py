@@ -29,6 +29,8 @@ from megatron_asynchzp.checkpoint_files.errors import CheckpointError
 from megatron_asynchzp.mcore.checkpoint.shards import SHARDS_KEY, ChunkCheckpoint, fill
 from megatron_asynchzp.zero.unit import HZPUnit
 
+# Those that count steps per parameter.
+TORCHS_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 _SHARDING_TYPE = "fully_reshardable"
 _OWN_KEY = "asynchzp"
 _SHARDING_TYPE_KEY = "distrib_optim_sharding_type"
@@ -122,11 +124,14 @@ class OptimizerCheckpoint:
         return form
 
     def _step(self) -> torch.Tensor | int | None:
-        """Steps taken: torch's optimizers count per parameter, fused ones per group."""
+        """Steps taken: torch's optimizers count per parameter, fused ones per group. None where
+        this rank has no parameter of Adam."""
         for state in self.state.values():
             if "step" in state:
                 return torch.as_tensor(state["step"], device="cpu")
-        return next((g["step"] for g in self._param_groups if "step" in g), None)
+        counting = [group for group in self._param_groups if not _has_momentum(group)]
+        none_yet = 0 if any(group["params"] for group in counting) else None
+        return next((group["step"] for group in counting if "step" in group), none_yet)
 
     # ---- reading
 
@@ -155,9 +160,15 @@ class OptimizerCheckpoint:
 
     def _load_step(self, step: torch.Tensor | int | None) -> None:
         if step is None:
-            return
+            if all(_has_momentum(group) for group in self._param_groups):
+                return
+            # Adam would correct the moments as if they were those of its first step.
+            raise CheckpointError(
+                "the checkpoint does not tell after how many steps its moments were saved; pass "
+                "--no-load-optim to start with new ones"
+            )
         for optimizer in self.optimizers:
-            is_torchs = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+            is_torchs = isinstance(optimizer, TORCHS_ADAM)
             for group in optimizer.param_groups:
                 if is_torchs:
                     for fragment in group["params"]:

@@ -1,0 +1,116 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint from before the optimizer's first step, which fp16 may skip many times until it has
+found its loss scale, is one like any other: it holds moments of zero."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_asynchzp.checkpoint_files.errors import CheckpointError
+from megatron_asynchzp.testbed.megatron_runs import FP16, RunRecord, run_pretrain
+from tests.mcore.checkpoint.test_moments import ROUNDED
+from tests.support.checkpoints import (
+    NUM_STEPS,
+    RESHARDABLE,
+    SAVED_AT,
+    Job,
+    find_differences,
+    read_tensors,
+    state_of,
+)
+from tests.support.selection import some_and_rest
+from tests.support.world import on_ranks
+
+# The first SAVED_AT steps overflow, the last ones do not.
+LATE = (*FP16, "--initial-loss-scale", "2097152", "--hysteresis", "2")
+# Megatron has no gradient scaler for Muon.
+PASSED_OVER = ("--iterations-to-skip", *(str(step + 1) for step in range(SAVED_AT)))
+BF16_MOMENTS = tuple(flag for flag in ROUNDED if flag != "--bf16")
+FLAGS = {
+    "adam": LATE,
+    "adam with moments in bf16": (*LATE, *BF16_MOMENTS),
+    "sgd with momentum": (*LATE, "--optimizer", "sgd", "--lr", "0.1"),
+    "muon": ("--bf16", "--optimizer", "muon", *PASSED_OVER),
+}
+SIZES = (1, 2, 2)
+ONE_LINE = "was saved before the first step of its optimizer and holds no moments; add "
+
+
+def refusal(job: Job, directory: Path) -> str:
+    try:
+        job.resume(directory)
+    except CheckpointError as error:
+        return str(error)
+    return "it was not refused"
+
+
+def by_number(run: RunRecord) -> dict[str, torch.Tensor]:
+    return {str(number): tensor for number, tensor in enumerate(run.inspected)}
+
+
+def save_and_resume(names: list[str], folder: Path) -> dict[str, dict]:
+    output = {}
+    for name in names:
+        job, place = Job(SIZES, FLAGS[name]), folder / name.replace(" ", "_")
+        whole = run_pretrain(job.argv(), inspect=state_of)
+        save = ("--save", str(place), "--save-interval")
+        saving = run_pretrain(job.argv(*save, "1"), inspect=state_of)
+        if name == "muon":  # Megatron saves after an iteration that it passes over at the end only
+            run_pretrain(job.argv(*save, "99", "--train-iters", str(SAVED_AT)))
+        rest = job.resume(place)
+        output[name] = {
+            "skipped": [step.is_skipped for step in whole.steps],
+            "steps": [run.steps[SAVED_AT - NUM_STEPS :] for run in (whole, saving, rest)],
+            "differences": [
+                difference
+                for run in (saving, rest)
+                for difference in find_differences(by_number(whole), by_number(run))
+            ],
+        }
+    return output
+
+
+@pytest.mark.parametrize("names", some_and_rest(FLAGS, ["adam", "sgd with momentum"]))
+def test_saving_changes_no_run_and_resuming_repeats_it_bit_by_bit(names, tmp_path):
+    for output in on_ranks(save_and_resume, 2, names, tmp_path):
+        for name, found in output.items():
+            whole, saving, rest = found["steps"]
+            assert whole == saving == rest and len(rest) == NUM_STEPS - SAVED_AT, name
+            assert found["differences"] == [], name
+            if name != "muon":
+                assert found["skipped"] == [True] * SAVED_AT + [False] * len(rest), name
+
+
+def to_and_from_stock(folder: Path) -> dict[str, object]:
+    ours, ddp = Job(SIZES, LATE), Job(None, LATE)
+    distributed = Job(None, (*LATE, *RESHARDABLE))
+    saved, theirs, back = folder / "ours", folder / "theirs", folder / "back"
+    whole = ours.train_and_save(saved)
+    ddp.load_and_save(saved, back)
+    went = [stock.resume(saved).losses for stock in (ddp, distributed)]
+    kept = read_tensors(back)
+    tensors = {key: value for key, value in read_tensors(saved).items() if key in kept}
+    ddp.train_and_save(theirs)
+    return {
+        "whole": whole.losses[SAVED_AT:],
+        "went": went,
+        "moments": sum(key.startswith("optimizer.state.exp_avg") for key in kept),
+        "differences": find_differences(kept, tensors),
+        "came back": ours.resume(back).losses,
+        "refusal": refusal(ours, theirs),
+        "new moments": Job(SIZES, (*LATE, "--no-load-optim")).resume(theirs).losses,
+    }
+
+
+@pytest.mark.slow
+def test_stock_megatron_reads_it_and_its_own_without_moments_is_refused_in_one_line(tmp_path):
+    for found in on_ranks(to_and_from_stock, 2, tmp_path):
+        whole = found["whole"]
+        assert found["came back"] == whole and found["differences"] == [] and found["moments"] > 30
+        # Stock adds gradients in fp16, so one more of its steps overflows.
+        for went in (*found["went"], found["new moments"]):
+            assert went[:2] == pytest.approx(whole[:2], rel=1e-6)
+        line = f"{tmp_path}/theirs/iter_{SAVED_AT:07d} {ONE_LINE}--no-load-optim"
+        assert found["refusal"].startswith(line) and "\n" not in found["refusal"]
