@@ -138,10 +138,13 @@ def checkpoint_ratio(act: str, stock: str) -> str:
 
 
 def quickstart_figure(run: str, what: str) -> str:
-    """run: "stock" or "ours"; what: "at rest", "in flight", "together", MiB of the fullest rank."""
+    """run: "stock" or "ours"; what: "at rest", "in flight", "together", MiB of the fullest rank, or
+    "parameters"."""
     of_run = read_record("quickstart").lines[("stock", "ours").index(run)]
     if what == "in flight":
         return state_mib(of_run, RINGS)
+    if what == "parameters":  # in fp32, of a rank that has all of them
+        return f"{of_run['state_bytes']['model_param'] / 4e6:.1f}M"
     return {"at rest": at_rest_mib, "together": together_mib}[what](of_run)
 
 
