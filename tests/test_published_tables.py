@@ -152,15 +152,15 @@ def test_a_figure_that_a_test_sets_is_one_that_the_test_has(tmp_path):
             figures.stated(str(source), text)
 
 
-def test_two_steps_of_the_comparison_differ_by_waiting_and_the_rest(monkeypatch):
+def test_two_steps_of_the_comparison_differ_in_all_and_in_waiting(monkeypatch):
     rows = (
         Row("fast", "", step_ms=(1000.0,), exposed_ms=50.0, peak_mb=20.0),
         Row("small", "", step_ms=(1200.0,), exposed_ms=80.0, peak_mb=10.0),
     )
     of_network = Comparison(2, 2, {}, {}, None, rows)
     monkeypatch.setattr(figures, "compared", lambda network: of_network)
-    apart = [figures.compare_apart("n", "small", "fast", of) for of in ("step", "waits", "rest")]
-    assert apart == ["200", "30", "170"]
+    apart = [figures.compare_apart("n", "small", "fast", of) for of in ("step", "waits")]
+    assert apart == ["200", "30"]
     assert figures.compare_holding_less("n", "fast") == "small (1200 ms, 10.0 MB)"
     assert figures.compare_holding_less("n", "small") == "nobody"
 

@@ -83,10 +83,10 @@ def compare_more(network: str, contender: str, other: str, memory: str) -> str:
 
 
 def compare_apart(network: str, slower: str, faster: str, what: str) -> str:
-    """ms by which two steps differ; what: "step", the part of it that is "waits", or the "rest"."""
-    rows = _row(network, slower), _row(network, faster)
-    step, waits = (a - b for a, b in zip(*((row.median_ms, row.exposed_ms or 0.0) for row in rows)))
-    return f"{ {'step': step, 'waits': waits, 'rest': step - waits}[what]:.0f}"
+    """ms by which two steps differ, or the "waits" in them; of the figures that are shown."""
+    shown = {"step": lambda row: row.median_ms, "waits": lambda row: row.exposed_ms}[what]
+    ms, other_ms = (round(shown(_row(network, name))) for name in (slower, faster))
+    return str(ms - other_ms)
 
 
 def compare_holding_less(network: str, contender: str) -> str:
@@ -240,12 +240,6 @@ def census_count(what: str) -> str:
     return census_table.count(read_record("census").lines, what)
 
 
-def mutants_count(what: str) -> str:
-    """ "all", or how many of them a test "caught"."""
-    lines = read_record("mutants").lines
-    return str(len(lines) if what == "all" else sum(line["is_caught"] for line in lines))
-
-
 def stated(file: str, text: str) -> str:
     """`text`, where `file`, a test or a script that holds or sets the figure, has it as well."""
     source = (Path(__file__).parents[2] / file).read_text()
@@ -279,7 +273,6 @@ FIGURES: dict[str, Callable[..., str]] = {
     "parity count": parity_count,
     "published": published_error,
     "census": census_count,
-    "mutants": mutants_count,
     "stated": stated,
     "grad wire ratio": grad_wire_ratio,
 }
