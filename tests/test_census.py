@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The census of recipes, on folders of a few."""
 
+import json
 import os
 import subprocess
 import sys
@@ -77,7 +78,9 @@ def test_the_census_counts_what_starts_and_names_the_flags_that_keep_the_rest(tm
         },
     )
     (tmp_path / "train.sh").write_text(_SCRIPT)
+    out = tmp_path / "census.jsonl"
     command = [sys.executable, "-m", "scripts.train.census", str(tmp_path), "--cases"]
+    command += ["--out", str(out)]
     run = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=os.environ, check=True
     )
@@ -90,6 +93,12 @@ def test_the_census_counts_what_starts_and_names_the_flags_that_keep_the_rest(tm
     assert "refused by --use-asynchzp: 1" in lines and "    1  --save-dgrads-interval" in lines
     assert "refused by Megatron: 1" in lines
     assert sum(line.startswith(f"{tmp_path}/dumped") for line in lines) == 1
+    machine, *cases = map(json.loads, out.read_text().splitlines())
+    assert "scripts.train.census" in machine["command"] and len(cases) == 5
+    by = {case["case"].split("/")[1]: case["ours"] and case["ours"]["by"] for case in cases}
+    assert set(by) == {"plain", "sharded", "dumped", "wrong", "train.sh"}
+    assert by["plain"] is None and by["dumped"] == "--save-dgrads-interval"
+    assert list(by.values()).count("--save") == 1  # its value has no folder
 
 
 @pytest.mark.slow

@@ -6,9 +6,16 @@ import json
 
 import pytest
 
-from scripts.report import cluster_table, compare_front, pasa_table, schedule_grid
+from scripts.report import (
+    census_table,
+    cluster_table,
+    compare_front,
+    figures,
+    pasa_table,
+    schedule_grid,
+)
 from scripts.report.add_record import added
-from scripts.report.compare_rows import Row
+from scripts.report.compare_rows import Comparison, Row
 from scripts.report.parity_table import parity_table
 from scripts.report.records import RecordsError
 
@@ -117,6 +124,45 @@ def test_a_comparison_beyond_its_bound_counts_as_different():
     bad = [good | {"grad_norm_error": 2e-3}, good | {"loss_error": float("nan")}]
     assert parity_table([good]).splitlines()[2].endswith("| 1.0e-03 | 0 |")
     assert parity_table([good, *bad]).splitlines()[2].endswith("| 1.0e-03 | 2 |")
+
+
+def test_the_census_counts_what_starts_and_names_who_refuses_the_rest():
+    by_flag = {"by": "--x", "why": "--x is not supported with --use-asynchzp: it cannot; drop it"}
+    by_megatron = {"by": "Megatron", "why": "No mock data."}
+    lines = [
+        {"case": "gpt/plain", "stock": None, "ours": None},
+        {"case": "gpt/b", "stock": None, "ours": by_flag},
+        {"case": "gpt/a", "stock": by_megatron, "ours": by_flag},
+        {"case": "moe/c", "stock": by_megatron, "ours": by_megatron},
+    ]
+    assert [census_table.count(lines, what) for what in ("cases", "stock", "ours")] == list("421")
+    assert census_table.table(lines).splitlines()[2:] == [
+        "| `--x` | 2 | it cannot | `gpt/a`, `gpt/b` |",
+        "| Megatron itself | 1 | No mock data | `moe/c` |",
+    ]
+
+
+def test_a_figure_that_a_test_sets_is_one_that_the_test_has(tmp_path):
+    source = tmp_path / "test_it.py"
+    source.write_text("kills(30, seed=1)  # within 2% of 1.5\nBOUND = 1e-5\n")
+    for text in ("30", "2%", "1.5", "1e-5"):
+        assert figures.stated(str(source), text) == text
+    for text in ("3", "5", "2", "1.50", "1e-6", "31"):
+        with pytest.raises(LookupError, match=f"does not have {text}"):
+            figures.stated(str(source), text)
+
+
+def test_two_steps_of_the_comparison_differ_in_all_and_in_waiting(monkeypatch):
+    rows = (
+        Row("fast", "", step_ms=(1000.0,), exposed_ms=50.0, peak_mb=20.0),
+        Row("small", "", step_ms=(1200.0,), exposed_ms=80.0, peak_mb=10.0),
+    )
+    of_network = Comparison(2, 2, {}, {}, None, rows)
+    monkeypatch.setattr(figures, "compared", lambda network: of_network)
+    apart = [figures.compare_apart("n", "small", "fast", of) for of in ("step", "waits")]
+    assert apart == ["200", "30"]
+    assert figures.compare_holding_less("n", "fast") == "small (1200 ms, 10.0 MB)"
+    assert figures.compare_holding_less("n", "small") == "nobody"
 
 
 def test_a_record_names_command_and_date_once_and_no_folder_of_the_machine(tmp_path):

@@ -2,12 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns how a single published figure follows from its record: "KIND; ARGUMENT; ..." names it."""
 
+import re
 import statistics
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
 from scripts.report import (
+    census_table,
     checkpoint_table,
     cluster_table,
     compare_memory,
@@ -33,6 +36,12 @@ def schedule_ratio(cluster: str, system: str, column: str) -> str:
     return f"{_grid(cluster).ratio(system, column):.2f}"
 
 
+def schedule_gain(cluster: str, system: str, before: str, after: str) -> str:
+    """What a step in column `after` is shorter than in column `before`."""
+    grid = _grid(cluster)
+    return f"{1 - grid.ratio(system, after) / grid.ratio(system, before):.0%}"
+
+
 def schedule_load(cluster: str) -> str:
     return f"{_grid(cluster).load:.2f}"
 
@@ -50,6 +59,7 @@ def _warning(*rows: Row) -> str:
 
 _COMPARED: dict[str, Callable[[Row], str]] = {
     "step": lambda row: f"{row.median_ms:.0f}{_warning(row)}",
+    "waits": lambda row: f"{row.exposed_ms:.0f}",
     "sent": lambda row: f"{row.node_mb:.1f}",
     "rest": lambda row: f"{row.state_mb:.1f}",
     "peak": lambda row: f"{row.peak_mb:.1f}",
@@ -70,6 +80,24 @@ def compare_more(network: str, contender: str, other: str, memory: str) -> str:
     of = {"rest": compare_memory.state_of, "peak": compare_memory.peak_of}[memory]
     more = of(_row(network, contender)) / of(_row(network, other)) - 1
     return f"{100 * more:.0f}%"
+
+
+def compare_apart(network: str, slower: str, faster: str, what: str) -> str:
+    """ms by which two steps differ, or the "waits" in them; of the figures that are shown."""
+    shown = {"step": lambda row: row.median_ms, "waits": lambda row: row.exposed_ms}[what]
+    ms, other_ms = (round(shown(_row(network, name))) for name in (slower, faster))
+    return str(ms - other_ms)
+
+
+def compare_holding_less(network: str, contender: str) -> str:
+    """Whoever else has a lower peak, the fastest first."""
+    own = _row(network, contender)
+    names = [
+        f"{row.name} ({row.median_ms:.0f} ms, {row.peak_mb:.1f} MB)"
+        for row in compared(network).rows
+        if row.is_timed and compare_memory.peak_of(row) < compare_memory.peak_of(own)
+    ]
+    return "; ".join(names) or "nobody"
 
 
 def compare_compute(network: str) -> str:
@@ -110,10 +138,13 @@ def checkpoint_ratio(act: str, stock: str) -> str:
 
 
 def quickstart_figure(run: str, what: str) -> str:
-    """run: "stock" or "ours"; what: "at rest", "in flight", "together", MiB of the fullest rank."""
+    """run: "stock" or "ours"; what: "at rest", "in flight", "together", MiB of the fullest rank, or
+    "parameters"."""
     of_run = read_record("quickstart").lines[("stock", "ours").index(run)]
     if what == "in flight":
         return state_mib(of_run, RINGS)
+    if what == "parameters":  # in fp32, of a rank that has all of them
+        return f"{of_run['state_bytes']['model_param'] / 4e6:.1f}M"
     return {"at rest": at_rest_mib, "together": together_mib}[what](of_run)
 
 
@@ -142,6 +173,15 @@ def parity_worst(precision: str) -> str:
         max(line["loss_error"], line["grad_norm_error"])
         for line in read_record("parity").lines
         if _is_half(line["variant"]) == (precision == "half")
+    ]
+    return f"{max(errors):.1e}".replace("e-0", "e-")
+
+
+def shrunk_worst() -> str:
+    """The largest difference of a loss or a norm of the shrunk models."""
+    errors = [
+        max(value for key, value in line.items() if key.endswith("_error"))
+        for line in read_record("shrunk_models").lines
     ]
     return f"{max(errors):.1e}".replace("e-0", "e-")
 
@@ -185,12 +225,38 @@ def planner_figure(what: str) -> str:
     return f"{text}{' (disturbed)' * (foreign > FOREIGN_LIMIT)}"
 
 
+def published_error(series: str, ranks: str) -> str:
+    """Of the predicted point of a series that others measured."""
+    (line,) = (
+        line
+        for line in read_record("planner_published").lines
+        if line["kind"] == "published" and not line["fitted"]
+        if (line["series"], line["ranks"]) == (series, int(ranks))
+    )
+    return f"{line['error']:+.1%}"
+
+
+def census_count(what: str) -> str:
+    return census_table.count(read_record("census").lines, what)
+
+
+def stated(file: str, text: str) -> str:
+    """`text`, where `file`, a test or a script that holds or sets the figure, has it as well."""
+    source = (Path(__file__).parents[2] / file).read_text()
+    if not re.search(rf"(?<![\w.])(?<!e-){re.escape(text)}(?!\w|%|\.\d)", source):
+        raise LookupError(f"{file} does not have {text}")
+    return text
+
+
 FIGURES: dict[str, Callable[..., str]] = {
     "step": schedule_ratio,
+    "step gain": schedule_gain,
     "load": schedule_load,
     "compare": compare_figure,
     "compare ahead": compare_ahead,
     "compare more": compare_more,
+    "compare apart": compare_apart,
+    "compare holding less": compare_holding_less,
     "compare compute": compare_compute,
     "scaling": scaling_step,
     "scaling ahead": scaling_ahead,
@@ -203,7 +269,11 @@ FIGURES: dict[str, Callable[..., str]] = {
     "planner": planner_figure,
     "pasa times": pasa_times,
     "parity worst": parity_worst,
+    "shrunk worst": shrunk_worst,
     "parity count": parity_count,
+    "published": published_error,
+    "census": census_count,
+    "stated": stated,
     "grad wire ratio": grad_wire_ratio,
 }
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from megatron_asynchzp.tools.plot_timeline import write_picture
 from scripts.report import (
+    census_table,
     checkpoint_table,
     cluster_table,
     compare_front,
@@ -215,6 +216,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "planner testbed": lambda: planner_table.testbed(read_record("planner_testbed").lines),
     "peaks": lambda: peak_table.table(read_record("peaks").lines),
     "real size": lambda: peak_table.table(read_record("real_size").lines),
+    "census": lambda: census_table.table(read_record("census").lines),
     "clusters": lambda: cluster_table.table(read_record("clusters").lines),
 }
 

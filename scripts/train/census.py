@@ -2,15 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many existing training recipes start with `--use-asynchzp`, and which flag keeps the rest:
 
-    python -m scripts.train.census FOLDER [FOLDER...]
+    python -m scripts.train.census FOLDER [FOLDER...] [--out FILE]
 
 Reads every model_config.yaml (the form of Megatron-LM's functional tests) and every shell script
 below the folders. Each command line goes through Megatron's own parser and validation in a
 pretended world, once as it is and once with `--use-asynchzp`. What only names files (data,
-tokenizers) is replaced by mock data and a null tokenizer. Needs no device; writes nothing.
+tokenizers) is replaced by mock data and a null tokenizer. Needs no device. --out: JSON lines for
+`python -m scripts.report.add_record census FILE`.
 """
 
 import argparse
+import json
 import re
 import shlex
 import sys
@@ -23,6 +25,7 @@ from unittest import mock
 
 from megatron_asynchzp.dry_run.pretended_world import Refused, fewest_ranks, parse, patch_megatron
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.testbed.machine import machine_record
 
 _RANKS_PER_NODE = 8
 # Megatron wants 1 with tensor parallelism on Hopper, anything else with its own FSDP.
@@ -227,11 +230,23 @@ def report(verdicts: list[Verdict], names_cases: bool = False) -> str:
     return "\n".join(lines)
 
 
+def as_record(verdict: Verdict) -> dict:
+    """One line of the record. stock, ours: who refuses the case, and why; None where it starts."""
+    path = verdict.case.path
+    words = path.parts[-3:-1] if path.suffix == ".yaml" else path.parts[-2:]
+    line: dict = {"kind": "case", "case": "/".join(words)}
+    for name, refusal in (("stock", verdict.stock), ("ours", verdict.ours)):
+        by = None if refusal is None else _topic(refusal) if _is_ours(refusal) else "Megatron"
+        line[name] = by and {"by": by, "why": str(refusal)}
+    return line
+
+
 def main(argv: list[str]) -> int:
     """Print the census; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.train.census", description=__doc__)
     parser.add_argument("folder", nargs="+", type=Path)
     parser.add_argument("--cases", action="store_true", help="name every recipe that is refused")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a line for each recipe")
     asked = parser.parse_args(argv)
     if missing := [folder for folder in asked.folder if not folder.is_dir()]:
         parser.error(f"{missing[0]}: no such folder")
@@ -241,6 +256,9 @@ def main(argv: list[str]) -> int:
         print("census: no training recipe found below these folders", file=sys.stderr)
         return 1
     print(report(verdicts, asked.cases))
+    if asked.out:
+        lines = [machine_record(), *map(as_record, verdicts)]
+        asked.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return 0
 
 

@@ -1,0 +1,32 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the lines of scripts/train/census.py into counts, and a table of what does not start."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+
+def count(lines: Sequence[dict], what: str) -> str:
+    """what: "cases", or those that start with "stock" Megatron or with "ours"."""
+    if what == "cases":
+        return str(len(lines))
+    return str(sum(line[what] is None for line in lines))
+
+
+def table(lines: Sequence[dict]) -> str:
+    """A row for each flag, and for Megatron's own reasons, most cases first."""
+    refused: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for line in lines:
+        if line["ours"] is not None:
+            refused[line["ours"]["by"], _reason(line["ours"])].append(line["case"])
+    rows = ["| refused by | cases | reason | which |", "| --- | --- | --- | --- |"]
+    for (by, reason), cases in sorted(refused.items(), key=lambda one: (-len(one[1]), one[0])):
+        names = ", ".join(f"`{case}`" for case in sorted(cases))
+        who = "Megatron itself" if by == "Megatron" else f"`{by}`"
+        rows.append(f"| {who} | {len(cases)} | {reason} | {names} |")
+    return "\n".join(rows)
+
+
+def _reason(refusal: dict) -> str:
+    """Of "FLAG is not supported with --use-asynchzp: REASON; REMEDY", or the whole message."""
+    return refusal["why"].split(" --use-asynchzp: ")[-1].split("; ")[0].rstrip(".")
