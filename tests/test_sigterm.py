@@ -84,6 +84,17 @@ def test_sigterm_saves_the_step_in_progress_and_the_run_goes_on_from_it(
     assert first.losses | second.losses == whole
 
 
+def test_a_signal_to_one_stage_of_a_pipeline_stops_all_of_them_at_the_same_step(tmp_path):
+    """They meet in no sharding group: each is a group of its own."""
+    place = tmp_path / "checkpoints"
+    flags = f"--pipeline-model-parallel-size 2 --save {place} --save-interval 100"
+    # A step has 4 micro-batches.
+    ended, attempt = _start(tmp_path / "run", "SIGTERM 1 forward 6", flags)
+    assert [one.status for one in ended] == [0, 0], ended[0].text[-3000:]
+    assert attempt.struck == ["forward"] and attempt.last_step == 2
+    assert (choose_checkpoint(place).iteration, choose_checkpoint(place).lines) == (2, ())
+
+
 def test_sigterm_before_the_arguments_are_read_ends_the_process_as_ever(tmp_path):
     flags = f"--save {tmp_path / 'checkpoints'} --save-interval 4"
     ended, attempt = _start(tmp_path / "run", "SIGTERM all start 1", flags)

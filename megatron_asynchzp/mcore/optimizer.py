@@ -126,10 +126,16 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         self.grad_norms_by_group = {}
         with profiler_range("optimizer"):
             if self.prepare_grads():
+                self._share_stop_signal()
                 return False, None, None
             grad_norm = self.clip_grad_norm(self.config.clip_grad)
             num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else 0
+            self._share_stop_signal()
             return self.step_with_ready_grads(), grad_norm, num_zeros
+
+    def _share_stop_signal(self) -> None:
+        chunk = self.model_chunks[0]
+        chunk.communication.stop_signal.share(chunk.units[0].device)
 
     def _copy_main_params_to_model_params(self) -> None:
         self.model_chunks[0].communication.keep_what_is_left()

@@ -120,7 +120,8 @@ def _noting_steps(training: Any) -> None:
 
     def noted_log(*args: Any, **kwargs: Any) -> Any:
         output = words.bind(*args, **kwargs).arguments
-        note("step", output["iteration"], float(output["loss_dict"]["lm loss"]).hex())
+        if output["loss_dict"]:  # only the last stage of a pipeline has one
+            note("step", output["iteration"], float(output["loss_dict"]["lm loss"]).hex())
         return log(*args, **kwargs)
 
     def noted_train(*args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ class Attempt:
     struck: list[str] = field(default_factory=list)
 
     def read(self, lines: Iterable[str]) -> None:
-        """Add the notes of one rank. All ranks know the loss of a step, and it is the same."""
+        """Add the notes of one rank. All ranks that know the loss of a step have the same."""
         for kind, *words in map(str.split, lines):
             if kind == "began":
                 self.began = int(words[0])

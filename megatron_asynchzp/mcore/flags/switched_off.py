@@ -110,7 +110,7 @@ def normalize_args(args: Namespace) -> list[str]:
         args.accumulate_allreduce_grads_in_fp32 = True
         if args.fp16:  # Megatron does the same for bf16 by itself
             lines.append("accumulate_allreduce_grads_in_fp32 = True: gradients are summed in fp32")
-    if args.save and not args.exit_signal_handler and _can_gather_signals():
+    if args.save and not args.exit_signal_handler:
         args.exit_signal_handler = True
         lines.append(
             "exit_signal_handler = True: SIGTERM lets the step end, saves and ends the run with "
@@ -137,11 +137,3 @@ def refuse_changes(args: Namespace) -> None:
                 f"Megatron set {rule.name} to {getattr(args, rule.name)}, which --use-asynchzp "
                 f"needs to be {rule.value}: {rule.reason}"
             )
-
-
-def _can_gather_signals() -> bool:
-    """Megatron's handler asks all ranks with nccl or gloo, and fails with Ascend's hccl."""
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator is None or accelerator.type != "npu"

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where Megatron logs a step, and where torch destroys process groups."""
+"""Where Megatron logs a step and looks for a signal, and where torch destroys process groups."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +41,18 @@ def print_rank_last(original: Callable, message: Any) -> None:
 def report_theoretical_memory(original: Callable, *args: Any, **options: Any) -> Any:
     # The start table has printed what is held, by formula and as allocated.
     return original(*args, **options) if run_args() is None else None
+
+
+@replaces(
+    "megatron.training.training.get_signal_handler",
+    "",
+    why="whether SIGTERM came to any rank is known from one small all-reduce in the optimizer's "
+    "step, where Megatron gathers it from the world and waits for each rank's answer",
+    drop_when="Megatron reduces it",
+)
+def get_signal_handler(original: Callable) -> Any:
+    communication = Communication.current()
+    return original() if communication is None else communication.stop_signal
 
 
 @replaces(

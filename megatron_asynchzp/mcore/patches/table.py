@@ -17,6 +17,7 @@ PATCHES: tuple[Patch, ...] = (
     model.get_optimizer,
     process.print_rank_last,
     process.report_theoretical_memory,
+    process.get_signal_handler,
     process.destroy_process_group,
     model.build_module,
     whole_tensors.calc_params_l2_norm,

@@ -1,0 +1,63 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns whether any rank of the world was asked to end its run (SIGTERM), as all of them know it."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_asynchzp.comm.driver import CollectiveFailure
+from megatron_asynchzp.device import Device
+
+
+class StopSignal:
+    """One small all-reduce a step, in place of Megatron's all-gather and of its wait for each rank.
+
+    It goes over the world: the ranks of a pipeline or of a tensor-parallel group, which meet in no
+    sharding group, save the same step too.
+
+        host     ... norm of the gradients | share | updates ... | signals_received
+        device   ... all-reduce of it      | all-reduce, copy | updates ...
+
+    The norm has held the host: the answer is there before the updates are, and nobody waits for it.
+    """
+
+    def __init__(self, device: Device, limit_s: float):
+        self._device, self._limit_s = device, limit_s
+        self._answer: torch.Tensor | None = None  # on the host
+        self._event: Any = None
+
+    def share(self, where: torch.device) -> None:
+        """Tell all ranks what came here, and ask them. Collective over the world, once per step; no
+        collective where the run has no handler.
+
+        where: the device of the model.
+        """
+        if (was_asked := _was_asked()) is None:
+            return
+        # Filled on the device: a copy from the host would hold it.
+        flag = torch.full((1,), int(was_asked), dtype=torch.int32, device=where)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)  # in the current stream, to which `flag` belongs
+        if self._answer is None:
+            self._answer = self._device.new_host_copy(flag)
+        self._answer.copy_(flag, non_blocking=True)
+        self._event = self._device.record_event()
+
+    def signals_received(self) -> list[bool]:
+        """As of Megatron's handler: whether there was a signal, the same on all ranks."""
+        if self._answer is None:
+            return [False]
+        if not self._device.synchronize(self._event, self._limit_s):
+            raise CollectiveFailure(
+                f"all-reduce of the signal to end failed: not finished after {self._limit_s:g} s"
+            )
+        return [bool(self._answer[0])]
+
+
+def _was_asked() -> bool | None:
+    """Whether the signal came to this rank; None without --exit-signal-handler."""
+    from megatron.training import global_vars
+
+    handler: Any = global_vars._GLOBAL_SIGNAL_HANDLER
+    return None if handler is None else handler._signal_received
