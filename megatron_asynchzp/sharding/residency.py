@@ -85,6 +85,16 @@ class Residency[User]:
         self._last.clear()
         self._is_followed = True
 
+    @property
+    def record(self) -> Sequence[User]:
+        """The uses of the last step that used anything, for `expect` of another process."""
+        return self._used or self._expected
+
+    def expect(self, uses: Sequence[User]) -> None:
+        """Before the first step of a run that goes on: `uses` was the last step's record."""
+        self._expected = list(uses)
+        self._plan()
+
     def enlarge(self, nbytes: int) -> None:
         """From the next use on, between two steps, so much more may be kept."""
         self.budget += nbytes
