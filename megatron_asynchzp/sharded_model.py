@@ -233,9 +233,9 @@ class ShardedModel:
 
         model.NAME: the parameter, in fp32 if trained, or a persistent buffer, as the first rank has
         it; optim.NAME.KEY: the optimizer's state of a parameter; param_groups: the optimizer's
-        settings; grad_record: see Stays. Nothing is gathered, and hardly anything copied: save before the next step. It can
-        be loaded into other sizes and numbers of ranks. An optimizer that has not stepped yet gets
-        zeros for its state, and gradients are forgotten.
+        settings; grad_record: see Stays. Nothing is gathered, and hardly anything copied: save
+        before the next step. It can be loaded into other sizes and numbers of ranks. An optimizer
+        that has not stepped yet gets zeros for its state, and gradients are forgotten.
         """
         self.runtime.settle()
         self._create_optimizer_state()

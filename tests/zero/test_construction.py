@@ -30,8 +30,8 @@ def new_construction(sizes: tuple[int, int, int] = SIZES) -> Construction:
 def build(
     construction: Construction | None, change: Callable[[list[nn.Module]], object] = lambda _: None
 ) -> nn.Module:
-    """Two blocks with drawn biases and a scalar; each is sharded when it is complete, then `change` is called
-    with those there are."""
+    """Two blocks with drawn biases and a scalar; each is sharded when it is complete, then `change`
+    is called with those there are."""
     torch.manual_seed(5)
     blocks: list[nn.Module] = []
     for _ in range(2):
