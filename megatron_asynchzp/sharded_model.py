@@ -235,9 +235,9 @@ class ShardedModel:
 
         model.NAME: the parameter, in fp32 if trained, or a persistent buffer, as the first rank has
         it; optim.NAME.KEY: the optimizer's state of a parameter; param_groups: the optimizer's
-        settings. Nothing is gathered, and hardly anything copied: save before the next step. It can
-        be loaded into other sizes and numbers of ranks. An optimizer that has not stepped yet gets
-        zeros for its state, and gradients are forgotten.
+        settings; grad_record: see Stays. Nothing is gathered, and hardly anything copied: save
+        before the next step. It can be loaded into other sizes and numbers of ranks. An optimizer
+        that has not stepped yet gets zeros for its state, and gradients are forgotten.
         """
         self.runtime.settle()
         self._create_optimizer_state()
@@ -257,6 +257,7 @@ class ShardedModel:
             whole = ShardedState(buffer.shape, Range(0, buffer.numel()), values)
             whole.is_written = is_first
             state[f"model.{name}"] = whole
+        state["grad_record"] = self.runtime.stays.grad_record()
         state["param_groups"] = [
             {key: value for key, value in group.items() if key not in ("params", "param_names")}
             for group in self.optimizer.param_groups
@@ -277,6 +278,7 @@ class ShardedModel:
                     own[key] = state[f"optim.{part.name}.{key}"]
         for name, buffer in _saved_buffers(self.model):
             buffer.copy_(state[f"model.{name}"].values.view(buffer.shape))
+        self.runtime.stays.expect_grads(state["grad_record"], self.runtime.units)
         self.runtime.sync_params()
         self.runtime.settle()
 

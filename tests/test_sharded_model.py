@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
 
-from megatron_asynchzp import ShardedModel, ShardSizeError, ShardSizes, shard
+from megatron_asynchzp import ScheduleConfig, ShardedModel, ShardSizeError, ShardSizes, shard
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.testbed.ranks import Place, free_port, run_ranks, start_process
 from tests.support.engine import build_toy, nested_sizes
@@ -104,27 +104,45 @@ def sharded_bf16_toy(sizes: tuple[int, int, int]) -> ShardedModel:
     return sharded_toy(sizes, dtype=torch.bfloat16)
 
 
-def check_exact_resume(folder: Path) -> None:
-    with sharded_bf16_toy((2, 2, 4)) as first:
+def sharded_keeping_toy(sizes: tuple[int, int, int]) -> ShardedModel:
+    """What is kept decides how gradients are grouped in sums."""
+    model = build_toy()
+    schedule = ScheduleConfig(keep_grads_nbytes=2**15)
+    return shard(model, model.blocks, ShardSizes(*sizes), new_adamw, schedule=schedule)
+
+
+def params_of(sharded: ShardedModel) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in sharded.full_params()}
+
+
+def check_exact_resume(folder: Path, build: Callable[..., ShardedModel]) -> None:
+    with build((2, 2, 4)) as first:
         train(first, range(2))
         checkpoint.save(first.state_dict(), checkpoint_id=folder)
-        expected = train(first, range(2, 4))
-    with sharded_bf16_toy((2, 2, 4)) as other:
+        expected, params = train(first, range(2, 4)), params_of(first)
+    with build((2, 2, 4)) as other:
         state = other.state_dict()
         checkpoint.load(state, checkpoint_id=folder)
         other.load_state_dict(state)
         assert train(other, range(2, 4)) == expected
+        resumed = params_of(other)
+        assert [name for name in params if not torch.equal(params[name], resumed[name])] == []
 
 
-def test_a_bf16_model_resumes_from_its_fp32_main_parameters(tmp_path):
-    run_ranks(check_exact_resume, 4, tmp_path / "bf16")
+def check_exact_resumes(folder: Path) -> None:
+    check_exact_resume(folder / "bf16", sharded_bf16_toy)
+    check_exact_resume(folder / "kept", sharded_keeping_toy)
+
+
+def test_a_bf16_model_and_one_that_keeps_gradients_resume_bit_for_bit(tmp_path):
+    run_ranks(check_exact_resumes, 4, tmp_path)
 
 
 def check_full_params() -> None:
     model = build_toy(is_tied=True)
     expected = {name: param.detach().clone() for name, param in model.named_parameters()}
     with shard(model, model.blocks, ShardSizes(2, 2, 2), new_adamw) as sharded:
-        seen = {name: value.clone() for name, value in sharded.full_params()}
+        seen = params_of(sharded)
     assert seen.keys() == expected.keys()
     assert all(torch.equal(seen[name], expected[name]) for name in seen)
 
@@ -139,7 +157,7 @@ def check_frozen() -> None:
     before = model.embedding.weight.detach().clone()
     with shard(model, model.blocks, ShardSizes(2, 2, 2), new_adamw) as sharded:
         train(sharded, range(2))
-        after = {name: value.clone() for name, value in sharded.full_params()}
+        after = params_of(sharded)
         assert torch.equal(after["embedding.weight"], before)
         assert "model.embedding.weight" in sharded.state_dict()
         assert not any(key.startswith("optim.embedding") for key in sharded.state_dict())
@@ -220,7 +238,7 @@ def check_changed_requires_grad() -> None:
             sharded.zero_grad()
             param.requires_grad_(is_trained)
             toy_loss(model, toy_batch(1, 0, 0)).backward()
-            before = {key: value.clone() for key, value in sharded.full_params()}
+            before = params_of(sharded)
             with pytest.raises(ConfigurationError, match=f"^{name}: requires_grad is {is_trained}"):
                 sharded.step()
             assert all(torch.equal(value, before[key]) for key, value in sharded.full_params())

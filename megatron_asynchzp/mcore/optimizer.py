@@ -159,7 +159,11 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
     ) -> dict:
         """This rank's shards of the optimizer's state; see OptimizerCheckpoint."""
         self._init_state()
-        return self._checkpoint.sharded_state_dict(is_loading, metadata)
+        if is_loading:
+            return self._checkpoint.sharded_state_dict(is_loading, metadata)
+        first = self.model_chunks[0]
+        records = first.communication.grad_records(first.pp_group)
+        return self._checkpoint.sharded_state_dict(is_loading, metadata, records)
 
     def _init_state(self) -> None:
         """What a first step would find, where there was none: to be read into, or to be written
@@ -179,6 +183,8 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Take over what was read into the last `sharded_state_dict`."""
         self._checkpoint.load_state_dict(state_dict)
+        first, records = self.model_chunks[0], self._checkpoint.grad_records_in(state_dict)
+        first.communication.expect_grads(records, first.pp_group)
         self._use_fused_steps()
 
     def _use_fused_steps(self) -> None:

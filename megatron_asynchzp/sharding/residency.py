@@ -82,6 +82,16 @@ class Residency[User]:
             self._plan()
         self._last.clear()
 
+    @property
+    def record(self) -> Sequence[User]:
+        """The uses of the last step that used anything, for `expect` of another process."""
+        return self._uses.used or self._uses.expected
+
+    def expect(self, uses: Sequence[User]) -> None:
+        """Before the first step of a run that goes on: `uses` was the last step's record."""
+        self._uses.expected = list(uses)
+        self._plan()
+
     def enlarge(self, nbytes: int) -> None:
         """From the next use on, between two steps, so much more may be kept."""
         self.budget += nbytes

@@ -5,7 +5,7 @@ order. Free of hooks and autograd.
 """
 
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -51,6 +51,24 @@ class Stays:
                 counts_own=True,
             )
         return cls(params, grads)
+
+    def grad_record(self) -> list[str]:
+        """For a checkpoint: the units, by name, whose gradients the last step completed, in order.
+
+        [Note: kept after a resume] What is kept decides how gradients are grouped in sums, hence
+        their last bits, and is decided from the order of the step before. A process that goes on
+        with a run has no such step of its own: it takes the order from the checkpoint.
+        """
+        return [] if self.grads is None else [unit.name for unit in self.grads.record]
+
+    def expect_grads(self, names: Sequence[str], units: Iterable[HZPUnit]) -> None:
+        """Before a step: go on from the grad_record of a checkpoint. units: all of this rank.
+
+        One of other units (another pipeline) is left alone: then a resume is within rounding.
+        """
+        by_name = {unit.name: unit for unit in units}
+        if self.grads is not None and by_name.keys() >= set(names):
+            self.grads.expect([by_name[name] for name in names])
 
 
 class StepScheduler:

@@ -108,6 +108,18 @@ def test_the_second_step_keeps_what_the_first_one_shows_to_be_worth_it():
     assert residency.num_found == 5 and residency.planned_nbytes == 1
 
 
+@settings(deadline=None, derandomize=True)
+@given(ORDERS, ORDERS, ORDERS, st.integers(0, 4))
+def test_one_that_is_told_the_record_of_another_goes_on_as_that_one(first, second, third, room):
+    one, other = (Residency(room, lambda _: 1) for _ in range(2))
+    run_step(one, first)
+    run_step(one, second)
+    other.expect(one.record)
+    one_found, other_found = run_step(one, third), run_step(other, third)
+    assert other_found == one_found and other.record == one.record
+    assert run_step(other, third) == run_step(one, third)
+
+
 def test_a_budget_of_0_keeps_nothing():
     residency = Residency[str](0, lambda _: 1)
     assert not any(run_step(residency, "aabb") + run_step(residency, "aabb"))

@@ -33,6 +33,7 @@ from megatron_asynchzp.zero.unit import HZPUnit
 TORCHS_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 _SHARDING_TYPE = "fully_reshardable"
 _OWN_KEY = "asynchzp"
+_RECORDS_KEY = "asynchzp_grad_records"
 _SHARDING_TYPE_KEY = "distrib_optim_sharding_type"
 
 
@@ -65,11 +66,14 @@ class OptimizerCheckpoint:
 
     # ---- writing, and asking
 
-    def sharded_state_dict(self, is_loading: bool, metadata: dict | None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, is_loading: bool, metadata: dict | None, grad_records: Sequence[Sequence[str]] = ()
+    ) -> dict[str, Any]:
         """Entries for this rank's main parameters and moments, and the common part.
 
         The model chunks' `sharded_state_dict` has been called before. metadata: what Megatron
         stores about the format; for writing, the distributed optimizer's entry is added.
+        grad_records: of Communication, the same on all ranks.
         """
         metadata = {} if metadata is None else metadata
         if is_loading:
@@ -83,7 +87,7 @@ class OptimizerCheckpoint:
         self._asked = {str(i): shard.data for i, shard in enumerate(shards)}
         some_place = next(iter(self.places.values()), None)
         state = some_place.checkpoint.as_state(shards) if some_place else {}
-        return self._common() | state
+        return self._common(grad_records) | state
 
     def _shards(self, main_param: str) -> Iterator[ShardedTensor]:
         for fragment, (checkpoint, unit, index) in self.places.items():
@@ -97,7 +101,7 @@ class OptimizerCheckpoint:
             for name, values in tensors.items():
                 yield from checkpoint.shards_of(unit, index, values, f"optimizer.state.{name}.")
 
-    def _common(self) -> dict[Any, Any]:
+    def _common(self, grad_records: Sequence[Sequence[str]]) -> dict[Any, Any]:
         # One form for each optimizer that a stock run has: of Muon, of Adam, and for experts.
         groups_of: dict[tuple[int, bool], list[dict[str, Any]]] = {}
         for number, optimizer in enumerate(self.optimizers):
@@ -106,6 +110,8 @@ class OptimizerCheckpoint:
                 saved = {key: value for key, value in group.items() if key != "params"}
                 groups_of.setdefault(place, []).append(saved)
         forms = [self._form(groups) for _, groups in sorted(groups_of.items())]
+        if grad_records:
+            forms[0][_RECORDS_KEY] = grad_records
         return forms[0] if len(forms) == 1 else dict(enumerate(forms))
 
     def _form(self, groups: list[dict]) -> dict[str, Any]:
@@ -146,6 +152,11 @@ class OptimizerCheckpoint:
         self._load_step(steps[0] if steps else None)
         if self.grad_scaler is not None and "grad_scaler" in forms[0]:
             self.grad_scaler.load_state_dict(forms[0]["grad_scaler"])
+
+    @staticmethod
+    def grad_records_in(state_dict: Mapping) -> Sequence[Sequence[str]]:
+        """Those that were read; none without a budget, or of stock Megatron."""
+        return _forms(state_dict)[0].get(_RECORDS_KEY, ())
 
     def _load_groups(self, saved: Sequence[dict]) -> None:
         by_identity = {_identity(group): group for group in saved}

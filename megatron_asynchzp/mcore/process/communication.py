@@ -8,8 +8,9 @@ import atexit
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch.distributed as dist
 
@@ -119,6 +120,22 @@ class Communication:
             for what, residency in (("gathers", params), ("reductions", self.stays.grads))
             if residency is not None
         }
+
+    def grad_records(self, pipeline: dist.ProcessGroup) -> list[list[str]]:
+        """What decides which gradients the next step keeps, for a checkpoint: of each stage of
+        `pipeline`, see Stays.grad_record. Collective where there is a budget."""
+        mine = self.stays.grad_record()
+        if self.stays.grads is None:
+            return []
+        records: list[Any] = [mine] * pipeline.size()
+        dist.all_gather_object(records, mine, group=pipeline)
+        return records
+
+    def expect_grads(self, records: Sequence[Sequence[str]], pipeline: dist.ProcessGroup) -> None:
+        """Go on from the grad_records of a checkpoint; those of another pipeline are left alone."""
+        if len(records) == pipeline.size():
+            units = [unit for runtime in self.runtimes for unit in runtime.units]
+            self.stays.expect_grads(records[pipeline.rank()], units)
 
     def describe_position(self) -> str:
         """Where training is, for an error that Megatron or the script raised."""

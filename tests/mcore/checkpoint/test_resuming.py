@@ -33,6 +33,8 @@ SWIGLU = ("--swiglu", "--group-query-attention", "--num-query-groups", "2", "--d
 DROPOUT = ("--attention-dropout", "0.1")
 TOLERANCE, HALF_TOLERANCE = 1e-6, 2e-3
 
+KEEP_SOME = ("--asynchzp-keep-grads-gb", "0.0003", "--global-batch-size")
+
 SAME_SIZES = {
     "fp32": Job((2, 1, 4)),
     "bf16, dropout": Job((2, 4, 4), (*BF16, *DROPOUT)),
@@ -43,6 +45,9 @@ SAME_SIZES = {
     "interleaved pipeline, bf16": Job((2, 1, 2), (*INTERLEAVED, *BF16)),
     "experts on 2 ranks, one by one, bf16": Job((2, 4, 4), (*TWO_EXPERT_RANKS, *ONE_BY_ONE, *BF16)),
     "sgd": Job((2, 2, 4), ("--optimizer", "sgd", "--lr", "0.1")),
+    # 6 micro-batches on each rank, and memory for the gradients of some layers.
+    "gradients kept, interleaved pipeline": Job((1, 2, 2), (*INTERLEAVED, *KEEP_SOME, "12")),
+    "gradients kept": Job((1, 2, 4), (*KEEP_SOME, "12")),
     "saved beside training": Job(
         (2, 2, 4),
         (*BF16, "--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"),
@@ -65,7 +70,7 @@ def resume_all(names: list[str], folder: Path) -> dict[str, tuple]:
 
 
 # That experts resume is in the fast cases of the two other tests.
-FAST_SAME_SIZES = ["bf16, dropout"]
+FAST_SAME_SIZES = ["bf16, dropout", "gradients kept, interleaved pipeline"]
 
 
 @pytest.mark.parametrize("names", some_and_rest(SAME_SIZES, FAST_SAME_SIZES))
