@@ -144,7 +144,7 @@ def run_pretrain(argv: list[str], inspect: Callable[[list, Any], Any] | None = N
         error.add_note(f"run_pretrain {' '.join(argv)}\n{gathered.getvalue()[-2000:]}")
         raise
     finally:
-        _tear_down()
+        tear_down()
     record.total_s = time.perf_counter() - start_s
     record.log = gathered.getvalue()
     return record
@@ -385,7 +385,7 @@ def close_communication():
         communication.Communication.close_all()
 
 
-def _tear_down():
+def tear_down():
     """Leave only the default process group and the platform behind."""
     from megatron.training import training
 

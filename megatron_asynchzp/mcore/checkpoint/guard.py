@@ -303,4 +303,4 @@ def refuse_another_model(args: Namespace, iteration_dir: str, sharded_state_dict
     """
     difference = find_difference(args, iteration_dir, sharded_state_dict, _peers())
     if difference is not None:
-        raise CheckpointError(f"{iteration_dir} is of another model: {difference}")
+        raise CheckpointError(f"{iteration_dir} {difference}")

@@ -4,9 +4,10 @@
 model is written to. Must not load anything.
 """
 
+import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -15,39 +16,52 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_asynchzp.checkpoint_files.peers import Peers, on_first
+from megatron_asynchzp.mcore.checkpoint.causes import cause_of, describe, differing
 
-# Arguments that Megatron refuses to differ, and then those that explain other tensors.
-_FIXED = ("num_layers", "hidden_size", "num_attention_heads", "add_position_embedding")
-# fmt: off
-_SHAPING = (
-    *_FIXED, "vocab_size", "ffn_hidden_size", "num_query_groups", "group_query_attention",
-    "kv_channels", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
-    "moe_layer_freq", "max_position_embeddings", "position_embedding_type", "swiglu",
-    "add_bias_linear", "add_qkv_bias", "normalization", "qk_layernorm", "multi_latent_attention",
-    "untie_embeddings_and_output_weights", "padded_vocab_size", "optimizer",
-)
-# fmt: on
+# Arguments that Megatron refuses to differ.
+FIXED = ("num_layers", "hidden_size", "num_attention_heads", "add_position_embedding")
+_LENIENT = ("ignore_all", "log_all", "return_all")
+_OPTIMIZER = "optimizer."
+_STATE = re.compile(r"optimizer\.state\.(?P<kind>[^.]+)\.(?P<tensor>.*)")
+_MAIN_PARAM = ("fp32_param", "param")
+_NEW_MOMENTS = "add --no-load-optim, which starts with new moments"
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Difference(NamedTuple):
+    """A tensor that checkpoint and run do not share. what: about it, for the user."""
+
+    tensor: str
+    what: str
 
 
 def find_difference(
     args: Namespace, iteration_dir: str, sharded_state_dict: Any, peers: Peers
 ) -> str | None:
-    """The first argument or tensor that differs, with both values; the same on all ranks.
-    Collective.
-
-    The vocabulary is an argument of ours: Megatron pads and cuts embeddings without a word.
-    """
+    """What keeps the checkpoint from being loaded, for the user; the same on all ranks. None where
+    it fits. Collective."""
     saved, shapes = on_first(peers, lambda: _read_facts(iteration_dir))
-    fixed = ("vocab_size",) if args.finetune else (*_FIXED, "vocab_size")
-    if difference := _find_different_argument(fixed, saved, args):
-        return difference
-    may_miss = args.dist_ckpt_strictness in ("ignore_all", "log_all", "return_all")
-    mine = _find_different_tensor(shapes, sharded_state_dict, may_miss)
-    difference = next((one for one in peers.gather(mine) if one), None)
-    cause = difference and _find_different_argument(_SHAPING, saved, args)
-    return f"{cause} ({difference})" if cause else difference
+    wanted = list(wanted_tensors(sharded_state_dict))
+    return compare(args, saved, shapes, wanted, peers)
+
+
+def compare(
+    args: Namespace, saved: Any, shapes: Shapes, wanted: Iterable[ShardedTensor], peers: Peers
+) -> str | None:
+    """As find_difference, for a checkpoint with these arguments (None: none) and tensors.
+
+    wanted: what this rank is about to load. The vocabulary is an argument of ours: Megatron pads
+    and cuts embeddings without a word.
+    """
+    if name := _find_fixed(args, saved):
+        return f"is of another model: {describe(name, saved, args)}"
+    is_lenient = args.dist_ckpt_strictness in _LENIENT
+    mine = _find_unlike(shapes, wanted, may_miss=is_lenient)
+    if difference := next((one for one in peers.gather(mine) if one), None):
+        return _explain(difference, args, saved, shapes)
+    # With --finetune a part of a model may be taken over.
+    return None if is_lenient or args.finetune else _find_unread(args, saved, shapes, wanted, peers)
 
 
 def _read_facts(iteration_dir: str) -> tuple[Any, Shapes]:
@@ -60,32 +74,83 @@ def _read_facts(iteration_dir: str) -> tuple[Any, Shapes]:
     return load_common_state_dict(iteration_dir).get("args"), shapes
 
 
-def _find_different_argument(names: Iterable[str], saved: Any, args: Namespace) -> str | None:
-    for name in names:
+def _find_fixed(args: Namespace, saved: Any) -> str | None:
+    for name in ("vocab_size",) if args.finetune else (*FIXED, "vocab_size"):
         was, now = getattr(saved, name, None), getattr(args, name, None)
         if was is not None and now is not None and was != now:
-            return f"--{name.replace('_', '-')} is {was} in the checkpoint and {now} in this run"
+            is_derived = name == "num_layers" and getattr(args, "hybrid_layer_pattern", None)
+            return "hybrid_layer_pattern" if is_derived else name
     return None
 
 
-def _find_different_tensor(shapes: Shapes, sharded_state_dict: Any, may_miss: bool) -> str | None:
+def _find_unlike(
+    shapes: Shapes, wanted: Iterable[ShardedTensor], may_miss: bool
+) -> Difference | None:
     """The first tensor of the run that the checkpoint does not have, or has in another shape.
 
     may_miss: the run goes on without tensors that the checkpoint lacks.
     """
-    for wanted in _wanted_tensors(sharded_state_dict):
-        was, now = shapes.get(wanted.key), tuple(wanted.global_shape)
+    for one in wanted:
+        was, now = shapes.get(one.key), tuple(one.global_shape)
         if was is None and not may_miss:
-            return f"it has no tensor {wanted.key}"
-        if was not in (None, now) and not wanted.allow_shape_mismatch:
+            return Difference(one.key, f"it has no tensor {one.key}")
+        if was not in (None, now) and not one.allow_shape_mismatch:
             was, now = ("x".join(map(str, shape)) for shape in (was, now))
-            return f"tensor {wanted.key} is {was} in the checkpoint and {now} in this run"
+            return Difference(
+                one.key, f"tensor {one.key} is {was} in the checkpoint and {now} in this run"
+            )
     return None
 
 
-def _wanted_tensors(sharded_state_dict: Any) -> Iterable[ShardedTensor]:
+def _explain(difference: Difference, args: Namespace, saved: Any, shapes: Shapes) -> str:
+    tensor, what = difference
+    if found := _STATE.fullmatch(tensor):
+        if found["tensor"] in shapes:
+            return _explain_state(found["kind"], what, args, saved, shapes)
+        tensor = found["tensor"]
+    name = cause_of(tensor, differing(saved, args))
+    return f"is of another model: {f'{describe(name, saved, args)} ({what})' if name else what}"
+
+
+def _explain_state(kind: str, what: str, args: Namespace, saved: Any, shapes: Shapes) -> str:
+    """Of a tensor of the optimizer, of whose parameter the checkpoint has the values."""
+    if not any(key.startswith(_OPTIMIZER) for key in shapes):
+        return f"holds no state of an optimizer (--no-save-optim); {_NEW_MOMENTS}"
+    names = ("bf16", "fp16") if kind in _MAIN_PARAM else ("optimizer", "sgd_momentum")
+    for name in names:
+        if hasattr(saved, name) and getattr(saved, name) != getattr(args, name):
+            return f"is of another optimizer: {describe(name, saved, args)} ({what})"
+    kinds = {found["kind"] for key in shapes if (found := _STATE.fullmatch(key))}
+    if kinds <= set(_MAIN_PARAM):
+        return (
+            f"was saved before the first step of its optimizer and holds no moments; {_NEW_MOMENTS}"
+        )
+    return f"is of another model: {what}"
+
+
+def _find_unread(
+    args: Namespace, saved: Any, shapes: Shapes, wanted: Iterable[ShardedTensor], peers: Peers
+) -> str | None:
+    """An argument that differs, where the run has no use for tensors that come with it."""
+    if not (names := differing(saved, args)):
+        return None
+    mine = {one.key for one in wanted}
+    unread = {key for key in shapes if not key.startswith(_OPTIMIZER) and cause_of(key, names)}
+    for others in peers.gather(unread - mine):
+        unread &= others
+    if not unread:
+        return None
+    tensor = min(unread)
+    name = cause_of(tensor, names)
+    return (
+        f"is of another model: {describe(str(name), saved, args)} (this run has no tensor {tensor};"
+        " --dist-ckpt-strictness log_all loads the rest)"
+    )
+
+
+def wanted_tensors(sharded_state_dict: Any) -> Iterable[ShardedTensor]:
     for value in nested_values(sharded_state_dict):
         if isinstance(value, ShardedTensorFactory):
-            yield from _wanted_tensors({"built": value.build()})
+            yield from wanted_tensors({"built": value.build()})
         elif isinstance(value, ShardedTensor):
             yield value

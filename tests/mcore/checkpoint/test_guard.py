@@ -83,6 +83,9 @@ def _refused_loads(folder: str, origin: str) -> list[str]:
         _refusal(*load, "--num-layers", "4"),
         _refusal(*load, "--vocab-size", "200"),
         _refusal(*load, "--ffn-hidden-size", "128"),
+        _refusal(*load, "--qk-layernorm"),
+        _refusal(*load, "--disable-bias-linear"),
+        _refusal(*load, "--disable-bias-linear", "--dist-ckpt-strictness", "log_all"),
         _refusal(*load, "--ckpt-step", "3"),
         _refusal("--load", f"{folder}/nothing", "--exit-on-missing-checkpoint"),
         _refusal(*load, "--lr-warmup-iters", "1"),
@@ -157,13 +160,18 @@ def test_a_run_goes_on_from_the_newest_intact_checkpoint_as_if_it_had_not_stoppe
 def test_what_cannot_be_loaded_is_one_line_on_every_rank(output):
     (place, lines), (_, others) = (one["_refused_loads"] for one in output)
     assert lines == others
-    hidden, layers, vocabulary, ffn, step, missing, schedule, damaged = lines
+    hidden, layers, vocabulary, ffn, norms, biases, rest, *lines = lines
+    step, missing, schedule, damaged = lines
     another = f"CheckpointError: {place}/{NEWER} is of another model: "
     assert hidden == f"{another}--hidden-size is 64 in the checkpoint and 32 in this run"
     assert layers == f"{another}--num-layers is 2 in the checkpoint and 4 in this run"
     assert vocabulary == f"{another}--vocab-size is 127 in the checkpoint and 200 in this run"
     assert ffn.startswith(f"{another}--ffn-hidden-size is 256 in the checkpoint and 128 in this")
     assert " (tensor decoder." in ffn
+    norms_differ = f"{another}--qk-layernorm is False in the checkpoint and True in this run (it"
+    assert norms.startswith(norms_differ)
+    biases_differ = f"{another}--disable-bias-linear is False in the checkpoint and True in this"
+    assert biases.startswith(biases_differ) and rest == "it was not refused"
     assert step.endswith("there is no such directory; the newest intact one is --ckpt-step 4")
     assert "no checkpoint in" in missing and "--exit-on-missing-checkpoint" in missing
     assert "has another learning-rate schedule: " in schedule
