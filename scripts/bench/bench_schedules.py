@@ -232,7 +232,7 @@ def _over_ranks(settings: Settings, result: Result) -> Result:
 def _record(settings: Settings, name: str, result: Result) -> dict:
     size, profile = settings.size, settings.profile
     params_nbytes = 4 * size.blocks * (12 * size.hidden**2 + 9 * size.hidden)
-    ideal = CONTENDERS[name].volume(settings.nodes, profile.ranks_per_node)
+    ideal = CONTENDERS[name].volume(settings.nodes, profile.ranks_per_node, size.blocks)
     # fmt: off
     return {
         "bench": "schedules", "contender": name, "nodes": settings.nodes,

@@ -3,6 +3,7 @@
 """Side by side: one GPT trained by Megatron's data, tensor and pipeline parallelism, by other
 sharded systems and by AsyncHZP, on an emulated cluster. Writes JSON lines, a table and a picture.
 
+    python -m scripts.bench.compare --published --out runs/compare  # all of docs/results/compare.md
     python -m scripts.bench.compare --out runs/compare              # 2 x 2, slow and fast network
     python -m scripts.bench.compare --nodes 2 4 --repetitions 3     # the long form
     python -m scripts.bench.compare --quick                         # one network, one repetition
@@ -12,6 +13,7 @@ sharded systems and by AsyncHZP, on an emulated cluster. Writes JSON lines, a ta
 import argparse
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -32,6 +34,7 @@ from megatron_asynchzp.testbed.profile import PROFILES, NetworkProfile, named_pr
 from megatron_asynchzp.testbed.ranks import Cluster
 from scripts.bench.compare_calibration import calibrate
 from scripts.bench.compare_measure import RUN_LIMIT_S, measure, prepare_environment
+from scripts.bench.compare_plan import PUBLISHED, STEPS, WARM_UP
 from scripts.report import compare_front
 from scripts.report.compare_picture import draw
 from scripts.report.compare_table import calibration_lines, markdown
@@ -40,12 +43,11 @@ from scripts.report.records import append
 
 @dataclass(frozen=True)
 class Study:
-    """One cluster, one network, one workload, and who is compared."""
+    """One cluster, one network, one workload, and who runs in each repetition."""
 
     cluster: Cluster
     workload: Workload
-    chosen: list[Contender]
-    repetitions: int
+    turns: list[list[Contender]]
 
     def run(self, file: Path, deadline_s: float) -> list[dict]:
         """Calibrate, then all contenders in turns, appending a record of each run to `file`."""
@@ -58,14 +60,14 @@ class Study:
 
         console = Console(stderr=True)
         with Progress(console=console) as progress:
-            task = progress.add_task("calibrating", total=1 + self.repetitions * len(self.chosen))
+            task = progress.add_task("calibrating", total=1 + sum(map(len, self.turns)))
             calibration = calibrate(self.cluster, self.workload, RUN_LIMIT_S)
             keep({"kind": "calibration"} | asdict(calibration))
             progress.console.print(*calibration_lines(records[-1]), sep="\n", highlight=False)
             progress.advance(task)
             broken: dict[str, str] = {}
-            for repetition in range(self.repetitions):
-                for one in self.chosen:
+            for repetition, chosen in enumerate(self.turns):
+                for one in chosen:
                     progress.update(task, description=f"{one.name}, {repetition + 1}")
                     reason = one.reason or missing(one.torch_system) or broken.get(one.name, "")
                     if not reason and time.monotonic() > deadline_s:
@@ -97,17 +99,31 @@ def main() -> None:
     deadline_s = time.monotonic() + 60 * args.time_limit
     records: list[dict] = [machine_record()]
     append(file, records[0])
-    for nodes in args.nodes:
-        for profile in args.profiles:
-            study = _study(args, nodes, profile)
-            Console(stderr=True).print(f"{nodes} nodes x {args.ranks} ranks, {profile.name}")
-            records += study.run(file, deadline_s)
+    for study in _published() if args.published else _asked_for(args):
+        cluster = study.cluster
+        name = f"{cluster.nodes} nodes x {cluster.ranks_per_node} ranks, {cluster.profile.name}"
+        Console(stderr=True).print(name)
+        records += study.run(file, deadline_s)
     text = markdown(records)
     (args.out / "table.md").write_text(text)
     draw(records, args.out / "compare.png")
     compare_front.draw(records, args.out / "compare_front.png")
     Console(width=None if sys.stdout.isatty() else 200).print(Markdown(text))
     print(f"{args.out}/: records.jsonl, table.md, compare.png, compare_front.png")
+
+
+def _published() -> Iterator[Study]:
+    nodes = ranks = 2
+    work = replace(Workload(), samples=2 * nodes * ranks, warm_up=WARM_UP, steps=STEPS)
+    for part in PUBLISHED:
+        turns = part.turns(contenders(nodes, ranks, work))
+        yield Study(Cluster(nodes, ranks, named_profile(part.profile)), work, turns)
+
+
+def _asked_for(args: argparse.Namespace) -> Iterator[Study]:
+    for nodes in args.nodes:
+        for profile in args.profiles:
+            yield _study(args, nodes, profile)
 
 
 def _study(args: argparse.Namespace, nodes: int, profile: NetworkProfile) -> Study:
@@ -119,12 +135,18 @@ def _study(args: argparse.Namespace, nodes: int, profile: NetworkProfile) -> Stu
         for one in (pipelines if args.pipelines else contenders)(nodes, ranks, workload)
         if not args.only or any(name.lower() in one.name.lower() for name in args.only)
     ]
-    return Study(Cluster(nodes, ranks, profile), workload, chosen, args.repetitions)
+    return Study(Cluster(nodes, ranks, profile), workload, [chosen] * args.repetitions)
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="one network, one repetition")
+    parser.add_argument(
+        "--published",
+        action="store_true",
+        help="what docs/results/compare.md shows, on four networks, in about 15 minutes on two "
+        "quiet cores; of the other options only --out and --time-limit count",
+    )
     parser.add_argument(
         "--pipelines",
         action="store_true",

@@ -2,7 +2,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 # Sets up the environment, then runs scripts/bench/compare.py, whose --help lists what can be
-# changed: ./scripts/bench/compare.sh --quick ends within 15 minutes on two cores.
+# changed: ./scripts/bench/compare.sh --published makes what docs/results/compare.md shows, in about
+# 15 minutes on two quiet cores; --quick is one network, all contenders once.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/environment.sh

@@ -58,6 +58,7 @@ def _summed(reports: list[RankReport], ranks: int, steps: int) -> dict:
         "state_nbytes": max((r.state_nbytes for r in counted), default=None),
         "peak_nbytes": max((r.peak_nbytes for r in counted), default=None),
         "exposed_ms": 1e3 * max(exposed) if exposed else None,
+        "optimizer_ms": 1e3 * max(r.optimizer_s for r in reports),
         "host_waits": max(r.host_waits for r in reports) / steps,
         "foreign": foreign_of(reports),
         "busy": busy_of(reports),

@@ -46,7 +46,7 @@ def _machine(line: dict, date: str) -> dict:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("name", choices=sorted(EXPECTED - {"compare fast"}))
+    parser.add_argument("name", choices=sorted(EXPECTED - {"compare unlimited"}))
     parser.add_argument("files", nargs="+", type=existing_file)
     args = parser.parse_args(argv)
     machines, measured = split(line for file in args.files for line in added(file))

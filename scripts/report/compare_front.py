@@ -15,6 +15,7 @@ from megatron_asynchzp.testbed.contenders.side_by_side import ND, OURS, SHARDED
 from megatron_asynchzp.tools import styles
 from megatron_asynchzp.tools.styles import INK, NORMAL, SIZES_MEANING, SMALL, bare
 from scripts.report.compare_memory import peak_of
+from scripts.report.compare_picture import MEANING, on_networks
 from scripts.report.compare_rows import Comparison, Row, comparisons
 from scripts.report.records import markdown_table, write_picture
 
@@ -62,18 +63,19 @@ def draw(records: Iterable[dict], file: Path) -> None:
     """Write the picture as a PNG."""
     from matplotlib.lines import Line2D
 
-    found = comparisons(records)
-    figure = styles.new_figure(0.9 + 3.6 * len(found))
-    panels = figure.subplots(len(found), 1, squeeze=False)[:, 0]
+    found = on_networks(comparisons(records))
+    figure = styles.new_figure(1.2 + 3.6 * len(found))
+    # One scale: a step or a peak has the same place in every panel.
+    panels = figure.subplots(len(found), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     for comparison, axes in zip(found, panels, strict=True):
         _draw_study(comparison, axes)
     handles: list[Any] = [
-        Line2D([], [], marker=mark, color=colour, linestyle="", markersize=8, label=family)
+        Line2D([], [], marker=mark, color=colour, linestyle="", markersize=8, label=MEANING[family])
         for family, (mark, colour) in _MARKS.items()
     ]
     label = "no other is faster with as little memory"
     handles.append(Line2D([], [], color=INK, linestyle=":", label=label))
-    styles.add_legend(figure, handles)
+    styles.add_legend(figure, handles, ncols=2)
     threaded = "AsyncHZP runs threaded where no other schedule is named; bold: on the dotted line"
     styles.add_caption(figure, SIZES_MEANING, threaded)
     figure.draw_without_rendering()  # places the panels, which names need to be placed themselves
@@ -111,6 +113,7 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
     axes.set_ylabel("step (ms), median", fontsize=NORMAL)
     axes.margins(x=0.08, y=0.12)
     bare(axes, grid="both")
+    axes.tick_params(labelbottom=True)
 
 
 # Where a name may stand beside its point: offsets in points, and which end of it is there.

@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
 from scripts.report.compare_rows import Comparison, Row
-from scripts.report.compare_table import calibration_lines, cells, setting
+from scripts.report.compare_table import (
+    HEAD,
+    beaten_line,
+    behind_lines,
+    calibration_lines,
+    cells,
+    setting,
+)
 from scripts.report.records import markdown_table
-
-# fmt: off
-_HEAD = [
-    "contender", "kind", "step ms", "min", "max", "tokens/s", "x best ND", "waits ms",
-    "MB off node", "MB at rest", "MB at peak", "loss",
-]
-# fmt: on
 
 
 def fastest_within(comparison: Comparison, row: Row, memory: Callable[[Row], float]) -> Row:
@@ -41,7 +41,11 @@ def measured_table(comparison: Comparison) -> str:
     if comparison.calibration is not None:
         lines += [*calibration_lines(comparison.calibration), ""]
     rows = [cells(row, comparison.best_nd) for row in comparison.rows]
-    lines.append(markdown_table(_HEAD, rows, num_left=2).rstrip())
+    lines.append(markdown_table(HEAD, rows, num_left=2).rstrip())
+    if text := beaten_line(comparison):
+        lines += ["", text]
+    if behind := behind_lines(comparison):
+        lines += ["", *behind]
     notes = dict.fromkeys(row.note for row in comparison.rows if row.note)
     if notes:
         lines += ["", *(f"- {note}" for note in notes)]

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Draws the records of compare.py: for each cluster and network the step of every contender, beside
-the bytes that it sends off a node and the memory that a rank holds.
+the bytes that it sends off a node and the memory that a rank holds. A column has one scale, so that
+networks can be compared; what a step takes without a network is part of its bar.
 
     python -m scripts.report.compare_picture runs/compare/records.jsonl --output compare.png
 """
@@ -16,26 +17,47 @@ from megatron_asynchzp.tools.styles import INK, NORMAL, RED, SIZES_MEANING, SMAL
 from scripts.report.compare_rows import Comparison, Row, comparisons
 from scripts.report.records import write_picture
 
+_BARE = "step, pale: what the network adds, where a contender was measured without one too"
 _WAITS = "*: the host waits for a side stream, which an accelerator would not"
 COLOURS = {OURS: styles.OURS, ND: styles.STOCK, SHARDED: styles.PEER}
+MEANING = {
+    OURS: "AsyncHZP",
+    ND: "stock Megatron: data, tensor and pipeline parallelism",
+    SHARDED: "sharded peers: Megatron-FSDP, FSDP2, DeepSpeed",
+}
+_PALE = 0.35
+
+
+def on_networks(found: list[Comparison]) -> list[Comparison]:
+    """Without that of no network, which is part of the others' steps, unless there is no other."""
+    return [comparison for comparison in found if comparison.has_network] or found
 
 
 def draw(records: Iterable[dict], file: Path) -> None:
     """Write the picture as a PNG. Contenders without a measurement are named beside a study."""
     from matplotlib.patches import Patch
 
-    found = comparisons(records)
+    found = on_networks(comparisons(records))
     rows = [max(1, sum(not row.reason for row in comparison.rows)) for comparison in found]
     figure = styles.new_figure(1.3 + sum(0.24 * count + 0.9 for count in rows))
     axes = figure.subplots(
-        len(found), 3, squeeze=False, width_ratios=[2.2, 1, 1], height_ratios=rows, sharey="row"
+        len(found),
+        3,
+        squeeze=False,
+        width_ratios=[2.2, 1, 1],
+        height_ratios=rows,
+        sharex="col",
+        sharey="row",
     )
     for comparison, of_study in zip(found, axes):
         _draw_study(comparison, of_study)
-    handles: list[Any] = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    handles: list[Any] = [
+        Patch(color=colour, label=MEANING[name]) for name, colour in COLOURS.items()
+    ]
     styles.add_legend(figure, handles)
     waits = any(row.host_waits for comparison in found for row in comparison.rows)
-    styles.add_caption(figure, SIZES_MEANING, *[_WAITS] * waits)
+    bare = any(row.bare_ms is not None for comparison in found for row in comparison.rows)
+    styles.add_caption(figure, SIZES_MEANING, *[_BARE] * bare, *[_WAITS] * waits)
     figure.savefig(file, dpi=styles.DPI)
 
 
@@ -48,7 +70,7 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
         colour = COLOURS[row.family]
         _draw_step(times, place, row, colour)
         traffic.barh(place, row.node_mb or 0.0, color=colour, height=0.7)
-        memory.barh(place, row.peak_mb or 0.0, color=colour, height=0.7, alpha=0.35)
+        memory.barh(place, row.peak_mb or 0.0, color=colour, height=0.7, alpha=_PALE)
         memory.barh(place, row.state_mb or 0.0, color=colour, height=0.7)
     if (text := comparison.calibration) is not None:
         times.axvline(text["compute_ms"], color=INK, linewidth=1, linestyle=":")
@@ -74,6 +96,7 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
         traffic.set_title(text, fontsize=SMALL, color=INK, loc="left", pad=14)
     for ax in axes:
         bare(ax, grid="x")
+        ax.tick_params(labelbottom=True)  # one scale, but a panel may be far from the last one
 
 
 def _draw_step(times: Any, place: int, row: Row, colour: str) -> None:
@@ -82,10 +105,14 @@ def _draw_step(times: Any, place: int, row: Row, colour: str) -> None:
         times.text(12, place, "wrong losses: no speed", color=RED, **inside)
         return
     low, high = row.median_ms - min(row.step_ms), max(row.step_ms) - row.median_ms
+    dark_ms = min(row.median_ms, row.bare_ms or row.median_ms)
+    times.barh(place, dark_ms, color=colour, height=0.7)
     times.barh(
         place,
-        row.median_ms,
+        row.median_ms - dark_ms,
+        left=dark_ms,
         color=colour,
+        alpha=_PALE,
         height=0.7,
         xerr=[[low], [high]],
         error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 2},

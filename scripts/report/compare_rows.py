@@ -1,17 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of compare's records: one per contender and cluster, with the losses checked, and by how
-much one contender is ahead of another.
+"""The rows of compare's records: one per contender and cluster, with the losses checked, by how
+much one contender is ahead of another, and how much of a step is the network's.
 """
 
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_asynchzp.testbed.contenders.side_by_side import ND, SHARDED
 from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
 
+NO_NETWORK = "unlimited"  # the network that is not modelled
 LOSS_TOLERANCE = 1e-5  # relative, of every step, in fp32
 
 
@@ -20,8 +21,8 @@ class Row:
     """One contender. is_red: its losses are not the reference's, so its times are not to be shown;
     reason: why there is no measurement; step_ms: all timed steps of all repetitions in which others
     used at most FOREIGN_LIMIT of the machine, or of all where there is none; foreign: the most that
-    others used in these; medians_ms: of every repetition; other numbers: medians, None where not
-    known.
+    others used in these; medians_ms: of every repetition; bare_ms: of the same contender without a
+    network; other numbers: medians, None where not known.
     """
 
     name: str
@@ -30,8 +31,9 @@ class Row:
     is_red: bool = False
     step_ms: tuple[float, ...] = ()
     medians_ms: tuple[float, ...] = ()
-    tokens: int = 0
+    bare_ms: float | None = None
     exposed_ms: float | None = None
+    optimizer_ms: float | None = None
     node_mb: float | None = None
     state_mb: float | None = None
     peak_mb: float | None = None
@@ -49,8 +51,9 @@ class Row:
         return statistics.median(self.step_ms)
 
     @property
-    def tokens_per_s(self) -> float:
-        return 1e3 * self.tokens / self.median_ms
+    def network_ms(self) -> float | None:
+        """What the network adds to a step: all else is there without one."""
+        return None if self.bare_ms is None else self.median_ms - self.bare_ms
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,21 @@ class Comparison:
         """The fastest of Megatron's own parallelisms."""
         return next((row for row in self.rows if row.family == ND and row.is_timed), None)
 
+    @property
+    def has_network(self) -> bool:
+        return self.profile["name"] != NO_NETWORK
+
     def row(self, name: str) -> Row | None:
         return next((row for row in self.rows if row.name == name and row.is_timed), None)
+
+    def best(self, names: str) -> Row | None:
+        """The fastest of those whose name begins so: the same system in several settings."""
+        return next((row for row in self.rows if row.name.startswith(names) and row.is_timed), None)
+
+    def faster_than(self, row: Row) -> list[Row]:
+        """Those that take less time, fastest first."""
+        timed = [other for other in self.rows if other.is_timed]
+        return [other for other in timed if other.median_ms < row.median_ms]
 
     @property
     def ours(self) -> Row | None:
@@ -86,7 +102,22 @@ def comparisons(records: Iterable[dict]) -> list[Comparison]:
         if record["kind"] != "machine":
             key = record["nodes"], record["ranks_per_node"], record["profile"]["name"]
             studies[key].append(record)
-    return [_comparison(of_study) for of_study in studies.values()]
+    found = [_comparison(of_study) for of_study in studies.values()]
+    bare = {(one.nodes, one.ranks_per_node): one for one in found if not one.has_network}
+    return [_beside(one, bare.get((one.nodes, one.ranks_per_node))) for one in found]
+
+
+def _beside(comparison: Comparison, bare: Comparison | None) -> Comparison:
+    """With what each row that is in both takes without a network."""
+    if bare is None or bare is comparison:
+        return comparison
+    rows = [
+        replace(row, bare_ms=twin.median_ms)
+        if row.is_timed and (twin := bare.row(row.name)) is not None
+        else row
+        for row in comparison.rows
+    ]
+    return replace(comparison, rows=tuple(rows))
 
 
 def _comparison(records: Sequence[dict]) -> Comparison:
@@ -120,7 +151,7 @@ def row_of(runs: Sequence[dict], reference: Sequence[float] | None) -> Row:
     quiet = [run for run in done if run["foreign"] <= FOREIGN_LIMIT] or done
 
     def middle(key: str, scale: float = 1.0) -> float | None:
-        values = [run[key] for run in quiet if run[key] is not None]
+        values = [run[key] for run in quiet if run.get(key) is not None]
         return scale * statistics.median(values) if values else None
 
     return Row(
@@ -129,8 +160,8 @@ def row_of(runs: Sequence[dict], reference: Sequence[float] | None) -> Row:
         is_red=not all(losses_agree(run["losses"], reference) for run in done),
         step_ms=tuple(value for run in quiet for value in run["step_ms"]),
         medians_ms=tuple(statistics.median(run["step_ms"]) for run in done),
-        tokens=first["workload"]["samples"] * first["workload"]["seq_length"],
         exposed_ms=middle("exposed_ms"),
+        optimizer_ms=middle("optimizer_ms"),
         node_mb=middle("node_nbytes", 1e-6),
         state_mb=middle("state_nbytes", 1e-6),
         peak_mb=middle("peak_nbytes", 1e-6),

@@ -17,10 +17,10 @@ from scripts.report import (
     peak_table,
     schedule_grid,
 )
-from scripts.report.compare_rows import Row, ahead
+from scripts.report.compare_rows import NO_NETWORK, Row, ahead
 from scripts.report.loss_picture import RINGS
 from scripts.report.published import at_rest_mib, compared, state_mib, together_mib
-from scripts.report.records import read_record
+from scripts.report.records import NotRecorded, read_record
 from scripts.report.scaling_rows import AxisRows, axes_of
 from scripts.report.wire_table import wire_ratio
 
@@ -47,7 +47,10 @@ def schedule_load(cluster: str) -> str:
 
 
 def _row(network: str, contender: str) -> Row:
-    found = compared(network).row(contender)
+    """contender: its name; "best NAME" is the fastest of those whose name begins with NAME."""
+    comparison = compared(network)
+    name = contender.removeprefix("best ")
+    found = comparison.row(name) if name == contender else comparison.best(name)
     assert found is not None, f"{contender} was not timed on {network}"
     return found
 
@@ -58,12 +61,21 @@ def _warning(*rows: Row) -> str:
 
 
 _COMPARED: dict[str, Callable[[Row], str]] = {
+    "name": lambda row: row.name,
     "step": lambda row: f"{row.median_ms:.0f}{_warning(row)}",
     "waits": lambda row: f"{row.exposed_ms:.0f}",
+    "network": lambda row: f"{_known(row.network_ms):.0f}{_warning(row)}",
+    "adam": lambda row: f"{_known(row.optimizer_ms):.1f}{_warning(row)}",
     "sent": lambda row: f"{row.node_mb:.1f}",
     "rest": lambda row: f"{row.state_mb:.1f}",
     "peak": lambda row: f"{row.peak_mb:.1f}",
 }
+
+
+def _known(value: float | None) -> float:
+    if value is None:
+        raise NotRecorded(f"compare {NO_NETWORK}")
+    return value
 
 
 def compare_figure(network: str, contender: str, what: str) -> str:
@@ -77,9 +89,24 @@ def compare_ahead(network: str, slower: str, faster: str) -> str:
 
 def compare_more(network: str, contender: str, other: str, memory: str) -> str:
     """By how many percent `contender` holds more than `other`, at "rest" or "peak"."""
+    return f"{100 * _more(network, contender, other, memory):.0f}%"
+
+
+def compare_holds(network: str, contender: str, other: str, memory: str) -> str:
+    """The same where either may hold more: "7% more" or "7% less"."""
+    more = _more(network, contender, other, memory)
+    return f"{100 * abs(more):.0f}% {'more' if more >= 0 else 'less'}"
+
+
+def _more(network: str, contender: str, other: str, memory: str) -> float:
     of = {"rest": compare_memory.state_of, "peak": compare_memory.peak_of}[memory]
-    more = of(_row(network, contender)) / of(_row(network, other)) - 1
-    return f"{100 * more:.0f}%"
+    return of(_row(network, contender)) / of(_row(network, other)) - 1
+
+
+def compare_behind(network: str, contender: str, other: str) -> str:
+    """By how many milliseconds `contender` takes longer than `other`."""
+    rows = _row(network, contender), _row(network, other)
+    return f"{rows[0].median_ms - rows[1].median_ms:.0f}{_warning(*rows)}"
 
 
 def compare_apart(network: str, slower: str, faster: str, what: str) -> str:
@@ -254,6 +281,8 @@ FIGURES: dict[str, Callable[..., str]] = {
     "load": schedule_load,
     "compare": compare_figure,
     "compare ahead": compare_ahead,
+    "compare behind": compare_behind,
+    "compare holds": compare_holds,
     "compare more": compare_more,
     "compare apart": compare_apart,
     "compare holding less": compare_holding_less,

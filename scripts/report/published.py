@@ -27,7 +27,8 @@ from scripts.report import (
     schedule_bars,
     schedule_grid,
 )
-from scripts.report.compare_rows import Comparison, comparisons
+from scripts.report.compare_rows import NO_NETWORK, Comparison, comparisons
+from scripts.report.compare_table import networks_table
 from scripts.report.loss_picture import RINGS
 from scripts.report.parity_table import parity_table, shrunk_table
 from scripts.report.records import NotRecorded, Record, markdown_table, read_record
@@ -183,6 +184,11 @@ def compared(study: str) -> Comparison:
     return found[network]
 
 
+def compared_networks() -> str:
+    """What was measured without a network beside its step on each network."""
+    return networks_table(compared(NO_NETWORK), comparisons(read_record("compare").lines))
+
+
 def _tables_of(study: str) -> dict[str, Callable[[], str]]:
     return {
         f"compare {study}": lambda: compare_memory.measured_table(compared(study)),
@@ -196,6 +202,8 @@ TABLES: dict[str, Callable[[], str]] = {
     **_tables_of("slow-between-nodes"),
     **_tables_of("slower-between-nodes"),
     **_tables_of("fast"),
+    **_tables_of(NO_NETWORK),
+    "compare networks": compared_networks,
     **_tables_of("pipelines slow-between-nodes"),
     "scaling": lambda: scaling_table.markdown(read_record("scaling").lines),
     "checkpoints": lambda: checkpoint_table.tables(read_record("checkpoints").lines),

@@ -15,7 +15,13 @@ from scripts.report.records import RecordsError, print_table, split
 
 COMPUTE, COMMUNICATION = "compute only", "communication only"
 COLUMNS = ("late, blocks", "late, halves", "early, blocks", "early, halves")
-_NAMES = {"hsdp": "HSDP", "fsdp2": "FSDP2", "ddp": "DDP"}
+_NAMES = {
+    "hsdp": "HSDP",
+    "hsdp kept": "HSDP, params kept",
+    "fsdp2": "FSDP2",
+    "fsdp2 kept": "FSDP2, params kept",
+    "ddp": "DDP",
+}
 
 
 @dataclass(frozen=True)

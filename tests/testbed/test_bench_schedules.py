@@ -37,7 +37,8 @@ def test_every_contender_learns_the_same_and_sends_the_ideal_volume(tmp_path, mo
         assert record["volume"] == pytest.approx(record["ideal_volume"], rel=0.01)
         assert record["median_ms"] > 0 and record["torch"] and "--hidden" in record["command"]
     volumes = {r["contender"]: r["ideal_volume"] for r in records}
-    assert (volumes["ddp"], volumes["fsdp2"], volumes["hsdp"]) == (1.5, 2.25, 1.0)
+    assert (volumes["ddp"], volumes["fsdp2 kept"], volumes["hsdp"]) == (1.5, 1.5, 1.0)
+    assert volumes["fsdp2"] == pytest.approx(2.25 - 0.75 / 3)  # the last of three blocks is kept
     ours = [losses[name] for name in ENGINES]
     assert all(other == ours[0] for other in ours)
 

@@ -61,8 +61,3 @@ def batch_of(size: ModelSize, step: int, rank: int) -> tuple[torch.Tensor, torch
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(size.rows, size.hidden, generator=generator)
     return x.requires_grad_(), x.detach().roll(1, -1)
-
-
-def new_adamw(params) -> torch.optim.Optimizer:
-    """The optimizer of every contender."""
-    return torch.optim.AdamW(params, lr=1e-3, fused=True)

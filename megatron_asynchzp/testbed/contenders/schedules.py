@@ -13,17 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_asynchzp.sharded_model import new_runtime
 from megatron_asynchzp.sharding.topology import ShardSizes
-from megatron_asynchzp.testbed.contenders.delayed_model import (
-    DelayedModel,
-    ModelSize,
-    batch_of,
-    new_adamw,
-)
+from megatron_asynchzp.testbed.contenders.adam import new_adamw
+from megatron_asynchzp.testbed.contenders.delayed_model import DelayedModel, ModelSize, batch_of
+from megatron_asynchzp.testbed.contenders.fsdp2 import shard_fully
 from megatron_asynchzp.testbed.contenders.hierarchical_baseline import HierarchicalBaseline
 from megatron_asynchzp.zero.config import ScheduleConfig
 
@@ -35,11 +31,13 @@ class Contender:
     halves: each Linear is a unit, with the norm before it, not each block.
     updates_in_backward: a unit is updated as soon as its gradient is complete, while backward goes
     on; otherwise after backward, as Megatron does, which clips by the norm of all gradients.
-    volume(n, r): bytes that leave a node in one step, in units of the fp32 parameters.
+    keeps_params: gathered for forward, they stay for backward.
+    volume(n, r, blocks): bytes that leave a node in one step, in units of the fp32 parameters.
     """
 
     trains = True
     halves = False
+    keeps_params = False
     updates_in_backward = False
 
     def __init__(self, size: ModelSize, mesh: DeviceMesh):
@@ -75,11 +73,11 @@ class Contender:
         return loss.item()
 
 
-def no_volume(n: int, r: int) -> float:
+def no_volume(n: int, r: int, blocks: int) -> float:
     return 0.0
 
 
-def hierarchical_volume(n: int, r: int) -> float:
+def hierarchical_volume(n: int, r: int, blocks: int) -> float:
     """Each node sends its share of the gradients once and of the parameters once."""
     return 2 * (n - 1) / n
 
@@ -118,12 +116,13 @@ class DDP(WithOptimizer):
         self.add_optimizer(self.model.parameters())
 
     @staticmethod
-    def volume(n: int, r: int) -> float:
+    def volume(n: int, r: int, blocks: int) -> float:
         return 2 * (n * r - 1) / (n * r)
 
 
 class FSDP2(WithOptimizer):
-    """fully_shard over all ranks (ZeRO-3), one unit prefetched each way, updated after backward.
+    """fully_shard over all ranks, the last block's parameters kept for backward (ZeRO-3) or those
+    of all (ZeRO-2); updated after backward.
 
     torch can run an optimizer per parameter within backward; the emulated streams cannot order it
     after a reduction, so it is not measured.
@@ -133,31 +132,42 @@ class FSDP2(WithOptimizer):
         return init_device_mesh("cpu", (self.mesh.size(),))
 
     def build(self) -> None:
-        mesh, blocks = self.new_mesh(), list(self.model.blocks)
-        units = [unit for block in blocks for unit in ([block, block.down][: 1 + self.halves])]
-        for unit in reversed(units):  # inner ones first
-            fully_shard(unit, mesh=mesh, reshard_after_forward=True)
-        fully_shard(self.model, mesh=mesh)
-        for unit, following in zip(units, units[1:]):
-            unit.set_modules_to_forward_prefetch([following])
-        # Backward meets a block before what is in it.
-        units = [unit for block in blocks for unit in ([block.down, block][1 - self.halves :])]
-        for unit, following in zip(units, units[1:]):
-            following.set_modules_to_backward_prefetch([unit])
+        blocks: list[Any] = list(self.model.blocks)
+        parts = [[[block], [block.down]] if self.halves else [[block]] for block in blocks]
+        forward = [unit for of_block in parts for unit in of_block]
+        # Backward too meets a block before what is in it.
+        backward = [unit for of_block in reversed(parts) for unit in of_block]
+        num_kept = len(forward) if self.keeps_params else len(parts[-1])
+        shard_fully(self.model, forward, self.new_mesh(), num_kept, backward)
         self.add_optimizer(self.model.parameters())
 
-    @staticmethod
-    def volume(n: int, r: int) -> float:
-        return 3 * (n * r - 1) / (n * r)
+    @classmethod
+    def volume(cls, n: int, r: int, blocks: int) -> float:
+        gathers = 1 if cls.keeps_params else 2 - 1 / blocks
+        return (gathers + 1) * (n * r - 1) / (n * r)
 
 
 class HSDP(FSDP2):
     """FSDP2 with parameters sharded inside a node and replicated over nodes."""
 
-    volume = staticmethod(hierarchical_volume)
-
     def new_mesh(self) -> DeviceMesh:
         return self.mesh
+
+    @classmethod
+    def volume(cls, n: int, r: int, blocks: int) -> float:
+        return hierarchical_volume(n, r, blocks)
+
+
+class ZeRO2(FSDP2):
+    """FSDP2 that gathers once a step."""
+
+    keeps_params = True
+
+
+class HSDPKept(HSDP):
+    """HSDP that gathers once a step."""
+
+    keeps_params = True
 
 
 class Baseline(Contender):
@@ -248,6 +258,8 @@ CONTENDERS: dict[str, type[Contender]] = {
     **_variants("inline", InlineEngine),
     **_variants("baseline", Baseline),
     **_variants("hsdp", HSDP),
+    **_variants("hsdp kept", HSDPKept),
     **_variants("fsdp2", FSDP2),
+    **_variants("fsdp2 kept", ZeRO2),
     "ddp": DDP,
 }

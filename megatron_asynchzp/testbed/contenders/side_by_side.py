@@ -65,7 +65,9 @@ def contenders(nodes: int, ranks_per_node: int, workload: Workload) -> list[Cont
         Contender("Megatron-FSDP ZeRO-3", SHARDED, batch, (*MEGATRON_FSDP, *unit)),
         Contender("Megatron-FSDP HSDP", SHARDED, batch, (*MEGATRON_FSDP, *unit, *instances)),
         Contender("FSDP2 ZeRO-3", SHARDED, batch, torch_system="fsdp2"),
+        Contender("FSDP2 ZeRO-2", SHARDED, batch, torch_system="fsdp2-kept"),
         Contender("FSDP2 HSDP", SHARDED, batch, torch_system="hsdp"),
+        Contender("FSDP2 HSDP, params kept", SHARDED, batch, torch_system="hsdp-kept"),
         Contender("DeepSpeed ZeRO-3", SHARDED, batch, torch_system="deepspeed", note=_NO_STREAMS),
         Contender(
             "DeepSpeed ZeRO-3 hpZ", SHARDED, batch, torch_system="deepspeed-hpz", note=_NO_STREAMS

@@ -1,11 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the measuring of steps on one rank: times, bytes on the network, tensor memory."""
+"""Owns the measuring of steps on one rank: times, bytes on the network, tensor memory. Every
+optimizer of the process is fused from its construction on."""
 
 import gc
 import time
 from collections.abc import Callable
 
+from megatron_asynchzp.testbed.contenders.adam import FusedAdam
 from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
 from megatron_asynchzp.testbed.counters import total
 from megatron_asynchzp.testbed.cpu_usage import machine_cpu_s, own_cpu_s
@@ -30,6 +32,7 @@ class StepMeter:
         self._network, self._workload, self._take_exposed_s = network, workload, take_exposed_s
         self._begins_s: list[float] = []
         self._memory = install_memory_count()
+        self._adam = FusedAdam()
         self.report = RankReport()
 
     @property
@@ -59,6 +62,7 @@ class StepMeter:
         self._bytes = self._network.counters.snapshot()
         self._waits, self._blocked_s = host_waits(), lane.blocked_s()
         self._take_exposed_s()
+        self._optimizer_s = self._adam.seconds
         self._cpu_s = own_cpu_s(), machine_cpu_s()
 
     def _end_measuring(self) -> None:
@@ -69,6 +73,7 @@ class StepMeter:
         report.node_nbytes = total(self._network.counters.since(self._bytes).values()).node_nbytes
         waited_s = lane.blocked_s() - self._blocked_s + self._take_exposed_s()
         report.exposed_s = waited_s / steps
+        report.optimizer_s = (self._adam.seconds - self._optimizer_s) / steps
         report.host_waits = host_waits() - self._waits
         report.own_cpu_s = own_cpu_s() - self._cpu_s[0]
         report.machine_cpu_s = machine_cpu_s() - self._cpu_s[1]

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from megatron_asynchzp.testbed.contenders.adam import new_adamw
+from megatron_asynchzp.testbed.contenders.fsdp2 import gpt_units, shard_fully
 from megatron_asynchzp.testbed.contenders.layer_delay import layers_take
 from megatron_asynchzp.testbed.contenders.step_meter import StepMeter
 from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
@@ -29,7 +31,15 @@ class Stepper:
     """A model and its way of learning from a loss; `forward` computes token losses."""
 
     def __init__(self, forward: Callable, learn: Callable[[torch.Tensor], None]):
-        self.forward, self.learn = forward, learn
+        self._forward, self._learn = forward, learn
+
+    def step(self, tokens: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> float:
+        """Learn from this rank's samples; the mean loss over all ranks, before that."""
+        loss = self._forward(tokens, positions, None, labels=labels).float().mean()
+        self._learn(loss)
+        value = loss.detach().clone()
+        dist.all_reduce(value)
+        return value.item() / dist.get_world_size()
 
 
 def missing(system: str) -> str:
@@ -44,30 +54,33 @@ def train_torch(network: Network, workload: Workload, system: str) -> RankReport
     install_streams()
     meter = StepMeter(network, workload)
     with layers_take(workload.layer_ms):
-        stepper = _SYSTEMS[system](_built_model(workload), workload, network)
-        for tokens, labels, positions in _batches(workload):
+        initialize(workload)
+        stepper = new_stepper(system, new_model(), workload, network)
+        for batch in batches(workload):
             meter.begin_step()
-            losses = stepper.forward(tokens, positions, None, labels=labels)
-            loss = losses.float().mean()
-            stepper.learn(loss)
-            value = loss.detach().clone()
-            dist.all_reduce(value)
-            meter.add_loss(value.item() / dist.get_world_size())
+            meter.add_loss(stepper.step(*batch))
     return meter.report
 
 
-def _built_model(workload: Workload) -> nn.Module:
-    """The model that Megatron's pretrain() would build, with the same weights."""
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import gpt_config_from_args
+def initialize(workload: Workload) -> None:
+    """Megatron in this process, once, before any model."""
     from megatron.training.initialize import initialize_megatron
 
     from megatron_asynchzp import cpu_platform
 
     cpu_platform.install()
-    args = initialized_args(workload.argv(workload.samples // dist.get_world_size()))
+    initialized_args(workload.argv(workload.samples // dist.get_world_size()))
     with compiled_helpers():
         initialize_megatron()
+
+
+def new_model() -> nn.Module:
+    """The model that Megatron's pretrain() would build, with the same weights."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training import get_args
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    args: Any = get_args()
     config = gpt_config_from_args(args)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = config.get_builder_cls()(config).build_model(groups)
@@ -75,7 +88,12 @@ def _built_model(workload: Workload) -> nn.Module:
     return model
 
 
-def _batches(workload: Workload) -> Iterator[tuple[torch.Tensor, ...]]:
+def new_stepper(system: str, model: nn.Module, workload: Workload, network: Network) -> Stepper:
+    """`model`, given to a system."""
+    return _SYSTEMS[system](model, workload, network)
+
+
+def batches(workload: Workload) -> Iterator[tuple[torch.Tensor, ...]]:
     """This rank's samples of every global batch, as Megatron's sampler deals them out."""
     from megatron.training import get_args
 
@@ -91,43 +109,52 @@ def _batches(workload: Workload) -> Iterator[tuple[torch.Tensor, ...]]:
         )
 
 
-def _adamw(params, workload: Workload) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=workload.learning_rate, weight_decay=0.0)
+def _new_adamw(model: nn.Module, workload: Workload) -> torch.optim.Optimizer:
+    return new_adamw(model.parameters(), workload.learning_rate)
 
 
-def _fsdp2(model: nn.Module, workload: Workload, network: Network) -> Stepper:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return _fully_sharded(model, workload, mesh)
-
-
-def _hsdp(model: nn.Module, workload: Workload, network: Network) -> Stepper:
-    """Sharded in a node, replicated over nodes."""
-    ranks = network.profile.ranks_per_node
-    shape = (dist.get_world_size() // ranks, ranks)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    return _fully_sharded(model, workload, mesh)
-
-
-def _fully_sharded(model: nn.Module, workload: Workload, mesh: DeviceMesh) -> Stepper:
-    """Every layer a unit, the next one prefetched in both directions."""
-    from torch.distributed.fsdp import fully_shard
-
-    layers: list[Any] = list(model.get_submodule("decoder.layers").children())
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh)
-    for layer, following in zip(layers, layers[1:]):
-        layer.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([layer])
-    optimizer = _adamw(model.parameters(), workload)
+def _fsdp2(model: nn.Module, workload: Workload, mesh: DeviceMesh, keeps_all: bool) -> Stepper:
+    """What backward begins with is kept from forward: the last layer and the output, or all."""
+    units = gpt_units(model)
+    embedding = units[0][0]
+    num_kept = len(units) if keeps_all else 2
+    shard_fully(model, units, mesh, num_kept, unread_in_backward=[embedding])
+    optimizer = _new_adamw(model, workload)
 
     def learn(loss: torch.Tensor) -> None:
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), workload.clip_grad)
+        nn.utils.clip_grad_norm_(model.parameters(), workload.clip_grad, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
 
     return Stepper(model, learn)
+
+
+def _zero3(model: nn.Module, workload: Workload, network: Network) -> Stepper:
+    return _fsdp2(model, workload, _flat_mesh(), keeps_all=False)
+
+
+def _zero2(model: nn.Module, workload: Workload, network: Network) -> Stepper:
+    return _fsdp2(model, workload, _flat_mesh(), keeps_all=True)
+
+
+def _hsdp(model: nn.Module, workload: Workload, network: Network) -> Stepper:
+    return _fsdp2(model, workload, _node_mesh(network), keeps_all=False)
+
+
+def _hsdp_kept(model: nn.Module, workload: Workload, network: Network) -> Stepper:
+    return _fsdp2(model, workload, _node_mesh(network), keeps_all=True)
+
+
+def _flat_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def _node_mesh(network: Network) -> DeviceMesh:
+    """Sharded in a node, replicated over nodes."""
+    ranks = network.profile.ranks_per_node
+    shape = (dist.get_world_size() // ranks, ranks)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _deepspeed(
@@ -159,7 +186,7 @@ def _deepspeed(
         "steps_per_print": 1 << 30,
     }
     engine = deepspeed.initialize(
-        model=model, optimizer=_adamw(model.parameters(), workload), config=config
+        model=model, optimizer=_new_adamw(model, workload), config=config
     )[0]
 
     def learn(loss: torch.Tensor) -> None:
@@ -173,4 +200,11 @@ def _hpz(model: nn.Module, workload: Workload, network: Network) -> Stepper:
     return _deepspeed(model, workload, network, network.profile.ranks_per_node)
 
 
-_SYSTEMS = {"fsdp2": _fsdp2, "hsdp": _hsdp, "deepspeed": _deepspeed, "deepspeed-hpz": _hpz}
+_SYSTEMS = {
+    "fsdp2": _zero3,
+    "fsdp2-kept": _zero2,
+    "hsdp": _hsdp,
+    "hsdp-kept": _hsdp_kept,
+    "deepspeed": _deepspeed,
+    "deepspeed-hpz": _hpz,
+}

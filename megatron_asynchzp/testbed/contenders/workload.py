@@ -74,8 +74,9 @@ class RankReport:
 
     step_s: from the begin of a step to that of the next one; node_nbytes: sent to other nodes in
     all timed steps; state_nbytes: of all tensors between two steps; exposed_s: for which
-    computation waited, per step; own_cpu_s, machine_cpu_s: processor time in the timed steps, of
-    this process and of everything on the machine; wall_s: their length. None: not known.
+    computation waited, per step; optimizer_s: in its optimizer, per step; own_cpu_s,
+    machine_cpu_s: processor time in the timed steps, of this process and of everything on the
+    machine; wall_s: their length. None: not known.
     """
 
     losses: list[float | None] = field(default_factory=list)
@@ -84,6 +85,7 @@ class RankReport:
     state_nbytes: int | None = None
     peak_nbytes: int | None = None
     exposed_s: float | None = None
+    optimizer_s: float = 0.0
     host_waits: int = 0
     own_cpu_s: float = 0.0
     machine_cpu_s: float = 0.0

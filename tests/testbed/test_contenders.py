@@ -1,0 +1,202 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The systems of the comparison at their best: every one has the same fused Adam, and FSDP2 the
+units that torchtitan gives it.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_asynchzp.testbed.contenders.adam import FusedAdam, new_adamw
+from megatron_asynchzp.testbed.contenders.megatron_run import train_megatron
+from megatron_asynchzp.testbed.contenders.side_by_side import Contender, contenders
+from megatron_asynchzp.testbed.contenders.torch_run import (
+    batches,
+    initialize,
+    missing,
+    new_model,
+    new_stepper,
+    train_torch,
+)
+from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
+from megatron_asynchzp.testbed.fabric.network import Network
+from megatron_asynchzp.testbed.fabric.streams import install_streams
+from megatron_asynchzp.testbed.profile import NetworkProfile
+from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.report.compare_rows import losses_agree
+from tests.support.fabric import replace_default_group
+
+WORK = Workload(
+    layers=4, hidden=32, seq_length=16, samples=8, layer_ms=0.0, warm_up=1, steps=1
+)  # fmt: skip
+TWO_NODES = NetworkProfile(ranks_per_node=2)
+OF_FSDP2 = {one.name: one for one in contenders(2, 2, WORK) if one.name.startswith("FSDP2")}
+OTHERS = {one.name: one for one in contenders(2, 2, WORK) if one.name not in OF_FSDP2}
+_ADAM = importlib.import_module("torch.optim.adam")  # torch.optim hides it
+LAYERS = [f"decoder.layers.{index}" for index in range(WORK.layers)]
+
+
+@contextlib.contextmanager
+def only_fused_adam() -> Iterator[list[int]]:
+    """Elements that torch's fused kernel has updated on this rank; a loop over parameters, or over
+    lists of them, is an error."""
+    counted: list[int] = []
+    update = torch._fused_adamw_
+
+    def fused(params: list[torch.Tensor], *args, **kwargs) -> None:
+        counted.append(sum(getattr(param, "_local_tensor", param).numel() for param in params))
+        update(params, *args, **kwargs)
+
+    loops = ("_single_tensor_adam", "_multi_tensor_adam")
+    refused = {name: mock.Mock(side_effect=AssertionError(f"{name} ran")) for name in loops}
+    with mock.patch.multiple(_ADAM, **refused), mock.patch.object(torch, "_fused_adamw_", fused):
+        yield counted
+
+
+# ---- the optimizer
+
+
+def test_every_adam_of_a_process_is_fused_and_its_steps_are_measured():
+    param = torch.nn.Parameter(torch.ones(8))
+    param.grad = torch.ones(8)
+    for build in (torch.optim.AdamW, torch.optim.Adam, new_adamw):
+        optimizer, adam = build([param]), FusedAdam()
+        with only_fused_adam() as counted, mock.patch.object(torch, "_fused_adam_", mock.Mock()):
+            optimizer.step()
+        adam.remove()
+        assert adam.seconds > 0 and optimizer.param_groups[0]["fused"]
+        assert counted == [8] or build is torch.optim.Adam
+    before = adam.seconds
+    torch.optim.SGD([param]).step()
+    assert adam.seconds == before
+
+
+def train_fused(one: Contender) -> tuple[RankReport, int]:
+    """The report of a contender, and how many elements of this rank the fused kernel updated."""
+    network = replace_default_group(TWO_NODES)
+    with only_fused_adam() as counted:
+        if one.torch_system:
+            report = train_torch(network, WORK, one.torch_system)
+        else:
+            report = train_megatron(network, WORK, one.micro_batch, one.flags)
+    return report, sum(counted)
+
+
+def assert_trained_fused(one: Contender) -> list[float]:
+    """Every parameter was updated in every step, by the fused kernel. Returns the losses."""
+    reports, updated = zip(*run_ranks(train_fused, 4, one), strict=True)
+    steps = WORK.warm_up + WORK.steps + 1
+    numel = WORK.layers * WORK.layer_numel + WORK.embedding_numel + WORK.head_numel
+    assert sum(updated) >= steps * numel, one.name
+    assert all(report.optimizer_s > 0 for report in reports)
+    return next(report.losses for report in reports if None not in report.losses)
+
+
+def test_stock_megatron_has_a_fused_adam():
+    assert_trained_fused(OTHERS["distributed optimizer"])
+
+
+@pytest.mark.slow
+def test_every_contender_has_a_fused_adam_and_learns_the_same():
+    expected = assert_trained_fused(OTHERS["DDP"])
+    for one in contenders(2, 2, WORK):
+        if not missing(one.torch_system):
+            assert losses_agree(assert_trained_fused(one), expected), one.name
+
+
+# ---- FSDP2
+
+
+@dataclass
+class Trained:
+    """losses: of every step; units: modules that FSDP2 knows; gathers: all-gathers of a step, after
+    the first; groups: kinds of operations by group; fused: elements updated by the fused kernel."""
+
+    losses: list[float]
+    units: list[str]
+    gathers: float
+    groups: dict[str, set[str]]
+    fused: int
+
+
+def train_every_row() -> tuple[list[float], dict[str, Trained]]:
+    """The losses of one process that trains every sample, and what each row does."""
+    network = replace_default_group(TWO_NODES)
+    install_streams()
+    initialize(WORK)
+    alone = losses_alone()
+    return alone, {name: trained(network, one) for name, one in OF_FSDP2.items()}
+
+
+def losses_alone() -> list[float]:
+    model = new_model()
+    optimizer = new_adamw(model.parameters(), WORK.learning_rate)
+    losses = []
+    for batch in batches(WORK):
+        gathered = []
+        for tensor in batch:
+            pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+            dist.all_gather(pieces, tensor)
+            gathered.append(torch.cat(pieces))
+        tokens, labels, positions = gathered
+        loss = model(tokens, positions, None, labels=labels).float().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), WORK.clip_grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(network: Network, one: Contender) -> Trained:
+    model = new_model()
+    with only_fused_adam() as fused:
+        stepper = new_stepper(one.torch_system, model, WORK, network)
+        first, *others = batches(WORK)
+        losses = [stepper.step(*first)]
+        before = network.counters.snapshot()
+        losses += [stepper.step(*batch) for batch in others]
+    gained = network.counters.since(before)
+    groups: dict[str, set[str]] = {}
+    for account in gained:
+        groups.setdefault(account.group, set()).add(account.kind)
+    return Trained(
+        losses,
+        [name for name, module in model.named_modules() if isinstance(module, FSDPModule)],
+        sum(tally.operations for account, tally in gained.items() if "gather" in account.kind)
+        / len(others),
+        groups,
+        sum(fused),
+    )
+
+
+def test_every_row_of_fsdp2_learns_what_one_process_does_in_the_units_of_torchtitan():
+    assert len(OF_FSDP2) >= 4
+    ranks = run_ranks(train_every_row, 4)
+    alone, rows = ranks[0]
+    numel = WORK.layers * WORK.layer_numel + WORK.embedding_numel + WORK.head_numel
+    for name, row in rows.items():
+        assert losses_agree(row.losses, alone), name
+        assert row.units == ["", "embedding", *LAYERS, "decoder.final_layernorm", "output_layer"], (
+            name
+        )
+        copies = 2 if "HSDP" in name else 1
+        updated = sum(of_rank[name].fused for _, of_rank in ranks)
+        assert updated == copies * len(row.losses) * numel, name
+        # Every unit once; for backward again what was not kept: neither the embedding, which
+        # backward does not read, nor the last layer and the output.
+        is_kept = "kept" in name or "ZeRO-2" in name
+        again = 0 if is_kept else WORK.layers - 1
+        assert row.gathers == WORK.layers + 2 + again, name
+        assert not any(
+            any("gather" in kind for kind in kinds) and any("scatter" in kind for kind in kinds)
+            for kinds in row.groups.values()
+        ), (name, row.groups)
