@@ -6,6 +6,8 @@ On a CPU every operation has finished when the call returns, so its streams and 
 and what remains to be waited for is a collective.
 """
 
+import ctypes
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -174,3 +176,15 @@ def device_of(tensor: torch.Tensor) -> Device:
     if tensor.device.type == "cpu":
         return CpuDevice()
     return StreamDevice(getattr(torch, tensor.device.type), tensor.device)
+
+
+# Of glibc alone.
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+
+
+def return_freed_memory(device: torch.device) -> None:
+    """Give memory of the host that no tensor uses back to the system: malloc keeps what lies
+    between blocks in use, and takes more for a block that fits into no gap. That of other devices
+    stays with torch's allocator, which has it for the next tensors."""
+    if device.type == "cpu" and _malloc_trim is not None:
+        _malloc_trim(0)

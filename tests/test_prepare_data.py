@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,6 +86,15 @@ def test_the_default_corpus_is_more_than_a_megabyte_of_python(tmp_path):
     assert sum(bytes(d[:-1]).count(b"def ") for d in documents) > 1000
 
 
+def save_tokenizer(folder: Path, tokenizer: Any) -> str:
+    """As transformers loads it; "<|end|>" ends a document."""
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
 def test_a_hugging_face_tokenizer_from_a_local_folder(tmp_path):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoTokenizer
@@ -95,20 +105,36 @@ def test_a_hugging_face_tokenizer_from_a_local_folder(tmp_path):
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    (tmp_path / "tok").mkdir()
-    tokenizer.save(str(tmp_path / "tok" / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
-    (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps(config))
+    folder = save_tokenizer(tmp_path / "tok", tokenizer)
 
     texts = ["größer, 大きい", "plain"]
     files = write_files(tmp_path, [text.encode() for text in texts])
     prefix = tmp_path / "corpus"
-    arguments = [*files, "--output-prefix", str(prefix), "--tokenizer", str(tmp_path / "tok")]
+    arguments = [*files, "--output-prefix", str(prefix), "--tokenizer", folder]
     assert prepare_data.main(arguments) == 0
-    loaded = AutoTokenizer.from_pretrained(str(tmp_path / "tok"))
+    loaded = AutoTokenizer.from_pretrained(folder)
     documents = read_back(prefix)
     assert [loaded.decode(document[:-1]) for document in documents] == texts
     assert all(document[-1] == loaded.eos_token_id for document in documents)
+
+
+@pytest.mark.parametrize("vocabulary, id_nbytes", [(2**16, 2), (2**16 + 1, 4), (200_000, 4)])
+def test_the_ids_of_a_vocabulary_of_any_size_are_kept_in_as_few_bytes_as_hold_the_largest(
+    vocabulary, id_nbytes, tmp_path
+):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    end = vocabulary - 1
+    words = {f"w{i}": i for i in range(end)} | {"<|end|>": end}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder = save_tokenizer(tmp_path / "tok", tokenizer)
+    ids = [1, 2**15, 2**16 - 2, end - 1]
+    files = write_files(tmp_path, [" ".join(f"w{i}" for i in ids).encode()])
+    prefix = tmp_path / "corpus"
+    assert prepare_data.main([*files, "--output-prefix", str(prefix), "--tokenizer", folder]) == 0
+    assert read_back(prefix) == [[*ids, end]]
+    assert Path(f"{prefix}.bin").stat().st_size == id_nbytes * (len(ids) + 1)
 
 
 TEXTS = ["first", "größer, 大きい", "", "third\nwith two lines"]

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_asynchzp.comm.collectives import all_gather_steps, run_steps
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.device import return_freed_memory
 from megatron_asynchzp.sharding.buffer import FlatBuffer
 from megatron_asynchzp.sharding.layout import FlatLayout, ParamSlice
 from megatron_asynchzp.sharding.topology import Range
@@ -163,6 +164,9 @@ class Construction:
             for part in sharded.parts:
                 self._sharded[part.param] = sharded
                 self._hide(part, part.values.new_full((), float("nan")))
+            # A module frees what is whole between the parts that stay. Without this the process
+            # comes to hold the whole model.
+            return_freed_memory(sharded.parts[0].values.device)
 
     def _can_shard(self, param: nn.Parameter) -> bool:
         if param in self._sharded or param in self._readers:

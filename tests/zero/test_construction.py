@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_asynchzp.testbed.memory import ResidentMemory
 from megatron_asynchzp.testbed.ranks import run_ranks
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.plan import UnitPlan, plan_units
@@ -99,6 +100,27 @@ def check_memory() -> None:
 
 def test_a_module_that_is_complete_takes_the_memory_of_a_shard_also_when_it_is_converted(outcomes):
     assert outcomes[check_memory] == ""
+
+
+def check_resident_memory() -> None:
+    construction = new_construction((4, 4, 4))
+    blocks: list[nn.Module] = []
+
+    def build_more(number: int) -> None:
+        for _ in range(number):
+            blocks.append(Block(256))
+            construction.shard(blocks[-1])
+
+    build_more(2)  # what torch takes at the first one
+    watched = ResidentMemory()
+    build_more(16)
+    whole = sum(param.numel() * param.itemsize for param in Block(256).parameters())
+    held = watched.peak().beyond_nbytes / whole
+    assert held < 6, held  # fourths of 16, and one
+
+
+def test_a_process_does_not_come_to_hold_the_model_that_it_builds(outcomes):
+    assert outcomes[check_resident_memory] == ""
 
 
 def read_first(blocks: list) -> None:
@@ -224,7 +246,15 @@ def run_all() -> list[str]:
     return errors
 
 
-CHECKS = [check_values, check_memory, check_use, check_looks, check_other_units, check_first_rank]
+CHECKS = [
+    check_values,
+    check_memory,
+    check_resident_memory,
+    check_use,
+    check_looks,
+    check_other_units,
+    check_first_rank,
+]
 
 
 @pytest.fixture(scope="module")
