@@ -167,6 +167,80 @@ def test_parameters_that_are_not_trained_stay_as_they_are():
     run_ranks(check_frozen, 2)
 
 
+def check_groups() -> None:
+    """Two groups of two ranks: a model of their own each, and batches of their own."""
+    rank, pair = dist.get_rank(), dist.get_rank() // 2
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = build_toy(depth=1 + pair)
+    sharded = shard(model, model.blocks, ShardSizes(1, 2, 2), new_adamw, group=groups[pair])
+    norms = []
+    with sharded:
+        for step in range(2):
+            sharded.zero_grad()
+            toy_loss(model, toy_batch(step, 0, rank)).backward()
+            norms.append(sharded.clip_grad_norm_(CLIP).item())
+            sharded.step()
+    plain = build_toy(depth=1 + pair)
+    optimizer = new_adamw(plain.parameters())
+    for step, norm in enumerate(norms):
+        optimizer.zero_grad()
+        for member in (2 * pair, 2 * pair + 1):
+            (toy_loss(plain, toy_batch(step, 0, member)) / 2).backward()
+        assert norm == pytest.approx(
+            nn.utils.clip_grad_norm_(plain.parameters(), CLIP).item(), rel=1e-5
+        )
+        optimizer.step()
+
+
+def test_two_groups_of_ranks_train_two_models_that_know_nothing_of_each_other():
+    run_ranks(check_groups, 4)
+
+
+def set_optimizer(sharded: ShardedModel, **settings: object) -> None:
+    for group in sharded.optimizer.param_groups:
+        group.update(settings)
+
+
+def check_settings(folder: Path) -> None:
+    later = {"lr": 3e-3, "weight_decay": 0.01, "betas": (0.8, 0.9)}
+    with sharded_toy((2, 2, 2)) as first:
+        train(first, range(1))
+        set_optimizer(first, **later)
+        checkpoint.save(first.state_dict(), checkpoint_id=folder)
+        train(first, range(1, 3))
+        expected = params_of(first)
+    with sharded_toy((2, 2, 2)) as other:
+        state = other.state_dict()
+        checkpoint.load(state, checkpoint_id=folder)
+        other.load_state_dict(state)
+        for group in other.optimizer.param_groups:
+            assert {key: group[key] for key in later} == later
+        train(other, range(1, 3))
+        assert all(torch.equal(value, expected[name]) for name, value in other.full_params())
+
+
+def test_a_resumed_optimizer_has_the_settings_that_were_changed_on_the_way(tmp_path):
+    run_ranks(check_settings, 2, tmp_path)
+
+
+def check_one_micro_batch() -> None:
+    with sharded_toy((1, 1, 2)) as sharded:
+        for step in range(2):
+            train(sharded, range(1))  # leaves behind that another micro-batch follows, or not
+            sharded.set_is_last_micro_batch(False)
+            sharded.zero_grad()
+            counts = sharded.runtime.driver.counts
+            before = counts["grad-sync"]
+            toy_loss(sharded.model, toy_batch(step, 0, dist.get_rank())).backward()
+            assert counts["grad-sync"] - before == len(sharded.runtime.units)
+            sharded.step()
+
+
+def test_the_backward_of_a_step_of_one_micro_batch_reduces_over_all_ranks_unasked():
+    """Not only step(), which comes too late to run beside the computation."""
+    run_ranks(check_one_micro_batch, 2)
+
+
 class OwnKind(nn.Parameter):
     """A class of parameters, which a library tells from others by isinstance."""
 

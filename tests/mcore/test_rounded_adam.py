@@ -5,8 +5,10 @@
 from argparse import Namespace
 from unittest import mock
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore import rounded_adam
@@ -86,15 +88,36 @@ class _OldFused(torch.optim.SGD):
     """One without a choice of dtypes."""
 
 
-def _config() -> Namespace:
-    return Namespace(
-        lr=1e-2,
-        weight_decay=0.1,
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        adam_eps=1e-8,
-        decoupled_weight_decay=True,
+def _config(**given) -> Namespace:
+    usual = {"lr": 1e-2, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95}
+    return Namespace(**(usual | {"adam_eps": 1e-8, "decoupled_weight_decay": True} | given))
+
+
+@settings(deadline=None, derandomize=True, max_examples=30)
+@given(
+    st.booleans(),
+    st.sampled_from([1e-8, 1e-3, 1.0]),
+    *[st.floats(0.0, 0.99)] * 2,
+    *[st.floats(1e-3, 1.0)] * 2,
+)
+def test_every_setting_of_the_run_reaches_adam(is_decoupled, eps, beta, beta_sq, lr, decay):
+    """Whatever they are it is torch's Adam, bit by bit."""
+    config = _config(
+        decoupled_weight_decay=is_decoupled,
+        adam_eps=eps,
+        adam_beta1=beta,
+        adam_beta2=beta_sq,
+        lr=lr,
+        weight_decay=decay,
     )
+    how = {"lr": lr, "betas": (beta, beta_sq), "eps": eps, "weight_decay": decay}
+    kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+    expected, _ = _trained(lambda p: kind(p, **how, fused=True), 50)
+    with mock.patch.object(rounded_adam.megatron_optimizer, "USING_PYTORCH_OPTIMIZER", True):
+        got, _ = _trained(
+            lambda p: build_rounded_adam(config, [{"params": p}], MomentDtypes())[0], 50
+        )
+    assert torch.equal(got, expected)
 
 
 def _build(fused):

@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""--asynchzp-keep-params-gb auto: what a device has left, asked once, and where it cannot be asked.
-That all ranks then keep the same is in tests/zero/test_staying.py.
+"""--asynchzp-keep-params-gb auto: what a device has left, asked once, after the first update, and
+where it cannot be asked. That all ranks then keep the same is in tests/zero/test_staying.py.
 """
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ import torch
 from megatron_asynchzp.device import CpuDevice, StreamDevice
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.process.communication import Communication
+from megatron_asynchzp.testbed.megatron_runs import gpt_args, run_pretrain
 from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.step import Stays
+from tests.support.parity import size_flags
+from tests.support.world import on_ranks
 
 AUTO = ScheduleConfig("inline", keeps_params_in_rest=True)
 
@@ -55,3 +59,23 @@ def test_the_rest_is_taken_once_and_only_where_it_is_asked_for(monkeypatch):
         assert taken == [1000]
     finally:
         communication.close()
+
+
+def _kept_in(num_steps: int) -> int:
+    """Gathers that the last step has saved, as if this were a device that has 4 MiB left."""
+    flags = ("--asynchzp-keep-params-gb", "auto", "--train-iters", str(num_steps))
+    with mock.patch.object(CpuDevice, "left_nbytes", lambda _: 2**22):
+        run = run_pretrain(
+            gpt_args(*size_flags((2, 2, 2)), *flags),
+            inspect=lambda chunks, _: chunks[0].communication.kept()["gathers"][0],
+        )
+    return run.inspected
+
+
+def _kept() -> list[int]:
+    return [_kept_in(1), _kept_in(2)]
+
+
+def test_a_run_keeps_parameters_in_what_is_left_from_its_second_step_on():
+    for first, second in on_ranks(_kept, 2):
+        assert first == 0 < second
