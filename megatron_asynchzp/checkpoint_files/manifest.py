@@ -63,6 +63,7 @@ def write_manifest(iteration_dir: Path, seals: Mapping[str, str]) -> None:
         path = iteration_dir / name
         files[name] = FileRecord(size_of(path), hash_file(path), None)
     sync(iteration_dir / CONFIG)  # Megatron does so for all the others
+    sync(iteration_dir.parent)  # the name of the directory
     fields = {
         "format": _FORMAT,
         "iteration": iteration_dir.name,

@@ -15,9 +15,10 @@ from megatron_asynchzp.checkpoint_files.errors import Damage, SaveError, one_lin
 from megatron_asynchzp.checkpoint_files.index import CONFIG, METADATA, Items, items_by_file
 from megatron_asynchzp.checkpoint_files.manifest import MANIFEST, seal_file, write_manifest
 from megatron_asynchzp.checkpoint_files.peers import Alone, Peers, on_each, on_first
-from megatron_asynchzp.checkpoint_files.small_files import replace_file
+from megatron_asynchzp.checkpoint_files.small_files import replace_file, sync
 
-# First what makes the rest look complete: a crash in between leaves something that does not.
+# First what makes the rest look complete: a crash in between leaves something that does not. Each
+# kind is gone from the disk before the next one is removed.
 _LEFTOVERS = (MANIFEST, CONFIG, METADATA, "common.pt", "__*_*.distcp")
 _LEFTOVERS += (f"{MANIFEST}*.tmp", f"{METADATA}*.tmp")
 
@@ -28,8 +29,10 @@ def prepare_directory(iteration_dir: Path | str, peers: Peers | None = None) -> 
 
     def remove() -> None:
         for pattern in _LEFTOVERS:
-            for path in Path(iteration_dir).glob(pattern):
-                path.unlink(missing_ok=True)
+            if found := list(Path(iteration_dir).glob(pattern)):
+                for path in found:
+                    path.unlink(missing_ok=True)
+                sync(Path(iteration_dir))
 
     try:
         on_first(peers or Alone(), remove)

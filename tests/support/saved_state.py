@@ -4,15 +4,20 @@
 Uses none of the code that judges directories.
 """
 
+import contextlib
+import os
+from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 
 def save_two(folder: str) -> None:
-    """On two ranks: iterations 2 and 4 of a model without a meaning, as save_checkpoint does."""
+    """On two ranks: iterations 2 and 4 of a model without a meaning, as save_checkpoint does. What
+    Megatron syncs stands in synced.txt beside the folder."""
     from megatron.core import dist_checkpointing
 
     from megatron_asynchzp import cpu_platform
@@ -25,10 +30,27 @@ def save_two(folder: str) -> None:
         if dist.get_rank() == 0:
             target.mkdir()
         dist.barrier()
-        dist_checkpointing.save(_state(iteration), str(target))
+        with _noting_syncs(Path(folder).with_name("synced.txt")):
+            dist_checkpointing.save(_state(iteration), str(target))
         dist.barrier()
     if dist.get_rank() == 0:
         Path(folder, "latest_checkpointed_iteration.txt").write_text("4")
+
+
+@contextlib.contextmanager
+def _noting_syncs(notes: Path) -> Iterator[None]:
+    """Append to a file, from any process, the folder and the name of what is synced."""
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        path = Path(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+        name = path.name.removesuffix(".tmp")  # renamed when it is whole
+        with open(notes, "a") as file:
+            file.write(f"{path.parent.name}/{name}\n")
+        fsync(descriptor)
+
+    with mock.patch.object(os, "fsync", noted):
+        yield
 
 
 def _state(iteration: int) -> dict:
