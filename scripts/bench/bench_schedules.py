@@ -12,6 +12,7 @@ The first starts its ranks itself; the second is each of the ranks that a launch
 
 import argparse
 import gc
+import json
 import os
 import statistics
 import sys
@@ -34,10 +35,11 @@ from megatron_asynchzp.testbed.counters import total
 from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT, CpuUsage
 from megatron_asynchzp.testbed.fabric.network import Network
 from megatron_asynchzp.testbed.fabric.streams import host_waits, install_streams
-from megatron_asynchzp.testbed.machine import machine, versions
+from megatron_asynchzp.testbed.machine import machine, machine_record, versions
 from megatron_asynchzp.testbed.profile import PROFILES, NetworkProfile, ProfileError, named_profile
 from megatron_asynchzp.testbed.ranks import Cluster
 from scripts.report.records import append
+from scripts.report.records import replace as replace_records
 
 _LAUNCHED = "RANK" in os.environ
 LOSS_STEPS = 3  # compared between contenders; they also warm up
@@ -104,6 +106,9 @@ def main() -> None:
         common = {"foreign_cpu": round(foreign, 3)} | place
         if args.out:
             append(args.out, *(record | common for record in records))
+        if args.traces:
+            file = args.traces / "timeline.jsonl"  # of the last of the clusters
+            replace_records(file, [machine_record(), *_trace_records(settings)])
         # Not cut to 80 columns where the output is a file.
         Console(width=100).print(_table(settings, records, foreign))
         _check(settings, records)
@@ -123,7 +128,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=16, help="batch of a rank")
     parser.add_argument("--block-ms", type=float, default=20.0, help="emulated forward time")
     parser.add_argument("--time-limit", type=float, default=900.0, help="seconds per cluster")
-    parser.add_argument("--traces", type=Path, help="folder for a trace of each of our schedules")
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        help="folder for a trace of each of our schedules, and for timeline.jsonl, a record of all",
+    )
     parser.add_argument("--out", type=Path, help="file to append JSON lines to")
     args = parser.parse_args(argv)
     for name in ("ranks", "repetitions", "steps", "hidden", "blocks", "rows"):
@@ -179,9 +188,34 @@ def measure(network: Network, settings: Settings) -> tuple[dict[str, Result], fl
         foreign = usage.foreign_share()
     for name, contender in contenders.items():
         if settings.traces is not None and isinstance(contender, Engine):
-            _trace(contender, settings.traces / f"{name.replace(' ', '-')}.json")
+            _trace(contender, _trace_file(settings.traces, name))
         contender.close()
     return {name: _over_ranks(settings, result) for name, result in results.items()}, foreign
+
+
+def _trace_file(folder: Path, name: str) -> Path:
+    return folder / f"{name.replace(' ', '-')}.json"
+
+
+def _trace_records(settings: Settings) -> list[dict]:
+    """A line for each trace that was written: what `timeline.png` is drawn from."""
+    assert settings.traces is not None
+    files = {name: _trace_file(settings.traces, name) for name in settings.contenders}
+    return [
+        {"kind": "trace", "name": name, "events": _events(json.loads(files[name].read_text()))}
+        for name in settings.contenders
+        if issubclass(CONTENDERS[name], Engine)
+    ]
+
+
+def _events(trace: dict) -> list[list]:
+    """Category, name, begin from the first one on and length of every event, in microseconds."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    first = min(event["ts"] for event in events)
+    return [
+        [event["cat"], event["name"], round(event["ts"] - first), round(event["dur"])]
+        for event in events
+    ]
 
 
 def _trace(contender: Engine, path: Path) -> None:

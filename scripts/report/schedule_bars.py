@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron_asynchzp.tools import styles
-from megatron_asynchzp.tools.styles import BLUE, GREEN, INK, NORMAL, ORANGE, SKY, SMALL, bare
+from megatron_asynchzp.tools.styles import (
+    BLUE,
+    GREEN,
+    INK,
+    NORMAL,
+    ORANGE,
+    PINK,
+    SKY,
+    SMALL,
+    YELLOW,
+    bare,
+)
 from scripts.report.records import write_picture
 from scripts.report.schedule_grid import COLUMNS, Grid, grids
 
@@ -21,7 +32,9 @@ _COLOURS = {
     "inline": styles.GREY,
     "baseline": GREEN,
     "HSDP": BLUE,
+    "HSDP, params kept": PINK,
     "FSDP2": SKY,
+    "FSDP2, params kept": YELLOW,
     "DDP": "#000000",
 }
 _CAPTION = (

@@ -11,6 +11,10 @@ import pytest
 from megatron_asynchzp.testbed.contenders.schedules import CONTENDERS
 from scripts.bench import bench_schedules
 from scripts.bench.bench_schedules import parse_args
+from scripts.report import schedule_bars
+from scripts.report.published import PICTURES
+from scripts.report.records import read as records_of
+from scripts.report.records import split
 
 ENGINES = [
     name for name in CONTENDERS if name.split(",")[0] in ("threaded", "main-thread", "inline")
@@ -25,7 +29,9 @@ TOY = [
 
 def test_every_contender_learns_the_same_and_sends_the_ideal_volume(tmp_path, monkeypatch, capsys):
     """In this process: one of its own would import Megatron for ranks that do not need it."""
+    traces = tmp_path / "traces"
     command = ["bench", *TOY, "--nodes", "2", "--out", str(tmp_path / "out.jsonl")]
+    command += ["--traces", str(traces)]
     monkeypatch.setattr(bench_schedules.sys, "argv", command)
     bench_schedules.main()
     output = capsys.readouterr().out
@@ -41,6 +47,15 @@ def test_every_contender_learns_the_same_and_sends_the_ideal_volume(tmp_path, mo
     assert volumes["fsdp2"] == pytest.approx(2.25 - 0.75 / 3)  # the last of three blocks is kept
     ours = [losses[name] for name in ENGINES]
     assert all(other == ours[0] for other in ours)
+    schedule_bars.draw(records, tmp_path / "bars.png")  # every system has a colour
+    timeline = records_of([traces / "timeline.jsonl"])
+    assert timeline[0]["kind"] == "machine"
+    assert [trace["name"] for trace in timeline[1:]] == [
+        name for name in CONTENDERS if name in ENGINES or name == "communication only"
+    ]
+    some = split(timeline)
+    PICTURES["timeline.png"].draw(some._replace(lines=some.lines[1:4]), tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").stat().st_size > 5_000
 
 
 @pytest.mark.parametrize(
