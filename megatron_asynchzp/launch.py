@@ -70,6 +70,7 @@ def start(argv: list[str]) -> None:
         report(ConfigurationError(f"{script}: no such script"))
         sys.exit(EXIT_USAGE)
     check_or_exit(arguments, _world_size(options))
+    _prepare_restarts(_torchrun_options(options))
     run = ["-m", "torch.distributed.run", *options, "-m", __name__, script, *arguments]
     os.execv(sys.executable, [sys.executable, *run])
 
@@ -84,7 +85,7 @@ def dry_run(argv: list[str]) -> None:
     options, script, arguments = _parts(argv)
     ranks = _world_size(options) if options else None
     check_or_exit(arguments, ranks)
-    per_node = _torchrun_counts(options).nproc_per_node
+    per_node = _torchrun_options(options).nproc_per_node
     if options and per_node.isdecimal():
         os.environ["LOCAL_WORLD_SIZE"] = per_node  # as torchrun would set it in the ranks
     # First, so that a number of ranks among the arguments comes later and counts.
@@ -102,17 +103,38 @@ def _parts(argv: list[str]) -> tuple[list[str], str, list[str]]:
 
 def _world_size(options: list[str]) -> int | None:
     """Ranks that torchrun would start; None where only torchrun knows (auto, a range of nodes)."""
-    known = _torchrun_counts(options)
+    known = _torchrun_options(options)
     counts = (known.nnodes, known.nproc_per_node)
     return int(counts[0]) * int(counts[1]) if all(map(str.isdecimal, counts)) else None
 
 
-def _torchrun_counts(options: list[str]) -> Namespace:
-    """nnodes and nproc_per_node, as words."""
+def _torchrun_options(options: list[str]) -> Namespace:
+    """Those that are read here, as words."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nnodes", default="1")
     parser.add_argument("--nproc-per-node", "--nproc_per_node", default="1")
+    parser.add_argument("--max-restarts", "--max_restarts", default="0")
+    parser.add_argument("--rdzv-backend", "--rdzv_backend", default="static")
+    parser.add_argument("--standalone", action="store_true")
     return parser.parse_known_args(options)[0]
+
+
+def _prepare_restarts(options: Namespace) -> None:
+    """Let restarted ranks meet. Ends the process where torchrun would restart one node's alone."""
+    if options.max_restarts == "0":
+        return
+    is_static = options.rdzv_backend == "static" and not options.standalone
+    if is_static and options.nnodes not in ("1", "1:1"):
+        report(
+            ConfigurationError(
+                f"--max-restarts {options.max_restarts}: with a static rendezvous (--master-addr, "
+                "--master-port) the other nodes never hear of a restart, and wait; give "
+                "--rdzv-backend c10d --rdzv-endpoint HOST:PORT instead"
+            )
+        )
+        sys.exit(EXIT_USAGE)
+    # Otherwise they find the addresses of the ranks before them in torchrun's store (torch 2.13).
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
 def run_script(script: Path, arguments: list[str]) -> None:

@@ -113,6 +113,9 @@ MISTAKES = {
         uses("--pretrained-checkpoint llama-bin"), "hf import --load llama-bin --save FOLDER"),
     "a pretrained checkpoint that is a file": (
         uses("--pretrained-checkpoint file"), "--pretrained-checkpoint file is a file"),
+    "restarts that only one node would make": (
+        f"launch --nnodes 2 --nproc-per-node 4 --max-restarts 3 --master-addr host0 {SCRIPT}",
+        "--max-restarts 3: with a static rendezvous"),
     "data that is not there": (uses("--data-path absent"), "absent: no dataset there"),
     "data with its ending": (uses("--data-path good.bin"), "without .idx or .bin"),
     "half a dataset": (uses("--data-path half"), "half.bin missing"),
@@ -154,6 +157,27 @@ def test_a_command_line_without_a_mistake_becomes_torchrun(folder, monkeypatch):
     (words,) = started
     assert words[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "4"]
     assert words[5:8] == ["-m", "megatron_asynchzp.launch", SCRIPT]
+
+
+@pytest.mark.parametrize(
+    "options, shares_no_store",
+    [
+        ("--nnodes 2 --master-addr host0", False),
+        ("--nnodes 1 --master-port 2000 --max-restarts 3", True),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint host0:2000 --max-restarts 3", True),
+        ("--standalone --max_restarts=3", True),
+    ],
+)
+def test_torchrun_gets_the_restarts_that_can_meet_again(
+    folder, monkeypatch, options, shares_no_store
+):
+    started: list[str] = []
+    monkeypatch.setattr(os, "execv", lambda _, words: started.extend(words))
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "")
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+    command.main(f"launch {options} {SCRIPT}".split())
+    assert started[3 : 3 + len(options.split())] == options.split()
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in os.environ) == shares_no_store
 
 
 @pytest.mark.parametrize("words", [uses("--asynchzp-param-shard-size 3")])

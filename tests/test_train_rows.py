@@ -231,6 +231,18 @@ def test_the_command_of_every_node_is_printed_without_running_it():
         assert words in ended.stdout
 
 
+@pytest.mark.parametrize("node, is_host", [("0", 1), ("7", 0)])
+def test_nodes_that_may_restart_meet_by_a_rendezvous_that_can_meet_again(node, is_host):
+    env = {"MASTER_ADDR": "node0", "NODE_RANK": node, "MAX_RESTARTS": "3"}
+    ended = _shell("launch.sh", "table2-36b-hzp", "--print", **env)
+    assert ended.returncode == 0, ended.stderr
+    words = "--rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id table2-36b-hzp "
+    assert f"{words}--rdzv-conf is_host={is_host} --max-restarts 3 " in ended.stdout
+    assert "--master-addr" not in ended.stdout and "--node-rank" not in ended.stdout
+    ended = _shell("launch.sh", "node-9b-hzp", "--print", MAX_RESTARTS="3")
+    assert "--standalone --max-restarts 3 " in ended.stdout
+
+
 def test_one_node_needs_no_address_and_keeps_its_hardware_queues():
     ended = _shell("launch.sh", "node-9b-hzp", "--print", "--", "--data-path", "my data")
     assert "--standalone" in ended.stdout and ended.stdout.endswith("--data-path my\\ data\n")
@@ -253,6 +265,7 @@ def test_ascend_goes_through_the_mapping_of_torch_npu():
         (("table2-9b-hzp",), {}, "32 nodes: set MASTER_ADDR"),
         (("table2-9b-hzp", "--print"), {"NNODES": "3"}, "NNODES=3 x RANKS_PER_NODE=8 are 24"),
         (("node-9b-hzp", "--print"), {"MEGATRON_LM": "/nowhere"}, "no pretrain_gpt.py"),
+        (("node-9b-hzp", "--print"), {"MAX_RESTARTS": "some"}, "MAX_RESTARTS=some: give a number"),
     ],
 )
 def test_what_cannot_be_started_is_refused_in_one_line_with_status_2(words, env, output):

@@ -14,6 +14,8 @@
 #   after --dry-run     --ranks N, --device-memory-gib G, --json FILE
 #
 # NNODES (default: the row's ranks / RANKS_PER_NODE), RANKS_PER_NODE (8; Ascend 16), MASTER_PORT.
+# MAX_RESTARTS (0): how often torchrun starts all ranks again when one has died; give --save and
+# --load the same folder.
 # MEGATRON_LM=/path/to/checkout runs its pretrain_gpt.py in place of ours. ASYNCHZP_PYTHON: the
 # interpreter of your environment. Exit status: torchrun's; 2 for what cannot be started.
 set -euo pipefail
@@ -30,7 +32,7 @@ while (($#)); do
         --) shift; extra=("$@"); break ;;
         --list | --all | --dry-run | --print) mode="${1#--}" ;;
         --platform) [[ $# -ge 2 ]] || fail "--platform: cuda or ascend"; platform="$2"; shift ;;
-        -h | --help) sed -n '4,20s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        -h | --help) sed -n '4,22s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
         --ranks | --device-memory-gib | --json)
             [[ $# -ge 2 ]] || fail "$1: a value is missing"; dry_run+=("$1" "$2"); shift ;;
         -*) fail "$1: no such option (--help lists them; Megatron's flags come after --)" ;;
@@ -68,14 +70,29 @@ nodes="${NNODES:-$((ranks / per_node))}"
 ((nodes * per_node == ranks)) ||
     fail "$row has $ranks ranks, but NNODES=$nodes x RANKS_PER_NODE=$per_node are" \
         "$((nodes * per_node))"
+restarts="${MAX_RESTARTS:-0}"
+[[ "$restarts" =~ ^[0-9]+$ ]] || fail "MAX_RESTARTS=$restarts: give a number"
 rendezvous=(--standalone)
 if ((nodes > 1)); then
     if [[ "$mode" == run ]]; then
         [[ -n "${MASTER_ADDR:-}" ]] || fail "$nodes nodes: set MASTER_ADDR to the host of node 0"
         [[ -n "${NODE_RANK:-}" ]] || fail "$nodes nodes: set NODE_RANK to 0 ... $((nodes - 1))"
     fi
-    rendezvous=(--node-rank "${NODE_RANK:-\$NODE_RANK}"
-        --master-addr "${MASTER_ADDR:-\$MASTER_ADDR}" --master-port "${MASTER_PORT:-29500}")
+    host="${MASTER_ADDR:-\$MASTER_ADDR}" port="${MASTER_PORT:-29500}"
+    rendezvous=(--node-rank "${NODE_RANK:-\$NODE_RANK}" --master-addr "$host" --master-port "$port")
+    if ((restarts)); then
+        # With the static one above the other nodes never hear of a restart. Here torchrun numbers
+        # the nodes by itself; NODE_RANK 0 holds the store.
+        is_host="\$((NODE_RANK == 0))"
+        [[ -z "${NODE_RANK:-}" ]] || is_host="$((NODE_RANK == 0))"
+        rendezvous=(--rdzv-backend c10d --rdzv-endpoint "$host:$port"
+            --rdzv-id "${SLURM_JOB_ID:-$row}" --rdzv-conf "is_host=$is_host")
+    fi
+fi
+if ((restarts)); then
+    rendezvous+=(--max-restarts "$restarts")
+    # Otherwise the new ranks find the addresses of the old ones in torchrun's store (torch 2.13).
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE="${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}"
 fi
 script=("$root/scripts/train/pretrain_gpt.py")
 if [[ -n "${MEGATRON_LM:-}" ]]; then
