@@ -129,10 +129,25 @@ def refuse_sizes(args: Namespace) -> None:
         )
     data_size = args.world_size // model_size
     micro, batch = args.micro_batch_size, args.global_batch_size
-    if micro and batch and not args.rampup_batch_size and batch % (micro * data_size):
+    is_rounded = args.decrease_batch_size_if_needed and batch and batch >= (micro or 1) * data_size
+    if not is_rounded:
+        _refuse_batch("global", batch, "micro", micro, data_size)
+    eval_micro, evaluated = args.eval_micro_batch_size, args.eval_global_batch_size
+    # By default it is that of training, before that is rounded.
+    _refuse_batch(
+        "eval-global",
+        evaluated or batch,
+        "eval-micro" if eval_micro else "micro",
+        eval_micro or micro,
+        data_size,
+    )
+
+
+def _refuse_batch(name: str, batch: int | None, per: str, micro: int | None, ranks: int) -> None:
+    if micro and batch and batch % (micro * ranks):
         raise ConfigurationError(
-            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x "
-            f"{data_size} data-parallel ranks; use a multiple of {micro * data_size}"
+            f"--{name}-batch-size {batch} is not a multiple of --{per}-batch-size {micro} x "
+            f"{ranks} data-parallel ranks; use a multiple of {micro * ranks}"
         )
 
 

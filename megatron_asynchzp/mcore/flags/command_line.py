@@ -34,11 +34,12 @@ _ALIKE = 0.9
 _MEGATRON_INTEGERS = {
     "tensor-model-parallel-size": 1, "pipeline-model-parallel-size": 1, "context-parallel-size": 1,
     "expert-model-parallel-size": 1, "micro-batch-size": None, "global-batch-size": None,
+    "eval-micro-batch-size": None, "eval-global-batch-size": None,
     "num-distributed-optimizer-instances": 1, "save-interval": None, "train-iters": None,
 }
 _MEGATRON_SWITCHES = (
     "use-tp-pp-dp-mapping", "use-torch-fsdp2", "use-megatron-fsdp", "sft", "async-save",
-    "use-persistent-ckpt-worker", "use-checkpoint-args",
+    "use-persistent-ckpt-worker", "use-checkpoint-args", "decrease-batch-size-if-needed",
 )
 _MEGATRON_WORDS = {
     "data-parallel-sharding-strategy": "optim_grads_params",
@@ -47,7 +48,7 @@ _MEGATRON_WORDS = {
     "per-dataset-sequences-path": None,
 }
 _MEGATRON_LISTS = (
-    "data-path", "train-data-path", "valid-data-path", "test-data-path", "rampup-batch-size",
+    "data-path", "train-data-path", "valid-data-path", "test-data-path",
 )
 # fmt: on
 

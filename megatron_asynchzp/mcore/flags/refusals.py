@@ -250,6 +250,11 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
     ),
     *because(
+        "this Megatron ignores it and trains with the whole batch from the first step",
+        "use --step-batch-size-schedule, without --global-batch-size",
+        "--rampup-batch-size 2 2 100",
+    ),
+    *because(
         "the map is written by Megatron's own optimizer, which is not used",
         _DROP,
         "--dump-param-to-param-group-map map.json",

@@ -3,10 +3,12 @@
 """What is checked before Megatron builds anything."""
 
 import pytest
+from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags import checks
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
+from megatron_asynchzp.mcore.flags.command_line import check_command_line
 
 
 def test_arguments_are_left_alone_when_the_run_is_refused(parse):
@@ -32,11 +34,49 @@ def test_the_sizes_of_a_valid_run_are_written_into_the_arguments(parse, monkeypa
         ("--tensor-model-parallel-size 4", 2, "2 ranks .* start 4 ranks"),
         ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 6, "= 4; start 4"),
         ("--global-batch-size 9", 8, "--global-batch-size 9 .* use a multiple of 8"),
+        ("--eval-global-batch-size 9", 8, "--eval-global-batch-size 9 .* use a multiple of 8"),
+        ("--eval-micro-batch-size 3", 8, "8 is not .* --eval-micro-batch-size 3 .* multiple of 24"),
     ],
 )
 def test_a_world_or_batch_that_does_not_divide_is_refused(parse, line, world_size, words):
     with pytest.raises(ConfigurationError, match=words):
         checks.prepare_args(parse(line, world_size))
+
+
+@pytest.mark.parametrize("more", ["", "--decrease-batch-size-if-needed"])
+@pytest.mark.parametrize("micro", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_batch_is_refused_where_megatron_refuses_it_and_nowhere_else(parse, more, micro, ranks):
+    refused = {True: 0, False: 0}
+    for batch in range(1, 26):
+        line = f"{more} --micro-batch-size {micro} --global-batch-size {batch} "
+        args = parse(f"{line} --eval-global-batch-size {4 * micro * ranks}", ranks)
+        is_rounded = args.decrease_batch_size_if_needed
+        try:
+            ConstantNumMicroBatchesCalculator(batch, micro, ranks, is_rounded, rank=1)
+            is_legal = True
+        except AssertionError:
+            is_legal = False
+        refused[not is_legal] += 1
+        if is_legal:
+            checks.refuse_sizes(args)
+        else:
+            with pytest.raises(ConfigurationError, match=f"--global-batch-size {batch} is not a"):
+                checks.refuse_sizes(args)
+    assert refused[False] and (refused[True] or micro * ranks == 1)
+
+
+def test_a_growing_batch_is_let_through_where_megatron_grows_it_and_refused_where_not(parser):
+    def check(line: str) -> None:
+        words = f"--use-asynchzp --micro-batch-size 1 {line}".split()
+        check_command_line(words, world_size=2)
+        args = parser.parse_args(words)
+        args.world_size = 2
+        checks.refuse_sizes(args)
+
+    check("--step-batch-size-schedule 0:2,128:8")
+    with pytest.raises(ConfigurationError, match="ignores it .*use --step-batch-size-schedule"):
+        check("--global-batch-size 8 --rampup-batch-size 2 2 100")
 
 
 def _touch_dataset(folder, name: str) -> str:
