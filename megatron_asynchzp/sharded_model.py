@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharded_state import ShardedState
 from megatron_asynchzp.sharding.topology import Range, ShardSizes, ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.plan import plan_units
 from megatron_asynchzp.zero.unit import HZPUnit
 

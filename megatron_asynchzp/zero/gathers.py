@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.arena import Arena, Place
 from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import aligned, needed_together, seen_from_top
 from megatron_asynchzp.sharding.residency import Residency
-from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit, Phase
 
 _logger = logging.getLogger("megatron_asynchzp")

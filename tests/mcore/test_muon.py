@@ -18,11 +18,8 @@ from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import device_of
 from megatron_asynchzp.mcore.muon import ShardedMuon, build_muon, muon_overrides
-from megatron_asynchzp.mcore.start_table import (
-    moments_nbytes,
-    state_nbytes_allocated,
-    state_nbytes_by_formula,
-)
+from megatron_asynchzp.mcore.planned import moments_nbytes
+from megatron_asynchzp.mcore.state_bytes import state_nbytes_allocated, state_nbytes_by_formula
 from megatron_asynchzp.zero.unit import HZPUnit
 from megatron_asynchzp.zero.whole_matrices import Matrix
 from tests.support.engine import nested_sizes

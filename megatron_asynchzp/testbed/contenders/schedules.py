@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharded_model import new_runtime
 from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.testbed.contenders.delayed_model import (
@@ -25,7 +26,6 @@ from megatron_asynchzp.testbed.contenders.delayed_model import (
     new_adamw,
 )
 from megatron_asynchzp.testbed.contenders.hierarchical_baseline import HierarchicalBaseline
-from megatron_asynchzp.zero.config import ScheduleConfig
 
 
 class Contender:

@@ -181,8 +181,8 @@ MUTANTS = [
     Mutant(
         "no-prefetch",
         "law 6: the next unit is gathered while this one computes",
-        "zero/config.py",
-        'return 0 if self.kind == "inline" else self.prefetch_depth',
+        "schedule.py",
+        "return 0 if self.is_inline else self.prefetch_depth",
         "return 0",
         "tests/zero/test_asynchrony.py::"
         "test_forward_goes_on_while_the_next_gather_is_held_and_backward_while_a_reduction_is",
