@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_asynchzp.schedule import ScheduleConfig
     from megatron_asynchzp.sharded_model import ShardedModel, shard
     from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes
-    from megatron_asynchzp.zero.config import ScheduleConfig
 
 __version__ = "0.1.0"
 __all__ = ["ScheduleConfig", "ShardSizeError", "ShardSizes", "ShardedModel", "shard"]
@@ -19,7 +19,7 @@ _HOMES = {
     "ShardedModel": "sharded_model",
     "ShardSizes": "sharding.topology",
     "ShardSizeError": "sharding.topology",
-    "ScheduleConfig": "zero.config",
+    "ScheduleConfig": "schedule",
 }
 
 

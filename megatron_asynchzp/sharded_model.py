@@ -15,10 +15,10 @@ from torch import nn
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.timeline import profiler_range
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharded_state import ShardedState
 from megatron_asynchzp.sharding.topology import Range, ShardSizes, ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.params import refuse_params, refuse_shared_memory
 from megatron_asynchzp.zero.plan import plan_units
 from megatron_asynchzp.zero.unit import HZPUnit

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron_asynchzp.comm.timeline import LANES
+from megatron_asynchzp.schedule import SCHEDULES
 from megatron_asynchzp.testbed.ranks import free_port
-from megatron_asynchzp.zero.config import SCHEDULES
 from tests.support.launches import Ended, Launch
 from tests.support.selection import slow_unless
 

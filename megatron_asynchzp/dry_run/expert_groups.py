@@ -2,17 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns what each choice of --asynchzp-experts-per-unit costs, by the planner's formulas."""
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_asynchzp.dry_run.pretended_world import Stage
-from megatron_asynchzp.dry_run.states import needs_of, topologies_of
-from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
-from megatron_asynchzp.mcore.planned_model import setting_of
-from megatron_asynchzp.planner.activations import Setting
-from megatron_asynchzp.planner.model import Experts, Layer, chunk_layers, experts_numel, stage_units
-from megatron_asynchzp.sharding.in_flight import memory_in_flight
+from megatron_asynchzp.planner.activations import Recompute
+from megatron_asynchzp.planner.costs import Costing
+from megatron_asynchzp.planner.model import Experts, Layer, Model, chunk_layers, experts_numel
 
 
 @dataclass(frozen=True)
@@ -27,33 +22,31 @@ class ExpertChoice:
     gathered: float
 
 
-def expert_choices(stage: Stage, args: Namespace) -> list[ExpertChoice]:
+def expert_choices(costing: Costing, stage: int) -> list[ExpertChoice]:
     """From all experts together to each alone; empty for a stage without experts, and where
     parameters are whole on every rank."""
-    setting, topologies = setting_of(args), topologies_of(stage, args)
-    chunks = chunk_layers(setting.model, setting.parallel, stage.index)
+    model, plan = costing.model, costing.plan
+    chunks = chunk_layers(model, plan.parallel, stage)
     found = (one.mlp for layers in chunks for one in layers if isinstance(one.mlp, Experts))
     experts = next(found, None)
-    group = "expert" if setting.parallel.ep > 1 else "dense"
-    if experts is None or topologies[group].sizes.param == 1:
+    if experts is None or costing.groups[plan.parallel.expert_group].sizes.param == 1:
         return []
-    local = experts.num_experts // setting.parallel.ep
-    nbytes = experts_numel(experts, setting.model, setting.parallel) * setting.model.itemsize
-    schedule, choices = resolve_schedule(args), []
+    local = experts.num_experts // plan.parallel.ep
+    nbytes = experts_numel(experts, model, plan.parallel) * model.itemsize
+    schedule, choices = replace(plan.schedule, in_flight_nbytes=None), []
+    unlimited = replace(costing, plan=replace(plan, schedule=schedule), known={})
     for per_unit in (0, *(n for n in range(local, 0, -1) if local % n == 0)):
-        chosen = _with_groups(setting, per_unit)
-        units = stage_units(chosen.model, chosen.parallel, chosen.batch, stage.index)
-        needs = needs_of(units, setting.model.itemsize, topologies, schedule.grad_slot_nbytes)
-        in_flight = sum(memory_in_flight(needs, schedule.depth).allocated.values())
+        chosen = replace(unlimited, model=_with_groups(model, per_unit), known={})
+        in_flight = sum(sum(chunk.allocated.values()) for chunk in chosen.in_flight_of(stage))
         groups = local // per_unit if per_unit else 1
         gathers = 2 * groups
-        if _is_computed_again(setting):  # the last ones stay from there to their backward
+        if _is_computed_again(plan.recompute):  # the last ones stay from there to their backward
             gathers += max(0, groups - 1 - schedule.depth)
         choices.append(ExpertChoice(per_unit, in_flight, gathers, nbytes * gathers / groups))
     return choices
 
 
-def _with_groups(setting: Setting, per_unit: int) -> Setting:
+def _with_groups(model: Model, per_unit: int) -> Model:
     def changed(layers: Sequence[Layer]) -> tuple[Layer, ...]:
         return tuple(
             replace(one, mlp=replace(one.mlp, per_unit=per_unit))
@@ -62,10 +55,8 @@ def _with_groups(setting: Setting, per_unit: int) -> Setting:
             for one in layers
         )
 
-    model = setting.model
-    changes = {"layers": changed(model.layers), "mtp": changed(model.mtp)}
-    return replace(setting, model=replace(model, **changes))
+    return replace(model, layers=changed(model.layers), mtp=changed(model.mtp))
 
 
-def _is_computed_again(setting: Setting) -> bool:
-    return setting.recompute.granularity == "full" or setting.recompute.has("moe")
+def _is_computed_again(recompute: Recompute) -> bool:
+    return recompute.granularity == "full" or recompute.has("moe")

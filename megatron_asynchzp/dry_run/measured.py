@@ -10,6 +10,7 @@ from megatron_asynchzp.dry_run import mesh, pretended_world, states
 from megatron_asynchzp.dry_run.expert_groups import ExpertChoice, expert_choices
 from megatron_asynchzp.dry_run.mesh import GroupKind
 from megatron_asynchzp.dry_run.states import StageStates
+from megatron_asynchzp.mcore.planned import costing_of, shard_sizes
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ def measure_script(script: Path, flags: list[str], ranks: int, ranks_per_node: i
 
 
 def _measure(args: Namespace, lines: list[str], ranks_per_node: int) -> Measured:
-    sizes = states.shard_sizes(args) if args.use_asynchzp else None
+    sizes = shard_sizes(args) if args.use_asynchzp else None
     measured = Measured(args, lines, ranks_per_node, [], [])
     for stage in pretended_world.stages(args):
         if not measured.kinds:
             measured.kinds.extend(mesh.group_kinds(stage, args, sizes))
         measured.stages.append(states.stage_states(stage, args, ranks_per_node))
         if sizes is not None and not measured.expert_choices:
-            measured.expert_choices.extend(expert_choices(stage, args))
+            measured.expert_choices.extend(expert_choices(costing_of(args), stage.index))
     return measured

@@ -13,7 +13,7 @@ import sys
 import traceback
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
@@ -45,13 +45,13 @@ class Refused(ConfigurationError):
 class Stage:
     """One pipeline stage as its first rank has it, valid while its world is there.
 
-    model: on the meta device, in the dtype of training; None for a hybrid model, whose layers need
-    the kernels of a device to be built; groups: Megatron's ProcessGroupCollection; rank: the global
-    rank; num_ranks: of the stage.
+    chunks: the model's, on the meta device, in the dtype of training; empty for a hybrid model,
+    whose layers need the kernels of a device to be built; groups: Megatron's
+    ProcessGroupCollection; rank: the global rank; num_ranks: of the stage.
     """
 
     index: int
-    model: torch.nn.Module | None
+    chunks: Sequence[torch.nn.Module]
     groups: Any
     rank: int
     num_ranks: int
@@ -216,10 +216,10 @@ def stages(args: Namespace) -> Iterator[Stage]:
         with _world(args, index * apart) as groups:
             try:
                 with _answers_of_a_gpu(), _silence():
-                    model = None if args.hybrid_layer_pattern else _build(args, groups)
+                    chunks = () if args.hybrid_layer_pattern else _build(args, groups)
             except Exception as error:
                 raise Refused(_one_line(error, "")) from error
-            yield Stage(index, model, groups, index * apart, num_ranks)
+            yield Stage(index, chunks, groups, index * apart, num_ranks)
 
 
 @contextlib.contextmanager
@@ -247,10 +247,11 @@ def _world(args: Namespace, rank: int) -> Iterator[object]:
         dist.destroy_process_group()
 
 
-def _build(args: Namespace, groups: object) -> torch.nn.Module:
-    """This stage's model with Megatron's own builder, without memory and without values."""
+def _build(args: Namespace, groups: Any) -> list[torch.nn.Module]:
+    """This stage's model chunks with Megatron's own builder, without memory and without values."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.models import build_virtual_pipeline_stages
 
     without_kernels = platform.values_without_device() | {"perform_initialization": False}
     config = gpt_config_from_args(Namespace(**(vars(args) | without_kernels)))
@@ -266,6 +267,9 @@ def _build(args: Namespace, groups: object) -> torch.nn.Module:
         mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
     ):
         with torch.device("meta"):
-            model = config.get_builder_cls()(config).build_model(groups)
+            build = config.get_builder_cls()(config).build_model
+            virtual = args.virtual_pipeline_model_parallel_size
+            chunks: list[torch.nn.Module] = [*build_virtual_pipeline_stages(build, groups, virtual)]
     # As Float16Module does.
-    return model.bfloat16() if args.bf16 else model.half() if args.fp16 else model
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    return [chunk.to(dtype) for chunk in chunks]

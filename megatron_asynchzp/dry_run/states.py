@@ -5,7 +5,7 @@ stock Megatron's by formula; activations by the planner's formulas.
 """
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,22 +17,17 @@ from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.dry_run.pretended_world import Stage
 from megatron_asynchzp.dry_run.savings import Saving, savings
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_grad_dtype, resolve_schedule
-from megatron_asynchzp.mcore.planned_model import setting_of
-from megatron_asynchzp.mcore.start_table import (
-    format_start_table,
-    moments_nbytes,
-    state_nbytes_allocated,
-    state_nbytes_by_formula,
-)
+from megatron_asynchzp.mcore.planned import costing_of, moments_nbytes, naming_the_flag
+from megatron_asynchzp.mcore.start_table import format_start_table
+from megatron_asynchzp.mcore.state_bytes import matrix_numel, state_nbytes_by_formula
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
-from megatron_asynchzp.planner.activations import Setting
-from megatron_asynchzp.planner.memory import Memory, kept, largest_unit, stage_activations, states
-from megatron_asynchzp.planner.model import GroupKey, Unit, stage_units
-from megatron_asynchzp.sharding.in_flight import MemoryInFlight, UnitInFlight, memory_in_flight
+from megatron_asynchzp.planner.costs import Costing
+from megatron_asynchzp.planner.memory import Copies, Memory, stage_activations
+from megatron_asynchzp.planner.model import Unit
+from megatron_asynchzp.sharding.in_flight import MemoryInFlight
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
 from megatron_asynchzp.sharding.pieces import grad_pieces
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.step import memory_in_flight_of
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -62,103 +57,55 @@ _Counts = tuple[int, int, dict[str, int], dict[str, int], int]
 """The first fields of StageStates, up to whole_numel."""
 
 
+@dataclass(frozen=True)
+class _Numel:
+    """Of a rank of a stage: parameters by sharding group, those of them that Muon takes for
+    matrices, and parameters of the whole stage."""
+
+    of_rank: dict[str, int]
+    matrices: dict[str, int]
+    of_stage: int
+
+
 def stage_states(stage: Stage, args: Namespace, ranks_per_node: int) -> StageStates:
-    """Of the first rank of `stage`, whose padding is the least and whose moments are the most."""
-    setting = setting_of(args)
-    planned_units = stage_units(setting.model, setting.parallel, setting.batch, stage.index)
-    planned = {"dense": 0, "expert": 0}
-    for unit in planned_units:
-        planned[unit.group] += unit.numel
-    if stage.model is None:
-        numel, whole = planned, _planned_whole(planned, args)
-    else:
-        numel, whole = _numel(stage.model, args)
-    common: _Counts = (stage.index, stage.num_ranks, numel, planned, whole)
+    """Of the first rank of `stage`, whose padding is the least."""
+    costing = costing_of(args)
+    planned = _planned_numel(costing.units[stage.index], args)
+    numel = _numel(stage.chunks, args) if stage.chunks else planned
+    common: _Counts = (stage.index, stage.num_ranks, numel.of_rank, planned.of_rank, numel.of_stage)
     if not getattr(args, "use_asynchzp", False):
         formula = _baseline_nbytes(numel, stage, args)
-        activations = stage_activations(setting, stage.index)
+        activations = stage_activations(costing.setting, stage.index)
         return StageStates(*common, formula, Memory(formula, {}, 0.0, activations))
-    if stage.model is None:
-        formula, memory = _planned_memory(stage, args, setting, planned_units)
-        found = StageStates(*common, formula, memory)
-    else:
-        found = _asynchzp_states(stage, stage.model, args, ranks_per_node, common)
-    if stage.index:
-        return found
-    return replace(found, savings=savings(args, setting, shard_sizes(args)))
+    with naming_the_flag():
+        if stage.chunks:
+            found = _asynchzp_states(stage, args, costing, ranks_per_node, common)
+        else:
+            formula = costing.states_by_formula(stage.index)
+            found = StageStates(*common, formula, costing.stage_memory(stage.index))
+    return found if stage.index else replace(found, savings=savings(costing))
 
 
-def _numel(model: torch.nn.Module, args: Namespace) -> tuple[dict[str, int], int]:
-    """Parameters of the rank by sharding group, and of its stage."""
-    numel, whole = {"dense": 0, "expert": 0}, 0
-    for param in model.parameters():
+def _numel(chunks: Sequence[torch.nn.Module], args: Namespace) -> _Numel:
+    numel, matrices, whole = {"dense": 0, "expert": 0}, {"dense": 0, "expert": 0}, 0
+    for param in (param for chunk in chunks for param in chunk.parameters()):
         key = sharding_group_key(param)
         numel[key] += param.numel()
+        matrices[key] += matrix_numel([param])
         whole += param.numel() * _num_parts(param, key, args)
-    return numel, whole
+    return _Numel(numel, matrices, whole)
 
 
-def _planned_whole(planned: dict[str, int], args: Namespace) -> int:
-    """Of a stage, as if tensor parallelism divided every parameter: norms are not worth more."""
+def _planned_numel(units: Sequence[Unit], args: Namespace) -> _Numel:
+    """By the planner's formulas. Of the stage as if tensor parallelism divided every parameter:
+    norms are not worth more."""
+    numel, matrices = {"dense": 0, "expert": 0}, {"dense": 0, "expert": 0}
+    for unit in units:
+        numel[unit.group] += unit.numel
+        matrices[unit.group] += unit.matrix_numel
     experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
-    return planned["dense"] * args.tensor_model_parallel_size + planned["expert"] * experts
-
-
-def _planned_memory(
-    stage: Stage, args: Namespace, setting: Setting, units: Sequence[Unit]
-) -> tuple[dict[str, float], Memory]:
-    """By the planner's formulas alone, without padding."""
-    topologies, schedule = topologies_of(stage, args), resolve_schedule(args)
-    sizes: dict[GroupKey, ShardSizes] = {
-        key: topology.sizes for key, topology in topologies.items()
-    }
-    itemsize = setting.model.itemsize
-    formula = states(units, itemsize, sizes, moments_nbytes(args).most_params)
-    needs = needs_of(units, itemsize, topologies, schedule.grad_slot_nbytes)
-    flying = memory_in_flight(needs, schedule.depth, budget=schedule.in_flight_nbytes)
-    memory = Memory(
-        formula,
-        flying.allocated | kept(schedule.keep_params_nbytes, schedule.keep_grads_nbytes),
-        largest_unit(units, itemsize),
-        stage_activations(setting, stage.index),
-        own_grads=flying.own_grads,
-    )
-    return formula, memory
-
-
-def topologies_of(stage: Stage, args: Namespace) -> dict[GroupKey, ShardTopology]:
-    """Of the sharding groups of the stage's first rank."""
-    groups: dict[GroupKey, dist.ProcessGroup] = {
-        "dense": stage.groups.dp_cp,
-        "expert": stage.groups.expt_dp,
-    }
-    of_dense = shard_sizes(args)
-    return {
-        key: ShardTopology(group.size(), group.rank(), of_dense.restricted_to(group.size()))
-        for key, group in groups.items()
-    }
-
-
-def needs_of(
-    units: Sequence[Unit],
-    itemsize: int,
-    topologies: Mapping[GroupKey, ShardTopology],
-    slot_nbytes: int,
-) -> list[UnitInFlight]:
-    """Of each of `units` that has parameters, without padding."""
-    return [
-        UnitInFlight.of(
-            unit.layer,
-            unit.numel,
-            itemsize,
-            True,
-            topologies[unit.group],
-            slot_nbytes,
-            part=unit.part,
-        )
-        for unit in units
-        if unit.numel
-    ]
+    whole = numel["dense"] * args.tensor_model_parallel_size + numel["expert"] * experts
+    return _Numel(numel, matrices, whole)
 
 
 def _num_parts(param: torch.nn.Parameter, key: str, args: Namespace) -> int:
@@ -170,33 +117,30 @@ def _num_parts(param: torch.nn.Parameter, key: str, args: Namespace) -> int:
     return tensor * args.expert_model_parallel_size
 
 
-def _baseline_nbytes(numel: dict[str, int], stage: Stage, args: Namespace) -> dict[str, float]:
+def _baseline_nbytes(numel: _Numel, stage: Stage, args: Namespace) -> dict[str, float]:
     """Stock Megatron's DDP: parameters and gradients whole, in buffers whose padding is left out;
-    the optimizer's states over the data-parallel ranks with the distributed optimizer."""
+    the optimizer's states over the data-parallel ranks with the distributed optimizer. Gradients
+    have the model's dtype where they are not added up in fp32."""
     shards = {"dense": stage.groups.dp_cp.size(), "expert": stage.groups.expt_dp.size()}
     if not args.use_distributed_optimizer:
         shards = dict.fromkeys(shards, 1)
-    model = 2 if args.bf16 or args.fp16 else 4
-    grad = 2 if args.grad_reduce_in_bf16 else 4
-    owned = sum(count / shards[key] for key, count in numel.items())
+    model = 2 if args.bf16 or args.fp16 else FP32_NBYTES
+    grad = FP32_NBYTES if args.accumulate_allreduce_grads_in_fp32 else model
+    moments, whole = moments_nbytes(args), sum(numel.of_rank.values())
+    main, of_moments = 0.0, 0.0
+    for key, count in numel.of_rank.items():
+        if count:
+            main += args.main_params_dtype.itemsize * count / shards[key]
+            of_moments += moments.mean(count, numel.matrices[key]) * count / shards[key]
     return {
-        "model_param": float(model * sum(numel.values())),
-        "main_grad": float(grad * sum(numel.values())),
-        "main_param": 4 * owned if model == 2 else 0.0,
-        "optimizer_moments": moments_nbytes(args).most_params * owned,
+        "model_param": float(model * whole),
+        "main_grad": float(grad * whole),
+        "main_param": main if model != FP32_NBYTES else 0.0,
+        "optimizer_moments": of_moments,
     }
 
 
 # --- AsyncHZP ----------------------------------------------------------------------------------
-
-
-def shard_sizes(args: Namespace) -> ShardSizes:
-    """Of the dense group, as prepare_args resolved them."""
-    return ShardSizes(
-        args.asynchzp_param_shard_size,
-        args.asynchzp_grad_shard_size,
-        args.asynchzp_optim_shard_size,
-    )
 
 
 def shard_groups(
@@ -212,80 +156,84 @@ def shard_groups(
     return ShardGroups.of_topology(topology, ranks, new_group, grad_dtype)
 
 
-def _plans_of(model: torch.nn.Module, args: Namespace) -> list[UnitPlan]:
-    return plan_megatron_units(model, experts_per_unit=args.asynchzp_experts_per_unit)
-
-
 def _asynchzp_states(
-    stage: Stage, model: torch.nn.Module, args: Namespace, ranks_per_node: int, common: _Counts
+    stage: Stage, args: Namespace, costing: Costing, ranks_per_node: int, common: _Counts
 ) -> StageStates:
-    """The units, buffers and memory in flight of the run, and the table it will print."""
-    sizes, plans = shard_sizes(args), _plans_of(model, args)
+    """The units, buffers and memory in flight of the run, and the table it will print. As in the
+    planner, moments count with the padding, and are the mean of the ranks that share them."""
+    sizes, schedule = costing.plan.sizes, resolve_schedule(args)
+    per_unit = args.asynchzp_experts_per_unit
+    plans = [
+        plan_megatron_units(model, index, per_unit) for index, model in enumerate(stage.chunks)
+    ]
     group_of = {"dense": stage.groups.dp_cp, "expert": stage.groups.expt_dp}
     groups = {
         key: shard_groups(
             group_of[key], sizes.restricted_to(group_of[key].size()), resolve_grad_dtype(args)
         )
-        for key in dict.fromkeys(plan.group_key for plan in plans)
+        for key in dict.fromkeys(plan.group_key for chunk in plans for plan in chunk)
     }
-    units = [
-        HZPUnit(plan.name, plan.params, groups[plan.group_key], layer=plan.layer, part=plan.part)
-        for plan in plans
+    chunks = [
+        {
+            HZPUnit(
+                plan.name, plan.params, groups[plan.group_key], layer=plan.layer, part=plan.part
+            ): plan.group_key
+            for plan in chunk
+        }
+        for chunk in plans
     ]
-    schedule = resolve_schedule(args)
-    flying = memory_in_flight_of(units, schedule)
-    is_shown = stage.index == 0  # rank 0's, as in a run
-    table = _start_table(units, plans, groups, flying, args, ranks_per_node) if is_shown else ""
+    units = [unit for chunk in chunks for unit in chunk]
+    flying = [memory_in_flight_of([*chunk], schedule) for chunk in chunks]
     moments = moments_nbytes(args)
-    whole = max(unit.layout.padded_numel * unit.dtype.itemsize for unit in units)
-    is_cpu = args.distributed_backend == "gloo"
-    needs = [unit.in_flight(schedule.grad_slot_nbytes) for unit in units]
-    memory = Memory(
-        state_nbytes_allocated(units, moments),
-        flying.allocated | kept(schedule.keep_params_nbytes, schedule.keep_grads_nbytes),
-        whole,
-        stage_activations(setting_of(args), stage.index),
-        copied_params=max(need.params for need in needs) if is_cpu else 0.0,
-        copied_grads=_largest_piece(units, schedule.grad_slot_nbytes) if is_cpu else 0.0,
-        own_grads=flying.own_grads + (_largest_cast(units) if is_cpu else 0.0),
-        copies_beside=schedule.kind != "inline",
+    table = ""
+    if stage.index == 0:  # rank 0's, as in a run
+        table = format_start_table(_as_started(chunks, groups, flying), ranks_per_node, moments)
+    memory = Memory.of_rank(
+        state_nbytes_by_formula(units, moments, with_padding=True),
+        flying,
+        max(unit.layout.padded_numel * unit.dtype.itemsize for unit in units),
+        stage_activations(costing.setting, stage.index),
+        schedule,
+        _copies(units, schedule.grad_slot_nbytes) if costing.plan.is_on_cpu else None,
     )
     return StageStates(*common, state_nbytes_by_formula(units, moments), memory, table)
 
 
-def _largest_piece(units: Sequence[HZPUnit], slot_nbytes: int) -> float:
-    """Bytes of the gradients in fp32 that are reduced at once."""
-    numels = (
+def _copies(units: Sequence[HZPUnit], slot_nbytes: int) -> Copies:
+    trained = [unit for unit in units if unit.is_trained]
+    pieces = (
         grad_pieces(unit.layout, unit.groups.topology.sizes.grad, slot_nbytes)[0].numel
-        for unit in units
-        if unit.is_trained and not unit.reduces_in_place
+        for unit in trained
+        if not unit.reduces_in_place
     )
-    return FP32_NBYTES * max(numels, default=0)
-
-
-def _largest_cast(units: Sequence[HZPUnit]) -> float:
-    """Bytes that torch takes on a CPU to add a gradient of the model's dtype to one in fp32, where
-    units add theirs as they come: the largest of them in fp32."""
-    numels = (
+    added = (
         param.numel()
-        for unit in units
-        if unit.is_trained and unit.reduces_in_place and unit.dtype != torch.float32
+        for unit in trained
+        if unit.reduces_in_place and unit.dtype != torch.float32
         for param in unit.params
     )
-    return FP32_NBYTES * max(numels, default=0)
-
-
-def _start_table(
-    units: list[HZPUnit],
-    plans: list[UnitPlan],
-    groups: dict[str, ShardGroups],
-    memory: MemoryInFlight,
-    args: Namespace,
-    ranks_per_node: int,
-) -> str:
-    keys = dict(zip(units, (plan.group_key for plan in plans), strict=True))
-    runtime = SimpleNamespace(
-        group_keys=keys, memory=memory, in_flight_nbytes=lambda: memory.allocated
+    return Copies(
+        max(unit.in_flight(slot_nbytes).params for unit in units),
+        FP32_NBYTES * max(pieces, default=0),
+        FP32_NBYTES * max(added, default=0),
     )
-    chunk: Any = SimpleNamespace(units=units, groups=groups, runtime=runtime)
-    return format_start_table([chunk], ranks_per_node, moments_nbytes(args))
+
+
+def _as_started(
+    chunks: Sequence[dict[HZPUnit, str]],
+    groups: dict[str, ShardGroups],
+    flying: Sequence[MemoryInFlight],
+) -> list[Any]:
+    """What the table of a start reads of model chunks."""
+    return [
+        SimpleNamespace(
+            units=[*keys],
+            groups=groups,
+            runtime=SimpleNamespace(
+                group_keys=keys,
+                memory=memory,
+                in_flight_nbytes=lambda memory=memory: memory.allocated,
+            ),
+        )
+        for keys, memory in zip(chunks, flying, strict=True)
+    ]

@@ -28,9 +28,9 @@ from megatron_asynchzp.mcore.flags.asynchzp import TraceRequest
 from megatron_asynchzp.mcore.process.communication import Communication
 from megatron_asynchzp.mcore.shard_groups import broadcast_from_first_rank, create_shard_groups
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.params import refuse_params
 from megatron_asynchzp.zero.step import Stays

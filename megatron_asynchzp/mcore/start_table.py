@@ -2,81 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table in the log of a start: groups, units and bytes, by formula and as allocated."""
 
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.emerging_optimizers import _is_nonlinear_or_embedding
 
 from megatron_asynchzp.comm.collectives import AxisGroup
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
-from megatron_asynchzp.mcore.rounded_adam import moments_of
-from megatron_asynchzp.planner.memory import state_nbytes
+from megatron_asynchzp.mcore.state_bytes import state_nbytes_allocated, state_nbytes_by_formula
+from megatron_asynchzp.planner.memory import MomentBytes
 from megatron_asynchzp.sharding.topology import spans_nodes
 from megatron_asynchzp.zero.unit import HZPUnit
 
 _MAX_RANKS_SHOWN = 8
-
-
-@dataclass(frozen=True)
-class MomentBytes:
-    """Bytes per element of the optimizer's states. all_params: two fp32 moments by default;
-    matrices: of those that Muon updates, which have one; None without Muon."""
-
-    all_params: int = 8
-    matrices: int | None = None
-
-    def of(self, param: torch.nn.Parameter) -> int:
-        """Per element of `param`."""
-        if self.matrices is None or _is_nonlinear_or_embedding(param):
-            return self.all_params
-        return self.matrices
-
-    @property
-    def most_params(self) -> int:
-        """Per element of all but embeddings, norms and biases."""
-        return self.all_params if self.matrices is None else self.matrices
-
-
-def moments_nbytes(args: Namespace) -> MomentBytes:
-    """As the flags ask for. args: validated."""
-    if args.optimizer == "sgd":
-        return MomentBytes(4)
-    nbytes = sum(dtype.itemsize for dtype in moments_of(args))
-    return MomentBytes(nbytes, 4 if args.optimizer == "muon" else None)
-
-
-def state_nbytes_by_formula(
-    units: Sequence[HZPUnit], moments: MomentBytes = MomentBytes()
-) -> dict[str, float]:
-    """AsyncHZP section 3 without padding, by the planner's formula. N counts each unit with the
-    sizes of its own sharding group; what is not trained has parameters alone."""
-    total = {"model_param": 0.0, "main_grad": 0.0, "main_param": 0.0, "optimizer_moments": 0.0}
-    for unit in units:
-        sizes, numel = unit.groups.topology.sizes, unit.layout.numel
-        of_moments = sum(moments.of(param) * param.numel() for param in unit.params)
-        of_unit = state_nbytes(numel, unit.dtype.itemsize, sizes, of_moments / numel)
-        for state, nbytes in of_unit.items():
-            total[state] += nbytes if unit.is_trained or state == "model_param" else 0.0
-    return total
-
-
-def state_nbytes_allocated(
-    units: Sequence[HZPUnit], moments: MomentBytes = MomentBytes()
-) -> dict[str, int]:
-    """Bytes of this rank's persistent buffers, and of the moments it will hold beside them."""
-    total = {"model_param": 0, "main_grad": 0, "main_param": 0, "optimizer_moments": 0}
-    for unit in units:
-        for state, nbytes in unit.state_nbytes().items():
-            total[state] += nbytes
-        if unit.is_trained:
-            for param, fragment in zip(unit.params, unit.main_param_fragments(), strict=True):
-                total["optimizer_moments"] += moments.of(param) * fragment.numel()
-    return total
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:

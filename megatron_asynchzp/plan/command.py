@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from megatron_asynchzp.errors import ConfigurationError
@@ -18,16 +19,13 @@ from megatron_asynchzp.plan import table
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.activations import Recompute, Setting
 from megatron_asynchzp.planner.cluster import GIB, Cluster, cluster_names, load_cluster
-from megatron_asynchzp.planner.costs import Plan
-from megatron_asynchzp.planner.program import Schedule
-from megatron_asynchzp.planner.search import VARIED, Outcome, Progress, Space, search
-from megatron_asynchzp.planner.traffic import Wire
-from megatron_asynchzp.sharding.topology import ShardSizes
+from megatron_asynchzp.planner.search import VARIED, Outcome, Progress, Space
 
 EXIT_TOO_LARGE, EXIT_REFUSED = 1, 2
 _DEFAULT_SCRIPT = "pretrain_gpt.py"
 _OURS = ("--use-asynchzp",)  # what is planned is a run with it, of a stock command line too
 _STOP = ("--asynchzp-dry-run", "0")  # a script stops where Megatron has validated its arguments
+_DEPTHS = (1, 2)  # to try, beside that of the flags
 
 
 def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
@@ -71,46 +69,24 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 def space_of(setting: Setting, args: Namespace, asked: Namespace, cluster: Cluster) -> Space:
     """What may be chosen for the model of `args`, Megatron's validated arguments."""
-    own, batch = setting.recompute, setting.batch
-    start = Plan(
-        ShardSizes(1, 1, 1),
-        setting.parallel,
-        batch,
-        _schedule_of(args),
-        own,
-        wire=Wire(2 if args.grad_reduce_in_bf16 else 4),
-    )
-    recomputes = (own,) if "recompute" in asked.keep else (own, Recompute(), Recompute("full"))
-    sizes = (batch.size,) if "micro-batch-size" in asked.keep else None
-    replicas = cluster.num_ranks // (
-        setting.parallel.tp * setting.parallel.pp * setting.parallel.cp
-    )
-    global_batch = args.global_batch_size or batch.size * replicas
-    return Space(
-        setting.model,
-        cluster,
-        global_batch,
-        start,
-        setting.kernels,
-        tuple(asked.vary),
-        micro_batch_sizes=sizes,
-        recomputes=recomputes,
-    )
+    from megatron_asynchzp.mcore import planned
 
-
-def _schedule_of(args: Namespace) -> Schedule:
-    """With the budgets of the flags; the depth is chosen."""
-    asked = resolve_schedule(args)
-    return Schedule(
-        keep_params_nbytes=asked.keep_params_nbytes, keep_grads_nbytes=asked.keep_grads_nbytes
-    )
+    free: dict[str, Any] = {"vary": tuple(asked.vary)}
+    schedule = resolve_schedule(args)
+    if not schedule.is_inline:
+        free["depths"] = tuple(dict.fromkeys((schedule.prefetch_depth, *_DEPTHS)))
+    if "recompute" not in asked.keep:
+        free["recomputes"] = (setting.recompute, Recompute(), Recompute("full"))
+    if "micro-batch-size" not in asked.keep:
+        free["micro_batch_sizes"] = None
+    return planned.space_of(args, cluster, setting, **free)
 
 
 def setting_of(command: Sequence[str], cluster: Cluster) -> tuple[Setting, Namespace]:
     """The model of a training command in a pretended world of the cluster's ranks. Raises
     ConfigurationError for what Megatron or --use-asynchzp refuses."""
     from megatron_asynchzp.dry_run import pretended_world
-    from megatron_asynchzp.mcore import planned_model
+    from megatron_asynchzp.mcore import planned
 
     # Megatron asks for it beside some parallel sizes; no device is used here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -125,7 +101,7 @@ def setting_of(command: Sequence[str], cluster: Cluster) -> tuple[Setting, Names
             args, _ = pretended_world.parse(flags, ranks, per_node)
         else:
             raise ConfigurationError(f"{script}: no such script")
-    return planned_model.setting_of(args), args
+    return planned.setting_of(args), args
 
 
 def run(argv: Sequence[str]) -> int:
@@ -136,13 +112,10 @@ def run(argv: Sequence[str]) -> int:
         cluster = cluster.with_ranks(asked.ranks)
     setting, args = setting_of(command, cluster)
     space = space_of(setting, args, asked, cluster)
+    from megatron_asynchzp.mcore import planned
+
     with _progress() as progress:
-        outcome = search(space, progress)
-    if outcome.num_plans == 0:
-        raise ConfigurationError(
-            f"--global-batch-size {space.global_batch}: no micro-batch size divides it over the "
-            f"replicas on {cluster.num_ranks} ranks; change the batch, or --vary a parallel size"
-        )
+        outcome = planned.find(space, progress)
     if outcome.best is None:
         print(f"megatron_asynchzp: {_nothing_fits(outcome, space, asked.cluster)}", file=sys.stderr)
         return EXIT_TOO_LARGE

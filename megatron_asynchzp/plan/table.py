@@ -79,7 +79,8 @@ def flags(one: Candidate, space: Space) -> list[str]:
     found = ["--use-asynchzp"]
     for state in ("param", "grad", "optim"):
         found += [f"--asynchzp-{state}-shard-size", str(getattr(plan.sizes, state))]
-    found += ["--asynchzp-prefetch-depth", str(plan.schedule.depth)]
+    if not plan.schedule.is_inline:
+        found += ["--asynchzp-prefetch-depth", str(plan.schedule.depth)]
     if plan.batch.size != start.batch.size:
         found += ["--micro-batch-size", str(plan.batch.size)]
     if plan.recompute != start.recompute:

@@ -4,7 +4,7 @@
 that the simulation runs, to a step's time, and to its traffic.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +14,13 @@ from megatron_asynchzp.planner import model as shapes
 from megatron_asynchzp.planner.activations import FUSED, Kernels, Recompute, Setting
 from megatron_asynchzp.planner.cluster import Cluster
 from megatron_asynchzp.planner.compute import ComputeTimes
-from megatron_asynchzp.planner.memory import Memory, kept, largest_unit, stage_activations, states
+from megatron_asynchzp.planner.memory import (
+    Copies,
+    Memory,
+    MomentBytes,
+    stage_activations,
+    state_nbytes,
+)
 from megatron_asynchzp.planner.model import Batch, GroupKey, Model, Parallel, Unit
 from megatron_asynchzp.planner.order import StepOrder
 from megatron_asynchzp.planner.pipeline import stage_phases
@@ -25,22 +31,24 @@ from megatron_asynchzp.planner.program import (
     REDUCE,
     OrderUnit,
     Phase,
-    Schedule,
     Visit,
 )
 from megatron_asynchzp.planner.simulate import Stage, StageTimes, Step, UnitCost, simulate
 from megatron_asynchzp.planner.traffic import (
-    GRAD_SLOT_NBYTES,
     Group,
     Transfer,
     Wire,
+    grad_piece_numels,
     step_traffic,
     transfers,
     unit_collectives,
 )
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import (
     FP32_NBYTES,
+    MemoryInFlight,
     UnitInFlight,
+    grads_before_added_nbytes,
     least_in_flight,
     memory_in_flight,
 )
@@ -55,19 +63,23 @@ _FOLDED = 3, 4  # micro-batches of each stage, between which a step is extrapola
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a search chooses, and what it leaves as it is: how states travel, and
-    moments_nbytes, the optimizer's states of one element. sizes: of the
-    dense sharding group; expert_sizes: of the experts', None as the engine restricts `sizes` to
-    their group"""
+    """Everything that a search chooses, and what it leaves as it is.
+
+    sizes: of the dense sharding group; expert_sizes: of the experts', None as the engine restricts
+    `sizes` to their group; overlaps_params: whether a step begins before all parameter shards are
+    rebuilt, as the engine's does; is_on_cpu: whether a rank is a process of the CPU platform.
+    """
 
     sizes: ShardSizes
     parallel: Parallel
     batch: Batch
-    schedule: Schedule = Schedule()
+    schedule: ScheduleConfig = ScheduleConfig()
     recompute: Recompute = Recompute()
     wire: Wire = Wire()
-    moments_nbytes: float = 8.0
+    moments: MomentBytes = MomentBytes()
     expert_sizes: ShardSizes | None = None
+    overlaps_params: bool = True
+    is_on_cpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,12 @@ class Costing:
             self.known[key] = make()
         return self.known[key]
 
+    @property
+    def setting(self) -> Setting:
+        """What activations depend on."""
+        plan = self.plan
+        return Setting(self.model, plan.parallel, plan.batch, self.kernels, plan.recompute)
+
     # ---- groups
 
     @property
@@ -114,9 +132,10 @@ class Costing:
         distance = parallel.experts_tp * parallel.ep
         expert_ranks = self.cluster.num_ranks // (distance * parallel.pp)
         expert_sizes = plan.expert_sizes or plan.sizes.restricted_to(expert_ranks)
+        slot = plan.schedule.grad_slot_nbytes
         return {
-            "dense": Group(self.dense_ranks, plan.sizes, parallel.tp, plan.wire),
-            "expert": Group(expert_ranks, expert_sizes, distance, plan.wire),
+            "dense": Group(self.dense_ranks, plan.sizes, parallel.tp, plan.wire, slot),
+            "expert": Group(expert_ranks, expert_sizes, distance, plan.wire, slot),
         }
 
     # ---- stages
@@ -135,7 +154,7 @@ class Costing:
         return self._once(("units", plan.parallel, plan.batch), make)
 
     def padded(self, unit: Unit) -> int:
-        return self.groups[unit.group].padded(unit.numel)
+        return self.groups[unit.group].padded(unit.aligned_numel)
 
     def order_unit(self, unit: Unit, is_tied: bool) -> OrderUnit:
         sizes = self.groups[unit.group].sizes
@@ -155,23 +174,28 @@ class Costing:
 
     def in_flight(self, unit: Unit) -> UnitInFlight:
         """What the unit needs beside its states, by the engine's own formula."""
-        group = self.groups[unit.group]
+        group, itemsize = self.groups[unit.group], self.model.itemsize
         padded = self.padded(unit)
-        key = ("in flight", padded, unit.group, group.sizes, group.ranks, group.wire)
+        adds_as_they_come = group.sizes.grad == 1
+        key = ("in flight", padded, group, tuple(unit.numels.items()) if adds_as_they_come else ())
 
         def make() -> UnitInFlight:
             # Of the mesh only the axes within the gradient shard count.
             world = group.sizes.optim
             topology = ShardTopology(world, 0, group.sizes)
-            return UnitInFlight.of(
+            need = UnitInFlight.of(
                 "",
                 padded,
-                self.model.itemsize,
+                itemsize,
                 True,
                 topology,
-                GRAD_SLOT_NBYTES,
-                group.wire.grad_itemsize if group.wire.is_exchanged else 4,
+                group.grad_slot_nbytes,
+                group.wire.grad_itemsize if group.wire.is_exchanged else FP32_NBYTES,
             )
+            if adds_as_they_come:
+                sizes = {numel * itemsize: count for numel, count in unit.numels.items()}
+                need = replace(need, own_grads=grads_before_added_nbytes(sizes))
+            return need
 
         return replace(self._once(key, make), layer=unit.layer, part=unit.part)
 
@@ -181,7 +205,7 @@ class Costing:
         order_units = [self.order_unit(unit, is_tied) for unit in units]
         chunks = range(self.plan.parallel.virtual)
         visits = [chunk_visits(units, chunk, is_tied) for chunk in chunks]
-        return StepOrder(order_units, visits, phases, self.plan.schedule)
+        return StepOrder(order_units, visits, phases, self.plan.schedule, self.plan.overlaps_params)
 
     def phases(self, stage: int, micro_batches: int) -> list[Phase]:
         parallel = self.plan.parallel
@@ -213,11 +237,11 @@ class Costing:
         """Of each unit of a stage, by kind of operation."""
         known: dict[tuple[int, str], dict[int, list[Transfer]]] = {}
         for unit in self.units[stage]:
-            key = (unit.numel, unit.group)
+            key = (unit.aligned_numel, unit.group)
             if key not in known:
                 kinds = (GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC)
                 known[key] = {kind: self.work(kind, unit) for kind in kinds}
-        return [known[unit.numel, unit.group] for unit in self.units[stage]]
+        return [known[unit.aligned_numel, unit.group] for unit in self.units[stage]]
 
     def optimizer_s(self, stage: int) -> float:
         """Of a step."""
@@ -255,21 +279,36 @@ class Costing:
         """Of a rank of pipeline stage `stage`, as the engine allocates it: with padding. Raises
         ConfigurationError for a budget of memory in flight below what one layer needs."""
         plan, schedule = self.plan, self.plan.schedule
-        key = (plan.parallel, plan.sizes, plan.expert_sizes, plan.moments_nbytes, plan.wire)
-        at_rest, whole = self._once(("states", *key, stage), lambda: self._states(stage))
-        flying, own_grads = self._once(
-            ("flying", *key, schedule, stage), lambda: self._flying(stage)
-        )
-        setting = Setting(self.model, plan.parallel, plan.batch, self.kernels, plan.recompute)
+        key = (plan.parallel, plan.sizes, plan.expert_sizes, stage)
+        at_rest, whole = self._once(("states", *key, plan.moments), lambda: self._states(stage))
+        flying = self._once(("flying", *key, plan.wire, schedule), lambda: self.in_flight_of(stage))
         key = ("activations", plan.parallel, plan.batch, plan.recompute, stage)
-        kept = self._once(key, lambda: stage_activations(setting, stage))
-        return Memory(at_rest, flying, whole, kept, own_grads=own_grads)
+        kept = self._once(key, lambda: stage_activations(self.setting, stage))
+        copies = self._copies(stage) if plan.is_on_cpu else None
+        return Memory.of_rank(at_rest, flying, whole, kept, schedule, copies)
 
-    def _states(self, stage: int) -> tuple[dict[str, float], float]:
-        plan, itemsize = self.plan, self.model.itemsize
-        units = [replace(unit, numel=self.padded(unit)) for unit in self.units[stage] if unit.numel]
-        sizes: dict[GroupKey, ShardSizes] = {key: of.sizes for key, of in self.groups.items()}
-        return states(units, itemsize, sizes, plan.moments_nbytes), largest_unit(units, itemsize)
+    def _states(self, stage: int) -> tuple[dict[str, float], int]:
+        """By state, and the bytes of the largest unit, whole."""
+        units = [unit for unit in self.units[stage] if unit.numel]
+        largest = max(map(self.padded, units), default=0)
+        return self._states_of(units, self.padded), self.model.itemsize * largest
+
+    def states_by_formula(self, stage: int) -> dict[str, float]:
+        """At rest on a rank of pipeline stage `stage`, without padding."""
+        units = [unit for unit in self.units[stage] if unit.numel]
+        return self._states_of(units, lambda unit: unit.numel)
+
+    def _states_of(
+        self, units: Sequence[Unit], numel_of: Callable[[Unit], int]
+    ) -> dict[str, float]:
+        total: dict[str, float] = defaultdict(float)
+        for unit in units:
+            moments = self.plan.moments.mean(unit.numel, unit.matrix_numel)
+            sizes = self.groups[unit.group].sizes
+            found = state_nbytes(numel_of(unit), self.model.itemsize, sizes, moments)
+            for state, nbytes in found.items():
+                total[state] += nbytes
+        return dict(total)
 
     @property
     def least_in_flight(self) -> int:
@@ -285,16 +324,31 @@ class Costing:
                 found.setdefault(unit.chunk, []).append(self.in_flight(unit))
         return list(found.values())
 
-    def _flying(self, stage: int) -> tuple[dict[str, float], float]:
-        """Memory in flight of all chunks, by kind, and the most that autograd's own gradients take
-        in one of them."""
-        total, own_grads, schedule = Counter[str](), 0.0, self.plan.schedule
-        for needs in self._chunks(stage):
-            memory = memory_in_flight(needs, schedule.depth, budget=schedule.in_flight_nbytes)
-            total.update(memory.allocated)
-            own_grads = max(own_grads, memory.own_grads)
-        stays = kept(schedule.keep_params_nbytes, schedule.keep_grads_nbytes)
-        return {**total, **stays}, own_grads
+    def in_flight_of(self, stage: int) -> list[MemoryInFlight]:
+        """Of each model chunk of a rank of `stage`."""
+        of = self.plan.schedule
+        chunks = self._chunks(stage)
+        return [memory_in_flight(each, of.depth, budget=of.in_flight_nbytes) for each in chunks]
+
+    def _copies(self, stage: int) -> Copies:
+        params, grads, casts, itemsize = 0, 0, 0, self.model.itemsize
+        for unit in filter(lambda unit: unit.numel, self.units[stage]):
+            group = self.groups[unit.group]
+            params = max(params, self.in_flight(unit).params)
+            if group.sizes.grad > 1:
+                pieces = grad_piece_numels(
+                    self.padded(unit), group.sizes.grad, group.grad_slot_nbytes
+                )
+                grads = max(grads, FP32_NBYTES * pieces[0])
+            elif itemsize != FP32_NBYTES:
+                casts = max(casts, FP32_NBYTES * max(unit.numels))
+        return Copies(params, grads, casts)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the memory in flight that is allowed is enough for a step."""
+        allowed = self.plan.schedule.in_flight_nbytes
+        return allowed is None or self.least_in_flight <= allowed
 
     @property
     def fits(self) -> bool:
@@ -372,8 +426,8 @@ class Costing:
 
 
 def chunk_visits(units: Sequence[Unit], chunk: int, is_tied: bool) -> list[Visit]:
-    """The calls of a forward: the root around everything, experts within their layer, a tied
-    embedding again within the output layer."""
+    """The calls of a forward: the root around everything, experts within their layer, tied words
+    within their embedding and again within the output layer."""
     visits: list[Visit] = []
     root = embedding = None
     for index, unit in enumerate(units):
@@ -383,6 +437,8 @@ def chunk_visits(units: Sequence[Unit], chunk: int, is_tied: bool) -> list[Visit
             continue
         if unit.kind == "root":
             root = index
+        elif unit.kind == "positions":  # around the words
+            visits[-1] = Visit(index, (visits[-1],))
         elif unit.kind == "experts":
             visits[-1] = Visit(visits[-1].unit, (*visits[-1].inner, Visit(index)))
         elif unit.kind == "output" and is_tied and embedding is not None:

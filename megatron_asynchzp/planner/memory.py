@@ -4,27 +4,19 @@
 while it starts and while it trains. Must not import Megatron or torch.distributed.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from megatron_asynchzp.planner import activations
 from megatron_asynchzp.planner.activations import Setting
-from megatron_asynchzp.planner.model import GroupKey, Layer, chunk_layers
+from megatron_asynchzp.planner.model import Layer, chunk_layers
+from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.sharding.in_flight import MemoryInFlight
 from megatron_asynchzp.sharding.topology import ShardSizes
 
 _FP32 = 4
 _MOMENTS = "optimizer_moments"
-
-
-class Sized(Protocol):
-    """What memory depends on: parameters of a unit on one rank, and their group."""
-
-    @property
-    def numel(self) -> int: ...
-    @property
-    def group(self) -> GroupKey: ...
 
 
 # ---- at rest
@@ -46,18 +38,20 @@ def state_nbytes(
     }
 
 
-def states(
-    units: Sequence[Sized],
-    itemsize: int,
-    sizes: Mapping[GroupKey, ShardSizes],
-    moments: float = 8.0,
-) -> dict[str, float]:
-    """The sum over `units`."""
-    total: dict[str, float] = defaultdict(float)
-    for unit in units:
-        for state, nbytes in state_nbytes(unit.numel, itemsize, sizes[unit.group], moments).items():
-            total[state] += nbytes
-    return dict(total)
+@dataclass(frozen=True)
+class MomentBytes:
+    """Bytes per element of the optimizer's states. all_params: two fp32 moments by default;
+    matrices: of those that Muon updates, which have one; None without Muon."""
+
+    all_params: int = 8
+    matrices: int | None = None
+
+    def mean(self, numel: int, matrix_numel: int) -> float:
+        """Of a unit of so many elements, of which `matrix_numel` are in matrices."""
+        if self.matrices is None:
+            return self.all_params
+        others = numel - matrix_numel
+        return (self.all_params * others + self.matrices * matrix_numel) / numel
 
 
 # ---- beside the states
@@ -69,10 +63,15 @@ def kept(params_nbytes: int, grads_nbytes: int) -> dict[str, float]:
     return {what: nbytes for what, nbytes in budgets.items() if nbytes}
 
 
-def largest_unit(units: Sequence[Sized], itemsize: int) -> float:
-    """Bytes of the largest unit, whole: what a model in construction, and autograd in backward,
-    hold of one unit."""
-    return max((unit.numel for unit in units), default=0) * itemsize
+@dataclass(frozen=True)
+class Copies:
+    """Bytes that a process of the CPU platform takes on top, at most. params, grads: what gloo
+    copies while it gathers a unit, and while it reduces a piece of gradients; casts: of a gradient
+    in the model's dtype that is added to one in fp32, as soon as it is there."""
+
+    params: int = 0
+    grads: int = 0
+    casts: int = 0
 
 
 # ---- activations
@@ -181,6 +180,32 @@ class Memory:
     copied_grads: float = 0.0
     own_grads: float | None = None
     copies_beside: bool = False
+
+    @classmethod
+    def of_rank(
+        cls,
+        at_rest: Mapping[str, float],
+        in_flight: Sequence[MemoryInFlight],
+        whole_unit: float,
+        active: Activations,
+        schedule: ScheduleConfig,
+        copies: Copies | None = None,
+    ) -> "Memory":
+        """in_flight: of each model chunk; copies: on a CPU."""
+        total = Counter[str]()
+        for chunk in in_flight:
+            total.update(chunk.allocated)
+        more = copies or Copies()
+        return cls(
+            at_rest,
+            {**total, **kept(schedule.keep_params_nbytes, schedule.keep_grads_nbytes)},
+            whole_unit,
+            active,
+            copied_params=more.params,
+            copied_grads=more.grads,
+            own_grads=max(chunk.own_grads for chunk in in_flight) + more.casts,
+            copies_beside=copies is not None and not schedule.is_inline,
+        )
 
     @property
     def states(self) -> float:

@@ -7,10 +7,19 @@ Every count is of one rank: after tensor, pipeline, context and expert paralleli
 sharding over data-parallel ranks.
 """
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
 from typing import Literal
 
+from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
+
 GroupKey = Literal["dense", "expert"]
+Shape = tuple[float, ...]
+"""Of a tensor on a rank: a weight's outputs and inputs, a vector's length. One size is a rank's
+share, a fraction where ranks share out less than they are."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,11 @@ class Parallel:
     def experts_tp(self) -> int:
         return self.tp if self.expert_tp is None else self.expert_tp
 
+    @property
+    def expert_group(self) -> GroupKey:
+        """The sharding group of experts: one of their own where their copies are elsewhere."""
+        return "expert" if self.ep > 1 or self.experts_tp != self.tp else "dense"
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -142,22 +156,53 @@ class Unit:
     """Parameters that are gathered, used and released together, and what they compute.
 
     kind: what holds them ("experts" are units beside their layer where expert parallelism divides
-    them, and where they are used group by group); chunk: of the rank's model chunks; numel:
-    parameters on this rank; flops: forward, of one micro-batch on this rank (the backward pass
-    takes twice as many, recomputation once more); source: the layer, None for the rest.
+    them, and where they are used group by group; "positions" are an embedding's, beside the words
+    that the output layer uses too); chunk: of the rank's model chunks; shapes: of its
+    tensors on this rank, with how many there are of each; flops: forward, of one micro-batch on
+    this rank (the backward pass takes twice as many, recomputation once more); source: the layer,
+    None for the rest; words_numel: of the weight of words, in an embedding or an output layer.
     """
 
     name: str
-    kind: Literal["embedding", "layer", "experts", "mtp", "output", "root"]
-    numel: int
+    kind: Literal["embedding", "positions", "layer", "experts", "mtp", "output", "root"]
+    shapes: Mapping[Shape, int]
     flops: float = 0.0
     group: GroupKey = "dense"
     chunk: int = 0
     source: Layer | None = field(default=None, repr=False)
+    words_numel: int = 0
+
+    @cached_property
+    def numels(self) -> dict[int, int]:
+        """Of its tensors: elements, with how many tensors have so many."""
+        found = Counter[int]()
+        for shape, count in self.shapes.items():
+            found[round(prod(shape))] += count
+        return found
+
+    @cached_property
+    def numel(self) -> int:
+        """Parameters on this rank."""
+        return sum(numel * count for numel, count in self.numels.items())
+
+    @cached_property
+    def aligned_numel(self) -> int:
+        """As many, where each tensor begins at an alignment of the flat buffer."""
+        return sum(
+            round_up(numel, PARAM_ALIGNMENT_NUMEL) * count for numel, count in self.numels.items()
+        )
+
+    @cached_property
+    def matrix_numel(self) -> int:
+        """Of what Muon takes for matrices: neither vectors nor the weights of words."""
+        two = (round(prod(shape)) * n for shape, n in self.shapes.items() if len(shape) == 2)
+        return sum(two) - self.words_numel
 
     @property
     def layer(self) -> str:
         """The name of the unit that it is needed together with; "" for what is around all."""
+        if self.kind == "positions":
+            return "embedding"
         return "" if self.kind == "root" else self.name.partition(".experts")[0]
 
     @property
@@ -170,86 +215,96 @@ class Unit:
 # ---- parameters
 
 
-def _linear(inputs: float, outputs: float, has_bias: bool, bias_parts: int = 1) -> float:
-    """A weight, and a bias of which a rank has one of `bias_parts`. One size is a rank's share."""
-    return inputs * outputs + has_bias * outputs / bias_parts
+def _linear(inputs: float, outputs: float, has_bias: bool) -> list[Shape]:
+    return [(outputs, inputs)] + [(outputs,)] * has_bias
 
 
-def _attention_numel(of: Attention, model: Model, tp: int) -> float:
+def _norm(width: float, model: Model) -> list[Shape]:
+    return [(width,)] * model.norm_numel
+
+
+def _numel(shapes: Sequence[Shape]) -> float:
+    return sum(map(prod, shapes))
+
+
+def _attention(of: Attention, model: Model, tp: int) -> list[Shape]:
     width = of.num_heads * of.head_dim / tp
     # With fewer groups than ranks, Megatron gives every rank one group's share of the projection.
     kv = of.num_groups * of.head_dim / tp
     has_bias = model.has_bias or of.has_qkv_bias
-    qkv = _linear(model.hidden, width + 2 * kv, has_bias)
-    qk_norm = 2 * model.norm_numel * of.head_dim if of.has_qk_norm else 0
-    return qkv + _linear(width, model.hidden, model.has_bias) + qk_norm
+    shapes = _linear(width, model.hidden, model.has_bias)
+    shapes += _linear(model.hidden, width + 2 * kv, has_bias)
+    return shapes + 2 * of.has_qk_norm * _norm(of.head_dim, model)
 
 
-def _latent_numel(of: LatentAttention, model: Model, tp: int) -> float:
+def _latent(of: LatentAttention, model: Model, tp: int) -> list[Shape]:
     """Its projections to the ranks are without bias; Megatron's local layers split them too."""
     heads = of.num_heads / tp
-    queries = heads * (of.qk_dim + of.rope_dim)
-    numel = _linear(of.q_rank or model.hidden, queries, False)
+    shapes = _linear(heads * of.v_dim, model.hidden, model.has_bias)
+    shapes += _linear(of.q_rank or model.hidden, heads * (of.qk_dim + of.rope_dim), False)
+    shapes += _linear(model.hidden, (of.kv_rank + of.rope_dim) / tp, False)
+    shapes += _linear(of.kv_rank, heads * (of.qk_dim + of.v_dim), False)
     if of.q_rank:
-        numel += model.hidden * of.q_rank / tp
-    numel += model.hidden * (of.kv_rank + of.rope_dim) / tp
-    numel += of.kv_rank * heads * (of.qk_dim + of.v_dim)
-    if of.has_qk_norm:
-        numel += model.norm_numel * (of.q_rank + of.kv_rank)
-    return numel + _linear(heads * of.v_dim, model.hidden, model.has_bias)
+        shapes += _linear(model.hidden, of.q_rank / tp, False)
+    for width in (of.q_rank, of.kv_rank) if of.has_qk_norm else ():
+        shapes += _norm(width, model)
+    return shapes
 
 
-def _mamba_numel(of: Mamba, model: Model, tp: int) -> float:
+def _mamba(of: Mamba, model: Model, tp: int) -> list[Shape]:
     inner = of.num_heads * of.head_dim / tp
     convolved = inner + 2 * of.num_groups * of.state_dim / tp
     heads = of.num_heads / tp
-    project_in = model.hidden * (inner + convolved + heads)
-    convolution = convolved * (of.kernel + 1)
+    shapes = _linear(model.hidden, inner + convolved + heads, False)
+    shapes += [(convolved, 1, of.kernel), (convolved,)]
     # Per head: A, D and the bias of the time step. The gated norm has one weight an element.
-    return project_in + convolution + 3 * heads + inner + inner * model.hidden
+    return shapes + [(heads,)] * 3 + [(inner,), *_linear(inner, model.hidden, False)]
 
 
-def _mlp_numel(ffn: float, is_gated: bool, model: Model, has_bias: bool | None = None) -> float:
+def _mlp(ffn: float, is_gated: bool, model: Model, has_bias: bool | None = None) -> list[Shape]:
     """ffn: of this rank."""
     has_bias = model.has_bias if has_bias is None else has_bias
-    return _linear(model.hidden, ffn * (1 + is_gated), has_bias) + _linear(
-        ffn, model.hidden, has_bias
-    )
+    first = _linear(model.hidden, ffn * (1 + is_gated), has_bias)
+    return first + _linear(ffn, model.hidden, has_bias)
 
 
-def _shared_numel(of: Experts, model: Model, tp: int) -> float:
+def _beside_experts(of: Experts, model: Model, tp: int) -> list[Shape]:
     """What a layer of experts has besides them: the router and the shared experts."""
-    numel = of.num_experts * (model.hidden + of.has_router_bias)
+    shapes = _linear(model.hidden, of.num_experts, of.has_router_bias)
     if of.shared_ffn:
-        numel += _mlp_numel(of.shared_ffn / tp, of.is_gated, model, has_bias=False)
-        numel += model.hidden * of.has_shared_gate
-    return numel
+        shapes += _mlp(of.shared_ffn / tp, of.is_gated, model, has_bias=False)
+        shapes += [(1, model.hidden)] * of.has_shared_gate
+    return shapes
 
 
-def layer_numel(layer: Layer, model: Model, parallel: Parallel) -> int:
+def _layer(layer: Layer, model: Model, parallel: Parallel) -> list[Shape]:
     """Of one layer on a rank, without its experts."""
-    tp, numel = parallel.tp, 0.0
+    tp, shapes = parallel.tp, []
     for part in (layer.mixer, layer.mlp):
-        numel += model.norm_numel * model.hidden * (part is not None)
+        shapes += _norm(model.hidden, model) if part is not None else []
     match layer.mixer:
         case Attention():
-            numel += _attention_numel(layer.mixer, model, tp)
+            shapes += _attention(layer.mixer, model, tp)
         case LatentAttention():
-            numel += _latent_numel(layer.mixer, model, tp)
+            shapes += _latent(layer.mixer, model, tp)
         case Mamba():
-            numel += _mamba_numel(layer.mixer, model, tp)
+            shapes += _mamba(layer.mixer, model, tp)
     match layer.mlp:
         case Mlp():
-            numel += _mlp_numel(layer.mlp.ffn / tp, layer.mlp.is_gated, model)
+            shapes += _mlp(layer.mlp.ffn / tp, layer.mlp.is_gated, model)
         case Experts():
-            numel += _shared_numel(layer.mlp, model, tp)
-    return round(numel)
+            shapes += _beside_experts(layer.mlp, model, tp)
+    return shapes
+
+
+def _expert(of: Experts, model: Model, parallel: Parallel) -> list[Shape]:
+    """One of those of a layer."""
+    return _mlp(of.ffn / parallel.experts_tp, of.is_gated, model)
 
 
 def experts_numel(of: Experts, model: Model, parallel: Parallel) -> int:
     """Of the experts of one layer that a rank holds."""
-    one = _mlp_numel(of.ffn / parallel.experts_tp, of.is_gated, model)
-    return round(of.num_experts / parallel.ep * one)
+    return round(of.num_experts / parallel.ep * _numel(_expert(of, model, parallel)))
 
 
 def num_expert_groups(of: Experts, parallel: Parallel) -> int:
@@ -266,22 +321,22 @@ def mixer_flops(layer: Layer, model: Model, parallel: Parallel, batch: Batch) ->
     pairs = tokens * batch.seq_length / 2
     match of:
         case Attention():
-            weights = _attention_numel(of, model, tp)
+            weights = _numel(_attention(of, model, tp))
             return 2 * tokens * weights + 4 * pairs * of.num_heads * of.head_dim / tp
         case LatentAttention():
-            weights = _latent_numel(of, model, tp)
+            weights = _numel(_latent(of, model, tp))
             per_pair = of.num_heads * (of.qk_dim + of.rope_dim + of.v_dim) / tp
             return 2 * tokens * weights + 2 * pairs * per_pair
         case Mamba():
             inner = of.num_heads * of.head_dim / tp
-            return 2 * tokens * _mamba_numel(of, model, tp) + 6 * tokens * inner * of.state_dim
+            return 2 * tokens * _numel(_mamba(of, model, tp)) + 6 * tokens * inner * of.state_dim
         case None:
             return 0.0
 
 
 def expert_flops(of: Experts, model: Model, parallel: Parallel, batch: Batch) -> float:
     """Forward FLOPs of routed experts on a rank, where the router balances them."""
-    one = _mlp_numel(of.ffn / parallel.experts_tp, of.is_gated, model)
+    one = _numel(_expert(of, model, parallel))
     # Expert parallelism moves tokens between replicas: on average each rank computes as many.
     tokens = batch.tokens / parallel.cp * parallel.experts_tp / parallel.tp
     return 2 * tokens * of.topk * one
@@ -292,9 +347,10 @@ def layer_flops(layer: Layer, model: Model, parallel: Parallel, batch: Batch) ->
     tokens, flops = batch.tokens / parallel.cp, mixer_flops(layer, model, parallel, batch)
     match layer.mlp:
         case Mlp():
-            flops += 2 * tokens * _mlp_numel(layer.mlp.ffn / parallel.tp, layer.mlp.is_gated, model)
+            weights = _mlp(layer.mlp.ffn / parallel.tp, layer.mlp.is_gated, model)
+            flops += 2 * tokens * _numel(weights)
         case Experts():
-            flops += 2 * tokens * _shared_numel(layer.mlp, model, parallel.tp)
+            flops += 2 * tokens * _numel(_beside_experts(layer.mlp, model, parallel.tp))
     return flops
 
 
@@ -326,55 +382,63 @@ def _layer_units(
     name: str, chunk: int, layer: Layer, model: Model, parallel: Parallel, batch: Batch
 ) -> list[Unit]:
     kind = "mtp" if name.startswith("mtp") else "layer"
-    numel = layer_numel(layer, model, parallel)
+    shapes = Counter(_layer(layer, model, parallel))
     flops = layer_flops(layer, model, parallel, batch)
-    extra = 0
     if kind == "mtp":  # three norms, and the projection of hidden states beside embeddings
-        projection = 2 * model.hidden * model.hidden / parallel.tp
-        extra = round(3 * model.norm_numel * model.hidden + projection)
-        flops += 2 * batch.tokens / parallel.cp * projection
+        projection = _linear(2 * model.hidden, model.hidden / parallel.tp, False)
+        shapes.update([*3 * _norm(model.hidden, model), *projection])
+        flops += 2 * batch.tokens / parallel.cp * _numel(projection)
+    own = Unit(name, kind, shapes, flops, chunk=chunk, source=layer)
     if not isinstance(layer.mlp, Experts):
-        return [Unit(name, kind, numel + extra, flops, chunk=chunk, source=layer)]
-    experts = experts_numel(layer.mlp, model, parallel)
-    own_flops = expert_flops(layer.mlp, model, parallel, batch)
-    if layer.mlp.per_unit:
-        count = num_expert_groups(layer.mlp, parallel)
-        group, parts = ("expert" if parallel.ep > 1 else "dense"), range(count)
-        each, share = round(experts / count), own_flops / count
-        return [
-            Unit(name, kind, numel + extra, flops, chunk=chunk, source=layer),
-            *(
-                Unit(f"{name}.experts.{i}", "experts", each, share, group, chunk, layer)
-                for i in parts
-            ),
-        ]
-    if parallel.ep == 1:  # every replica has all experts: they are parameters like the others
-        numel, flops = numel + experts, flops + own_flops
-        return [Unit(name, kind, numel + extra, flops, chunk=chunk, source=layer)]
+        return [own]
+    count = num_expert_groups(layer.mlp, parallel)
+    each = round(layer.mlp.num_experts / parallel.ep / count)
+    expert = Counter(_expert(layer.mlp, model, parallel))
+    experts = {shape: times * each for shape, times in expert.items()}
+    share = expert_flops(layer.mlp, model, parallel, batch) / count
+    group = parallel.expert_group
+    if group == "dense" and not layer.mlp.per_unit:
+        # Every replica has all experts: they are parameters like the others.
+        return [replace(own, shapes=shapes + Counter(experts), flops=flops + share)]
+    names = [f".{index}" for index in range(count)] if layer.mlp.per_unit else [""]
     return [
-        Unit(name, kind, numel + extra, flops, chunk=chunk, source=layer),
-        Unit(f"{name}.experts", "experts", experts, own_flops, "expert", chunk, layer),
+        own,
+        *(
+            Unit(f"{name}.experts{part}", "experts", experts, share, group, chunk, layer)
+            for part in names
+        ),
     ]
 
 
 def stage_units(model: Model, parallel: Parallel, batch: Batch, stage: int) -> tuple[Unit, ...]:
     """The units of a rank of pipeline stage `stage`, in the order of the forward pass."""
     units: list[Unit] = []
-    word_numel = round(model.vocabulary * model.hidden / parallel.tp)
+    words: Shape = (model.vocabulary / parallel.tp, model.hidden)
+    word_numel = round(prod(words))
     last_chunk = parallel.virtual - 1
     if stage == 0:
-        numel = word_numel + model.num_positions * model.hidden
-        units.append(Unit("embedding", "embedding", numel))
+        positions = Counter[Shape]()
+        if model.num_positions:
+            positions[model.num_positions, model.hidden] = 1
+        shapes = Counter[Shape]([words])
+        if not model.is_tied:
+            shapes.update(positions)
+        units.append(Unit("embedding", "embedding", shapes, words_numel=word_numel))
+        if model.is_tied and positions:  # a tied weight is a unit of its own
+            units.append(Unit("positions", "positions", positions))
     for chunk, layers in enumerate(chunk_layers(model, parallel, stage)):
         for index, layer in enumerate(layers):
             name = f"layer {chunk}.{index}" if last_chunk else f"layer {index}"
             units += _layer_units(name, chunk, layer, model, parallel, batch)
     if stage == parallel.pp - 1:
-        units.append(Unit("final norm", "root", model.norm_numel * model.hidden, chunk=last_chunk))
+        norm = Counter(_norm(model.hidden, model))
+        units.append(Unit("final norm", "root", norm, chunk=last_chunk))
         for index, layer in enumerate(model.mtp):
             units += _layer_units(f"mtp {index}", last_chunk, layer, model, parallel, batch)
         # A tied weight is held once by a stage that is both first and last.
-        numel = 0 if model.is_tied and parallel.pp == 1 else word_numel
+        has_weight = not model.is_tied or parallel.pp > 1
         flops = (1 + len(model.mtp)) * output_flops(model, parallel, batch)
-        units.append(Unit("output", "output", numel, flops, chunk=last_chunk))
+        weights = {words: 1} if has_weight else {}
+        held = word_numel * has_weight
+        units.append(Unit("output", "output", weights, flops, chunk=last_chunk, words_numel=held))
     return tuple(units)

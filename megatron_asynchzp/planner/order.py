@@ -16,11 +16,11 @@ from megatron_asynchzp.planner.program import (
     Action,
     OrderUnit,
     Phase,
-    Schedule,
     Visit,
     in_completion_order,
     in_use_order,
 )
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.decisions import GradsInFlight, ParamsInFlight
 from megatron_asynchzp.sharding.in_flight import MemoryInFlight, aligned, memory_in_flight
 from megatron_asynchzp.sharding.residency import Residency
@@ -36,7 +36,8 @@ class StepOrder:
         reduce                                          | u1 | u0 |
         grad-sync                                            | u1 | u0 |
 
-    units: of all chunks; visits: of each chunk, in the order of the forward; phases: of the step.
+    units: of all chunks; visits: of each chunk, in the order of the forward; phases: of the step;
+    overlaps_params: whether it begins before all parameter shards are rebuilt, as the engine's.
 
     actions: see Action; waits: what the optimizer waits for at the end, by index.
     """
@@ -46,7 +47,8 @@ class StepOrder:
         units: Sequence[OrderUnit],
         visits: Sequence[Sequence[Visit]],
         phases: Sequence[Phase],
-        schedule: Schedule,
+        schedule: ScheduleConfig,
+        overlaps_params: bool = True,
     ):
         self.units, self.schedule = units, schedule
         self.actions: list[Action] = []
@@ -74,7 +76,7 @@ class StepOrder:
         for chunk in self._chunks:
             chunk.params.start_syncs()
         self.waited: tuple[int, ...] = ()  # by the main thread, before it computes again
-        if not schedule.overlaps_params:
+        if not overlaps_params:
             self.waited = tuple(range(len(self.actions)))
         for self._phase, phase in enumerate(phases):
             self._chunks[phase.chunk].run(phase)

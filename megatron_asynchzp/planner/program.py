@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the vocabulary of a step: units, visits, phases, the settings of a schedule, and actions.
-order.py makes the actions.
+"""Owns the vocabulary of a step: units, visits, phases and actions. order.py makes the
+actions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,27 +48,6 @@ class Phase(NamedTuple):
     chunk: int
     micro_batch: int
     is_last: bool = False
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """depth: units of each size gathered ahead, 0 for the inline schedule; in_flight_nbytes: for
-    the memory in flight of a model chunk, None for what the depth needs; overlaps_params: whether a
-    step begins before all parameter shards are rebuilt, as the engine's does; is_inline: nothing
-    runs beside the computation (the depth is then 0); keep_params_nbytes, keep_grads_nbytes: for
-    what stays on a rank from one micro-batch to a later one."""
-
-    depth: int = 1
-    in_flight_nbytes: int | None = None
-    overlaps_params: bool = True
-    is_inline: bool = False
-    keep_params_nbytes: int = 0
-    keep_grads_nbytes: int = 0
-
-    @property
-    def keeps(self) -> tuple[bool, bool]:
-        """Whether parameters, and gradients, may stay."""
-        return self.keep_params_nbytes > 0, self.keep_grads_nbytes > 0
 
 
 COMPUTE, GATHER, REDUCE, GRAD_SYNC, PARAM_SYNC = range(5)

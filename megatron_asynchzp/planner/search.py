@@ -14,6 +14,7 @@ from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.model import Batch, Experts, Model, Parallel
 from megatron_asynchzp.planner.program import GATHER, GRAD_SYNC, PARAM_SYNC, REDUCE
 from megatron_asynchzp.planner.simulate import Step
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes
 
 PLAIN = 0.005
@@ -32,8 +33,9 @@ VARIED = ("tp", "pp", "cp", "ep")
 @dataclass(frozen=True)
 class Space:
     """What may be chosen. global_batch: sequences of a step; start: what is kept where nothing is
-    varied; vary: of VARIED; depths, micro_batch_sizes, recomputes: to try (None: the powers of two
-    that divide the batch); kept_sizes: of "param", "grad", "optim", those that are not chosen."""
+    varied; vary: of VARIED; depths, micro_batch_sizes, recomputes: to try (None: that of start, and
+    the powers of two that divide the batch); kept_sizes: of "param", "grad", "optim", those that
+    are not chosen."""
 
     model: Model
     cluster: Cluster
@@ -181,7 +183,8 @@ def batches(space: Space, parallel: Parallel) -> Iterator[Batch]:
     if rest or replicas == 0 or space.global_batch % replicas:
         return
     of_replica = space.global_batch // replicas
-    asked = space.micro_batch_sizes or tuple(2**power for power in range(8))
+    own = space.start.batch.size
+    asked = space.micro_batch_sizes or sorted({own, *(2**power for power in range(8))})
     for size in asked:
         if of_replica % size == 0:
             count = of_replica // size
@@ -203,7 +206,7 @@ def plans(space: Space) -> Iterator[Plan]:
             for sizes in shard_sizes(ranks, in_node, space.kept_sizes):
                 for recompute in dict.fromkeys(space.recomputes):
                     for depth in space.depths if sizes.param > 1 else space.depths[:1]:
-                        schedule = replace(space.start.schedule, depth=depth)
+                        schedule = _schedule(space.start, parallel, depth)
                         yield replace(
                             space.start,
                             sizes=sizes,
@@ -212,6 +215,14 @@ def plans(space: Space) -> Iterator[Plan]:
                             schedule=schedule,
                             recompute=recompute,
                         )
+
+
+def _schedule(start: Plan, parallel: Parallel, depth: int) -> ScheduleConfig:
+    """The memory in flight that is allowed is shared by the model chunks of a rank."""
+    allowed = start.schedule.in_flight_nbytes
+    if allowed is not None:
+        allowed = allowed * start.parallel.virtual // parallel.virtual
+    return replace(start.schedule, prefetch_depth=depth, in_flight_nbytes=allowed)
 
 
 # ---- which of them
@@ -266,9 +277,12 @@ class _Bounds:
             times = (map(costing.compute.of_unit, units) for units in costing.units)
             self._compute[key] = max(sum(map(sum, of_stage)) for of_stage in times)
         compute = self._compute[key]
-        key = (parallel, plan.sizes, plan.wire, plan.schedule.keeps)
+        keeps = plan.schedule.keep_params_nbytes > 0, plan.schedule.keep_grads_nbytes > 0
+        key = (parallel, plan.sizes, plan.wire, plan.schedule.grad_slot_nbytes, keeps)
         if key not in self._carriers:
-            self._carriers[key] = [self._carried(costing, stage) for stage in range(parallel.pp)]
+            self._carriers[key] = [
+                self._carried(costing, stage, keeps) for stage in range(parallel.pp)
+            ]
         worst = ends = 0.0
         for of_stage in self._carriers[key]:
             for each, once in of_stage:
@@ -282,11 +296,13 @@ class _Bounds:
         estimate = max(bound, busy + max(0.0, ends - compute)) + 0.02 * worst / count
         return bound, estimate
 
-    def _carried(self, costing: Costing, stage: int) -> list[tuple[float, float]]:
+    def _carried(
+        self, costing: Costing, stage: int, keeps: tuple[bool, bool]
+    ) -> list[tuple[float, float]]:
         """Of each link, and of each lane, whose operations follow each other with their latencies:
-        seconds for each micro-batch, and once in a step."""
+        seconds for each micro-batch, and once in a step. keeps: parameters, and gradients."""
         # With a budget as little as once in a step.
-        keeps_params, keeps_grads = costing.plan.schedule.keeps
+        keeps_params, keeps_grads = keeps
         times = {
             GATHER: (0, 1) if keeps_params else (2, 0),
             REDUCE: (0, 1) if keeps_grads else (1, 0),
@@ -308,16 +324,22 @@ Progress = Callable[[str, int, int], None]
 
 
 def search(space: Space, progress: Progress = lambda *_: None) -> Outcome:
-    """Every plan has a lower bound of its step; the most promising ones are simulated."""
+    """Every plan has a lower bound of its step; the most promising ones are simulated.
+
+    Raises ConfigurationError where the memory in flight that is allowed is too little for any.
+    """
     bounds = _Bounds(space)
     rated: list[tuple[float, float, Costing]] = []
     too_large: list[tuple[float, Costing]] = []
     smallest: Costing | None = None
-    every = list(plans(space))
+    every, refused = list(plans(space)), []
     for done, plan in enumerate(every):
         if done % 200 == 0:
             progress("plans", done, len(every))
         costing = space.costing(plan)
+        if not costing.has_room:
+            refused.append(costing)
+            continue
         bound, estimate = bounds.of(costing)
         if smallest is None or costing.memory.total < smallest.memory.total:
             smallest = costing
@@ -326,6 +348,8 @@ def search(space: Space, progress: Progress = lambda *_: None) -> Outcome:
         else:
             too_large.append((bound, costing))
     progress("plans", len(every), len(every))
+    if refused and len(refused) == len(every):
+        _ = min(refused, key=lambda one: one.least_in_flight).memory  # raises
     rated.sort(key=lambda one: (one[0], one[2].memory.total))
     chosen = _promising(rated)
     simulated: list[Candidate] = []

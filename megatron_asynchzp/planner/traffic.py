@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megatron_asynchzp.planner.cluster import Cluster, Ring
 from megatron_asynchzp.planner.program import COMPUTE, GATHER, PARAM_SYNC, REDUCE, Action
+from megatron_asynchzp.schedule import DEFAULT_GRAD_SLOT_NBYTES
 from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
 from megatron_asynchzp.sharding.pieces import piece_length
 from megatron_asynchzp.sharding.topology import ShardSizes
@@ -23,8 +24,6 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL = (
 )
 INSIDE, BETWEEN = "inside", "between"
 _FP32 = 4
-GRAD_SLOT_NBYTES = 2**28
-"""Gradients of larger units are reduced in pieces of so many bytes: the engine's default."""
 
 
 class Collective(NamedTuple):
@@ -87,13 +86,15 @@ class Group:
     """A sharding group as all its ranks see it.
 
     ranks: of the group; sizes: of the three states; distance: of consecutive ranks of the group, in
-    global ranks (the tensor-parallel size for dense parameters).
+    global ranks (the tensor-parallel size for dense parameters); grad_slot_nbytes: see
+    ScheduleConfig.
     """
 
     ranks: int
     sizes: ShardSizes
     distance: int = 1
     wire: Wire = Wire()
+    grad_slot_nbytes: int = DEFAULT_GRAD_SLOT_NBYTES
 
     def axes(self, inner: int, outer: int) -> tuple[Axis, ...]:
         """From a shard of `inner` ranks to one of `outer`, innermost first; the mesh of
@@ -120,7 +121,7 @@ def unit_collectives(kind: int, padded_numel: int, itemsize: int, group: Group) 
         return _gathers(padded_numel // sizes.param, itemsize, group.axes(sizes.param, sizes.optim))
     if kind == REDUCE:
         found: list[Collective] = []
-        for numel in _pieces(padded_numel, sizes.grad):
+        for numel in grad_piece_numels(padded_numel, sizes.grad, group.grad_slot_nbytes):
             found += _reductions(numel, group.wire, group.axes(1, sizes.grad))
         return found
     shard = padded_numel // sizes.grad
@@ -129,9 +130,9 @@ def unit_collectives(kind: int, padded_numel: int, itemsize: int, group: Group) 
     return synced + _sums(padded_numel // sizes.optim, group.wire, replicas)
 
 
-def _pieces(padded_numel: int, shards: int) -> list[int]:
+def grad_piece_numels(padded_numel: int, shards: int, slot_nbytes: int) -> list[int]:
     """Elements of each piece in which the gradients of a unit are reduced."""
-    shard, length = padded_numel // shards, piece_length(padded_numel, shards, GRAD_SLOT_NBYTES)
+    shard, length = padded_numel // shards, piece_length(padded_numel, shards, slot_nbytes)
     return [shards * min(length, shard - start) for start in range(0, shard, length)]
 
 

@@ -5,7 +5,7 @@ and how much of it fits a budget. Needs no tensors.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_asynchzp.errors import ConfigurationError
@@ -15,6 +15,8 @@ from megatron_asynchzp.sharding.topology import ShardTopology
 
 ALIGNMENT_NBYTES = 128
 """Every place in memory in flight starts at a multiple of this many bytes."""
+LARGE_GRAD_NBYTES = 2**20
+"""From this size on a gradient is taken as soon as it is there."""
 
 
 def reduction_nbytes(numel: int, axis_sizes: Sequence[int], wire_nbytes: int = FP32_NBYTES) -> int:
@@ -27,6 +29,13 @@ def reduction_nbytes(numel: int, axis_sizes: Sequence[int], wire_nbytes: int = F
         numel //= size
         total += FP32_NBYTES * numel
     return total
+
+
+def grads_before_added_nbytes(sizes: Mapping[int, int]) -> int:
+    """Of autograd's own gradients where each large one is added to main_grad at once, and the small
+    ones when all are there. sizes: bytes of a gradient, with how many have so many."""
+    small = sum(size * count for size, count in sizes.items() if size < LARGE_GRAD_NBYTES)
+    return small + max((size for size in sizes if size >= LARGE_GRAD_NBYTES), default=0)
 
 
 @dataclass(frozen=True)

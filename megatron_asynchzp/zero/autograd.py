@@ -17,13 +17,14 @@ from torch.utils.hooks import RemovableHandle
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.timeline import COMPUTE
+from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.sharding.in_flight import LARGE_GRAD_NBYTES
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
-from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.saved_views import SavedViews
 from megatron_asynchzp.zero.step import Stays, StepScheduler
-from megatron_asynchzp.zero.unit import LARGE_GRAD_NBYTES, HZPUnit
+from megatron_asynchzp.zero.unit import HZPUnit
 
 
 @dataclass

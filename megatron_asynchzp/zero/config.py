@@ -1,71 +1,27 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what can be chosen about a schedule, and the driver that a choice stands for."""
-
-from dataclasses import dataclass
+"""Owns the driver that a choice of a schedule stands for."""
 
 from megatron_asynchzp.comm.driver import Driver, MainThreadDriver, OnFailure, StreamDriver
 from megatron_asynchzp.comm.thread_driver import ThreadDriver
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import Device
-
-SCHEDULES = ("inline", "main-thread", "threaded")
-AUTO = "auto"
-"""The schedule of the device: main-thread on CUDA, whose other collectives must keep one order with
-ours, and threaded elsewhere."""
-DEFAULT_GRAD_SLOT_NBYTES = 256 * 2**20
+from megatron_asynchzp.schedule import AUTO, ScheduleConfig
 
 
-@dataclass(frozen=True)
-class ScheduleConfig:
-    """How collectives are driven.
+def start_driver(
+    config: ScheduleConfig, device: Device, on_failure: OnFailure | None = None
+) -> Driver:
+    """A driver of the kind that `config` asks for on `device`, with a timeline of its own.
 
-    kind: one of SCHEDULES, or AUTO; prefetch_depth: units of each size gathered ahead of the one
-    that computes; in_flight_nbytes: at most so many for gathered parameters and for gradients that
-    are reduced, together, of one model chunk; None for as many as two layers of each size need;
-    grad_slot_nbytes: gradients of a unit that are larger than this in fp32 are reduced in pieces of
-    at most this size; time_limit_s: after which a collective that has not finished is an error;
-    checks_order: compare the ranks' orders once per step; timed_every: see Timeline;
-    keep_params_nbytes, keep_grads_nbytes: so much more, on a rank, for parameters that stay
-    gathered, and for gradients that are added up, from one micro-batch to a later one;
-    keeps_params_in_rest: for parameters also what the device has left after the first update.
+    on_failure: for background threads.
     """
-
-    kind: str = AUTO
-    prefetch_depth: int = 1
-    in_flight_nbytes: int | None = None
-    grad_slot_nbytes: int = DEFAULT_GRAD_SLOT_NBYTES
-    time_limit_s: float = 600.0
-    checks_order: bool = True
-    timed_every: int = 10
-    keep_params_nbytes: int = 0
-    keep_grads_nbytes: int = 0
-    keeps_params_in_rest: bool = False
-
-    def __post_init__(self) -> None:
-        if self.kind not in (AUTO, *SCHEDULES):
-            raise ValueError(f"schedule {self.kind!r} is not one of {', '.join(SCHEDULES)}")
-        if self.prefetch_depth < 0:
-            raise ValueError("the prefetch depth must be at least 0")
-        if self.keep_params_nbytes < 0 or self.keep_grads_nbytes < 0:
-            raise ValueError("memory that is kept must be at least 0 bytes")
-
-    @property
-    def depth(self) -> int:
-        """Units gathered ahead: none where nothing runs beside the computation."""
-        return 0 if self.kind == "inline" else self.prefetch_depth
-
-    def kind_on(self, device: Device) -> str:
-        """Which of SCHEDULES runs on `device`."""
-        if self.kind != AUTO:
-            return self.kind
-        return "main-thread" if device.is_cuda else "threaded"
-
-    def start_driver(self, device: Device, on_failure: OnFailure | None = None) -> Driver:
-        """A driver of this kind, with a timeline of its own. on_failure: for background threads."""
-        new_driver: type[Driver] = {
-            "inline": Driver,
-            "main-thread": StreamDriver if device.runs_ahead else MainThreadDriver,
-            "threaded": ThreadDriver,
-        }[self.kind_on(device)]
-        return new_driver(Timeline(device, self.timed_every), self.time_limit_s, on_failure)
+    kind = config.kind
+    if kind == AUTO:
+        kind = "main-thread" if device.is_cuda else "threaded"
+    new_driver: type[Driver] = {
+        "inline": Driver,
+        "main-thread": StreamDriver if device.runs_ahead else MainThreadDriver,
+        "threaded": ThreadDriver,
+    }[kind]
+    return new_driver(Timeline(device, config.timed_every), config.time_limit_s, on_failure)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.arena import Arena, Place
 from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.decisions import ParamsInFlight
 from megatron_asynchzp.sharding.in_flight import aligned
 from megatron_asynchzp.sharding.residency import Residency
 from megatron_asynchzp.sharding.spans import Span
-from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.unit import HZPUnit
 
 _logger = logging.getLogger("megatron_asynchzp")

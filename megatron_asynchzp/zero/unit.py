@@ -5,6 +5,7 @@ persistent buffers of their states.
 """
 
 import enum
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -25,13 +26,14 @@ from megatron_asynchzp.comm.collectives import (
 )
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.sharding.buffer import FlatBuffer
-from megatron_asynchzp.sharding.in_flight import UnitInFlight, reduction_nbytes
+from megatron_asynchzp.sharding.in_flight import (
+    UnitInFlight,
+    grads_before_added_nbytes,
+    reduction_nbytes,
+)
 from megatron_asynchzp.sharding.layout import FlatLayout
 from megatron_asynchzp.sharding.pieces import GradPiece
 from megatron_asynchzp.sharding.topology import Range
-
-# From this size on a gradient is taken as soon as it is there.
-LARGE_GRAD_NBYTES = 2**20
 
 
 class Phase(enum.Enum):
@@ -348,15 +350,9 @@ class HZPUnit:
             self.part,
         )
         if self.reduces_in_place and self.is_trained:
-            need = replace(need, own_grads=self._grads_before_added_nbytes())
+            sizes = Counter(param.numel() * param.dtype.itemsize for param in self.params)
+            need = replace(need, own_grads=grads_before_added_nbytes(sizes))
         return need
-
-    def _grads_before_added_nbytes(self) -> int:
-        """Of autograd's own gradients where each large one is added to main_grad at once, and the
-        small ones when all are there."""
-        sizes = [param.numel() * param.dtype.itemsize for param in self.params]
-        large = [size for size in sizes if size >= LARGE_GRAD_NBYTES]
-        return max(large, default=0) + sum(sizes) - sum(large)
 
     def reduction_nbytes(self, piece: GradPiece) -> int:
         """Memory that reducing `piece` takes, the piece included."""

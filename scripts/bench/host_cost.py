@@ -33,10 +33,11 @@ from torch import nn
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.device import StreamDevice
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.testbed.machine import machine_record
 from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.config import start_driver
 from megatron_asynchzp.zero.plan import plan_units
 
 _ROOT = Path(__file__).parents[2]
@@ -179,7 +180,7 @@ def _measure_added(kind: str, num_params: int) -> tuple[tuple[float, float], Cou
         topology, range(_WORLD), lambda _purpose, _ranks: cast("dist.ProcessGroup", object())
     )
     config = ScheduleConfig(kind, checks_order=False)
-    driver = config.start_driver(device)
+    driver = start_driver(config, device)
     plans = plan_units(model, list(model.layers))
     runtime = HZPRuntime(model, plans, {"dense": groups}, config, driver)
     done = _Done(module.calls)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from megatron_asynchzp.planner.cluster import GIB, Cluster, Device, Link
 from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.model import Attention, Batch, Layer, Mlp, Model, Parallel
-from megatron_asynchzp.planner.program import Schedule
 from megatron_asynchzp.planner.search import Outcome, Space, search
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.testbed.megatron_flags import flags_of, size_flags
 from megatron_asynchzp.testbed.profile import NetworkProfile, named_profile
@@ -152,12 +152,11 @@ class Point:
 
     @property
     def plan(self) -> Plan:
-        is_inline = self.schedule == "inline"
         return Plan(
             self.sizes,
             Parallel(pp=self.pp),
             Batch(1, self.model.seq_length, self.micro_batches),
-            Schedule(0 if is_inline else self.depth, self._in_flight_nbytes, is_inline=is_inline),
+            ScheduleConfig(self.schedule, self.depth, self._in_flight_nbytes),
         )
 
     @property

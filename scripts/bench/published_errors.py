@@ -21,8 +21,8 @@ from megatron_asynchzp.planner.activations import Recompute
 from megatron_asynchzp.planner.cluster import Cluster, load_cluster
 from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.model import Attention, Batch, Experts, Layer, Mlp, Model, Parallel
-from megatron_asynchzp.planner.program import Schedule
 from megatron_asynchzp.planner.traffic import Wire
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.testbed.machine import machine_record
 from scripts.report.records import append
@@ -66,19 +66,16 @@ class Point:
         replicas = self.cluster.num_ranks // (tp * sizes["pp"] * sizes["cp"])
         tokens = has["micro_batch"] * has["seq_length"]
         count = has.get("micro_batches") or has["batch_tokens"] // (replicas * tokens)
-        expert = has.get("expert")
+        expert, depth = has.get("expert"), has.get("depth", 1)
         return Plan(
             ShardSizes(has["param"], has["grad"], has["optim"]),
             parallel,
             Batch(has["micro_batch"], has["seq_length"], count),
-            Schedule(
-                has.get("depth", 1),
-                overlaps_params=has.get("overlaps_params", True),
-                is_inline=has.get("depth", 1) == 0,
-            ),
+            ScheduleConfig(prefetch_depth=depth) if depth else ScheduleConfig("inline"),
             Recompute(has.get("recompute", "none")),
             Wire(has.get("grad_itemsize", 4), sums_rounded=True, pieces=has.get("pieces", 1)),
             expert_sizes=ShardSizes(expert, expert, expert) if expert else None,
+            overlaps_params=has.get("overlaps_params", True),
         )
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_asynchzp.zero.config import SCHEDULES
+from megatron_asynchzp.schedule import SCHEDULES
 from scripts.gpu_check.outcome import CheckFailed, Place
 from scripts.gpu_check.process import run_command
 

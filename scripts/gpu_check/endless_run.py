@@ -10,7 +10,7 @@ import torch
 from megatron_asynchzp.device import device_of
 from megatron_asynchzp.mcore.process.communication import Communication
 from megatron_asynchzp.mcore.process.ending import report_own_errors
-from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.schedule import ScheduleConfig
 from scripts.gpu_check.loopback import WORLD_SIZE
 from scripts.gpu_check.loopback_world import LoopbackWorld
 from scripts.gpu_check.toy import ToyShape, batch_of

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
 from scripts.gpu_check.loopback import WORLD_SIZE
 from scripts.gpu_check.loopback_world import LoopbackWorld
 from scripts.gpu_check.outcome import CheckFailed, Place

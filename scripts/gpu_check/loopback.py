@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
 from scripts.gpu_check.loopback_world import LoopbackWorld
 from scripts.gpu_check.outcome import CheckFailed, Place
 from scripts.gpu_check.poison import poisoned_places

@@ -4,8 +4,8 @@
 
 from typing import Any
 
+from megatron_asynchzp.schedule import AUTO
 from megatron_asynchzp.testbed.megatron_flags import size_flags
-from megatron_asynchzp.zero.config import AUTO
 from scripts.gpu_check.megatron_runs import require_equal, run_pretrain, training_flags
 from scripts.gpu_check.outcome import Place
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_asynchzp"
 # fmt: off
 FLOORS = {
-    "device": 0, "errors": 0, "replacements": 0,
+    "device": 0, "errors": 0, "replacements": 0, "schedule": 0,
     "sharding": 1, "attention": 1, "checkpoint_files": 1, "comm": 2, "planner": 2, "zero": 3,
     "mcore": 4, "cpu_platform": 4, "dry_run": 5, "testbed": 5, "launch": 6, "plan": 6,
     "calibrate": 5,

@@ -11,7 +11,8 @@ from typing import Any
 from megatron_asynchzp.comm.driver import Driver, Task, hash_of
 from megatron_asynchzp.comm.timeline import LANES
 from megatron_asynchzp.device import CpuDevice
-from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.zero.config import start_driver
 
 # How long a submission that waits for the network would take before it gives up.
 LIMIT_S = 3.0
@@ -32,7 +33,7 @@ class HeldWork:
 
 
 def new_driver(kind: str) -> Driver:
-    return ScheduleConfig(kind, time_limit_s=LIMIT_S).start_driver(CpuDevice())
+    return start_driver(ScheduleConfig(kind, time_limit_s=LIMIT_S), CpuDevice())
 
 
 def submit(driver: Driver, lane: str, work: Any, after: tuple[Task, ...] = ()) -> Task:
@@ -78,7 +79,7 @@ def record_of(units: list[str]) -> list[str]:
 
 
 def test_a_finished_task_holds_nothing_that_it_has_read():
-    driver = ScheduleConfig("inline").start_driver(CpuDevice())
+    driver = start_driver(ScheduleConfig("inline"), CpuDevice())
     read = threading.Event()  # anything that can be referred to weakly
     reference = weakref.ref(read)
     task = driver.submit(Task("gather", "u", (), lambda read=read: iter(()), ready=(None,)))

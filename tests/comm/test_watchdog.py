@@ -13,7 +13,8 @@ import pytest
 from megatron_asynchzp.comm.driver import CollectiveFailure, Driver, Task
 from megatron_asynchzp.comm.timeline import LANES
 from megatron_asynchzp.comm.watchdog import Watchdog
-from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.zero.config import start_driver
 
 LIMIT_S = 0.3
 AMPLE_S = 5.0  # a busy machine stops a thread for half a second
@@ -68,7 +69,7 @@ def test_a_task_that_does_not_end_is_named_and_ends_the_driver_though_nobody_wai
         reported.append(str(failure))
         is_reported.set()
 
-    driver = ScheduleConfig(kind, time_limit_s=LIMIT_S).start_driver(device, report)
+    driver = start_driver(ScheduleConfig(kind, time_limit_s=LIMIT_S), device, report)
     for unit in ("u0", "u1"):
         driver.submit(Task("reduce", unit, (), lambda: iter([object()])))
     assert is_reported.wait(10)
@@ -84,7 +85,7 @@ def test_a_task_that_does_not_end_is_named_and_ends_the_driver_though_nobody_wai
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_what_ends_in_time_is_let_go_and_no_error(kind):
     device = StreamsWithoutEnd()
-    driver: Driver = ScheduleConfig(kind, time_limit_s=AMPLE_S).start_driver(device)
+    driver: Driver = start_driver(ScheduleConfig(kind, time_limit_s=AMPLE_S), device)
     tasks = weakref.WeakSet()
     for index in range(300):
         task = Task(tuple(LANES)[index % 2], f"u{index}", (), lambda: iter([object()]))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.planner.cluster import cluster_toml, load_cluster
+from megatron_asynchzp.planner.cluster import GIB, cluster_toml, load_cluster
 from megatron_asynchzp.testbed.megatron_flags import flags_of
 
 STATES = ("param", "grad", "optim")
@@ -82,3 +82,32 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_flag_and_the_cluster(tmp_
     given = f"--asynchzp-param-shard-size auto --asynchzp-cluster {file}"
     with pytest.raises(ConfigurationError, match=r"auto: none of \d+ plans fits into the 1 GiB"):
         chosen(given.split())
+
+
+def test_the_memory_that_is_logged_is_that_of_a_dry_run_with_the_sizes_that_were_chosen(cluster):
+    """With budgets, a cap and a slot, and moments in bf16, all of which count."""
+    from megatron_asynchzp.dry_run.measured import measure
+
+    # fmt: off
+    more = ["--asynchzp-keep-params-gb", "6", "--asynchzp-memory-in-flight-gb", "1.5",
+            "--asynchzp-grad-slot-mb", "64", "--use-precision-aware-optimizer",
+            "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
+    # fmt: on
+    auto = ["--asynchzp-cluster", cluster, "--asynchzp-param-shard-size", "auto"]
+    sizes, (line,) = chosen([*more, *auto])
+    flags = [f"--asynchzp-{state}-shard-size={size}" for state, size in zip(STATES, sizes)]
+    total = measure((*FLAGS, *more, *flags), 32, 4).fullest.memory.total
+    assert f"{total / GIB:.2f} GiB a rank" in line
+    without = measure((*FLAGS, *flags), 32, 4).fullest.memory.total
+    assert total > without + 5 * GIB
+
+
+def test_a_cap_below_what_a_layer_needs_rules_out_its_plans_and_names_the_flag_where_all_are(
+    cluster,
+):
+    auto = ["--asynchzp-cluster", cluster, "--asynchzp-param-shard-size", "auto"]
+    layer = 202 * 10**6 * (2 + 4) / GIB  # its parameters, and half of their gradients
+    (param, _, _), _ = chosen([*auto, "--asynchzp-memory-in-flight-gb", f"{layer / 5}"])
+    assert param == 1  # where nothing is gathered, a slot of gradients is enough
+    with pytest.raises(ConfigurationError, match="--asynchzp-memory-in-flight-gb: memory in"):
+        chosen([*auto, "--asynchzp-memory-in-flight-gb", "0.01", "--asynchzp-grad-shard-size", "4"])

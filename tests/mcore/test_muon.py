@@ -18,13 +18,11 @@ from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import device_of
 from megatron_asynchzp.mcore.muon import ShardedMuon, build_muon, muon_overrides
-from megatron_asynchzp.mcore.start_table import (
-    moments_nbytes,
-    state_nbytes_allocated,
-    state_nbytes_by_formula,
-)
+from megatron_asynchzp.mcore.planned import moments_nbytes
+from megatron_asynchzp.mcore.state_bytes import state_nbytes_allocated, state_nbytes_by_formula
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.buffer import FlatBuffer
-from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.config import start_driver
 from megatron_asynchzp.zero.unit import HZPUnit
 from megatron_asynchzp.zero.whole_matrices import Matrix
 from tests.support.engine import nested_sizes
@@ -119,7 +117,7 @@ def test_twenty_steps_on_shards_of_every_nesting_are_those_of_muon_on_whole_matr
 def test_on_streams_the_exchange_of_matrices_keeps_all_memory_until_it_was_used(sizes):
     device = RecordingDevice()
     with device.recording():
-        driver = ScheduleConfig("main-thread").start_driver(device)
+        driver = start_driver(ScheduleConfig("main-thread"), device)
         train_sharded(True, recorded_groups(sizes, rank=5), driver)
         driver.close()
     assert {collective.operation for collective in device.collectives} == {"all-to-all"}

@@ -15,7 +15,7 @@ from torch import nn
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.planner.cluster import Cluster, Device, Link
 from megatron_asynchzp.planner.costs import Costing, Plan, chunk_visits
-from megatron_asynchzp.planner.memory import Activations, Memory, state_nbytes, states
+from megatron_asynchzp.planner.memory import Activations, Memory, state_nbytes
 from megatron_asynchzp.planner.model import (
     Attention,
     Batch,
@@ -28,11 +28,10 @@ from megatron_asynchzp.planner.model import (
     chunk_layers,
     stage_units,
 )
-from megatron_asynchzp.planner.program import Schedule
 from megatron_asynchzp.planner.traffic import Wire
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import least_in_flight, memory_in_flight
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.step import StepScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.engine import nested_sizes
@@ -57,12 +56,18 @@ def test_at_rest_a_rank_holds_2n_over_p_4n_over_g_and_12n_over_o_bytes():
 
 
 def test_experts_are_divided_by_the_sizes_of_their_own_group():
-    units = stage_units(_MODEL, Parallel(ep=2), _BATCH, 0)
-    groups = {"dense": ShardSizes(4, 4, 8), "expert": ShardSizes(2, 2, 4)}
-    held = states(units, 2, groups)
-    by_group = {key: sum(u.numel for u in units if u.group == key) for key in groups}
-    assert held["model_param"] == 2 * by_group["dense"] / 4 + 2 * by_group["expert"] / 2
-    assert held["main_param"] == 4 * by_group["dense"] / 8 + 4 * by_group["expert"] / 4
+    """Also where they are copied elsewhere because tensor parallelism does not divide them."""
+    link = Link(1.0)
+    for parallel in (Parallel(ep=2), Parallel(tp=2, expert_tp=1)):
+        plan = Plan(ShardSizes(4, 4, 8), parallel, _BATCH, expert_sizes=ShardSizes(2, 2, 4))
+        cluster = Cluster("c", 1, 8 * parallel.tp, Device(1.0, 80), link, link)
+        held = Costing(_MODEL, plan, cluster).states_by_formula(0)
+        units = stage_units(_MODEL, parallel, _BATCH, 0)
+        keys = ("dense", "expert")
+        dense, expert = (sum(u.numel for u in units if u.group == key) for key in keys)
+        assert expert == 6 * 8 * 3 * 128 * 64 / parallel.ep
+        assert held["model_param"] == 2 * dense / 4 + 2 * expert / 2
+        assert held["main_param"] == 4 * dense / 8 + 4 * expert / 4
 
 
 @pytest.mark.parametrize("virtual", [1, 3])
@@ -121,7 +126,10 @@ class Case:
     """A model and a plan, as the planner and as the engine have them."""
 
     costing: Costing
-    config: ScheduleConfig
+
+    @property
+    def config(self) -> ScheduleConfig:
+        return self.costing.plan.schedule
 
     @classmethod
     def random(cls, seed: int) -> "Case":
@@ -142,27 +150,29 @@ class Case:
         parallel = Parallel(pp=chance.choice((1, 2)), ep=chance.choice((1, 2)))
         sizes = ShardSizes(*chance.choice(nested_sizes(8 // parallel.pp)))
         wire = Wire(chance.choice((2, 4)))
-        plan = Plan(sizes, parallel, _BATCH, Schedule(chance.randint(0, 3)), wire=wire)
-        device, link = Device(1.0, 80), Link(1.0)
-        case = cls(
-            Costing(model, plan, Cluster("c", 1, 8, device, link, link)),
-            ScheduleConfig("main-thread", prefetch_depth=plan.schedule.depth, checks_order=False),
+        schedule = ScheduleConfig(
+            "main-thread",
+            chance.randint(0, 3),
+            grad_slot_nbytes=chance.choice((2**16, 2**28)),
+            checks_order=False,
         )
+        plan = Plan(sizes, parallel, _BATCH, schedule, wire=wire)
+        device, link = Device(1.0, 80), Link(1.0)
+        case = cls(Costing(model, plan, Cluster("c", 1, 8, device, link, link)))
         return case._limited(chance.random()) if chance.random() < 0.5 else case
 
     def _limited(self, share: float) -> "Case":
         """With a budget for memory in flight that is enough for every stage."""
         plan, budget = self.costing.plan, 0
         for stage in range(plan.parallel.pp):
-            needs = [one.in_flight(2**28) for one in self.engine_units(stage)]
-            most = memory_in_flight(needs, plan.schedule.depth)
+            needs = [
+                one.in_flight(self.config.grad_slot_nbytes) for one in self.engine_units(stage)
+            ]
+            most = memory_in_flight(needs, self.config.depth)
             least = sum(least_in_flight(needs))
             budget = max(budget, least + round(share * (most.params + most.grads - least)))
-        schedule = replace(plan.schedule, in_flight_nbytes=budget)
-        return Case(
-            replace(self.costing, plan=replace(plan, schedule=schedule)),
-            replace(self.config, in_flight_nbytes=budget),
-        )
+        schedule = replace(self.config, in_flight_nbytes=budget)
+        return Case(replace(self.costing, plan=replace(plan, schedule=schedule)))
 
     def engine_units(self, stage: int) -> list[HZPUnit]:
         """Of the stage's first rank."""
@@ -190,7 +200,7 @@ class Case:
                     for index, shape in enumerate(_shapes(unit, model, plan.parallel.ep))
                 ],
                 groups[unit.group],
-                layer="" if unit.kind == "root" else unit.name.removesuffix(".experts"),
+                layer=unit.layer,
             )
             for unit in self.costing.units[stage]
             if unit.numel
@@ -204,7 +214,10 @@ def _shapes(unit: Unit, model: Model, ep: int) -> list[tuple[int, ...]]:
     words = (model.vocabulary, hidden)
     match unit.kind:
         case "embedding":
-            return [words] + [(model.num_positions, hidden)] * (model.num_positions > 0)
+            has_positions = model.num_positions > 0 and not model.is_tied
+            return [words] + [(model.num_positions, hidden)] * has_positions
+        case "positions":
+            return [(model.num_positions, hidden)]
         case "output":
             return [words]
         case "root":
@@ -236,12 +249,7 @@ def test_100_random_plans_take_the_bytes_that_the_engines_counters_have():
                 counted["optimizer_moments"] += sum(8 * own.numel() for own in unit.owned_params())
             assert planned.at_rest == counted, (seed, stage)
             assert planned.in_flight == scheduler.in_flight_nbytes(), (seed, stage)
-            # Where gradients are not shared, the engine adds each large one when it is there; the
-            # planner does not know single parameters.
-            own_grads = scheduler.memory.own_grads
-            is_exact = not any(unit.reduces_in_place for unit in scheduler.units)
-            assert planned.own_grads >= own_grads, (seed, stage)
-            assert planned.own_grads == own_grads or not is_exact, (seed, stage)
+            assert planned.own_grads == scheduler.memory.own_grads, (seed, stage)
             scheduler.close()
 
 

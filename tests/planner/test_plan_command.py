@@ -13,8 +13,10 @@ from megatron_asynchzp.plan import command, picture, table
 from megatron_asynchzp.plan.__main__ import main
 from megatron_asynchzp.planner.activations import FUSED, Recompute, Setting
 from megatron_asynchzp.planner.cluster import FOLDER, load_cluster
+from megatron_asynchzp.planner.costs import Plan
 from megatron_asynchzp.planner.model import Attention, Batch, Layer, Mlp, Model, Parallel
 from megatron_asynchzp.planner.search import Space, search
+from megatron_asynchzp.sharding.topology import ShardSizes
 from tests.support.command_server import Ended, serving
 
 LAYER = Layer(Attention(16, 16, 64), Mlp(4096, False))
@@ -38,7 +40,11 @@ def megatron(monkeypatch):
     parser = ArgumentParser()
     add_asynchzp_arguments(parser)
     stock = Namespace(
+        bf16=True,
         grad_reduce_in_bf16=False,
+        optimizer="adam",
+        asynchzp_moment_dtypes=("fp32", "fp32"),
+        distributed_backend="nccl",
         global_batch_size=64,
         distributed_timeout_minutes=10,
         log_interval=10,
@@ -126,7 +132,7 @@ def test_a_wrong_command_line_is_refused_as_argparse_does(argv):
 
 def test_flags_name_what_differs_from_the_users_own():
     cluster = load_cluster("h100").with_ranks(16)
-    start = search(Space(MODEL, cluster, 64, command.Plan(command.ShardSizes(1, 1, 1), Parallel(),
+    start = search(Space(MODEL, cluster, 64, Plan(ShardSizes(1, 1, 1), Parallel(),
                                                         Batch(1, 1024)))).ranked[0]  # fmt: skip
     space = Space(MODEL, cluster, 64, replace(start.plan, recompute=Recompute()))
     assert "--micro-batch-size" not in table.flags(start, space)
@@ -138,7 +144,7 @@ def test_flags_name_what_differs_from_the_users_own():
 
 def test_the_front_holds_what_no_plan_beats_in_both():
     cluster = load_cluster("h100").with_ranks(8)
-    space = Space(MODEL, cluster, 64, command.Plan(command.ShardSizes(1, 1, 1), Parallel(),
+    space = Space(MODEL, cluster, 64, Plan(ShardSizes(1, 1, 1), Parallel(),
                                                   Batch(1, 1024)))  # fmt: skip
     ranked = search(space).ranked
     front = picture._front(ranked)

@@ -14,9 +14,10 @@ from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.model import Attention, Batch, Experts, Layer, Mlp, Model, Parallel
 from megatron_asynchzp.planner.order import StepOrder
 from megatron_asynchzp.planner.pipeline import stage_phases
-from megatron_asynchzp.planner.program import OrderUnit, Schedule, Visit
+from megatron_asynchzp.planner.program import OrderUnit, Visit
 from megatron_asynchzp.planner.simulate import Stage, Step, UnitCost, simulate
 from megatron_asynchzp.planner.traffic import Transfer
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import UnitInFlight
 from megatron_asynchzp.sharding.topology import ShardSizes
 
@@ -31,7 +32,7 @@ def step_of(
     cost: UnitCost,
     micro_batches: int = 2,
     stages: int = 1,
-    schedule: Schedule = Schedule(),
+    schedule: ScheduleConfig = ScheduleConfig(),
     host_s: float = 0.0,
     **how,
 ) -> Step:
@@ -85,7 +86,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks():
             phases = stage_phases(stage, 4, chunks, 8)
             units = [OrderUnit(chunk, NOTHING, is_gathered=False) for chunk in range(chunks)]
             order = StepOrder(
-                units, [[Visit(chunk)] for chunk in range(chunks)], phases, Schedule()
+                units, [[Visit(chunk)] for chunk in range(chunks)], phases, ScheduleConfig()
             )
             cost = UnitCost("u", 1.0 / chunks, 2.0 / chunks)
             made.append(Stage(phases, order, [cost] * chunks))
@@ -137,11 +138,11 @@ def test_the_inline_schedule_is_the_sum_of_everything():
         [Transfer("inside", 0.25)],
         [Transfer("between", 2.0)],
     )
-    step = step_of(4, cost, 1, schedule=Schedule(0, is_inline=True))
+    step = step_of(4, cost, 1, schedule=ScheduleConfig("inline"))
     gathers = 2 * 4 - 1  # the unit at the turn is kept
     assert step.step_s == pytest.approx(4 * 3 + gathers * 0.5 + 4 * 0.25 + 4 * 2.0)
     rebuilt = replace(cost, param_sync=[Transfer("between", 1.0)])
-    later = step_of(4, rebuilt, 1, schedule=Schedule(0, is_inline=True), host_s=0.75)
+    later = step_of(4, rebuilt, 1, schedule=ScheduleConfig("inline"), host_s=0.75)
     assert later.step_s == pytest.approx(step.step_s + 4 * 1.0 + 0.75)
 
 
@@ -161,13 +162,15 @@ costs = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(costs, st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3))
 def test_a_step_is_between_its_busiest_part_and_the_sum_of_all(cost, units, batches, stages, depth):
-    step = step_of(units, cost, batches, stages, Schedule(depth))
+    step = step_of(units, cost, batches, stages, ScheduleConfig(prefetch_depth=depth))
     for one in step.stages:
         spent = one.compute_s + one.exposed_s + one.bubble_s
         assert spent == pytest.approx(step.step_s)
         busiest = max([one.compute_s, *one.links_s.values()])
         assert step.step_s >= busiest * (1 - 1e-9)
-    slow = step_of(units, without_latencies(cost), batches, stages, Schedule(depth))
+    slow = step_of(
+        units, without_latencies(cost), batches, stages, ScheduleConfig(prefetch_depth=depth)
+    )
     together = sum(one.compute_s + sum(one.links_s.values()) for one in slow.stages)
     assert step.step_s <= together * (1 + 1e-9)
 
@@ -175,7 +178,7 @@ def test_a_step_is_between_its_busiest_part_and_the_sum_of_all(cost, units, batc
 @settings(max_examples=40, deadline=None)
 @given(costs, st.integers(2, 6), st.integers(1, 3))
 def test_the_inline_schedule_is_never_faster(cost, units, batches):
-    inline = step_of(units, cost, batches, schedule=Schedule(0, is_inline=True))
+    inline = step_of(units, cost, batches, schedule=ScheduleConfig("inline"))
     assert step_of(units, cost, batches).step_s <= inline.step_s * (1 + 1e-9)
 
 

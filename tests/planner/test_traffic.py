@@ -22,7 +22,6 @@ from megatron_asynchzp.planner.program import (
     REDUCE,
     OrderUnit,
     Phase,
-    Schedule,
     Visit,
 )
 from megatron_asynchzp.planner.traffic import (
@@ -34,6 +33,7 @@ from megatron_asynchzp.planner.traffic import (
     step_traffic,
     unit_collectives,
 )
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES, UnitInFlight
 from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
@@ -43,7 +43,6 @@ from megatron_asynchzp.testbed.fabric.rings import (
     ring_all_reduce,
     ring_reduce_scatter,
 )
-from megatron_asynchzp.zero.config import ScheduleConfig
 from tests.support import pipeline_stage
 from tests.support.pipeline_order import Stage
 from tests.support.recording_device import CountingDevice
@@ -125,16 +124,7 @@ def order_of(program: Program) -> StepOrder:
         if index + ahead < step.micro_batches:
             phases.append(Phase(True, 0, index + ahead))
         phases.append(Phase(False, 0, index, index == step.micro_batches - 1))
-    return StepOrder(units, [visits], phases, schedule_of(program.config))
-
-
-def schedule_of(config: ScheduleConfig) -> Schedule:
-    return Schedule(
-        config.depth,
-        config.in_flight_nbytes,
-        keep_params_nbytes=config.keep_params_nbytes,
-        keep_grads_nbytes=config.keep_grads_nbytes,
-    )
+    return StepOrder(units, [visits], phases, program.config)
 
 
 @cache
@@ -194,7 +184,7 @@ def test_the_planner_submits_what_the_chunks_of_a_pipeline_stage_submit_within_t
             for chunk in range(stage.vpp)
         ]
         phases = stage_phases(stage.rank, stage.pp, stage.vpp, stage.micro_batches)
-        order = StepOrder(units, visits, phases, schedule_of(done.config))
+        order = StepOrder(units, visits, phases, done.config)
         names = [unit.name for chunk in done.chunks for unit in chunk.units]
         lanes = {kind: lane for lane, kind in LANES.items()}
         found = [(lanes[one.kind], names[one.unit]) for one in order.actions if one.kind != COMPUTE]

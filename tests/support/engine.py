@@ -14,11 +14,11 @@ from torch import nn
 
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import UnitInFlight, least_in_flight, memory_in_flight
 from megatron_asynchzp.sharding.layout import FlatLayout
 from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes, ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.plan import UnitPlan, plan_units
 from megatron_asynchzp.zero.step import Stays
 from megatron_asynchzp.zero.unit import HZPUnit

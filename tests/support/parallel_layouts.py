@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.zero.step import StepScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.device_queues import Command, CommandLog, Launch

@@ -8,8 +8,8 @@ from collections import Counter
 
 import torch
 
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES
-from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.step import Stays, StepScheduler
 from tests.support.pipeline_order import Stage, Use
 from tests.support.recording_device import RecordingDevice

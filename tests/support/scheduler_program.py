@@ -14,8 +14,9 @@ from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.thread_driver import ThreadDriver
 from megatron_asynchzp.comm.timeline import Timeline
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.config import start_driver
 from megatron_asynchzp.zero.step import StepScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.engine import with_memory
@@ -122,7 +123,7 @@ def _label_places(done: "Execution") -> None:
 def delayed_driver(device: RecordingDevice, config: ScheduleConfig, seed: int) -> Driver:
     """A driver whose threads, if it has any, now and then sleep before they act."""
     if config.kind != "threaded":
-        driver = config.start_driver(device)
+        driver = start_driver(config, device)
     else:
         chance = random.Random(seed)
         driver = ThreadDriver(

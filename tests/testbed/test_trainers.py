@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
 from megatron_asynchzp.testbed.fabric.streams import host_waits, install_streams
 from megatron_asynchzp.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER
 from megatron_asynchzp.testbed.megatron_runs import (
@@ -20,7 +21,6 @@ from megatron_asynchzp.testbed.megatron_runs import (
 )
 from megatron_asynchzp.testbed.profile import NetworkProfile
 from megatron_asynchzp.testbed.ranks import run_ranks
-from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 from tests.support import engine
 from tests.support.fabric import replace_default_group
 from tests.support.toy_models import toy_batch, toy_loss

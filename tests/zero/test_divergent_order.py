@@ -15,9 +15,9 @@ from megatron_asynchzp.comm.driver import CollectiveFailure, Driver, Task
 from megatron_asynchzp.comm.order_check import OrderCheck, OrderMismatch
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import CpuDevice
+from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
 from megatron_asynchzp.sharding.topology import MeshAxis
 from megatron_asynchzp.testbed.ranks import observe_ranks, run_ranks
-from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.selection import slow_unless
 from tests.support.toy_models import RoutedLM

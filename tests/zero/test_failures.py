@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.driver import CollectiveFailure
 from megatron_asynchzp.comm.timeline import LANES
+from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
 from megatron_asynchzp.testbed.ranks import observe_ranks, run_ranks
-from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.selection import slow_unless
 

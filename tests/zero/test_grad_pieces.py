@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.testbed.ranks import run_ranks
-from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.config import start_driver
 from megatron_asynchzp.zero.step import StepScheduler
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.recording_device import RecordingDevice, RecordingHost
@@ -48,7 +49,7 @@ def test_a_unit_that_collects_gradients_to_the_end_of_backward_holds_up_no_other
     """Memory for a single piece is enough for any number of units that have gradients."""
     device, config = new_device(), ScheduleConfig(kind, 0, grad_slot_nbytes=1)
     with device.recording(), torch.no_grad():
-        driver = config.start_driver(device)
+        driver = start_driver(config, device)
         device.attend(driver)
         groups = recorded_groups((1, 4, 8), rank=0)
         units = [new_unit(name, UnitShape(900), groups) for name in ("root", "one", "two")]
@@ -85,7 +86,7 @@ def test_where_layers_write_gradients_themselves_memory_grows_for_those_that_com
     """A unit's place is taken when its backward begins; the root's ends last."""
     device, config = RecordingDevice(), ScheduleConfig("main-thread", 0)
     with device.recording(), torch.no_grad():
-        driver = config.start_driver(device)
+        driver = start_driver(config, device)
         groups = recorded_groups((1, 4, 8), rank=0)
         units = [new_unit(name, UnitShape(900), groups) for name in ("root", "one", "two")]
         piece = max(unit.in_flight(2**20).grads for unit in units)

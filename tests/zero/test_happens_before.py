@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, example, given, settings
 from megatron_asynchzp.comm.arena import Arena
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.comm.timeline import LANES
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.plan import plan_units
 from megatron_asynchzp.zero.step import StepScheduler
 from tests.support.engine import build_toy, nested_sizes

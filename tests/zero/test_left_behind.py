@@ -12,8 +12,9 @@ from torch import nn
 
 from megatron_asynchzp.comm.driver import Task
 from megatron_asynchzp.comm.timeline import Span
+from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
 from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.zero.config import start_driver
 from megatron_asynchzp.zero.plan import plan_units
 from tests.support.new_objects import new_objects_only
 from tests.support.recording_device import RecordingDevice
@@ -40,7 +41,7 @@ class Engine:
     def __init__(self, kind: str):
         self.model = nn.Sequential(*(Squashed() for _ in range(4)))
         config = ScheduleConfig(kind, 1, time_limit_s=LIMIT_S, checks_order=False, timed_every=1)
-        self.driver = config.start_driver(RecordingDevice())
+        self.driver = start_driver(config, RecordingDevice())
         groups = {"dense": recorded_groups((2, 4, 8), 3)}
         plans = plan_units(self.model, list(self.model))
         self.runtime = HZPRuntime(self.model, plans, groups, config, self.driver)

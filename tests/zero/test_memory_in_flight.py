@@ -10,7 +10,8 @@ from contextlib import closing
 import pytest
 import torch
 
-from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.zero.config import start_driver
 from megatron_asynchzp.zero.step import StepScheduler
 from tests.support.live_memory import counted_allocations
 from tests.support.recording_device import RecordingDevice
@@ -41,7 +42,7 @@ def test_the_allocator_counts_what_the_formula_says_which_is_a_fraction_of_memor
         units = [new_unit(f"u{i}", UnitShape(numel), groups) for i, numel in enumerate(numels)]
         for unit, layer in zip(units, layers, strict=True):
             unit.layer = f"layer {layer}"
-        driver = config.start_driver(device)
+        driver = start_driver(config, device)
         with closing(driver), counted_allocations() as count:
             before = count.live_nbytes
             scheduler = StepScheduler(units, config, driver)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.plan import plan_units
 from tests.support.device_queues import Command, CommandLog, Connections, Wait, find_stuck
 from tests.support.foreign_blocks import use_foreign_blocks

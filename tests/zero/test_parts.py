@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.zero.plan import plan_units
 from tests.support.engine import EngineTrainer
 from tests.support.toy_models import ExpertLM

@@ -5,8 +5,8 @@
 import pytest
 import torch
 
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.testbed.ranks import run_ranks
-from megatron_asynchzp.zero.config import ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
 
 

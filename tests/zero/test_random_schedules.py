@@ -19,8 +19,9 @@ from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.comm.thread_driver import ThreadDriver
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import CpuDevice
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.testbed.ranks import run_ranks
-from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.config import start_driver
 from megatron_asynchzp.zero.step import Stays
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.toy_models import toy_batch, toy_loss
@@ -112,7 +113,7 @@ def train(program: Program, schedule: ScheduleConfig, sleeps: random.Random | No
     """sleeps: None for the inline schedule, with as much memory as it needs."""
     outcome = Outcome()
     if sleeps is None:
-        driver, memory = schedule.start_driver(CpuDevice()), 1.0
+        driver, memory = start_driver(schedule, CpuDevice()), 1.0
     else:
         driver, memory = SleepyDriver(sleeps), program.memory
     note_tasks(driver, outcome)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp.comm.arena import Arena, Place
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.testbed.ranks import run_ranks
-from megatron_asynchzp.zero.config import ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.selection import slow_unless
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss

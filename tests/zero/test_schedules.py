@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.driver import Task
+from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
 from megatron_asynchzp.testbed.ranks import run_ranks
-from megatron_asynchzp.zero.config import SCHEDULES, ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
 
 TIED, BF16, RECOMPUTED = MODELS = [

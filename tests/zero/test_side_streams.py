@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.config import ScheduleConfig
 from megatron_asynchzp.zero.plan import plan_units
 from tests.support.engine import nested_sizes
 from tests.support.recording_device import RecordingDevice

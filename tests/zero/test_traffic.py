@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.testbed.ranks import run_ranks
-from megatron_asynchzp.zero.config import ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.held_network import Submitted, replace_default_group
 from tests.support.toy_models import toy_batch, toy_loss

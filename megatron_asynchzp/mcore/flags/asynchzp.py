@@ -11,16 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.schedule import AUTO, DEFAULT_GRAD_SLOT_NBYTES, SCHEDULES, ScheduleConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_asynchzp.zero.config import ScheduleConfig
-
-# As in zero/config.py; a test compares them.
-AUTO = "auto"
-SCHEDULE_CHOICES = (AUTO, "inline", "main-thread", "threaded")
-GRAD_SLOT_MIB = 256
+_MIB = 2**20
 
 # Late enough for the order of units to be known and for allocations to be over.
 _TRACED_STEP = 10
@@ -58,8 +54,8 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
     _add_shard_sizes(group)
     group.add_argument(
         "--asynchzp-schedule",
-        choices=SCHEDULE_CHOICES,
-        default="auto",
+        choices=(AUTO, *SCHEDULES),
+        default=AUTO,
         help="Which thread issues the collectives: background threads (threaded), the thread that "
         "computes, ahead of their use (main-thread), or the same when they are needed (inline). "
         "Default: main-thread on CUDA, threaded elsewhere (auto).",
@@ -83,11 +79,11 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--asynchzp-grad-slot-mb",
         type=float,
-        default=float(GRAD_SLOT_MIB),
+        default=DEFAULT_GRAD_SLOT_NBYTES / _MIB,
         metavar="MIB",
         help="Gradients of a unit that are larger than this in fp32 are reduced in pieces of at "
         "most this size; with gradient accumulation fusion always in one. Default: "
-        f"{GRAD_SLOT_MIB}.",
+        f"{DEFAULT_GRAD_SLOT_NBYTES // _MIB}.",
     )
     group.add_argument(
         "--asynchzp-experts-per-unit",
@@ -236,11 +232,9 @@ def add_device_argument(parser) -> None:
     )
 
 
-def resolve_schedule(args: Namespace) -> "ScheduleConfig":
+def resolve_schedule(args: Namespace) -> ScheduleConfig:
     """The schedule that the flags ask for; raises ConfigurationError for one that cannot be."""
-    from megatron_asynchzp.zero.config import ScheduleConfig
-
-    slot = _nbytes("--asynchzp-grad-slot-mb", args.asynchzp_grad_slot_mb, 2**20)
+    slot = _nbytes("--asynchzp-grad-slot-mb", args.asynchzp_grad_slot_mb, _MIB)
     budget = args.asynchzp_memory_in_flight_gb
     if budget is not None:
         # Megatron's validation sets it.

@@ -36,7 +36,7 @@ def prepare_args(args: Namespace) -> list[str]:
     """Everything that happens to the arguments before Megatron validates (and prints) them.
 
     Writes the resolved shard sizes into `args`, unless the planner is to choose some when Megatron
-    has validated the others (chosen_sizes), and applies NORMALISATIONS; returns the lines to
+    has validated the others (mcore/planned.py), and applies NORMALISATIONS; returns the lines to
     log on rank 0. Raises ConfigurationError, one line, for a run that cannot start, and has
     changed nothing then.
     """

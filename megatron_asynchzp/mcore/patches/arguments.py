@@ -42,7 +42,7 @@ def validate_args(original: Callable, args: Namespace, defaults: dict = {}):  # 
     if is_asynchzp:
         confirm_args(args)
         # Imports Megatron's optimizers: too early before its version was checked.
-        from megatron_asynchzp.mcore.chosen_sizes import choose_sizes
+        from megatron_asynchzp.mcore.planned import choose_sizes
 
         lines += choose_sizes(args)
     if args.rank == 0:

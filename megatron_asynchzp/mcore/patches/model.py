@@ -159,7 +159,8 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
         for line in construction.describe_whole([u for chunk in chunks for u in chunk.units]):
             print(f"megatron_asynchzp: {line}", flush=True)
     if args.rank == 0:
-        from megatron_asynchzp.mcore.start_table import format_start_table, moments_nbytes
+        from megatron_asynchzp.mcore.planned import moments_nbytes
+        from megatron_asynchzp.mcore.start_table import format_start_table
 
         whole_nbytes = None if construction is None else construction.peak_whole_nbytes
         moments = moments_nbytes(args)

@@ -22,8 +22,9 @@ from megatron_asynchzp.mcore.flags.asynchzp import TraceRequest
 from megatron_asynchzp.mcore.process.interrupts import watch_interrupts
 from megatron_asynchzp.mcore.process.last_line import EXIT_FAILURE, LastLine, leave
 from megatron_asynchzp.mcore.process.stop_signal import StopSignal
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.config import ScheduleConfig
+from megatron_asynchzp.zero.config import start_driver
 from megatron_asynchzp.zero.step import Stays
 
 
@@ -56,7 +57,7 @@ class Communication:
         self._trace = trace
         self.last_line = LastLine()
         self._stop_watching = watch_interrupts(self.last_line)
-        self.driver = schedule.start_driver(device, self.last_line.watch_main)
+        self.driver = start_driver(schedule, device, self.last_line.watch_main)
         self.stop_signal = StopSignal(device, schedule.time_limit_s)
         self.runtimes: list[HZPRuntime] = []
         self.stays = Stays()

@@ -53,7 +53,8 @@ def nbytes_at_rest(communication: Communication) -> int:
     """Bytes of this rank's shards, the moments of the optimizer included."""
     from megatron.training import get_args
 
-    from megatron_asynchzp.mcore.start_table import moments_nbytes, state_nbytes_allocated
+    from megatron_asynchzp.mcore.planned import moments_nbytes
+    from megatron_asynchzp.mcore.state_bytes import state_nbytes_allocated
 
     units = [unit for runtime in communication.runtimes for unit in runtime.units]
     args: Any = get_args()

@@ -40,7 +40,7 @@ class StopSignal:
         flag = torch.full((1,), int(was_asked), dtype=torch.int32, device=where)
         dist.all_reduce(flag, dist.ReduceOp.MAX)  # in the current stream, to which `flag` belongs
         if self._answer is None:
-            self._answer = self._device.new_host_copy(flag)
+            self._answer = self._device.new_host_memory((1,), flag.dtype)
         self._answer.copy_(flag, non_blocking=True)
         self._event = self._device.record_event()
 

@@ -11,7 +11,6 @@ from megatron_asynchzp.attention.delegate import VENDOR_NAMES
 from megatron_asynchzp.attention.pasa import MODES
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.attention.flags import MODE_CHOICES, VENDOR_CHOICES
-from megatron_asynchzp.mcore.flags.asynchzp import GRAD_SLOT_MIB, SCHEDULE_CHOICES
 from megatron_asynchzp.mcore.flags.command_line import (
     check_command_line,
     command_line_parser,
@@ -19,12 +18,9 @@ from megatron_asynchzp.mcore.flags.command_line import (
     own_flags,
 )
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS
-from megatron_asynchzp.zero.config import AUTO, DEFAULT_GRAD_SLOT_NBYTES, SCHEDULES
 
 
-def test_choices_are_those_of_the_engine_and_of_the_attention():
-    assert (AUTO, *SCHEDULES) == SCHEDULE_CHOICES
-    assert GRAD_SLOT_MIB * 2**20 == DEFAULT_GRAD_SLOT_NBYTES
+def test_choices_are_those_of_the_attention():
     assert MODE_CHOICES == MODES and ("auto", *VENDOR_NAMES) == VENDOR_CHOICES
 
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, LANES, WAIT, Span
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_trace
+from megatron_asynchzp.schedule import SCHEDULES
 from megatron_asynchzp.testbed.megatron_runs import UNTIED, gpt_args, run_pretrain
 from megatron_asynchzp.tools.step_trace import read_trace
-from megatron_asynchzp.zero.config import SCHEDULES
 from scripts.report.megatron_log import parse_log
 from tests.support.world import on_ranks
 

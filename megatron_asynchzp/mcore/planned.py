@@ -1,11 +1,23 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Fills the planner's plain numbers from Megatron's parsed and validated arguments."""
+"""Owns what the planner needs of Megatron's parsed and validated arguments, for every command that
+plans, and the shard sizes that are auto: a function of the flags and the cluster file alone, so the
+same on every rank.
+"""
 
 from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.asynchzp import AUTO, resolve_grad_dtype, resolve_schedule
+from megatron_asynchzp.mcore.flags.shard_sizes import STATES, automatic_states, node_size
 from megatron_asynchzp.planner.activations import Kernels, Recompute, Setting
+from megatron_asynchzp.planner.cluster import GIB, Cluster, Device, Link, load_cluster
+from megatron_asynchzp.planner.costs import Costing, Plan
+from megatron_asynchzp.planner.memory import MomentBytes
 from megatron_asynchzp.planner.model import (
     Attention,
     Batch,
@@ -17,8 +29,155 @@ from megatron_asynchzp.planner.model import (
     Model,
     Parallel,
 )
+from megatron_asynchzp.planner.search import Outcome, Space, search
+from megatron_asynchzp.planner.traffic import Wire
+from megatron_asynchzp.sharding.layout import FP32_NBYTES
+from megatron_asynchzp.sharding.topology import ShardSizes
 
 _MAMBA_HEADS_OF = 2  # Megatron's expansion: heads x head_dim are twice the hidden size
+_MUONS = ("muon", "dist_muon")
+_NBYTES = {"fp32": 4, "bf16": 2}
+
+# ---- a run as it is
+
+
+def plan_of(args: Namespace, setting: Setting | None = None) -> Plan:
+    """What the flags ask for, with (1, 1, 1) for sizes that are not numbers yet. args: validated;
+    setting: theirs, where it is known."""
+    setting = setting or setting_of(args)
+    return Plan(
+        shard_sizes(args),
+        setting.parallel,
+        setting.batch,
+        resolve_schedule(args),
+        setting.recompute,
+        Wire(resolve_grad_dtype(args).itemsize),
+        moments_nbytes(args),
+        is_on_cpu=args.distributed_backend == "gloo",
+    )
+
+
+def costing_of(args: Namespace, setting: Setting | None = None) -> Costing:
+    """The bytes and the order of the run that the flags ask for: neither depends on a cluster's
+    speeds, which are any."""
+    setting = setting or setting_of(args)
+    cluster = Cluster("any", args.world_size, 1, Device(1.0, 1.0), Link(1.0), Link(1.0))
+    return Costing(setting.model, plan_of(args, setting), cluster, setting.kernels)
+
+
+def shard_sizes(args: Namespace) -> ShardSizes:
+    """Of the dense group, as prepare_args resolved them."""
+    sizes = [getattr(args, f"asynchzp_{state}_shard_size") for state in STATES]
+    return ShardSizes(*(1 if size in (None, AUTO) else size for size in sizes))
+
+
+def moments_nbytes(args: Namespace) -> MomentBytes:
+    """Of the optimizer's states, as the flags of --use-asynchzp or of stock Megatron ask for."""
+    if args.optimizer == "sgd":
+        return MomentBytes(FP32_NBYTES if args.sgd_momentum else 0)
+    dtypes: Sequence[Any] | None = getattr(args, "asynchzp_moment_dtypes", None)
+    if dtypes is None:
+        dtypes = args.exp_avg_dtype, args.exp_avg_sq_dtype
+    nbytes = sum(_NBYTES[one] if isinstance(one, str) else one.itemsize for one in dtypes)
+    return MomentBytes(nbytes, FP32_NBYTES if args.optimizer in _MUONS else None)
+
+
+# ---- what may be chosen
+
+
+def space_of(
+    args: Namespace, cluster: Cluster, setting: Setting | None = None, **free: Any
+) -> Space:
+    """All shard sizes of a run on `cluster`, and nothing else but what `free` lets vary (fields of
+    Space)."""
+    setting = setting or setting_of(args)
+    start = plan_of(args, setting)
+    parallel, batch = setting.parallel, setting.batch
+    replicas = cluster.num_ranks // (parallel.tp * parallel.pp * parallel.cp)
+    kept: dict[str, Any] = {
+        "depths": (start.schedule.prefetch_depth,),
+        "micro_batch_sizes": (batch.size,),
+        "recomputes": (setting.recompute,),
+    }
+    global_batch = args.global_batch_size or batch.size * replicas
+    return Space(setting.model, cluster, global_batch, start, setting.kernels, **(kept | free))
+
+
+def find(space: Space, *progress: Any) -> Outcome:
+    """What the planner finds. Raises ConfigurationError, one line, where no plan can run."""
+    with naming_the_flag():
+        outcome = search(space, *progress)
+    if outcome.num_plans == 0:
+        raise ConfigurationError(
+            f"--global-batch-size {space.global_batch}: no micro-batch size divides it over the "
+            f"replicas on {space.cluster.num_ranks} ranks; change the batch or the parallel sizes"
+        )
+    return outcome
+
+
+@contextmanager
+def naming_the_flag() -> Iterator[None]:
+    """Around what raises ConfigurationError for too little memory in flight."""
+    try:
+        yield
+    except ConfigurationError as error:
+        raise ConfigurationError(f"--asynchzp-memory-in-flight-gb: {error}") from error
+
+
+def choose_sizes(args: Namespace) -> list[str]:
+    """Write the best sizes into `args` where one is auto; the line to log. Sizes that were given as
+    numbers stay, the others are chosen together.
+
+    args: validated by Megatron. Raises ConfigurationError, one line, for a cluster that is not the
+    run's and for a model that does not fit.
+    """
+    if not automatic_states(args):
+        return []
+    cluster = _cluster(args)
+    given = {state: getattr(args, f"asynchzp_{state}_shard_size") for state in STATES}
+    kept = {state: size for state, size in given.items() if size is not None and size != AUTO}
+    outcome = find(space_of(_with_vocabulary(args), cluster, kept_sizes=kept))
+    best = outcome.best
+    if best is None:
+        raise ConfigurationError(
+            f"--asynchzp-{automatic_states(args)[0]}-shard-size auto: none of "
+            f"{outcome.num_plans} plans fits into the {cluster.device.memory_gib:g} GiB of "
+            f"--asynchzp-cluster {args.asynchzp_cluster}; start more ranks, or give other numbers"
+        )
+    flags = []
+    for state in STATES:
+        size = getattr(best.plan.sizes, state)
+        setattr(args, f"asynchzp_{state}_shard_size", size)
+        flags.append(f"--asynchzp-{state}-shard-size {size}")
+    return [
+        f"chosen of {outcome.num_plans} plans for {args.asynchzp_cluster}: {' '.join(flags)} "
+        f"(planned: {best.step_s:.3g} s a step, {best.costing.memory.total / GIB:.2f} GiB a rank)"
+    ]
+
+
+def _cluster(args: Namespace) -> Cluster:
+    cluster = load_cluster(args.asynchzp_cluster).with_ranks(args.world_size)
+    if cluster.ranks_per_node != node_size(args):
+        raise ConfigurationError(
+            f"--asynchzp-cluster {args.asynchzp_cluster}: its nodes have {cluster.ranks_per_node} "
+            f"ranks, those of this run {node_size(args)}; set ranks_per_node in the file"
+        )
+    return cluster
+
+
+def _with_vocabulary(args: Namespace) -> Namespace:
+    """With the padded size that the run will have. Megatron finds it when it builds its tokenizer,
+    which is after this."""
+    if args.padded_vocab_size is not None:
+        return args
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    args = copy(args)
+    build_tokenizer(args)
+    return args
+
+
+# ---- a model
 
 
 def setting_of(args: Namespace) -> Setting:

@@ -1,0 +1,54 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the bytes that units hold at rest, the optimizer's states included."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from megatron.core.optimizer.emerging_optimizers import _is_nonlinear_or_embedding
+
+from megatron_asynchzp.planner.memory import MomentBytes, state_nbytes
+from megatron_asynchzp.zero.unit import HZPUnit
+
+
+def matrix_numel(params: Iterable[torch.nn.Parameter]) -> int:
+    """Elements of those that Muon takes for matrices."""
+    return sum(param.numel() for param in params if not _is_nonlinear_or_embedding(param))
+
+
+def mean_moment_nbytes(unit: HZPUnit, moments: MomentBytes) -> float:
+    """Per element of `unit`, over the ranks that share its optimizer states."""
+    return moments.mean(unit.layout.numel, matrix_numel(unit.params))
+
+
+def state_nbytes_by_formula(
+    units: Sequence[HZPUnit], moments: MomentBytes = MomentBytes(), with_padding: bool = False
+) -> dict[str, float]:
+    """AsyncHZP section 3 by the planner's formula. N counts each unit with the sizes of its own
+    sharding group; what is not trained has parameters alone.
+
+    with_padding: N is what the unit's flat buffer takes, which is more than its parameters.
+    """
+    total = {"model_param": 0.0, "main_grad": 0.0, "main_param": 0.0, "optimizer_moments": 0.0}
+    for unit in units:
+        sizes, layout = unit.groups.topology.sizes, unit.layout
+        numel = layout.padded_numel if with_padding else layout.numel
+        mean = mean_moment_nbytes(unit, moments)
+        for state, nbytes in state_nbytes(numel, unit.dtype.itemsize, sizes, mean).items():
+            total[state] += nbytes if unit.is_trained or state == "model_param" else 0.0
+    return total
+
+
+def state_nbytes_allocated(
+    units: Sequence[HZPUnit], moments: MomentBytes = MomentBytes()
+) -> dict[str, int]:
+    """Bytes of this rank's persistent buffers, and of the moments it will hold beside them."""
+    total = {"model_param": 0, "main_grad": 0, "main_param": 0, "optimizer_moments": 0}
+    for unit in units:
+        for state, nbytes in unit.state_nbytes().items():
+            total[state] += nbytes
+        if unit.is_trained:
+            for param, fragment in zip(unit.params, unit.main_param_fragments(), strict=True):
+                of_param = moments.mean(1, matrix_numel([param]) > 0)
+                total["optimizer_moments"] += round(of_param) * fragment.numel()
+    return total

@@ -1,0 +1,106 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner makes of a command line: sizes that are auto, the plan command and a dry run
+count the same bytes."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from copy import copy
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_asynchzp.dry_run.measured import measure
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore import planned
+from megatron_asynchzp.mcore.flags.asynchzp import AUTO
+from megatron_asynchzp.mcore.flags.shard_sizes import STATES
+from megatron_asynchzp.plan import command
+from megatron_asynchzp.planner.cluster import Cluster, Device, Link
+from megatron_asynchzp.planner.costs import Costing, Plan
+from megatron_asynchzp.planner.memory import Memory
+from megatron_asynchzp.planner.search import Space, plans
+from tests.support.command_lines import random_flags
+
+NUM_FAST, NUM_ALL = 20, 100
+
+
+@pytest.fixture(autouse=True)
+def quick_parser(monkeypatch):
+    """Megatron's, which reads the help of its flags from its own sources each time; and what it
+    demands of the environment beside tensor and context parallelism."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    read = ArgumentGroupFactory._get_field_docstrings
+    monkeypatch.setattr(
+        ArgumentGroupFactory, "_get_field_docstrings", lambda _, made_of: known(read, made_of)
+    )
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+@cache
+def known(read: Callable, made_of: type) -> dict[str, str]:
+    return read(SimpleNamespace(_get_field_docstrings=lambda base: known(read, base)), made_of)
+
+
+def chosen_among(space: Space, wanted: Plan) -> Costing:
+    """Of the plans that a command compares, the one that its user's flags describe."""
+    (same,) = [plan for plan in plans(space) if plan == wanted]
+    return space.costing(same)
+
+
+def in_auto(args: Namespace, cluster: Cluster) -> Costing:
+    """Of a run whose shard sizes are all auto."""
+    auto = copy(args)
+    for state in STATES:
+        setattr(auto, f"asynchzp_{state}_shard_size", AUTO)
+    return chosen_among(planned.space_of(auto, cluster), planned.plan_of(args))
+
+
+def in_plan(args: Namespace, cluster: Cluster) -> Costing:
+    asked, _ = command.parse_args(["--cluster", "h100", "--", "pretrain_gpt.py"])
+    space = command.space_of(planned.setting_of(args), args, asked, cluster)
+    return chosen_among(space, planned.plan_of(args))
+
+
+def check(seed: int) -> bool:
+    """Whether the command line can run at all."""
+    flags, ranks = random_flags(seed)
+    per_node = min(ranks, 8)
+    cluster = Cluster("c", ranks // per_node, per_node, Device(1.0, 80), Link(1.0), Link(1.0))
+    try:
+        dry = measure(tuple(flags), ranks, per_node)
+    except ConfigurationError as error:
+        assert str(error).startswith("--asynchzp-memory-in-flight-gb: "), seed
+        return False
+    of_plans = [find(dry.args, cluster) for find in (in_auto, in_plan)]
+    for stage in dry.stages:
+        for costing in of_plans:
+            found: Memory = costing.stage_memory(stage.index)
+            assert found == stage.memory, (seed, stage.index, " ".join(flags))
+        assert stage.numel == stage.planned, seed
+    assert {costing.memory.total for costing in of_plans} == {dry.fullest.memory.total}, seed
+    return True
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_auto_the_plan_command_and_the_dry_run_count_the_same_bytes_of_a_random_command_line(part):
+    """At rest, in flight, kept, and of activations; by formula, and of the run's own units."""
+    assert sum(check(seed) for seed in range(part, NUM_FAST, 2)) >= 0.3 * NUM_FAST
+
+
+@pytest.mark.slow
+def test_they_do_of_100():
+    assert sum(check(seed) for seed in range(NUM_FAST, NUM_ALL)) > 0.6 * (NUM_ALL - NUM_FAST)
+
+
+def test_the_random_command_lines_have_every_flag_of_memory_in_flight_and_every_dtype():
+    words = [" ".join(random_flags(seed)[0]) for seed in range(NUM_FAST)]
+    for flag in (
+        "--asynchzp-memory-in-flight-gb", "--asynchzp-grad-slot-mb", "--asynchzp-keep-params-gb",
+        "--asynchzp-keep-grads-gb", "--exp-avg-dtype bf16", "--bf16", "--fp16",
+        "--grad-reduce-in-bf16", "--num-experts", "--num-virtual-stages-per-pipeline-rank",
+        "--recompute-granularity full", "--untie-embeddings-and-output-weights",
+    ):  # fmt: skip
+        assert any(flag in line for line in words) and any(flag not in line for line in words), flag
