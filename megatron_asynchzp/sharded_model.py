@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The engine around any torch module: what a plain training loop needs, in one object."""
+"""The engine around a torch module: what a plain training loop needs, in one object."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -269,10 +269,11 @@ class Oddities(nn.Module):
         return self.output((x * self.phase).real)
 
 
-def sharded_oddities(sizes: tuple[int, int, int]) -> ShardedModel:
+def sharded_oddities(sizes: tuple[int, int, int], kept_nbytes: int) -> ShardedModel:
     torch.manual_seed(5)
-    model = Oddities()
-    return shard(model, [model.embedding, model.output], ShardSizes(*sizes), new_adamw)
+    model, schedule = Oddities(), ScheduleConfig(keep_grads_nbytes=kept_nbytes)
+    units = [model.embedding, model.output]
+    return shard(model, units, ShardSizes(*sizes), new_adamw, schedule=schedule)
 
 
 def check_oddities(folder: Path) -> None:
@@ -280,16 +281,16 @@ def check_oddities(folder: Path) -> None:
     plain = Oddities()
     plain.embedding.sparse = False  # torch's AdamW wants it so
     theirs = train_plainly(plain, range(4), 2)
-    for sizes in ((2, 2, 2), (1, 1, 2)):
-        with sharded_oddities(sizes) as sharded:
+    for how in (((2, 2, 2), 0), ((2, 2, 2), 2**20), ((1, 1, 2), 0)):
+        with sharded_oddities(*how) as sharded:
             ours = train(sharded, range(2))
-            place = folder / str(sizes)
+            place = folder / str(how)
             checkpoint.save(sharded.state_dict(), checkpoint_id=place)
             mean = sharded.model.norm.running_mean.clone()
             ours += train(sharded, range(2, 4))
         assert ours == [pytest.approx(step, rel=1e-5) for step in theirs]
         dist.broadcast(mean, 0)
-        with sharded_oddities(sizes) as resumed:
+        with sharded_oddities(*how) as resumed:
             state = resumed.state_dict()
             assert "model.phase" in state and "model.scratch" not in state
             checkpoint.load(state, checkpoint_id=place)
