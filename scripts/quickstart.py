@@ -23,11 +23,11 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from megatron_asynchzp.testbed.machine import machine_record
 from megatron_asynchzp.tools import prepare_data
 from scripts.report import loss_picture
 from scripts.report.megatron_log import Iteration, parse_iteration
 from scripts.report.records import replace
+from scripts.testbed.machine import machine_record
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN_SCRIPT = ROOT / "scripts" / "train" / "pretrain_gpt.py"

@@ -7,11 +7,11 @@ import signal
 
 import pytest
 
-from megatron_asynchzp.testbed import ranks
+from scripts.testbed import ranks
 
 # What a shell starts in the background ignores Ctrl-C, and so does all that it starts in turn.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-ranks.preload(["megatron_asynchzp.testbed.preload_megatron"])
+ranks.preload(["scripts.testbed.preload_megatron"])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,10 +7,10 @@ that a load brought back what was saved, and the tables.
 import pytest
 import torch
 
-from megatron_asynchzp.testbed.memory import ResidentMemory
 from scripts.bench.bench_checkpoints import CONTENDERS, in_turns, parse_args
 from scripts.bench.checkpoint_turn import fingerprint
 from scripts.report.checkpoint_table import tables
+from scripts.testbed.memory import ResidentMemory
 
 MIB = 1 << 20
 

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_asynchzp.comm.timeline import LANES
 from megatron_asynchzp.schedule import SCHEDULES
-from megatron_asynchzp.testbed.ranks import free_port
+from scripts.testbed.ranks import free_port
 from tests.support.launches import Ended, Launch
 from tests.support.selection import slow_unless
 

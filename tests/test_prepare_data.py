@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_asynchzp.testbed import ranks
 from megatron_asynchzp.tools import prepare_data
 from megatron_asynchzp.tools.prepare_data import (
     BYTE_EOD,
@@ -26,6 +25,7 @@ from megatron_asynchzp.tools.prepare_data import (
     InputError,
     write_dataset,
 )
+from scripts.testbed import ranks
 
 SCRIPT = Path(prepare_data.__file__)
 

@@ -15,7 +15,7 @@ from torch.distributed import checkpoint
 
 from megatron_asynchzp import ScheduleConfig, ShardedModel, ShardSizeError, ShardSizes, shard
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.testbed.ranks import Place, free_port, run_ranks, start_process
+from scripts.testbed.ranks import Place, free_port, run_ranks, start_process
 from tests.support.engine import build_toy, nested_sizes
 from tests.support.toy_models import toy_batch, toy_loss
 

@@ -18,13 +18,13 @@ from pathlib import Path
 import torch.distributed as dist
 from rich.console import Console
 
-from megatron_asynchzp.testbed.machine import machine, versions
-from megatron_asynchzp.testbed.megatron_flags import flags_of, size_flags
-from megatron_asynchzp.testbed.megatron_runs import gpt_args, run_pretrain
-from megatron_asynchzp.testbed.memory import install_memory_count
-from megatron_asynchzp.testbed.ranks import run_ranks
 from scripts.bench.checkpoint_turn import Turn, TurnResult
 from scripts.report.records import append
+from scripts.testbed.machine import machine, versions
+from scripts.testbed.megatron_flags import flags_of, size_flags
+from scripts.testbed.megatron_runs import gpt_args, run_pretrain
+from scripts.testbed.memory import install_memory_count
+from scripts.testbed.ranks import run_ranks
 
 NUM_RANKS = 4
 _DISTRIBUTED = ["--use-distributed-optimizer"]

@@ -13,9 +13,9 @@ from unittest import mock
 
 import torch
 
-from megatron_asynchzp.testbed.machine import machine, versions
-from megatron_asynchzp.testbed.megatron_runs import gpt_args, run_pretrain
-from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.testbed.machine import machine, versions
+from scripts.testbed.megatron_runs import gpt_args, run_pretrain
+from scripts.testbed.ranks import run_ranks
 
 # fmt: off
 SIZES = {

@@ -15,14 +15,14 @@ from statistics import median
 
 from rich.console import Console
 
-from megatron_asynchzp.testbed.contenders.side_by_side import Contender
-from megatron_asynchzp.testbed.contenders.workload import Workload
-from megatron_asynchzp.testbed.machine import machine_record
-from megatron_asynchzp.testbed.megatron_flags import size_flags
-from megatron_asynchzp.testbed.profile import PROFILES, named_profile
-from megatron_asynchzp.testbed.ranks import Cluster
 from scripts.bench.compare_measure import RUN_LIMIT_S, measure, prepare_environment
 from scripts.report.records import append
+from scripts.testbed.contenders.side_by_side import Contender
+from scripts.testbed.contenders.workload import Workload
+from scripts.testbed.machine import machine_record
+from scripts.testbed.megatron_flags import size_flags
+from scripts.testbed.profile import PROFILES, named_profile
+from scripts.testbed.ranks import Cluster
 
 NODES, RANKS_PER_NODE = 2, 2
 # Models in bf16: in fp32 Megatron 0.19 ends with an AttributeError where Muon and its distributed

@@ -31,8 +31,8 @@ from megatron_asynchzp.attention.reference.paper_data import (
     relative_rmse,
 )
 from megatron_asynchzp.attention.shifting import INITIAL_BETAS, solve_beta
-from megatron_asynchzp.testbed.machine import machine_record
 from scripts.report.records import append
+from scripts.testbed.machine import machine_record
 
 DIM = 128
 SCALE = 1 / sqrt(DIM)

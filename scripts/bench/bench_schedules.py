@@ -4,7 +4,7 @@
 hierarchical baseline, on the modelled network, all in turns. Prints a table; JSON lines with --out.
 
     python -m scripts.bench.bench_schedules --nodes 2 4 --repetitions 5 --out runs/schedules.jsonl
-    python -m megatron_asynchzp.testbed.netns --nodes 2 --ranks 2 --inter 1gbit -- \
+    python -m scripts.testbed.netns --nodes 2 --ranks 2 --inter 1gbit -- \
         python -m scripts.bench.bench_schedules --profile unlimited
 
 The first starts its ranks itself; the second is each of the ranks that a launcher has started.
@@ -28,18 +28,18 @@ from rich.progress import Progress
 from rich.table import Table
 
 from megatron_asynchzp.comm.timeline import captured_trace
-from megatron_asynchzp.testbed import fabric
-from megatron_asynchzp.testbed.contenders.delayed_model import ModelSize
-from megatron_asynchzp.testbed.contenders.schedules import CONTENDERS, Contender, Engine
-from megatron_asynchzp.testbed.counters import total
-from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT, CpuUsage
-from megatron_asynchzp.testbed.fabric.network import Network
-from megatron_asynchzp.testbed.fabric.streams import host_waits, install_streams
-from megatron_asynchzp.testbed.machine import machine, machine_record, versions
-from megatron_asynchzp.testbed.profile import PROFILES, NetworkProfile, ProfileError, named_profile
-from megatron_asynchzp.testbed.ranks import Cluster
 from scripts.report.records import append
 from scripts.report.records import replace as replace_records
+from scripts.testbed import fabric
+from scripts.testbed.contenders.delayed_model import ModelSize
+from scripts.testbed.contenders.schedules import CONTENDERS, Contender, Engine
+from scripts.testbed.counters import total
+from scripts.testbed.cpu_usage import FOREIGN_LIMIT, CpuUsage
+from scripts.testbed.fabric.network import Network
+from scripts.testbed.fabric.streams import host_waits, install_streams
+from scripts.testbed.machine import machine, machine_record, versions
+from scripts.testbed.profile import PROFILES, NetworkProfile, ProfileError, named_profile
+from scripts.testbed.ranks import Cluster
 
 _LAUNCHED = "RANK" in os.environ
 LOSS_STEPS = 3  # compared between contenders; they also warm up

@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.testbed.cpu_usage import CpuUsage
-from megatron_asynchzp.testbed.memory import MemoryCount, ResidentMemory
+from scripts.testbed.cpu_usage import CpuUsage
+from scripts.testbed.memory import MemoryCount, ResidentMemory
 
 # What of AsyncHZP's own is timed within a save and a load, where it is looked up.
 _PARTS = {

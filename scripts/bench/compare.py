@@ -21,17 +21,6 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
 
-from megatron_asynchzp.testbed.contenders.side_by_side import (
-    MICRO_BATCHES,
-    Contender,
-    contenders,
-    pipelines,
-)
-from megatron_asynchzp.testbed.contenders.torch_run import missing
-from megatron_asynchzp.testbed.contenders.workload import Workload
-from megatron_asynchzp.testbed.machine import machine_record
-from megatron_asynchzp.testbed.profile import PROFILES, NetworkProfile, named_profile
-from megatron_asynchzp.testbed.ranks import Cluster
 from scripts.bench.compare_calibration import calibrate
 from scripts.bench.compare_measure import RUN_LIMIT_S, measure, prepare_environment
 from scripts.bench.compare_plan import PUBLISHED, STEPS, WARM_UP
@@ -39,6 +28,12 @@ from scripts.report import compare_front
 from scripts.report.compare_picture import draw
 from scripts.report.compare_table import calibration_lines, markdown
 from scripts.report.records import append
+from scripts.testbed.contenders.side_by_side import MICRO_BATCHES, Contender, contenders, pipelines
+from scripts.testbed.contenders.torch_run import missing
+from scripts.testbed.contenders.workload import Workload
+from scripts.testbed.machine import machine_record
+from scripts.testbed.profile import PROFILES, NetworkProfile, named_profile
+from scripts.testbed.ranks import Cluster
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.testbed.contenders.megatron_run import train_megatron
-from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
-from megatron_asynchzp.testbed.cpu_usage import foreign_share, idle_foreign_share
-from megatron_asynchzp.testbed.fabric.network import Network
-from megatron_asynchzp.testbed.megatron_flags import size_flags
-from megatron_asynchzp.testbed.profile import NetworkProfile
-from megatron_asynchzp.testbed.ranks import Cluster
+from scripts.testbed.contenders.megatron_run import train_megatron
+from scripts.testbed.contenders.workload import RankReport, Workload
+from scripts.testbed.cpu_usage import foreign_share, idle_foreign_share
+from scripts.testbed.fabric.network import Network
+from scripts.testbed.megatron_flags import size_flags
+from scripts.testbed.profile import NetworkProfile
+from scripts.testbed.ranks import Cluster
 
 _PROBE_NUMEL = 250_000  # of a rank: a megabyte, about what a layer sends
 

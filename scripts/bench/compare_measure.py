@@ -5,12 +5,12 @@
 import os
 from pathlib import Path
 
-from megatron_asynchzp.testbed.contenders.megatron_run import train_megatron
-from megatron_asynchzp.testbed.contenders.side_by_side import Contender
-from megatron_asynchzp.testbed.contenders.torch_run import missing, train_torch
-from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
-from megatron_asynchzp.testbed.ranks import Cluster, RankFailure, preload
 from scripts.bench.compare_calibration import busy_of, foreign_of
+from scripts.testbed.contenders.megatron_run import train_megatron
+from scripts.testbed.contenders.side_by_side import Contender
+from scripts.testbed.contenders.torch_run import missing, train_torch
+from scripts.testbed.contenders.workload import RankReport, Workload
+from scripts.testbed.ranks import Cluster, RankFailure, preload
 
 RUN_LIMIT_S = 120.0  # of one contender's run: it takes about 15 on an idle machine
 
@@ -21,9 +21,7 @@ def prepare_environment() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # Megatron-FSDP refuses 1
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    preload(
-        ["megatron_asynchzp.testbed.preload_megatron"] + ["deepspeed"] * (not missing("deepspeed"))
-    )
+    preload(["scripts.testbed.preload_megatron"] + ["deepspeed"] * (not missing("deepspeed")))
 
 
 def measure(

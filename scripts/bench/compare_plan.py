@@ -6,7 +6,7 @@ in about fifteen minutes on two quiet cores.
 
 from dataclasses import dataclass
 
-from megatron_asynchzp.testbed.contenders.side_by_side import Contender
+from scripts.testbed.contenders.side_by_side import Contender
 
 WARM_UP, STEPS = 2, 5
 

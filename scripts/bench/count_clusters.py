@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron_asynchzp.testbed.machine import machine_record
 from scripts.report.records import replace
+from scripts.testbed.machine import machine_record
 
 
 def main(argv: list[str]) -> int:

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from megatron_asynchzp.testbed import megatron_runs
-from megatron_asynchzp.testbed.machine import machine_record
-from megatron_asynchzp.testbed.megatron_flags import size_flags
-from megatron_asynchzp.testbed.megatron_runs import BF16, FULL_RECOMPUTE, UNTIED, gpt_args
-from megatron_asynchzp.testbed.memory import install_memory_count
-from megatron_asynchzp.testbed.ranks import run_ranks
 from scripts.report.records import replace
+from scripts.testbed import megatron_runs
+from scripts.testbed.machine import machine_record
+from scripts.testbed.megatron_flags import size_flags
+from scripts.testbed.megatron_runs import BF16, FULL_RECOMPUTE, UNTIED, gpt_args
+from scripts.testbed.memory import install_memory_count
+from scripts.testbed.ranks import run_ranks
 
 _ROOT = Path(__file__).parents[2]
 _LIMIT_S = 1800

@@ -14,11 +14,11 @@ from pathlib import Path
 from unittest import mock
 
 from megatron_asynchzp.comm.driver import Driver, Task
-from megatron_asynchzp.testbed.machine import machine_record
-from megatron_asynchzp.testbed.megatron_flags import size_flags
-from megatron_asynchzp.testbed.megatron_runs import UNTIED, gpt_args, run_pretrain
-from megatron_asynchzp.testbed.ranks import run_ranks
 from scripts.report.records import replace
+from scripts.testbed.machine import machine_record
+from scripts.testbed.megatron_flags import size_flags
+from scripts.testbed.megatron_runs import UNTIED, gpt_args, run_pretrain
+from scripts.testbed.ranks import run_ranks
 
 NUM_RANKS, STAGES, STEPS = 4, 2, 3
 COUNTED_STEP = 2  # the first one records the order of uses

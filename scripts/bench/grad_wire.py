@@ -21,16 +21,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_asynchzp.testbed.contenders.side_by_side import Contender
-from megatron_asynchzp.testbed.contenders.workload import Workload
-from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
-from megatron_asynchzp.testbed.machine import machine_record
-from megatron_asynchzp.testbed.megatron_flags import size_flags
-from megatron_asynchzp.testbed.profile import named_profile
-from megatron_asynchzp.testbed.ranks import Cluster, run_ranks
 from scripts.bench.compare_measure import RUN_LIMIT_S, measure, prepare_environment
 from scripts.report.records import append
 from scripts.report.wire_table import wire_ratio
+from scripts.testbed.contenders.side_by_side import Contender
+from scripts.testbed.contenders.workload import Workload
+from scripts.testbed.cpu_usage import FOREIGN_LIMIT
+from scripts.testbed.machine import machine_record
+from scripts.testbed.megatron_flags import size_flags
+from scripts.testbed.profile import named_profile
+from scripts.testbed.ranks import Cluster, run_ranks
 
 PROFILE = "slower-between-nodes"
 FASTER = 1.15
@@ -88,7 +88,7 @@ def losses(steps: int) -> list[dict]:
 
 def _train(steps: int, runs: list[tuple[str, int]]) -> list[tuple[float, float]]:
     """Mean losses of the first and the last steps of each run. On every rank."""
-    from megatron_asynchzp.testbed.megatron_runs import gpt_args, run_pretrain
+    from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 
     ends = []
     for wire, seed in runs:

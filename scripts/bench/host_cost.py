@@ -35,10 +35,10 @@ from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.device import StreamDevice
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.testbed.machine import machine_record
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.config import start_driver
 from megatron_asynchzp.zero.plan import plan_units
+from scripts.testbed.machine import machine_record
 
 _ROOT = Path(__file__).parents[2]
 _NUM_UNITS, _STEPS = 16, 40

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT, idle_foreign_share
-from megatron_asynchzp.testbed.machine import machine_record
 from scripts.bench.compare_measure import prepare_environment
 from scripts.bench.planner_measure import hop_us, measured
 from scripts.bench.planner_points import (
@@ -33,6 +31,8 @@ from scripts.bench.planner_points import (
     rivals,
 )
 from scripts.report.records import append
+from scripts.testbed.cpu_usage import FOREIGN_LIMIT, idle_foreign_share
+from scripts.testbed.machine import machine_record
 
 MEAN, WORST = 0.05, 0.12  # what errors may be
 AS_GOOD, MOST_MISSED = 1.02, 0.1  # of the best step; of the choices

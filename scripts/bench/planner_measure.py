@@ -13,12 +13,12 @@ import torch
 
 from megatron_asynchzp.calibrate import calibrate
 from megatron_asynchzp.planner.cluster import Cluster
-from megatron_asynchzp.testbed.contenders.layer_delay import layers_take
-from megatron_asynchzp.testbed.fabric.network import Network as Fabric
-from megatron_asynchzp.testbed.megatron_flags import flags_of
-from megatron_asynchzp.testbed.megatron_runs import run_pretrain
-from megatron_asynchzp.testbed.ranks import Cluster as Ranks
 from scripts.bench.planner_points import Network, Point
+from scripts.testbed.contenders.layer_delay import layers_take
+from scripts.testbed.fabric.network import Network as Fabric
+from scripts.testbed.megatron_flags import flags_of
+from scripts.testbed.megatron_runs import run_pretrain
+from scripts.testbed.ranks import Cluster as Ranks
 
 _WARM_UP, _STEPS = 2, 3
 _PROBES = (2**6, 2**20)  # bytes of the tensors that are gathered; the first takes no transfer

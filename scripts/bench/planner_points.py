@@ -12,8 +12,8 @@ from megatron_asynchzp.planner.model import Attention, Batch, Layer, Mlp, Model,
 from megatron_asynchzp.planner.search import Outcome, Space, search
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
-from megatron_asynchzp.testbed.megatron_flags import flags_of, size_flags
-from megatron_asynchzp.testbed.profile import NetworkProfile, named_profile
+from scripts.testbed.megatron_flags import flags_of, size_flags
+from scripts.testbed.profile import NetworkProfile, named_profile
 
 RANKS = 4
 _WORDS = 64

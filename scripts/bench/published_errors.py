@@ -24,8 +24,8 @@ from megatron_asynchzp.planner.model import Attention, Batch, Experts, Layer, Ml
 from megatron_asynchzp.planner.traffic import Wire
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
-from megatron_asynchzp.testbed.machine import machine_record
 from scripts.report.records import append
+from scripts.testbed.machine import machine_record
 
 ROWS = Path(__file__).parent / "published_rows"
 _FITS = 8  # fixed-point iterations; a step is all but proportional to what is fitted

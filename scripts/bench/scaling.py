@@ -21,12 +21,6 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import Progress
 
-from megatron_asynchzp.testbed.contenders.side_by_side import Contender
-from megatron_asynchzp.testbed.contenders.workload import Workload
-from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
-from megatron_asynchzp.testbed.machine import machine_record
-from megatron_asynchzp.testbed.profile import PROFILES, NetworkProfile, named_profile
-from megatron_asynchzp.testbed.ranks import Cluster, RankFailure
 from scripts.bench.compare_calibration import busy_of, compute_alone, emulated_ms, foreign_of
 from scripts.bench.compare_measure import measure, prepare_environment
 from scripts.bench.scaling_points import (
@@ -43,6 +37,12 @@ from scripts.bench.step_model import SYSTEMS, ModelledRun
 from scripts.report.records import append, read
 from scripts.report.scaling_picture import draw
 from scripts.report.scaling_table import markdown
+from scripts.testbed.contenders.side_by_side import Contender
+from scripts.testbed.contenders.workload import Workload
+from scripts.testbed.cpu_usage import FOREIGN_LIMIT
+from scripts.testbed.machine import machine_record
+from scripts.testbed.profile import PROFILES, NetworkProfile, named_profile
+from scripts.testbed.ranks import Cluster, RankFailure
 
 _START_S = 120.0  # for starting and ending a run, with 16 ranks on two busy cores
 _TIME_OVER = "not run: the time limit was reached"

@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_asynchzp.testbed.contenders.side_by_side import Contender, contenders
-from megatron_asynchzp.testbed.contenders.workload import Workload
-from megatron_asynchzp.testbed.profile import NetworkProfile
 from scripts.bench.step_model import HSDP, SYSTEMS, AsyncHZP, ModelledRun
+from scripts.testbed.contenders.side_by_side import Contender, contenders
+from scripts.testbed.contenders.workload import Workload
+from scripts.testbed.profile import NetworkProfile
 
 SAMPLES = 2  # of a micro-batch of a rank
 WARM_UP = 2

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megatron_asynchzp.sharding.in_flight import UnitInFlight, memory_in_flight
-from megatron_asynchzp.testbed.profile import NetworkProfile
+from scripts.testbed.profile import NetworkProfile
 
 COMPUTE, INSIDE, BETWEEN = "compute", "inside", "between"
 _STEPS = 4  # until one is like the one before

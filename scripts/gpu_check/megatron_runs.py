@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_asynchzp.testbed.megatron_flags import flags_of
 from scripts.gpu_check.measured_pretrain import COUNTED_STEPS
 from scripts.gpu_check.outcome import CheckFailed, Place
 from scripts.gpu_check.process import Ended, run_command
+from scripts.testbed.megatron_flags import flags_of
 
 # fmt: off
 # Without Transformer Engine and apex, Megatron's own layers.

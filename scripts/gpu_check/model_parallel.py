@@ -6,9 +6,9 @@ however few hardware queues there are, and the numbers are stock's."""
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_asynchzp.testbed.megatron_flags import size_flags
 from scripts.gpu_check.megatron_runs import require_equal, run_pretrain, training_flags
 from scripts.gpu_check.outcome import Place
+from scripts.testbed.megatron_flags import size_flags
 
 RANKS, STEPS, MICRO_BATCHES = 4, 20, 4
 CONNECTIONS = (1, 8, 32)

@@ -5,9 +5,9 @@
 from typing import Any
 
 from megatron_asynchzp.schedule import AUTO
-from megatron_asynchzp.testbed.megatron_flags import size_flags
 from scripts.gpu_check.megatron_runs import require_equal, run_pretrain, training_flags
 from scripts.gpu_check.outcome import Place
+from scripts.testbed.megatron_flags import size_flags
 
 STEPS = 6
 TOLERANCE = 1e-5

@@ -5,9 +5,9 @@
 import shutil
 from typing import Any
 
-from megatron_asynchzp.testbed.megatron_flags import size_flags
 from scripts.gpu_check.megatron_runs import require_equal, run_pretrain, training_flags
 from scripts.gpu_check.outcome import CheckFailed, Place
+from scripts.testbed.megatron_flags import size_flags
 
 STEPS, SAVED_STEP, MICRO_BATCHES = 12, 6, 2
 # Rounding to bf16 flips bits, and training amplifies that.

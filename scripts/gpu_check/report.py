@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_asynchzp.testbed.machine import machine_record
 from scripts.gpu_check.outcome import FAILED, PASSED, SKIPPED, Outcome
+from scripts.testbed.machine import machine_record
 
 _MAX_CELL = 1500
 

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_asynchzp.testbed.contenders.side_by_side import ND, OURS, SHARDED
 from megatron_asynchzp.tools import styles
 from megatron_asynchzp.tools.styles import INK, NORMAL, SIZES_MEANING, SMALL, bare
 from scripts.report.compare_memory import peak_of
 from scripts.report.compare_picture import MEANING, on_networks
 from scripts.report.compare_rows import Comparison, Row, comparisons
 from scripts.report.records import markdown_table, write_picture
+from scripts.testbed.contenders.side_by_side import ND, OURS, SHARDED
 
 _MARKS = {OURS: ("o", styles.OURS), ND: ("s", styles.STOCK), SHARDED: ("^", styles.PEER)}
 

@@ -6,7 +6,6 @@ the fastest one that holds no more than it does, at rest and at the peak of a st
 
 from collections.abc import Callable
 
-from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
 from scripts.report.compare_rows import Comparison, Row
 from scripts.report.compare_table import (
     HEAD,
@@ -17,6 +16,7 @@ from scripts.report.compare_table import (
     setting,
 )
 from scripts.report.records import markdown_table
+from scripts.testbed.cpu_usage import FOREIGN_LIMIT
 
 
 def fastest_within(comparison: Comparison, row: Row, memory: Callable[[Row], float]) -> Row:

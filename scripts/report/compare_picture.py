@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_asynchzp.testbed.contenders.side_by_side import ND, OURS, SHARDED
 from megatron_asynchzp.tools import styles
 from megatron_asynchzp.tools.styles import INK, NORMAL, RED, SIZES_MEANING, SMALL, bare
 from scripts.report.compare_rows import Comparison, Row, comparisons
 from scripts.report.records import write_picture
+from scripts.testbed.contenders.side_by_side import ND, OURS, SHARDED
 
 _BARE = "step, pale: what the network adds, where a contender was measured without one too"
 _WAITS = "*: the host waits for a side stream, which an accelerator would not"

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_asynchzp.testbed.contenders.side_by_side import ND, SHARDED
-from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
+from scripts.testbed.contenders.side_by_side import ND, SHARDED
+from scripts.testbed.cpu_usage import FOREIGN_LIMIT
 
 NO_NETWORK = "unlimited"  # the network that is not modelled
 LOSS_TOLERANCE = 1e-5  # relative, of every step, in fp32

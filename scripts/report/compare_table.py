@@ -8,10 +8,10 @@ table, and a verdict about AsyncHZP.
 
 from collections.abc import Iterable, Sequence
 
-from megatron_asynchzp.testbed.contenders.side_by_side import OURS
-from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
 from scripts.report.compare_rows import Comparison, Row, ahead, comparisons, orders, sharded_peers
 from scripts.report.records import machine_line, markdown_table, print_table
+from scripts.testbed.contenders.side_by_side import OURS
+from scripts.testbed.cpu_usage import FOREIGN_LIMIT
 
 # fmt: off
 HEAD = [

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
 from scripts.report import (
     census_table,
     checkpoint_table,
@@ -23,6 +22,7 @@ from scripts.report.published import at_rest_mib, compared, state_mib, together_
 from scripts.report.records import NotRecorded, read_record
 from scripts.report.scaling_rows import AxisRows, axes_of
 from scripts.report.wire_table import wire_ratio
+from scripts.testbed.cpu_usage import FOREIGN_LIMIT
 
 
 def _grid(cluster: str) -> schedule_grid.Grid:

@@ -25,10 +25,10 @@ from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.delegate import delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.vendors import Sdpa
-from megatron_asynchzp.testbed.machine import machine_record
 from megatron_asynchzp.tools import styles
 from megatron_asynchzp.tools.styles import BLUE, GREEN, GREY, INK, VERMILION, bare
 from scripts.report.records import replace
+from scripts.testbed.machine import machine_record
 
 VOCABULARY, LENGTH, BATCH, WIDTH, HEADS, LAYERS = 64, 64, 16, 128, 2, 2
 LOSS_SCALE = 2.0**12  # as mixed-precision training has it: dO would underflow in fp16

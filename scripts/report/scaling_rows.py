@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
 from scripts.report.compare_rows import Row, row_of
 from scripts.report.records import RecordsError
+from scripts.testbed.cpu_usage import FOREIGN_LIMIT
 
 
 @dataclass(frozen=True)

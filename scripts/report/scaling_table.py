@@ -9,11 +9,11 @@ every contender, measured or modelled, and what leaves a node and what a rank ho
 import statistics
 from collections.abc import Callable, Iterable
 
-from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
 from scripts.report.compare_rows import Row
 from scripts.report.records import machine_line, markdown_table, print_table
 from scripts.report.records import read as read
 from scripts.report.scaling_rows import AxisRows, Modelled, Place, axes_of, errors
+from scripts.testbed.cpu_usage import FOREIGN_LIMIT
 
 NOTES = """\
 How to read it. All contenders of a point train the same GPT in fp32 on the same batches, by

@@ -7,8 +7,8 @@ travel in fp32 or in bf16, and how long a step takes.
 import statistics
 from collections.abc import Sequence
 
-from megatron_asynchzp.testbed.cpu_usage import FOREIGN_LIMIT
 from scripts.report.records import markdown_table, print_table
+from scripts.testbed.cpu_usage import FOREIGN_LIMIT
 
 
 def wire_table(lines: Sequence[dict]) -> str:

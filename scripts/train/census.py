@@ -25,7 +25,7 @@ from unittest import mock
 
 from megatron_asynchzp.dry_run.pretended_world import Refused, fewest_ranks, parse, patch_megatron
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.testbed.machine import machine_record
+from scripts.testbed.machine import machine_record
 
 _RANKS_PER_NODE = 8
 # Megatron wants 1 with tensor parallelism on Hopper, anything else with its own FSDP.

@@ -12,11 +12,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_asynchzp"
+TESTBED = ROOT / "scripts" / "testbed"
 # fmt: off
 FLOORS = {
     "device": 0, "errors": 0, "replacements": 0, "schedule": 0,
     "sharding": 1, "attention": 1, "checkpoint_files": 1, "comm": 2, "planner": 2, "zero": 3,
-    "mcore": 4, "cpu_platform": 4, "dry_run": 5, "testbed": 5, "launch": 6, "plan": 6,
+    "mcore": 4, "cpu_platform": 4, "dry_run": 5, "launch": 6, "plan": 6,
     "calibrate": 5,
     "sharded_state": 3, "sharded_model": 4,
     "tools": 5, "command": 6,
@@ -98,10 +99,9 @@ def test_the_cpu_platform_stands_alone_and_one_file_of_the_adapter_uses_it():
         if part == "cpu_platform":
             known = ("megatron_asynchzp.cpu_platform", "megatron_asynchzp.replacements")
             assert all(name.startswith(known) for name in modules), path
-        elif part != "testbed" and any("cpu_platform" in name for name in modules):
+        elif any("cpu_platform" in name for name in modules):
             users.add(str(path.relative_to(PACKAGE)))
-    adapter = {user for user in users if not user.startswith("testbed/")}  # measures on the CPU
-    assert adapter == {"mcore/process/platform.py"}
+    assert users == {"mcore/process/platform.py"}
 
 
 def test_megatron_is_imported_by_the_adapter_and_by_five_more_folders():
@@ -110,7 +110,7 @@ def test_megatron_is_imported_by_the_adapter_and_by_five_more_folders():
         for path, part in sources()
         if any(module.split(".")[0] == "megatron" for module in imported_modules(path))
     }
-    assert users == {"mcore", "cpu_platform", "dry_run", "hf", "testbed", "tools"}
+    assert users == {"mcore", "cpu_platform", "dry_run", "hf", "tools"}
 
 
 ONLY_IN = {
@@ -160,8 +160,8 @@ KNOWS_SYSTEMS = ("contenders", "megatron_runs.py")
 def test_the_instruments_of_the_test_bed_import_nothing_that_they_measure():
     instruments = [
         path
-        for path in (PACKAGE / "testbed").rglob("*.py")
-        if path.relative_to(PACKAGE / "testbed").parts[0] not in KNOWS_SYSTEMS
+        for path in TESTBED.rglob("*.py")
+        if path.relative_to(TESTBED).parts[0] not in KNOWS_SYSTEMS
     ]
     assert len(instruments) > 10
     for path in instruments:
@@ -178,8 +178,8 @@ def test_reports_run_nothing_and_scripts_train_nothing_for_benchmarks():
 
 
 def test_no_script_and_no_module_changes_where_imports_are_found():
-    names = ("launch.py", "testbed/rank.py", "plan/command.py")
-    runs_scripts_of_others = {PACKAGE / name for name in names}
+    names = ("launch.py", "plan/command.py")
+    runs_scripts_of_others = {*(PACKAGE / name for name in names), TESTBED / "rank.py"}
     for folder in (PACKAGE, ROOT / "scripts"):
         for path in set(folder.rglob("*.py")) - runs_scripts_of_others:
             for node in ast.walk(ast.parse(path.read_text())):

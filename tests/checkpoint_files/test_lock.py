@@ -9,7 +9,7 @@ import pytest
 
 from megatron_asynchzp.checkpoint_files.errors import CheckpointError
 from megatron_asynchzp.checkpoint_files.lock import OWNER, SaveLock
-from megatron_asynchzp.testbed import ranks
+from scripts.testbed import ranks
 
 
 def _claim_and_wait(folder: str, out) -> None:

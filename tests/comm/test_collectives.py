@@ -12,7 +12,7 @@ from megatron_asynchzp.comm.collectives import (
     reduce_scatter_steps,
     run_steps,
 )
-from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.testbed.ranks import run_ranks
 from tests.support.engine import nested_sizes, shard_groups
 
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp import cpu_platform
-from megatron_asynchzp.testbed import megatron_runs as runs
-from megatron_asynchzp.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER
+from scripts.testbed import megatron_runs as runs
+from scripts.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER
 from tests.support.selection import slow_unless
 from tests.support.world import on_ranks
 

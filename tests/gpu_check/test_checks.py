@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_asynchzp.comm.driver import Task
-from megatron_asynchzp.testbed.megatron_flags import size_flags
 from megatron_asynchzp.zero.unit import HZPUnit
 from scripts.gpu_check import (
     endless,
@@ -24,6 +23,7 @@ from scripts.gpu_check import (
 from scripts.gpu_check.loopback import Case, first_difference, train_both
 from scripts.gpu_check.outcome import CheckFailed, Place
 from scripts.gpu_check.process import Ended
+from scripts.testbed.megatron_flags import size_flags
 from tests.support.new_objects import new_objects_only
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 
 from megatron_asynchzp.hf.export_model import export_model
 from megatron_asynchzp.hf.import_model import import_model
-from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.testbed.ranks import run_ranks
 from tests.hf.models import NAMES, load_model, logits_of, random_model
 from tests.hf.trained import TRAINED, train_and_load
 from tests.support.selection import slow_unless

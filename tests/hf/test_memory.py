@@ -15,8 +15,8 @@ from megatron_asynchzp.hf.config import read_config
 from megatron_asynchzp.hf.export_model import export_model
 from megatron_asynchzp.hf.import_model import import_model
 from megatron_asynchzp.hf.mapping import rules_of
-from megatron_asynchzp.testbed.memory import ResidentMemory
-from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.testbed.memory import ResidentMemory
+from scripts.testbed.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

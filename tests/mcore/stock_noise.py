@@ -16,9 +16,9 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from megatron_asynchzp.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER
-from megatron_asynchzp.testbed.megatron_runs import run_pretrain
-from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER
+from scripts.testbed.megatron_runs import run_pretrain
+from scripts.testbed.ranks import run_ranks
 from tests.mcore.test_parity import ONE_RANK_MODELS, TWO_RANK_MODELS
 from tests.support.parity import NOISE_RECORD, Variant, worst_difference
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.planner.cluster import GIB, cluster_toml, load_cluster
-from megatron_asynchzp.testbed.megatron_flags import flags_of
+from scripts.testbed.megatron_flags import flags_of
 
 STATES = ("param", "grad", "optim")
 # fmt: off

@@ -13,7 +13,7 @@ from megatron.training import global_vars
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.mcore.shard_groups import communicator_options
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.testbed.ranks import run_ranks
 
 CONFIG = """
 dp_cp:

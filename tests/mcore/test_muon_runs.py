@@ -11,14 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_asynchzp.testbed.megatron_flags import size_flags
-from megatron_asynchzp.testbed.megatron_runs import (
-    BF16,
-    MIXTURE_OF_EXPERTS,
-    UNTIED,
-    gpt_args,
-    run_pretrain,
-)
+from scripts.testbed.megatron_flags import size_flags
+from scripts.testbed.megatron_runs import BF16, MIXTURE_OF_EXPERTS, UNTIED, gpt_args, run_pretrain
 from tests.mcore.test_parity import PIPELINE, TENSOR, TWO_EXPERT_RANKS
 from tests.support.checkpoints import NUM_STEPS, SAVED_AT, Job
 from tests.support.engine import nested_sizes

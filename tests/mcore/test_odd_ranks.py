@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron_asynchzp.testbed.megatron_runs import FP16, gpt_args, run_pretrain
-from megatron_asynchzp.testbed.ranks import RankFailure, run_ranks
+from scripts.testbed.megatron_runs import FP16, gpt_args, run_pretrain
+from scripts.testbed.ranks import RankFailure, run_ranks
 from tests.support.parity import size_flags
 from tests.support.world import is_torchrun, on_ranks
 

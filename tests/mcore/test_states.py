@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_asynchzp.testbed.megatron_runs import BF16, MIXTURE_OF_EXPERTS, gpt_args, run_pretrain
+from scripts.testbed.megatron_runs import BF16, MIXTURE_OF_EXPERTS, gpt_args, run_pretrain
 from tests.support.parity import size_flags
 from tests.support.world import on_ranks
 

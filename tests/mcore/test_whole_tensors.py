@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.sharding.topology import ShardSizes
-from megatron_asynchzp.testbed.megatron_runs import (
+from scripts.testbed.megatron_runs import (
     BF16,
     MIXTURE_OF_EXPERTS,
     RunRecord,

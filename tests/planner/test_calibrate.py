@@ -16,7 +16,7 @@ from megatron_asynchzp.planner.cluster import (
     cluster_toml,
     read_cluster,
 )
-from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.testbed.ranks import run_ranks
 
 
 @pytest.mark.parametrize("shared", [False, True])

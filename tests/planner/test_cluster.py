@@ -19,7 +19,7 @@ from megatron_asynchzp.planner.cluster import (
     load_cluster,
     read_cluster,
 )
-from megatron_asynchzp.testbed.profile import PROFILES
+from scripts.testbed.profile import PROFILES
 
 FLAT = Cluster("flat", 2, 4, Device(100, 80), Link(10.0), Link(1.0))
 

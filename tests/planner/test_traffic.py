@@ -37,12 +37,8 @@ from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES, UnitInFlight
 from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.testbed.fabric.reduction import Reduction
-from megatron_asynchzp.testbed.fabric.rings import (
-    ring_all_gather,
-    ring_all_reduce,
-    ring_reduce_scatter,
-)
+from scripts.testbed.fabric.reduction import Reduction
+from scripts.testbed.fabric.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from tests.support import pipeline_stage
 from tests.support.pipeline_order import Stage
 from tests.support.recording_device import CountingDevice

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
+from scripts.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 from tests.support.parity import Sizes, size_flags
 
 SAVED_AT, NUM_STEPS = 3, 6

@@ -6,7 +6,7 @@ slots and dtypes."""
 import random
 from typing import Any
 
-from megatron_asynchzp.testbed.megatron_flags import flags_of
+from scripts.testbed.megatron_flags import flags_of
 from tests.support.engine import nested_sizes
 
 _SEQ_LENGTH = 1024

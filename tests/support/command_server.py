@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_asynchzp.testbed import ranks
+from scripts.testbed import ranks
 
 _ROOT = Path(__file__).parents[2]
 

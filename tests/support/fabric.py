@@ -4,9 +4,9 @@
 
 import torch.distributed as dist
 
-from megatron_asynchzp.testbed import fabric
-from megatron_asynchzp.testbed.fabric.network import Network
-from megatron_asynchzp.testbed.profile import NetworkProfile
+from scripts.testbed import fabric
+from scripts.testbed.fabric.network import Network
+from scripts.testbed.profile import NetworkProfile
 
 
 def replace_default_group(profile: NetworkProfile = NetworkProfile()) -> Network:

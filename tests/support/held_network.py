@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """A network that notes every collective it is given and that a test can hold shut: the default
-group of megatron_asynchzp/testbed/ranks.py, made anew. Knows nothing of who communicates.
+group of scripts/testbed/ranks.py, made anew. Knows nothing of who communicates.
 """
 
 import threading
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megatron_asynchzp.testbed.fabric import FabricGroup
-from megatron_asynchzp.testbed.fabric.group import BACKEND
-from megatron_asynchzp.testbed.fabric.network import Network
-from megatron_asynchzp.testbed.profile import NetworkProfile
+from scripts.testbed.fabric import FabricGroup
+from scripts.testbed.fabric.group import BACKEND
+from scripts.testbed.fabric.network import Network
+from scripts.testbed.profile import NetworkProfile
 from tests.support import engine
 
 _LONGEST_S = 15.0

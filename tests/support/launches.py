@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_asynchzp.testbed import ranks
+from scripts.testbed import ranks
 
 
 class Ended(NamedTuple):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from megatron_asynchzp.testbed.memory import MemoryCount, install_memory_count
+from scripts.testbed.memory import MemoryCount, install_memory_count
 
 
 @contextmanager

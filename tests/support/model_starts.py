@@ -11,8 +11,8 @@ from unittest import mock
 
 import torch
 
-from megatron_asynchzp.testbed import megatron_runs
-from megatron_asynchzp.testbed.memory import MemoryCount
+from scripts.testbed import megatron_runs
+from scripts.testbed.memory import MemoryCount
 
 
 class StartMemory(NamedTuple):

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megatron_asynchzp.testbed.megatron_flags import size_flags
-from megatron_asynchzp.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
+from scripts.testbed.megatron_flags import size_flags
+from scripts.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 
 Sizes = tuple[int, int, int]
 FP32_TOLERANCE = 1e-6

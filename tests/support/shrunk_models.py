@@ -6,7 +6,7 @@ DeepSeek-V3, in tests/functional_tests/test_cases/mixtral/deepseekv3_proxy_flex_
 data, precision (fp32, so that bounds are tight), batch, learning rate.
 """
 
-from megatron_asynchzp.testbed.megatron_flags import flags_of
+from scripts.testbed.megatron_flags import flags_of
 from tests.support.parity import Variant
 
 _UNTIED = ("--untie-embeddings-and-output-weights", "--disable-bias-linear")

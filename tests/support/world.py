@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_asynchzp.testbed.ranks import RankFailure, run_ranks
+from scripts.testbed.ranks import RankFailure, run_ranks
 
 
 def on_ranks(fn: Callable, world_size: int, *args: Any, **options: Any) -> list[Any]:

@@ -8,13 +8,13 @@ import json
 
 import pytest
 
-from megatron_asynchzp.testbed.contenders.schedules import CONTENDERS
 from scripts.bench import bench_schedules
 from scripts.bench.bench_schedules import parse_args
 from scripts.report import schedule_bars
 from scripts.report.published import PICTURES
 from scripts.report.records import read as records_of
 from scripts.report.records import split
+from scripts.testbed.contenders.schedules import CONTENDERS
 
 ENGINES = [
     name for name in CONTENDERS if name.split(",")[0] in ("threaded", "main-thread", "inline")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_asynchzp.testbed import __main__ as testbed
-from megatron_asynchzp.testbed.command import RankCommand, run_as_ranks
+from scripts.testbed import __main__ as testbed
+from scripts.testbed.command import RankCommand, run_as_ranks
 
 SCRIPT = """
 import sys
@@ -37,7 +37,7 @@ def test_an_unmodified_script_on_gloo_is_on_the_modelled_network(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "neighbour.py").write_text("WORD = 'found'")
     options = ["--nodes", "2", "--ranks", "1", "--inter-gbit", "0.1"]
-    command = ["-m", "megatron_asynchzp.testbed", *options]
+    command = ["-m", "scripts.testbed", *options]
     process = start(*command, "--", str(tmp_path / "script.py"), "x")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -49,7 +49,7 @@ def test_an_unmodified_script_on_gloo_is_on_the_modelled_network(tmp_path):
 
 RUN_TWO = """
 import sys
-from megatron_asynchzp.testbed.command import RankCommand, run_as_ranks
+from scripts.testbed.command import RankCommand, run_as_ranks
 
 sys.exit(run_as_ranks("testbed", [RankCommand([sys.executable, *sys.argv[1:]], {})] * 2))
 """

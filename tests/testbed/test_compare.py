@@ -10,18 +10,6 @@ from types import SimpleNamespace
 import pytest
 from matplotlib.figure import Figure
 
-from megatron_asynchzp.testbed.contenders.side_by_side import (
-    MICRO_BATCHES,
-    ND,
-    OURS,
-    SHARDED,
-    contenders,
-    pipelines,
-)
-from megatron_asynchzp.testbed.contenders.workload import Workload
-from megatron_asynchzp.testbed.cpu_usage import foreign_share
-from megatron_asynchzp.testbed.machine import machine_record, versions
-from megatron_asynchzp.testbed.profile import NetworkProfile
 from scripts.bench.compare import parse_args
 from scripts.bench.compare_calibration import emulated_ms, ring_all_gather_ms
 from scripts.bench.compare_plan import PUBLISHED
@@ -30,6 +18,18 @@ from scripts.report.compare_memory import memory_table
 from scripts.report.compare_picture import draw
 from scripts.report.compare_rows import NO_NETWORK, comparisons, losses_agree, orders, sharded_peers
 from scripts.report.compare_table import cells, markdown, networks_table
+from scripts.testbed.contenders.side_by_side import (
+    MICRO_BATCHES,
+    ND,
+    OURS,
+    SHARDED,
+    contenders,
+    pipelines,
+)
+from scripts.testbed.contenders.workload import Workload
+from scripts.testbed.cpu_usage import foreign_share
+from scripts.testbed.machine import machine_record, versions
+from scripts.testbed.profile import NetworkProfile
 
 LOSSES = [4.9, 4.6, 4.4]
 

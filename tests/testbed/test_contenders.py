@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_asynchzp.testbed.contenders.adam import FusedAdam, new_adamw
-from megatron_asynchzp.testbed.contenders.megatron_run import train_megatron
-from megatron_asynchzp.testbed.contenders.side_by_side import Contender, contenders
-from megatron_asynchzp.testbed.contenders.torch_run import (
+from scripts.report.compare_rows import losses_agree
+from scripts.testbed.contenders.adam import FusedAdam, new_adamw
+from scripts.testbed.contenders.megatron_run import train_megatron
+from scripts.testbed.contenders.side_by_side import Contender, contenders
+from scripts.testbed.contenders.torch_run import (
     batches,
     initialize,
     missing,
@@ -26,12 +27,11 @@ from megatron_asynchzp.testbed.contenders.torch_run import (
     new_stepper,
     train_torch,
 )
-from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
-from megatron_asynchzp.testbed.fabric.network import Network
-from megatron_asynchzp.testbed.fabric.streams import install_streams
-from megatron_asynchzp.testbed.profile import NetworkProfile
-from megatron_asynchzp.testbed.ranks import run_ranks
-from scripts.report.compare_rows import losses_agree
+from scripts.testbed.contenders.workload import RankReport, Workload
+from scripts.testbed.fabric.network import Network
+from scripts.testbed.fabric.streams import install_streams
+from scripts.testbed.profile import NetworkProfile
+from scripts.testbed.ranks import run_ranks
 from tests.support.fabric import replace_default_group
 
 WORK = Workload(

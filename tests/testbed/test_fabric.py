@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.testbed import fabric
-from megatron_asynchzp.testbed.fabric.wire import FabricError
-from megatron_asynchzp.testbed.profile import NetworkProfile
-from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.testbed import fabric
+from scripts.testbed.fabric.wire import FabricError
+from scripts.testbed.profile import NetworkProfile
+from scripts.testbed.ranks import run_ranks
 from tests.support.fabric import replace_default_group
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
-from megatron_asynchzp.testbed import memory
-from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.testbed import memory
+from scripts.testbed.ranks import run_ranks
 
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("c++")), reason="needs a C++ compiler"

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_asynchzp.testbed.counters import Account, Counters, Span, Tally, total
-from megatron_asynchzp.testbed.fabric import nic
-from megatron_asynchzp.testbed.profile import (
+from scripts.testbed.counters import Account, Counters, Span, Tally, total
+from scripts.testbed.fabric import nic
+from scripts.testbed.profile import (
     PROFILES,
     NetworkProfile,
     ProfileError,

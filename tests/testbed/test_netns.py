@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_asynchzp.testbed import netns
+from scripts.testbed import netns
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import os, torch, torch.distributed as dist
-from megatron_asynchzp.testbed import fabric
+from scripts.testbed import fabric
 fabric.register()
 dist.init_process_group("fabric")
 tensor = torch.ones(1 << 18)

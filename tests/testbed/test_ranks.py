@@ -12,15 +12,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_asynchzp.testbed.profile import NetworkProfile
-from megatron_asynchzp.testbed.ranks import (
-    Cluster,
-    Place,
-    RankFailure,
-    join_gloo,
-    run_ranks,
-    start_process,
-)
+from scripts.testbed.profile import NetworkProfile
+from scripts.testbed.ranks import Cluster, Place, RankFailure, join_gloo, run_ranks, start_process
 
 
 def _count(folder: Path, name: str) -> int:

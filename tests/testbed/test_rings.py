@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_asynchzp.testbed.fabric import rings
-from megatron_asynchzp.testbed.fabric.reduction import reduction_of
+from scripts.testbed.fabric import rings
+from scripts.testbed.fabric.reduction import reduction_of
 
 WORLDS = st.integers(1, 5)
 

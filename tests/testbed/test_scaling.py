@@ -8,9 +8,6 @@ import time
 
 import pytest
 
-from megatron_asynchzp.testbed.contenders.workload import RankReport
-from megatron_asynchzp.testbed.profile import named_profile
-from megatron_asynchzp.testbed.ranks import RankFailure
 from megatron_asynchzp.tools.styles import OURS as OURS_COLOUR
 from scripts.bench import scaling
 from scripts.bench.scaling import Study, parse_args
@@ -19,6 +16,9 @@ from scripts.bench.step_model import SYSTEMS, DistributedOptimizer
 from scripts.report import scaling_picture
 from scripts.report.scaling_rows import RecordsError, axes_of
 from scripts.report.scaling_table import markdown
+from scripts.testbed.contenders.workload import RankReport
+from scripts.testbed.profile import named_profile
+from scripts.testbed.ranks import RankFailure
 
 ALL = [axis.name for axis in AXES]
 DO, ZERO3, HSDP, OURS = (system.name for system in SYSTEMS)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_asynchzp.testbed.profile import NetworkProfile
 from scripts.bench.scaling_points import slowed
 from scripts.bench.step_model import (
     HSDP,
@@ -19,6 +18,7 @@ from scripts.bench.step_model import (
     ModelledRun,
     ZeRO3,
 )
+from scripts.testbed.profile import NetworkProfile
 
 speeds = st.floats(0.01, 100)
 profiles = st.builds(

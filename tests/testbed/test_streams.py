@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from megatron_asynchzp.testbed.fabric import streams
+from scripts.testbed.fabric import streams
 
 
 class Task:

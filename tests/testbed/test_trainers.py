@@ -11,16 +11,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
-from megatron_asynchzp.testbed.fabric.streams import host_waits, install_streams
-from megatron_asynchzp.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER
-from megatron_asynchzp.testbed.megatron_runs import (
-    MEGATRON_HSDP,
-    MIXTURE_OF_EXPERTS,
-    gpt_args,
-    run_pretrain,
-)
-from megatron_asynchzp.testbed.profile import NetworkProfile
-from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.testbed.fabric.streams import host_waits, install_streams
+from scripts.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER
+from scripts.testbed.megatron_runs import MEGATRON_HSDP, MIXTURE_OF_EXPERTS, gpt_args, run_pretrain
+from scripts.testbed.profile import NetworkProfile
+from scripts.testbed.ranks import run_ranks
 from tests.support import engine
 from tests.support.fabric import replace_default_group
 from tests.support.toy_models import toy_batch, toy_loss

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.testbed.ranks import run_ranks
 from tests.support.engine import build_toy, shard_model
 from tests.support.held_network import HeldNetwork, replace_default_group
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss

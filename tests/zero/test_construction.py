@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_asynchzp.testbed.memory import ResidentMemory
-from megatron_asynchzp.testbed.ranks import run_ranks
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.plan import UnitPlan, plan_units
 from megatron_asynchzp.zero.unit import HZPUnit
+from scripts.testbed.memory import ResidentMemory
+from scripts.testbed.ranks import run_ranks
 from tests.support.engine import nested_sizes, shard_groups
 from tests.support.live_memory import live_nbytes
 from tests.support.toy_models import Block

@@ -17,7 +17,7 @@ from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
 from megatron_asynchzp.sharding.topology import MeshAxis
-from megatron_asynchzp.testbed.ranks import observe_ranks, run_ranks
+from scripts.testbed.ranks import observe_ranks, run_ranks
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.selection import slow_unless
 from tests.support.toy_models import RoutedLM

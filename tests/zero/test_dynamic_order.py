@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer
 from tests.support.selection import slow_unless
 from tests.support.toy_models import RoutedLM, toy_batch, toy_loss

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy, nested_sizes
 from tests.support.toy_models import toy_batch, toy_loss
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_asynchzp.comm.driver import CollectiveFailure
 from megatron_asynchzp.comm.timeline import LANES
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
-from megatron_asynchzp.testbed.ranks import observe_ranks, run_ranks
+from scripts.testbed.ranks import observe_ranks, run_ranks
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.selection import slow_unless
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from megatron_asynchzp.comm.collectives import run_steps, split_for_reduction
 from megatron_asynchzp.sharding.pieces import grad_pieces
 from megatron_asynchzp.sharding.topology import MeshAxis, ShardSizes, ShardTopology
-from megatron_asynchzp.testbed.counters import total
-from megatron_asynchzp.testbed.ranks import run_ranks
 from megatron_asynchzp.zero.unit import HZPUnit
+from scripts.testbed.counters import total
+from scripts.testbed.ranks import run_ranks
 from tests.support.engine import nested_sizes, shard_groups
 from tests.support.fabric import replace_default_group
 

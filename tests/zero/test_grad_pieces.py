@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.testbed.ranks import run_ranks
 from megatron_asynchzp.zero.config import start_driver
 from megatron_asynchzp.zero.step import StepScheduler
+from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.recording_device import RecordingDevice, RecordingHost
 from tests.support.scheduler_program import UnitShape, new_unit, recorded_groups

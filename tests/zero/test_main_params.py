@@ -7,9 +7,9 @@ those of a plain fp32 optimizer.
 import torch
 from torch import nn
 
-from megatron_asynchzp.testbed.ranks import run_ranks
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.plan import plan_units
+from scripts.testbed.ranks import run_ranks
 from tests.support.engine import nested_sizes, shard_groups
 
 # A bf16 number between 1 and 2 has neighbours 2^-7 away, and keeps what changes by less than half

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy
 
 

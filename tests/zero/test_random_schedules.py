@@ -20,9 +20,9 @@ from megatron_asynchzp.comm.thread_driver import ThreadDriver
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.testbed.ranks import run_ranks
 from megatron_asynchzp.zero.config import start_driver
 from megatron_asynchzp.zero.step import Stays
+from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.toy_models import toy_batch, toy_loss
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_asynchzp.comm.arena import Arena, Place
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.selection import slow_unless
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss

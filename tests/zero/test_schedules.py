@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.driver import Task
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
-from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy
 
 TIED, BF16, RECOMPUTED = MODELS = [

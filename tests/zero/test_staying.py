@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES
-from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.live_memory import counted_allocations
 from tests.support.pipeline_order import Stage, most_kept_gaps

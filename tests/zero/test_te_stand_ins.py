@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, nested_sizes
 from tests.support.selection import slow_unless
 from tests.support.te_stand_ins import build_te_toy

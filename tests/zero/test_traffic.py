@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.testbed.ranks import run_ranks
+from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.held_network import Submitted, replace_default_group
 from tests.support.toy_models import toy_batch, toy_loss

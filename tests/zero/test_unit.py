@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp.comm.collectives import run_steps
-from megatron_asynchzp.testbed.ranks import run_ranks
 from megatron_asynchzp.zero.unit import HZPUnit, IllegalTransition, Phase
+from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy, nested_sizes, shard_groups
 from tests.support.live_memory import live_nbytes
 from tests.support.toy_models import toy_batch, toy_loss

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_asynchzp.testbed.megatron_runs import MIXTURE_OF_EXPERTS, gpt_args, run_pretrain
+from scripts.testbed.megatron_runs import MIXTURE_OF_EXPERTS, gpt_args, run_pretrain
 from tests.support.world import on_ranks
 
 PASA = ["--use-pasa-attention"]

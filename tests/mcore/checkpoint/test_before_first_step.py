@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_asynchzp.checkpoint_files.errors import CheckpointError
-from megatron_asynchzp.testbed.megatron_runs import FP16, RunRecord, run_pretrain
+from scripts.testbed.megatron_runs import FP16, RunRecord, run_pretrain
 from tests.mcore.checkpoint.test_moments import ROUNDED
 from tests.support.checkpoints import (
     NUM_STEPS,

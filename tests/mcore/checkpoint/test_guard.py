@@ -18,7 +18,7 @@ from megatron_asynchzp.checkpoint_files.lock import SaveLock
 from megatron_asynchzp.checkpoint_files.manifest import MANIFEST
 from megatron_asynchzp.mcore.checkpoint import guard
 from megatron_asynchzp.mcore.checkpoint.guard import chosen_metadata
-from megatron_asynchzp.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
+from scripts.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 from tests.support.checkpoint_damage import DATA, HARMFUL, NEWER, OLDER
 from tests.support.saved_state import read_state
 from tests.support.world import on_ranks

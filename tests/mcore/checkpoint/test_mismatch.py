@@ -15,7 +15,7 @@ from megatron_asynchzp.checkpoint_files.peers import Alone
 from megatron_asynchzp.mcore.checkpoint import mismatch
 from megatron_asynchzp.mcore.checkpoint.causes import CAUSES, flag_of
 from megatron_asynchzp.mcore.checkpoint.mismatch import compare
-from megatron_asynchzp.testbed.megatron_runs import gpt_args, initialized_args, tear_down
+from scripts.testbed.megatron_runs import gpt_args, initialized_args, tear_down
 from tests.support.world import on_ranks
 
 _ROPE = "--position-embedding-type rope"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_asynchzp.testbed.megatron_runs import BF16
+from scripts.testbed.megatron_runs import BF16
 from tests.support.checkpoints import SAVED_AT, Job, find_differences, read_tensors
 from tests.support.world import on_ranks
 

@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_asynchzp.testbed.megatron_runs import (
-    BF16,
-    FP16,
-    FULL_RECOMPUTE,
-    MIXTURE_OF_EXPERTS,
-    UNTIED,
-)
+from scripts.testbed.megatron_runs import BF16, FP16, FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED
 from tests.mcore.test_parity import INTERLEAVED, ONE_BY_ONE, PIPELINE, TENSOR, TWO_EXPERT_RANKS
 from tests.support.checkpoints import (
     NUM_STEPS,

@@ -14,8 +14,8 @@ from megatron_asynchzp.device import CpuDevice, StreamDevice
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.process.communication import Communication
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.testbed.megatron_runs import gpt_args, run_pretrain
 from megatron_asynchzp.zero.step import Stays
+from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from tests.support.parity import size_flags
 from tests.support.world import on_ranks
 

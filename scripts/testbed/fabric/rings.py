@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy
 import torch
 
-from megatron_asynchzp.testbed.fabric.reduction import Reduction
+from scripts.testbed.fabric.reduction import Reduction
 
 Chunks = Sequence[torch.Tensor] | torch.Tensor
 """One tensor for each rank of a group; a tensor in two dimensions stands for its rows."""

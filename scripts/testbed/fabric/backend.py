@@ -3,7 +3,7 @@
 """Owns the torch.distributed backend "fabric": process groups that behave like NCCL's (one
 operation of a group after the other, asynchronous to the caller) over a modelled network.
 
-    from megatron_asynchzp.testbed import fabric
+    from scripts.testbed import fabric
     network = fabric.register()              # the profile of ASYNCHZP_FABRIC_*
     dist.init_process_group("fabric")        # or dist.new_group(backend="fabric")
     ...
@@ -19,19 +19,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.testbed.fabric import rings
-from megatron_asynchzp.testbed.fabric.group import BACKEND, LaneGroup
-from megatron_asynchzp.testbed.fabric.lane import FabricWork
-from megatron_asynchzp.testbed.fabric.network import Link, Network
-from megatron_asynchzp.testbed.fabric.reduction import reduction_of
-from megatron_asynchzp.testbed.fabric.staging import (
+from scripts.testbed.fabric import rings
+from scripts.testbed.fabric.group import BACKEND, LaneGroup
+from scripts.testbed.fabric.lane import FabricWork
+from scripts.testbed.fabric.network import Link, Network
+from scripts.testbed.fabric.reduction import reduction_of
+from scripts.testbed.fabric.staging import (
     copy_unless_same,
     described,
     flattened,
     staged,
     staged_all,
 )
-from megatron_asynchzp.testbed.profile import NetworkProfile, profile_from_env
+from scripts.testbed.profile import NetworkProfile, profile_from_env
 
 Tensors = list[torch.Tensor]
 

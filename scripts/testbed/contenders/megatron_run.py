@@ -9,17 +9,12 @@ from typing import Any
 
 import torch
 
-from megatron_asynchzp.testbed.contenders.layer_delay import layers_take
-from megatron_asynchzp.testbed.contenders.step_meter import StepMeter
-from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
-from megatron_asynchzp.testbed.fabric import streams
-from megatron_asynchzp.testbed.fabric.network import Network
-from megatron_asynchzp.testbed.megatron_runs import (
-    close_communication,
-    listening,
-    patched,
-    pretrain,
-)
+from scripts.testbed.contenders.layer_delay import layers_take
+from scripts.testbed.contenders.step_meter import StepMeter
+from scripts.testbed.contenders.workload import RankReport, Workload
+from scripts.testbed.fabric import streams
+from scripts.testbed.fabric.network import Network
+from scripts.testbed.megatron_runs import close_communication, listening, patched, pretrain
 
 
 def train_megatron(

@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharded_model import new_runtime
 from megatron_asynchzp.sharding.topology import ShardSizes
-from megatron_asynchzp.testbed.contenders.adam import new_adamw
-from megatron_asynchzp.testbed.contenders.delayed_model import DelayedModel, ModelSize, batch_of
-from megatron_asynchzp.testbed.contenders.fsdp2 import shard_fully
-from megatron_asynchzp.testbed.contenders.hierarchical_baseline import HierarchicalBaseline
+from scripts.testbed.contenders.adam import new_adamw
+from scripts.testbed.contenders.delayed_model import DelayedModel, ModelSize, batch_of
+from scripts.testbed.contenders.fsdp2 import shard_fully
+from scripts.testbed.contenders.hierarchical_baseline import HierarchicalBaseline
 
 
 class Contender:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_asynchzp.testbed.contenders.adam import new_adamw
+from scripts.testbed.contenders.adam import new_adamw
 
 
 class _UnitState:

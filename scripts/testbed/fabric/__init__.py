@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch.distributed backend "fabric" on CPUs, over a modelled network:
 
-from megatron_asynchzp.testbed import fabric
+from scripts.testbed import fabric
 
 network = fabric.register()              # the profile of ASYNCHZP_FABRIC_*
 dist.init_process_group("fabric")        # or dist.new_group(backend="fabric")
@@ -10,6 +10,6 @@ dist.init_process_group("fabric")        # or dist.new_group(backend="fabric")
 network.counters.snapshot()              # wire bytes, operations, busy seconds
 """
 
-from megatron_asynchzp.testbed.fabric.backend import BACKEND, FabricGroup, register
+from scripts.testbed.fabric.backend import BACKEND, FabricGroup, register
 
 __all__ = ["BACKEND", "FabricGroup", "register"]

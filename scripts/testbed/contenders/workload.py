@@ -4,7 +4,7 @@
 
 from dataclasses import dataclass, field
 
-from megatron_asynchzp.testbed.megatron_flags import flags_of
+from scripts.testbed.megatron_flags import flags_of
 
 _WORDS = 128  # the vocabulary, padded
 

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a command on the test-bed: runs an unmodified Python script whose process groups on
-gloo are on the modelled network instead. Started by `python -m megatron_asynchzp.testbed`.
+gloo are on the modelled network instead. Started by `python -m scripts.testbed`.
 
-    python -m megatron_asynchzp.testbed.rank SCRIPT ...      or      ... -m MODULE ...
+    python -m scripts.testbed.rank SCRIPT ...      or      ... -m MODULE ...
 """
 
 import ctypes
@@ -27,19 +27,19 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)  # with the process that started it
     import torch
 
-    from megatron_asynchzp.testbed import fabric
+    from scripts.testbed import fabric
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     network = fabric.register()
     _replace_gloo(fabric.BACKEND)
     if os.environ.get(STREAMS):
-        from megatron_asynchzp.testbed.fabric.streams import install_streams
+        from scripts.testbed.fabric.streams import install_streams
 
         install_streams()
     try:
         _run(sys.argv[1:])
     finally:
-        from megatron_asynchzp.testbed.counters import total
+        from scripts.testbed.counters import total
 
         sent = total(network.counters.snapshot().values())
         file = Path(os.environ[COUNTS], f"{os.environ['RANK']}.json")

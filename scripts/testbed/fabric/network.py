@@ -7,10 +7,10 @@ import threading
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from megatron_asynchzp.testbed.counters import Account, Counters
-from megatron_asynchzp.testbed.fabric.nic import NicClocks, sleep_until
-from megatron_asynchzp.testbed.fabric.wire import COLLECTIVE, Message, Wire
-from megatron_asynchzp.testbed.profile import NetworkProfile
+from scripts.testbed.counters import Account, Counters
+from scripts.testbed.fabric.nic import NicClocks, sleep_until
+from scripts.testbed.fabric.wire import COLLECTIVE, Message, Wire
+from scripts.testbed.profile import NetworkProfile
 
 
 class Network:

@@ -6,8 +6,8 @@ reason why it is not run.
 
 from dataclasses import dataclass
 
-from megatron_asynchzp.testbed.contenders.workload import Workload
-from megatron_asynchzp.testbed.megatron_flags import (
+from scripts.testbed.contenders.workload import Workload
+from scripts.testbed.megatron_flags import (
     DISTRIBUTED_OPTIMIZER,
     MEGATRON_FSDP,
     flags_of,

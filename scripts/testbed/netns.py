@@ -3,7 +3,7 @@
 """Owns the other substrate: network namespaces of the kernel as nodes, with shaped links, and a
 command run as ranks in them. For confirmation runs.
 
-    python -m megatron_asynchzp.testbed.netns --nodes 2 --inter 1gbit -- python program.py ...
+    python -m scripts.testbed.netns --nodes 2 --inter 1gbit -- python program.py ...
 
     namespace node0: rank 0, rank 1 (over its lo)  eth0 --+
                                                           +-- bridge (namespace switch)
@@ -21,8 +21,8 @@ import shutil
 import subprocess
 import sys
 
-from megatron_asynchzp.testbed.command import RankCommand, count, run_as_ranks, split_command
-from megatron_asynchzp.testbed.ranks import Place
+from scripts.testbed.command import RankCommand, count, run_as_ranks, split_command
+from scripts.testbed.ranks import Place
 
 _INSIDE = "ASYNCHZP_NETNS_INSIDE"
 _PORT = 29511  # the namespaces are new, so it is free

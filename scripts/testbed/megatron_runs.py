@@ -27,8 +27,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.testbed.megatron_flags import MEGATRON_FSDP, flags_of
-from megatron_asynchzp.testbed.tiny_gpt import BASE_SEED, LineDataset, seed_parameters
+from scripts.testbed.megatron_flags import MEGATRON_FSDP, flags_of
+from scripts.testbed.tiny_gpt import BASE_SEED, LineDataset, seed_parameters
 
 # fmt: off
 BASE_ARGS = [

@@ -27,7 +27,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megatron_asynchzp.testbed.profile import NetworkProfile
+from scripts.testbed.profile import NetworkProfile
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed"])
@@ -92,7 +92,7 @@ def join_gloo(place: Place) -> tuple[()]:
 
 def join_fabric(profile: NetworkProfile, place: Place) -> tuple[Any]:
     """The default group is on the modelled network; `fn` gets the Network."""
-    from megatron_asynchzp.testbed import fabric
+    from scripts.testbed import fabric
 
     network = fabric.register(profile)
     _init_group(fabric.BACKEND, place, timeout_s=60)

@@ -7,14 +7,14 @@ import gc
 import time
 from collections.abc import Callable
 
-from megatron_asynchzp.testbed.contenders.adam import FusedAdam
-from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
-from megatron_asynchzp.testbed.counters import total
-from megatron_asynchzp.testbed.cpu_usage import machine_cpu_s, own_cpu_s
-from megatron_asynchzp.testbed.fabric import lane
-from megatron_asynchzp.testbed.fabric.network import Network
-from megatron_asynchzp.testbed.fabric.streams import host_waits
-from megatron_asynchzp.testbed.memory import install_memory_count
+from scripts.testbed.contenders.adam import FusedAdam
+from scripts.testbed.contenders.workload import RankReport, Workload
+from scripts.testbed.counters import total
+from scripts.testbed.cpu_usage import machine_cpu_s, own_cpu_s
+from scripts.testbed.fabric import lane
+from scripts.testbed.fabric.network import Network
+from scripts.testbed.fabric.streams import host_waits
+from scripts.testbed.memory import install_memory_count
 
 
 class StepMeter:

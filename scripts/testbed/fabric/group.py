@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.testbed.counters import Account, Span
-from megatron_asynchzp.testbed.fabric.lane import FabricWork, Lane
-from megatron_asynchzp.testbed.fabric.network import Link, Network
-from megatron_asynchzp.testbed.fabric.staging import described, flattened, staged
-from megatron_asynchzp.testbed.fabric.wire import COLLECTIVE, POINT_TO_POINT, FabricError, Wire
+from scripts.testbed.counters import Account, Span
+from scripts.testbed.fabric.lane import FabricWork, Lane
+from scripts.testbed.fabric.network import Link, Network
+from scripts.testbed.fabric.staging import described, flattened, staged
+from scripts.testbed.fabric.wire import COLLECTIVE, POINT_TO_POINT, FabricError, Wire
 
 BACKEND = "fabric"
 _JOIN_S = 10.0

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_asynchzp.testbed.contenders.adam import new_adamw
-from megatron_asynchzp.testbed.contenders.fsdp2 import gpt_units, shard_fully
-from megatron_asynchzp.testbed.contenders.layer_delay import layers_take
-from megatron_asynchzp.testbed.contenders.step_meter import StepMeter
-from megatron_asynchzp.testbed.contenders.workload import RankReport, Workload
-from megatron_asynchzp.testbed.fabric.network import Network
-from megatron_asynchzp.testbed.fabric.streams import install_streams
-from megatron_asynchzp.testbed.megatron_runs import compiled_helpers, initialized_args
-from megatron_asynchzp.testbed.tiny_gpt import LineDataset, seed_parameters
+from scripts.testbed.contenders.adam import new_adamw
+from scripts.testbed.contenders.fsdp2 import gpt_units, shard_fully
+from scripts.testbed.contenders.layer_delay import layers_take
+from scripts.testbed.contenders.step_meter import StepMeter
+from scripts.testbed.contenders.workload import RankReport, Workload
+from scripts.testbed.fabric.network import Network
+from scripts.testbed.fabric.streams import install_streams
+from scripts.testbed.megatron_runs import compiled_helpers, initialized_args
+from scripts.testbed.tiny_gpt import LineDataset, seed_parameters
 
 DEEPSPEED = "deepspeed==0.19.8"
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
-from megatron_asynchzp.testbed.fabric.streams import current_stream
-from megatron_asynchzp.testbed.fabric.wire import FabricError
+from scripts.testbed.fabric.streams import current_stream
+from scripts.testbed.fabric.wire import FabricError
 
 
 class _Thread(threading.local):

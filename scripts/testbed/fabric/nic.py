@@ -12,7 +12,7 @@ from itertools import chain
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from megatron_asynchzp.testbed.profile import NetworkProfile
+from scripts.testbed.profile import NetworkProfile
 
 _MAX_NODES = 1024
 _MAX_SPANS = 63

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron_asynchzp.testbed.contenders.layer_delay import Delay
+from scripts.testbed.contenders.layer_delay import Delay
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 """Runs a Python script on an emulated cluster: one process per rank on this machine, and a modelled
 network between them in place of gloo.
 
-    python -m megatron_asynchzp.testbed --nodes 2 --ranks 2 --profile fast -- SCRIPT ...
+    python -m scripts.testbed --nodes 2 --ranks 2 --profile fast -- SCRIPT ...
 """
 
 import argparse
@@ -14,17 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from megatron_asynchzp.testbed.command import RankCommand, count, run_as_ranks, split_command
-from megatron_asynchzp.testbed.profile import PROFILES, named_profile, profile_to_env
-from megatron_asynchzp.testbed.rank import COUNTS, STREAMS
-from megatron_asynchzp.testbed.ranks import Place, new_store
+from scripts.testbed.command import RankCommand, count, run_as_ranks, split_command
+from scripts.testbed.profile import PROFILES, named_profile, profile_to_env
+from scripts.testbed.rank import COUNTS, STREAMS
+from scripts.testbed.ranks import Place, new_store
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """The options, with `profile` as a NetworkProfile, and the ranks' script as `command`."""
     parser = argparse.ArgumentParser(
         prog="testbed",
-        usage="python -m megatron_asynchzp.testbed [options] -- SCRIPT ... (or -m MODULE ...)",
+        usage="python -m scripts.testbed [options] -- SCRIPT ... (or -m MODULE ...)",
         description=(__doc__ or "").split("\n\n")[0],
         epilog="The status is that of the first rank that fails. See docs/testbed.md.",
     )
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
-        rank_of = [sys.executable, "-m", "megatron_asynchzp.testbed.rank", *args.command]
+        rank_of = [sys.executable, "-m", "scripts.testbed.rank", *args.command]
         world_size = args.nodes * args.ranks
         places = [Place(rank, world_size, args.ranks, store.port) for rank in range(world_size)]
         commands = [RankCommand(rank_of, env | place.environment()) for place in places]
