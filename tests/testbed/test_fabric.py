@@ -249,6 +249,32 @@ def test_a_collective_lasts_at_least_its_modelled_time_and_does_not_hold_the_cal
     assert min(i - b for b, i in zip(begun, issued)) < modelled_s / 2
 
 
+def send_without_receiving() -> dict[str, float]:
+    """Seconds of each operation in which rank 0 sends and gets nothing."""
+    replace_default_group(NetworkProfile("test", inter_gbit=0.2, ranks_per_node=1))
+    r, tensor, took_s = dist.get_rank(), torch.zeros(2**18), {}
+    both = [tensor, tensor] if r == 0 else None
+    operations = {
+        "send": lambda: dist.recv(tensor, 0) if r else dist.send(tensor, 1),
+        "broadcast": lambda: dist.broadcast(tensor, 0),
+        "reduce": lambda: dist.reduce(tensor, 1),
+        "scatter": lambda: dist.scatter(tensor.clone(), both, 0),
+        "gather": lambda: dist.gather(tensor, None if r == 0 else [tensor, tensor.clone()], 1),
+    }
+    for name, operation in operations.items():
+        dist.barrier()
+        begin_s = time.monotonic()
+        operation()
+        took_s[name] = time.monotonic() - begin_s
+    return took_s
+
+
+def test_who_only_sends_is_held_up_by_its_own_card_too():
+    modelled_s = 2**20 * 8 / 0.2e9
+    took_s, _ = run_ranks(send_without_receiving, 2)
+    assert len(took_s) == 5 and all(seconds >= modelled_s for seconds in took_s.values()), took_s
+
+
 def many_threads_and_groups() -> None:
     network = replace_default_group()
     groups = [dist.new_group() for _ in range(3)]
