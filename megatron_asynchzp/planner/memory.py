@@ -144,7 +144,8 @@ def stage_activations(of: Setting, stage: int) -> Activations:
     mtp = of.model.mtp if is_last else ()
     one = sum(_kept_of_layers(chunk, of) for chunk in chunks)
     if of.parallel.pp > 1:  # what a stage received, for as long as its gradient is not sent
-        one += of.hidden_nbytes * of.parallel.virtual * (stage > 0)
+        received = of.parallel.virtual - (stage == 0)  # the model's first chunk reads tokens
+        one += of.hidden_nbytes * received
     kept = one * micro_batches_in_flight(of, stage)
     logits = buffer = 0.0
     if is_last:

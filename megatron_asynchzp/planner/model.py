@@ -420,9 +420,9 @@ def stage_units(model: Model, parallel: Parallel, batch: Batch, stage: int) -> t
         positions = Counter[Shape]()
         if model.num_positions:
             positions[model.num_positions, model.hidden] = 1
-        shapes = Counter[Shape]([words])
+        shapes: Counter[Shape] = Counter([words])
         if not model.is_tied:
-            shapes.update(positions)
+            shapes += positions
         units.append(Unit("embedding", "embedding", shapes, words_numel=word_numel))
         if model.is_tied and positions:  # a tied weight is a unit of its own
             units.append(Unit("positions", "positions", positions))

@@ -13,6 +13,7 @@ from megatron_asynchzp.planner.activations import (
     Kernels,
     Recompute,
     Setting,
+    final_norm_nbytes,
     layer_nbytes,
 )
 from megatron_asynchzp.planner.memory import micro_batches_in_flight, stage_activations
@@ -148,3 +149,25 @@ def test_a_stage_keeps_as_many_micro_batches_as_the_schedule_starts_before_it_go
             of = replace(plain, batch=Batch(1, 16, number))
             for stage in range(pp):
                 assert micro_batches_in_flight(of, stage) == _most_in_flight(stage, of)
+
+
+@pytest.mark.parametrize(
+    "how", [Recompute(), Recompute("full", "uniform", 1)], ids=["none", "full"]
+)
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+def test_every_chunk_but_the_models_first_keeps_the_hidden_states_that_it_received(virtual, how):
+    """In each micro-batch that a stage has in flight, beside what its own layers keep."""
+    for pp in (2, 3, 4):
+        parallel = Parallel(pp=pp, virtual=virtual)
+        of = replace(setting(LAYERS["dense"], number=72, parallel=parallel), recompute=how)
+        of = replace(of, batch=Batch(1, 16, 4 * pp))
+        alone = replace(of, parallel=Parallel())
+        norm = final_norm_nbytes(of)
+        layers = (stage_activations(alone, 0).kept - norm) / len(of.model.layers)
+        for stage in range(pp):
+            ends = norm if stage == pp - 1 else 0.0
+            kept = stage_activations(of, stage).kept - ends
+            own = layers * len(of.model.layers) / pp
+            received = kept / micro_batches_in_flight(of, stage) - own
+            chunks = virtual - 1 if stage == 0 else virtual
+            assert received == pytest.approx(chunks * of.hidden_nbytes)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the search finds: hierarchy where it pays and what is plain where it does not."""
 
+import random
 import time
 from dataclasses import replace
 from itertools import product
@@ -9,10 +10,21 @@ from itertools import product
 import pytest
 
 from megatron_asynchzp.planner import explain
-from megatron_asynchzp.planner.cluster import Cluster, load_cluster
-from megatron_asynchzp.planner.costs import Plan
+from megatron_asynchzp.planner import search as search_module
+from megatron_asynchzp.planner.activations import Recompute
+from megatron_asynchzp.planner.cluster import GIB, Cluster, load_cluster
+from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.model import Attention, Batch, Layer, Mlp, Model, Parallel
-from megatron_asynchzp.planner.search import Space, plans, search, shard_divisors, shard_sizes
+from megatron_asynchzp.planner.search import (
+    Candidate,
+    Outcome,
+    Space,
+    plans,
+    search,
+    shard_divisors,
+    shard_sizes,
+)
+from megatron_asynchzp.planner.simulate import StageTimes, Step
 from megatron_asynchzp.sharding.topology import ShardSizes
 
 LAYER = Layer(Attention(32, 8, 128), Mlp(14336, True))
@@ -114,3 +126,70 @@ def test_parallel_sizes_are_varied_where_the_user_lets_it():
 def test_a_micro_batch_size_keeps_the_global_batch(size):
     for plan in plans(space(load_cluster("h100").with_ranks(16), 64, micro_batch_sizes=(size,))):
         assert plan.batch.size == size and plan.batch.size * plan.batch.num_micro_batches * 16 == 64
+
+
+# ---- which of equal plans
+
+
+def outcome_of(chance: random.Random, costings: list[Costing]) -> Outcome:
+    """Steps whose times nobody would have, but that are close to each other."""
+    made = []
+    for costing in costings:
+        step_s = 1.0 + chance.choice((0.0, 0.004, 0.02)) * chance.random()
+        stage = StageTimes(step_s, 0.0, 0.0, {"inside": chance.random() * step_s})
+        made.append(Candidate(costing, Step(step_s, (stage,))))
+    made.sort(key=lambda one: one.step_s)
+    return Outcome(tuple(made), {}, len(made), len(made), len(made))
+
+
+def test_a_plain_plan_is_preferred_where_it_is_as_fast_and_leaves_the_links_as_free():
+    where = space(slow(2, 10.0), 32, depths=(1,), micro_batch_sizes=(1,), recomputes=(Recompute(),))
+    costings = [where.costing(plan) for plan in plans(where)]
+    plain = ("ZeRO-3", "distributed optimizer", "plain data parallelism")
+    preferred = 0
+    for seed in range(300):
+        outcome = outcome_of(random.Random(seed), costings)
+        fastest, best = outcome.ranked[0], outcome.best
+        assert best is not None
+        room = max(0.5, fastest.busiest_link)
+        assert best.step_s <= 1.005 * fastest.step_s and best.busiest_link <= room
+        assert best.scheme in plain or best is fastest
+        preferred += best is not fastest
+        for one in outcome.ranked:
+            if one.scheme in plain and one.step_s <= 1.005 * fastest.step_s and best is fastest:
+                assert one.busiest_link > room or fastest.scheme in plain
+    assert 30 < preferred < 270
+
+
+@pytest.mark.parametrize("nodes, batch", [(8, 128), (2, 32)])
+def test_of_steps_of_equal_length_those_that_send_less_come_first_and_then_those_that_hold_less(
+    nodes, batch, monkeypatch
+):
+    """Whatever order the plans are looked at in."""
+    where = space(load_cluster("h200").with_ranks(8 * nodes), batch, seq=8192)
+    ranked = search(where).ranked
+    groups: list[list[Candidate]] = []
+    for one in ranked:
+        if groups and one.step_s <= 1.001 * min(first.step_s for first in groups[-1]):
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    for group in groups:
+        keys = [(one.costing.node_nbytes, one.costing.memory.total) for one in group]
+        assert keys == sorted(keys)
+    assert max(map(len, groups)) > 2
+    every = list(plans(where))[::-1]
+    monkeypatch.setattr(search_module, "plans", lambda _: every)
+    assert [one.plan for one in search(where).ranked] == [one.plan for one in ranked]
+
+
+def test_what_a_device_keeps_for_others_is_left_free():
+    """A plan fits up to what is left of the memory, and not beyond."""
+    cluster = load_cluster("h100").with_ranks(8)
+    where = space(cluster, 16)
+    for costing in map(where.costing, list(plans(where))[::7]):
+        for reserved_gib in (0.0, 5.0):
+            for more, fits in ((0.01, True), (-0.01, False)):
+                gib = costing.memory.total / GIB + reserved_gib + more
+                device = replace(cluster.device, memory_gib=gib, reserved_gib=reserved_gib)
+                assert replace(costing, cluster=replace(cluster, device=device)).fits == fits

@@ -228,3 +228,19 @@ def test_more_ranks_of_equal_work_are_never_faster_and_stragglers_make_them_slow
     assert steps == sorted(steps)
     uneven = replace(CLUSTER, imbalance=0.02)
     assert costing(cluster=uneven).step().step_s > costing().step().step_s
+
+
+@pytest.mark.parametrize("layer", [LAYER, SPARSE], ids=["dense", "experts"])
+def test_an_optimizer_takes_what_it_owns_and_the_gradients_that_it_zeroes(layer):
+    """As many bytes as the shards of the optimizer and of the gradients have, for all sizes."""
+    model = Model(512, 1024, (layer,) * 2, is_tied=False)
+    for param, grad, optim in ((1, 1, 1), (1, 1, 8), (2, 2, 8), (1, 4, 8), (8, 2, 8), (8, 8, 8)):
+        sizes = ShardSizes(param, grad, optim)
+        parallel = Parallel(ep=2 if layer is SPARSE else 1)
+        costing = Costing(model, Plan(sizes, parallel, Batch(1, 128)), CLUSTER)
+        held = costing.stage_memory(0).at_rest
+        # Main parameter and moments are read and written, the gradient is read twice, and the
+        # model's copy written: 34 bytes where a main parameter has 4.
+        nbytes = 34 / 4 * held["main_param"] + held["main_grad"]
+        seconds = nbytes / (1e9 * CLUSTER.device.memory_gb_s)
+        assert costing.optimizer_s(0) == pytest.approx(seconds)
