@@ -85,6 +85,56 @@ def test_with_shifted_values_the_gradients_do_not_depend_on_the_bias_of_v_either
         assert relative_rmse(keys_only[index], gradient) > 5 * relative_rmse(both[index], gradient)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_vendor_gets_keys_and_values_from_which_one_vector_was_taken_without_rounding(
+    dtype, monkeypatch
+):
+    """Keys in the binade of the largest one, and smaller ones that pull the mean out of it."""
+    mask, generator = AttentionMask(64, 64), torch.Generator().manual_seed(3)
+
+    def drawn() -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (2, 2, 64, 16)
+        is_large = torch.rand(shape, generator=generator) < torch.linspace(0.3, 1, 16)
+        large = 1 + torch.rand(shape, generator=generator)
+        small = 0.1 * torch.randn(shape, generator=generator)
+        sizes = torch.tensor([-3.0, 1.0])[:, None, None]  # of each head
+        return (torch.where(is_large, large, small) * 2.0**sizes).to(dtype), is_large
+
+    (keys, is_large_key), (values, is_large_value) = drawn(), drawn()
+    seen: list[AttentionCall] = []
+    run = vendors.Sdpa.run
+
+    def run_noted(self: vendors.Sdpa, call: AttentionCall) -> torch.Tensor:
+        seen.append(call)
+        return run(self, call)
+
+    monkeypatch.setattr(vendors.Sdpa, "run", run_noted)
+    delegate_attention(AttentionCall(keys, keys, values, mask, 1.0), "sdpa", shifts_values=True)
+    for whole, is_large, shifted in (
+        (keys, is_large_key, seen[0].k_BGTD),
+        (values, is_large_value, seen[0].v_BGTE),
+    ):
+        taken = whole.double() - shifted.double()
+        low = taken.where(is_large, torch.inf).amin(2)
+        assert torch.equal(low, taken.where(is_large, -torch.inf).amax(2))
+        assert (low > 0.25).double().mean() > 0.4  # half of the heads are small
+
+
+@pytest.mark.parametrize("shifts_values", [False, True])
+def test_an_attended_key_that_is_inf_reaches_no_query_that_does_not_attend_it(shifts_values):
+    mask = AttentionMask(32, 32, is_causal=True)
+    clean = normal_inputs(mask, heads=2, groups=2, dim=16)
+    clean = clean._replace(k=clean.k + 3, v=clean.v + 3)
+    true = through_autograd(clean, mask, shifts_values=shifts_values)
+    for garbage in (float("inf"), -float("inf"), float("nan")):
+        dirty = clean._replace(k=clean.k.clone())
+        dirty.k[:, 0, 20, 5] = garbage
+        found = through_autograd(dirty, mask, shifts_values=shifts_values)
+        assert largest_error(found[0][:, 0, :20], true[0][:, 0, :20]) < 1e-10
+        for ours, right in zip(found, true, strict=True):
+            assert torch.equal(ours[:, 1], right[:, 1])  # the other head
+
+
 def test_values_are_not_shifted_under_dropout():
     mask = AttentionMask(4, 4)
     call = AttentionCall(*normal_inputs(mask)[:3], mask, 1.0, dropout=0.1)

@@ -11,12 +11,13 @@ python -m tests.mutants --list         names only
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from tests.mutants.catalogue import MUTANTS
 from tests.mutants.catalogue.mutant import Mutant
-from tests.mutants.run import ROOT, MutantError, Outcome, run_mutants
+from tests.mutants.run import ROOT, MutantError, Outcome, Verdict, run_mutants
 
 COMMAND = "python -m tests.mutants --write"
 TABLE = ROOT / "docs" / "results" / "mutants.md"
@@ -47,7 +48,7 @@ def rows_of(outcomes: Sequence[Outcome], date: str) -> list[dict]:
             "breaks": outcome.mutant.breaks,
             "file": outcome.mutant.path,
             "test": outcome.mutant.test,
-            "is_caught": outcome.is_caught,
+            "verdict": outcome.verdict,
             "seconds": round(outcome.seconds, 1),
         }
         for outcome in outcomes
@@ -69,28 +70,44 @@ def write(new: Sequence[dict]) -> None:
     TABLE.write_text(table_of(rows))
 
 
+def verdict_of(row: dict) -> Verdict:
+    """Of one mutant's row of the record; older ones, which have none, are of mutants caught."""
+    return Verdict(row.get("verdict", Verdict.CAUGHT))
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    count = Counter(verdicts)
+    text = f"{count[Verdict.CAUGHT]} of {len(verdicts)} caught"
+    return f"{text}, {late} timed out" if (late := count[Verdict.TIMED_OUT]) else text
+
+
 def table_of(rows: Sequence[dict]) -> str:
     """The Markdown page of a record."""
-    caught = sum(row["is_caught"] for row in rows)
     lines = [
         _INTRODUCTION,
-        f"{max(row['date'] for row in rows)} · `{COMMAND}` · {caught} of {len(rows)} caught · "
+        f"{max(row['date'] for row in rows)} · `{COMMAND}` · {summary([*map(verdict_of, rows)])} · "
         "[record](records/mutants.jsonl)\n",
         "| mutant | what it breaks | file | test that caught it | s |",
         "|---|---|---|---|---:|",
     ]
     for row in rows:
-        test = row["test"].removeprefix("tests/") if row["is_caught"] else "**none**"
+        test = f"`{row['test'].removeprefix('tests/')}`"
+        shown = {
+            Verdict.CAUGHT: test,
+            Verdict.TIMED_OUT: f"**timed out**: {test}",
+            Verdict.MISSED: "**none**",
+        }
         file = row["file"].partition("/")[2]
-        cells = (row["mutant"], row["breaks"], f"`{file}`", f"`{test}`", f"{row['seconds']:.0f}")
+        found = shown[verdict_of(row)]
+        cells = (row["mutant"], row["breaks"], f"`{file}`", found, f"{row['seconds']:.0f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def report(outcome: Outcome) -> None:
-    output = "caught by" if outcome.is_caught else "NOT CAUGHT by"
-    mutant = outcome.mutant
-    print(f"{mutant.name:32} {output} {mutant.test}  {outcome.seconds:.0f} s", flush=True)
+    verdict, mutant = outcome.verdict, outcome.mutant
+    output = verdict if verdict is Verdict.CAUGHT else verdict.upper()
+    print(f"{mutant.name:32} {output}: {mutant.test}  {outcome.seconds:.0f} s", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -117,9 +134,9 @@ def main() -> int:
         return 2
     if args.write:
         write(rows_of(outcomes, datetime.now(UTC).date().isoformat()))
-    caught = sum(outcome.is_caught for outcome in outcomes)
-    print(f"{caught} of {len(outcomes)} mutants were caught")
-    return 0 if caught == len(outcomes) else 1
+    verdicts = [outcome.verdict for outcome in outcomes]
+    print(f"mutants: {summary(verdicts)}")
+    return int(Verdict.MISSED in verdicts)
 
 
 if __name__ == "__main__":

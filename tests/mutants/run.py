@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from tests.mutants.catalogue.mutant import Mutant
@@ -23,10 +24,21 @@ _COPIED = ("megatron_asynchzp", "tests", "scripts", "docs", "pyproject.toml")
 _TIME_LIMIT_S = 180.0
 # pytest's exit status where tests ran and one failed; all others but 0 mean that none was decided.
 _PASSED, _FAILED = 0, 1
+_ENDLESS = None
 
 
 class MutantError(RuntimeError):
     """A mutant that cannot be applied, or a test that fails without one."""
+
+
+class Verdict(StrEnum):
+    """CAUGHT: its test failed. TIMED_OUT: its test did not end; a fault that holds it up for ever
+    is noticed too, but so ends a test on a machine that is busy. MISSED: its test passed, or did
+    not run."""
+
+    CAUGHT = "caught"
+    TIMED_OUT = "timed out"
+    MISSED = "not caught"
 
 
 @dataclass(frozen=True)
@@ -34,7 +46,7 @@ class Outcome:
     """What became of a mutant. seconds: from the start of pytest to its end."""
 
     mutant: Mutant
-    is_caught: bool
+    verdict: Verdict
     seconds: float
     text: str
 
@@ -86,16 +98,15 @@ def _check_unharmed(tests: list[str], bytecode: Path) -> None:
 
 @dataclass(frozen=True)
 class _Run:
-    status: int | None  # None: it ran past the limit
+    status: int | None  # _ENDLESS: it ran past the limit
     seconds: float
     text: str
 
 
 def _run_mutant(mutant: Mutant, bytecode: Path) -> Outcome:
     run = _run_tests([mutant.test], bytecode, mutant)
-    # A test that a fault holds up for ever has noticed it, too.
-    is_caught = run.status in (_FAILED, None)
-    return Outcome(mutant, is_caught, run.seconds, run.text)
+    verdicts = {_FAILED: Verdict.CAUGHT, _ENDLESS: Verdict.TIMED_OUT}
+    return Outcome(mutant, verdicts.get(run.status, Verdict.MISSED), run.seconds, run.text)
 
 
 def _run_tests(tests: list[str], bytecode: Path, mutant: Mutant | None = None) -> _Run:
@@ -118,12 +129,12 @@ def _run_tests(tests: list[str], bytecode: Path, mutant: Mutant | None = None) -
             text=True,
             start_new_session=True,
         )
-        start_s = time.monotonic()
+        start_s, limit_s = time.monotonic(), _TIME_LIMIT_S + 10 * len(tests)
         try:
-            text, _ = process.communicate(timeout=_TIME_LIMIT_S + 10 * len(tests))
+            text, _ = process.communicate(timeout=limit_s)
             status: int | None = process.returncode
         except subprocess.TimeoutExpired:
-            status, text = None, f"not finished after {_TIME_LIMIT_S:.0f} s"
+            status, text = _ENDLESS, f"not finished after {limit_s:.0f} s"
         finally:
             _end_session(process)
         return _Run(status, time.monotonic() - start_s, text[-3000:])

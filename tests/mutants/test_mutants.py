@@ -8,9 +8,10 @@ import json
 
 import pytest
 
-from tests.mutants.__main__ import RECORD, TABLE, table_of
+from tests.mutants import run
+from tests.mutants.__main__ import RECORD, TABLE, report, rows_of, table_of, verdict_of
 from tests.mutants.catalogue import MUTANTS
-from tests.mutants.run import ROOT, Mutant, MutantError, mutated, run_mutants
+from tests.mutants.run import ROOT, Mutant, MutantError, Verdict, mutated, run_mutants
 
 
 def test_there_are_at_least_40_mutants_with_names_of_their_own():
@@ -43,13 +44,33 @@ def test_a_snippet_that_is_not_there_or_twice_is_an_error():
 def test_the_published_table_is_that_of_its_record_and_has_every_mutant_caught():
     rows = [json.loads(line) for line in RECORD.read_text().splitlines()]
     assert TABLE.read_text() == table_of(rows)
-    assert all(row["is_caught"] for row in rows)
+    assert all(verdict_of(row) is not Verdict.MISSED for row in rows)
     ran = [(row["mutant"], row["file"], row["test"]) for row in rows]
     assert ran == [(mutant.name, mutant.path, mutant.test) for mutant in MUTANTS]
+
+
+def test_a_test_that_does_not_end_is_told_from_one_that_fails(monkeypatch, capsys):
+    ends = {"caught": 1, "late": None, "missed": 0, "no test": 4}
+
+    def run_tests(tests: list[str], bytecode: object, mutant: Mutant | None = None) -> object:
+        return run._Run(ends[mutant.name] if mutant else 0, 7.0, "")
+
+    monkeypatch.setattr(run, "_run_tests", run_tests)
+    mutants = [Mutant(name, "", "comm/arena.py", "class Arena", "", "t::t") for name in ends]
+    outcomes = run_mutants(mutants, report=report)
+    assert [one.verdict for one in outcomes] == ["caught", "timed out", "not caught", "not caught"]
+    assert "TIMED OUT: t::t" in capsys.readouterr().out
+    rows = [json.loads(json.dumps(row)) for row in rows_of(outcomes, "2027-01-01")]
+    page = table_of(rows)
+    assert "1 of 4 caught, 1 timed out" in page and page.count("**timed out**: `t::t`") == 1
+    assert page.count("**none**") == 2
+    for row in rows:  # as records were before
+        del row["verdict"]
+    assert "4 of 4 caught ·" in table_of(rows)
 
 
 @pytest.mark.slow
 def test_every_mutant_is_caught_by_its_test_which_passes_without_it():
     outcomes = run_mutants(MUTANTS)
-    missed = [f"{one.mutant.name}: {one.text}" for one in outcomes if not one.is_caught]
-    assert not missed, "\n".join(missed)
+    missed = [one for one in outcomes if one.verdict is Verdict.MISSED]
+    assert not missed, "\n".join(f"{one.mutant.name}: {one.text}" for one in missed)
