@@ -6,8 +6,9 @@ noted as reads and writes of memory on the current stream.
 Two accesses to the same bytes, one of them a write, race unless something orders them. Which of
 them came first in this run does not count: a stream, or a thread, may be late by any time.
 
-A free counts as a write on the stream that allocated the memory: torch's caching allocator gives
-what one stream freed to the next allocation of that stream at once, whoever else still uses it.
+Memory that is freed is used again by the stream that allocated it: torch's caching allocator gives
+it to the next allocation of that stream, whoever else still uses it. So each allocation races with
+what other streams do, in any order, with memory that this stream's was and that was freed.
 """
 
 import threading
@@ -66,11 +67,13 @@ class Group:
 
 
 class _Owned(NamedTuple):
-    """A storage that torch has not freed yet, so far as it was seen: what allocated it, where."""
+    """A storage that torch has not freed yet, so far as it was seen: what allocated it, where, and
+    the streams whose work the allocator waits for before it hands the memory out again."""
 
     storage: StorageWeakRef
     what: str
     stream: str
+    recorded: set[str]
 
 
 class Collective(NamedTuple):
@@ -98,6 +101,7 @@ class RecordingDevice:
         self._accesses: dict[int, dict[tuple, Access]] = {}
         self._allocations: list[tuple[int, int]] = []  # start and end, sorted, none overlap
         self._owned: dict[int, _Owned] = {}  # by address
+        self._freed: dict[str, list[tuple[_Owned, list[Access]]]] = {}  # by stream
 
     # ---- the interface
 
@@ -196,7 +200,8 @@ class RecordingDevice:
         start, stop = storage.data_ptr(), storage.data_ptr() + max(storage.nbytes(), 1)
         self._notice_frees()
         with self._lock:
-            self._owned[start] = _Owned(StorageWeakRef(storage), what, self._current())
+            self._take_freed(self._current())
+            self._owned[start] = _Owned(StorageWeakRef(storage), what, self._current(), set())
             for memory, end in [one for one in self._allocations if one[0] < stop]:
                 if start < end:
                     self._allocations.remove((memory, end))
@@ -206,20 +211,32 @@ class RecordingDevice:
         self.operate(what, tensor, is_write=True)
 
     def _notice_frees(self) -> None:
-        """What lost its last owner since this was last called is free for the stream that
-        allocated it: all that other streams do with it has to come before what that one gets next.
-        """
+        """What lost its last owner since this was last called is there for the next allocation of
+        the stream that allocated it."""
         with self._lock:
             freed = [start for start, owned in self._owned.items() if owned.storage.expired()]
             for start in freed:
                 owned = self._owned.pop(start)
-                clock = self._clock(owned.stream)
-                for access in self._accesses.pop(start, {}).values():
-                    if access.count > clock.get(access.stream, 0) and access.stream != owned.stream:
-                        self.races.append(
-                            f"memory that {owned.what} took on {owned.stream} is freed there, "
-                            f"{access.what} still uses it on {access.stream}"
-                        )
+                accesses = list(self._accesses.pop(start, {}).values())
+                self._freed.setdefault(owned.stream, []).append((owned, accesses))
+
+    def _take_freed(self, stream: str) -> None:
+        """`stream` allocates: it may get all that it has allocated before and that was freed."""
+        clock = self._clock(stream)
+        for owned, accesses in self._freed.pop(stream, []):
+            waited_for = {stream, *owned.recorded}
+            for access in accesses:
+                if access.stream not in waited_for and access.count > clock.get(access.stream, 0):
+                    self.races.append(
+                        f"memory that {owned.what} took on {stream} is free for the next there, "
+                        f"{access.what} still uses it on {access.stream}"
+                    )
+
+    def record_stream(self, tensor: torch.Tensor, stream: str) -> None:
+        """As Tensor.record_stream, which autograd calls on gradients that change streams."""
+        owned = self._owned.get(tensor.untyped_storage().data_ptr())
+        if owned is not None:
+            owned.recorded.add(stream)
 
     def _extent(self, tensor: torch.Tensor) -> tuple[int, int, int]:
         """The allocation it lies in, and the bytes from its first to its last element.

@@ -79,6 +79,8 @@ class AutogradStreams:
             def on_stream(param: torch.Tensor) -> None:
                 stream = self.stream_of_hook(param)
                 self.device.order(self.produced, stream)
+                if param.grad is not None:
+                    self.device.record_stream(param.grad, stream)
                 with self.device.on_stream(stream):
                     hook(param)
 

@@ -338,7 +338,7 @@ def test_memory_that_a_task_does_not_allocate_itself_and_nobody_keeps_is_seen(mo
         return honest(driver, task)
 
     monkeypatch.setattr(Driver, "submit", submit_with_memory_of_another_stream)
-    assert has_race("took on main is freed there")
+    assert has_race("took on main is free for the next there")
 
 
 @pytest.mark.parametrize("lane", ["gather", "reduce", "grad-sync", "param-sync"])
