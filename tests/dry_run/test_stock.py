@@ -43,7 +43,8 @@ def test_gradients_have_the_dtype_of_the_buffers_that_megatron_would_make(flags)
     (["--bf16"], 4 + 8), ([], 8), (["--bf16", *_ROUNDED, *_MOMENTS], (4 + 4) / 8),
     (["--bf16", "--use-distributed-optimizer"], (4 + 8) / 8),
     (["--bf16", *_ROUNDED, "--main-params-dtype", "fp16"], (2 + 8) / 8),
-    (["--bf16", "--optimizer", "sgd"], 4 + 4), (["--bf16", "--optimizer", "sgd", "--sgd-momentum", "0"], 4),
+    (["--bf16", "--optimizer", "sgd"], 4 + 4),
+    (["--bf16", "--optimizer", "sgd", "--sgd-momentum", "0"], 4),
 ])  # fmt: skip
 def test_main_parameters_and_moments_have_the_dtypes_of_the_flags(flags, per_element):
     args, _ = pretended_world.parse([*_MODEL, *flags], 8, 8)

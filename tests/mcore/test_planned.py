@@ -101,6 +101,7 @@ def test_the_random_command_lines_have_every_flag_of_memory_in_flight_and_every_
         "--asynchzp-memory-in-flight-gb", "--asynchzp-grad-slot-mb", "--asynchzp-keep-params-gb",
         "--asynchzp-keep-grads-gb", "--exp-avg-dtype bf16", "--bf16", "--fp16",
         "--grad-reduce-in-bf16", "--num-experts", "--num-virtual-stages-per-pipeline-rank",
+        "--mtp-num-layers", "--optimizer muon",
         "--recompute-granularity full", "--untie-embeddings-and-output-weights",
     ):  # fmt: skip
         assert any(flag in line for line in words) and any(flag not in line for line in words), flag
