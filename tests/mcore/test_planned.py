@@ -21,6 +21,7 @@ from megatron_asynchzp.planner.cluster import Cluster, Device, Link
 from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.memory import Memory
 from megatron_asynchzp.planner.search import Space, plans
+from megatron_asynchzp.testbed.megatron_flags import flags_of
 from tests.support.command_lines import random_flags
 
 NUM_FAST, NUM_ALL = 20, 100
@@ -93,6 +94,28 @@ def test_auto_the_plan_command_and_the_dry_run_count_the_same_bytes_of_a_random_
 @pytest.mark.slow
 def test_they_do_of_100():
     assert sum(check(seed) for seed in range(NUM_FAST, NUM_ALL)) > 0.6 * (NUM_ALL - NUM_FAST)
+
+
+@pytest.mark.parametrize("flags", [
+    "--pipeline-model-parallel-layout Et*2|t*4L", "--pipeline-model-parallel-layout E|t|t*2|t*3L",
+    "--pipeline-model-parallel-layout Et*3|t*3mL --mtp-num-layers 1 "
+    "--position-embedding-type rope",
+    "--decoder-first-pipeline-num-layers 2", "--decoder-last-pipeline-num-layers 1",
+    "--num-layers 6 --account-for-embedding-in-pipeline-split "
+    "--account-for-loss-in-pipeline-split",
+])  # fmt: skip
+def test_layers_that_stages_share_out_unequally_are_where_megatron_builds_them(flags):
+    shape = {
+        "num-layers": 6, "hidden-size": 128, "num-attention-heads": 4, "seq-length": 128,
+        "max-position-embeddings": 128, "vocab-size": 511, "tokenizer-type": "NullTokenizer",
+        "micro-batch-size": 1, "global-batch-size": 16, "pipeline-model-parallel-size": 2,
+    }  # fmt: skip
+    words = ("--use-asynchzp", "--mock-data", "--bf16", *flags_of(shape), *flags.split())
+    found = measure(words, 8, 8)
+    costing = planned.costing_of(found.args)
+    for stage in found.stages:
+        assert stage.numel == stage.planned
+        assert stage.memory == costing.stage_memory(stage.index)
 
 
 def test_the_random_command_lines_have_every_flag_of_memory_in_flight_and_every_dtype():

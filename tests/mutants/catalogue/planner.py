@@ -119,7 +119,7 @@ MUTANTS = [
         "plain-plans",
         "plain sharding is returned where hierarchy gains nothing",
         "planner/search.py",
-        "if one.scheme in _FLAT and is_as_fast",
+        "if one.scheme in FLAT and is_as_fast",
         "if one.scheme in () and is_as_fast",
         f"{_SEARCH}plain_sharding_is_returned_where_hierarchy_gains_nothing",
     ),
