@@ -235,6 +235,7 @@ def _world(args: Namespace, rank: int) -> Iterator[object]:
             parallel_state.initialize_model_parallel(
                 args.tensor_model_parallel_size,
                 args.pipeline_model_parallel_size,
+                args.virtual_pipeline_model_parallel_size,
                 context_parallel_size=args.context_parallel_size,
                 expert_model_parallel_size=args.expert_model_parallel_size,
                 expert_tensor_parallel_size=args.expert_tensor_parallel_size,

@@ -79,9 +79,11 @@ def memory_table(measured: Measured) -> str:
         (str(stage.index), *(_amount(nbytes) for nbytes in memory_columns(stage.memory)))
         for stage in measured.stages
     ]
+    copies = any(stage.memory.copies_beside for stage in measured.stages)
     title = (
         "Memory per rank, by pipeline stage (total: the larger of start, and at rest + in flight "
-        "+ activations + the larger of logits and a layer in backward)"
+        "+ activations + the larger of logits and a layer in backward"
+        f"{', + what gloo copies' if copies else ''})"
     )
     return _table(title, columns, rows)
 
@@ -100,6 +102,8 @@ def _experts_table(measured: Measured) -> str:
                      _amount(choice.gathered)))
         # fmt: on
     title = "Experts: memory in flight, and gathers of one layer's experts in one micro-batch"
+    if measured.args.asynchzp_memory_in_flight_gb is not None:
+        title += " (memory: without --asynchzp-memory-in-flight-gb)"
     if measured.args.moe_grouped_gemm:
         title += " (groups: only without --moe-grouped-gemm, which needs all experts together)"
     columns = ("--asynchzp-experts-per-unit", "in flight", "gathers", "gathered")

@@ -141,8 +141,9 @@ def choose_sizes(args: Namespace) -> list[str]:
     if best is None:
         raise ConfigurationError(
             f"--asynchzp-{automatic_states(args)[0]}-shard-size auto: none of "
-            f"{outcome.num_plans} plans fits into the {cluster.device.memory_gib:g} GiB of "
-            f"--asynchzp-cluster {args.asynchzp_cluster}; start more ranks, or give other numbers"
+            f"{outcome.num_plans} plans fits into the {cluster.device.memory_gib:g} GiB less "
+            f"{cluster.device.reserved_gib:g} of --asynchzp-cluster {args.asynchzp_cluster}; start "
+            "more ranks, or give other numbers"
         )
     flags = []
     for state in STATES:
@@ -314,6 +315,8 @@ def _stage_layers(args: Namespace) -> tuple[int, ...] | None:
     parts = stages * (args.virtual_pipeline_model_parallel_size or 1)
     if args.hybrid_layer_pattern and "|" in args.hybrid_layer_pattern:
         return tuple(map(len, args.hybrid_layer_pattern.split("/")[0].split("|")))
+    if args.pipeline_model_parallel_layout is not None:
+        return _laid_out(args.pipeline_model_parallel_layout)
     first, last = (getattr(args, f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     edges = (
         bool(args.account_for_embedding_in_pipeline_split),
@@ -334,6 +337,21 @@ def _stage_layers(args: Namespace) -> tuple[int, ...] | None:
     each = left // others if others else 0
     of_stage = [(each if given.get(i) is None else given[i]) // chunks for i in range(stages)]
     return tuple(of_stage * chunks)
+
+
+def _laid_out(layout: str) -> tuple[int, ...]:
+    """Decoder layers of each chunk. Raises ConfigurationError for predictions of further tokens
+    that are not where the planner has them."""
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    chunks = PipelineParallelLayerLayout.parse_str_to_list(layout)
+    if any(LayerType.mtp in chunk for chunk in chunks[:-1]):
+        raise ConfigurationError(
+            f"--pipeline-model-parallel-layout {layout}: the planner knows multi-token prediction "
+            "on the last stage only; move m there"
+        )
+    return tuple(chunk.count(LayerType.decoder) for chunk in chunks)
 
 
 def batch_of(args: Namespace) -> Batch:

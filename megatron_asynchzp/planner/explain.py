@@ -3,7 +3,7 @@
 """Owns why a plan was chosen: what limits it, and how far plainer ones are behind."""
 
 from megatron_asynchzp.planner.cluster import GIB
-from megatron_asynchzp.planner.search import Candidate, Outcome, Space
+from megatron_asynchzp.planner.search import FLAT, PLAIN, Candidate, Outcome, Space, scheme_sizes
 from megatron_asynchzp.planner.traffic import BETWEEN, INSIDE
 
 _BUSY = 0.9  # of a step: a link that is busy for longer limits it
@@ -41,6 +41,9 @@ def comparisons(outcome: Outcome, best: Candidate) -> list[str]:
 
 def _against(name: str, other: Candidate | None, best: Candidate) -> str:
     if other is None:
+        sizes, ranks = best.plan.sizes, best.costing.dense_ranks
+        if scheme_sizes(name, ranks, best.ranks_in_node) == (ranks,) * 3:
+            return f"{name}: the same as ZeRO-3 on {ranks} ranks, which share a node"
         return f"{name}: no plan of it fits into the memory"
     if other == best:
         return f"{name}: is what was chosen"
@@ -57,7 +60,7 @@ def _against(name: str, other: Candidate | None, best: Candidate) -> str:
         reasons.append(f"{abs(computes):.3g} s {'more' if computes > 0 else 'less'} computing")
     sent, sends = best.costing.node_nbytes, other.costing.node_nbytes
     if sends != sent:
-        reasons.append(f"{sends / 1e9:.3g} against {sent / 1e9:.3g} GB between nodes")
+        reasons.append(f"{sends / 1e9:.3g} against {sent / 1e9:.3g} GB that leave a node")
     held = (other.costing.memory.total - best.costing.memory.total) / GIB
     if abs(held) >= 0.1:
         reasons.append(f"{abs(held):.1f} GiB {'more' if held > 0 else 'less'} memory")
@@ -68,7 +71,7 @@ def _against(name: str, other: Candidate | None, best: Candidate) -> str:
 def hierarchy(outcome: Outcome, best: Candidate) -> str:
     """Whether shard sizes of our own are worth it here."""
     flat = [one for name, one in outcome.baselines.items() if one is not None and name != "HSDP"]
-    if best in flat:
+    if best.scheme in FLAT:
         gain = best.step_s / outcome.ranked[0].step_s - 1
         behind = f"the fastest other sizes gain {gain:.2%}" if gain > 0 else "none is faster"
         return f"hierarchy does not pay here: {best.scheme} is as good ({behind})"
@@ -76,8 +79,9 @@ def hierarchy(outcome: Outcome, best: Candidate) -> str:
         return "hierarchy pays here: neither ZeRO-3 nor the distributed optimizer fits"
     plain = min(flat, key=lambda one: one.step_s)
     gain = plain.step_s / best.step_s - 1
+    faster = f"{gain:.1%} faster than" if gain > PLAIN else "as fast as"
     return (
-        f"hierarchy pays here: {gain:.1%} faster than {plain.scheme}, whose links are busy for "
+        f"hierarchy pays here: {faster} {plain.scheme}, whose busiest link is busy for "
         f"{plain.busiest_link:.0%} of its step in place of {best.busiest_link:.0%}"
     )
 

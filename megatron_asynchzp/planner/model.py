@@ -384,10 +384,8 @@ def _layer_units(
     kind = "mtp" if name.startswith("mtp") else "layer"
     shapes = Counter(_layer(layer, model, parallel))
     flops = layer_flops(layer, model, parallel, batch)
-    if kind == "mtp":  # three norms, and the projection of hidden states beside embeddings
-        projection = _linear(2 * model.hidden, model.hidden / parallel.tp, False)
-        shapes.update([*3 * _norm(model.hidden, model), *projection])
-        flops += 2 * batch.tokens / parallel.cp * _numel(projection)
+    if kind == "mtp":
+        flops += 2 * batch.tokens / parallel.cp * _numel(_mtp_projection(model, parallel))
     own = Unit(name, kind, shapes, flops, chunk=chunk, source=layer)
     if not isinstance(layer.mlp, Experts):
         return [own]
@@ -410,35 +408,58 @@ def _layer_units(
     ]
 
 
+def _mtp_projection(model: Model, parallel: Parallel) -> list[Shape]:
+    """Of hidden states beside the embeddings of the next tokens. Its parameters are around the
+    layer: they belong to the root."""
+    return _linear(2 * model.hidden, model.hidden / parallel.tp, False)
+
+
+def _words(model: Model, parallel: Parallel) -> Shape:
+    return model.vocabulary / parallel.tp, model.hidden
+
+
+def _embedding(chunk: int, model: Model, parallel: Parallel) -> list[Unit]:
+    """One unit; but a weight that is used elsewhere too, on this stage or on the last, is one of
+    its own."""
+    words = _words(model, parallel)
+    positions = Counter[Shape]()
+    if model.num_positions:
+        positions[model.num_positions, model.hidden] = 1
+    is_apart = model.is_tied or (bool(model.mtp) and parallel.pp > 1)
+    shapes = Counter([words]) + (Counter() if is_apart else positions)
+    numel = round(prod(words))
+    units = [Unit("embedding", "embedding", shapes, chunk=chunk, words_numel=numel)]
+    if is_apart and positions:
+        units.append(Unit("positions", "positions", positions, chunk=chunk))
+    return units
+
+
 def stage_units(model: Model, parallel: Parallel, batch: Batch, stage: int) -> tuple[Unit, ...]:
     """The units of a rank of pipeline stage `stage`, in the order of the forward pass."""
     units: list[Unit] = []
-    words: Shape = (model.vocabulary / parallel.tp, model.hidden)
-    word_numel = round(prod(words))
+    words = _words(model, parallel)
     last_chunk = parallel.virtual - 1
+    chunks = chunk_layers(model, parallel, stage)
+    is_last = stage == parallel.pp - 1
     if stage == 0:
-        positions = Counter[Shape]()
-        if model.num_positions:
-            positions[model.num_positions, model.hidden] = 1
-        shapes: Counter[Shape] = Counter([words])
-        if not model.is_tied:
-            shapes += positions
-        units.append(Unit("embedding", "embedding", shapes, words_numel=word_numel))
-        if model.is_tied and positions:  # a tied weight is a unit of its own
-            units.append(Unit("positions", "positions", positions))
-    for chunk, layers in enumerate(chunk_layers(model, parallel, stage)):
+        units += _embedding(0, model, parallel)
+    for chunk, layers in enumerate(chunks):
+        if is_last and chunk == last_chunk and model.mtp and parallel.pp > 1:
+            units += _embedding(chunk, model, parallel)
         for index, layer in enumerate(layers):
             name = f"layer {chunk}.{index}" if last_chunk else f"layer {index}"
             units += _layer_units(name, chunk, layer, model, parallel, batch)
-    if stage == parallel.pp - 1:
-        norm = Counter(_norm(model.hidden, model))
-        units.append(Unit("final norm", "root", norm, chunk=last_chunk))
+    if is_last:
+        root = Counter(_norm(model.hidden, model))
+        for _ in model.mtp:  # three norms, and a projection
+            root.update([*3 * _norm(model.hidden, model), *_mtp_projection(model, parallel)])
+        units.append(Unit("final norm", "root", root, chunk=last_chunk))
         for index, layer in enumerate(model.mtp):
             units += _layer_units(f"mtp {index}", last_chunk, layer, model, parallel, batch)
         # A tied weight is held once by a stage that is both first and last.
         has_weight = not model.is_tied or parallel.pp > 1
         flops = (1 + len(model.mtp)) * output_flops(model, parallel, batch)
         weights = {words: 1} if has_weight else {}
-        held = word_numel * has_weight
+        held = round(prod(words)) * has_weight
         units.append(Unit("output", "output", weights, flops, chunk=last_chunk, words_numel=held))
     return tuple(units)

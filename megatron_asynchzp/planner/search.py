@@ -22,7 +22,8 @@ PLAIN = 0.005
 RESERVE = 0.5
 """The part of a step for which a plain plan's links may be busy where the fastest plan's are less:
 what the planner does not know of, such as switches of many nodes, finds some room then."""
-_FLAT = ("ZeRO-3", "distributed optimizer", "plain data parallelism")
+FLAT = ("ZeRO-3", "distributed optimizer", "plain data parallelism")
+SCHEMES = (*FLAT, "HSDP")
 _EQUAL = 0.001  # steps that differ by less count as equal: then what sends and holds less is better
 _MOST_SIZES = 8
 _SIMULATED = 40
@@ -95,13 +96,18 @@ class Candidate:
 def scheme_of(sizes: ShardSizes, ranks: int, in_node: int) -> str:
     """The name of sizes that other systems have; "" for those that are AsyncHZP's alone."""
     three = (sizes.param, sizes.grad, sizes.optim)
-    if three == (ranks,) * 3:
-        return "ZeRO-3"
-    if three == (1, 1, ranks):
-        return "distributed optimizer"
-    if three == (1, 1, 1):
-        return "plain data parallelism"
-    return "HSDP" if three == (in_node,) * 3 else ""
+    named = (name for name in SCHEMES if scheme_sizes(name, ranks, in_node) == three)
+    return next(named, "")
+
+
+def scheme_sizes(name: str, ranks: int, in_node: int) -> tuple[int, int, int]:
+    """Of one of SCHEMES."""
+    return {
+        "ZeRO-3": (ranks, ranks, ranks),
+        "distributed optimizer": (1, 1, ranks),
+        "plain data parallelism": (1, 1, 1),
+        "HSDP": (in_node, in_node, in_node),
+    }[name]
 
 
 # ---- what is possible
@@ -252,7 +258,7 @@ class Outcome:
         busiest = max(RESERVE, fastest.busiest_link)
         for one in self.ranked:
             is_as_fast = one.step_s <= (1 + PLAIN) * fastest.step_s
-            if one.scheme in _FLAT and is_as_fast and one.busiest_link <= busiest:
+            if one.scheme in FLAT and is_as_fast and one.busiest_link <= busiest:
                 return one
         return fastest
 

@@ -265,7 +265,8 @@ def aligned(nbytes: int) -> int:
 
 def _too_small(budget: int, params: int, grads: int) -> str:
     return (
-        f"memory in flight of {budget / 2**30:.4g} GiB is less than the largest layer needs: "
+        f"memory in flight of {budget / 2**30:.4g} GiB, for one model chunk, is less than its "
+        "largest layer needs: "
         f"{(params + grads) / 2**30:.4g} GiB ({params / 2**30:.4g} for its parameters, "
         f"{grads / 2**30:.4g} for one piece of gradients)"
     )

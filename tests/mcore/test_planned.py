@@ -21,6 +21,7 @@ from megatron_asynchzp.planner.cluster import Cluster, Device, Link
 from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.memory import Memory
 from megatron_asynchzp.planner.search import Space, plans
+from scripts.testbed.megatron_flags import flags_of
 from tests.support.command_lines import random_flags
 
 NUM_FAST, NUM_ALL = 20, 100
@@ -95,12 +96,35 @@ def test_they_do_of_100():
     assert sum(check(seed) for seed in range(NUM_FAST, NUM_ALL)) > 0.6 * (NUM_ALL - NUM_FAST)
 
 
+@pytest.mark.parametrize("flags", [
+    "--pipeline-model-parallel-layout Et*2|t*4L", "--pipeline-model-parallel-layout E|t|t*2|t*3L",
+    "--pipeline-model-parallel-layout Et*3|t*3mL --mtp-num-layers 1 "
+    "--position-embedding-type rope",
+    "--decoder-first-pipeline-num-layers 2", "--decoder-last-pipeline-num-layers 1",
+    "--num-layers 6 --account-for-embedding-in-pipeline-split "
+    "--account-for-loss-in-pipeline-split",
+])  # fmt: skip
+def test_layers_that_stages_share_out_unequally_are_where_megatron_builds_them(flags):
+    shape = {
+        "num-layers": 6, "hidden-size": 128, "num-attention-heads": 4, "seq-length": 128,
+        "max-position-embeddings": 128, "vocab-size": 511, "tokenizer-type": "NullTokenizer",
+        "micro-batch-size": 1, "global-batch-size": 16, "pipeline-model-parallel-size": 2,
+    }  # fmt: skip
+    words = ("--use-asynchzp", "--mock-data", "--bf16", *flags_of(shape), *flags.split())
+    found = measure(words, 8, 8)
+    costing = planned.costing_of(found.args)
+    for stage in found.stages:
+        assert stage.numel == stage.planned
+        assert stage.memory == costing.stage_memory(stage.index)
+
+
 def test_the_random_command_lines_have_every_flag_of_memory_in_flight_and_every_dtype():
     words = [" ".join(random_flags(seed)[0]) for seed in range(NUM_FAST)]
     for flag in (
         "--asynchzp-memory-in-flight-gb", "--asynchzp-grad-slot-mb", "--asynchzp-keep-params-gb",
         "--asynchzp-keep-grads-gb", "--exp-avg-dtype bf16", "--bf16", "--fp16",
         "--grad-reduce-in-bf16", "--num-experts", "--num-virtual-stages-per-pipeline-rank",
+        "--mtp-num-layers", "--optimizer muon",
         "--recompute-granularity full", "--untie-embeddings-and-output-weights",
     ):  # fmt: skip
         assert any(flag in line for line in words) and any(flag not in line for line in words), flag

@@ -193,3 +193,34 @@ def test_what_a_device_keeps_for_others_is_left_free():
                 gib = costing.memory.total / GIB + reserved_gib + more
                 device = replace(cluster.device, memory_gib=gib, reserved_gib=reserved_gib)
                 assert replace(costing, cluster=replace(cluster, device=device)).fits == fits
+
+
+# ---- what is said of it
+
+
+def test_on_one_node_hsdp_is_said_to_be_zero_3_and_not_to_need_more_memory():
+    outcome = search(space(load_cluster("h100").with_ranks(8), 64))
+    best = outcome.best
+    assert best is not None and outcome.baselines["HSDP"] is None
+    (line,) = [one for one in explain.comparisons(outcome, best) if one.startswith("HSDP")]
+    assert line == "HSDP: the same as ZeRO-3 on 8 ranks, which share a node"
+
+
+def test_hierarchy_is_said_to_pay_only_for_sizes_that_are_hierarchical_and_faster():
+    where = space(slow(2, 10.0), 32, depths=(1,), micro_batch_sizes=(1,), recomputes=(Recompute(),))
+    costings = [where.costing(plan) for plan in plans(where)]
+    names = ("ZeRO-3", "HSDP", "distributed optimizer")
+    seen = set()
+    for seed in range(300):
+        found = outcome_of(random.Random(seed), costings)
+        first = {name: next(c for c in found.ranked if c.scheme == name) for name in names}
+        outcome = replace(found, baselines=first)
+        best = outcome.best
+        assert best is not None
+        text = explain.hierarchy(outcome, best)
+        is_flat = best.scheme in ("ZeRO-3", "distributed optimizer", "plain data parallelism")
+        assert ("does not pay" in text) == is_flat and "-0" not in text
+        is_faster = best.step_s * 1.005 < min(one.step_s for n, one in first.items() if n != "HSDP")
+        assert is_flat or ("faster than" in text) == is_faster
+        seen.add((best.scheme, is_faster))
+    assert {"", "plain data parallelism"} <= {scheme for scheme, _ in seen} and len(seen) > 4

@@ -28,6 +28,7 @@ def random_flags(seed: int) -> tuple[list[str], int]:
         "seq-length": _SEQ_LENGTH,
         "max-position-embeddings": _SEQ_LENGTH,
         "vocab-size": pick((999, 8000, 32000)),
+        "make-vocab-size-divisible-by": pick((1, 128)),
         "tokenizer-type": "NullTokenizer",
         "micro-batch-size": pick((1, 2)),
         "tensor-model-parallel-size": tp,
@@ -38,7 +39,7 @@ def random_flags(seed: int) -> tuple[list[str], int]:
     words = ["--use-asynchzp", "--mock-data"]
     if virtual > 1:
         values["num-virtual-stages-per-pipeline-rank"] = virtual
-    words += _layers(chance, values, tp, replicas * cp)
+    words += _layers(chance, values, tp)
     words += _dtypes(chance)
     words += _recomputation(chance, num_layers // (pp * virtual))
     sizes = pick(nested_sizes(replicas * cp))
@@ -49,8 +50,12 @@ def random_flags(seed: int) -> tuple[list[str], int]:
     return [*words, *flags_of(values)], ranks
 
 
-def _layers(chance: random.Random, values: dict[str, Any], tp: int, replicas: int) -> list[str]:
+def _layers(chance: random.Random, values: dict[str, Any], tp: int) -> list[str]:
     """Of attention, of MLPs or experts, and of the ends."""
+    if chance.random() < 0.2:
+        values["mtp-num-layers"] = chance.choice((1, 2))
+    if chance.random() < 0.3:
+        values["ffn-hidden-size"] = 4 * chance.choice((50, 77))  # no multiple of the alignment
     flags = [
         "--untie-embeddings-and-output-weights",
         "--swiglu",
@@ -65,7 +70,7 @@ def _layers(chance: random.Random, values: dict[str, Any], tp: int, replicas: in
         words.append("--sequence-parallel")
     if chance.random() < 0.5:
         values["normalization"] = "RMSNorm"
-    if chance.random() < 0.5:
+    if "mtp-num-layers" in values or chance.random() < 0.5:
         values["position-embedding-type"] = "rope"
     if chance.random() < 0.5:
         words.append("--group-query-attention")
@@ -89,7 +94,9 @@ def _dtypes(chance: random.Random) -> list[str]:
     words = list(chance.choice((["--bf16"], ["--bf16"], ["--fp16"], [])))
     if chance.random() < 0.5:
         words.append("--grad-reduce-in-bf16")
-    if chance.random() < 0.5:
+    if chance.random() < 0.2:
+        return [*words, "--optimizer", "muon" if "--bf16" in words else "sgd"]
+    if chance.random() < 0.6:
         words = [*words, "--use-precision-aware-optimizer"]
         words += ["--exp-avg-dtype", chance.choice(("fp32", "bf16"))]
         words += ["--exp-avg-sq-dtype", chance.choice(("fp32", "bf16"))]
@@ -114,7 +121,7 @@ def _budgets(chance: random.Random) -> dict[str, Any]:
         if chance.random() < 0.5:
             found[f"asynchzp-keep-{what}-gb"] = chance.choice((0.125, 1.5, 6))
     if chance.random() < 0.5:
-        found["asynchzp-memory-in-flight-gb"] = chance.choice((0.03, 0.1, 0.3))
+        found["asynchzp-memory-in-flight-gb"] = chance.choice((0.06, 0.15, 0.4))
     if chance.random() < 0.7:
         found["asynchzp-grad-slot-mb"] = chance.choice((0.5, 3, 16, 64))
     return found
