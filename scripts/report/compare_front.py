@@ -116,20 +116,24 @@ def _draw_study(comparison: Comparison, axes: Any) -> None:
     axes.tick_params(labelbottom=True)
 
 
-# Where a name may stand beside its point: offsets in points, and which end of it is there.
-# fmt: off
-_PLACES = (
-    (6, 7, "left"), (8, 0, "left"), (-8, 0, "right"), (4, 12, "left"), (4, -12, "left"),
-    (-4, 12, "right"), (-4, -12, "right"), (4, 24, "left"), (4, -24, "left"), (-4, 24, "right"),
-    (-4, -24, "right"),
+# Where a name may stand beside its point, the nearest first: offsets in points, and which end of it
+# is there. A name that stands far off has a line to its point.
+_NEAR = ((6, 7, "left"), (8, 0, "left"), (-8, 0, "right"))
+_FAR = tuple(
+    (sign * (4 + abs(dy) // 6), dy, side)
+    for distance in range(12, 97, 12)
+    for dy in (distance, -distance)
+    for sign, side in ((1, "left"), (-1, "right"))
 )
-# fmt: on
+_PLACES = _NEAR + _FAR
+_LINE_FROM = 13  # points
 
 
 def _name_points(axes: Any, rows: Sequence[Row]) -> None:
     """Each point's name beside it and within the frame, where neither a name nor a point is in the
     way."""
     from matplotlib.patheffects import withStroke
+    from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
     best = front(rows)
@@ -150,9 +154,14 @@ def _name_points(axes: Any, rows: Sequence[Row]) -> None:
                 color=INK,
                 weight="bold" if row in best else "normal",
                 path_effects=halo,
+                arrowprops={"arrowstyle": "-", "color": INK, "linewidth": 0.5}
+                if abs(dy) >= _LINE_FROM
+                else None,
             )
-            box = text.get_window_extent()
+            text.get_window_extent()  # places it
+            box = Text.get_window_extent(text)  # without the line
             is_inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
+            is_inside = is_inside and frame.y0 <= box.y0 and box.y1 <= frame.y1
             if is_inside and not any(box.overlaps(other) for other in taken):
                 break
             if (dx, dy, side) != _PLACES[-1]:
