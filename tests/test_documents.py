@@ -142,7 +142,7 @@ def test_what_a_document_names_exists(missing):
         (missing_commands, "```\nasynchzp hf import\n```", "```\nasynchzp hf convert\n```"),
         (missing_modules, "`python -m scripts.bench.compare`", "`python -m scripts.bench.gone`"),
         (missing_modules, "`-m scripts.testbed --x`", "`-m megatron_asynchzp.gone --x`"),
-        (missing_options, "`-m scripts.bench.scaling --axes`", "`-m scripts.bench.scaling --axis`"),
+        (missing_options, "`-m scripts.testbed --nodes`", "`-m scripts.testbed --node`"),
         (missing_options, "`asynchzp plan --rows 3 -- --x`", "`asynchzp plan --row 3 -- --x`"),
     ],
 )

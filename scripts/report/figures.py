@@ -5,7 +5,6 @@
 import re
 import statistics
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 from scripts.report import (
@@ -20,7 +19,6 @@ from scripts.report.compare_rows import NO_NETWORK, Row, ahead
 from scripts.report.loss_picture import RINGS
 from scripts.report.published import at_rest_mib, compared, state_mib, together_mib
 from scripts.report.records import NotRecorded, read_record
-from scripts.report.scaling_rows import AxisRows, axes_of
 from scripts.report.wire_table import wire_ratio
 from scripts.testbed.cpu_usage import FOREIGN_LIMIT
 
@@ -131,27 +129,6 @@ def compare_compute(network: str) -> str:
     calibration = compared(network).calibration
     assert calibration is not None
     return f"{calibration['compute_ms']:.0f}"
-
-
-def scaling_step(axis: str, at: str, contender: str) -> str:
-    row = _scaled(axis, at, contender)
-    return f"{row.median_ms:.0f}{_warning(row)}"
-
-
-def scaling_ahead(axis: str, at: str, slower: str, faster: str) -> str:
-    rows = _scaled(axis, at, slower), _scaled(axis, at, faster)
-    return f"{ahead(*rows):.2f}{_warning(*rows)}"
-
-
-@cache
-def _scaling_axes() -> list[AxisRows]:
-    return axes_of(read_record("scaling").lines)
-
-
-def _scaled(axis: str, at: str, contender: str) -> Row:
-    (rows,) = (one for one in _scaling_axes() if one.name == axis)
-    (place,) = (one for one in rows.places if one.at == int(at))
-    return place.measured[contender]
 
 
 def checkpoint_ratio(act: str, stock: str) -> str:
@@ -287,8 +264,6 @@ FIGURES: dict[str, Callable[..., str]] = {
     "compare apart": compare_apart,
     "compare holding less": compare_holding_less,
     "compare compute": compare_compute,
-    "scaling": scaling_step,
-    "scaling ahead": scaling_ahead,
     "checkpoint ratio": checkpoint_ratio,
     "quickstart": quickstart_figure,
     "quickstart apart": quickstart_apart,

@@ -22,8 +22,6 @@ from scripts.report import (
     pasa_table,
     peak_table,
     planner_table,
-    scaling_picture,
-    scaling_table,
     schedule_bars,
     schedule_grid,
 )
@@ -205,7 +203,6 @@ TABLES: dict[str, Callable[[], str]] = {
     **_tables_of(NO_NETWORK),
     "compare networks": compared_networks,
     **_tables_of("pipelines slow-between-nodes"),
-    "scaling": lambda: scaling_table.markdown(read_record("scaling").lines),
     "checkpoints": lambda: checkpoint_table.tables(read_record("checkpoints").lines),
     "parity": parity,
     "shrunk models": lambda: shrunk_table(read_record("shrunk_models").lines),
@@ -275,11 +272,6 @@ PICTURES: dict[str, Picture] = {
         lambda r, file: compare_front.draw(r.lines, file),
         "Step time over peak memory of interleaved pipelines, with the front of those that nothing "
         "beats in both",
-    ),
-    "scaling.png": Picture(
-        "scaling",
-        lambda r, file: scaling_picture.draw(r.lines, file),
-        "Step, bytes between nodes and memory along ranks",
     ),
 }
 

@@ -21,7 +21,7 @@ EXPECTED = {
     *("mutants", "parity"),
     *("pasa_accuracy", "pasa_training", "peaks", "pipeline", "planner_published", "quickstart"),
     *("planner_testbed",),
-    *("real_size", "scaling", "schedules", "stock_noise", "timeline", "grad_wire"),
+    *("real_size", "schedules", "stock_noise", "timeline", "grad_wire"),
     *("shrunk_models", "muon", "compare_pipelines"),
 }
 
@@ -80,7 +80,7 @@ def replace(file: Path, records: Iterable[dict]) -> None:
 
 
 def machine_line(record: dict) -> str:
-    """The machine of a run in Markdown. record: the first one of a file of compare or scaling."""
+    """The machine of a run in Markdown. record: the first one of a file of compare."""
     versions = ", ".join(f"{name} {v or '(none)'}" for name, v in record["versions"].items())
     return (
         f"{record['date']}, {record['cpus']} cores, no GPU, Python {record['python']}, "

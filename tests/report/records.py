@@ -31,23 +31,6 @@ def compare_records() -> list[dict]:
     return [MACHINE, *runs, absent]
 
 
-def scaling_records() -> list[dict]:
-    records = [MACHINE]
-    for nodes in (2, 4):
-        place = {
-            "point": {"nodes": nodes, "ranks_per_node": 2}, "axes": {"ranks": 2 * nodes},
-            "emulated_ms": 900.0, "slow_motion": 4.0, "layer_ms": 19.0, "profile": PROFILE,
-            "workload": WORKLOAD, "name": OURS, "family": "AsyncHZP",
-        }
-        records.append(place | {
-            "kind": "modelled", "compute": "emulated", "compute_ms": 900.0, "step_ms": 950.0,
-            "node_nbytes": 1e6, "state_nbytes": 1e7,
-        })
-        if nodes == 2:
-            records.append(RUN | place | {"step_ms": [1000.0, 1010.0]})
-    return records
-
-
 def schedule_records() -> list[dict]:
     times = {"compute only": 400.0, "communication only": 200.0, "threaded": 440.0}
     return [

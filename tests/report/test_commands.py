@@ -15,7 +15,6 @@ from tests.report import records as made_up
 
 TABLES = {
     "compare_table": made_up.compare_records,
-    "scaling_table": made_up.scaling_records,
     "schedule_grid": made_up.schedule_records,
     "checkpoint_table": made_up.checkpoint_records,
     "parity_table": made_up.parity_records,
@@ -24,7 +23,6 @@ TABLES = {
 PICTURES = {
     "compare_picture": made_up.compare_records,
     "compare_front": made_up.compare_records,
-    "scaling_picture": made_up.scaling_records,
     "schedule_bars": made_up.schedule_records,
 }
 
@@ -83,17 +81,6 @@ def test_a_report_without_its_files_ends_in_one_line(name, options, monkeypatch,
     assert ended.value.code == 2
     output = capsys.readouterr().err.strip().splitlines()[-1]
     assert output.startswith(f"python -m scripts.report.{name}: error: ")
-
-
-@pytest.mark.parametrize("name, more", [("scaling_table", []), ("scaling_picture", ["--output"])])
-def test_records_that_do_not_belong_together_end_in_one_line(
-    name, more, file_of, monkeypatch, tmp_path
-):
-    made = made_up.scaling_records()
-    file = file_of(made + [record | {"slow_motion": 1.0} for record in made[1:]])
-    with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, name, file, *more, *[str(tmp_path / "p.png")] * len(more))
-    assert str(ended.value) == f"{name}: records of different slow_motion: 1.0 and 4.0"
 
 
 def test_shrunk_models_have_a_row_for_each_number_of_ranks_with_the_worst_of_all_sizes():
