@@ -3,27 +3,25 @@
 """Owns what one command line gives: groups, states and memory of a rank of each pipeline stage."""
 
 from argparse import Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_asynchzp.dry_run import mesh, pretended_world, states
-from megatron_asynchzp.dry_run.expert_groups import ExpertChoice, expert_choices
 from megatron_asynchzp.dry_run.mesh import GroupKind
 from megatron_asynchzp.dry_run.states import StageStates
-from megatron_asynchzp.mcore.planned import costing_of, shard_sizes
+from megatron_asynchzp.mcore.planned import shard_sizes
 
 
 @dataclass(frozen=True)
 class Measured:
     """args: validated; lines: what --use-asynchzp changed; kinds: the groups of rank 0; stages: of
-    each pipeline stage; expert_choices: of the first stage that has experts."""
+    each pipeline stage."""
 
     args: Namespace
     lines: list[str]
     ranks_per_node: int
     kinds: list[GroupKind]
     stages: list[StageStates]
-    expert_choices: list[ExpertChoice] = field(default_factory=list[ExpertChoice])
 
     @property
     def parameters(self) -> int:
@@ -54,6 +52,4 @@ def _measure(args: Namespace, lines: list[str], ranks_per_node: int) -> Measured
         if not measured.kinds:
             measured.kinds.extend(mesh.group_kinds(stage, args, sizes))
         measured.stages.append(states.stage_states(stage, args, ranks_per_node))
-        if sizes is not None and not measured.expert_choices:
-            measured.expert_choices.extend(expert_choices(costing_of(args), stage.index))
     return measured

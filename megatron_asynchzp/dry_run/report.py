@@ -30,7 +30,6 @@ def tables(measured: Measured) -> str:
         measured.stages[0].start_table,
         _states_table(measured),
         memory_table(measured),
-        _experts_table(measured),
         savings_table(measured),
     ]
     return "\n".join(part for part in parts if part)
@@ -85,28 +84,6 @@ def memory_table(measured: Measured) -> str:
         "+ activations + the larger of logits and a layer in backward"
         f"{', + what gloo copies' if copies else ''})"
     )
-    return _table(title, columns, rows)
-
-
-def _experts_table(measured: Measured) -> str:
-    """What each choice of how many experts form a unit costs; empty without experts."""
-    if not measured.expert_choices:
-        return ""
-    chosen = getattr(measured.args, "asynchzp_experts_per_unit", None) or 0
-    rows = []
-    for choice in measured.expert_choices:
-        name = f"in groups of {choice.per_unit}" if choice.per_unit else "with their layer"
-        mark = " (this run)" if choice.per_unit == chosen else ""
-        # fmt: off
-        rows.append((name + mark, _amount(choice.in_flight), str(choice.gathers),
-                     _amount(choice.gathered)))
-        # fmt: on
-    title = "Experts: memory in flight, and gathers of one layer's experts in one micro-batch"
-    if measured.args.asynchzp_memory_in_flight_gb is not None:
-        title += " (memory: without --asynchzp-memory-in-flight-gb)"
-    if measured.args.moe_grouped_gemm:
-        title += " (groups: only without --moe-grouped-gemm, which needs all experts together)"
-    columns = ("--asynchzp-experts-per-unit", "in flight", "gathers", "gathered")
     return _table(title, columns, rows)
 
 

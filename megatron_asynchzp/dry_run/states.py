@@ -162,10 +162,7 @@ def _asynchzp_states(
     """The units, buffers and memory in flight of the run, and the table it will print. As in the
     planner, moments count with the padding, and are the mean of the ranks that share them."""
     sizes, schedule = costing.plan.sizes, resolve_schedule(args)
-    per_unit = args.asynchzp_experts_per_unit
-    plans = [
-        plan_megatron_units(model, index, per_unit) for index, model in enumerate(stage.chunks)
-    ]
+    plans = [plan_megatron_units(model, index) for index, model in enumerate(stage.chunks)]
     group_of = {"dense": stage.groups.dp_cp, "expert": stage.groups.expt_dp}
     groups = {
         key: shard_groups(
@@ -176,7 +173,7 @@ def _asynchzp_states(
     chunks = [
         {
             HZPUnit(
-                plan.name, plan.params, groups[plan.group_key], layer=plan.layer, part=plan.part
+                plan.name, plan.params, groups[plan.group_key], layer=plan.layer
             ): plan.group_key
             for plan in chunk
         }

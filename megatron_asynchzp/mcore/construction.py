@@ -9,11 +9,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -38,11 +36,9 @@ def constructing(
     data_parallel_random_init: bool = False,
     timeout: timedelta | None = None,
     grad_dtype: torch.dtype = torch.float32,
-    experts_per_unit: int | None = None,
 ) -> Iterator[None]:
-    """While the body builds model chunks, shard their layers, embeddings, output layers and groups
-    of experts as soon as each is complete. Collective over the world. Arguments as for
-    wrap_model_chunks.
+    """While the body builds model chunks, shard their layers, embeddings and output layers as soon
+    as each is complete. Collective over the world. Arguments as for wrap_model_chunks.
     """
     groups = create_shard_groups(sizes, pg_collection, has_experts, timeout, grad_dtype)
 
@@ -56,15 +52,11 @@ def constructing(
         use_first_rank if data_parallel_random_init else None,
     )
     token = _CONSTRUCTION.set(construction)
-    hooks = [register_module_module_registration_hook(_note_registered)]
-    if experts_per_unit is not None:
-        experts = _ExpertLists(construction, experts_per_unit)
-        hooks.append(register_module_module_registration_hook(experts.note_registered))
+    hook = register_module_module_registration_hook(_note_registered)
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
         _CONSTRUCTION.reset(token)
 
 
@@ -91,23 +83,3 @@ def _note_registered(parent: nn.Module, name: str, module: nn.Module | None) -> 
     is_tied = getattr(parent, "share_embeddings_and_output_weights", False)
     alone = {words.weight} if is_tied and words is not None else ()
     construction.shard(module, alone=alone)
-
-
-class _ExpertLists:
-    """Shards each group of `per_unit` local experts of a layer when its last one is complete."""
-
-    def __init__(self, construction: Construction, per_unit: int):
-        self._construction, self._per_unit = construction, per_unit
-        self._lists: WeakSet[nn.Module] = WeakSet()
-
-    def note_registered(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
-        """`module` becomes a child of `parent`: the empty list of a layer's experts, or one of
-        them."""
-        if module is None:
-            return
-        if isinstance(parent, SequentialMLP) and name == "local_experts":
-            self._lists.add(module)
-        elif parent in self._lists:
-            experts = [*parent.children(), module]
-            if len(experts) % self._per_unit == 0:
-                self._construction.shard(*experts[-self._per_unit :])

@@ -46,7 +46,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     config, ddp_config, module, pg_collection: as for DistributedDataParallel.
     groups: see create_shard_groups; they and `communication` are shared by all chunks of a rank;
     takes_snapshots: see ChunkCheckpoint; construction: see HZPRuntime; index: of this chunk on its
-    rank; experts_per_unit: see plan_megatron_units.
+    rank.
     """
 
     def __init__(
@@ -60,7 +60,6 @@ class AsyncHZPDataParallel(DistributedDataParallel):
         takes_snapshots: bool = False,
         construction: Construction | None = None,
         index: int = 0,
-        experts_per_unit: int | None = None,
     ):
         _BaseDataParallel.__init__(self, config=config, module=module)
         self.ddp_config = ddp_config
@@ -84,7 +83,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
                 "write over those that are kept; add --no-gradient-accumulation-fusion"
             )
         refuse_params(module)
-        plans = plan_megatron_units(module, index, experts_per_unit)
+        plans = plan_megatron_units(module, index)
         try:
             self.runtime = HZPRuntime(
                 module,
@@ -228,7 +227,6 @@ def wrap_model_chunks(
     saves_beside_training: bool = False,
     grad_dtype: torch.dtype = torch.float32,
     construction: Construction | None = None,
-    experts_per_unit: int | None = None,
 ) -> list[AsyncHZPDataParallel]:
     """Shard and wrap the model chunks of this rank. Collective over the world.
 
@@ -236,8 +234,7 @@ def wrap_model_chunks(
     parameters differently and the first rank's are used, as stock Megatron does;
     saves_beside_training: whether a checkpoint may be written while training goes on;
     grad_dtype: in which gradients travel;
-    construction: under which the chunks were built, if their modules are sharded already. It ends;
-    experts_per_unit: experts of a layer that form a unit, None for all experts with their layer.
+    construction: under which the chunks were built, if their modules are sharded already. It ends.
     """
     has_experts = _is_true_anywhere(
         any(sharding_group_key(p) == "expert" for chunk in model_chunks for p in chunk.parameters())
@@ -270,7 +267,6 @@ def wrap_model_chunks(
                 takes_snapshots,
                 construction,
                 index,
-                experts_per_unit,
             )
         )
     if construction is not None:

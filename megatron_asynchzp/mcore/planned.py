@@ -292,7 +292,6 @@ def _experts(args: Namespace) -> Experts:
         shared_ffn=args.moe_shared_expert_intermediate_size or 0,
         has_shared_gate=getattr(args, "moe_shared_expert_gate", False),
         has_router_bias=args.add_bias_linear,
-        per_unit=getattr(args, "asynchzp_experts_per_unit", None) or 0,
     )
 
 

@@ -6,12 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core.ssm.mamba_layer import MambaLayer
-from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import nn
 
-from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.zero.plan import UnitPlan, plan_units
 
 
@@ -59,33 +56,11 @@ def _tied_weights(root: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, ...]]:
     return tied
 
 
-def _expert_groups(root: nn.Module, experts_per_unit: int) -> list[list[nn.Module]]:
-    """The local experts of each layer, in the order in which the layer calls them: every one, on
-    every rank, also without a token. Raises ConfigurationError where it calls them together."""
-    groups: list[list[nn.Module]] = []
-    for layer in root.modules():
-        if not isinstance(layer, BaseMoELayer):
-            continue
-        if not isinstance(layer.experts, SequentialMLP):
-            raise ConfigurationError(
-                f"--asynchzp-experts-per-unit {experts_per_unit}: {type(layer.experts).__name__} "
-                "computes all experts of a layer together; use sequential experts, or leave the "
-                "flag out"
-            )
-        experts = list(layer.experts.local_experts)
-        for first in range(0, len(experts), experts_per_unit):
-            groups.append(experts[first : first + experts_per_unit])
-    return groups
-
-
-def plan_megatron_units(
-    root: nn.Module, chunk: int = 0, experts_per_unit: int | None = None
-) -> list[UnitPlan]:
+def plan_megatron_units(root: nn.Module, chunk: int = 0) -> list[UnitPlan]:
     """Units of a model chunk: layers, their experts, the embedding, the output layer, the rest.
 
     chunk: its index on this rank. Of all but the first it is in the units' names: each chunk of an
-    interleaved pipeline counts its layers from 0. experts_per_unit: of a rank's experts, None where
-    all stay with their layer. Raises ConfigurationError where they are not called one by one.
+    interleaved pipeline counts its layers from 0.
     """
     layers = [module for module in root.modules() if is_layer(module)]
     edges: list[nn.Module] = []
@@ -94,7 +69,5 @@ def plan_megatron_units(
             module = getattr(model, name, None)
             if isinstance(module, nn.Module) and any(True for _ in module.parameters()):
                 edges.append(module)
-    parts = _expert_groups(root, experts_per_unit) if experts_per_unit else []
-    tied = _tied_weights(root)
-    plans = plan_units(root, [*layers, *edges], sharding_group_key, tied, parts)
+    plans = plan_units(root, [*layers, *edges], sharding_group_key, _tied_weights(root))
     return [replace(plan, name=f"chunk{chunk}.{plan.name}") for plan in plans] if chunk else plans

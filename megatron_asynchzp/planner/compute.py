@@ -69,8 +69,7 @@ class ComputeTimes:
         if layer is not None and unit.kind == "experts" and isinstance(layer.mlp, shapes.Experts):
             ring = Ring.of_axis(parallel.ep, parallel.experts_tp, per_node)
             tokens = layer.mlp.topk * hidden_nbytes / parallel.tp
-            groups = shapes.num_expert_groups(layer.mlp, parallel)
-            return 2 * ring.exchange(tokens, cluster).alone_s / groups
+            return 2 * ring.exchange(tokens, cluster).alone_s
         if unit.kind in ("layer", "mtp") and layer is not None:
             parts = (layer.mixer is not None) + isinstance(layer.mlp, shapes.Mlp)
             ring = Ring.of_axis(parallel.tp, 1, per_node)

@@ -197,7 +197,7 @@ class Costing:
                 need = replace(need, own_grads=grads_before_added_nbytes(sizes))
             return need
 
-        return replace(self._once(key, make), layer=unit.layer, part=unit.part)
+        return replace(self._once(key, make), layer=unit.layer)
 
     def order(self, stage: int, phases: Sequence[Phase]) -> StepOrder:
         units = self.units[stage]

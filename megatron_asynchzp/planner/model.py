@@ -69,8 +69,7 @@ class Mlp:
 @dataclass(frozen=True)
 class Experts:
     """A mixture of experts. ffn: of one expert; shared_ffn: of the shared experts, 0 without;
-    has_router_bias: a bias that is learned, not the one of load balancing; per_unit: how many of a
-    rank's experts form a unit, 0 where all stay together."""
+    has_router_bias: a bias that is learned, not the one of load balancing."""
 
     num_experts: int
     topk: int
@@ -79,7 +78,6 @@ class Experts:
     shared_ffn: int = 0
     has_shared_gate: bool = False
     has_router_bias: bool = False
-    per_unit: int = 0
 
 
 @dataclass(frozen=True)
@@ -205,12 +203,6 @@ class Unit:
             return "embedding"
         return "" if self.kind == "root" else self.name.partition(".experts")[0]
 
-    @property
-    def part(self) -> str:
-        """Of a layer's experts, which of the groups that are used one after another; "" for what
-        is used throughout."""
-        return self.name.partition(".experts")[2]
-
 
 # ---- parameters
 
@@ -307,11 +299,6 @@ def experts_numel(of: Experts, model: Model, parallel: Parallel) -> int:
     return round(of.num_experts / parallel.ep * _numel(_expert(of, model, parallel)))
 
 
-def num_expert_groups(of: Experts, parallel: Parallel) -> int:
-    """Units of the experts of one layer on a rank."""
-    return of.num_experts // (parallel.ep * of.per_unit) if of.per_unit else 1
-
-
 # ---- FLOPs
 
 
@@ -389,23 +376,15 @@ def _layer_units(
     own = Unit(name, kind, shapes, flops, chunk=chunk, source=layer)
     if not isinstance(layer.mlp, Experts):
         return [own]
-    count = num_expert_groups(layer.mlp, parallel)
-    each = round(layer.mlp.num_experts / parallel.ep / count)
+    local = round(layer.mlp.num_experts / parallel.ep)
     expert = Counter(_expert(layer.mlp, model, parallel))
-    experts = {shape: times * each for shape, times in expert.items()}
-    share = expert_flops(layer.mlp, model, parallel, batch) / count
+    experts = {shape: times * local for shape, times in expert.items()}
+    share = expert_flops(layer.mlp, model, parallel, batch)
     group = parallel.expert_group
-    if group == "dense" and not layer.mlp.per_unit:
+    if group == "dense":
         # Every replica has all experts: they are parameters like the others.
         return [replace(own, shapes=shapes + Counter(experts), flops=flops + share)]
-    names = [f".{index}" for index in range(count)] if layer.mlp.per_unit else [""]
-    return [
-        own,
-        *(
-            Unit(f"{name}.experts{part}", "experts", experts, share, group, chunk, layer)
-            for part in names
-        ),
-    ]
+    return [own, Unit(f"{name}.experts", "experts", experts, share, group, chunk, layer)]
 
 
 def _mtp_projection(model: Model, parallel: Parallel) -> list[Shape]:

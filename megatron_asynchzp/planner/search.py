@@ -171,8 +171,7 @@ def parallels(space: Space) -> Iterator[Parallel]:
                             virtual=start.virtual if pp == start.pp else 1,
                             stage_layers=start.stage_layers if pp == start.pp else None,
                         )
-                    # Each rank has whole groups of experts, as many as every other.
-                    if experts and experts[0].num_experts % (ep * max(1, experts[0].per_unit)):
+                    if experts and experts[0].num_experts % ep:
                         continue
                     if any(_heads(layer) % tp for layer in model.layers):
                         continue

@@ -4,7 +4,6 @@
 and how much of it fits a budget. Needs no tensors.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,9 +44,7 @@ class UnitInFlight:
     layer: equal for units that are needed at the same time; "" for one that is needed around all
     others. params: its gathered parameters, 0 where they always are; grads: the largest piece of
     its gradients in fp32, with what reducing it takes, 0 where they are not reduced; own_grads: all
-    its gradients as autograd makes them; num_pieces: in how many its gradients are reduced; part:
-    of a layer whose parts are needed one after another, each together with the rest of the layer;
-    "" for the rest.
+    its gradients as autograd makes them; num_pieces: in how many its gradients are reduced.
     """
 
     layer: str
@@ -55,7 +52,6 @@ class UnitInFlight:
     grads: int
     own_grads: int
     num_pieces: int
-    part: str = ""
 
     @classmethod
     def of(
@@ -67,7 +63,6 @@ class UnitInFlight:
         topology: ShardTopology,
         slot_nbytes: int,
         wire_nbytes: int = FP32_NBYTES,
-        part: str = "",
     ) -> "UnitInFlight":
         """A unit of `padded_numel` elements of `itemsize` bytes, whose gradients are reduced in
         pieces of at most `slot_nbytes` (in fp32) and travel in elements of `wire_nbytes`."""
@@ -83,7 +78,6 @@ class UnitInFlight:
             piece if is_reduced else 0,
             itemsize * padded_numel if is_trained else 0,
             -(-padded_numel // (num_shards * length)) if is_reduced else 1,
-            part,
         )
 
 
@@ -103,36 +97,15 @@ class MemoryInFlight:
         return {"gathered parameters": self.params, "gradients to reduce": self.grads}
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """rest: what is needed throughout, as one; parts: what is needed one after another."""
-
-    rest: UnitInFlight
-    parts: Sequence[UnitInFlight]
-
-    @property
-    def in_turn(self) -> list[UnitInFlight]:
-        """In the order of the forward pass."""
-        return [self.rest, *self.parts]
-
-
-def _layers_of(units: Sequence[UnitInFlight]) -> tuple[UnitInFlight, list[_Layer]]:
-    """What is needed around everything, and the layers in order."""
+def _layers_of(units: Sequence[UnitInFlight]) -> tuple[UnitInFlight, list[UnitInFlight]]:
+    """What is needed around everything, and the layers in order, each as one unit."""
     found: dict[str, list[UnitInFlight]] = {}
     for unit in units:
         found.setdefault(unit.layer, []).append(unit)
     around = found.pop("", [])
     if not found:
         found, around = {"": around}, []
-    return _together(around), [_layer_of(layer) for layer in found.values()]
-
-
-def _layer_of(units: Sequence[UnitInFlight]) -> _Layer:
-    parts: dict[str, list[UnitInFlight]] = {}
-    for unit in units:
-        parts.setdefault(unit.part, []).append(unit)
-    rest = parts.pop("", [])
-    return _Layer(_together(rest), [_together(part) for part in parts.values()])
+    return _together(around), [_together(layer) for layer in found.values()]
 
 
 def _together(units: Sequence[UnitInFlight]) -> UnitInFlight:
@@ -145,41 +118,27 @@ def _together(units: Sequence[UnitInFlight]) -> UnitInFlight:
     )
 
 
-def _neighbours_nbytes(layers: Sequence[Sequence[int]], most: int) -> int:
-    """The most that needs which follow one another take, `most` of each size at a time, of layers
-    and of parts each.
-
-    layers: of each, what it needs throughout and then one after another.
+def _neighbours_nbytes(layers: Sequence[int], most: int) -> int:
+    """The most that layers of so many bytes, which follow one another, take, `most` of each size at
+    a time.
 
     layers E L L L L E, most 2:       E L L | L L | L L E            so E + 2 L
-    layers with parts Lppp Lppp:      Lpp | (L)pp | (L)p Lp | Lpp    so 2 L + 2 p
     """
     largest = 0
-    in_turn = [
-        (index, (number > 0, size))
-        for index, layer in enumerate(layers)
-        for number, size in enumerate(layer)
-    ]
-    for first, (layer, (is_part, _)) in enumerate(in_turn):
-        taken: Counter[tuple[bool, int]] = Counter()
-        if is_part:
-            taken[False, layers[layer][0]] += 1
-        for _, kind in in_turn[first:]:
-            if taken[kind] == most:
+    for first in range(len(layers)):
+        taken: list[int] = []
+        for size in layers[first:]:
+            if taken.count(size) == most:
                 break
-            taken[kind] += 1
-        largest = max(largest, sum(size * count for (_, size), count in taken.items()))
+            taken.append(size)
+        largest = max(largest, sum(taken))
     return largest
 
 
-def _own_grads_nbytes(around: UnitInFlight, layers: Sequence[_Layer]) -> int:
-    # Backward runs from the last layer, in each from its last part: the rest of a layer has its
-    # gradients after that. Gradients that are reduced in several pieces stay until all of them
-    # have been, while those of what comes before it come: before the first layer, those of the
-    # last one in the next micro-batch.
-    in_turn = [one for layer in layers for one in layer.in_turn]
-    after = [*in_turn[1:], in_turn[0]]
-    pairs = zip(in_turn, after, strict=True)
+def _own_grads_nbytes(around: UnitInFlight, layers: Sequence[UnitInFlight]) -> int:
+    # Gradients that are reduced in several pieces stay until all of them have been, while those of
+    # the layer before come: before the first layer, those of the last one in the next micro-batch.
+    pairs = zip(layers, [*layers[1:], layers[0]], strict=True)
     most = max(one.own_grads + (kept.num_pieces > 1) * kept.own_grads for one, kept in pairs)
     return most + around.own_grads
 
@@ -200,10 +159,8 @@ def memory_in_flight(
     Raises ConfigurationError for a budget below what one layer needs.
     """
     around, layers = _layers_of(units)
-    of_params = [[one.params for one in layer.in_turn] for layer in layers]
-    of_grads = [[one.grads for one in layer.in_turn] for layer in layers]
-    params = around.params + _neighbours_nbytes(of_params, num_ahead + 1)
-    grads = around.grads + _neighbours_nbytes(of_grads, num_grad_slots)
+    params = around.params + _neighbours_nbytes([one.params for one in layers], num_ahead + 1)
+    grads = around.grads + _neighbours_nbytes([one.grads for one in layers], num_grad_slots)
     layer, piece = least_in_flight(units)
     if any(unit.num_pieces > 1 for unit in units):
         grads = min(grads, num_grad_slots * piece)
@@ -216,36 +173,28 @@ def memory_in_flight(
 
 
 def least_in_flight(units: Sequence[UnitInFlight]) -> tuple[int, int]:
-    """Bytes without which no step is possible: parameters of the largest layer, one of its parts at
-    a time, with what is needed around all layers; and the largest piece of gradients."""
+    """Bytes without which no step is possible: parameters of the largest layer, with what is needed
+    around all layers; and the largest piece of gradients."""
     around, layers = _layers_of(units)
-    most = max(
-        layer.rest.params + max((part.params for part in layer.parts), default=0)
-        for layer in layers
-    )
+    most = max(layer.params for layer in layers)
     return around.params + most, max(unit.grads for unit in units)
 
 
 def needed_together(units: Sequence[UnitInFlight]) -> dict[int, list[int]]:
-    """For each unit of a layer that has several, by index: those that are gathered while it is.
-
-    Those around all layers, the rest of its layer and, for the rest itself, the largest part.
-    """
+    """For each unit of a layer that has several, by index: those that are gathered while it is,
+    around all layers and in its own."""
     gathered = [index for index, unit in enumerate(units) if unit.params]
     around = [index for index in gathered if not units[index].layer]
     layers: dict[str, list[int]] = {}
     for index in gathered:
         if units[index].layer:
             layers.setdefault(units[index].layer, []).append(index)
-    together: dict[int, list[int]] = {}
-    for members in layers.values():
-        rest = [index for index in members if not units[index].part]
-        parts = [index for index in members if units[index].part]
-        largest = [max(parts, key=lambda index: units[index].params)] if parts else []
-        for index in members if len(members) > 1 else ():
-            others = [*around, *rest, *([] if units[index].part else largest)]
-            together[index] = [other for other in others if other != index]
-    return together
+    return {
+        index: [*around, *(other for other in members if other != index)]
+        for members in layers.values()
+        for index in members
+        if len(members) > 1
+    }
 
 
 def seen_from_top(nbytes: Sequence[int]) -> list[bool]:

@@ -79,17 +79,16 @@ class HZPRuntime(StepScheduler):
         self._reduce_last: set[HZPUnit] = set()
         self._handles: list[RemovableHandle] = []
         self._accumulators: list[Any] = []
-        units_of: dict[tuple[nn.Module, ...], list[HZPUnit]] = {(root,): []}
+        units_of: dict[nn.Module, list[HZPUnit]] = {root: []}
         for plan in plans:
             shard = None if construction is None else construction.take(plan)
             groups_of_unit = groups[plan.group_key]
-            unit = HZPUnit(plan.name, plan.params, groups_of_unit, shard, plan.layer, plan.part)
+            unit = HZPUnit(plan.name, plan.params, groups_of_unit, shard, plan.layer)
             self.group_keys[unit] = plan.group_key
-            calls = [plan.modules] if plan.part else [(one,) for one in plan.modules]
-            if len(calls) > 1:
+            if len(plan.modules) > 1:
                 self._reduce_last.add(unit)
-            for modules in calls:
-                units_of.setdefault(modules, []).append(unit)
+            for module in plan.modules:
+                units_of.setdefault(module, []).append(unit)
         if fuses_grads:
             # Layers write to the whole gradient of a unit.
             largest = max(unit.layout.padded_numel for unit in self.group_keys)
@@ -97,14 +96,12 @@ class HZPRuntime(StepScheduler):
         super().__init__(list(self.group_keys), schedule, driver, grad_scale, stays)
         self._attach(root, units_of)
 
-    def _attach(
-        self, root: nn.Module, units_of: dict[tuple[nn.Module, ...], list[HZPUnit]]
-    ) -> None:
+    def _attach(self, root: nn.Module, units_of: dict[nn.Module, list[HZPUnit]]) -> None:
         # The hooks are owned by the model, the runtime by the wrapper: a proxy breaks the cycle.
         runtime = weakref.proxy(self)
         # Registered before the units' own hooks and prepended after them: runs first.
-        for modules, units in units_of.items():
-            self._handles += _attach_unit_hooks(modules, units, runtime)
+        for module, units in units_of.items():
+            self._handles += _attach_call_hooks(module, units, runtime)
 
         def begin_forward(_root: nn.Module, _args: object) -> None:
             runtime.begin_forward()
@@ -151,8 +148,8 @@ class HZPRuntime(StepScheduler):
             if not torch.is_grad_enabled():
                 self.gathers.begin_evaluation()
 
-    def before_forward(self, units: list[HZPUnit], is_first: bool = True) -> None:
-        """A module that needs `units` is called; is_first: of those that run in turn."""
+    def before_forward(self, units: list[HZPUnit]) -> None:
+        """A module that needs `units` is called."""
         # First what after_forward undoes, then what can fail.
         self._has_pushed.append(self._saved_views.are_needed_by(units))
         if self._has_pushed[-1]:
@@ -161,7 +158,7 @@ class HZPRuntime(StepScheduler):
         for unit in units:
             batch.depth[unit] = batch.depth.get(unit, 0) + 1
         for unit in units:
-            if is_first and not batch.in_backward:
+            if not batch.in_backward:
                 calls = batch.calls[unit] = batch.calls.get(unit, 0) + 1
                 if calls > 1:
                     self._note_second_call(unit)
@@ -178,20 +175,17 @@ class HZPRuntime(StepScheduler):
             )
         self._reduce_last.add(unit)
 
-    def after_forward(self, units: list[HZPUnit], is_last: bool = True) -> None:
-        """The call has returned, or raised an error; is_last: of modules that run in turn."""
+    def after_forward(self, units: list[HZPUnit]) -> None:
+        """The call has returned, or raised an error."""
         if self._has_pushed.pop():
             self._saved_views.pop()
         if self.driver.has_failed():
             return  # the error of the call is that failure
-        if is_last:
-            self._note_compute("forward", units)
+        self._note_compute("forward", units)
         for unit in units:
             self._batch.depth[unit] -= 1
-            # A recomputation in backward is followed by that unit's backward: keep it gathered. But
-            # the parts of a layer are all computed again before the backward of the last one.
-            is_kept = self._batch.in_backward and not unit.part
-            if is_last and self._batch.depth[unit] == 0 and not is_kept:
+            # A recomputation in backward is followed by that unit's backward: keep it gathered.
+            if self._batch.depth[unit] == 0 and not self._batch.in_backward:
                 self.gathers.release(unit)
 
     def before_backward(self, units: list[HZPUnit]) -> None:
@@ -307,27 +301,14 @@ def _tensors_of(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
-def _attach_unit_hooks(
-    modules: Sequence[nn.Module], units: list[HZPUnit], runtime: HZPRuntime
-) -> list[RemovableHandle]:
-    """Hook `modules`, which run in turn: their calls together need the parameters of `units`.
-    Returns the handles.
-
-    The first is the last one in backward: autograd runs the youngest ready node first.
-    """
-    handles: list[RemovableHandle] = []
-    for module in modules:
-        ends = module is modules[0], module is modules[-1]
-        handles += _attach_call_hooks(module, units, runtime, *ends)
-    return handles
-
-
 def _attach_call_hooks(
-    module: nn.Module, units: list[HZPUnit], runtime: HZPRuntime, is_first: bool, is_last: bool
+    module: nn.Module, units: list[HZPUnit], runtime: HZPRuntime
 ) -> list[RemovableHandle]:
+    """Hook `module`, whose call needs the parameters of `units`. Returns the handles."""
+
     def pre_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        runtime.before_forward(units, is_first)
-        if is_first and torch.is_grad_enabled():
+        runtime.before_forward(units)
+        if torch.is_grad_enabled():
             args, kwargs = _pass_through_after_backward(runtime, units, args, kwargs)
         return args, kwargs
 
@@ -335,7 +316,7 @@ def _attach_call_hooks(
         runtime.before_backward(units)
 
     def post_forward(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        runtime.after_forward(units, is_last)
+        runtime.after_forward(units)
         if torch.is_grad_enabled():
             for tensor in _tensors_of(output):
                 tensor.register_hook(begin_backward)  # pyright: ignore[reportUnknownMemberType]

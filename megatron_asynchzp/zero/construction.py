@@ -31,11 +31,10 @@ OTHER_UNITS = "its parameters are divided into other units than when it was buil
 class _Part:
     """What this rank holds of one parameter.
 
-    owner, name: the module that was sharded and the parameter's name in it; kind: the parameter's
-    class before; values: 1-D, its elements that lie in this rank's shard.
+    name: of the parameter in the module that was sharded; kind: its class before; values: 1-D, its
+    elements that lie in this rank's shard.
     """
 
-    owner: nn.Module
     name: str
     param: nn.Parameter
     kind: type
@@ -44,26 +43,20 @@ class _Part:
 
 
 class _Sharded:
-    """The parameters of modules that will form one unit: laid out, cut, and replaced by NaN.
-
-    params: module, name in it, parameter.
-    """
+    """Parameters of a module, by name, that will form one unit: laid out, cut, replaced by NaN."""
 
     def __init__(
-        self,
-        params: Sequence[tuple[nn.Module, str, nn.Parameter]],
-        groups: ShardGroups,
-        group_key: str,
+        self, params: Sequence[tuple[str, nn.Parameter]], groups: ShardGroups, group_key: str
     ):
         self.group_key = group_key
         self.groups = groups
         sizes = groups.topology.sizes
-        shapes = [(f"{i}", tuple(param.shape)) for i, (*_, param) in enumerate(params)]
+        shapes = [(f"{i}", tuple(param.shape)) for i, (_, param) in enumerate(params)]
         self.layout = FlatLayout.build(shapes, sizes.optim)
         self.range = groups.topology.shard_range(sizes.param, self.layout.padded_numel)
         self.parts = [
-            _Part(owner, name, param, type(param), piece, self._cut(param, piece))
-            for (owner, name, param), piece in zip(params, self.layout.slices, strict=True)
+            _Part(name, param, type(param), piece, self._cut(param, piece))
+            for (name, param), piece in zip(params, self.layout.slices, strict=True)
         ]
 
     def _held(self, piece: ParamSlice) -> Range:
@@ -139,28 +132,25 @@ class Construction:
     # ---- a module is complete
 
     @torch.no_grad()
-    def shard(self, *modules: nn.Module, alone: Collection[nn.Parameter] = ()) -> None:
-        """Keep only this rank's part of the parameters of `modules`, which are complete and will
-        be in the same units.
+    def shard(self, module: nn.Module, alone: Collection[nn.Parameter] = ()) -> None:
+        """Keep only this rank's part of the parameters of `module`, which is complete.
 
         alone: parameters that will be units of their own (tied weights). What cannot be sharded
         yet stays whole: a group that shards no parameters, tensors that are not plain.
         """
-        self.note_whole(param for module in modules for param in module.parameters())
-        grouped: dict[tuple[object, ...], list[tuple[nn.Module, str, nn.Parameter]]] = {}
-        for module in modules:
-            for name, param in module.named_parameters():
-                if self._can_shard(param):
-                    key = (self._group_key_of(param), param.requires_grad, param in alone and name)
-                    grouped.setdefault(key, []).append((module, name, param))
+        self.note_whole(module.parameters())
+        grouped: dict[tuple[object, ...], list[tuple[str, nn.Parameter]]] = {}
+        for name, param in module.named_parameters():
+            if self._can_shard(param):
+                key = (self._group_key_of(param), param.requires_grad, param in alone and name)
+                grouped.setdefault(key, []).append((name, param))
         for (group_key, *_), params in grouped.items():
             if self._prepare is not None:
-                for *_, param in params:
+                for _, param in params:
                     self._prepare(param)
             sharded = _Sharded(params, self.groups[str(group_key)], str(group_key))
-            for module in dict.fromkeys(module for module, *_ in params):
-                self._modules.setdefault(module, []).append(sharded)
-                module._apply = partial(self._convert, module)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+            self._modules.setdefault(module, []).append(sharded)
+            module._apply = partial(self._convert, module)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
             for part in sharded.parts:
                 self._sharded[part.param] = sharded
                 self._hide(part, part.values.new_full((), float("nan")))
@@ -195,8 +185,7 @@ class Construction:
         self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> nn.Module:
         """In the place of `module._apply`, which torch's conversions (bfloat16, cuda, ...) call."""
-        found = (part for sharded in self._modules[module] for part in sharded.parts)
-        parts = [part for part in found if part.owner is module]
+        parts = [part for sharded in self._modules[module] for part in sharded.parts]
         for part in parts:
             part.values = fn(part.values)
             part.param.__class__ = part.kind

@@ -19,9 +19,6 @@ class UnitPlan:
     which are needed at the same time, "" for what is around all unit modules; modules: any call of
     one of them needs the parameters. The gradient of parameters with several modules is complete
     only at the end of backward.
-    part: of a layer whose parts are needed one after another, "" for what is needed throughout. The
-    modules of a part run in turn: each once in a forward, in this order, with no other unit
-    between them; their calls together are one use.
     """
 
     name: str
@@ -29,7 +26,6 @@ class UnitPlan:
     layer: str
     params: tuple[tuple[str, nn.Parameter], ...]
     modules: tuple[nn.Module, ...]
-    part: str = ""
 
 
 def _parent_of(path: str) -> str:
@@ -65,7 +61,6 @@ def plan_units(
     unit_modules: Sequence[nn.Module],
     group_key_of: Callable[[nn.Parameter], str] = lambda _: "dense",
     also_used_by: Mapping[nn.Parameter, Sequence[nn.Module]] | None = None,
-    parts: Sequence[Sequence[nn.Module]] = (),
 ) -> list[UnitPlan]:
     """Partition all parameters of `root` into units, in the order of `named_parameters`.
 
@@ -75,18 +70,14 @@ def plan_units(
     group than "dense" hang on the innermost module that holds them all (a layer's experts).
     also_used_by: parameters that other modules use as well (tied weights): each is a unit of its
     own, whose layout is then the same on every pipeline stage that holds a copy.
-    parts: modules within a unit module that run in turn and form one unit (a group of experts).
     """
     also_used_by = also_used_by or {}
     path_of: dict[nn.Module, str] = {module: path for path, module in root.named_modules()}  # pyright: ignore[reportUnknownVariableType]
     unit_paths = {path_of[module] for module in unit_modules}
-    part_at = {path_of[module]: part for part in parts for module in part}
     grouped: dict[tuple[object, ...], list[tuple[str, nn.Parameter]]] = {}
     for name, param in root.named_parameters():
         kind = (group_key_of(param), param.dtype, param.requires_grad)
-        part = part_at.get(_home_of(name, part_at))
-        home = _home_of(name, unit_paths) if part is None else path_of[part[0]]
-        key = (name,) if param in also_used_by else (home, *kind)
+        key = (name,) if param in also_used_by else (_home_of(name, unit_paths), *kind)
         grouped.setdefault(key, []).append((name, param))
 
     plans: list[UnitPlan] = []
@@ -95,12 +86,8 @@ def plan_units(
         first_name, first = params[0]
         group_key = group_key_of(first)
         layer = _home_of(first_name, unit_paths)
-        part = part_at.get(_home_of(first_name, part_at), ())
         if first in also_used_by:
             name, path = first_name, _parent_of(first_name)
-        elif part:
-            path = path_of[part[0]]
-            name = path if len(part) == 1 else f"{path}-{path_of[part[-1]].rpartition('.')[2]}"
         else:
             path = layer
             if group_key != "dense":
@@ -109,7 +96,6 @@ def plan_units(
         num_named[name] += 1
         if num_named[name] > 1:
             name = f"{name}#{num_named[name]}"
-        modules = tuple(part) or (root.get_submodule(path), *also_used_by.get(first, ()))
-        plan_part = path if part else ""
-        plans.append(UnitPlan(name, group_key, layer, tuple(params), modules, plan_part))
+        modules = (root.get_submodule(path), *also_used_by.get(first, ()))
+        plans.append(UnitPlan(name, group_key, layer, tuple(params), modules))
     return plans

@@ -77,10 +77,8 @@ class HZPUnit:
         groups: ShardGroups,
         shard: torch.Tensor | None = None,
         layer: str | None = None,
-        part: str = "",
     ):
         self.name = name
-        self.part = part
         self.layer = name if layer is None else layer
         self.groups = groups
         self.param_names = [param_name for param_name, _ in params]
@@ -347,7 +345,6 @@ class HZPUnit:
             self.groups.topology,
             slot_nbytes,
             self.groups.grad_dtype.itemsize,
-            self.part,
         )
         if self.reduces_in_place and self.is_trained:
             sizes = Counter(param.numel() * param.dtype.itemsize for param in self.params)

@@ -49,8 +49,6 @@ _BLOCK = ["--recompute-granularity", "full", "--recompute-method", "block",
           "--recompute-num-layers", "2"]
 _ROUNDED = ["--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16",
             "--exp-avg-sq-dtype", "bf16"]
-_ALONE = ["--asynchzp-experts-per-unit", "1"]
-_PAIRS = ["--asynchzp-experts-per-unit", "2"]
 # Beside the computation, when gloo makes its copies is chance.
 _IN_TURN = ["--asynchzp-schedule", "inline"]
 _TENSOR = ["--tensor-model-parallel-size", "2"]
@@ -95,9 +93,7 @@ CASES = (
     _case("latent attention, full recompute", *_LLAMA, *_LATENT, *FULL_RECOMPUTE),
     _case("experts", *_LLAMA, *_EXPERTS),
     _case("experts, full recompute", *_LLAMA, *_EXPERTS, *FULL_RECOMPUTE),
-    _case("experts, one by one", *_LLAMA, *_EXPERTS, *_ALONE),
-    _case("experts, one by one, full recompute", *_LLAMA, *_EXPERTS, *_ALONE, *FULL_RECOMPUTE),
-    _case("experts in pairs, recomputed", *_LLAMA, *_EXPERTS, *_PAIRS, *_MOE_AGAIN),
+    _case("experts, recomputed", *_LLAMA, *_EXPERTS, *_MOE_AGAIN),
     _case("tensor parallel", *_LLAMA, *_TENSOR, ranks=4),
     _case("tensor parallel, full recompute", *_TENSOR, *FULL_RECOMPUTE, ranks=4),
     _case("pipeline parallel", *_LLAMA, *_PIPELINE, ranks=4),

@@ -84,40 +84,6 @@ def test_a_hybrid_model_with_mamba_layers_and_experts_runs_dry_by_formula(run):
     assert "Memory per rank" in out
 
 
-_EXPERTS = ["--num-experts", "8", "--moe-router-topk", "2", "--disable-bias-linear", "--swiglu"]
-
-
-def _in_flight(out: str) -> float:
-    """MiB, of the start table."""
-    line = next(line for line in out.splitlines() if "in flight, together" in line)
-    number, unit = re.search(r"([\d.]+) ([KMG])iB", line).groups()
-    return float(number) * {"K": 1 / 1024, "M": 1, "G": 1024}[unit]
-
-
-def test_what_each_group_of_experts_costs_is_what_a_run_with_it_takes(run):
-    words = [*_EXPERTS, "--recompute-granularity", "full", "--recompute-method", "uniform",
-             "--recompute-num-layers", "1"]  # fmt: skip
-    _, out, _ = run(*words)
-    rows = re.findall(r"(with their layer|in groups of \d+)(?: \(this run\))?\W+([\d.]+) "
-                      r"MiB\W+(\d+)", out)  # fmt: skip
-    assert [name for name, *_ in rows] == [
-        "with their layer", "in groups of 8", "in groups of 4", "in groups of 2", "in groups of 1"
-    ]  # fmt: skip
-    assert [int(gathers) for *_, gathers in rows] == [2, 2, 4, 10, 22]
-    for name, nbytes, _ in rows:
-        groups = re.findall(r"\d+", name)
-        _, out, _ = run(*words, *(["--asynchzp-experts-per-unit", *groups] if groups else []))
-        # The table leaves out the padding.
-        assert float(nbytes) == pytest.approx(_in_flight(out), rel=0.02), name
-        assert f"{name} (this run)" in out
-    assert float(rows[-1][1]) < 0.5 * float(rows[0][1])
-
-
-def test_experts_that_are_computed_together_are_said_to_be(run):
-    _, out, _ = run(*_EXPERTS, "--moe-grouped-gemm")
-    assert "--moe-grouped-gemm, which needs" in " ".join(out.split())
-
-
 def test_a_device_that_is_too_small_ends_in_one_line_with_status_1(run):
     assert run("--asynchzp-device-gb", "1")[0] == 0
     status, out, err = run("--asynchzp-device-gb", "0.001")
@@ -136,11 +102,6 @@ def test_a_device_that_is_too_small_ends_in_one_line_with_status_1(run):
         (["--asynchzp-param-shard-size", "3"], "8", "valid values: 1, 2, 4, 8"),
         ([], "-2", "--asynchzp-dry-run -2: give a number of ranks"),
         ([], "many", "--asynchzp-dry-run: invalid int value"),
-        (
-            [*_EXPERTS, "--moe-grouped-gemm", "--asynchzp-experts-per-unit", "2"],
-            "8",
-            "--asynchzp-experts-per-unit 2 is not supported with --moe-grouped-gemm",
-        ),
         (["--tensor-model-parallel-size", "3"], "8", "8 ranks are not a multiple"),
     ],
 )

@@ -35,8 +35,7 @@ PIPELINE_PARALLEL = ["--pipeline-model-parallel-size", "2"]
 INTERLEAVED = [*PIPELINE_PARALLEL, "--num-virtual-stages-per-pipeline-rank", "2"]
 META_DEVICE = ["--init-model-with-meta-device"]
 
-IN_PAIRS = ["--asynchzp-experts-per-unit=2"]
-OURS = [*META_DEVICE, *IN_PAIRS]
+OURS = META_DEVICE
 
 CASES: dict[str, list[str]] = {
     "gpt, fp32": [],
@@ -44,7 +43,6 @@ CASES: dict[str, list[str]] = {
     "gpt, fp16": [*FP16],
     "gpt, meta device": [*BF16, *META_DEVICE],
     "experts": [*BF16, *MIXTURE_OF_EXPERTS],
-    "experts in pairs": [*BF16, *MIXTURE_OF_EXPERTS, *IN_PAIRS],
     "expert parallel": [*BF16, *UNTIED, *EXPERT_PARALLEL],
     "latent attention": [*BF16, *LATENT],
     "hybrid": [*BF16, *HYBRID],
@@ -54,7 +52,7 @@ CASES: dict[str, list[str]] = {
     "interleaved pipeline, untied": [*BF16, *UNTIED, *INTERLEAVED],
     "random ranks": [*BF16, "--data-parallel-random-init"],
 }
-FAST = ["gpt, fp32", "experts in pairs"]
+FAST = ["gpt, fp32", "experts"]
 
 
 @contextlib.contextmanager

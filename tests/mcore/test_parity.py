@@ -34,8 +34,6 @@ SHARED_EXPERT = (
     "--lr", "1e-3", "--min-lr", "1e-4",
 )
 # fmt: on
-# All experts with their layer: in "experts", and where they are on 2 ranks in other variants.
-ONE_BY_ONE = ("--asynchzp-experts-per-unit", "1")
 PIPELINE_OF_4 = ("--pipeline-model-parallel-size", "4", "--num-layers", "4")
 CONTEXT = ("--context-parallel-size", "2", "--use-pasa-attention")
 PREDICTION = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
@@ -74,19 +72,12 @@ ONE_RANK_MODELS = [
     SGD,
     Variant("ranks that start differently", ("--data-parallel-random-init",)),
     Variant("experts", tuple(MIXTURE_OF_EXPERTS)),
-    Variant("experts, one shared, auxiliary loss", SHARED_EXPERT, 3, ours=ONE_BY_ONE),
-    Variant("experts on 2 ranks", TWO_EXPERT_RANKS, ours=ONE_BY_ONE),
+    Variant("experts, one shared, auxiliary loss", SHARED_EXPERT, 3),
+    Variant("experts on 2 ranks", TWO_EXPERT_RANKS),
     Variant(
-        "experts in pairs, recomputed",
-        (*MIXTURE_OF_EXPERTS, *FULL_RECOMPUTE),
-        3,
-        ours=("--asynchzp-experts-per-unit", "2"),
-    ),
-    Variant(
-        "experts one by one, their layer recomputed",
+        "experts, their layer recomputed",
         (*SHARED_EXPERT, *SELECTIVE_RECOMPUTE, "--recompute-modules", "moe"),
         3,
-        ours=ONE_BY_ONE,
     ),
     Variant("2 more tokens predicted, untied", (*PREDICTION, *UNTIED, "--mtp-num-layers", "2")),
     Variant(

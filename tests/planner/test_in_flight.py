@@ -19,28 +19,28 @@ NUM_PROGRAMS = 600
 
 
 def random_units(chance: random.Random) -> tuple[list[UnitInFlight], tuple[Visit, ...]]:
-    """One or two units around one to three layers, each of a rest and up to three parts; and how a
-    forward calls them."""
+    """One or two units around one to three layers of up to four units; and how a forward calls
+    them."""
     needs: list[UnitInFlight] = []
 
-    def add(layer: str, part: str = "") -> int:
+    def add(layer: str) -> int:
         nbytes = ALIGNMENT_NBYTES * chance.randint(1, 8)
-        needs.append(UnitInFlight(layer, nbytes, ALIGNMENT_NBYTES, nbytes, 1, part))
+        needs.append(UnitInFlight(layer, nbytes, ALIGNMENT_NBYTES, nbytes, 1))
         return len(needs) - 1
 
     around = [add("") for _ in range(chance.randint(1, 2))]
     layers: list[Visit] = []
     for layer in range(chance.randint(1, 3)):
-        rest = add(f"layer {layer}")
-        parts = range(chance.randint(0, 3))
-        layers.append(Visit(rest, tuple(Visit(add(f"layer {layer}", str(one))) for one in parts)))
+        outer = add(f"layer {layer}")
+        inner = range(chance.randint(0, 3))
+        layers.append(Visit(outer, tuple(Visit(add(f"layer {layer}")) for _ in inner)))
     visits = tuple(layers)
     for one in reversed(around):
         visits = (Visit(one, visits),)
     return needs, visits
 
 
-def test_no_budget_from_the_least_on_is_exceeded_by_layers_of_parts_within_units_around_them(
+def test_no_budget_from_the_least_on_is_exceeded_by_layers_of_units_within_units_around_them(
     monkeypatch,
 ):
     """All that is needed together finds its place: places are chosen so that the rest still fits

@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.planner.cluster import Cluster, Device, Link
-from megatron_asynchzp.planner.costs import Costing, Plan, chunk_visits
+from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.memory import Activations, Memory, state_nbytes
 from megatron_asynchzp.planner.model import (
     Attention,
@@ -101,24 +101,6 @@ def test_tensor_and_expert_parallelism_divide_parameters_and_flops():
     assert sum(unit.numel for unit in spread) == numel[0] - of_experts * 3 / 4
     assert sum(unit.numel for unit in spread if unit.group == "expert") == of_experts / 4
     assert {unit.group for unit in whole} == {"dense"}
-
-
-@pytest.mark.parametrize("ep, per_unit", [*product((1, 2), (1, 2, 4))])
-def test_groups_of_experts_are_parts_of_their_layer_with_the_same_parameters_and_flops(
-    ep, per_unit
-):
-    mixed = replace(_MIXED, mlp=replace(_MIXED.mlp, per_unit=per_unit))
-    grouped = replace(_MODEL, layers=(_DENSE, mixed) * 6)
-    whole, units = (stage_units(model, Parallel(ep=ep), _BATCH, 0) for model in (_MODEL, grouped))
-    for what in ("numel", "flops"):
-        total = sum(getattr(unit, what) for unit in whole)
-        assert sum(getattr(unit, what) for unit in units) == pytest.approx(total)
-    for layer in {unit.layer for unit in units if unit.source is mixed}:
-        parts = [unit.part for unit in units if unit.layer == layer]
-        assert parts[0] == "" and len(set(parts)) == len(parts) == 1 + 8 // ep // per_unit
-    (*_, chunk) = chunk_visits(units, 0, is_tied=False)
-    inner = [len(visit.inner) for visit in chunk.inner]
-    assert sorted(set(inner)) == [0, 8 // ep // per_unit]
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 KIB = 1024
 
 
-def unit(layer: str, params: int, grads: int = 0, pieces: int = 1, part: str = "") -> UnitInFlight:
-    return UnitInFlight(layer, params * 128, grads * 128, params * 128, pieces, part)
+def unit(layer: str, params: int, grads: int = 0, pieces: int = 1) -> UnitInFlight:
+    return UnitInFlight(layer, params * 128, grads * 128, params * 128, pieces)
 
 
 def model(*sizes: int) -> list[UnitInFlight]:
@@ -42,39 +42,6 @@ def test_units_of_one_layer_are_needed_together_and_those_around_all_layers_alwa
     layers = [unit(f"{index}", size) for index in range(3) for size in (1, 10)]
     assert in_flight([*layers, unit("", 5)]) == (2 * 11 + 5, 0)
     assert least_in_flight([*layers, unit("", 5)]) == (128 * 16, 0)
-
-
-def with_parts(rest: int, part: int, parts: int, layers: int = 3) -> list[UnitInFlight]:
-    return [
-        unit(f"{layer}", size, 2 * size, part=name)
-        for layer in range(layers)
-        for name, size in [("", rest), *((f"part {index}", part) for index in range(parts))]
-    ]
-
-
-def test_parts_of_a_layer_are_needed_one_after_another_beside_the_rest_of_it():
-    units = with_parts(3, 10, parts=4)
-    # While the last part computes, the next layer's rest and first part come.
-    assert in_flight(units) == (2 * (3 + 10), 2 * 2 * (3 + 10))
-    assert in_flight(units, num_ahead=0)[0] == 3 + 10
-    assert in_flight(units, num_ahead=2)[0] == 2 * 3 + 3 * 10  # the layer after the next is far
-    assert in_flight(with_parts(3, 10, parts=1), num_ahead=2)[0] == 3 * (3 + 10)
-    assert least_in_flight(units) == (128 * (3 + 10), 128 * 20)
-    assert least_in_flight([*units, unit("", 5)]) == (128 * (5 + 3 + 10), 128 * 20)
-    # A gradient is there for one of them at a time.
-    assert memory_in_flight(units).own_grads == 128 * 10
-
-
-def test_a_layer_of_one_part_needs_what_it_needs_as_a_whole_and_more_parts_never_need_more():
-    needs = [sum(in_flight(with_parts(4, 24 // parts, parts))) for parts in (1, 2, 3, 4, 6, 8)]
-    assert needs[0] == sum(in_flight(model(28, 28, 28))) and needs == sorted(needs, reverse=True)
-
-
-@pytest.mark.parametrize("ahead", range(3))
-@pytest.mark.parametrize("size", range(1, 5))
-def test_what_a_layer_and_a_part_need_is_always_there_whatever_their_sizes(size, ahead):
-    units = with_parts(2, size, parts=3)
-    assert in_flight(units, num_ahead=ahead)[0] >= 2 + size
 
 
 def test_pieces_of_gradients_take_two_slots_however_large_their_units():

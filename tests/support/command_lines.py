@@ -85,8 +85,6 @@ def _layers(chance: random.Random, values: dict[str, Any], tp: int) -> list[str]
         values["expert-tensor-parallel-size"] = 1
     if chance.random() < 0.5:
         values["moe-shared-expert-intermediate-size"] = 512
-    if chance.random() < 0.5:
-        values["asynchzp-experts-per-unit"] = chance.choice((1, 2))
     return words
 
 

@@ -66,7 +66,6 @@ def _in_flight(plan: UnitPlan, groups: ShardGroups, slot_nbytes: int) -> UnitInF
         first.requires_grad,
         topology,
         slot_nbytes,
-        part=plan.part,
     )
 
 
@@ -86,8 +85,7 @@ def shard_model(
     groups = shard_groups(tuple(sizes), schedule.time_limit_s)
     tied = {model.embedding.weight: (model.output,)} if model.is_tied else {}
     unit_modules = [*model.blocks, model.embedding, model.output]
-    parts = getattr(model, "parts", ())
-    plans = plan_units(model, unit_modules, also_used_by=tied, parts=parts)
+    plans = plan_units(model, unit_modules, also_used_by=tied)
     in_flight = [_in_flight(plan, groups, schedule.grad_slot_nbytes) for plan in plans]
     if not fuses_grads:
         schedule = with_memory(schedule, in_flight, memory)

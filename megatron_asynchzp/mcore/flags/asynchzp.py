@@ -85,16 +85,6 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         "most this size; with gradient accumulation fusion always in one. Default: "
         f"{DEFAULT_GRAD_SLOT_NBYTES // _MIB}.",
     )
-    group.add_argument(
-        "--asynchzp-experts-per-unit",
-        type=_at_least_1,
-        default=None,
-        metavar="EXPERTS",
-        help="So many experts of a layer are gathered, used and released together, one group after "
-        "another: less memory in flight, in more and smaller messages. Only without "
-        "--moe-grouped-gemm, which computes with all of them at once; must divide the experts "
-        "that a rank has of a layer. Default: all experts together, with their layer.",
-    )
     for what, saved, kind, rest in (
         ("params", "parameters gathered", _GIB_OR_AUTO, " auto: what the device has left."),
         ("grads", "gradients unreduced", float, ""),
@@ -131,25 +121,12 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     add_dry_run_arguments(group)
     add_device_argument(group)
-    group.add_argument(
-        "--asynchzp-verbose",
-        action="store_true",
-        help="List every name that the CPU platform replaces. Default: their number.",
-    )
     return parser
 
 
 def _at_least_0(word: str) -> int:
-    return _whole_number(word, 0)
-
-
-def _at_least_1(word: str) -> int:
-    return _whole_number(word, 1)
-
-
-def _whole_number(word: str, least: int) -> int:
-    if not word.isdecimal() or int(word) < least:
-        raise ArgumentTypeError(f"{word} is not a whole number from {least}")
+    if not word.isdecimal():
+        raise ArgumentTypeError(f"{word} is not a whole number from 0")
     return int(word)
 
 

@@ -42,7 +42,6 @@ def prepare_args(args: Namespace) -> list[str]:
     """
     refuse_unsupported(args)
     refuse_sizes(args)
-    refuse_expert_groups(args)
     resolve_schedule(args)
     refuse_racing_threads(args, runs_on_cuda(args), os.environ)
     resolve_trace(args)
@@ -148,28 +147,6 @@ def _refuse_batch(name: str, batch: int | None, per: str, micro: int | None, ran
         raise ConfigurationError(
             f"--{name}-batch-size {batch} is not a multiple of --{per}-batch-size {micro} x "
             f"{ranks} data-parallel ranks; use a multiple of {micro * ranks}"
-        )
-
-
-def refuse_expert_groups(args: Namespace) -> None:
-    """Raise ConfigurationError for --asynchzp-experts-per-unit where a layer has no experts, where
-    it computes with all of them at once, and where they do not form equal groups."""
-    number = args.asynchzp_experts_per_unit
-    if number is None:
-        return
-    flag = f"--asynchzp-experts-per-unit {number}"
-    if not args.num_experts:
-        raise ConfigurationError(f"{flag} has no effect without --num-experts; leave it out")
-    if args.moe_grouped_gemm:
-        raise ConfigurationError(
-            f"{flag} is not supported with --moe-grouped-gemm: it computes with all experts of a "
-            "layer at once; drop one of the two flags"
-        )
-    local = args.num_experts // args.expert_model_parallel_size
-    if local % number:
-        raise ConfigurationError(
-            f"{flag} does not divide the {local} experts that a rank has of a layer "
-            f"(--num-experts over --expert-model-parallel-size); use a divisor of {local}"
         )
 
 

@@ -25,7 +25,6 @@ _STAND_ALONE = (
     "--use-asynchzp",
     "--use-pasa-attention",
     "--asynchzp-device",
-    "--asynchzp-verbose",
     "--asynchzp-capture-attention",
 )
 # How alike a flag that is not ours must be to one that is; no flag of Megatron's comes near it.

@@ -62,7 +62,6 @@ def _build_in_shards(original: Callable, args: tuple, options: dict[str, Any]) -
         data_parallel_random_init=run.data_parallel_random_init,
         timeout=_timeout(run),
         grad_dtype=asynchzp.resolve_grad_dtype(run),
-        experts_per_unit=run.asynchzp_experts_per_unit,
     ):
         return original(*args, **options)
 
@@ -153,7 +152,6 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
         saves_beside_training=args.async_save,
         grad_dtype=asynchzp.resolve_grad_dtype(args),
         construction=construction,
-        experts_per_unit=args.asynchzp_experts_per_unit,
     )
     if construction is not None and pg_collection.dp_cp.rank() == pg_collection.tp.rank() == 0:
         for line in construction.describe_whole([u for chunk in chunks for u in chunk.units]):

@@ -34,8 +34,6 @@ def choose_platform(argv: list[str]) -> None:
     replaced = cpu_platform.install()
     if replaced and os.environ.get("RANK", "0") == "0":
         line = f"{reason}: CPU platform with gloo, {len(replaced)} names replaced"
-        is_listed = "--asynchzp-verbose" in argv
-        line += f": {', '.join(replaced)}" if is_listed else " (--asynchzp-verbose lists them)"
         print(f"megatron_asynchzp: {line}", flush=True)
 
 

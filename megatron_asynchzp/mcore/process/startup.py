@@ -14,7 +14,7 @@ from megatron_asynchzp.mcore.process.platform import choose_platform
 def prepare_process(argv: list[str]) -> None:
     """Install the CPU platform where it is needed or asked for, and apply the patches.
 
-    argv: the arguments of the training script; --asynchzp-device and --asynchzp-verbose are read.
+    argv: the arguments of the training script; --asynchzp-device is read.
     Idempotent. What takes long is announced, by rank 0.
     Raises IncompatibleMegatron, before anything is changed, for a Megatron we do not know.
     """

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scripts.testbed.megatron_runs import BF16, FP16, FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED
-from tests.mcore.test_parity import INTERLEAVED, ONE_BY_ONE, PIPELINE, TENSOR, TWO_EXPERT_RANKS
+from tests.mcore.test_parity import INTERLEAVED, PIPELINE, TENSOR, TWO_EXPERT_RANKS
 from tests.support.checkpoints import (
     NUM_STEPS,
     RESHARDABLE,
@@ -37,7 +37,7 @@ SAME_SIZES = {
     "gated, recomputed": Job((4, 2, 4), (*SWIGLU, *FULL_RECOMPUTE)),
     "tensor parallel, gated, untied": Job((2, 1, 2), (*TENSOR, *SWIGLU, *UNTIED)),
     "interleaved pipeline, bf16": Job((2, 1, 2), (*INTERLEAVED, *BF16)),
-    "experts on 2 ranks, one by one, bf16": Job((2, 4, 4), (*TWO_EXPERT_RANKS, *ONE_BY_ONE, *BF16)),
+    "experts on 2 ranks, bf16": Job((2, 4, 4), (*TWO_EXPERT_RANKS, *BF16)),
     "sgd": Job((2, 2, 4), ("--optimizer", "sgd", "--lr", "0.1")),
     # 6 micro-batches on each rank, and memory for the gradients of some layers.
     "gradients kept, interleaved pipeline": Job((1, 2, 2), (*INTERLEAVED, *KEEP_SOME, "12")),
@@ -100,7 +100,7 @@ MOVES: dict[int, dict[Job, list[Job]]] = {
     },
     2: {
         Job((2, 1, 4)): [Job((1, 2, 2)), Job((1, 1, 1), PIPELINE)],
-        Job((2, 2, 4), TWO_EXPERT_RANKS): [Job((2, 1, 2), (*MIXTURE_OF_EXPERTS, *ONE_BY_ONE))],
+        Job((2, 2, 4), TWO_EXPERT_RANKS): [Job((2, 1, 2), MIXTURE_OF_EXPERTS)],
     },
     8: {
         Job((2, 1, 4)): [Job((2, 4, 8)), Job((1, 2, 2), (*TENSOR, *PIPELINE))],
@@ -158,8 +158,7 @@ def round_trip(names: list[str], folder: Path) -> dict[str, tuple]:
         has_model_ranks = "--tensor-model-parallel-size" in stock.flags
         sizes = (1, 2, 2) if has_model_ranks else (2, 1, 4)
         flags = tuple(flag for flag in stock.flags if flag not in RESHARDABLE)
-        # What forms a unit is not in a checkpoint.
-        ours = Job(sizes, (*flags, *ONE_BY_ONE) if "experts" in name else flags)
+        ours = Job(sizes, flags)
         first, second, third = (folder / f"{name.replace(' ', '_')}{i}" for i in range(3))
         whole = stock.train_and_save(first)
         went_on = ours.resume(first)

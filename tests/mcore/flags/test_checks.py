@@ -238,36 +238,3 @@ def test_muon_needs_the_package_with_its_arithmetic_and_coefficients_it_knows(pa
     for name in ("muon", "dist_muon"):
         with pytest.raises(ConfigurationError, match="pip install emerging-optimizers$"):
             checks.refuse_missing_muon(parse(f"--optimizer {name}"))
-
-
-EXPERTS = "--num-experts 8 --expert-model-parallel-size 2"
-
-
-@pytest.mark.parametrize("number", [1, 2, 4])
-def test_experts_of_a_rank_may_form_groups_that_divide_them(parse, number):
-    checks.refuse_expert_groups(parse(f"{EXPERTS} --asynchzp-experts-per-unit {number}"))
-
-
-@pytest.mark.parametrize(
-    "line, words",
-    [
-        ("--asynchzp-experts-per-unit 2", "2 has no effect without --num-experts; leave it out"),
-        (f"{EXPERTS} --asynchzp-experts-per-unit 3", "the 4 experts .* use a divisor of 4"),
-        (f"{EXPERTS} --asynchzp-experts-per-unit 8", "the 4 experts .* use a divisor of 4"),
-        (
-            f"{EXPERTS} --asynchzp-experts-per-unit 2 --moe-grouped-gemm",
-            "not supported with --moe-grouped-gemm: .* drop one of the two flags",
-        ),
-    ],
-)
-def test_groups_of_experts_that_cannot_be_are_refused_with_the_remedy(parse, line, words):
-    with pytest.raises(ConfigurationError, match=f"^--asynchzp-experts-per-unit .*{words}") as no:
-        checks.prepare_args(parse(line))
-    assert "\n" not in str(no.value)
-
-
-@pytest.mark.parametrize("word", ["0", "-1", "some"])
-def test_a_number_of_experts_is_a_whole_number_from_1(parse, capsys, word):
-    with pytest.raises(SystemExit):
-        parse(f"{EXPERTS} --asynchzp-experts-per-unit={word}")
-    assert f"{word} is not a whole number from 1" in capsys.readouterr().err
