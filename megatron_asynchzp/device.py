@@ -22,7 +22,6 @@ import torch.distributed as dist
 class CpuDevice:
     """Operations are complete when they return; only collectives run beside the host."""
 
-    is_cuda = False
     runs_ahead = False
     """Whether waiting for a collective only orders streams, so that it may be done early."""
     # No wait is longer than this: between two of them Python sees signals and `is_over`.
@@ -111,7 +110,6 @@ class StreamDevice:
     def __init__(self, module: ModuleType, device: torch.device):
         self._module = module
         self._device = device
-        self.is_cuda = device.type == "cuda"
 
     def new_stream(self) -> Any:
         # High: a collective that waits for the device would hold up the peers that wait for it.

@@ -7,9 +7,12 @@ no torch.
 from dataclasses import dataclass
 
 SCHEDULES = ("inline", "main-thread", "threaded")
+ON_STREAMS = ("inline", "main-thread")
+"""Those of a device with streams. There the host waits for no collective, so that a second thread
+gains nothing, and its launches would come in any order among those of other libraries."""
+NOT_ON_STREAMS = "is for a CPU; leave it out, or take main-thread: a device has streams of its own"
 AUTO = "auto"
-"""The schedule of the device: main-thread on CUDA, whose other collectives must keep one order with
-ours, and threaded elsewhere."""
+"""The schedule of the device: main-thread where there are streams, else threaded."""
 DEFAULT_GRAD_SLOT_NBYTES = 256 * 2**20
 
 

@@ -8,14 +8,13 @@ schedules run the same generators and differ only in which thread drives them:
 
     inline        the caller, to the end, at once
     main-thread   the caller issues early; on streams all of it, else it completes at the wait
-    threaded      background threads (thread_driver.py)
+    threaded      background threads (thread_driver.py), on a CPU
 
 [Note: one total order] Two threads could launch collectives in an order that differs between
-ranks, which can deadlock on NCCL. So where there are streams one thread at a time launches: the one
-that computes, whose program is the same on every rank, or, in the threaded schedule, one in the
-background, task by task in the order of submission. Only the first keeps one order with collectives
-that Megatron launches. A CPU has no streams: there each lane's thread is one. It runs the lane's
-tasks in the order of submission, and waits, as a stream would, for what they depend on.
+ranks, which can deadlock on NCCL. So where there are streams only the thread that computes
+launches, whose program, Megatron's collectives included, is the same on every rank. A CPU has no
+streams: there each lane's thread is one. It runs the lane's tasks in the order of submission, and
+waits, as a stream would, for what they depend on.
 """
 
 import threading

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the background threads that run tasks: the threaded schedule."""
+"""Owns the background threads that run tasks: the threaded schedule of a CPU."""
 
 import queue
 import threading
@@ -17,13 +17,10 @@ _MARGIN_S = 1.0
 
 
 class ThreadDriver(Driver):
-    """Runs tasks beside the main thread.
+    """Runs tasks beside the main thread: one thread a lane.
 
-        streams   main      submit ... compute ... wait
-                  launch        task | task | task         all into the lanes' streams
-
-        CPU       main      submit ... compute ... wait
-                  a lane        issue, complete | issue, complete
+        main      submit ... compute ... wait
+        a lane        issue, complete | issue, complete
 
     delay: seconds to sleep before each action, for tests; on_failure: see OnFailure.
     """
@@ -37,15 +34,10 @@ class ThreadDriver(Driver):
     ):
         super().__init__(timeline, limit_s, on_failure)
         self._delay = delay
-        self._streams = {lane: self.device.new_stream() for lane in LANES}
         self._lock = threading.Lock()
         self._unfinished: dict[Task, None] = {}  # in the order of submission
         self._threads: list[threading.Thread] = []
-        self._queues: dict[str, queue.SimpleQueue[Task | None]] = {}
-        if self.device.runs_ahead:
-            self._queues = dict.fromkeys(LANES, self._start_thread("launch"))
-        else:
-            self._queues = {lane: self._start_thread(lane) for lane in LANES}
+        self._queues = {lane: self._start_thread(lane) for lane in LANES}
 
     def _start_thread(self, name: str) -> "queue.SimpleQueue[Task | None]":
         tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -105,7 +97,6 @@ class ThreadDriver(Driver):
     # ---- the background threads
 
     def _loop(self, tasks: "queue.SimpleQueue[Task | None]") -> None:
-        self.device.bind_thread()
         while (task := tasks.get()) is not None:
             if self._delay is not None:
                 time.sleep(self._delay())
@@ -118,7 +109,6 @@ class ThreadDriver(Driver):
     def _run_beside(self, task: Task) -> None:
         for other in task.after:
             other.await_usable()
-        with self.device.on_stream(self._streams[task.lane]):
-            self.run(task)
+        self.run(task)
         with self._lock:
             self._unfinished.pop(task, None)

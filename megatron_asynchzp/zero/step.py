@@ -14,12 +14,12 @@ import torch
 from megatron_asynchzp.comm.collectives import run_steps
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.order_check import OrderCheck
+from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.device import device_of
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES, MemoryInFlight, memory_in_flight
 from megatron_asynchzp.sharding.pieces import grad_pieces
 from megatron_asynchzp.sharding.residency import Residency
-from megatron_asynchzp.zero.config import start_driver
 from megatron_asynchzp.zero.gathers import Gathers, KeptParams
 from megatron_asynchzp.zero.reductions import Reductions, Update
 from megatron_asynchzp.zero.unit import HZPUnit

@@ -32,11 +32,11 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.device import StreamDevice
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.config import start_driver
 from megatron_asynchzp.zero.plan import plan_units
 from scripts.testbed.machine import machine_record
 
@@ -252,7 +252,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--schedules", nargs="+", default=["main-thread", "threaded"])
+    parser.add_argument("--schedules", nargs="+", default=["main-thread"])
     parser.add_argument("--params", nargs="+", type=int, default=[12, 256])
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--beside", type=Path, help="another checkout of this project")

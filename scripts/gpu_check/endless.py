@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_asynchzp.schedule import SCHEDULES
+from megatron_asynchzp.schedule import ON_STREAMS
 from scripts.gpu_check.outcome import CheckFailed, Place
 from scripts.gpu_check.process import run_command
 
@@ -16,7 +16,7 @@ _END_S = 25.0
 _START_S = 60.0
 
 
-def run(place: Place, schedules: Sequence[str] = SCHEDULES) -> dict[str, Any]:
+def run(place: Place, schedules: Sequence[str] = ON_STREAMS) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for schedule in schedules:
         command = [sys.executable, "-m", "scripts.gpu_check.endless_run"]

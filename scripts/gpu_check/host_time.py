@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.schedule import ON_STREAMS, ScheduleConfig
 from scripts.gpu_check.loopback import WORLD_SIZE
 from scripts.gpu_check.loopback_world import LoopbackWorld
 from scripts.gpu_check.outcome import CheckFailed, Place
@@ -125,7 +125,7 @@ def run(place: Place, rounds: int = _ROUNDS) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     shape = large_shape() if place.is_cuda else replace(small_shape(), depth=3)
     figures["plain process"] = plain_times(shape, device, place)
-    for schedule in SCHEDULES:
+    for schedule in ON_STREAMS:
         added = added_us(schedule, device, rounds)
         trainer, batches = new_trainer(shape, schedule, device)
         for _ in range(_WARM_UP):

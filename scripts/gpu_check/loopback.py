@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.schedule import ON_STREAMS, ScheduleConfig
 from scripts.gpu_check.loopback_world import LoopbackWorld
 from scripts.gpu_check.outcome import CheckFailed, Place
 from scripts.gpu_check.poison import poisoned_places
@@ -57,7 +57,7 @@ def variants(is_cuda: bool) -> dict[str, ToyShape]:
 
 def cases(names: Sequence[str]) -> Iterator[Case]:
     """All there are; inline gathers nothing ahead, so it has one depth."""
-    for variant, sizes, schedule in product(names, SIZES, SCHEDULES):
+    for variant, sizes, schedule in product(names, SIZES, ON_STREAMS):
         for depth in DEPTHS if schedule != "inline" else DEPTHS[:1]:
             yield Case(variant, sizes, schedule, depth)
 

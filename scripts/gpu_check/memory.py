@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.schedule import ON_STREAMS, ScheduleConfig
 from scripts.gpu_check.loopback import SIZES, WORLD_SIZE
 from scripts.gpu_check.loopback_world import LoopbackWorld
 from scripts.gpu_check.outcome import CheckFailed, Place
@@ -93,7 +93,7 @@ def run(
     place: Place,
     steps: int = STEPS,
     evaluations: int = EVALUATIONS,
-    schedules: Sequence[str] = SCHEDULES,
+    schedules: Sequence[str] = ON_STREAMS,
 ) -> dict[str, Any]:
     device = torch.device(place.device)
     figures, faults = {}, []

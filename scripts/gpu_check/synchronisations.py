@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_asynchzp.schedule import SCHEDULES
+from megatron_asynchzp.schedule import ON_STREAMS
 from scripts.gpu_check.host_time import new_trainer, small_shape
 from scripts.gpu_check.outcome import CheckFailed, Place
 
@@ -48,7 +48,7 @@ def per_step(step: Callable[[], Any], places: Counter[str]) -> float:
 
 def run(place: Place) -> dict[str, Any]:
     device, figures, faults = torch.device(place.device), {}, []
-    for schedule in SCHEDULES:
+    for schedule in ON_STREAMS:
         trainer, batches = new_trainer(small_shape(), schedule, device)
         where: Counter[str] = Counter()
         found = per_step(lambda: trainer.step(batches), where)  # noqa: B023

@@ -9,10 +9,10 @@ from datetime import timedelta
 from typing import Any
 
 from megatron_asynchzp.comm.driver import Driver, Task, hash_of
+from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.timeline import LANES
 from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.zero.config import start_driver
 
 # How long a submission that waits for the network would take before it gives up.
 LIMIT_S = 3.0

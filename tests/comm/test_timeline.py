@@ -31,7 +31,7 @@ TICK_S = 0.5  # spans of whole halves: sums are exact
 class TickingDevice:
     """A CPU whose clock moves by one tick each time it is read."""
 
-    runs_ahead, is_cuda = False, False
+    runs_ahead = False
 
     def __init__(self):
         self.now = 0
@@ -157,7 +157,7 @@ def test_the_exposed_time_of_a_step_is_what_it_waited_for_between_its_begin_and_
 class LateDevice(TickingDevice):
     """A device that runs ahead: nothing has happened before the test lets it."""
 
-    runs_ahead, is_cuda = True, True
+    runs_ahead = True
     has_caught_up = False
 
     def has_passed(self, event) -> bool:

@@ -11,10 +11,10 @@ from contextlib import nullcontext
 import pytest
 
 from megatron_asynchzp.comm.driver import CollectiveFailure, Driver, Task
+from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.timeline import LANES
 from megatron_asynchzp.comm.watchdog import Watchdog
-from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
-from megatron_asynchzp.zero.config import start_driver
+from megatron_asynchzp.schedule import ON_STREAMS, ScheduleConfig
 
 LIMIT_S = 0.3
 AMPLE_S = 5.0  # a busy machine stops a thread for half a second
@@ -31,7 +31,7 @@ class Event:
 class StreamsWithoutEnd:
     """A device whose streams do nothing until the test releases them."""
 
-    runs_ahead, is_cuda = True, True
+    runs_ahead = True
 
     def __init__(self):
         self.events = []
@@ -61,7 +61,7 @@ class StreamsWithoutEnd:
         return True
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("kind", ON_STREAMS)
 def test_a_task_that_does_not_end_is_named_and_ends_the_driver_though_nobody_waits_for_it(kind):
     device, reported, is_reported = StreamsWithoutEnd(), [], threading.Event()
 
@@ -82,7 +82,7 @@ def test_a_task_that_does_not_end_is_named_and_ends_the_driver_though_nobody_wai
     assert not [t for t in threading.enumerate() if t.name.startswith("asynchzp") and t.is_alive()]
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("kind", ON_STREAMS)
 def test_what_ends_in_time_is_let_go_and_no_error(kind):
     device = StreamsWithoutEnd()
     driver: Driver = start_driver(ScheduleConfig(kind, time_limit_s=AMPLE_S), device)

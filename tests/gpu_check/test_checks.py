@@ -41,7 +41,7 @@ def place(tmp_path) -> Place:
 def test_the_loopback_world_trains_as_a_plain_process():
     every = list(loopback.cases(list(SHAPES)))
     chosen = [(case, SHAPES[case.variant]) for case in every[::11]]
-    assert {case.schedule for case, _ in chosen} == set(loopback.SCHEDULES)
+    assert {case.schedule for case, _ in chosen} == set(loopback.ON_STREAMS)
     assert {case.sizes for case, _ in chosen} == set(loopback.SIZES)
     assert loopback.run_cases(chosen, CPU)["cases"] == len(chosen) > 6
 
@@ -114,8 +114,8 @@ def test_memory_that_a_step_leaves_behind_is_found(place):
 
 def test_host_time_is_measured_per_unit_and_traced(place):
     figures = host_time.run(place, rounds=1)
-    assert set(figures) == {"plain process", *host_time.SCHEDULES}
-    for schedule in host_time.SCHEDULES:
+    assert set(figures) == {"plain process", *host_time.ON_STREAMS}
+    for schedule in host_time.ON_STREAMS:
         assert (place.folder / f"trace_{schedule}.json").stat().st_size > 1000
     with mock.patch.dict(host_time.LIMIT_US, cpu=-1e9), pytest.raises(CheckFailed, match="inline"):
         host_time.run(place, rounds=1)

@@ -20,7 +20,7 @@ from tests.support.inert_streams import inert_streams
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("schedule", loopback.SCHEDULES)
+@pytest.mark.parametrize("schedule", loopback.ON_STREAMS)
 def test_collectives_on_streams_and_late_gradients_train_as_a_plain_process(schedule):
     shape = replace(loopback.variants(is_cuda=False)["plain"], has_side_stream=True, late_s=0.01)
     case = Case("side stream", (2, 4, 8), schedule, 1)

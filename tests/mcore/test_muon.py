@@ -15,6 +15,7 @@ from torch import nn
 
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import device_of
 from megatron_asynchzp.mcore.muon import ShardedMuon, build_muon, muon_overrides
@@ -22,7 +23,6 @@ from megatron_asynchzp.mcore.planned import moments_nbytes
 from megatron_asynchzp.mcore.state_bytes import state_nbytes_allocated, state_nbytes_by_formula
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.buffer import FlatBuffer
-from megatron_asynchzp.zero.config import start_driver
 from megatron_asynchzp.zero.unit import HZPUnit
 from megatron_asynchzp.zero.whole_matrices import Matrix
 from tests.support.engine import nested_sizes

@@ -87,7 +87,7 @@ class Collective(NamedTuple):
 class RecordingDevice:
     """The interface of megatron_asynchzp.device. races: one sentence for each that was found."""
 
-    runs_ahead, is_cuda = True, True
+    runs_ahead = True
 
     def __init__(self):
         self.races: list[str] = []
@@ -140,6 +140,7 @@ class RecordingDevice:
         return torch.empty(shape, dtype=dtype)
 
     def bind_thread(self) -> None:
+        """Note what this thread does, too."""
         self._noting().__enter__()  # to the end of the thread
 
     def mark(self) -> float:

@@ -12,11 +12,11 @@ import torch
 
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.thread_driver import ThreadDriver
 from megatron_asynchzp.comm.timeline import Timeline
-from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.schedule import AUTO, ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
-from megatron_asynchzp.zero.config import start_driver
 from megatron_asynchzp.zero.step import StepScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.engine import with_memory
@@ -122,7 +122,7 @@ def _label_places(done: "Execution") -> None:
 
 def delayed_driver(device: RecordingDevice, config: ScheduleConfig, seed: int) -> Driver:
     """A driver whose threads, if it has any, now and then sleep before they act."""
-    if config.kind != "threaded":
+    if device.runs_ahead or config.kind not in (AUTO, "threaded"):
         driver = start_driver(config, device)
     else:
         chance = random.Random(seed)

@@ -5,12 +5,13 @@ fixed size.
 """
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.zero.config import start_driver
+from megatron_asynchzp.comm.schedules import start_driver
+from megatron_asynchzp.schedule import ON_STREAMS, SCHEDULES, ScheduleConfig
 from megatron_asynchzp.zero.step import StepScheduler
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy
@@ -43,8 +44,10 @@ def test_gradients_in_pieces_are_those_in_one_piece_in_every_bit():
         assert counts[0] == 1 and counts[1] > 3
 
 
-@pytest.mark.parametrize("new_device", [RecordingDevice, RecordingHost])
-@pytest.mark.parametrize("kind", ["inline", "main-thread", "threaded"])
+@pytest.mark.parametrize(
+    "new_device, kind",
+    [*product([RecordingDevice], ON_STREAMS), *product([RecordingHost], SCHEDULES)],
+)
 def test_a_unit_that_collects_gradients_to_the_end_of_backward_holds_up_no_other(kind, new_device):
     """Memory for a single piece is enough for any number of units that have gradients."""
     device, config = new_device(), ScheduleConfig(kind, 0, grad_slot_nbytes=1)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from megatron_asynchzp.comm.driver import Task
+from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.timeline import Span
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
 from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.config import start_driver
 from megatron_asynchzp.zero.plan import plan_units
 from tests.support.new_objects import new_objects_only
 from tests.support.recording_device import RecordingDevice

@@ -10,8 +10,8 @@ from contextlib import closing
 import pytest
 import torch
 
+from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.zero.config import start_driver
 from megatron_asynchzp.zero.step import StepScheduler
 from tests.support.live_memory import counted_allocations
 from tests.support.recording_device import RecordingDevice

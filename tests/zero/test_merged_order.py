@@ -1,8 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Collectives of the engine and of Megatron on devices with streams: issued by the threads that
-compute they have one order on all ranks and no device gets stuck; issued by a background thread
-they have not, and devices do."""
+compute they have one order on all ranks and no device gets stuck."""
 
 import random
 from itertools import product
@@ -24,7 +23,7 @@ from tests.support.side_stream import AutogradStreams
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
 
 SEEDS = range(200)
-BY_THE_PROGRAM, IN_BACKGROUND = ScheduleConfig("main-thread"), ScheduleConfig("threaded")
+BY_THE_PROGRAM = ScheduleConfig("main-thread")
 NUM_QUEUES, MAPPINGS = (1, 2, 8, 32), range(5)
 
 per_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -53,11 +52,6 @@ def test_all_collectives_have_one_order_on_all_ranks_however_late_a_thread_is(la
 
 
 @per_layout
-def test_with_a_background_thread_the_order_depends_on_how_late_it_is(layout):
-    assert first_departure(layout, IN_BACKGROUND, SEEDS) is not None
-
-
-@per_layout
 def test_every_rank_issues_ours_between_the_foreign_ones(layout):
     for commands in log_ranks(layout, BY_THE_PROGRAM, seed=0).values():
         purposes = [purpose for _, purpose, *_ in order_of(commands)]
@@ -78,12 +72,6 @@ def find_any_stuck(commands, num_queues: int):
 @pytest.mark.parametrize("num_queues", NUM_QUEUES)
 def test_no_number_of_hardware_queues_closes_a_circle(layout, num_queues):
     assert find_any_stuck(log_ranks(layout, BY_THE_PROGRAM, seed=0), num_queues) is None
-
-
-@per_layout
-def test_with_a_background_thread_and_one_queue_devices_wait_for_each_other(layout):
-    logs = (log_ranks(layout, IN_BACKGROUND, seed) for seed in SEEDS)
-    assert any(find_stuck(commands, Connections(1)) for commands in logs)
 
 
 @per_layout
@@ -146,11 +134,6 @@ def test_the_hooks_of_a_model_issue_ours_between_those_of_its_layers_in_one_orde
         assert order_of(log_training(WORLD[seed // 2 % 4], BY_THE_PROGRAM, seed)) == expected
     for num_queues in NUM_QUEUES:
         assert find_any_stuck(logs, num_queues) is None
-
-
-def test_the_hooks_of_a_model_with_a_background_thread_have_no_order():
-    orders = [order_of(log_training(0, IN_BACKGROUND, seed)) for seed in range(0, 20, 2)]
-    assert any(order != orders[0] for order in orders)
 
 
 # ---- the model of a device

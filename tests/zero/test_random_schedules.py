@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.thread_driver import ThreadDriver
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.zero.config import start_driver
 from megatron_asynchzp.zero.step import Stays
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy

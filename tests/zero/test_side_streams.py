@@ -36,11 +36,11 @@ class Run:
     large_nbytes: int
 
     @classmethod
-    def draw(cls, seed: int, kind: str) -> "Run":
+    def draw(cls, seed: int) -> "Run":
         dice = random.Random(seed)
         depth, slot = dice.randint(0, 2), dice.choice((64, 1024, 2**20))
         return cls(
-            ScheduleConfig(kind, depth, grad_slot_nbytes=slot),
+            ScheduleConfig("main-thread", depth, grad_slot_nbytes=slot),
             dice.choice(nested_sizes(WORLD_SIZE)),
             dice.choice((torch.bfloat16, torch.float32)),
             dice.randint(1, 2),
@@ -83,17 +83,11 @@ def races(device: RecordingDevice) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "kind, seeds",
-    [
-        slow_unless(True, "main-thread", range(12)),
-        slow_unless(True, "threaded", range(6)),
-        slow_unless(False, "main-thread", range(12, 200)),
-        slow_unless(False, "threaded", range(6, 20)),
-    ],
+    "seeds", [slow_unless(True, range(12)), slow_unless(False, range(12, 200))]
 )
-def test_gradients_from_a_side_stream_are_neither_reduced_too_early_nor_overwritten(kind, seeds):
+def test_gradients_from_a_side_stream_are_neither_reduced_too_early_nor_overwritten(seeds):
     for seed in seeds:
-        assert races(train(Run.draw(seed, kind), seed)) == [], seed
+        assert races(train(Run.draw(seed), seed)) == [], seed
 
 
 def test_a_gradient_that_is_added_on_the_side_stream_is_seen_to_race(monkeypatch):
@@ -106,5 +100,5 @@ def test_a_gradient_that_is_added_on_the_side_stream_is_seen_to_race(monkeypatch
 
     monkeypatch.setattr("tests.zero.test_side_streams.AutogradStreams", OnTheSide)
     for seed in range(5):
-        run = replace(Run.draw(seed, "main-thread"), large_nbytes=64)
+        run = replace(Run.draw(seed), large_nbytes=64)
         assert bool(races(train(run, seed))) == (run.sizes[1] == 1), run

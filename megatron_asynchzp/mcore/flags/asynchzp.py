@@ -56,9 +56,9 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--asynchzp-schedule",
         choices=(AUTO, *SCHEDULES),
         default=AUTO,
-        help="Which thread issues the collectives: background threads (threaded), the thread that "
-        "computes, ahead of their use (main-thread), or the same when they are needed (inline). "
-        "Default: main-thread on CUDA, threaded elsewhere (auto).",
+        help="Which thread issues the collectives: the one that computes, ahead of their use "
+        "(main-thread) or when they are needed (inline), or on a CPU background threads "
+        "(threaded). Default: threaded on a CPU, else main-thread (auto).",
     )
     group.add_argument(
         "--asynchzp-prefetch-depth",

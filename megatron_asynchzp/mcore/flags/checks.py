@@ -4,10 +4,9 @@
 Importing this file loads no torch and no Megatron.
 """
 
-import os
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,7 +42,6 @@ def prepare_args(args: Namespace) -> list[str]:
     refuse_unsupported(args)
     refuse_sizes(args)
     resolve_schedule(args)
-    refuse_racing_threads(args, runs_on_cuda(args), os.environ)
     resolve_trace(args)
     refuse_cluster(args)
     group_size = sharding_group_size(args)
@@ -65,43 +63,6 @@ def confirm_args(args: Namespace) -> None:
     """After Megatron's validation: raise ConfigurationError for what it switched on again."""
     refuse_unsupported(args)
     refuse_changes(args)
-
-
-# Who else launches collectives in the middle of a step.
-_LAUNCHES_BESIDE_US = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
-
-
-def runs_on_cuda(args: Namespace) -> bool:
-    """Whether the run is on a CUDA device, not on the CPU platform or on Ascend."""
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator()
-    return args.asynchzp_device != "cpu" and accelerator is not None and accelerator.type == "cuda"
-
-
-def refuse_racing_threads(args: Namespace, is_cuda: bool, environ: Mapping[str, str]) -> None:
-    """Raise ConfigurationError for a thread that would launch beside another one on CUDA: with
-    communicators of Megatron's in one order on some ranks and in another on others, which can hang;
-    or where NCCL is set to treat two threads as an error."""
-    if not is_cuda or args.asynchzp_schedule != "threaded":
-        return
-    reason = "a background thread launches collectives while the main thread launches"
-    for name in _LAUNCHES_BESIDE_US:
-        if getattr(args, name) > 1:
-            raise ConfigurationError(
-                f"--asynchzp-schedule threaded is not supported beside {_flag(name)} on CUDA: "
-                f"{reason} Megatron's, in an order that differs between ranks; leave it out"
-            )
-    if environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") not in ("", "0"):
-        raise ConfigurationError(
-            "--asynchzp-schedule threaded is not supported with NCCL_LAUNCH_ORDER_IMPLICIT: "
-            f"{reason} others, which NCCL then ends as a race; leave it out, or unset the variable"
-        )
 
 
 def refuse_yaml(argv: list[str], flag: str) -> None:

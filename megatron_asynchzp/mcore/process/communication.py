@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.driver import Driver
+from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.timeline import stop_trace
 from megatron_asynchzp.device import Device
 from megatron_asynchzp.errors import ConfigurationError
@@ -24,7 +25,6 @@ from megatron_asynchzp.mcore.process.last_line import EXIT_FAILURE, LastLine, le
 from megatron_asynchzp.mcore.process.stop_signal import StopSignal
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.config import start_driver
 from megatron_asynchzp.zero.step import Stays
 
 

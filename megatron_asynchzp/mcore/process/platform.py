@@ -16,6 +16,7 @@ from typing import Any
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import add_device_argument
 from megatron_asynchzp.mcore.process.lost_device import refuse_lost_device
+from megatron_asynchzp.schedule import NOT_ON_STREAMS
 
 # Accelerators that Megatron can drive. torch may know more (mps, xpu).
 _ACCELERATORS = ("cuda", "npu")
@@ -41,11 +42,13 @@ def apply_platform_defaults(args: Namespace) -> list[str]:
     """Give the arguments the values that the CPU platform needs, where it is installed.
 
     Returns the line to log, if anything changed. Raises ConfigurationError, one line, for a flag
-    that the CPU cannot honour.
+    that the platform cannot honour.
     """
     from megatron_asynchzp import cpu_platform
 
     if not is_on_cpu():
+        if getattr(args, "asynchzp_schedule", None) == "threaded":
+            raise ConfigurationError(f"--asynchzp-schedule threaded {NOT_ON_STREAMS}")
         return []
     try:
         changed = cpu_platform.apply_cpu_defaults(args)

@@ -166,37 +166,6 @@ def test_saving_beside_training_needs_its_writer(parse, monkeypatch):
     checks.refuse_useless_saves(parse(flags))
 
 
-@pytest.mark.parametrize(
-    "beside",
-    [
-        "--tensor-model-parallel-size 2",
-        "--pipeline-model-parallel-size 2",
-        "--context-parallel-size 2",
-        "--expert-model-parallel-size 2",
-    ],
-)
-def test_a_background_thread_does_not_launch_beside_others_on_cuda(parse, beside):
-    threaded = parse(f"--asynchzp-schedule threaded {beside}")
-    with pytest.raises(ConfigurationError, match=f"threaded is not supported beside {beside[:-2]}"):
-        checks.refuse_racing_threads(threaded, is_cuda=True, environ={})
-    checks.refuse_racing_threads(threaded, is_cuda=False, environ={})
-    for kind in ("auto", "main-thread", "inline"):
-        asked = parse(f"--asynchzp-schedule {kind} {beside}")
-        checks.refuse_racing_threads(asked, is_cuda=True, environ=IMPLICIT_ORDER)
-
-
-IMPLICIT_ORDER = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
-
-
-def test_a_background_thread_is_refused_where_nccl_takes_two_launching_threads_for_an_error(parse):
-    threaded = parse("--asynchzp-schedule threaded")
-    with pytest.raises(ConfigurationError, match="NCCL_LAUNCH_ORDER_IMPLICIT"):
-        checks.refuse_racing_threads(threaded, is_cuda=True, environ=IMPLICIT_ORDER)
-    for environ in ({}, {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}):
-        checks.refuse_racing_threads(threaded, is_cuda=True, environ=environ)
-    checks.refuse_racing_threads(threaded, is_cuda=False, environ=IMPLICIT_ORDER)
-
-
 @pytest.mark.parametrize("flag", ["--asynchzp-memory-in-flight-gb", "--asynchzp-grad-slot-mb"])
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
 def test_a_size_that_is_none_is_refused_in_one_line(parse, flag, value):

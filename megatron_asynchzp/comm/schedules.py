@@ -6,7 +6,8 @@ from megatron_asynchzp.comm.driver import Driver, MainThreadDriver, OnFailure, S
 from megatron_asynchzp.comm.thread_driver import ThreadDriver
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import Device
-from megatron_asynchzp.schedule import AUTO, ScheduleConfig
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.schedule import AUTO, NOT_ON_STREAMS, ScheduleConfig
 
 
 def start_driver(
@@ -15,10 +16,13 @@ def start_driver(
     """A driver of the kind that `config` asks for on `device`, with a timeline of its own.
 
     on_failure: for background threads.
+    Raises ConfigurationError for threads on a device with streams.
     """
     kind = config.kind
     if kind == AUTO:
-        kind = "main-thread" if device.is_cuda else "threaded"
+        kind = "main-thread" if device.runs_ahead else "threaded"
+    if kind == "threaded" and device.runs_ahead:
+        raise ConfigurationError(f"the schedule threaded {NOT_ON_STREAMS}")
     new_driver: type[Driver] = {
         "inline": Driver,
         "main-thread": StreamDriver if device.runs_ahead else MainThreadDriver,
