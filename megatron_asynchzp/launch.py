@@ -11,7 +11,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.attention.flags import add_pasa_arguments
+from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
 from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE, check_or_exit, report, world_size
 
@@ -143,7 +143,7 @@ def run_script(script: Path, arguments: list[str]) -> None:
     # The script's folder comes first, so that a Megatron checkout is what gets patched.
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [str(script), *arguments]
-    from megatron_asynchzp.dry_run import command
+    from megatron_asynchzp.planning import dry_run
     from megatron_asynchzp.mcore.process import ending, startup
 
     try:

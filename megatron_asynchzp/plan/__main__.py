@@ -11,7 +11,7 @@ Exit status: 0; 1 where no plan fits into the memory; 2 for what cannot be plann
 import sys
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.plan import command
+from megatron_asynchzp.planning import plan
 from megatron_asynchzp.sharding.topology import ShardSizeError
 
 

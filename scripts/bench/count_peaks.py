@@ -113,7 +113,7 @@ import json, os, sys
 out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-from megatron_asynchzp.dry_run.measured import measure
+from megatron_asynchzp.planning.measured import measure
 for line in sys.stdin:
     flags, ranks = json.loads(line)
     stages = measure(tuple([*flags, "--asynchzp-device", "cpu"]), ranks, ranks).stages

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_asynchzp.calibrate import calibrate
+from megatron_asynchzp.planning.calibrate import calibrate
 from megatron_asynchzp.planner.cluster import Cluster
 from scripts.bench.planner_points import Network, Point
 from scripts.testbed.contenders.layer_delay import layers_take

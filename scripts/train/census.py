@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from megatron_asynchzp.dry_run.pretended_world import Refused, fewest_ranks, parse, patch_megatron
+from megatron_asynchzp.planning.pretended_world import Refused, fewest_ranks, parse, patch_megatron
 from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed.machine import machine_record
 

@@ -48,7 +48,7 @@ class Machine:
 
 def _measure(*run: Any) -> Any:
     # Here and not above: a wrong name of a row is reported without importing Megatron.
-    from megatron_asynchzp.dry_run import measured
+    from megatron_asynchzp.planning import measured
 
     return measured.measure(*run)
 
@@ -81,7 +81,7 @@ class Report:
         return self.memory.left_of(self.device_nbytes) >= 0
 
     def verdict(self) -> str:
-        from megatron_asynchzp.dry_run import report
+        from megatron_asynchzp.planning import memory_tables
 
         return f"{self.row.name}: {report.verdict(self.measured, self.device_nbytes)}"
 
@@ -98,7 +98,7 @@ class Report:
         }
 
     def text(self) -> str:
-        from megatron_asynchzp.dry_run import report
+        from megatron_asynchzp.planning import memory_tables
 
         row, measured = self.row, self.measured
         parts = [

@@ -33,7 +33,7 @@ def cluster(tmp_path):
 
 def chosen(more: list[str], rank: int = 0, ranks: int = 32) -> tuple[tuple[int, ...], list[str]]:
     """The sizes of a rank of nodes of four, and what it logs."""
-    from megatron_asynchzp.dry_run import pretended_world
+    from megatron_asynchzp.planning import pretended_world
 
     args, lines = pretended_world.parse([*FLAGS, *more], ranks, 4)
     sizes = (getattr(args, f"asynchzp_{state}_shard_size") for state in STATES)
@@ -86,7 +86,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_flag_and_the_cluster(tmp_
 
 def test_the_memory_that_is_logged_is_that_of_a_dry_run_with_the_sizes_that_were_chosen(cluster):
     """With budgets, a cap and a slot, and moments in bf16, all of which count."""
-    from megatron_asynchzp.dry_run.measured import measure
+    from megatron_asynchzp.planning.measured import measure
 
     # fmt: off
     more = ["--asynchzp-keep-params-gb", "6", "--asynchzp-memory-in-flight-gb", "1.5",

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_asynchzp.dry_run.measured import measure
+from megatron_asynchzp.planning.measured import measure
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore import planned
 from megatron_asynchzp.mcore.flags.asynchzp import AUTO
 from megatron_asynchzp.mcore.flags.shard_sizes import STATES
-from megatron_asynchzp.plan import command
+from megatron_asynchzp.planning import plan
 from megatron_asynchzp.planner.cluster import Cluster, Device, Link
 from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.memory import Memory

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_asynchzp.attention.capture import capture_when
-from megatron_asynchzp.mcore.attention.flags import CaptureRequest, capture_request
+from megatron_asynchzp.mcore.flags.pasa import CaptureRequest, capture_request
 
 
 def capture_attention(args: Namespace, model_chunks: Sequence[nn.Module]) -> None:

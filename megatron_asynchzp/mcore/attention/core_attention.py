@@ -24,7 +24,7 @@ from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
 from megatron_asynchzp.attention.pasa import pasa_attention
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.attention.flags import PasaOptions
+from megatron_asynchzp.mcore.flags.pasa import PasaOptions
 
 # Megatron's own attentions, whose place PASA may take. Others compute something else.
 _REPLACEABLE = ("DotProductAttention", "TEDotProductAttention")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.attention.flags import PASA_REFUSALS, add_pasa_arguments
+from megatron_asynchzp.mcore.flags.pasa import PASA_REFUSALS, add_pasa_arguments
 from megatron_asynchzp.mcore.flags import checks
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments, refuse_trace_path
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS, Refusal, argument_of

@@ -16,7 +16,7 @@ from megatron_asynchzp.mcore.flags.shard_sizes import (
     resolve_shard_sizes,
     sharding_ranks_per_node,
 )
-from megatron_asynchzp.mcore.patches.patch import replaces, run_args
+from megatron_asynchzp.mcore.patch import replaces, run_args
 from megatron_asynchzp.sharding.topology import ShardSizes
 
 _LIBRARY_WAITS_LONGER = timedelta(minutes=1)
@@ -197,7 +197,7 @@ def get_optimizer(
 def build_module(original: Callable, spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
     if (run := run_args("use_pasa_attention")) is not None:
         from megatron_asynchzp.mcore.attention.core_attention import use_pasa_in
-        from megatron_asynchzp.mcore.attention.flags import pasa_options
+        from megatron_asynchzp.mcore.flags.pasa import pasa_options
 
         spec_or_module = use_pasa_in(spec_or_module, pasa_options(run))
     module = original(spec_or_module, *args, **kwargs)

@@ -5,9 +5,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from megatron_asynchzp.mcore.patches.patch import replaces, run_args
-from megatron_asynchzp.mcore.process.communication import Communication
-from megatron_asynchzp.mcore.process.scalars import write_scalars
+from megatron_asynchzp.mcore.patch import replaces, run_args
+from megatron_asynchzp.mcore.communication import Communication
+from megatron_asynchzp.mcore.scalars import write_scalars
 
 # What Megatron's line about an iteration has, and nothing else it prints on the last rank.
 _ITERATION_LINE = "elapsed time per iteration (ms):"

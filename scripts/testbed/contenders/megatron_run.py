@@ -53,7 +53,7 @@ def train_megatron(
 
 
 def _take_exposed_s() -> float:
-    from megatron_asynchzp.mcore.process.communication import Communication
+    from megatron_asynchzp.mcore.communication import Communication
 
     return Communication.take_exposed_s()
 

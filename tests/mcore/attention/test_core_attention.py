@@ -180,7 +180,7 @@ def _masked() -> dict[str, float]:
 
     from megatron_asynchzp import cpu_platform
     from megatron_asynchzp.mcore.attention.core_attention import PasaAttention
-    from megatron_asynchzp.mcore.attention.flags import PasaOptions
+    from megatron_asynchzp.mcore.flags.pasa import PasaOptions
 
     cpu_platform.install()
     tracker = tensor_parallel.get_cuda_rng_tracker()
@@ -242,7 +242,7 @@ def _foreign() -> str:
 
     from megatron_asynchzp.errors import ConfigurationError
     from megatron_asynchzp.mcore.attention.core_attention import use_pasa_in
-    from megatron_asynchzp.mcore.attention.flags import PasaOptions
+    from megatron_asynchzp.mcore.flags.pasa import PasaOptions
 
     class SparseAttention:
         pass
@@ -265,7 +265,7 @@ def test_an_attention_that_computes_something_else_is_not_replaced():
 
 def _core_of(layer_spec) -> str:
     from megatron_asynchzp.mcore.attention.core_attention import use_pasa_in
-    from megatron_asynchzp.mcore.attention.flags import PasaOptions
+    from megatron_asynchzp.mcore.flags.pasa import PasaOptions
 
     attention = use_pasa_in(layer_spec.submodules.self_attention, PasaOptions(mode="block"))
     core = attention.submodules.core_attention

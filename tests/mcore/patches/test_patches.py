@@ -16,7 +16,7 @@ from megatron.core import package_info
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.patches import model
-from megatron_asynchzp.mcore.patches.patch import (
+from megatron_asynchzp.mcore.patch import (
     IncompatibleMegatron,
     Patch,
     apply_patches,

@@ -6,9 +6,9 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_asynchzp.dry_run import mesh, pretended_world, states
-from megatron_asynchzp.dry_run.mesh import GroupKind
-from megatron_asynchzp.dry_run.states import StageStates
+from megatron_asynchzp.planning import group_kinds, pretended_world, states
+from megatron_asynchzp.planning.group_kinds import GroupKind
+from megatron_asynchzp.planning.states import StageStates
 from megatron_asynchzp.mcore.planned import shard_sizes
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
-from megatron_asynchzp.plan import command, picture, table
+from megatron_asynchzp.planning import plan, plan_picture, plan_table
 from megatron_asynchzp.plan.__main__ import main
 from megatron_asynchzp.planner.activations import FUSED, Recompute, Setting
 from megatron_asynchzp.planner.cluster import FOLDER, load_cluster

@@ -104,7 +104,7 @@ def patch_megatron() -> None:
     Raises Refused for a Megatron that we do not know.
     """
     with _silence():
-        from megatron_asynchzp.mcore.patches.patch import IncompatibleMegatron, apply_patches
+        from megatron_asynchzp.mcore.patch import IncompatibleMegatron, apply_patches
         from megatron_asynchzp.mcore.patches.table import PATCHES
 
         try:
@@ -155,7 +155,7 @@ def _parse(
         mock.patch.dict(os.environ, world),
         mock.patch.object(sys, "argv", argv),
         mock.patch.object(platform, "is_on_cpu", lambda: is_cpu),
-        mock.patch("megatron_asynchzp.mcore.process.startup.choose_platform", lambda _: None),
+        mock.patch("megatron_asynchzp.mcore.startup.choose_platform", lambda _: None),
         _answers_of_a_gpu(),
         _silence() as printed,
     ):

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from megatron_asynchzp.mcore.patches.patch import apply_patches, check_version
+from megatron_asynchzp.mcore.patch import apply_patches, check_version
 from megatron_asynchzp.mcore.patches.table import PATCHES
 from megatron_asynchzp.mcore.process.platform import choose_platform
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.dry_run.pretended_world import Stage
-from megatron_asynchzp.dry_run.savings import Saving, savings
+from megatron_asynchzp.planning.pretended_world import Stage
+from megatron_asynchzp.planning.savings import Saving, savings
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_grad_dtype, resolve_schedule
 from megatron_asynchzp.mcore.planned import costing_of, moments_nbytes, naming_the_flag
 from megatron_asynchzp.mcore.start_table import format_start_table

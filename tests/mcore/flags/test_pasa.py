@@ -7,7 +7,7 @@ from argparse import ArgumentParser
 import pytest
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.attention.flags import (
+from megatron_asynchzp.mcore.flags.pasa import (
     PASA_REFUSALS,
     add_pasa_arguments,
     refuse_unsupported_attention,

@@ -12,8 +12,8 @@ from megatron_asynchzp.checkpoint_files.errors import SaveError
 from megatron_asynchzp.comm.driver import CollectiveFailure
 from megatron_asynchzp.comm.order_check import OrderMismatch
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.patches.patch import IncompatibleMegatron
-from megatron_asynchzp.mcore.process.communication import Communication
+from megatron_asynchzp.mcore.patch import IncompatibleMegatron
+from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.process.last_line import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,

@@ -5,7 +5,7 @@
 import io
 from collections.abc import Sequence
 
-from megatron_asynchzp.dry_run.measured import Measured
+from megatron_asynchzp.planning.measured import Measured
 from megatron_asynchzp.planner.memory import Memory
 
 GIB = 2**30

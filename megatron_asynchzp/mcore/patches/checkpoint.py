@@ -7,7 +7,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-from megatron_asynchzp.mcore.patches.patch import Patch, replaces, run_args
+from megatron_asynchzp.mcore.patch import Patch, replaces, run_args
 
 
 def _guarded_by(name: str, *wanted: str) -> Callable[..., Any]:

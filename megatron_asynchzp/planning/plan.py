@@ -15,7 +15,7 @@ from unittest import mock
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags import checks
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
-from megatron_asynchzp.plan import table
+from megatron_asynchzp.planning import plan_table
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.activations import Recompute, Setting
 from megatron_asynchzp.planner.cluster import GIB, Cluster, cluster_names, load_cluster
@@ -85,7 +85,7 @@ def space_of(setting: Setting, args: Namespace, asked: Namespace, cluster: Clust
 def setting_of(command: Sequence[str], cluster: Cluster) -> tuple[Setting, Namespace]:
     """The model of a training command in a pretended world of the cluster's ranks. Raises
     ConfigurationError for what Megatron or --use-asynchzp refuses."""
-    from megatron_asynchzp.dry_run import pretended_world
+    from megatron_asynchzp.planning import pretended_world
     from megatron_asynchzp.mcore import planned
 
     # Megatron asks for it beside some parallel sizes; no device is used here.
@@ -136,11 +136,11 @@ def _print(outcome: Outcome, space: Space, asked: Namespace, command: Sequence[s
     if text := explain.missed(outcome, space):
         print(f"- {text}")
     if asked.trace is not None:
-        from megatron_asynchzp.plan import picture
+        from megatron_asynchzp.planning import plan_picture
 
         picture.write_trace(best, asked.trace)
     if asked.picture is not None:
-        from megatron_asynchzp.plan import picture
+        from megatron_asynchzp.planning import plan_picture
 
         picture.draw(outcome, space, asked.picture)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megatron_asynchzp.dry_run.pretended_world import Stage
+from megatron_asynchzp.planning.pretended_world import Stage
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology, spans_nodes
 
 

@@ -4,8 +4,8 @@
 
 import pytest
 
-from megatron_asynchzp.dry_run import pretended_world
-from megatron_asynchzp.dry_run.states import stage_states
+from megatron_asynchzp.planning import pretended_world
+from megatron_asynchzp.planning.states import stage_states
 from scripts.testbed.megatron_flags import flags_of
 
 # fmt: off

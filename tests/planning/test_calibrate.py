@@ -7,7 +7,7 @@ import tomllib
 import pytest
 import torch.distributed as dist
 
-from megatron_asynchzp.calibrate import calibrate, measured_link
+from megatron_asynchzp.planning.calibrate import calibrate, measured_link
 from megatron_asynchzp.planner.cluster import (
     Cluster,
     Device,

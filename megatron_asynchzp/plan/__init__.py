@@ -1,3 +1,0 @@
-# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
-# SPDX-License-Identifier: Apache-2.0
-"""`asynchzp plan`: the best sizes for a Megatron command line on a cluster."""
