@@ -7,18 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_asynchzp.errors import ConfigurationError
     from megatron_asynchzp.schedule import ScheduleConfig
     from megatron_asynchzp.sharded_model import ShardedModel, shard
-    from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes
+    from megatron_asynchzp.sharding.topology import ShardSizes
 
 __version__ = "0.1.0"
-__all__ = ["ScheduleConfig", "ShardSizeError", "ShardSizes", "ShardedModel", "shard"]
+__all__ = ["ConfigurationError", "ScheduleConfig", "ShardSizes", "ShardedModel", "shard"]
 
 _HOMES = {
     "shard": "sharded_model",
     "ShardedModel": "sharded_model",
     "ShardSizes": "sharding.topology",
-    "ShardSizeError": "sharding.topology",
+    "ConfigurationError": "errors",
     "ScheduleConfig": "schedule",
 }
 

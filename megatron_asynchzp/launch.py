@@ -11,8 +11,8 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
+from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments
 from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE, check_or_exit, report, world_size
 
 _SYNOPSIS = (
@@ -143,12 +143,11 @@ def run_script(script: Path, arguments: list[str]) -> None:
     # The script's folder comes first, so that a Megatron checkout is what gets patched.
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [str(script), *arguments]
-    from megatron_asynchzp.planning import dry_run
-    from megatron_asynchzp.mcore.process import ending, startup
+    from megatron_asynchzp.mcore import ending, startup
 
     try:
-        if (asked := command.asked_of(arguments)) is not None:
-            sys.exit(command.dry_run(script, arguments, asked))
+        if (asked := dry_run.asked_of(arguments)) is not None:
+            sys.exit(dry_run.dry_run(script, arguments, asked))
         startup.prepare_process(arguments)
         runpy.run_path(str(script), run_name="__main__")
     except ending.OWN_ERRORS as error:

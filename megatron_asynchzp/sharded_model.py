@@ -49,8 +49,8 @@ def shard(
     1-D, fp32 and possibly empty; for example `lambda params: torch.optim.AdamW(params, lr=1e-3)`.
     group: the default group where None.
 
-    Raises ShardSizeError for sizes that do not nest or do not divide the group, ConfigurationError
-    for a parameter that cannot be sharded.
+    Raises ConfigurationError for sizes that do not nest or do not divide the group, and for a
+    parameter that cannot be sharded.
     """
     runtime = new_runtime(model, units, sizes, group, schedule)
     return ShardedModel(model, runtime, optimizer, group)

@@ -23,11 +23,12 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from megatron_asynchzp.tools import prepare_data
+from megatron_asynchzp.errors import ConfigurationError
 from scripts.report import loss_picture
 from scripts.report.megatron_log import Iteration, parse_iteration
 from scripts.report.records import replace
 from scripts.testbed.machine import machine_record
+from scripts.train import prepare_data
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN_SCRIPT = ROOT / "scripts" / "train" / "pretrain_gpt.py"
@@ -156,7 +157,7 @@ def prepare_text(args: argparse.Namespace, console: Console) -> Path:
         request = ["--output-prefix", str(prefix), *map(str, args.text or [])]
         try:
             shown = prepare_data.prepare(prepare_data.parse_arguments(request))
-        except prepare_data.InputError as error:
+        except ConfigurationError as error:
             raise QuickstartError(str(error)) from error
         console.print(shown.splitlines()[0], highlight=False, soft_wrap=True)
     return prefix

@@ -10,8 +10,8 @@ from functools import cache
 import pytest
 
 from megatron_asynchzp.command import COMMANDS
-from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
+from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments
 from scripts.report import rebuild
 
 ROOT = rebuild.ROOT

@@ -135,7 +135,7 @@ def test_every_command_is_a_function(name):
     "words, status, fragment",
     [
         ([], 2, "usage: asynchzp"),
-        (["--help"], 0, "prepare-data"),
+        (["--help"], 0, "dry-run"),
         (["--version"], 0, megatron_asynchzp.__version__),
         (["plto"], 2, "plto: no such command; the nearest is plot"),
         (["x"], 2, "x: no such command (launch, "),

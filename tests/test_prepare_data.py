@@ -17,15 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_asynchzp.tools import prepare_data
-from megatron_asynchzp.tools.prepare_data import (
-    BYTE_EOD,
-    ByteEncoder,
-    HuggingFaceEncoder,
-    InputError,
-    write_dataset,
-)
+from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed import ranks
+from scripts.train import prepare_data
+from scripts.train.prepare_data import BYTE_EOD, ByteEncoder, HuggingFaceEncoder, write_dataset
 
 SCRIPT = Path(prepare_data.__file__)
 
@@ -200,7 +195,7 @@ def test_two_processes_write_the_same_dataset_as_one(tmp_path):
 
 def test_an_error_in_a_worker_is_one_line_too(tmp_path, capsys):
     encoder = HuggingFaceEncoder.__new__(HuggingFaceEncoder)  # fails before it tokenizes
-    with pytest.raises(InputError, match="odd is not UTF-8 text"):
+    with pytest.raises(ConfigurationError, match="odd is not UTF-8 text"):
         list(prepare_data.encode_all([("odd", b"\xff" * 99)], encoder, workers=2))
 
 
@@ -221,14 +216,14 @@ def test_bad_input_is_one_line_and_leaves_nothing(make, output, tmp_path, capsys
     out.mkdir()
     assert prepare_data.main([*arguments, "--output-prefix", str(out / "corpus")]) == 2
     line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith("asynchzp prepare-data: ") and output in line
+    assert line.startswith("prepare_data: ") and output in line
     assert not list(out.iterdir())
 
 
 def test_an_unreadable_file_is_named(tmp_path, capsys):
     unreadable = "/proc/self/mem"  # opens, then fails to read: for root too
     assert prepare_data.main([unreadable, "--output-prefix", str(tmp_path / "corpus")]) == 2
-    assert f"asynchzp prepare-data: cannot read {unreadable}" in capsys.readouterr().err
+    assert f"prepare_data: cannot read {unreadable}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -238,9 +233,9 @@ def test_a_failure_midway_leaves_an_older_dataset_as_it_was(tmp_path):
 
     def documents():
         yield "new", b"new text"
-        raise InputError("cannot read the second")
+        raise ConfigurationError("cannot read the second")
 
-    with pytest.raises(InputError):
+    with pytest.raises(ConfigurationError):
         write_dataset(documents(), ByteEncoder(), prefix)
     assert read_back(prefix) == [[*b"old text", BYTE_EOD]]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus.bin", "corpus.idx"]
@@ -264,12 +259,12 @@ def test_stopping_it_midway_leaves_nothing(stop, tmp_path):
     finally:
         process.kill()
     assert process.exitcode == 130
-    assert "asynchzp prepare-data: interrupted" in log.read_text()
+    assert "prepare_data: interrupted" in log.read_text()
     assert not list(out.iterdir())
 
 
 def _run_script(arguments: list[str], log: Path) -> None:
-    """As `asynchzp prepare-data`, in a process that has imported Megatron already."""
+    """As the command, in a process that has imported Megatron already."""
     sys.argv = [str(SCRIPT), *arguments]
     with open(log, "w") as sys.stderr:
         runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -11,10 +11,6 @@ from megatron_asynchzp.attention.heads import check_shapes
 from megatron_asynchzp.attention.mask import AttentionMask
 
 
-class UnsupportedAttention(ValueError):
-    """No way to compute this attention; the message is one line with the reason."""
-
-
 @dataclass(frozen=True)
 class AttentionCall:
     """softmax(scale q k^T) v under `mask`. q [B, H, S, D], k [B, G, T, D], v [B, G, T, E].

@@ -12,10 +12,11 @@ from dataclasses import replace
 
 import torch
 
-from megatron_asynchzp.attention.call import AttentionCall, UnsupportedAttention, Vendor
+from megatron_asynchzp.attention.call import AttentionCall, Vendor
 from megatron_asynchzp.attention.key_shift import SnapRule, shift_keys, shift_values, zero_unused
 from megatron_asynchzp.attention.npu import NpuFusion
 from megatron_asynchzp.attention.vendors import Cudnn, FlashAttn, Sdpa, TransformerEngine
+from megatron_asynchzp.errors import ConfigurationError
 
 VENDORS: tuple[Vendor, ...] = (NpuFusion(), FlashAttn(), TransformerEngine(), Cudnn(), Sdpa())
 VENDOR_NAMES = tuple(vendor.name for vendor in VENDORS)
@@ -30,10 +31,10 @@ def delegate_attention(
     output again, after which dQ and dK do not depend on the bias of v either; the unshifted and
     the shifted output are then both kept. Padding may hold anything, inf included.
 
-    Raises UnsupportedAttention, one line, where no vendor can.
+    Raises ConfigurationError, one line, where no vendor can.
     """
     if shifts_values and call.dropout:
-        raise UnsupportedAttention(
+        raise ConfigurationError(
             "values are shifted only without dropout: dropped weights do not sum to one"
         )
     chosen = choose_vendor(call, vendor)
@@ -76,9 +77,9 @@ def choose_vendor(
     if name != "auto":
         vendor = next((v for v in vendors if v.name == name), None)
         if vendor is None:
-            raise UnsupportedAttention(f"{name}: no such attention; there are {VENDOR_NAMES}")
+            raise ConfigurationError(f"{name}: no such attention; there are {VENDOR_NAMES}")
         if reason := vendor.reason_against(call):
-            raise UnsupportedAttention(f"{name} cannot compute this attention: {reason}")
+            raise ConfigurationError(f"{name} cannot compute this attention: {reason}")
         return vendor
     by_name = {v.name: v for v in vendors}
     order = ["npu-fusion", "sdpa"]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_asynchzp.attention.call import AttentionCall, UnsupportedAttention
+from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.delegate import delegate_attention
 from megatron_asynchzp.attention.heads import AttentionOutput
 from megatron_asynchzp.attention.key_shift import (
@@ -23,6 +23,7 @@ from megatron_asynchzp.attention.key_shift import (
     zero_unused,
 )
 from megatron_asynchzp.attention.shifting import BLOCK_SIZE
+from megatron_asynchzp.errors import ConfigurationError
 
 MODES = ("delegate", "block")
 
@@ -41,12 +42,12 @@ def pasa_attention(
 
     mode delegate: one shift per head, computed by `vendor` (see delegate_attention). block: one
     shift per 128 keys, by our own kernels. shifts_values: as in delegate_attention.
-    Raises UnsupportedAttention, one line, for what a mode cannot do.
+    Raises ConfigurationError, one line, for what a mode cannot do.
     """
     if mode == "delegate":
         return delegate_attention(call, vendor, shifts_values=shifts_values)
     if mode != "block":
-        raise UnsupportedAttention(f"{mode}: no such mode; there are {', '.join(MODES)}")
+        raise ConfigurationError(f"{mode}: no such mode; there are {', '.join(MODES)}")
     if not shifts_values:
         return block_attention(call).output_BHSE
     mask = call.mask
@@ -70,10 +71,10 @@ def block_attention(
     centres dQ alone. is_fused: by the kernels or by the reference; None: by the
     kernels where they can run. is_tuned: let the kernels choose their tiles by measurement, which
     may change the last bits from one process to the next.
-    Raises UnsupportedAttention for dropout, which it does not have.
+    Raises ConfigurationError for dropout, which it does not have.
     """
     if call.dropout:
-        raise UnsupportedAttention("block mode has no attention dropout; use mode delegate")
+        raise ConfigurationError("block mode has no attention dropout; use mode delegate")
     if is_fused is None:
         is_fused = _can_fuse(call)
     how = _How(shift, is_fused, is_tuned)
@@ -94,9 +95,9 @@ def _can_fuse(call: AttentionCall) -> bool:
     if call.device.type != "cuda":
         return has_kernel and os.environ.get("TRITON_INTERPRET") == "1"
     if call.mask.allowed is not None:
-        raise UnsupportedAttention("block mode has no arbitrary masks; use mode delegate")
+        raise ConfigurationError("block mode has no arbitrary masks; use mode delegate")
     if importlib.util.find_spec("triton") is None:
-        raise UnsupportedAttention("block mode needs triton on a GPU; install it (extra: triton)")
+        raise ConfigurationError("block mode needs triton on a GPU; install it (extra: triton)")
     return has_kernel
 
 

@@ -8,13 +8,14 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_asynchzp.checkpoint_files.errors import CheckpointError, Damage, one_line
+from megatron_asynchzp.checkpoint_files.errors import Damage, one_line
 from megatron_asynchzp.checkpoint_files.index import CONFIG
 from megatron_asynchzp.checkpoint_files.manifest import MANIFEST, read_manifest
 from megatron_asynchzp.checkpoint_files.other_format import is_of_format_torch
 from megatron_asynchzp.checkpoint_files.peers import Alone, Peers, on_first
 from megatron_asynchzp.checkpoint_files.small_files import replace_file
 from megatron_asynchzp.checkpoint_files.verification import INTERRUPTED, Depth, check_checkpoint
+from megatron_asynchzp.errors import ConfigurationError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -120,13 +121,13 @@ def choose_checkpoint(
     """The newest complete and intact checkpoint; None where there has never been one.
 
     wanted_step: only this iteration will do. peers: the ranks that share the reading; a collective
-    call then, with the same result on all. Raises CheckpointError, on all.
+    call then, with the same result on all. Raises ConfigurationError, on all.
     """
     load_dir, peers = Path(load_dir), peers or Alone()
     try:
         listing = on_first(peers, lambda: _list(load_dir))
     except OSError as error:
-        raise CheckpointError(f"--load {load_dir}: {error.strerror}") from None
+        raise ConfigurationError(f"--load {load_dir}: {error.strerror}") from None
     if wanted_step is not None:
         return _choose_step(load_dir, wanted_step, listing, peers, depth)
     faults: dict[str, str] = {}
@@ -142,12 +143,12 @@ def choose_checkpoint(
         return None  # at most a run that died in its first save
     faults |= dict.fromkeys(listing.unfinished, INTERRUPTED)
     if not faults:
-        raise CheckpointError(
+        raise ConfigurationError(
             f"{load_dir} has {TRACKER}, but no checkpoint; remove that file to start from scratch"
         )
     reasons = "; ".join([f"{name}: {fault}" for name, fault in faults.items()][:3])
     more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
-    raise CheckpointError(f"{load_dir} has no intact checkpoint: {reasons}{more}; {_REMEDY}")
+    raise ConfigurationError(f"{load_dir} has no intact checkpoint: {reasons}{more}; {_REMEDY}")
 
 
 def _choose_step(
@@ -165,7 +166,7 @@ def _choose_step(
     remedy = (
         f"the newest intact one is --ckpt-step {_number(newest)}" if newest else "none is intact"
     )
-    raise CheckpointError(f"--ckpt-step {step}: {load_dir / name}: {fault}; {remedy}")
+    raise ConfigurationError(f"--ckpt-step {step}: {load_dir / name}: {fault}; {remedy}")
 
 
 def _find_fault(iteration_dir: Path, peers: Peers, depth: Depth) -> str | None:

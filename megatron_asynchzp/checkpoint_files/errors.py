@@ -2,12 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the two ways in which checkpoints end a run. Each message is one line for the user."""
 
-from megatron_asynchzp.errors import ConfigurationError
-
-
-class CheckpointError(ConfigurationError):
-    """A run that cannot start from, or write to, the checkpoint directory it was given."""
-
 
 class SaveError(RuntimeError):
     """A checkpoint that could not be written while training; the earlier ones are as they were."""

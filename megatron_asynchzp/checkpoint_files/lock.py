@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-from megatron_asynchzp.checkpoint_files.errors import CheckpointError
+from megatron_asynchzp.errors import ConfigurationError
 
 OWNER = "asynchzp_owner.txt"
 
@@ -30,7 +30,7 @@ class SaveLock:
     def claim(cls, save_dir: Path | str) -> str | None:
         """Own the directory, which is made where it is missing; again is the same as once.
 
-        Returns a line for the user where it could not be guarded. Raises CheckpointError where
+        Returns a line for the user where it could not be guarded. Raises ConfigurationError where
         another process owns it, or it cannot be written to.
         """
         try:
@@ -40,13 +40,13 @@ class SaveLock:
                 return None
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise CheckpointError(f"--save {save_dir}: {error.strerror}") from None
+            raise ConfigurationError(f"--save {save_dir}: {error.strerror}") from None
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             owner = os.read(file, 200).decode(errors="replace").strip() or "unknown"
             os.close(file)
-            raise CheckpointError(
+            raise ConfigurationError(
                 f"--save {save_dir}: another run is saving there ({owner}); end it, or give "
                 "another --save"
             ) from None

@@ -12,8 +12,8 @@ import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.progress import show_progress
-from megatron_asynchzp.hf.shape import ConversionError
 
 # As argparse exits for a wrong command line, and a shell for SIGINT.
 _EXIT_FAILURE, _EXIT_USAGE, _EXIT_INTERRUPTED = 1, 2, 130
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
     try:
         _require("transformers", "safetensors")
         args.run(args)
-    except ConversionError as error:
+    except ConfigurationError as error:
         _end(str(error), _EXIT_USAGE)
     except OSError as error:
         _end(str(error), _EXIT_FAILURE)
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 def _require(*modules: str) -> None:
     lacking = [name for name in modules if importlib.util.find_spec(name) is None]
     if lacking:
-        raise ConversionError(
+        raise ConfigurationError(
             f"{' and '.join(lacking)} not installed: pip install 'megatron_asynchzp[hf]'"
         )
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron_asynchzp.hf.shape import LLAMA3_SCALING, ConversionError, ModelShape
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.hf.shape import LLAMA3_SCALING, ModelShape
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -96,22 +97,22 @@ def read_config(folder: Path, vocab_multiple: int) -> ModelShape:
     """The shape of the model that `folder` holds.
 
     vocab_multiple: the embedding is padded to a multiple of this many rows in Megatron.
-    Raises ConversionError for what Megatron does not compute, naming the entry.
+    Raises ConfigurationError for what Megatron does not compute, naming the entry.
     """
     from transformers import AutoConfig
 
     path = folder / "config.json"
     if not path.is_file():
-        raise ConversionError(f"{folder} has no config.json, so it is not a Hugging Face model")
+        raise ConfigurationError(f"{folder} has no config.json, so it is not a Hugging Face model")
     family = json.loads(path.read_text()).get("model_type")
     if family not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
-        raise ConversionError(f"model_type = {family} does not map (only {known} do)")
+        raise ConfigurationError(f"model_type = {family} does not map (only {known} do)")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     for name, allowed in _PLAIN[family].items():
         value = getattr(config, name, allowed[0])
         if value not in allowed:
-            raise ConversionError(
+            raise ConfigurationError(
                 f"{name} = {value} does not map to Megatron (only {allowed[0]} does)"
             )
     vocab = config.vocab_size
@@ -152,14 +153,16 @@ def _read_rope(parameters: dict[str, Any]) -> tuple[int, bool]:
     """Base, and whether the frequencies are scaled."""
     base, kind = parameters["rope_theta"], parameters.get("rope_type", "default")
     if base != int(base):
-        raise ConversionError(f"rope_theta = {base} does not map: --rotary-base is a whole number")
+        raise ConfigurationError(
+            f"rope_theta = {base} does not map: --rotary-base is a whole number"
+        )
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConversionError("partial_rotary_factor does not map: it must be 1")
+        raise ConfigurationError("partial_rotary_factor does not map: it must be 1")
     if kind == "default":
         return int(base), False
     scaling = {name: parameters.get(name) for name in LLAMA3_SCALING}
     if kind != "llama3" or scaling != LLAMA3_SCALING:
-        raise ConversionError(
+        raise ConfigurationError(
             f"rope_type = {kind} with {scaling} does not map: Megatron 0.19 computes default and "
             f"llama3 with {LLAMA3_SCALING} only"
         )

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from megatron_asynchzp.checkpoint_files.verification import Depth
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.config import write_config
 from megatron_asynchzp.hf.mapping import OTHER_KEYS, TensorRule, rules_of
 from megatron_asynchzp.hf.megatron_arguments import read_arguments
 from megatron_asynchzp.hf.output_folder import complete_or_absent, refuse_occupied
 from megatron_asynchzp.hf.progress import Progress, no_progress
 from megatron_asynchzp.hf.safetensors_folder import TensorInfo, write_folder
-from megatron_asynchzp.hf.shape import ConversionError, ModelShape, describe_difference
+from megatron_asynchzp.hf.shape import ModelShape, describe_difference
 from megatron_asynchzp.hf.torch_dist import TensorReader, find_checkpoint, read_arguments_of
 
 MAX_FILE_NBYTES = 5 * 10**9
@@ -41,8 +42,8 @@ def export_model(
     is intact. depth: what of its data is read to judge that.
     dtype: cast to it; by default every tensor keeps its own.
     vocab_size: rows of the embedding that are no padding, needed where the checkpoint lacks it.
-    Memory holds one tensor, in a few copies. Raises ConversionError for a model that does not map
-    and for an `output` that is not empty; then nothing is written.
+    Memory holds one tensor, in a few copies. Raises ConfigurationError for a model that does not
+    map and for an `output` that is not empty; then nothing is written.
     """
     refuse_occupied(output)
     checkpoint = find_checkpoint(load, step, depth)
@@ -81,7 +82,7 @@ def _in_order(shape: ModelShape) -> Iterator[tuple[TensorRule, int]]:
 
 
 def _match_keys(reader: TensorReader, shape: ModelShape) -> dict[str, str]:
-    """The checkpoint's key of each rule. Raises ConversionError, one line, unless the model's
+    """The checkpoint's key of each rule. Raises ConfigurationError, one line, unless the model's
     tensors are exactly those of the rules, in their sizes."""
     stored = {
         key: it.size
@@ -98,10 +99,10 @@ def _match_keys(reader: TensorReader, shape: ModelShape) -> dict[str, str]:
         size = rule.megatron_size(shape)
         wanted = torch.Size([shape.num_layers, *size]) if rule.is_per_layer else size
         if stored[here[0]] != wanted:
-            raise ConversionError(
+            raise ConfigurationError(
                 f"{here[0]} has size {list(stored[here[0]])}, but {list(wanted)} by the arguments"
             )
     foreign = sorted(set(stored) - set(found.values()))
     if missing or foreign:
-        raise ConversionError(describe_difference("the checkpoint", shape, missing, foreign))
+        raise ConfigurationError(describe_difference("the checkpoint", shape, missing, foreign))
     return found

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from megatron_asynchzp.checkpoint_files.choice import RELEASE, TRACKER
 from megatron_asynchzp.checkpoint_files.small_files import replace_file
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.config import read_config
 from megatron_asynchzp.hf.mapping import LAYERS, STATEFUL_MODULES, TensorRule, rules_of
 from megatron_asynchzp.hf.megatron_arguments import write_arguments
 from megatron_asynchzp.hf.output_folder import complete_or_absent, refuse_occupied
 from megatron_asynchzp.hf.progress import Progress, no_progress
 from megatron_asynchzp.hf.safetensors_folder import FolderReader
-from megatron_asynchzp.hf.shape import ConversionError, ModelShape, describe_difference
+from megatron_asynchzp.hf.shape import ModelShape, describe_difference
 from megatron_asynchzp.hf.torch_dist import TensorToWrite, write_checkpoint
 
 # Tensors that older directories hold, and that a model computes itself.
@@ -38,8 +39,8 @@ def import_model(
     load: the directory. save: Megatron's --load folder to be.
     dtype: cast to it; by default every tensor keeps its own.
     vocab_multiple: the embedding is padded with zero rows to a multiple of this.
-    Memory holds one tensor, in a few copies. Raises ConversionError for a model that does not map
-    and for a `save` that is not empty; then nothing is written.
+    Memory holds one tensor, in a few copies. Raises ConfigurationError for a model that does not
+    map and for a `save` that is not empty; then nothing is written.
     """
     refuse_occupied(save)
     shape = read_config(load, vocab_multiple)
@@ -73,9 +74,9 @@ def import_model(
 
 
 def _match_names(reader: FolderReader, shape: ModelShape, is_cast: bool) -> Callable[[str], str]:
-    """The function from a rule's name to the directory's. Raises ConversionError, one line, unless
-    the directory's tensors are exactly those of the rules, in their sizes and of one dtype (of any
-    where they will be cast)."""
+    """The function from a rule's name to the directory's. Raises ConfigurationError, one line,
+    unless the directory's tensors are exactly those of the rules, in their sizes and of one dtype
+    (of any where they will be cast)."""
     # GPT-2's first directories hold the model without the head that transformers puts around it.
     is_bare = shape.family == "gpt2" and not any(n.startswith("transformer.") for n in reader.names)
 
@@ -93,22 +94,22 @@ def _match_names(reader: FolderReader, shape: ModelShape, is_cast: bool) -> Call
         there.discard("lm_head.weight")  # a copy of the embedding
     missing, foreign = sorted(set(wanted) - reader.names), sorted(there - set(wanted))
     if missing or foreign:
-        raise ConversionError(describe_difference("the directory", shape, missing, foreign))
+        raise ConfigurationError(describe_difference("the directory", shape, missing, foreign))
     dtypes = set()
     for name, size in wanted.items():
         info = reader.info(name)
         if info.size != size:
-            raise ConversionError(
+            raise ConfigurationError(
                 f"{name} has size {list(info.size)}, but by config.json it has {list(size)}"
             )
         if info.dtype is None:
-            raise ConversionError(
+            raise ConfigurationError(
                 f"{name} is neither fp32, bf16 nor fp16: quantised models do not map"
             )
         dtypes.add(info.dtype)
     if len(dtypes) > 1 and not is_cast:
         found = ", ".join(sorted(map(str, dtypes)))
-        raise ConversionError(f"the directory mixes {found}; choose one with --dtype")
+        raise ConfigurationError(f"the directory mixes {found}; choose one with --dtype")
     return prefix
 
 

@@ -7,7 +7,8 @@ transformers here computes.
 from argparse import Namespace
 from typing import Any
 
-from megatron_asynchzp.hf.shape import LLAMA3_SCALING, ConversionError, Family, ModelShape
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.hf.shape import LLAMA3_SCALING, Family, ModelShape
 
 _NOTHING = (None, False, 0)
 
@@ -49,16 +50,18 @@ def read_arguments(args: Namespace, vocab_size: int | None = None) -> ModelShape
     them, or as a checkpoint keeps them).
 
     vocab_size: true size of the vocabulary, needed where the arguments lack it.
-    Raises ConversionError for a model of no family, naming the argument.
+    Raises ConfigurationError for a model of no family, naming the argument.
     """
     for name, (allowed, words) in _PLAIN.items():
         value = getattr(args, name, allowed[0])
         if value not in allowed:
-            raise ConversionError(f"the model has {words} ({name} = {value}), which does not map")
+            raise ConfigurationError(
+                f"the model has {words} ({name} = {value}), which does not map"
+            )
     is_scaled = bool(getattr(args, "use_rope_scaling", False))
     factor = getattr(args, "rope_scaling_factor", LLAMA3_SCALING["factor"])
     if is_scaled and factor != LLAMA3_SCALING["factor"]:
-        raise ConversionError(
+        raise ConfigurationError(
             f"rope_scaling_factor = {factor} does not map: Megatron 0.19 computes with 8 all the "
             "same"
         )
@@ -110,7 +113,7 @@ def _family(args: Namespace) -> Family:
     }:
         return "gpt2"
     found = ", ".join(f"{name} = {value}" for name, value in spelled.items())
-    raise ConversionError(
+    raise ConfigurationError(
         f"{found} is neither Llama (RMSNorm, rope, SwiGLU, no bias) nor GPT-2 (LayerNorm, "
         "learned_absolute, GELU, biases)"
     )

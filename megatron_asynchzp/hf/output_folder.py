@@ -9,13 +9,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_asynchzp.hf.shape import ConversionError
+from megatron_asynchzp.errors import ConfigurationError
 
 
 def refuse_occupied(folder: Path) -> None:
-    """Raise ConversionError where `folder` is there with something in it, or is a file."""
+    """Raise ConfigurationError where `folder` is there with something in it, or is a file."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConversionError(f"{folder} is there already and not empty; name another")
+        raise ConfigurationError(f"{folder} is there already and not empty; name another")
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_asynchzp.hf.shape import ConversionError
+from megatron_asynchzp.errors import ConfigurationError
 
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -36,12 +36,12 @@ class FolderReader:
         elif (folder / _ONE_FILE).is_file():
             files = [_ONE_FILE]
         else:
-            raise ConversionError(f"{folder} has neither {_ONE_FILE} nor {_INDEX}")
+            raise ConfigurationError(f"{folder} has neither {_ONE_FILE} nor {_INDEX}")
         self._file_of: dict[str, Path] = {}
         self._infos: dict[str, TensorInfo] = {}
         for name in files:
             if not (folder / name).is_file():
-                raise ConversionError(f"{folder} has no {name}, which its index names")
+                raise ConfigurationError(f"{folder} has no {name}, which its index names")
             self._read_header(folder / name)
 
     def _read_header(self, file: Path) -> None:

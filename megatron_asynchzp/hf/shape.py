@@ -5,6 +5,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_asynchzp.errors import ConfigurationError
+
 Family = Literal["llama", "qwen2", "gpt2"]
 
 # The one scaling of rotary frequencies that Megatron 0.19 computes (Llama 3.1). Its
@@ -15,10 +17,6 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-
-
-class ConversionError(ValueError):
-    """A model or a directory that cannot be converted. The message is one line, for the user."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +49,21 @@ class ModelShape:
 
     def __post_init__(self):
         if self.num_heads % self.num_query_groups:
-            raise ConversionError(
+            raise ConfigurationError(
                 f"{self.num_heads} attention heads do not divide into {self.num_query_groups} "
                 "query groups"
             )
         if self.family == "gpt2" and self.num_query_groups != self.num_heads:
-            raise ConversionError("GPT-2 in transformers has no grouped queries")
+            raise ConfigurationError("GPT-2 in transformers has no grouped queries")
         # Only Llama has a head size of its own; its hidden size must be a multiple of the heads.
         is_free = self.family == "llama" and self.hidden_size % self.num_heads == 0
         if self.head_dim * self.num_heads != self.hidden_size and not is_free:
-            raise ConversionError(
+            raise ConfigurationError(
                 f"heads of size {self.head_dim} x {self.num_heads} are not the hidden size "
                 f"{self.hidden_size}, which {self.family} in transformers requires"
             )
         if self.vocab_size > self.padded_vocab_size:
-            raise ConversionError(
+            raise ConfigurationError(
                 f"a vocabulary of {self.vocab_size} is larger than the {self.padded_vocab_size} "
                 "rows of the embedding"
             )

@@ -37,35 +37,34 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
-from megatron_asynchzp.checkpoint_files.errors import CheckpointError
 from megatron_asynchzp.checkpoint_files.verification import Depth
-from megatron_asynchzp.hf.shape import ConversionError
+from megatron_asynchzp.errors import ConfigurationError
 
 
 def find_checkpoint(folder: Path, step: int | None = None, depth: Depth = Depth.FULL) -> Path:
     """The checkpoint of `step`, or the one that training would start from, below Megatron's --load
     folder. Warns of the newer ones that it skips.
 
-    Raises ConversionError where there is none that is intact and in the format torch_dist.
+    Raises ConfigurationError where there is none that is intact and in the format torch_dist.
     """
     try:
         choice = choose_checkpoint(folder, step, depth=depth)
-    except CheckpointError as error:
-        raise ConversionError(str(error)) from None
+    except ConfigurationError as error:
+        raise ConfigurationError(str(error)) from None
     if choice is None:
-        raise ConversionError(f"--load {folder}: there is no checkpoint of Megatron in it")
+        raise ConfigurationError(f"--load {folder}: there is no checkpoint of Megatron in it")
     for line in choice.lines:
         print(f"megatron_asynchzp: {line}", file=sys.stderr, flush=True)
     return choice.folder
 
 
 def read_arguments_of(checkpoint: Path) -> Namespace:
-    """Megatron's arguments that a checkpoint keeps. Raises ConversionError where it keeps none."""
+    """Megatron's arguments that a checkpoint keeps. Raises ConfigurationError without them."""
     from megatron.core.dist_checkpointing import load_common_state_dict
 
     args = load_common_state_dict(str(checkpoint)).get("args")
     if args is None:
-        raise ConversionError(f"{checkpoint} keeps no arguments of the model")
+        raise ConfigurationError(f"{checkpoint} keeps no arguments of the model")
     return args
 
 
@@ -97,7 +96,7 @@ class TensorReader:
         items = create_read_items_for_chunk_list(key, stored, [chunk])
         num_read = sum(item.lengths.numel() for item in items)
         if num_read != target.numel():
-            raise ConversionError(f"the checkpoint holds only a part of {key}")
+            raise ConfigurationError(f"the checkpoint holds only a part of {key}")
         self._reader.read_data(LoadPlan(items), _IntoTensor(target)).wait()
         return target if layer is None else target[0]
 

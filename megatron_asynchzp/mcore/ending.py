@@ -12,7 +12,6 @@ from megatron_asynchzp.checkpoint_files.errors import SaveError
 from megatron_asynchzp.comm.driver import CollectiveFailure
 from megatron_asynchzp.comm.order_check import OrderMismatch
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.patch import IncompatibleMegatron
 from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.process.last_line import (
     EXIT_FAILURE,
@@ -21,10 +20,9 @@ from megatron_asynchzp.mcore.process.last_line import (
     leave,
 )
 from megatron_asynchzp.mcore.process.refusal import obey_sigterm, report
-from megatron_asynchzp.sharding.topology import ShardSizeError
 
 # Errors whose message is a line for the user; anything else keeps its traceback.
-OWN_ERRORS = (ConfigurationError, IncompatibleMegatron, ShardSizeError)
+OWN_ERRORS = ConfigurationError
 
 # Ends of training that need no traceback.
 _LAST_WORDS = (CollectiveFailure, OrderMismatch, SaveError, KeyboardInterrupt)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.replacements import Replacements
 
 EXPECTED_VERSION = "0.19."
@@ -18,10 +19,6 @@ _REMEDY = 'install "megatron-core[training]>=0.19,<0.20"'
 
 # The interpreter has one Megatron, so its replaced functions are state of the process.
 _applied = Replacements()
-
-
-class IncompatibleMegatron(RuntimeError):
-    """The Megatron that was found is not one that this version can patch."""
 
 
 @dataclass(frozen=True)
@@ -83,21 +80,21 @@ def run_args(flag: str = "use_asynchzp") -> Namespace | None:
 
 
 def check_version() -> None:
-    """Raise IncompatibleMegatron unless megatron-core 0.19 with megatron.training is there."""
+    """Raise ConfigurationError unless megatron-core 0.19 with megatron.training is there."""
     try:
         info = importlib.import_module("megatron.core.package_info")
     except ImportError as error:
-        raise IncompatibleMegatron(f"megatron-core is not installed; {_REMEDY}") from error
+        raise ConfigurationError(f"megatron-core is not installed; {_REMEDY}") from error
     if not info.__version__.startswith(EXPECTED_VERSION):
-        raise IncompatibleMegatron(
+        raise ConfigurationError(
             f"megatron-core {info.__version__} was found at {info.__file__}, but this version of "
             f"megatron_asynchzp is made for megatron-core {EXPECTED_VERSION}x; {_REMEDY}"
         )
 
 
-def _mismatch(patch: Patch, found: str) -> IncompatibleMegatron:
+def _mismatch(patch: Patch, found: str) -> ConfigurationError:
     info = importlib.import_module("megatron.core.package_info")
-    return IncompatibleMegatron(
+    return ConfigurationError(
         f"{patch.target} {found}; this version of megatron_asynchzp is made for megatron-core "
         f"{EXPECTED_VERSION}x and found {info.__version__}"
     )
@@ -130,7 +127,7 @@ def apply_patches(patches: Sequence[Patch], names: Replacements = _applied) -> N
     """Apply the patches that are not applied yet. Nothing is changed unless every patch fits.
 
     names: where the replacements are remembered, for `remove_patches`.
-    Raises IncompatibleMegatron with the symbol, the version expected and the version found.
+    Raises ConfigurationError with the symbol, the version expected and the version found.
     """
     check_version()
     pending = []

@@ -16,7 +16,7 @@ def prepare_process(argv: list[str]) -> None:
 
     argv: the arguments of the training script; --asynchzp-device is read.
     Idempotent. What takes long is announced, by rank 0.
-    Raises IncompatibleMegatron, before anything is changed, for a Megatron we do not know.
+    Raises ConfigurationError, before anything is changed, for a Megatron we do not know.
     """
     if "megatron.training" in sys.modules:  # a script that imports the adaptor was launched
         choose_platform(argv)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.planner.activations import FUSED, Kernels, Recompute
 from megatron_asynchzp.planner.cluster import Cluster
 from megatron_asynchzp.planner.costs import Costing, Plan
@@ -15,7 +16,7 @@ from megatron_asynchzp.planner.model import Batch, Experts, Model, Parallel
 from megatron_asynchzp.planner.program import GATHER, GRAD_SYNC, PARAM_SYNC, REDUCE
 from megatron_asynchzp.planner.simulate import Step
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes
+from megatron_asynchzp.sharding.topology import ShardSizes
 
 PLAIN = 0.005
 """A plan whose sizes have a name (ZeRO-3, ...) is preferred to one that is faster by less."""
@@ -142,7 +143,7 @@ def shard_sizes(
                 sizes = ShardSizes(param, grad, optim)
                 try:
                     sizes.check(ranks)
-                except ShardSizeError:
+                except ConfigurationError:
                     continue
                 yield sizes
 

@@ -44,20 +44,20 @@ def dry_run(script: Path, arguments: list[str], asked: Namespace) -> int:
     if os.environ.get("RANK", "0") != "0":  # started with torchrun all the same
         return 0
     # Only now: a wrong flag is reported without importing Megatron.
-    from megatron_asynchzp.planning import measured, memory_tables, pretended_world
+    from megatron_asynchzp.planning import memory_tables, pretended_world, stages
 
     ranks = asked.asynchzp_dry_run or int(os.environ.get("WORLD_SIZE", 0))
     ranks = ranks or pretended_world.fewest_ranks(arguments)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", _RANKS_PER_NODE))
-    found = measured.measure_script(script, arguments, ranks, min(per_node, ranks))
-    print(report.describe_run(found))
-    print(report.tables(found))
+    found = stages.dry_run_of_script(script, arguments, ranks, min(per_node, ranks))
+    print(memory_tables.describe_run(found))
+    print(memory_tables.tables(found))
     print(f"{found.parameters:,} parameters")
     if asked.asynchzp_device_gb is None:
         return 0
-    device_nbytes = asked.asynchzp_device_gb * report.GIB
-    print(report.verdict(found, device_nbytes), flush=True)
+    device_nbytes = asked.asynchzp_device_gb * memory_tables.GIB
+    print(memory_tables.verdict(found, device_nbytes), flush=True)
     fits = found.fullest.memory.left_of(device_nbytes) >= 0
     if not fits:
-        print(f"megatron_asynchzp: {report.verdict(found, device_nbytes)}", file=sys.stderr)
+        print(f"megatron_asynchzp: {memory_tables.verdict(found, device_nbytes)}", file=sys.stderr)
     return 0 if fits else EXIT_TOO_LARGE

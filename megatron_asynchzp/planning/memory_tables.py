@@ -1,53 +1,52 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how a dry run is printed: groups, the start table, and memory by pipeline stage."""
+"""Owns how a dry run is printed: groups, and memory by pipeline stage."""
 
 import io
 from collections.abc import Sequence
 
-from megatron_asynchzp.planning.measured import Measured
 from megatron_asynchzp.planner.memory import Memory
+from megatron_asynchzp.planning.stages import DryRun
 
 GIB = 2**30
 
 
-def describe_run(measured: Measured) -> str:
+def describe_run(found: DryRun) -> str:
     """Ranks, replicas and micro-batches, in one line."""
-    args = measured.args
+    args = found.args
     micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     return (
-        f"{args.world_size} ranks, {measured.ranks_per_node} per node; "
+        f"{args.world_size} ranks, {found.ranks_per_node} per node; "
         f"{args.data_parallel_size} data-parallel replicas, {micro_batches} micro-batches of "
         f"{args.micro_batch_size} x {args.seq_length} tokens per step"
     )
 
 
-def tables(measured: Measured) -> str:
-    """What was changed, the groups, the table of a start, states and memory by stage."""
+def tables(found: DryRun) -> str:
+    """What was changed, the groups, states and memory by stage."""
     parts = [
-        *(f"set by --use-asynchzp: {line}" for line in measured.lines),
-        _mesh_table(measured),
-        measured.stages[0].start_table,
-        _states_table(measured),
-        memory_table(measured),
-        savings_table(measured),
+        *(f"set by --use-asynchzp: {line}" for line in found.lines),
+        _mesh_table(found),
+        _states_table(found),
+        memory_table(found),
+        savings_table(found),
     ]
     return "\n".join(part for part in parts if part)
 
 
-def _mesh_table(measured: Measured) -> str:
+def _mesh_table(found: DryRun) -> str:
     # fmt: off
     rows = [
         (kind.name, kind.shares, str(kind.size), str(kind.count), _some(kind.first),
-         kind.link(measured.ranks_per_node))
-        for kind in measured.kinds
+         kind.link(found.ranks_per_node))
+        for kind in found.kinds
     ]
     # fmt: on
     columns = ("groups", "share", "ranks", "how many", "the first", "link")
     return _table("Mesh", columns, rows)
 
 
-def _states_table(measured: Measured) -> str:
+def _states_table(found: DryRun) -> str:
     columns = (
         "stage",
         "ranks",
@@ -58,7 +57,7 @@ def _states_table(measured: Measured) -> str:
         "moments",
     )
     rows = []
-    for stage in measured.stages:
+    for stage in found.stages:
         numbers = [_amount(stage.memory.at_rest[state]) for state in stage.formula]
         numel = f"{stage.numel['dense']:,}"
         if stage.numel["expert"]:
@@ -68,7 +67,7 @@ def _states_table(measured: Measured) -> str:
     return _table(f"States per rank, by pipeline stage (parameters: {of})", columns, rows)
 
 
-def memory_table(measured: Measured) -> str:
+def memory_table(found: DryRun) -> str:
     """Peaks by pipeline stage, and what they consist of."""
     # fmt: off
     columns = ("stage", "start", "at rest", "in flight", "activations", "logits", "or a layer",
@@ -76,9 +75,9 @@ def memory_table(measured: Measured) -> str:
     # fmt: on
     rows = [
         (str(stage.index), *(_amount(nbytes) for nbytes in memory_columns(stage.memory)))
-        for stage in measured.stages
+        for stage in found.stages
     ]
-    copies = any(stage.memory.copies_beside for stage in measured.stages)
+    copies = any(stage.memory.copies_beside for stage in found.stages)
     title = (
         "Memory per rank, by pipeline stage (total: the larger of start, and at rest + in flight "
         "+ activations + the larger of logits and a layer in backward"
@@ -98,10 +97,9 @@ def memory_columns(memory: Memory) -> tuple[float, ...]:
     # fmt: on
 
 
-def savings_table(measured: Measured) -> str:
+def savings_table(found: DryRun) -> str:
     """What memory budgets save on a rank of the first stage, whose steps ask for most."""
-    found = measured.stages[0].savings
-    if not found:
+    if not found.savings:
         return ""
     rows = [
         (
@@ -110,15 +108,15 @@ def savings_table(measured: Measured) -> str:
             _amount(one.keep_grads_nbytes),
             str(one.reductions),
         )
-        for one in found
+        for one in found.savings
     ]
     columns = ("--asynchzp-keep-params-gb", "gathers", "--asynchzp-keep-grads-gb", "reductions")
     return _table("What a step asks for on a rank of stage 0, by memory budgets", columns, rows)
 
 
-def verdict(measured: Measured, device_nbytes: float) -> str:
+def verdict(found: DryRun, device_nbytes: float) -> str:
     """Whether the fullest rank fits into a device, in one sentence."""
-    stage = measured.fullest
+    stage = found.fullest
     total, there = stage.memory.total / GIB, device_nbytes / GIB
     where = f"a rank of stage {stage.index} needs {total:.1f} GiB, a device has {there:g}"
     if total > there:

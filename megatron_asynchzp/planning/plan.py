@@ -1,6 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the command: its flags, the model that a training command describes, what is printed."""
+"""Which shard sizes, prefetch depth, micro-batch size and recomputation make a Megatron command
+line fastest on a cluster. Starts no ranks and needs no device:
+
+    asynchzp plan --cluster h100 --ranks 256 -- pretrain_gpt.py <your flags>
+
+Exit status: 0; 1 where no plan fits into the memory; 2 for what cannot be planned.
+"""
 
 import argparse
 import os
@@ -15,11 +21,11 @@ from unittest import mock
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags import checks
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
-from megatron_asynchzp.planning import plan_table
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.activations import Recompute, Setting
 from megatron_asynchzp.planner.cluster import GIB, Cluster, cluster_names, load_cluster
 from megatron_asynchzp.planner.search import VARIED, Outcome, Progress, Space
+from megatron_asynchzp.planning import plan_table
 
 EXIT_TOO_LARGE, EXIT_REFUSED = 1, 2
 _DEFAULT_SCRIPT = "pretrain_gpt.py"
@@ -85,8 +91,8 @@ def space_of(setting: Setting, args: Namespace, asked: Namespace, cluster: Clust
 def setting_of(command: Sequence[str], cluster: Cluster) -> tuple[Setting, Namespace]:
     """The model of a training command in a pretended world of the cluster's ranks. Raises
     ConfigurationError for what Megatron or --use-asynchzp refuses."""
-    from megatron_asynchzp.planning import pretended_world
     from megatron_asynchzp.mcore import planned
+    from megatron_asynchzp.planning import pretended_world
 
     # Megatron asks for it beside some parallel sizes; no device is used here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -126,9 +132,9 @@ def run(argv: Sequence[str]) -> int:
 def _print(outcome: Outcome, space: Space, asked: Namespace, command: Sequence[str]) -> None:
     best = outcome.best
     assert best is not None
-    print(table.setting(space, outcome))
-    print(table.plans(outcome, space, asked.rows))
-    print(f"Add: {' '.join(table.flags(best, space))}")
+    print(plan_table.setting(space, outcome))
+    print(plan_table.plans(outcome, space, asked.rows))
+    print(f"Add: {' '.join(plan_table.flags(best, space))}")
     print(f"- {explain.hierarchy(outcome, best)}")
     for line in explain.comparisons(outcome, best):
         print(f"- {line}")
@@ -138,11 +144,11 @@ def _print(outcome: Outcome, space: Space, asked: Namespace, command: Sequence[s
     if asked.trace is not None:
         from megatron_asynchzp.planning import plan_picture
 
-        picture.write_trace(best, asked.trace)
+        plan_picture.write_trace(best, asked.trace)
     if asked.picture is not None:
         from megatron_asynchzp.planning import plan_picture
 
-        picture.draw(outcome, space, asked.picture)
+        plan_picture.draw(outcome, space, asked.picture)
 
 
 def _nothing_fits(outcome: Outcome, space: Space, file: str) -> str:
@@ -173,3 +179,15 @@ def _progress() -> Iterator[Progress]:
             bars.update(tasks[what], completed=done)
 
         yield show
+
+
+def main(argv: list[str]) -> int:
+    try:
+        return run(argv)
+    except ConfigurationError as error:
+        print(f"megatron_asynchzp: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_REFUSED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

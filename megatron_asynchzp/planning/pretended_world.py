@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the pretence of a cluster in one process without a device: Megatron's own parser and
-validation, its process groups over torch's fake backend, and its models on the meta device.
+"""Owns the pretence of a cluster in one process without a device, for Megatron's own parser and
+validation.
 """
 
 import contextlib
@@ -13,16 +13,13 @@ import sys
 import traceback
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from math import lcm
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import DryRunStop
@@ -37,37 +34,15 @@ _WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _OURS = "megatron_asynchzp: "
 
 
-class Refused(ConfigurationError):
-    """A command line that cannot run. The message is one line, for the user."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One pipeline stage as its first rank has it, valid while its world is there.
-
-    chunks: the model's, on the meta device, in the dtype of training; empty for a hybrid model,
-    whose layers need the kernels of a device to be built; groups: Megatron's
-    ProcessGroupCollection; rank: the global rank; num_ranks: of the stage.
-    """
-
-    index: int
-    chunks: Sequence[torch.nn.Module]
-    groups: Any
-    rank: int
-    num_ranks: int
-
-
 @contextlib.contextmanager
 def _answers_of_a_gpu() -> Iterator[None]:
-    """What Megatron asks torch.cuda while it parses and builds."""
+    """What Megatron asks torch.cuda while it validates."""
     properties = SimpleNamespace(major=_CAPABILITY[0], minor=_CAPABILITY[1])
     with mock.patch.multiple(
         torch.cuda,
         device_count=lambda: 1,
         get_device_properties=lambda *_: properties,
         get_device_capability=lambda *_: _CAPABILITY,
-        current_device=lambda: torch.device("meta"),
-        Stream=platform.stream_without_device(),
     ):
         yield
 
@@ -101,22 +76,22 @@ def _one_line(error: BaseException, printed: str) -> str:
 def patch_megatron() -> None:
     """Import Megatron, without its advice on what is not installed here, and patch it. Idempotent.
 
-    Raises Refused for a Megatron that we do not know.
+    Raises ConfigurationError for a Megatron that we do not know.
     """
     with _silence():
-        from megatron_asynchzp.mcore.patch import IncompatibleMegatron, apply_patches
+        from megatron_asynchzp.mcore.patch import ConfigurationError, apply_patches
         from megatron_asynchzp.mcore.patches.table import PATCHES
 
         try:
             apply_patches(PATCHES)
-        except IncompatibleMegatron as error:
-            raise Refused(str(error)) from error
+        except ConfigurationError as error:
+            raise ConfigurationError(str(error)) from error
 
 
 def parse(flags: list[str], world_size: int, ranks_per_node: int) -> tuple[Namespace, list[str]]:
     """Megatron's validated arguments of rank 0 of such a run, and the lines that we log of them.
 
-    Raises Refused for what Megatron or --use-asynchzp refuses.
+    Raises ConfigurationError for what Megatron or --use-asynchzp refuses.
     """
 
     def validated() -> Namespace:
@@ -163,7 +138,7 @@ def _parse(
             args = validated()
             _set_padded_vocabulary(args)
         except (Exception, SystemExit) as error:
-            raise Refused(_one_line(error, printed.getvalue())) from error
+            raise ConfigurationError(_one_line(error, printed.getvalue())) from error
     own = [line for line in printed.getvalue().splitlines() if line.startswith(_OURS)]
     return args, [line.removeprefix(_OURS) for line in own]
 
@@ -199,78 +174,3 @@ def fewest_ranks(flags: list[str]) -> int:
         samples = _number(flags, "--global-batch-size") // _number(flags, "--micro-batch-size")
     worlds = [size for size in _WORLDS if size % needed == 0]
     return next((size for size in worlds if samples % (size // dense // stages) == 0), needed)
-
-
-def stages(args: Namespace) -> Iterator[Stage]:
-    """Each pipeline stage in turn, in a world of its first rank. args: as `parse` returns them.
-
-    The layers are Megatron's local ones: their parameters have the shapes of Transformer
-    Engine's, which need not be installed here.
-    """
-    num_stages = args.pipeline_model_parallel_size
-    num_ranks = args.world_size // num_stages
-    apart = num_ranks
-    if args.use_tp_pp_dp_mapping:
-        apart = args.tensor_model_parallel_size * args.context_parallel_size
-    for index in range(num_stages):
-        with _world(args, index * apart) as groups:
-            try:
-                with _answers_of_a_gpu(), _silence():
-                    chunks = () if args.hybrid_layer_pattern else _build(args, groups)
-            except Exception as error:
-                raise Refused(_one_line(error, "")) from error
-            yield Stage(index, chunks, groups, index * apart, num_ranks)
-
-
-@contextlib.contextmanager
-def _world(args: Namespace, rank: int) -> Iterator[object]:
-    """Megatron's process groups as `rank` sees them; nothing is ever sent."""
-    from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=rank, world_size=args.world_size, store=FakeStore())
-    try:
-        with _silence():
-            parallel_state.initialize_model_parallel(
-                args.tensor_model_parallel_size,
-                args.pipeline_model_parallel_size,
-                args.virtual_pipeline_model_parallel_size,
-                context_parallel_size=args.context_parallel_size,
-                expert_model_parallel_size=args.expert_model_parallel_size,
-                expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-                order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-                create_gloo_process_groups=False,
-            )
-        yield ProcessGroupCollection.use_mpu_process_groups()
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-
-
-def _build(args: Namespace, groups: Any) -> list[torch.nn.Module]:
-    """This stage's model chunks with Megatron's own builder, without memory and without values."""
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.training.argument_utils import gpt_config_from_args
-    from megatron.training.models import build_virtual_pipeline_stages
-
-    without_kernels = platform.values_without_device() | {"perform_initialization": False}
-    config = gpt_config_from_args(Namespace(**(vars(args) | without_kernels)))
-    # Checked by now, and refused by the local layers; it changes no shape.
-    config.transformer.sequence_parallel = False
-
-    def without_checks(self: torch.nn.Module, *_: object, **__: object) -> None:
-        torch.nn.Module.__init__(self)  # the core attention has no parameters
-
-    with (
-        mock.patch.object(DotProductAttention, "__init__", without_checks),
-        # A tied embedding on two stages is sent from one to the other.
-        mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
-    ):
-        with torch.device("meta"):
-            build = config.get_builder_cls()(config).build_model
-            virtual = args.virtual_pipeline_model_parallel_size
-            chunks: list[torch.nn.Module] = [*build_virtual_pipeline_stages(build, groups, virtual)]
-    # As Float16Module does.
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    return [chunk.to(dtype) for chunk in chunks]

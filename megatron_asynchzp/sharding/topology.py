@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
-
-class ShardSizeError(ValueError):
-    """Shard sizes that do not nest, or do not fit the sharding group."""
+from megatron_asynchzp.errors import ConfigurationError
 
 
 class Range(NamedTuple):
@@ -47,7 +45,7 @@ class ShardSizes:
     optim: int
 
     def check(self, world_size: int) -> None:
-        """Raise ShardSizeError unless the sizes nest and `world_size` is a multiple of them.
+        """Raise ConfigurationError unless the sizes nest and `world_size` is a multiple of them.
 
         Nesting (each of the sorted sizes divides the next, optim is the largest) is what lets a
         rank's optimizer shard lie inside its gradient and its parameter shard, so that no byte
@@ -56,25 +54,27 @@ class ShardSizes:
         for name in ("param", "grad", "optim"):
             size = getattr(self, name)
             if size < 1:
-                raise ShardSizeError(f"{name} shard size {size} is not a positive number of ranks")
+                raise ConfigurationError(
+                    f"{name} shard size {size} is not a positive number of ranks"
+                )
             if size > world_size:
-                raise ShardSizeError(
+                raise ConfigurationError(
                     f"{name} shard size {size} exceeds the {world_size} ranks of the sharding group"
                 )
         for name in ("param", "grad"):
             if self.optim % getattr(self, name):
-                raise ShardSizeError(
+                raise ConfigurationError(
                     f"optim shard size {self.optim} is not a multiple of the {name} shard size "
                     f"{getattr(self, name)}"
                 )
         small, large = sorted((self.param, self.grad))
         if large % small:
-            raise ShardSizeError(
+            raise ConfigurationError(
                 f"param shard size {self.param} and grad shard size {self.grad} do not nest: "
                 "one must divide the other"
             )
         if world_size % self.optim:
-            raise ShardSizeError(
+            raise ConfigurationError(
                 f"optim shard size {self.optim} does not divide the {world_size} ranks of the "
                 "sharding group"
             )
@@ -114,7 +114,7 @@ class ShardTopology:
     so a rank's ranges nest, and each collective changes one axis only (law 2).
 
     world_size: ranks of the sharding group; rank: this rank in it, in [0, world_size).
-    Raises ShardSizeError for sizes that do not nest.
+    Raises ConfigurationError for sizes that do not nest.
     """
 
     world_size: int
@@ -190,11 +190,6 @@ class ShardTopology:
         if length * shard_size != numel:
             raise ValueError(f"shard size {shard_size} is not a product of inner axes")
         return Range(start, start + length)
-
-    def owner_ranks(self, shard_size: int) -> tuple[int, ...]:
-        """Group ranks that together hold one copy of a state of `shard_size`, this one's copy."""
-        first = self.rank - self.rank % shard_size
-        return tuple(range(first, first + shard_size))
 
 
 def spans_nodes(global_ranks: Sequence[int], ranks_per_node: int) -> bool:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_asynchzp.comm.timeline import WAIT, union_s
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.tools import styles
-from megatron_asynchzp.tools.plot_timeline import OutputError, save_picture
-from megatron_asynchzp.tools.step_trace import Computation, Trace, TraceError, read_trace
+from megatron_asynchzp.tools.plot_timeline import save_picture
+from megatron_asynchzp.tools.step_trace import Computation, Trace, read_trace
 from megatron_asynchzp.tools.styles import INK, SMALL, STEP_COLOURS, bare
 
 _LANES = ("gather", "reduce")  # below each stage: what was on its way, as thin lines
@@ -126,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         save_picture(make_figure([read_trace(path) for path in args.files]), args.output)
-    except (TraceError, OutputError) as error:
+    except ConfigurationError as error:
         print(f"asynchzp plot-pipeline: {error}", file=sys.stderr)
         return 2
     return 0

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_asynchzp.comm.timeline import COMPUTE, WAIT, Span
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.tools import styles
 from megatron_asynchzp.tools.step_trace import (
     Computation,
     Trace,
-    TraceError,
     direction_of,
     outside,
     read_trace,
@@ -224,24 +224,20 @@ def _add_legend(figure, traces: Sequence[Trace], rows: Sequence[str]) -> None:
 # ---- the command
 
 
-class OutputError(Exception):
-    """The picture cannot be written; the message is one line for the user."""
-
-
 def write_picture(files: Sequence[Path], output: Path) -> None:
-    """Raises TraceError or OutputError."""
+    """Raises ConfigurationError or ConfigurationError."""
     save_picture(make_figure([read_trace(path) for path in files]), output)
 
 
 def save_picture(figure: Any, output: Path) -> None:
-    """Raises OutputError."""
+    """Raises ConfigurationError."""
     if output.suffix.lower() != ".png":
-        raise OutputError(f"--output {output}: give a file name that ends in .png")
+        raise ConfigurationError(f"--output {output}: give a file name that ends in .png")
     try:
         figure.savefig(output, dpi=styles.DPI)
     except OSError as error:
         remedy = "name a file in a folder that exists"
-        raise OutputError(f"--output {output}: {error.strerror}; {remedy}") from error
+        raise ConfigurationError(f"--output {output}: {error.strerror}; {remedy}") from error
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -253,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         write_picture(args.files, args.output)
-    except (TraceError, OutputError) as error:
+    except ConfigurationError as error:
         print(f"asynchzp plot: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:

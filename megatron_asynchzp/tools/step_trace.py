@@ -13,12 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, WAIT, CommTimes, Span, measure_comm
+from megatron_asynchzp.errors import ConfigurationError
 
 _SAME = 0.95  # spans of one direction that share this much are of one module
-
-
-class TraceError(Exception):
-    """A file is not a trace that can be drawn; the message is one line for the user."""
 
 
 class Computation(NamedTuple):
@@ -76,7 +73,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Raises TraceError, with the remedy, for anything that is not a trace of a step."""
+    """Raises ConfigurationError, with the remedy, for anything that is not a trace of a step."""
     remedy = "name a file that a run with --asynchzp-trace has written"
     try:
         content = json.loads(path.read_text())
@@ -87,12 +84,12 @@ def read_trace(path: Path) -> Trace:
             if e["ph"] == "X"
         ]
     except OSError as error:
-        raise TraceError(f"{path}: {error.strerror}; {remedy}") from error
+        raise ConfigurationError(f"{path}: {error.strerror}; {remedy}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise TraceError(f"{path}: not a trace of a step; {remedy}") from error
+        raise ConfigurationError(f"{path}: not a trace of a step; {remedy}") from error
     by_lane = {span.lane: span for span in spans}
     if not {COMPUTE, CAPTURE} <= by_lane.keys():
-        raise TraceError(f"{path}: no step in this trace; {remedy}")
+        raise ConfigurationError(f"{path}: no step in this trace; {remedy}")
     first = by_lane[CAPTURE].start
     moved = tuple(s._replace(start=s.start - first, end=s.end - first) for s in spans)
     leaves, outer = split_leaves([span for span in moved if span.lane == COMPUTE])

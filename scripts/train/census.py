@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from megatron_asynchzp.planning.pretended_world import Refused, fewest_ranks, parse, patch_megatron
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.planning.pretended_world import fewest_ranks, parse, patch_megatron
 from scripts.testbed.machine import machine_record
 
 _RANKS_PER_NODE = 8
@@ -59,8 +59,8 @@ class Verdict:
     accepted it."""
 
     case: Case
-    stock: Refused | None
-    ours: Refused | None
+    stock: ConfigurationError | None
+    ours: ConfigurationError | None
 
     @property
     def is_ours_alone(self) -> bool:
@@ -176,7 +176,7 @@ def find_cases(folders: list[Path]) -> Iterator[Case]:
 # ---- asking Megatron
 
 
-def _refusal(flags: list[str], world_size: int) -> Refused | None:
+def _refusal(flags: list[str], world_size: int) -> ConfigurationError | None:
     """How Megatron or the plugin refuses `flags`; None where they are accepted."""
     refusal = None
     for connections in _CONNECTIONS:
@@ -184,7 +184,7 @@ def _refusal(flags: list[str], world_size: int) -> Refused | None:
         with mock.patch.dict("os.environ", environment):
             try:
                 parse(flags, world_size, min(_RANKS_PER_NODE, world_size))
-            except Refused as error:
+            except ConfigurationError as error:
                 refusal = refusal or error
             else:
                 return None
@@ -202,11 +202,11 @@ def judge(case: Case) -> Verdict:
 # ---- the report
 
 
-def _is_ours(refusal: Refused) -> bool:
+def _is_ours(refusal: ConfigurationError) -> bool:
     return isinstance(refusal.__cause__, ConfigurationError)
 
 
-def _topic(refusal: Refused) -> str:
+def _topic(refusal: ConfigurationError) -> str:
     """What cases are counted by: the flag of a refusal of ours, or Megatron's message."""
     return str(refusal).split()[0] if _is_ours(refusal) else str(refusal)[:100]
 

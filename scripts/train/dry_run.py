@@ -48,15 +48,15 @@ class Machine:
 
 def _measure(*run: Any) -> Any:
     # Here and not above: a wrong name of a row is reported without importing Megatron.
-    from megatron_asynchzp.planning import measured
+    from megatron_asynchzp.planning import stages
 
-    return measured.measure(*run)
+    return stages.dry_run_of_flags(*run)
 
 
 class Report:
     """What is printed of one row; raises ConfigurationError while it is made.
 
-    extra: more Megatron flags; ranks: in place of the row's; measure: measured.measure.
+    extra: more Megatron flags; ranks: in place of the row's; measure: dry_run_of_flags.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Report:
         self.row, self.machine = row, machine
         ranks = ranks or row.ranks
         self.flags = row.flags(machine.platform, extra)
-        self.measured = measure(tuple(self.flags), ranks, min(machine.ranks_per_node, ranks))
+        self.found = measure(tuple(self.flags), ranks, min(machine.ranks_per_node, ranks))
 
     @property
     def memory(self):
         """Of the rank that needs most."""
-        return self.measured.fullest.memory
+        return self.found.fullest.memory
 
     @property
     def device_nbytes(self) -> float:
@@ -83,34 +83,34 @@ class Report:
     def verdict(self) -> str:
         from megatron_asynchzp.planning import memory_tables
 
-        return f"{self.row.name}: {report.verdict(self.measured, self.device_nbytes)}"
+        return f"{self.row.name}: {memory_tables.verdict(self.found, self.device_nbytes)}"
 
     def as_json(self) -> dict:
         """For tests and tables: sizes in ranks, bytes per rank by state and stage."""
         return {
             "row": self.row.name,
-            "ranks": self.measured.args.world_size,
-            "parameters": self.measured.parameters,
+            "ranks": self.found.args.world_size,
+            "parameters": self.found.parameters,
             "expected_parameters": self.row.parameters,
             "fits": self.fits,
-            "groups": {kind.name: [kind.size, kind.count] for kind in self.measured.kinds},
-            "stages": [_stage_as_json(stage) for stage in self.measured.stages],
+            "groups": {kind.name: [kind.size, kind.count] for kind in self.found.kinds},
+            "stages": [_stage_as_json(stage) for stage in self.found.stages],
         }
 
     def text(self) -> str:
         from megatron_asynchzp.planning import memory_tables
 
-        row, measured = self.row, self.measured
+        row, found = self.row, self.found
         parts = [
             f"{row.name}: {row.model}, {row.paper} ({self.machine.platform})",
-            report.describe_run(measured),
+            memory_tables.describe_run(found),
             *row.notes,
             "",
             "Megatron's flags",
             *_wrapped(self.flags),
             "",
-            report.tables(measured),
-            f"{measured.parameters:,} parameters ({row.parameters / 1e9:g}B in the paper)",
+            memory_tables.tables(found),
+            f"{found.parameters:,} parameters ({row.parameters / 1e9:g}B in the paper)",
             *([self.verdict()] if self.fits else []),  # else it is the error
         ]
         return "\n".join(parts)
@@ -121,7 +121,6 @@ def _stage_as_json(stage: Any) -> dict:
     return {
         "ranks": stage.num_ranks,
         "numel": stage.numel,
-        "planned": stage.planned,
         "formula": stage.formula,
         "allocated": dict(memory.at_rest),
         "in_flight": dict(memory.in_flight),
@@ -149,10 +148,10 @@ def _wrapped(flags: list[str]) -> list[str]:
 
 
 def _summary(report: Report) -> str:
-    memory, measured = report.memory, report.measured
+    memory, found = report.memory, report.found
     fits = "fits" if report.fits else "does not fit"
     return (
-        f"{report.row.name:20} {measured.parameters / 1e9:7.2f}B {measured.args.world_size:5} ranks"
+        f"{report.row.name:20} {found.parameters / 1e9:7.2f}B {found.args.world_size:5} ranks"
         f"  states {memory.states / GIB:6.2f}  start {memory.start / GIB:6.2f}  in all "
         f"{memory.total / GIB:6.2f} GiB  {fits}"
     )

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
 
-BYTE_EOD = 256  # `asynchzp prepare-data`: ids below it are bytes
+BYTE_EOD = 256  # scripts/train/prepare_data.py: ids below it are bytes
 STUCK_AFTER = 24  # the same token so many times in a row: a greedy sample will not leave it
 
 
@@ -83,7 +83,7 @@ def state_bytes(
 
 
 def encode_text(text: str, tokenizer: Any) -> list[int]:
-    """Ids of `text`; NullTokenizer means the byte ids of `asynchzp prepare-data`."""
+    """Ids of `text`; NullTokenizer means the byte ids of scripts/train/prepare_data.py."""
     return list(text.encode()) if tokenizer is None else list(tokenizer.tokenize(text))
 
 

@@ -17,11 +17,17 @@ TESTBED = ROOT / "scripts" / "testbed"
 FLOORS = {
     "device": 0, "errors": 0, "replacements": 0, "schedule": 0,
     "sharding": 1, "attention": 1, "checkpoint_files": 1, "comm": 2, "planner": 2, "zero": 3,
-    "mcore": 4, "cpu_platform": 4, "dry_run": 5, "launch": 6, "plan": 6,
-    "calibrate": 5,
+    "mcore": 4, "cpu_platform": 4, "planning": 5, "launch": 6,
     "sharded_state": 3, "sharded_model": 4,
-    "tools": 5, "command": 6,
+    "tools": 4, "command": 6,
     "hf": 5,  # reads and writes Megatron's checkpoints through megatron.core.dist_checkpointing
+}
+# Within the adapter: rooms, and files beside them.
+ADAPTER = {
+    "flags": 0, "patch": 0, "units": 0, "state_bytes": 0, "rounded_adam": 0, "whole_tensors": 0,
+    "checkpoint": 0, "attention": 1, "process": 1, "planned": 1, "shard_groups": 1,
+    "construction": 2, "communication": 2, "scalars": 3, "data_parallel": 3, "ending": 3,
+    "start_table": 4, "muon": 4, "optimizer": 5, "patches": 6, "startup": 7, "adaptor": 8,
 }
 # fmt: on
 
@@ -68,6 +74,19 @@ def test_every_part_of_the_package_has_a_floor_and_imports_only_from_below():
                 assert is_below, f"{path} imports {module}"
 
 
+def test_within_the_adapter_too_imports_go_downwards_only():
+    seen = set()
+    for path in (PACKAGE / "mcore").rglob("*.py"):
+        room = path.relative_to(PACKAGE / "mcore").parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        seen.add(room)
+        for module in imported_modules(path):
+            if module.startswith("megatron_asynchzp.mcore.") and module.split(".")[2] != room:
+                assert ADAPTER[module.split(".")[2]] < ADAPTER[room], f"{path} imports {module}"
+    assert seen == ADAPTER.keys()
+
+
 def test_every_floor_is_of_a_part_that_exists_and_is_the_one_of_the_documentation():
     assert set(FLOORS) == {part for _, part in sources()}
     page = (ROOT / "docs" / "architecture.md").read_text()
@@ -104,13 +123,13 @@ def test_the_cpu_platform_stands_alone_and_one_file_of_the_adapter_uses_it():
     assert users == {"mcore/process/platform.py"}
 
 
-def test_megatron_is_imported_by_the_adapter_and_by_five_more_folders():
+def test_megatron_is_imported_by_the_adapter_and_by_three_more_folders():
     users = {
         part
         for path, part in sources()
         if any(module.split(".")[0] == "megatron" for module in imported_modules(path))
     }
-    assert users == {"mcore", "cpu_platform", "dry_run", "hf", "tools"}
+    assert users == {"mcore", "cpu_platform", "planning", "hf"}
 
 
 ONLY_IN = {
@@ -178,7 +197,7 @@ def test_reports_run_nothing_and_scripts_train_nothing_for_benchmarks():
 
 
 def test_no_script_and_no_module_changes_where_imports_are_found():
-    names = ("launch.py", "plan/command.py")
+    names = ("launch.py", "planning/plan.py")
     runs_scripts_of_others = {*(PACKAGE / name for name in names), TESTBED / "rank.py"}
     for folder in (PACKAGE, ROOT / "scripts"):
         for path in set(folder.rglob("*.py")) - runs_scripts_of_others:

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from megatron_asynchzp.attention import npu, vendors
-from megatron_asynchzp.attention.call import AttentionCall, UnsupportedAttention
+from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.delegate import choose_vendor, delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
 from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
 from megatron_asynchzp.attention.reference.paper_data import Inputs, normal_inputs, relative_rmse
+from megatron_asynchzp.errors import ConfigurationError
 from tests.attention.cases import cumulative, largest_error, masks
 
 SCALE = 0.21
@@ -138,7 +139,7 @@ def test_an_attended_key_that_is_inf_reaches_no_query_that_does_not_attend_it(sh
 def test_values_are_not_shifted_under_dropout():
     mask = AttentionMask(4, 4)
     call = AttentionCall(*normal_inputs(mask)[:3], mask, 1.0, dropout=0.1)
-    with pytest.raises(UnsupportedAttention, match="dropped weights do not sum to one"):
+    with pytest.raises(ConfigurationError, match="dropped weights do not sum to one"):
         delegate_attention(call, shifts_values=True)
 
 
@@ -155,9 +156,9 @@ def test_dropout_drops_about_its_probability_and_keeps_the_mean():
 def test_a_vendor_that_is_not_there_is_refused_with_the_reason(name):
     mask = AttentionMask(4, 4)
     call = AttentionCall(*normal_inputs(mask)[:3], mask, 1.0)
-    with pytest.raises(UnsupportedAttention, match=f"{name} cannot compute this attention: it "):
+    with pytest.raises(ConfigurationError, match=f"{name} cannot compute this attention: it "):
         choose_vendor(call, name)
-    with pytest.raises(UnsupportedAttention, match="no such attention"):
+    with pytest.raises(ConfigurationError, match="no such attention"):
         choose_vendor(call, "fastest")
     assert choose_vendor(call).name == "sdpa"
 

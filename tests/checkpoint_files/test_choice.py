@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint, list_unfinished
-from megatron_asynchzp.checkpoint_files.errors import CheckpointError
 from megatron_asynchzp.checkpoint_files.saving import complete_directory
+from megatron_asynchzp.errors import ConfigurationError
 from tests.support.checkpoint_damage import (
     DATA,
     HARMFUL,
@@ -38,7 +38,7 @@ def test_a_run_that_died_in_its_first_save_starts_from_scratch(folder, kind):
     HARMLESS[kind](folder)
     for gone in (folder / OLDER, folder / NEWER):
         shutil.rmtree(gone)
-    with pytest.raises(CheckpointError, match="no intact checkpoint"):
+    with pytest.raises(ConfigurationError, match="no intact checkpoint"):
         choose_checkpoint(folder)  # the tracker names a checkpoint that was there
     (folder / TRACKER).unlink()
     assert choose_checkpoint(folder) is None
@@ -52,11 +52,13 @@ def test_the_step_that_was_asked_for_is_the_one_that_is_loaded(folder):
 def test_a_damaged_step_that_was_asked_for_is_refused_naming_the_newest_intact_one(folder):
     HARMFUL["data files exchanged"](folder)
     HARMLESS["a newer empty directory"](folder)
-    with pytest.raises(CheckpointError, match="--ckpt-step 4: .*; the newest intact .* 2$"):
+    with pytest.raises(ConfigurationError, match="--ckpt-step 4: .*; the newest intact .* 2$"):
         choose_checkpoint(folder, 4)
-    with pytest.raises(CheckpointError, match="--ckpt-step 3: .* no such directory; .* 2$"):
+    with pytest.raises(ConfigurationError, match="--ckpt-step 3: .* no such directory; .* 2$"):
         choose_checkpoint(folder, 3)
-    with pytest.raises(CheckpointError, match="--ckpt-step 6: .* its save was interrupted; .* 2$"):
+    with pytest.raises(
+        ConfigurationError, match="--ckpt-step 6: .* its save was interrupted; .* 2$"
+    ):
         choose_checkpoint(folder, 6)
 
 
@@ -89,7 +91,7 @@ def test_a_release_is_chosen_where_the_tracker_names_it_and_verified(folder):
     assert choice.is_release and choice.iteration == 0
     path = folder / "release" / DATA[0]
     path.write_bytes(flip(path.read_bytes(), -98 - 20))  # in the last name of the zip directory
-    with pytest.raises(CheckpointError, match="release: __0_0.distcp: "):
+    with pytest.raises(ConfigurationError, match="release: __0_0.distcp: "):
         choose_checkpoint(folder)
 
 
@@ -98,14 +100,14 @@ def test_a_checkpoint_of_megatrons_older_format_is_not_called_interrupted(folder
     (folder / "iter_0000006" / "mp_rank_00").mkdir(parents=True)
     choice = choose_checkpoint(folder)
     assert choice.iteration == 4 and "convert it" in choice.lines[0]
-    with pytest.raises(CheckpointError, match="of Megatron's format torch.*convert it"):
+    with pytest.raises(ConfigurationError, match="of Megatron's format torch.*convert it"):
         choose_checkpoint(folder, 6)
     for gone in (folder / OLDER, folder / NEWER):
         shutil.rmtree(gone)
-    with pytest.raises(CheckpointError, match="of Megatron's format torch.*convert it"):
+    with pytest.raises(ConfigurationError, match="of Megatron's format torch.*convert it"):
         choose_checkpoint(folder)
     (folder / TRACKER).unlink()
-    with pytest.raises(CheckpointError, match="of Megatron's format torch.*convert it"):
+    with pytest.raises(ConfigurationError, match="of Megatron's format torch.*convert it"):
         choose_checkpoint(folder)
 
 
@@ -116,11 +118,11 @@ def test_an_empty_or_missing_directory_is_a_run_from_the_beginning(tmp_path):
 
 def test_a_tracker_without_any_checkpoint_is_not_a_beginning(tmp_path):
     (tmp_path / TRACKER).write_text("4")
-    with pytest.raises(CheckpointError, match=f"has {TRACKER}, but no checkpoint; remove"):
+    with pytest.raises(ConfigurationError, match=f"has {TRACKER}, but no checkpoint; remove"):
         choose_checkpoint(tmp_path)
 
 
 def test_a_load_directory_that_is_a_file_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="--load .*file: Not a directory"):
+    with pytest.raises(ConfigurationError, match="--load .*file: Not a directory"):
         choose_checkpoint(tmp_path / "file")

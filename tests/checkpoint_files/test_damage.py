@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint, repair_tracker
-from megatron_asynchzp.checkpoint_files.errors import CheckpointError
 from megatron_asynchzp.checkpoint_files.verification import Depth
+from megatron_asynchzp.errors import ConfigurationError
 from tests.support.checkpoint_damage import (
     CONFIG,
     DATA,
@@ -70,7 +70,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_or_is_refused(folder, 
     assert (folder / TRACKER).read_text() == "2"
     assert not Path("damaged").exists()
     shutil.rmtree(folder / OLDER)
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(ConfigurationError) as refused:
         choose_checkpoint(folder)
     text = str(refused.value)
     assert "\n" not in text and str(folder) in text and len(text) < 600

@@ -19,12 +19,13 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_asynchzp.checkpoint_files.archive import check_records, read_archives, seal_of
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
-from megatron_asynchzp.checkpoint_files.errors import CheckpointError, Damage, SaveError
+from megatron_asynchzp.checkpoint_files.errors import Damage, SaveError
 from megatron_asynchzp.checkpoint_files.index import items_by_file
 from megatron_asynchzp.checkpoint_files.manifest import MANIFEST
 from megatron_asynchzp.checkpoint_files.saving import complete_directory, prepare_directory
 from megatron_asynchzp.checkpoint_files.small_files import replace_file
 from megatron_asynchzp.checkpoint_files.verification import Depth
+from megatron_asynchzp.errors import ConfigurationError
 from tests.support.checkpoint_damage import CONFIG, DATA, METADATA, NEWER, OLDER, flip
 
 
@@ -195,7 +196,7 @@ def _on_threads(size: int, act) -> list[Any]:
     def body(rank: int) -> None:
         try:
             results[rank] = act(_Threads(rank, size, box, barrier))
-        except (CheckpointError, SaveError) as error:
+        except (ConfigurationError, SaveError) as error:
             results[rank] = f"{type(error).__name__}: {error}"
 
     threads = [threading.Thread(target=body, args=(rank,)) for rank in range(size)]

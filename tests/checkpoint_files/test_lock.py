@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from megatron_asynchzp.checkpoint_files.errors import CheckpointError
 from megatron_asynchzp.checkpoint_files.lock import OWNER, SaveLock
+from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed import ranks
 
 
@@ -32,7 +32,7 @@ def owner(tmp_path):
 
 
 def test_a_second_run_is_refused_until_the_first_is_gone_however_it_went(tmp_path, owner):
-    with pytest.raises(CheckpointError, match="another run is saving there") as refused:
+    with pytest.raises(ConfigurationError, match="another run is saving there") as refused:
         SaveLock.claim(tmp_path)
     assert f"process {owner.pid} on " in str(refused.value) and "\n" not in str(refused.value)
     owner.kill()
@@ -44,5 +44,5 @@ def test_a_second_run_is_refused_until_the_first_is_gone_however_it_went(tmp_pat
 
 def test_a_save_directory_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="--save .*/file/run: Not a directory"):
+    with pytest.raises(ConfigurationError, match="--save .*/file/run: Not a directory"):
         SaveLock.claim(tmp_path / "file" / "run")

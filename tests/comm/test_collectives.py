@@ -37,7 +37,8 @@ def gather_and_reduce_everything(all_sizes: list[tuple[int, int, int]]) -> int:
 
         scattered = reduce_scatter(values * (rank + 1), groups.grad_reduce)
         own = topology.shard_range(topology.sizes.grad, numel)
-        peers = sum(r + 1 for r in topology.owner_ranks(topology.sizes.grad))
+        first = topology.rank - topology.rank % topology.sizes.grad
+        peers = sum(r + 1 for r in range(first, first + topology.sizes.grad))
         assert torch.equal(scattered, values[own.start : own.stop] * peers), sizes
 
         summed = reduce_scatter(scattered, groups.grad_sync)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf import __main__ as command
 from megatron_asynchzp.hf.export_model import export_model
 from megatron_asynchzp.hf.import_model import import_model
 from megatron_asynchzp.hf.mapping import OTHER_KEYS, rules_of
 from megatron_asynchzp.hf.megatron_arguments import write_arguments
-from megatron_asynchzp.hf.shape import ConversionError
 from megatron_asynchzp.hf.torch_dist import TensorReader, TensorToWrite, write_checkpoint
 from tests.hf.models import NAMES, load_model, random_model, shapes
 from tests.support.checkpoint_damage import flip
@@ -138,7 +138,7 @@ def _change_weights(folder: Path, change) -> None:
 )
 def test_a_directory_with_other_tensors_is_refused_and_nothing_is_written(change, output, llama):
     _change_weights(llama / "hf", change)
-    with pytest.raises(ConversionError, match=output) as refusal:
+    with pytest.raises(ConfigurationError, match=output) as refusal:
         import_model(llama / "hf", llama / "new")
     assert "\n" not in str(refusal.value)
     assert sorted(os.listdir(llama)) == ["hf", "megatron"]
@@ -165,19 +165,19 @@ def test_a_checkpoint_with_other_tensors_is_refused_and_nothing_is_written(chang
     ]
     objects = {"common_state/shard_0_1": {"args": args}}
     write_checkpoint(llama / "other" / "iter_0000001", tensors, objects)
-    with pytest.raises(ConversionError, match=output) as refusal:
+    with pytest.raises(ConfigurationError, match=output) as refusal:
         export_model(llama / "other", llama / "new", step=1)
     assert "\n" not in str(refusal.value)
     assert sorted(os.listdir(llama)) == ["hf", "megatron", "other"]
 
 
 def test_folders_that_hold_no_checkpoint_are_refused(tmp_path):
-    with pytest.raises(ConversionError, match="there is no checkpoint of Megatron"):
+    with pytest.raises(ConfigurationError, match="there is no checkpoint of Megatron"):
         export_model(tmp_path, tmp_path / "out")
-    with pytest.raises(ConversionError, match="--ckpt-step 5: .*there is no such directory"):
+    with pytest.raises(ConfigurationError, match="--ckpt-step 5: .*there is no such directory"):
         export_model(tmp_path, tmp_path / "out", step=5)
     (tmp_path / "iter_0000005").mkdir()
-    with pytest.raises(ConversionError, match="--ckpt-step 5: .*its save was interrupted"):
+    with pytest.raises(ConfigurationError, match="--ckpt-step 5: .*its save was interrupted"):
         export_model(tmp_path, tmp_path / "out", step=5)
 
 
@@ -187,7 +187,9 @@ def test_the_checkpoint_that_training_would_start_from_is_exported(llama, capsys
     (llama / "run" / "latest_checkpointed_iteration.txt").write_text("2")
     damaged = llama / "run" / "iter_0000002" / "__0_0.distcp"
     damaged.write_bytes(flip(damaged.read_bytes(), damaged.read_bytes().index(b"/data/0") + 150))
-    with pytest.raises(ConversionError, match=r"--ckpt-step 2: .*__0_0\.distcp: .* --ckpt-step 1$"):
+    with pytest.raises(
+        ConfigurationError, match=r"--ckpt-step 2: .*__0_0\.distcp: .* --ckpt-step 1$"
+    ):
         export_model(llama / "run", llama / "out", step=2)
     command.main(["export", "--load", f"{llama}/run", "--output", f"{llama}/out"])
     assert "iter_0000002 is skipped: __0_0.distcp: " in capsys.readouterr().err
@@ -200,9 +202,9 @@ def test_the_checkpoint_that_training_would_start_from_is_exported(llama, capsys
 def test_what_is_there_already_is_never_written_over(llama):
     (llama / "taken").mkdir()
     (llama / "taken" / "mine").touch()
-    with pytest.raises(ConversionError, match="not empty"):
+    with pytest.raises(ConfigurationError, match="not empty"):
         export_model(llama / "megatron", llama / "taken")
-    with pytest.raises(ConversionError, match="not empty"):
+    with pytest.raises(ConfigurationError, match="not empty"):
         import_model(llama / "hf", llama / "taken")
     assert os.listdir(llama / "taken") == ["mine"]
 

@@ -9,9 +9,9 @@ from argparse import Namespace
 import pytest
 import torch
 
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.config import read_config, write_config
 from megatron_asynchzp.hf.megatron_arguments import read_arguments, write_arguments
-from megatron_asynchzp.hf.shape import ConversionError
 from tests.hf.models import NAMES, configs, shapes
 
 
@@ -82,7 +82,7 @@ def _arguments(name: str, **changes: object) -> Namespace:
     ],
 )
 def test_a_megatron_model_of_no_family_is_refused_in_one_line(name, changes, output):
-    with pytest.raises(ConversionError, match=output) as refusal:
+    with pytest.raises(ConfigurationError, match=output) as refusal:
         read_arguments(_arguments(name, **changes))
     assert "\n" not in str(refusal.value)
 
@@ -114,11 +114,11 @@ def test_a_model_of_transformers_that_megatron_does_not_compute_is_refused_in_on
     configs()[name].save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    with pytest.raises(ConversionError, match=output) as refusal:
+    with pytest.raises(ConfigurationError, match=output) as refusal:
         read_config(tmp_path, 128)
     assert "\n" not in str(refusal.value)
 
 
 def test_a_directory_without_config_is_refused(tmp_path):
-    with pytest.raises(ConversionError, match=r"no config\.json"):
+    with pytest.raises(ConfigurationError, match=r"no config\.json"):
         read_config(tmp_path, 128)

@@ -86,7 +86,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_flag_and_the_cluster(tmp_
 
 def test_the_memory_that_is_logged_is_that_of_a_dry_run_with_the_sizes_that_were_chosen(cluster):
     """With budgets, a cap and a slot, and moments in bf16, all of which count."""
-    from megatron_asynchzp.planning.measured import measure
+    from megatron_asynchzp.planning.stages import dry_run_of_flags
 
     # fmt: off
     more = ["--asynchzp-keep-params-gb", "6", "--asynchzp-memory-in-flight-gb", "1.5",
@@ -96,9 +96,9 @@ def test_the_memory_that_is_logged_is_that_of_a_dry_run_with_the_sizes_that_were
     auto = ["--asynchzp-cluster", cluster, "--asynchzp-param-shard-size", "auto"]
     sizes, (line,) = chosen([*more, *auto])
     flags = [f"--asynchzp-{state}-shard-size={size}" for state, size in zip(STATES, sizes)]
-    total = measure((*FLAGS, *more, *flags), 32, 4).fullest.memory.total
+    total = dry_run_of_flags((*FLAGS, *more, *flags), 32, 4).fullest.memory.total
     assert f"{total / GIB:.2f} GiB a rank" in line
-    without = measure((*FLAGS, *flags), 32, 4).fullest.memory.total
+    without = dry_run_of_flags((*FLAGS, *flags), 32, 4).fullest.memory.total
     assert total > without + 5 * GIB
 
 

@@ -11,17 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_asynchzp.planning.measured import measure
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore import planned
 from megatron_asynchzp.mcore.flags.asynchzp import AUTO
 from megatron_asynchzp.mcore.flags.shard_sizes import STATES
-from megatron_asynchzp.planning import plan
 from megatron_asynchzp.planner.cluster import Cluster, Device, Link
 from megatron_asynchzp.planner.costs import Costing, Plan
-from megatron_asynchzp.planner.memory import Memory
 from megatron_asynchzp.planner.search import Space, plans
+from megatron_asynchzp.planning import plan as command
+from megatron_asynchzp.planning.stages import dry_run_of_flags
 from scripts.testbed.megatron_flags import flags_of
+from tests.support import real_units
 from tests.support.command_lines import random_flags
 
 NUM_FAST, NUM_ALL = 20, 100
@@ -71,23 +71,24 @@ def check(seed: int) -> bool:
     per_node = min(ranks, 8)
     cluster = Cluster("c", ranks // per_node, per_node, Device(1.0, 80), Link(1.0), Link(1.0))
     try:
-        dry = measure(tuple(flags), ranks, per_node)
+        dry = dry_run_of_flags(tuple(flags), ranks, per_node)
     except ConfigurationError as error:
         assert str(error).startswith("--asynchzp-memory-in-flight-gb: "), seed
         return False
     of_plans = [find(dry.args, cluster) for find in (in_auto, in_plan)]
-    for stage in dry.stages:
+    for index, chunks, groups in real_units.stages(dry.args):
+        stage, where = dry.stages[index], (seed, index, " ".join(flags))
+        assert real_units.numel_of(chunks) == stage.numel, where
+        assert real_units.memory_of(index, chunks, groups, dry.args) == stage.memory, where
         for costing in of_plans:
-            found: Memory = costing.stage_memory(stage.index)
-            assert found == stage.memory, (seed, stage.index, " ".join(flags))
-        assert stage.numel == stage.planned, seed
+            assert costing.stage_memory(index) == stage.memory, where
     assert {costing.memory.total for costing in of_plans} == {dry.fullest.memory.total}, seed
     return True
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_auto_the_plan_command_and_the_dry_run_count_the_same_bytes_of_a_random_command_line(part):
-    """At rest, in flight, kept, and of activations; by formula, and of the run's own units."""
+    """At rest, in flight, kept, and of activations: as many as the run's own units."""
     assert sum(check(seed) for seed in range(part, NUM_FAST, 2)) >= 0.3 * NUM_FAST
 
 
@@ -111,11 +112,11 @@ def test_layers_that_stages_share_out_unequally_are_where_megatron_builds_them(f
         "micro-batch-size": 1, "global-batch-size": 16, "pipeline-model-parallel-size": 2,
     }  # fmt: skip
     words = ("--use-asynchzp", "--mock-data", "--bf16", *flags_of(shape), *flags.split())
-    found = measure(words, 8, 8)
-    costing = planned.costing_of(found.args)
-    for stage in found.stages:
-        assert stage.numel == stage.planned
-        assert stage.memory == costing.stage_memory(stage.index)
+    found = dry_run_of_flags(words, 8, 8)
+    for index, chunks, groups in real_units.stages(found.args):
+        assert real_units.numel_of(chunks) == found.stages[index].numel
+        memory = real_units.memory_of(index, chunks, groups, found.args)
+        assert memory == found.stages[index].memory
 
 
 def test_the_random_command_lines_have_every_flag_of_memory_in_flight_and_every_dtype():

@@ -7,7 +7,6 @@ import tomllib
 import pytest
 import torch.distributed as dist
 
-from megatron_asynchzp.planning.calibrate import calibrate, measured_link
 from megatron_asynchzp.planner.cluster import (
     Cluster,
     Device,
@@ -16,6 +15,7 @@ from megatron_asynchzp.planner.cluster import (
     cluster_toml,
     read_cluster,
 )
+from megatron_asynchzp.planning.calibrate import calibrate, measured_link
 from scripts.testbed.ranks import run_ranks
 
 

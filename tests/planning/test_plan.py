@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
-from megatron_asynchzp.planning import plan, plan_picture, plan_table
-from megatron_asynchzp.plan.__main__ import main
 from megatron_asynchzp.planner.activations import FUSED, Recompute, Setting
 from megatron_asynchzp.planner.cluster import FOLDER, load_cluster
 from megatron_asynchzp.planner.costs import Plan
 from megatron_asynchzp.planner.model import Attention, Batch, Layer, Mlp, Model, Parallel
 from megatron_asynchzp.planner.search import Space, search
+from megatron_asynchzp.planning import plan as command
+from megatron_asynchzp.planning import plan_picture, plan_table
+from megatron_asynchzp.planning.plan import main
 from megatron_asynchzp.sharding.topology import ShardSizes
 from tests.support.command_server import Ended, serving
 
@@ -135,9 +136,9 @@ def test_flags_name_what_differs_from_the_users_own():
     start = search(Space(MODEL, cluster, 64, Plan(ShardSizes(1, 1, 1), Parallel(),
                                                         Batch(1, 1024)))).ranked[0]  # fmt: skip
     space = Space(MODEL, cluster, 64, replace(start.plan, recompute=Recompute()))
-    assert "--micro-batch-size" not in table.flags(start, space)
+    assert "--micro-batch-size" not in plan_table.flags(start, space)
     changed = replace(start.plan, batch=Batch(2, 1024, 2), recompute=Recompute("full"))
-    flags = table.flags(replace(start, costing=replace(start.costing, plan=changed)), space)
+    flags = plan_table.flags(replace(start, costing=replace(start.costing, plan=changed)), space)
     assert flags[flags.index("--recompute-granularity") + 1] == "full"
     assert ("--micro-batch-size" in flags) == (start.plan.batch.size != 2)
 
@@ -147,7 +148,7 @@ def test_the_front_holds_what_no_plan_beats_in_both():
     space = Space(MODEL, cluster, 64, Plan(ShardSizes(1, 1, 1), Parallel(),
                                                   Batch(1, 1024)))  # fmt: skip
     ranked = search(space).ranked
-    front = picture._front(ranked)
+    front = plan_picture._front(ranked)
     for held, step in front:
         assert not any(
             one.costing.memory.total / 2**30 < held and one.step_s < step for one in ranked

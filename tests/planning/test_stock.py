@@ -4,9 +4,9 @@
 
 import pytest
 
-from megatron_asynchzp.planning import pretended_world
-from megatron_asynchzp.planning.states import stage_states
+from megatron_asynchzp.planning.stages import dry_run_of_flags
 from scripts.testbed.megatron_flags import flags_of
+from tests.support import real_units
 
 # fmt: off
 _MODEL = ["--mock-data", *flags_of({
@@ -27,16 +27,17 @@ _MOMENTS = ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
 def test_gradients_have_the_dtype_of_the_buffers_that_megatron_would_make(flags):
     from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
 
-    args, _ = pretended_world.parse([*_MODEL, *flags], 8, 8)
-    for stage in pretended_world.stages(args):
-        params = [param for chunk in stage.chunks for param in chunk.parameters()]
+    found = dry_run_of_flags((*_MODEL, *flags), 8, 8)
+    args = found.args
+    for index, chunks, _ in real_units.stages(args):
+        params = [param for chunk in chunks for param in chunk.parameters()]
         in_fp32 = args.accumulate_allreduce_grads_in_fp32  # what Megatron gives its DDP
         buffers = group_params_for_buffers(params, in_fp32)
         nbytes = sum(
             key.grad_dtype.itemsize * sum(param.numel() for param in group)
             for key, (group, *_) in buffers.items()
         )
-        assert stage_states(stage, args, 8).formula["main_grad"] == nbytes
+        assert found.stages[index].formula["main_grad"] == nbytes
 
 
 @pytest.mark.parametrize("flags, per_element", [
@@ -47,7 +48,6 @@ def test_gradients_have_the_dtype_of_the_buffers_that_megatron_would_make(flags)
     (["--bf16", "--optimizer", "sgd", "--sgd-momentum", "0"], 4),
 ])  # fmt: skip
 def test_main_parameters_and_moments_have_the_dtypes_of_the_flags(flags, per_element):
-    args, _ = pretended_world.parse([*_MODEL, *flags], 8, 8)
-    (held,) = [stage_states(stage, args, 8) for stage in pretended_world.stages(args)]
+    (held,) = dry_run_of_flags((*_MODEL, *flags), 8, 8).stages
     states = held.formula["main_param"] + held.formula["optimizer_moments"]
     assert states == pytest.approx(per_element * held.numel["dense"])

@@ -8,13 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_asynchzp.sharding.topology import (
-    Range,
-    ShardSizeError,
-    ShardSizes,
-    ShardTopology,
-    spans_nodes,
-)
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.sharding.topology import Range, ShardSizes, ShardTopology, spans_nodes
 
 WORLDS = [1, 2, 3, 4, 6, 8, 12, 16]
 
@@ -41,7 +36,7 @@ def test_exactly_the_nested_sizes_are_accepted():
         for sizes in product(range(world_size + 2), repeat=3):
             try:
                 ShardSizes(*sizes).check(world_size)
-            except ShardSizeError:
+            except ConfigurationError:
                 continue
             accepted.append(ShardSizes(*sizes))
         assert sorted(map(repr, accepted)) == sorted(map(repr, legal_sizes(world_size)))
@@ -59,7 +54,7 @@ def test_exactly_the_nested_sizes_are_accepted():
     ],
 )
 def test_a_refused_size_is_named_with_the_reason(sizes, world_size, fragment):
-    with pytest.raises(ShardSizeError, match=fragment):
+    with pytest.raises(ConfigurationError, match=fragment):
         ShardSizes(*sizes).check(world_size)
 
 

@@ -14,10 +14,11 @@ from torch import nn
 
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import UnitInFlight, least_in_flight, memory_in_flight
 from megatron_asynchzp.sharding.layout import FlatLayout
-from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes, ShardTopology
+from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.plan import UnitPlan, plan_units
 from megatron_asynchzp.zero.step import Stays
@@ -32,7 +33,7 @@ def nested_sizes(world_size: int) -> list[tuple[int, int, int]]:
     for sizes in product(divisors, repeat=3):
         try:
             ShardSizes(*sizes).check(world_size)
-        except ShardSizeError:
+        except ConfigurationError:
             continue
         legal.append(sizes)
     return legal

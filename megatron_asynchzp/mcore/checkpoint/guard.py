@@ -27,7 +27,7 @@ from megatron_asynchzp.checkpoint_files.choice import (
     list_unfinished,
     repair_tracker,
 )
-from megatron_asynchzp.checkpoint_files.errors import CheckpointError, one_line
+from megatron_asynchzp.checkpoint_files.errors import one_line
 from megatron_asynchzp.checkpoint_files.lock import SaveLock
 from megatron_asynchzp.checkpoint_files.peers import Alone, Peers, on_first
 from megatron_asynchzp.checkpoint_files.saving import (
@@ -36,6 +36,7 @@ from megatron_asynchzp.checkpoint_files.saving import (
     save_error,
 )
 from megatron_asynchzp.checkpoint_files.verification import Depth
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.aliases import name_main_params
 from megatron_asynchzp.mcore.checkpoint.mismatch import find_difference
 from megatron_asynchzp.mcore.checkpoint.progress import bytes_in, bytes_read, log_progress
@@ -92,7 +93,7 @@ def _log(lines: Iterable[str | None], peers: Peers) -> None:
 def claim_save_directory(args: Namespace) -> None:
     """Make this run the only one that saves into --save. Collective; does nothing a second time.
 
-    Raises CheckpointError, on all ranks, where another run does or the directory cannot be used.
+    Raises ConfigurationError, on all ranks, where another run does or the directory cannot be used.
     """
     if getattr(args, "save", None):
         peers = _peers()
@@ -180,7 +181,7 @@ def _free_space(iteration_dir: Path | str) -> str:
 def guard_load_checkpoint(load: Callable[[], Any], args: Namespace, load_arg: str) -> Any:
     """Call Megatron's load_checkpoint for the newest intact checkpoint, not for the tracker's.
 
-    Collective. Raises CheckpointError where there is none, or it does not fit.
+    Collective. Raises ConfigurationError where there is none, or it does not fit.
     """
     claim_save_directory(args)
     peers = _peers()
@@ -233,7 +234,7 @@ def _load_choice(
 ) -> Any:
     is_release = choice is not None and choice.is_release
     if is_release and not Path(load_dir or "", TRACKER).is_file():
-        raise CheckpointError(f"{load_dir}: write the word release into {TRACKER}")
+        raise ConfigurationError(f"{load_dir}: write the word release into {TRACKER}")
     step, token = args.ckpt_step, _CHOICE.set(choice)
     if choice is not None:
         # Without a tracker file, which a read-only directory may lack, Megatron looks at this.
@@ -249,18 +250,18 @@ def _load_choice(
             reason = (
                 f"there is no checkpoint in {where}, and --exit-on-missing-checkpoint was given"
             )
-        raise CheckpointError(reason) from None
+        raise ConfigurationError(reason) from None
     except (*_UNREADABLE, RuntimeError) as error:
         if not isinstance(error, _UNREADABLE) and _TORCH_READER not in str(error):
             raise
         if difference := _SCHEDULE_DIFFERS.search(str(error)):
-            raise CheckpointError(
+            raise ConfigurationError(
                 f"{where} has another learning-rate schedule: {difference['name']} is "
                 f"{difference['saved']} there and {difference['now']} in this run; add "
                 "--override-opt-param-scheduler to go by this run's flags, or "
                 "--use-checkpoint-opt-param-scheduler to go by the checkpoint's"
             ) from error
-        raise CheckpointError(f"{where} could not be loaded: {one_line(error)}") from error
+        raise ConfigurationError(f"{where} could not be loaded: {one_line(error)}") from error
     finally:
         args.ckpt_step = step
         _CHOICE.reset(token)
@@ -299,8 +300,8 @@ def guard_load_global(
 def refuse_another_model(args: Namespace, iteration_dir: str, sharded_state_dict: Any) -> None:
     """Compare the checkpoint with what the run is about to load. Collective.
 
-    Raises CheckpointError, on all ranks, naming the first difference with both values.
+    Raises ConfigurationError, on all ranks, naming the first difference with both values.
     """
     difference = find_difference(args, iteration_dir, sharded_state_dict, _peers())
     if difference is not None:
-        raise CheckpointError(f"{iteration_dir} {difference}")
+        raise ConfigurationError(f"{iteration_dir} {difference}")

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer import param_group_identifier_keys as _IDENTITY
 
-from megatron_asynchzp.checkpoint_files.errors import CheckpointError
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.shards import SHARDS_KEY, ChunkCheckpoint, fill
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -143,7 +143,7 @@ class OptimizerCheckpoint:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping) -> None:
-        """Take over what was read. Raises CheckpointError for groups or a state that differ."""
+        """Take over what was read. Raises ConfigurationError for groups or a state that differ."""
         fill(self._asked, state_dict.get(SHARDS_KEY, {}))
         self._asked = {}
         forms = _forms(state_dict)
@@ -163,7 +163,7 @@ class OptimizerCheckpoint:
         for group in self._param_groups:
             if (loaded := by_identity.get(_identity(group))) is None:
                 identity = ", ".join(f"{key} {group[key]}" for key in _IDENTITY if group.get(key))
-                raise CheckpointError(
+                raise ConfigurationError(
                     f"the checkpoint has no parameter group with {identity}; resume with the same "
                     "--lr, --min-lr and --weight-decay, or pass --no-load-optim"
                 )
@@ -174,7 +174,7 @@ class OptimizerCheckpoint:
             if all(_has_momentum(group) for group in self._param_groups):
                 return
             # Adam would correct the moments as if they were those of its first step.
-            raise CheckpointError(
+            raise ConfigurationError(
                 "the checkpoint does not tell after how many steps its moments were saved; pass "
                 "--no-load-optim to start with new ones"
             )
@@ -198,7 +198,7 @@ def _has_momentum(group: Mapping) -> bool:
 def _refuse_buckets(metadata: Mapping) -> None:
     kind = metadata.get(_SHARDING_TYPE_KEY, _SHARDING_TYPE)
     if kind != _SHARDING_TYPE:
-        raise CheckpointError(
+        raise ConfigurationError(
             f"the checkpoint holds the optimizer state in the form {kind!r}, which only runs of "
             "the same kind can read; save it once more from its own run with "
             "--dist-ckpt-optim-fully-reshardable, or pass --no-load-optim"

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.utils import unwrap_model
 
-from megatron_asynchzp.checkpoint_files.errors import CheckpointError
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.sharding.boxes import cut_into_boxes
 from megatron_asynchzp.sharding.topology import Range
 from megatron_asynchzp.zero.autograd import HZPRuntime
@@ -84,7 +84,7 @@ def find_pieces(entry: ShardedTensor | ShardedTensorFactory, param: torch.Tensor
     """The pieces of `param` in the checkpoint, from the entry that the model made for it.
 
     Factories run on the meta device: they cut the parameter into views, whose strides and offsets
-    give their places. Raises CheckpointError for one that computes something else.
+    give their places. Raises ConfigurationError for one that computes something else.
     """
     whole = torch.empty(param.shape, dtype=param.dtype, device="meta")
     if isinstance(entry, ShardedTensorFactory):
@@ -95,7 +95,7 @@ def find_pieces(entry: ShardedTensor | ShardedTensorFactory, param: torch.Tensor
     views: list[Any] = [one.data for one in entries]
     is_view = all(view is whole or view._base is whole for view in views)
     if not is_view or sum(view.numel() for view in views) != param.numel():
-        raise CheckpointError(f"{entry.key} is stored in a form that cannot be sharded")
+        raise ConfigurationError(f"{entry.key} is stored in a form that cannot be sharded")
     cut = (_contiguous_pieces(one, view, ()) for one, view in zip(entries, views, strict=True))
     return [piece for pieces in cut for piece in pieces]
 
@@ -168,7 +168,7 @@ class ChunkCheckpoint:
             for name, param in zip(unit.param_names, unit.params, strict=True):
                 if not self._pieces[param]:
                     # Its placeholder would be saved in its place.
-                    raise CheckpointError(
+                    raise ConfigurationError(
                         f"{name}: the model does not define how this parameter is stored in a "
                         "checkpoint (its sharded_state_dict has no entry for it)"
                     )
@@ -204,7 +204,7 @@ class ChunkCheckpoint:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what was loaded into the entries of the last `sharded_state_dict`.
 
-        Raises CheckpointError where the checkpoint lacks an entry that the model has. Collective
+        Raises ConfigurationError where the checkpoint lacks an entry that the model has. Collective
         over the sharding groups.
         """
         rest = dict(state_dict)
@@ -222,7 +222,7 @@ class ChunkCheckpoint:
         unexpected = [name for name in unexpected if not name.endswith("_extra_state")]
         if missing or unexpected:
             what = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}, which is no part of"
-            raise CheckpointError(f"the checkpoint {what} the model")
+            raise ConfigurationError(f"the checkpoint {what} the model")
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -235,10 +235,10 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
 def fill(asked: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> None:
     """Copy what was loaded where it was loaded to another place than it was asked for.
 
-    Raises CheckpointError where some was not loaded at all.
+    Raises ConfigurationError where some was not loaded at all.
     """
     if lacking := len(asked.keys() - loaded.keys()):
-        raise CheckpointError(
+        raise ConfigurationError(
             f"the checkpoint lacks {lacking} of {len(asked)} shards; loading a part is not "
             "possible with --use-asynchzp (--dist-ckpt-strictness)"
         )

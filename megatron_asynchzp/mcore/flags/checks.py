@@ -130,7 +130,9 @@ def refuse_missing_data(args: Namespace) -> None:
             _refuse_foreign_dataset(flag, prefix)
 
 
-_MAKE_DATA = "make one with asynchzp prepare-data and give its path without .idx or .bin"
+_MAKE_DATA = (
+    "make one with Megatron's tools/preprocess_data.py and give its path without .idx or .bin"
+)
 # How the index of a dataset begins (megatron.core.datasets.indexed_dataset).
 _INDEX_HEADER = b"MMIDIDX\x00\x00"
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags.pasa import PASA_REFUSALS, add_pasa_arguments
 from megatron_asynchzp.mcore.flags import checks
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments, refuse_trace_path
+from megatron_asynchzp.mcore.flags.pasa import PASA_REFUSALS, add_pasa_arguments
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS, Refusal, argument_of
 from megatron_asynchzp.mcore.flags.shard_sizes import (
     refuse_cluster,

@@ -9,7 +9,7 @@ from math import gcd
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import AUTO
-from megatron_asynchzp.sharding.topology import ShardSizeError, ShardSizes
+from megatron_asynchzp.sharding.topology import ShardSizes
 
 STATES = ("param", "grad", "optim")
 
@@ -96,7 +96,7 @@ def resolve_shard_sizes(args: Namespace, group_size: int, ranks_per_node: int) -
     sizes = ShardSizes(param, grad, optim)
     try:
         sizes.check(group_size)
-    except ShardSizeError as error:
+    except ConfigurationError as error:
         raise ConfigurationError(_explain(sizes, given, group_size, error)) from error
     return sizes
 
@@ -129,7 +129,7 @@ def _nested_default(default: int, other: int | None) -> int:
     return default if large % small == 0 else gcd(small, large)
 
 
-def _explain(sizes: ShardSizes, given: dict, group_size: int, error: ShardSizeError) -> str:
+def _explain(sizes: ShardSizes, given: dict, group_size: int, error: ConfigurationError) -> str:
     """One line for the user: which flag to change, and to what."""
     divisors = [d for d in range(1, group_size + 1) if group_size % d == 0]
     blamed = [state for state in STATES if given[state] is not None]
@@ -155,6 +155,6 @@ def _is_nested(sizes: ShardSizes, state: str, value: int, group_size: int) -> bo
     trial = {name: getattr(sizes, name) for name in STATES} | {state: value}
     try:
         ShardSizes(**trial).check(group_size)
-    except ShardSizeError:
+    except ConfigurationError:
         return False
     return True

@@ -6,9 +6,9 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 
-from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments, refuse_unsupported_attention
 from megatron_asynchzp.mcore.flags.asynchzp import DryRunStop, add_asynchzp_arguments
 from megatron_asynchzp.mcore.flags.checks import confirm_args, prepare_args, refuse_yaml
+from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments, refuse_unsupported_attention
 from megatron_asynchzp.mcore.patch import replaces
 from megatron_asynchzp.mcore.process.platform import apply_platform_defaults
 

@@ -5,8 +5,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from megatron_asynchzp.mcore.patch import replaces, run_args
 from megatron_asynchzp.mcore.communication import Communication
+from megatron_asynchzp.mcore.patch import replaces, run_args
 from megatron_asynchzp.mcore.scalars import write_scalars
 
 # What Megatron's line about an iteration has, and nothing else it prints on the last rank.

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every function that is replaced, in the order of the documentation."""
 
-from megatron_asynchzp.mcore.patches.checkpoint import CHECKPOINT_PATCHES
-from megatron_asynchzp.mcore.patches import arguments, datasets, model, process, whole_tensors
 from megatron_asynchzp.mcore.patch import Patch
+from megatron_asynchzp.mcore.patches import arguments, datasets, model, process, whole_tensors
+from megatron_asynchzp.mcore.patches.checkpoint import CHECKPOINT_PATCHES
 
 PATCHES: tuple[Patch, ...] = (
     arguments.add_arguments,

@@ -5,8 +5,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from megatron_asynchzp.mcore.patch import replaces
 from megatron_asynchzp.mcore.communication import Communication
+from megatron_asynchzp.mcore.patch import replaces
 
 
 @replaces(

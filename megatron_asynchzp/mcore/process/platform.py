@@ -11,7 +11,6 @@ import sys
 from argparse import ArgumentError, ArgumentParser, Namespace
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import add_device_argument
@@ -62,20 +61,6 @@ def is_on_cpu() -> bool:
     from megatron_asynchzp import cpu_platform
 
     return cpu_platform.is_installed()
-
-
-def values_without_device() -> dict[str, Any]:
-    """Arguments with which Megatron builds a model without a device: argument -> value."""
-    from megatron_asynchzp.cpu_platform.arguments import CPU_VALUES
-
-    return dict(CPU_VALUES)
-
-
-def stream_without_device() -> type:
-    """What stands for torch.cuda.Stream where there is none."""
-    from megatron_asynchzp.cpu_platform.inert_cuda import InertStream
-
-    return InertStream
 
 
 def is_cpu_asked(argv: list[str]) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_asynchzp.checkpoint_files.errors import CheckpointError
+from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed.megatron_runs import FP16, RunRecord, run_pretrain
 from tests.mcore.checkpoint.test_moments import ROUNDED
 from tests.support.checkpoints import (
@@ -41,7 +41,7 @@ ONE_LINE = "was saved before the first step of its optimizer and holds no moment
 def refusal(job: Job, directory: Path) -> str:
     try:
         job.resume(directory)
-    except CheckpointError as error:
+    except ConfigurationError as error:
         return str(error)
     return "it was not refused"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_asynchzp.checkpoint_files.errors import CheckpointError
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint import guard
 
 
@@ -59,7 +59,7 @@ def test_a_run_that_is_to_go_on_for_longer_names_the_flags_of_megatron_to_add(tm
     def load() -> None:
         scheduler(40).load_state_dict(scheduler(20).state_dict())
 
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(ConfigurationError) as refused:
         guard.guard_load_checkpoint(load, arguments(tmp_path), "load")
     line = str(refused.value)
     assert "total number of iterations is 20 there and 40 in this run" in line and "\n" not in line

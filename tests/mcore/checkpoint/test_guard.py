@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_asynchzp.checkpoint_files.choice import TRACKER, Choice, choose_checkpoint
-from megatron_asynchzp.checkpoint_files.errors import CheckpointError, SaveError
+from megatron_asynchzp.checkpoint_files.errors import SaveError
 from megatron_asynchzp.checkpoint_files.lock import SaveLock
 from megatron_asynchzp.checkpoint_files.manifest import MANIFEST
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint import guard
 from megatron_asynchzp.mcore.checkpoint.guard import chosen_metadata
 from scripts.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
@@ -35,7 +36,7 @@ def _refusal(*flags: str) -> str:
     """What the run is refused with, and that it is one line."""
     try:
         _run(*flags)
-    except (CheckpointError, SaveError) as error:
+    except (ConfigurationError, SaveError) as error:
         assert "\n" not in str(error)
         return f"{type(error).__name__}: {error}"
     return "it was not refused"
@@ -162,7 +163,7 @@ def test_what_cannot_be_loaded_is_one_line_on_every_rank(output):
     assert lines == others
     hidden, layers, vocabulary, ffn, norms, biases, rest, *lines = lines
     step, missing, schedule, damaged = lines
-    another = f"CheckpointError: {place}/{NEWER} is of another model: "
+    another = f"ConfigurationError: {place}/{NEWER} is of another model: "
     assert hidden == f"{another}--hidden-size is 64 in the checkpoint and 32 in this run"
     assert layers == f"{another}--num-layers is 2 in the checkpoint and 4 in this run"
     assert vocabulary == f"{another}--vocab-size is 127 in the checkpoint and 200 in this run"
@@ -228,7 +229,7 @@ def test_no_way_of_giving_up_is_a_success_or_a_traceback(tmp_path, error):
         raise error
 
     args, choice = _two_empty(tmp_path, "4")
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(ConfigurationError) as refused:
         guard._load_choice(load, args, str(tmp_path), choice)
     assert "\n" not in str(refused.value) and str(choice.folder) in str(refused.value)
 
@@ -247,5 +248,5 @@ def test_what_is_not_about_files_passes(tmp_path, error):
 def test_both_ends_are_reported_in_one_line():
     from megatron_asynchzp.mcore.process import ending
 
-    assert issubclass(CheckpointError, ending.OWN_ERRORS)
+    assert issubclass(ConfigurationError, ending.OWN_ERRORS)
     assert issubclass(SaveError, ending._LAST_WORDS)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from megatron_asynchzp.checkpoint_files.errors import CheckpointError
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.shards import SHARDS_KEY, ChunkCheckpoint, find_pieces
 from megatron_asynchzp.sharding.topology import Range
 
@@ -97,7 +97,7 @@ def test_a_form_that_is_not_a_part_of_the_parameter_is_refused():
         return [ShardedTensor.from_rank_offsets(key, data.sum(0), replica_id=replica_id)]
 
     factory = ShardedTensorFactory("w", PARAM, build, torch.cat, (0, 0, 0))
-    with pytest.raises(CheckpointError, match="w is stored in a form that cannot be sharded"):
+    with pytest.raises(ConfigurationError, match="w is stored in a form that cannot be sharded"):
         find_pieces(factory, PARAM)
 
 
@@ -106,7 +106,7 @@ def test_a_form_that_computes_something_else_of_the_same_size_is_refused():
         return [ShardedTensor.from_rank_offsets(key, data + 1, replica_id=replica_id)]
 
     factory = ShardedTensorFactory("w", PARAM, build, torch.cat, (0, 0, 0))
-    with pytest.raises(CheckpointError, match="w is stored in a form that cannot be sharded"):
+    with pytest.raises(ConfigurationError, match="w is stored in a form that cannot be sharded"):
         find_pieces(factory, PARAM)
 
 

@@ -10,13 +10,13 @@ import pytest
 from megatron_asynchzp.attention.delegate import VENDOR_NAMES
 from megatron_asynchzp.attention.pasa import MODES
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags.pasa import MODE_CHOICES, VENDOR_CHOICES
 from megatron_asynchzp.mcore.flags.command_line import (
     check_command_line,
     command_line_parser,
     mistyped,
     own_flags,
 )
+from megatron_asynchzp.mcore.flags.pasa import MODE_CHOICES, VENDOR_CHOICES
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS
 
 

@@ -5,8 +5,8 @@
 from argparse import ArgumentParser
 
 from megatron_asynchzp import launch
-from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
+from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments
 from scripts.report import megatron_tables
 
 

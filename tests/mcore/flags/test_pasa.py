@@ -7,12 +7,12 @@ from argparse import ArgumentParser
 import pytest
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.checks import refuse_yaml
 from megatron_asynchzp.mcore.flags.pasa import (
     PASA_REFUSALS,
     add_pasa_arguments,
     refuse_unsupported_attention,
 )
-from megatron_asynchzp.mcore.flags.checks import refuse_yaml
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from megatron_asynchzp.errors import ConfigurationError
+
 BYTE_EOD = 256  # the ids below are the bytes themselves
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
 # Training, validation, test in thousandths: Megatron's own --split, and what few documents need.
@@ -32,10 +34,6 @@ _SPLITS = ((969, 30, 1), (969, 31, 0), (1000, 0, 0))
 _BATCH = 64  # documents that a worker gets at once
 # Not text anyone would learn from: installed packages, and tests with odd encodings.
 STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-
-
-class InputError(Exception):
-    """What the user gave cannot be made into a dataset; the message is one line for the user."""
 
 
 class Summary(NamedTuple):
@@ -77,11 +75,11 @@ class HuggingFaceEncoder:
             self._tokenizer = AutoTokenizer.from_pretrained(name_or_path)
         except Exception as error:  # transformers raises many kinds; all mean the same to the user
             reason = str(error).strip().split("\n")[0]
-            raise InputError(f"cannot load tokenizer {name_or_path}: {reason}") from error
+            raise ConfigurationError(f"cannot load tokenizer {name_or_path}: {reason}") from error
         self._name = name_or_path
         self._eod = self._tokenizer.eos_token_id
         if self._eod is None:
-            raise InputError(f"tokenizer {name_or_path} has no end-of-text token")
+            raise ConfigurationError(f"tokenizer {name_or_path} has no end-of-text token")
         self.dtype = np.uint16 if len(self._tokenizer) <= 2**16 else np.int32
 
     def encode(self, document: bytes, name: str) -> np.ndarray:
@@ -89,7 +87,9 @@ class HuggingFaceEncoder:
             text = document.decode()
         except UnicodeDecodeError as error:
             if error.start < len(document) - 3:
-                raise InputError(f"{name} is not UTF-8 text (byte {error.start})") from error
+                raise ConfigurationError(
+                    f"{name} is not UTF-8 text (byte {error.start})"
+                ) from error
             text = document[: error.start].decode()  # --max-bytes cut a character in two
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return np.array([*ids, self._eod], dtype=self.dtype)
@@ -122,7 +122,7 @@ def standard_library() -> list[Path]:
         if not STDLIB_EXCLUDED.intersection(path.relative_to(root).parts)
     ]
     if not found:
-        raise InputError(f"no standard library sources under {root}; name your own input")
+        raise ConfigurationError(f"no standard library sources under {root}; name your own input")
     return sorted(found)
 
 
@@ -133,12 +133,12 @@ def list_files(inputs: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
         if path.is_dir():
             inside = [p for p in path.rglob("*") if p.suffix in suffixes and p.is_file()]
             if not inside:
-                raise InputError(f"no {' '.join(suffixes)} file in folder {path}")
+                raise ConfigurationError(f"no {' '.join(suffixes)} file in folder {path}")
             files += sorted(inside)
         elif path.exists():
             files.append(path)
         else:
-            raise InputError(f"input does not exist: {path}")
+            raise ConfigurationError(f"input does not exist: {path}")
     return files
 
 
@@ -161,7 +161,7 @@ def read_documents(
                     if left <= 0:
                         return
         except OSError as error:
-            raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+            raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _read_file(path: Path, column: str, limit: int | None) -> Iterator[tuple[str, bytes]]:
@@ -183,10 +183,10 @@ def _read_json_lines(path: Path, column: str) -> Iterator[tuple[str, bytes]]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise InputError(f"{name} is not JSON: {error}") from error
+                raise ConfigurationError(f"{name} is not JSON: {error}") from error
             text = row.get(column) if isinstance(row, dict) else None
             if not isinstance(text, str):
-                raise InputError(
+                raise ConfigurationError(
                     f"{name} has no text under {column!r}; --column names another field"
                 )
             yield name, text.encode()
@@ -196,22 +196,24 @@ def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, bytes]]:
     try:
         from pyarrow import ArrowInvalid, parquet
     except ModuleNotFoundError as error:
-        raise InputError(f"{path}: install megatron_asynchzp[data] for parquet files") from error
+        raise ConfigurationError(
+            f"{path}: install megatron_asynchzp[data] for parquet files"
+        ) from error
     try:
         file = parquet.ParquetFile(path)
     except ArrowInvalid as error:
-        raise InputError(f"{path} is not a parquet file") from error
+        raise ConfigurationError(f"{path} is not a parquet file") from error
     with file:
         names = file.schema_arrow.names
         if column not in names:
-            raise InputError(
+            raise ConfigurationError(
                 f"{path} has no column {column!r}; --column names one of {', '.join(names)}"
             )
         rows = (row for batch in file.iter_batches(columns=[column]) for row in batch[0])
         for number, row in enumerate(rows, 1):
             text, name = row.as_py(), f"{path}, row {number}"
             if not isinstance(text, str | None):
-                raise InputError(f"{name} is not text; --column names another column")
+                raise ConfigurationError(f"{name} is not text; --column names another column")
             yield name, (text or "").encode()
 
 
@@ -274,13 +276,13 @@ def write_dataset(
                 tokens += len(ids)
                 count += 1
             if not count:
-                raise InputError("the input holds no text: every document is empty")
+                raise ConfigurationError("the input holds no text: every document is empty")
             builder.finalize(str(new_idx))
         final_idx.unlink(missing_ok=True)
         new_bin.replace(final_bin)
         new_idx.replace(final_idx)
     except OSError as error:
-        raise InputError(f"cannot write {prefix}: {error.strerror or error}") from error
+        raise ConfigurationError(f"cannot write {prefix}: {error.strerror or error}") from error
     finally:
         new_bin.unlink(missing_ok=True)
         new_idx.unlink(missing_ok=True)
@@ -310,7 +312,9 @@ def _positive(text: str) -> int:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="asynchzp prepare-data", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.train.prepare_data", description=__doc__
+    )
     parser.add_argument(
         "inputs", nargs="*", type=Path, help="files of text, .jsonl or .parquet, and folders"
     )
@@ -342,7 +346,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def prepare(args: argparse.Namespace) -> str:
     """Do what the command line asks; returns what to print."""
     if not args.output_prefix.name:
-        raise InputError(f"--output-prefix must end in a name: {args.output_prefix}")
+        raise ConfigurationError(f"--output-prefix must end in a name: {args.output_prefix}")
     suffixes = tuple(s if s.startswith(".") else f".{s}" for s in args.suffix or TEXT_SUFFIXES)
     files = list_files(args.inputs, suffixes) if args.inputs else standard_library()
     encoder = ByteEncoder() if args.tokenizer == "bytes" else HuggingFaceEncoder(args.tokenizer)
@@ -370,11 +374,11 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up as after Ctrl-C
     try:
         print(prepare(args))
-    except InputError as error:
-        print(f"asynchzp prepare-data: {error}", file=sys.stderr)
+    except ConfigurationError as error:
+        print(f"prepare_data: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("asynchzp prepare-data: interrupted, nothing was written", file=sys.stderr)
+        print("prepare_data: interrupted, nothing was written", file=sys.stderr)
         return 130
     return 0
 

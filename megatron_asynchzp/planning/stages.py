@@ -1,0 +1,114 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what one command line gives: groups, and the bytes of a rank of each pipeline stage, by the
+planner's formulas.
+"""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_asynchzp.mcore.planned import costing_of, moments_nbytes, naming_the_flag, shard_sizes
+from megatron_asynchzp.planner.costs import Costing
+from megatron_asynchzp.planner.memory import Memory, stage_activations
+from megatron_asynchzp.planner.model import Parallel, stage_units
+from megatron_asynchzp.planning import pretended_world
+from megatron_asynchzp.planning.group_kinds import GroupKind, group_kinds
+from megatron_asynchzp.planning.savings import Saving, savings
+from megatron_asynchzp.sharding.layout import FP32_NBYTES
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What one rank of a pipeline stage holds, in bytes.
+
+    numel: of the rank's parameters before data parallelism, by sharding group ("dense",
+    "expert"); formula: by state, without padding; memory: with padding, and all that comes beside
+    the states.
+    """
+
+    index: int
+    num_ranks: int
+    numel: dict[str, int]
+    formula: dict[str, float]
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """args: validated; lines: what --use-asynchzp changed; parameters: of the whole model; kinds:
+    the groups of rank 0; stages: of each pipeline stage; savings: what memory budgets save, on a
+    rank of the first stage."""
+
+    args: Namespace
+    lines: list[str]
+    ranks_per_node: int
+    parameters: int
+    kinds: list[GroupKind]
+    stages: list[StageBytes]
+    savings: list[Saving]
+
+    @property
+    def fullest(self) -> StageBytes:
+        """The stage whose ranks need most."""
+        return max(self.stages, key=lambda stage: stage.memory.total)
+
+
+def dry_run_of_flags(flags: tuple[str, ...], ranks: int, ranks_per_node: int) -> DryRun:
+    """Of flags that pretrain_gpt.py understands. Raises ConfigurationError for what cannot run."""
+    return dry_run_of(*pretended_world.parse(list(flags), ranks, ranks_per_node), ranks_per_node)
+
+
+def dry_run_of_script(script: Path, flags: list[str], ranks: int, ranks_per_node: int) -> DryRun:
+    """Of any Megatron script. Raises ConfigurationError for what cannot run."""
+    parsed = pretended_world.parse_script(script, flags, ranks, ranks_per_node)
+    return dry_run_of(*parsed, ranks_per_node)
+
+
+def dry_run_of(args: Namespace, lines: list[str], ranks_per_node: int) -> DryRun:
+    costing = costing_of(args)
+    whole = stage_units(costing.model, Parallel(), costing.plan.batch, 0)
+    with naming_the_flag():
+        stages = [stage_bytes(costing, args, index) for index in range(costing.plan.parallel.pp)]
+    return DryRun(
+        args,
+        lines,
+        ranks_per_node,
+        sum(unit.numel for unit in whole),
+        group_kinds(args, shard_sizes(args) if args.use_asynchzp else None),
+        stages,
+        savings(costing) if args.use_asynchzp else [],
+    )
+
+
+def stage_bytes(costing: Costing, args: Namespace, index: int) -> StageBytes:
+    """Of a rank of pipeline stage `index`, with --use-asynchzp or with stock Megatron."""
+    numel = {"dense": 0, "expert": 0}
+    for unit in costing.units[index]:
+        numel[unit.group] += unit.numel
+    if args.use_asynchzp:
+        formula, memory = costing.states_by_formula(index), costing.stage_memory(index)
+    else:
+        formula = _stock_nbytes(costing, args, index)
+        memory = Memory(formula, {}, 0.0, stage_activations(costing.setting, index))
+    return StageBytes(index, args.world_size // costing.plan.parallel.pp, numel, formula, memory)
+
+
+def _stock_nbytes(costing: Costing, args: Namespace, index: int) -> dict[str, float]:
+    """Stock Megatron's DDP: parameters and gradients whole, in buffers whose padding is left out;
+    the optimizer's states over the data-parallel ranks with the distributed optimizer. Gradients
+    have the model's dtype where they are not added up in fp32."""
+    model = costing.model.itemsize
+    grad = FP32_NBYTES if args.accumulate_allreduce_grads_in_fp32 else model
+    moments, whole, main, of_moments = moments_nbytes(args), 0, 0.0, 0.0
+    for unit in filter(lambda unit: unit.numel, costing.units[index]):
+        shards = costing.groups[unit.group].ranks if args.use_distributed_optimizer else 1
+        whole += unit.numel
+        main += args.main_params_dtype.itemsize * unit.numel / shards
+        of_moments += moments.mean(unit.numel, unit.matrix_numel) * unit.numel / shards
+    return {
+        "model_param": float(model * whole),
+        "main_grad": float(grad * whole),
+        "main_param": main if model != FP32_NBYTES else 0.0,
+        "optimizer_moments": of_moments,
+    }
