@@ -144,10 +144,11 @@ def run_script(script: Path, arguments: list[str]) -> None:
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [str(script), *arguments]
     from megatron_asynchzp.mcore import ending, startup
+    from megatron_asynchzp.planning import dry_run as command
 
     try:
-        if (asked := dry_run.asked_of(arguments)) is not None:
-            sys.exit(dry_run.dry_run(script, arguments, asked))
+        if (asked := command.asked_of(arguments)) is not None:
+            sys.exit(command.dry_run(script, arguments, asked))
         startup.prepare_process(arguments)
         runpy.run_path(str(script), run_name="__main__")
     except ending.OWN_ERRORS as error:

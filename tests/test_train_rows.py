@@ -132,7 +132,7 @@ def test_the_text_of_a_row_names_flags_groups_and_what_is_assumed(run_dry):
         "--asynchzp-optim-shard-size 64",
         "optim shards",
         "assumed: ",
-        "reduce-scatter",
+        "States per rank",
         "36,151,104,512 parameters",
         "Memory per rank, by pipeline stage",
         "of which no estimate is included",

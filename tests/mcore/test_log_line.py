@@ -4,9 +4,9 @@
 
 import pytest
 
+from megatron_asynchzp.mcore import scalars
 from megatron_asynchzp.mcore.communication import CommReport
 from megatron_asynchzp.mcore.patches import process
-from megatron_asynchzp.mcore.process import scalars
 
 MESSAGE = " iteration 1/ 2 | elapsed time per iteration (ms): 171.7 |"
 

@@ -13,7 +13,7 @@ from torch import nn
 from megatron_asynchzp.comm.driver import Task
 from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.timeline import Span
-from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.schedule import ON_STREAMS, ScheduleConfig
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.plan import plan_units
 from tests.support.new_objects import new_objects_only
@@ -76,7 +76,7 @@ def left_behind() -> tuple[int, int, int]:
     return live(Span), live(Task), live(torch.Tensor)
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("kind", ON_STREAMS)
 def test_graphs_that_no_backward_goes_through_are_freed_without_the_collector(kind):
     engine = Engine(kind)
     with engine.driver.device.recording():
@@ -94,7 +94,7 @@ def test_graphs_that_no_backward_goes_through_are_freed_without_the_collector(ki
         engine.close()
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("kind", ON_STREAMS)
 def test_forty_evaluations_leave_no_more_behind_than_two(kind):
     engine = Engine(kind)
     with engine.driver.device.recording(), torch.no_grad():

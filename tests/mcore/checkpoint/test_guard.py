@@ -246,7 +246,7 @@ def test_what_is_not_about_files_passes(tmp_path, error):
 
 
 def test_both_ends_are_reported_in_one_line():
-    from megatron_asynchzp.mcore.process import ending
+    from megatron_asynchzp.mcore import ending
 
     assert issubclass(ConfigurationError, ending.OWN_ERRORS)
     assert issubclass(SaveError, ending._LAST_WORDS)

@@ -100,7 +100,7 @@ MOVES: dict[int, dict[Job, list[Job]]] = {
     },
     2: {
         Job((2, 1, 4)): [Job((1, 2, 2)), Job((1, 1, 1), PIPELINE)],
-        Job((2, 2, 4), TWO_EXPERT_RANKS): [Job((2, 1, 2), MIXTURE_OF_EXPERTS)],
+        Job((2, 2, 4), TWO_EXPERT_RANKS): [Job((2, 1, 2), tuple(MIXTURE_OF_EXPERTS))],
     },
     8: {
         Job((2, 1, 4)): [Job((2, 4, 8)), Job((1, 2, 2), (*TENSOR, *PIPELINE))],
