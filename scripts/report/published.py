@@ -190,19 +190,16 @@ def compared_networks() -> str:
 
 
 def _tables_of(study: str) -> dict[str, Callable[[], str]]:
-    return {
-        f"compare {study}": lambda: compare_memory.measured_table(compared(study)),
-        f"compare {study} caps": lambda: compare_front.capped_table(compared(study)),
-        f"compare {study} memory": lambda: compare_memory.memory_table(compared(study)),
-    }
+    return {f"compare {study}": lambda: compare_memory.measured_table(compared(study))}
+
+
+def compared_calibrations() -> str:
+    return compare_memory.calibration_table(comparisons(read_record("compare").lines))
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "schedules": lambda: schedule_grid.markdown(read_record("schedules").lines),
-    **_tables_of("slow-between-nodes"),
-    **_tables_of("slower-between-nodes"),
-    **_tables_of("fast"),
-    **_tables_of(NO_NETWORK),
+    "compare calibrations": compared_calibrations,
     "compare networks": compared_networks,
     **_tables_of("pipelines slow-between-nodes"),
     "scaling": lambda: scaling_table.markdown(read_record("scaling").lines),
@@ -220,7 +217,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "pasa training": lambda: pasa_table.training_table(read_record("pasa_training").lines),
     "pasa plateau": lambda: pasa_table.plateau_table(read_record("pasa_training").lines),
     "planner": lambda: planner_table.markdown(read_record("planner_published").lines),
-    "planner points": lambda: planner_table.points(read_record("planner_published").lines),
     "planner testbed": lambda: planner_table.testbed(read_record("planner_testbed").lines),
     "peaks": lambda: peak_table.table(read_record("peaks").lines),
     "real size": lambda: peak_table.table(read_record("real_size").lines),
