@@ -123,7 +123,19 @@ def test_a_comparison_beyond_its_bound_counts_as_different():
     good |= {"loss_error": 1e-4, "grad_norm_error": 2e-4}
     bad = [good | {"grad_norm_error": 2e-3}, good | {"loss_error": float("nan")}]
     assert parity_table([good]).splitlines()[2].endswith("| 1.0e-03 | 0 |")
-    assert parity_table([good, *bad]).splitlines()[2].endswith("| 1.0e-03 | 2 |")
+    assert parity_table([good, *bad]).splitlines()[2].endswith("| nan | 1.0e-03 | 2.0e-03 | 1.0e-03 | 2 |")
+
+
+def test_configurations_with_the_same_bounds_share_a_row_of_the_table():
+    """And 4 and 8 ranks of one configuration, the larger bound of which holds for the row."""
+    one = {"variant": "fp32", "ranks": 4, "steps": 20, "tolerance": 1e-6, "faults": []}
+    one |= {"loss_error": 1e-7, "grad_norm_error": 2e-7}
+    wide = one | {"variant": "bf16", "tolerance": 1e-3}
+    text = parity_table([one, wide, one | {"ranks": 8, "loss_error": 3e-7}, one | {"variant": "PP"}])
+    assert text.splitlines()[2:] == [
+        "| fp32; PP | 3 | 3.0e-07 | 1.0e-06 | 2.0e-07 | 1.0e-06 | 0 |",
+        "| bf16 | 1 | 1.0e-07 | 1.0e-03 | 2.0e-07 | 1.0e-03 | 0 |",
+    ]
 
 
 def test_the_census_counts_what_starts_and_names_who_refuses_the_rest():

@@ -82,19 +82,6 @@ def parity() -> str:
     return parity_table(longest)
 
 
-def stock_noise() -> str:
-    """How far two stock runs are apart."""
-    record = read_record("stock_noise")
-    rows = ["| configuration | ranks | steps | worst loss | worst gradient norm | measured |"]
-    rows.append("|---|---:|---:|---:|---:|---|")
-    for line in record.lines:
-        rows.append(
-            f"| {line['configuration']} | {line['ranks']} | {line['steps']} "
-            f"| {line['worst_loss']:.1e} | {line['worst_grad_norm']:.1e} | {line['date']} |"
-        )
-    return "\n".join([*rows, "", provenance("stock_noise")])
-
-
 def host_cost() -> str:
     """Before and after, with the spread of the totals."""
     rows = ["| schedule | parameters of a unit | engine | forward | backward | both | calls |"]
@@ -207,7 +194,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "parity": parity,
     "shrunk models": lambda: shrunk_table(read_record("shrunk_models").lines),
     "grad wire": lambda: wire_table(read_record("grad_wire").lines),
-    "stock noise": stock_noise,
     "host cost": host_cost,
     "muon": muon,
     "pipeline": pipeline,
