@@ -96,7 +96,7 @@ def test_records_that_do_not_belong_together_end_in_one_line(
     assert str(ended.value) == f"{name}: records of different slow_motion: 1.0 and 4.0"
 
 
-def test_shrunk_models_have_a_row_for_each_number_of_ranks_with_the_worst_of_all_sizes():
+def test_a_shrunk_model_has_a_row_with_the_worst_of_all_sizes_and_numbers_of_ranks():
     rows = shrunk_table(made_up.shrunk_records()).splitlines()[2:]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert cells == [["a model", "3", "2.0e-06", "2.0e-07", "0.0e+00", "3.0e-07", "1.0e-06", "1"]]
