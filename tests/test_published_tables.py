@@ -100,7 +100,7 @@ def test_the_plateau_ends_where_the_mean_of_ten_steps_is_below():
         for seed, of_run in ((0, losses), (1, [4.0] * 40))
     ]
     # The mean of steps 13 to 22 is the first with three of the lower losses.
-    assert pasa_table.plateau_table(runs).splitlines()[2] == "| fp32 | 13 | not in 40 |"
+    assert pasa_table.plateau(runs, "fp32") == "13, not in 40"
 
 
 def test_rows_of_the_paper_that_are_one_run_are_one_row_of_the_fullest_stage():

@@ -13,6 +13,7 @@ from scripts.report import (
     checkpoint_table,
     cluster_table,
     compare_memory,
+    pasa_table,
     peak_table,
     schedule_grid,
 )
@@ -239,6 +240,10 @@ def pasa_times(k_bias: str, v_bias: str, dtype: str, way: str) -> str:
     return f"{times:.1f}" if times < 10 else f"{times:.0f}"
 
 
+def pasa_plateau(way: str) -> str:
+    return pasa_table.plateau(read_record("pasa_training").lines, way)
+
+
 def peaks_figure(what: str) -> str:
     return {"worst": peak_table.worst}[what](read_record("peaks").lines)
 
@@ -297,6 +302,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "peaks": peaks_figure,
     "planner": planner_figure,
     "pasa times": pasa_times,
+    "pasa plateau": pasa_plateau,
     "parity worst": parity_worst,
     "shrunk worst": shrunk_worst,
     "parity count": parity_count,

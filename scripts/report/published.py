@@ -201,7 +201,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "pasa gradient": lambda: pasa_table.gradient_table(read_record("pasa_accuracy").lines),
     "pasa forward": lambda: pasa_table.forward_table(read_record("pasa_accuracy").lines),
     "pasa training": lambda: pasa_table.training_table(read_record("pasa_training").lines),
-    "pasa plateau": lambda: pasa_table.plateau_table(read_record("pasa_training").lines),
     "planner": lambda: planner_table.markdown(read_record("planner_published").lines),
     "planner testbed": lambda: planner_table.testbed(read_record("planner_testbed").lines),
     "peaks": lambda: peak_table.table(read_record("peaks").lines),
