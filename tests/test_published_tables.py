@@ -164,15 +164,14 @@ def test_a_figure_that_a_test_sets_is_one_that_the_test_has(tmp_path):
             figures.stated(str(source), text)
 
 
-def test_two_steps_of_the_comparison_differ_in_all_and_in_waiting(monkeypatch):
+def test_whoever_has_a_lower_peak_is_named_with_its_step(monkeypatch):
     rows = (
-        Row("fast", "", step_ms=(1000.0,), exposed_ms=50.0, peak_mb=20.0),
-        Row("small", "", step_ms=(1200.0,), exposed_ms=80.0, peak_mb=10.0),
+        Row("fast", "", step_ms=(1000.0,), peak_mb=20.0),
+        Row("small", "", step_ms=(1200.0,), peak_mb=10.0),
     )
     of_network = Comparison(2, 2, {}, {}, None, rows)
     monkeypatch.setattr(figures, "compared", lambda network: of_network)
-    apart = [figures.compare_apart("n", "small", "fast", of) for of in ("step", "waits")]
-    assert apart == ["200", "30"]
+    assert figures.compare_holds("n", "fast", "small", "peak") == "100% more"
     assert figures.compare_holding_less("n", "fast") == "small (1200 ms, 10.0 MB)"
     assert figures.compare_holding_less("n", "small") == "nobody"
 
