@@ -26,7 +26,12 @@ def test_the_tutorials_commands_lead_from_a_text_to_a_model_that_transformers_lo
     script = commands(DOCS / "tutorial.md")
     script = script.replace("PRETRAIN", str(ROOT / "scripts/train/pretrain_gpt.py"))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
     command = ["bash", "-euo", "pipefail", "-c", script]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

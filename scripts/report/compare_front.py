@@ -6,7 +6,6 @@ that a rank needs for it, with the front of those that nothing beats in both.
     python -m scripts.report.compare_front runs/compare/records.jsonl --output front.png
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from megatron_asynchzp.tools.styles import INK, NORMAL, SIZES_MEANING, SMALL, ba
 from scripts.report.compare_memory import peak_of
 from scripts.report.compare_picture import MEANING, on_networks
 from scripts.report.compare_rows import Comparison, Row, comparisons
-from scripts.report.records import markdown_table, write_picture
+from scripts.report.records import write_picture
 from scripts.testbed.contenders.side_by_side import ND, OURS, SHARDED
 
 _MARKS = {OURS: ("o", styles.OURS), ND: ("s", styles.STOCK), SHARDED: ("^", styles.PEER)}
@@ -35,28 +34,6 @@ def front(rows: Iterable[Row]) -> list[Row]:
 def measured(comparison: Comparison) -> list[Row]:
     """Those whose time and peak are known."""
     return [row for row in comparison.rows if row.is_timed and row.peak_mb is not None]
-
-
-def caps_of(rows: Sequence[Row]) -> list[int]:
-    """Up to five caps in MB: the peaks of the contenders at each quarter of them, rounded up."""
-    peaks = sorted(map(peak_of, rows))
-    return [*dict.fromkeys(math.ceil(peaks[(len(peaks) - 1) * part // 4]) for part in range(5))]
-
-
-def capped_table(comparison: Comparison) -> str:
-    """For a cap on the peak of a rank the fastest contender of each kind that stays below it."""
-    rows = measured(comparison)
-    table = []
-    for cap in caps_of(rows):
-        line = [str(cap)]
-        within = [row for row in rows if peak_of(row) <= cap]
-        for family in (OURS, ND, SHARDED):
-            best = next((row for row in within if row.family == family), None)
-            text = "none" if best is None else f"{best.name}, {best.median_ms:.0f}"
-            line.append(f"**{text}**" if best is not None and best is within[0] else text)
-        table.append(line)
-    head = ["MB of a rank, at most", "AsyncHZP, ms", "stock ND, ms", "sharded peers, ms"]
-    return markdown_table(head, table, num_left=0)
 
 
 def draw(records: Iterable[dict], file: Path) -> None:

@@ -156,7 +156,7 @@ def behind_lines(comparison: Comparison) -> list[str]:
 
 def networks_table(bare: Comparison, found: Sequence[Comparison]) -> str:
     """Every row of `bare`, which has no network, beside its step and the network's part on each
-    network of the same cluster among `found`."""
+    network of the same cluster among `found`, and its memory there, on the first of them."""
     cluster = bare.nodes, bare.ranks_per_node
     networks = [
         one for one in found if one.has_network and (one.nodes, one.ranks_per_node) == cluster
@@ -167,13 +167,20 @@ def networks_table(bare: Comparison, found: Sequence[Comparison]) -> str:
     table = []
     for row in bare.rows:
         if row.is_timed:
-            line = [f"**{row.name}**" if row.family == OURS else row.name, f"{row.median_ms:.0f}"]
+            line = [f"**{row.name}**" if row.family == OURS else row.name, _step(row)]
             for one in networks:
                 there = one.row(row.name)
-                times = (None, None) if there is None else (there.median_ms, there.network_ms)
-                line += [_number(value, 0, "") for value in times]
+                part = None if there is None else there.network_ms
+                line += ["" if there is None else _step(there), _number(part, 0, "")]
+            memory = networks[0].row(row.name) or row if networks else row
+            line += [_number(value, 1) for value in (memory.state_mb, memory.peak_mb)]
             table.append(line)
-    return markdown_table(head, table)
+    return markdown_table([*head, "MB at rest", "MB at peak"], table)
+
+
+def _step(row: Row) -> str:
+    """Its median, with a warning where others used the machine in every run of it."""
+    return f"{row.median_ms:.0f}{' (disturbed)' * (row.foreign > FOREIGN_LIMIT)}"
 
 
 def verdict(comparison: Comparison) -> list[str]:

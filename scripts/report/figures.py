@@ -12,6 +12,7 @@ from scripts.report import (
     checkpoint_table,
     cluster_table,
     compare_memory,
+    pasa_table,
     peak_table,
     schedule_grid,
 )
@@ -59,11 +60,8 @@ def _warning(*rows: Row) -> str:
 
 
 _COMPARED: dict[str, Callable[[Row], str]] = {
-    "name": lambda row: row.name,
     "step": lambda row: f"{row.median_ms:.0f}{_warning(row)}",
-    "waits": lambda row: f"{row.exposed_ms:.0f}",
     "network": lambda row: f"{_known(row.network_ms):.0f}{_warning(row)}",
-    "adam": lambda row: f"{_known(row.optimizer_ms):.1f}{_warning(row)}",
     "sent": lambda row: f"{row.node_mb:.1f}",
     "rest": lambda row: f"{row.state_mb:.1f}",
     "peak": lambda row: f"{row.peak_mb:.1f}",
@@ -85,33 +83,17 @@ def compare_ahead(network: str, slower: str, faster: str) -> str:
     return f"{ahead(*rows):.2f}{_warning(*rows)}"
 
 
-def compare_more(network: str, contender: str, other: str, memory: str) -> str:
-    """By how many percent `contender` holds more than `other`, at "rest" or "peak"."""
-    return f"{100 * _more(network, contender, other, memory):.0f}%"
-
-
 def compare_holds(network: str, contender: str, other: str, memory: str) -> str:
-    """The same where either may hold more: "7% more" or "7% less"."""
-    more = _more(network, contender, other, memory)
-    return f"{100 * abs(more):.0f}% {'more' if more >= 0 else 'less'}"
-
-
-def _more(network: str, contender: str, other: str, memory: str) -> float:
+    """What `contender` holds beside `other`, at "rest" or "peak": "7% more" or "7% less"."""
     of = {"rest": compare_memory.state_of, "peak": compare_memory.peak_of}[memory]
-    return of(_row(network, contender)) / of(_row(network, other)) - 1
+    more = of(_row(network, contender)) / of(_row(network, other)) - 1
+    return f"{100 * abs(more):.0f}% {'more' if more >= 0 else 'less'}"
 
 
 def compare_behind(network: str, contender: str, other: str) -> str:
     """By how many milliseconds `contender` takes longer than `other`."""
     rows = _row(network, contender), _row(network, other)
     return f"{rows[0].median_ms - rows[1].median_ms:.0f}{_warning(*rows)}"
-
-
-def compare_apart(network: str, slower: str, faster: str, what: str) -> str:
-    """ms by which two steps differ, or the "waits" in them; of the figures that are shown."""
-    shown = {"step": lambda row: row.median_ms, "waits": lambda row: row.exposed_ms}[what]
-    ms, other_ms = (round(shown(_row(network, name))) for name in (slower, faster))
-    return str(ms - other_ms)
 
 
 def compare_holding_less(network: str, contender: str) -> str:
@@ -216,6 +198,10 @@ def pasa_times(k_bias: str, v_bias: str, dtype: str, way: str) -> str:
     return f"{times:.1f}" if times < 10 else f"{times:.0f}"
 
 
+def pasa_plateau(way: str) -> str:
+    return pasa_table.plateau(read_record("pasa_training").lines, way)
+
+
 def peaks_figure(what: str) -> str:
     return {"worst": peak_table.worst}[what](read_record("peaks").lines)
 
@@ -260,8 +246,6 @@ FIGURES: dict[str, Callable[..., str]] = {
     "compare ahead": compare_ahead,
     "compare behind": compare_behind,
     "compare holds": compare_holds,
-    "compare more": compare_more,
-    "compare apart": compare_apart,
     "compare holding less": compare_holding_less,
     "compare compute": compare_compute,
     "checkpoint ratio": checkpoint_ratio,
@@ -272,6 +256,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "peaks": peaks_figure,
     "planner": planner_figure,
     "pasa times": pasa_times,
+    "pasa plateau": pasa_plateau,
     "parity worst": parity_worst,
     "shrunk worst": shrunk_worst,
     "parity count": parity_count,

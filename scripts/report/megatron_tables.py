@@ -44,11 +44,11 @@ def _refusals(refusals: Sequence[Refusal]) -> list[str]:
 def tables() -> dict[str, list[str]]:
     """The lines of every table, by the name in its marker."""
     switched_off = [(f"`{rule.name}`", rule.value, rule.reason) for rule in NORMALISATIONS]
-    patches = [(i, f"`{p.target}`", p.why, p.drop_when) for i, p in enumerate(PATCHES, 1)]
+    patches = [(i, f"`{p.target}`", p.why) for i, p in enumerate(PATCHES, 1)]
     return {
         "flags": _flags(add_asynchzp_arguments),
         "attention flags": _flags(add_pasa_arguments),
-        "patches": _table(("#", "what is replaced", "why", "drop when"), patches),
+        "patches": _table(("#", "what is replaced", "why"), patches),
         "switched off": _table(("argument", "becomes", "because"), switched_off),
         "refusals": _refusals(REFUSALS),
         "attention refusals": _refusals(PASA_REFUSALS),

@@ -1,56 +1,67 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the file that the parity tests write under ASYNCHZP_PARITY_LOG into Markdown tables: a row
-per configuration, with the sizes compared and the largest differences.
+"""Turns the file that the parity tests write under ASYNCHZP_PARITY_LOG into Markdown tables: what
+was compared, and the largest differences beside what is allowed.
 """
+
+from collections.abc import Iterable
 
 from scripts.report.records import markdown_table, print_table
 
 
 def parity_table(comparisons: list[dict]) -> str:
-    """Markdown of all comparisons, as tests/support/parity.py writes them."""
+    """Configurations with the same bounds, as tests/support/parity.py writes them, share a row."""
     by_variant: dict[str, list[dict]] = {}
     for record in comparisons:
-        by_variant.setdefault(f"{record['variant']} ({record['ranks']} ranks)", []).append(record)
+        by_variant.setdefault(record["variant"], []).append(record)
+    by_bounds: dict[tuple[float, float], list[str]] = {}
+    for variant, records in by_variant.items():
+        bounds = _largest(records, "loss_tolerance"), _largest(records, "tolerance")
+        by_bounds.setdefault(bounds, []).append(variant)
     # fmt: off
     head = [
-        "configuration", "sizes", "steps", "worst loss", "allowed", "worst gradient norm",
-        "allowed", "differ",
+        "configurations", "comparisons", "worst loss", "allowed", "worst gradient norm", "allowed",
+        "differ",
     ]
     # fmt: on
     rows = []
-    for variant, records in by_variant.items():
-        loss, norm = (max(one[key] for one in records) for key in ("loss_error", "grad_norm_error"))
-        allowed = max(one["tolerance"] for one in records)
-        allowed_loss = max(_loss_tolerance(one) for one in records)
-        bad = sum(not _is_equal(one) for one in records)
-        steps = str(records[0]["steps"])
-        worst = [f"{value:.1e}" for value in (loss, allowed_loss, norm, allowed)]
-        rows.append([variant, str(len(records)), steps, *worst, str(bad)])
-    return f"{markdown_table(head, rows)}\n{len(comparisons)} comparisons."
+    for (loss_bound, norm_bound), variants in by_bounds.items():
+        records = [one for variant in variants for one in by_variant[variant]]
+        loss, norm = (_largest(records, key) for key in ("loss_error", "grad_norm_error"))
+        worst = [f"{value:.1e}" for value in (loss, loss_bound, norm, norm_bound)]
+        rows.append(["; ".join(variants), str(len(records)), *worst, _num_different(records)])
+    return markdown_table(head, rows)
 
 
 def shrunk_table(comparisons: list[dict]) -> str:
-    """Markdown of the comparisons of shrunk models: the worst of all sizes, and what is allowed."""
-    by_model: dict[tuple[str, int], list[dict]] = {}
+    """Markdown of the comparisons of shrunk models: the worst of all sizes and numbers of ranks."""
+    by_model: dict[str, list[dict]] = {}
     for record in comparisons:
-        by_model.setdefault((record["variant"], record["ranks"]), []).append(record)
+        by_model.setdefault(record["variant"], []).append(record)
     # fmt: off
     head = [
-        "model", "ranks", "(P, G, O)", "steps", "loss", "gradient norm", "parameter norm",
-        "auxiliary and MTP", "allowed", "differ",
+        "model", "comparisons", "loss", "gradient norm", "parameter norm", "auxiliary and MTP",
+        "allowed", "differ",
     ]
     keys = (
         "loss_error", "grad_norm_error", "params_norm_error", "more_losses_error", "tolerance",
     )
     # fmt: on
     rows = []
-    for (model, ranks), records in by_model.items():
-        sizes = " ".join(f"({', '.join(map(str, one['sizes']))})" for one in records)
-        worst = [f"{max(one[key] for one in records):.1e}" for key in keys]
-        bad = sum(not _is_equal(one) for one in records)
-        rows.append([model, str(ranks), sizes, str(records[0]["steps"]), *worst, str(bad)])
+    for model, records in by_model.items():
+        worst = [f"{_largest(records, key):.1e}" for key in keys]
+        rows.append([model, str(len(records)), *worst, _num_different(records)])
     return markdown_table(head, rows)
+
+
+def _largest(records: Iterable[dict], key: str) -> float:
+    """NaN where one of them is. Earlier records have one bound for losses and norms."""
+    values = [one.get(key, one["tolerance"]) for one in records]
+    return next((value for value in values if value != value), max(values))
+
+
+def _num_different(records: Iterable[dict]) -> str:
+    return str(sum(not _is_equal(one) for one in records))
 
 
 def _loss_tolerance(comparison: dict) -> float:

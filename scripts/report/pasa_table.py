@@ -68,21 +68,16 @@ def training_table(runs: Sequence[dict]) -> str:
     return _short(rows)
 
 
-def plateau_table(runs: Sequence[dict]) -> str:
-    """The step at which the smoothed loss falls below PLATEAU, for every seed there is."""
+def plateau(runs: Sequence[dict], way: str) -> str:
+    """The step at which the smoothed loss of `way` falls below PLATEAU, for every seed there is."""
     seeded = [run for run in runs if run["seed"] > 0]
     setting = seeded[0]["k_bias"], seeded[0]["v_bias"]
     left = {
-        (run["way"], run["seed"]): _left_at(run["losses"])
+        run["seed"]: _left_at(run["losses"])
         for run in runs
-        if (run["k_bias"], run["v_bias"]) == setting
+        if (run["k_bias"], run["v_bias"], run["way"]) == (*setting, way)
     }
-    seeds = sorted({seed for _, seed in left})
-    rows = ["| attention | " + " | ".join(f"seed {seed}" for seed in seeds) + " |"]
-    rows.append("|---" * (len(seeds) + 1) + "|")
-    for way in dict.fromkeys(way for way, _ in left):
-        rows.append(f"| {way} | " + " | ".join(left[way, seed] for seed in seeds) + " |")
-    return "\n".join(rows)
+    return ", ".join(left[seed] for seed in sorted(left))
 
 
 def _left_at(losses: Sequence[float]) -> str:

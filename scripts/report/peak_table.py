@@ -8,12 +8,11 @@ MIB = 2**20
 
 
 def table(lines: Sequence[dict]) -> str:
-    """One row for each model and pipeline stage."""
-    columns = ("model", "ranks", "stage", "start", "counted", "training", "counted", "peak apart")
+    """One row for each model and pipeline stage, with the higher of its two peaks."""
+    columns = ("model", "ranks", "stage", "predicted", "counted", "apart")
     rows = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
     for line in lines:
-        sides = [line[side] for side in ("predicted", "counted")]
-        numbers = [f"{side[what] / MIB:.2f}" for what in ("start", "training") for side in sides]
+        numbers = [f"{max(line[side].values()) / MIB:.2f}" for side in ("predicted", "counted")]
         cells = (line["model"], str(line["ranks"]), str(line["stage"]), *numbers)
         rows.append(f"| {' | '.join(cells)} | {apart(line):+.1%} |")
     return "\n".join(rows)

@@ -7,6 +7,7 @@ planner is from what others measured, and from the test-bed.
 """
 
 from collections.abc import Sequence
+from statistics import mean
 
 from scripts.report.records import markdown_table, print_table
 
@@ -14,8 +15,7 @@ _HEAD = ["source", "predicted points", "mean error", "worst error", "bounds", ""
 
 
 def markdown(lines: Sequence[dict]) -> str:
-    """One row for each source, then what each assumes."""
-    summaries = [line for line in lines if line["kind"] == "summary"]
+    """One row for each source."""
     rows = [
         [
             one["title"],
@@ -25,54 +25,20 @@ def markdown(lines: Sequence[dict]) -> str:
             f"{one['mean_bound']:.0%}, {one['worst_bound']:.0%}",
             "holds" if one["holds"] else "**missed**",
         ]
-        for one in summaries
+        for one in lines
+        if one["kind"] == "summary"
     ]
-    notes = [
-        f"- *{one['title']}*. {one['source']}. Assumed: {one['assumed']}." for one in summaries
-    ]
-    return "\n".join([markdown_table(_HEAD, rows), *notes])
-
-
-def points(lines: Sequence[dict]) -> str:
-    """Every point that others measured."""
-    head = ["series", "point", "ranks", "measured", "predicted", "error"]
-    rows = []
-    for line in lines:
-        if line["kind"] == "published":
-            rows.append(
-                [
-                    line["series"],
-                    line["name"],
-                    str(line["ranks"]),
-                    _figure(line["measured"]),
-                    _figure(line["predicted"]),
-                    "fitted" if line["fitted"] else f"{line['error']:+.1%}",
-                ]
-            )
-    return markdown_table(head, rows, num_left=2)
+    return markdown_table(_HEAD, rows)
 
 
 def testbed(lines: Sequence[dict]) -> str:
-    """What was measured on the test-bed, then what was chosen there, then one line for all."""
-    head = ["cluster", "model", "P, G, O x micro-batches", "measured ms", "predicted ms", "error"]
-    rows = [
-        [
-            *(line[key] for key in ("network", "model", "name")),
-            *(f"{line[key]:.0f}" for key in ("measured", "predicted")),
-            "fitted" if line["fitted"] else f"{line['error']:+.1%}",
-        ]
-        for line in lines
-        if line["kind"] == "point"
-    ]
-    chosen = [
-        [
-            *(line[key] for key in ("network", "model", "chosen", "best")),
-            str(line["candidates"]),
-            f"{line['ratio']:.3f}",
-        ]
-        for line in lines
-        if line["kind"] == "choice"
-    ]
+    """A row for each cluster of the test-bed, then one line for all."""
+    found: dict[str, list[dict]] = {}
+    for line in lines:
+        if line["kind"] in ("point", "choice"):
+            found.setdefault(line["network"], []).append(line)
+    head = ["cluster", "predicted steps", "measured ms", "mean error", "worst error", "choices"]
+    rows = [[name, *_cluster(of_one)] for name, of_one in found.items()]
     (of_all,) = [line for line in lines if line["kind"] == "summary"]
     text = (
         f"{of_all['points']} predicted steps: mean error {of_all['mean']:.1%}, worst "
@@ -80,14 +46,22 @@ def testbed(lines: Sequence[dict]) -> str:
         f"{of_all['worst_bound']:.0%}). {of_all['good_choices']} of {of_all['choices']} choices "
         f"within 2% of the best that was measured. {'Holds' if of_all['holds'] else '**Missed**'}."
     )
-    choice_head = ["cluster", "model", "chosen", "measured best", "measured plans", "ratio"]
-    return "\n".join(
-        [text, "", markdown_table(head, rows, 3), markdown_table(choice_head, chosen, 4)]
-    )
+    return "\n".join([text, "", markdown_table([*head, "the choice over the best"], rows)])
 
 
-def _figure(value: float) -> str:
-    return f"{value:.1%}" if value < 1 else f"{value:.0f}"
+def _cluster(lines: Sequence[dict]) -> list[str]:
+    points = [line for line in lines if line["kind"] == "point" and not line["fitted"]]
+    ratios = [line["ratio"] for line in lines if line["kind"] == "choice"]
+    measured = [line["measured"] for line in points]
+    worst = max((line["error"] for line in points), key=abs)
+    return [
+        str(len(points)),
+        f"{min(measured):.0f} to {max(measured):.0f}",
+        f"{mean(abs(line['error']) for line in points):.1%}",
+        f"{worst:+.1%}",
+        str(len(ratios)),
+        f"{min(ratios):.3f} to {max(ratios):.3f}" if ratios else "",
+    ]
 
 
 if __name__ == "__main__":

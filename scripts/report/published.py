@@ -80,19 +80,6 @@ def parity() -> str:
     return parity_table(longest)
 
 
-def stock_noise() -> str:
-    """How far two stock runs are apart."""
-    record = read_record("stock_noise")
-    rows = ["| configuration | ranks | steps | worst loss | worst gradient norm | measured |"]
-    rows.append("|---|---:|---:|---:|---:|---|")
-    for line in record.lines:
-        rows.append(
-            f"| {line['configuration']} | {line['ranks']} | {line['steps']} "
-            f"| {line['worst_loss']:.1e} | {line['worst_grad_norm']:.1e} | {line['date']} |"
-        )
-    return "\n".join([*rows, "", provenance("stock_noise")])
-
-
 def host_cost() -> str:
     """Before and after, with the spread of the totals."""
     rows = ["| schedule | parameters of a unit | engine | forward | backward | both | calls |"]
@@ -188,26 +175,22 @@ def compared_networks() -> str:
 
 
 def _tables_of(study: str) -> dict[str, Callable[[], str]]:
-    return {
-        f"compare {study}": lambda: compare_memory.measured_table(compared(study)),
-        f"compare {study} caps": lambda: compare_front.capped_table(compared(study)),
-        f"compare {study} memory": lambda: compare_memory.memory_table(compared(study)),
-    }
+    return {f"compare {study}": lambda: compare_memory.measured_table(compared(study))}
+
+
+def compared_calibrations() -> str:
+    return compare_memory.calibration_table(comparisons(read_record("compare").lines))
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "schedules": lambda: schedule_grid.markdown(read_record("schedules").lines),
-    **_tables_of("slow-between-nodes"),
-    **_tables_of("slower-between-nodes"),
-    **_tables_of("fast"),
-    **_tables_of(NO_NETWORK),
+    "compare calibrations": compared_calibrations,
     "compare networks": compared_networks,
     **_tables_of("pipelines slow-between-nodes"),
     "checkpoints": lambda: checkpoint_table.tables(read_record("checkpoints").lines),
     "parity": parity,
     "shrunk models": lambda: shrunk_table(read_record("shrunk_models").lines),
     "grad wire": lambda: wire_table(read_record("grad_wire").lines),
-    "stock noise": stock_noise,
     "host cost": host_cost,
     "muon": muon,
     "pipeline": pipeline,
@@ -215,9 +198,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pasa gradient": lambda: pasa_table.gradient_table(read_record("pasa_accuracy").lines),
     "pasa forward": lambda: pasa_table.forward_table(read_record("pasa_accuracy").lines),
     "pasa training": lambda: pasa_table.training_table(read_record("pasa_training").lines),
-    "pasa plateau": lambda: pasa_table.plateau_table(read_record("pasa_training").lines),
     "planner": lambda: planner_table.markdown(read_record("planner_published").lines),
-    "planner points": lambda: planner_table.points(read_record("planner_published").lines),
     "planner testbed": lambda: planner_table.testbed(read_record("planner_testbed").lines),
     "peaks": lambda: peak_table.table(read_record("peaks").lines),
     "real size": lambda: peak_table.table(read_record("real_size").lines),

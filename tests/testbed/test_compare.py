@@ -14,7 +14,7 @@ from scripts.bench.compare import parse_args
 from scripts.bench.compare_calibration import emulated_ms, ring_all_gather_ms
 from scripts.bench.compare_plan import PUBLISHED
 from scripts.report import compare_front
-from scripts.report.compare_memory import memory_table
+from scripts.report.compare_memory import calibration_table, measured_table
 from scripts.report.compare_picture import draw
 from scripts.report.compare_rows import NO_NETWORK, comparisons, losses_agree, orders, sharded_peers
 from scripts.report.compare_table import cells, markdown, networks_table
@@ -243,13 +243,15 @@ def test_a_record_names_the_command_by_its_module_without_a_path(monkeypatch):
     assert machine_record("./scripts/quickstart.sh")["command"] == "./scripts/quickstart.sh"
 
 
-def test_each_row_names_the_fastest_that_holds_no_more_at_rest_and_at_the_peak():
-    small = run("small and slow", SHARDED, [1400.0], state_nbytes=5e6, peak_nbytes=3e7)
-    comparison = comparisons([*RECORDS, small])[0]
-    rows = {
-        line.split(" | ")[0].strip("| "): line for line in memory_table(comparison).splitlines()
-    }
+def test_the_published_rows_have_times_and_memory_and_a_warning_where_they_were_disturbed():
+    busy = run("busy", SHARDED, [1400.0], state_nbytes=5e6, peak_nbytes=3e7, foreign=0.9)
+    comparison = comparisons([*RECORDS, busy])[0]
+    lines = measured_table(comparison).splitlines()
+    rows = {line.split(" | ")[0].strip("| "): line for line in lines}
     assert "cheat" not in rows and "absent" not in rows
-    assert rows["everything twice"].count("itself") == 2
-    assert rows["small and slow"].endswith("| 5.00 | itself | 30.00 | everything twice, 900 |")
-    assert rows["ZeRO-3"].endswith(f"| 12.00 | {OURS_NAME}, 1000 | 20.00 | everything twice, 900 |")
+    assert rows["busy (disturbed)"].endswith("| 5.0 | 30.0 |")
+    assert f"**{OURS_NAME}**" in rows
+    times = {"compute_ms": 974.4, "flat_ms": 920.0, "hierarchical_ms": 460.0}
+    calibration = {key: busy[key] for key in ("nodes", "ranks_per_node", "profile", "workload")}
+    found = comparisons([*RECORDS, calibration | {"kind": "calibration"} | times])
+    assert "| slow | 0.1, 1 | 974 | 920 | 460 |" in calibration_table(found)
