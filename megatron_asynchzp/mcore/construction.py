@@ -7,21 +7,19 @@ complete when.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from datetime import timedelta
 from typing import Any
 
-import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from megatron_asynchzp.mcore.settings import Settings
 from megatron_asynchzp.mcore.shard_groups import (
     broadcast_from_first_rank,
     communication_device,
     create_shard_groups,
 )
 from megatron_asynchzp.mcore.units import EDGES, is_language_model, is_layer, sharding_group_key
-from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.zero.construction import Construction
 
 # The model that this process builds now.
@@ -30,17 +28,11 @@ _CONSTRUCTION: ContextVar[Construction | None] = ContextVar("asynchzp_constructi
 
 @contextmanager
 def constructing(
-    sizes: ShardSizes,
-    pg_collection: ProcessGroupCollection,
-    has_experts: bool,
-    data_parallel_random_init: bool = False,
-    timeout: timedelta | None = None,
-    grad_dtype: torch.dtype = torch.float32,
+    settings: Settings, pg_collection: ProcessGroupCollection, has_experts: bool
 ) -> Iterator[None]:
     """While the body builds model chunks, shard their layers, embeddings and output layers as soon
-    as each is complete. Collective over the world. Arguments as for wrap_model_chunks.
-    """
-    groups = create_shard_groups(sizes, pg_collection, has_experts, timeout, grad_dtype)
+    as each is complete. Collective over the world; has_experts: its common answer."""
+    groups = create_shard_groups(settings, pg_collection, has_experts)
 
     def use_first_rank(param: nn.Parameter) -> None:
         broadcast_from_first_rank(param, pg_collection)
@@ -49,7 +41,7 @@ def constructing(
         groups,
         sharding_group_key,
         communication_device(pg_collection.dp_cp),
-        use_first_rank if data_parallel_random_init else None,
+        use_first_rank if settings.starts_differ else None,
     )
     token = _CONSTRUCTION.set(construction)
     hook = register_module_module_registration_hook(_note_registered)

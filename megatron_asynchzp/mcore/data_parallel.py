@@ -6,7 +6,6 @@ finalize_model_grads call on a model chunk.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from megatron_asynchzp.comm.groups import ShardGroups
@@ -25,11 +23,9 @@ from megatron_asynchzp.device import device_of
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
 from megatron_asynchzp.mcore.communication import Communication
-from megatron_asynchzp.mcore.flags.asynchzp import TraceRequest
+from megatron_asynchzp.mcore.settings import Settings
 from megatron_asynchzp.mcore.shard_groups import broadcast_from_first_rank, create_shard_groups
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.params import refuse_params
@@ -43,7 +39,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     A subclass of DistributedDataParallel by name only, so that unwrap_model and the schedules
     recognise it without a patch; nothing of its buffers is built.
 
-    config, ddp_config, module, pg_collection: as for DistributedDataParallel.
+    ddp_config, module, pg_collection: as for DistributedDataParallel.
     groups: see create_shard_groups; they and `communication` are shared by all chunks of a rank;
     takes_snapshots: see ChunkCheckpoint; construction: see HZPRuntime; index: of this chunk on its
     rank.
@@ -51,16 +47,16 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
     def __init__(
         self,
-        config: TransformerConfig,
-        ddp_config: DistributedDataParallelConfig,
         module: torch.nn.Module,
+        index: int,
+        ddp_config: DistributedDataParallelConfig,
         pg_collection: ProcessGroupCollection,
         groups: dict[str, ShardGroups],
         communication: Communication,
         takes_snapshots: bool = False,
         construction: Construction | None = None,
-        index: int = 0,
     ):
+        config = get_model_config(module)
         _BaseDataParallel.__init__(self, config=config, module=module)
         self.ddp_config = ddp_config
         self.dp_cp_group = pg_collection.dp_cp
@@ -219,56 +215,33 @@ def wrap_model_chunks(
     model_chunks: Sequence[torch.nn.Module],
     ddp_config: DistributedDataParallelConfig,
     pg_collection: ProcessGroupCollection,
-    sizes: ShardSizes,
-    data_parallel_random_init: bool = False,
-    timeout: timedelta | None = None,
-    schedule: ScheduleConfig = ScheduleConfig(),
-    trace: TraceRequest | None = None,
-    saves_beside_training: bool = False,
-    grad_dtype: torch.dtype = torch.float32,
+    settings: Settings,
     construction: Construction | None = None,
 ) -> list[AsyncHZPDataParallel]:
     """Shard and wrap the model chunks of this rank. Collective over the world.
 
-    sizes: for the dense sharding group; data_parallel_random_init: the ranks initialised their
-    parameters differently and the first rank's are used, as stock Megatron does;
-    saves_beside_training: whether a checkpoint may be written while training goes on;
-    grad_dtype: in which gradients travel;
     construction: under which the chunks were built, if their modules are sharded already. It ends.
     """
-    has_experts = _is_true_anywhere(
-        any(sharding_group_key(p) == "expert" for chunk in model_chunks for p in chunk.parameters())
-    )
+    params = [param for chunk in model_chunks for param in chunk.parameters()]
+    has_experts = _is_true_anywhere(any(sharding_group_key(p) == "expert" for p in params))
     groups = {} if construction is None else dict(construction.groups)
     if "dense" not in groups or (has_experts and "expert" not in groups):
-        missing = create_shard_groups(sizes, pg_collection, has_experts, timeout, grad_dtype)
-        groups = missing | groups
-    first_param = next(model_chunks[0].parameters())
-    communication = Communication(schedule, device_of(first_param), trace)
-    communication.stays = Stays.of(schedule, communication.driver, first_param.device)
+        groups = create_shard_groups(settings, pg_collection, has_experts) | groups
+    schedule, device = settings.schedule, params[0].device
+    communication = Communication(schedule, device_of(params[0]), settings.trace)
+    communication.stays = Stays.of(schedule, communication.driver, device)
     # From an accelerator Megatron's writer makes copies by itself.
-    takes_snapshots = saves_beside_training and first_param.device.type == "cpu"
+    takes_snapshots = settings.saves_beside_training and device.type == "cpu"
     if construction is not None:
-        construction.note_whole(param for chunk in model_chunks for param in chunk.parameters())
-    wrapped = []
-    for index, chunk in enumerate(model_chunks):
-        if data_parallel_random_init:
-            for param in chunk.parameters():
-                if construction is None or not construction.holds(param):
-                    broadcast_from_first_rank(param, pg_collection)
-        wrapped.append(
-            AsyncHZPDataParallel(
-                get_model_config(chunk),
-                ddp_config,
-                chunk,
-                pg_collection,
-                groups,
-                communication,
-                takes_snapshots,
-                construction,
-                index,
-            )
-        )
+        construction.note_whole(params)
+    if settings.starts_differ:
+        for param in params:
+            if construction is None or not construction.holds(param):
+                broadcast_from_first_rank(param, pg_collection)
+    shared = ddp_config, pg_collection, groups, communication, takes_snapshots, construction
+    wrapped = [
+        AsyncHZPDataParallel(chunk, index, *shared) for index, chunk in enumerate(model_chunks)
+    ]
     if construction is not None:
         construction.close()
     # Megatron sets this for --overlap-grad-reduce, which is switched off: it overlaps anyway. The

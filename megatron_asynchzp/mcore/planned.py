@@ -15,7 +15,8 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import AUTO, resolve_grad_dtype, resolve_schedule
 from megatron_asynchzp.mcore.flags.shard_sizes import STATES, automatic_states, node_size
 from megatron_asynchzp.planner.activations import Kernels, Recompute, Setting
-from megatron_asynchzp.planner.cluster import GIB, Cluster, Device, Link, load_cluster
+from megatron_asynchzp.planner.cluster import GIB, Cluster, Device, Link
+from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.memory import MomentBytes
 from megatron_asynchzp.planner.model import (

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the communicators of Megatron's sharding groups, and what their ranks begin with."""
 
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,38 +11,34 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.mcore.settings import Settings
 from megatron_asynchzp.mcore.units import sharding_group_key
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 
 
 def create_shard_groups(
-    sizes: ShardSizes,
-    pg_collection: ProcessGroupCollection,
-    has_experts: bool,
-    timeout: timedelta | None = None,
-    grad_dtype: torch.dtype = torch.float32,
+    settings: Settings, pg_collection: ProcessGroupCollection, has_experts: bool
 ) -> dict[str, ShardGroups]:
-    """Communicators of the dense and, with `has_experts`, of the expert sharding group.
-
-    sizes: in ranks of the data x context parallel group; experts use their gcd with the size of
-    the expert data-parallel group; grad_dtype: see ShardGroups. Collective over the world;
-    `has_experts` is its common answer.
+    """Communicators of the dense and, with `has_experts`, of the expert sharding group. Collective
+    over the world; `has_experts` is its common answer.
     """
 
     def over(name: str, group: dist.ProcessGroup, group_sizes: ShardSizes) -> ShardGroups:
         topology = ShardTopology(group.size(), group.rank(), group_sizes)
         ranks = dist.get_process_group_ranks(group)
         options = partial(communicator_options, name, dist.get_backend(group))
-        created = ShardGroups.create(topology, ranks, timeout, grad_dtype, options)
+        created = ShardGroups.create(
+            topology, ranks, settings.timeout, settings.grad_dtype, options
+        )
         device = communication_device(group)
         if device.type != "cpu":
             created.connect(device)
         return created
 
-    groups = {"dense": over("dp_cp", pg_collection.dp_cp, sizes)}
+    groups = {"dense": over("dp_cp", pg_collection.dp_cp, settings.sizes)}
     if has_experts:
         expert_group = pg_collection.expt_dp
-        expert_sizes = sizes.restricted_to(expert_group.size())
+        expert_sizes = settings.sizes.restricted_to(expert_group.size())
         groups["expert"] = over("ep_dp", expert_group, expert_sizes)
     return groups
 

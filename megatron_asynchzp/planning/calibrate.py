@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.collectives import all_gather_flat
-from megatron_asynchzp.planner.cluster import GB, Cluster, Device, Link, Ring, cluster_toml
+from megatron_asynchzp.planner.cluster import GB, Cluster, Device, Link, Ring
+from megatron_asynchzp.planner.cluster_files import cluster_toml
 
 SIZES = (2**16, 2**20, 2**24, 2**28)
 """Bytes of the whole tensor."""

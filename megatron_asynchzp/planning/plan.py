@@ -23,7 +23,8 @@ from megatron_asynchzp.mcore.flags import checks
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.activations import Recompute, Setting
-from megatron_asynchzp.planner.cluster import GIB, Cluster, cluster_names, load_cluster
+from megatron_asynchzp.planner.cluster import GIB, Cluster
+from megatron_asynchzp.planner.cluster_files import cluster_names, load_cluster
 from megatron_asynchzp.planner.search import VARIED, Outcome, Progress, Space
 from megatron_asynchzp.planning import plan_table
 

@@ -24,9 +24,9 @@ from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.delegate import VENDORS, delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.pasa import SHIFTS, block_attention
-from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
 from megatron_asynchzp.tools import styles
 from scripts.report.records import append, read
+from scripts.testbed.attention.exact import exact_backward, exact_forward
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # Relative RMS error of O and of dQ that a way may have on keys with a bias of K_BIAS. Without a

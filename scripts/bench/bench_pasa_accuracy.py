@@ -21,17 +21,17 @@ from megatron_asynchzp.attention.key_shift import ShiftedKeys, SnapRule, shift_k
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.reference.arithmetic import ALL_FP16, FP16_FP32_VECTOR, gemm
 from megatron_asynchzp.attention.reference.block import block_backward, block_forward
-from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
-from megatron_asynchzp.attention.reference.paper import paper_forward
-from megatron_asynchzp.attention.reference.paper_data import (
+from megatron_asynchzp.attention.shifting import INITIAL_BETAS, solve_beta
+from scripts.report.records import append
+from scripts.testbed.attention.exact import exact_backward, exact_forward
+from scripts.testbed.attention.paper import paper_forward
+from scripts.testbed.attention.paper_data import (
     PAPER_GRID,
     Inputs,
     PaperData,
     normal_inputs,
     relative_rmse,
 )
-from megatron_asynchzp.attention.shifting import INITIAL_BETAS, solve_beta
-from scripts.report.records import append
 from scripts.testbed.machine import machine_record
 
 DIM = 128

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_asynchzp.planner.activations import Recompute
-from megatron_asynchzp.planner.cluster import Cluster, load_cluster
+from megatron_asynchzp.planner.cluster import Cluster
+from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.model import Attention, Batch, Experts, Layer, Mlp, Model, Parallel
 from megatron_asynchzp.planner.traffic import Wire

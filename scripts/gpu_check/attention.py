@@ -12,11 +12,11 @@ import torch
 from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
 from megatron_asynchzp.attention.pasa import SHIFTS, block_attention
-from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
-from megatron_asynchzp.attention.reference.paper_data import normal_inputs, relative_rmse
 from scripts.bench import bench_attention
 from scripts.gpu_check.outcome import CheckFailed, Place
 from scripts.report.records import read
+from scripts.testbed.attention.exact import exact_backward, exact_forward
+from scripts.testbed.attention.paper_data import normal_inputs, relative_rmse
 
 # Relative RMS error of O, LSE, dQ, dK and dV on keys with a bias.
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

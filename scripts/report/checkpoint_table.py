@@ -53,27 +53,16 @@ def _spread(acts: list[dict], key: str) -> str:
 
 
 def _memory(runs: dict) -> str:
-    title = (
-        "MiB of the largest rank: tensors beyond those at rest (median); tensors at the highest, "
-        "those at rest included (the smallest of the repetitions: what an earlier contender left "
-        "in the process counts there)."
-    )
-    keys = ("tensor_nbytes", "total_nbytes")
+    title = "MiB of the largest rank's tensors beyond those at rest (median)."
     rows = [
-        [name, *(_mib(acts[act], key) for act in (LATER_SAVE, LOAD) for key in keys)]
+        [name, *(_mib(acts[act], "tensor_nbytes") for act in (LATER_SAVE, LOAD))]
         for name, acts in runs.items()
     ]
-    kinds = ("tensors beyond rest", "tensors in all")
-    columns = [f"{act}: {kind}" for act in ("save", "load") for kind in kinds]
-    return f"{title}\n\n{markdown_table(['contender', *columns], rows)}"
+    return f"{title}\n\n{markdown_table(['contender', 'save', 'load'], rows)}"
 
 
 def _mib(acts: list[dict], key: str) -> str:
-    return "?" if acts[0][key] is None else f"{_typical(acts, key) / _MIB:.0f}"
-
-
-def _typical(acts: list[dict], key: str) -> float:
-    return min(act[key] for act in acts) if key == "total_nbytes" else _median(acts, key)
+    return "?" if acts[0][key] is None else f"{_median(acts, key) / _MIB:.0f}"
 
 
 def _median(acts: list[dict], key: str) -> float:

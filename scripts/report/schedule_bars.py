@@ -38,7 +38,7 @@ _COLOURS = {
     "DDP": "#000000",
 }
 _CAPTION = (
-    "threaded, main-thread and inline are AsyncHZP's schedules, baseline is 100 lines. They have "
+    "threaded, main-thread and inline are AsyncHZP's schedules. They and the baseline have "
     "(P,G,O) = (node, node, world): the ranks",
     "of a node share one copy of the parameters and one of the gradients, all ranks one copy of "
     "the optimizer states.",

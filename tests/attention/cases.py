@@ -5,7 +5,7 @@
 import torch
 
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
-from megatron_asynchzp.attention.reference.paper_data import Inputs, normal_inputs
+from scripts.testbed.attention.paper_data import Inputs, normal_inputs
 
 
 def resonant_inputs(sign: int, length: int, *, size=40.0, dim=128, seed=0) -> Inputs:

@@ -14,7 +14,7 @@ import torch
 
 from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.mask import AttentionMask
-from megatron_asynchzp.attention.reference.paper_data import Inputs
+from scripts.testbed.attention.paper_data import Inputs
 
 
 def _interpret() -> None:

@@ -19,16 +19,16 @@ from megatron_asynchzp.attention.reference.arithmetic import (
     gemm,
 )
 from megatron_asynchzp.attention.reference.block import block_backward, block_forward
-from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
-from megatron_asynchzp.attention.reference.paper import paper_forward
-from megatron_asynchzp.attention.reference.paper_data import (
+from megatron_asynchzp.attention.shifting import INITIAL_BETAS, solve_beta
+from scripts.testbed.attention.exact import exact_backward, exact_forward
+from scripts.testbed.attention.paper import paper_forward
+from scripts.testbed.attention.paper_data import (
     PAPER_GRID,
     Inputs,
     PaperData,
     normal_inputs,
     relative_rmse,
 )
-from megatron_asynchzp.attention.shifting import INITIAL_BETAS, solve_beta
 from tests.attention.cases import resonant_inputs
 
 LENGTH, DIM = 384, 128

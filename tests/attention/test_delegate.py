@@ -12,9 +12,9 @@ from megatron_asynchzp.attention import npu, vendors
 from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.delegate import choose_vendor, delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
-from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
-from megatron_asynchzp.attention.reference.paper_data import Inputs, normal_inputs, relative_rmse
 from megatron_asynchzp.errors import ConfigurationError
+from scripts.testbed.attention.exact import exact_backward, exact_forward
+from scripts.testbed.attention.paper_data import Inputs, normal_inputs, relative_rmse
 from tests.attention.cases import cumulative, largest_error, masks
 
 SCALE = 0.21

@@ -10,11 +10,12 @@ import torch
 
 from megatron_asynchzp.attention.key_shift import SnapRule, shift_keys
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
-from megatron_asynchzp.attention.reference import block, paper
+from megatron_asynchzp.attention.reference import block
 from megatron_asynchzp.attention.reference.arithmetic import FP64
-from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
-from megatron_asynchzp.attention.reference.paper_data import Inputs, normal_inputs
 from megatron_asynchzp.attention.shifting import INITIAL_BETAS, solve_beta
+from scripts.testbed.attention import paper
+from scripts.testbed.attention.exact import exact_backward, exact_forward
+from scripts.testbed.attention.paper_data import Inputs, normal_inputs
 from tests.attention.cases import cumulative, largest_error, masks
 
 SCALE = 0.21

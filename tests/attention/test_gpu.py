@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_asynchzp.attention.mask import AttentionMask
-from megatron_asynchzp.attention.reference.paper_data import Inputs, normal_inputs, relative_rmse
+from scripts.testbed.attention.paper_data import Inputs, normal_inputs, relative_rmse
 from tests.attention.cases import masks
 from tests.attention.interpreted import attend
 from tests.attention.test_delegate import through_autograd

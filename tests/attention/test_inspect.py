@@ -13,8 +13,8 @@ from megatron_asynchzp.attention import inspect
 from megatron_asynchzp.attention.capture import capture_when, capturing
 from megatron_asynchzp.attention.diagnosis import diagnose
 from megatron_asynchzp.attention.mask import AttentionMask
-from megatron_asynchzp.attention.reference.exact import exact_backward
-from megatron_asynchzp.attention.reference.paper_data import normal_inputs, relative_rmse
+from scripts.testbed.attention.exact import exact_backward
+from scripts.testbed.attention.paper_data import normal_inputs, relative_rmse
 from tests.attention.cases import resonant_inputs
 from tests.attention.test_accuracy import gradients, unshifted
 

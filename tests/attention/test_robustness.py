@@ -12,14 +12,9 @@ from megatron_asynchzp.attention.key_shift import SnapRule, shift_keys
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.reference.arithmetic import ALL_FP16, FP16_FP32_VECTOR
 from megatron_asynchzp.attention.reference.block import block_backward, block_forward
-from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
-from megatron_asynchzp.attention.reference.paper import paper_backward, paper_forward
-from megatron_asynchzp.attention.reference.paper_data import (
-    Inputs,
-    PaperData,
-    normal_inputs,
-    relative_rmse,
-)
+from scripts.testbed.attention.exact import exact_backward, exact_forward
+from scripts.testbed.attention.paper import paper_backward, paper_forward
+from scripts.testbed.attention.paper_data import Inputs, PaperData, normal_inputs, relative_rmse
 from tests.attention.cases import masks
 
 BETA = 0.9374311

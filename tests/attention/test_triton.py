@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_asynchzp.attention.mask import AttentionMask
-from megatron_asynchzp.attention.reference.exact import exact_backward, exact_forward
-from megatron_asynchzp.attention.reference.paper_data import Inputs, normal_inputs, relative_rmse
+from scripts.testbed.attention.exact import exact_backward, exact_forward
+from scripts.testbed.attention.paper_data import Inputs, normal_inputs, relative_rmse
 from tests.attention.cases import largest_error, masks
 from tests.attention.interpreted import attend, interpreter
 from tests.support.selection import slow_unless

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.planner.cluster import GIB, cluster_toml, load_cluster
+from megatron_asynchzp.planner.cluster import GIB
+from megatron_asynchzp.planner.cluster_files import cluster_toml, load_cluster
 from scripts.testbed.megatron_flags import flags_of
 
 STATES = ("param", "grad", "optim")

@@ -18,6 +18,7 @@ def _wrapped_chunks(num_chunks: int, has_one_config: bool, linear=None, **config
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
+    from megatron_asynchzp.mcore.settings import Settings
     from megatron_asynchzp.sharding.topology import ShardSizes
 
     def new_config() -> TransformerConfig:
@@ -31,7 +32,7 @@ def _wrapped_chunks(num_chunks: int, has_one_config: bool, linear=None, **config
     world = dist.group.WORLD
     groups = SimpleNamespace(dp_cp=world, tp=world, pp=world, expt_dp=world)
     sizes = ShardSizes(1, 2, 2)
-    return wrap_model_chunks(chunks, DistributedDataParallelConfig(), groups, sizes)
+    return wrap_model_chunks(chunks, DistributedDataParallelConfig(), groups, Settings(sizes))
 
 
 def _held_back(num_chunks: int, has_one_config: bool) -> list[list[int]]:

@@ -31,6 +31,7 @@ def _wrapped_linear(sizes: ShardSizes, **ddp_options: bool):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
+    from megatron_asynchzp.mcore.settings import Settings
 
     torch.manual_seed(1)
     chunk = MegatronModule(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2))
@@ -39,7 +40,8 @@ def _wrapped_linear(sizes: ShardSizes, **ddp_options: bool):
     chunk.bfloat16()
     world = dist.group.WORLD
     groups = SimpleNamespace(dp_cp=world, tp=world, pp=world, expt_dp=world)
-    return wrap_model_chunks([chunk], DistributedDataParallelConfig(**ddp_options), groups, sizes)
+    ddp_config = DistributedDataParallelConfig(**ddp_options)
+    return wrap_model_chunks([chunk], ddp_config, groups, Settings(sizes))
 
 
 # ---- replicas

@@ -8,12 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.planner.cluster import (
-    Cluster,
-    Cost,
-    Device,
-    Link,
-    Ring,
+from megatron_asynchzp.planner.cluster import Cluster, Cost, Device, Link, Ring
+from megatron_asynchzp.planner.cluster_files import (
     cluster_names,
     cluster_toml,
     load_cluster,

@@ -12,7 +12,8 @@ import pytest
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner import search as search_module
 from megatron_asynchzp.planner.activations import Recompute
-from megatron_asynchzp.planner.cluster import GIB, Cluster, load_cluster
+from megatron_asynchzp.planner.cluster import GIB, Cluster
+from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.model import Attention, Batch, Layer, Mlp, Model, Parallel
 from megatron_asynchzp.planner.search import (

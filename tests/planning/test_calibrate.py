@@ -7,14 +7,8 @@ import tomllib
 import pytest
 import torch.distributed as dist
 
-from megatron_asynchzp.planner.cluster import (
-    Cluster,
-    Device,
-    Link,
-    Ring,
-    cluster_toml,
-    read_cluster,
-)
+from megatron_asynchzp.planner.cluster import Cluster, Device, Link, Ring
+from megatron_asynchzp.planner.cluster_files import cluster_toml, read_cluster
 from megatron_asynchzp.planning.calibrate import calibrate, measured_link
 from scripts.testbed.ranks import run_ranks
 

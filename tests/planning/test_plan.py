@@ -10,7 +10,7 @@ import pytest
 
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
 from megatron_asynchzp.planner.activations import FUSED, Recompute, Setting
-from megatron_asynchzp.planner.cluster import FOLDER, load_cluster
+from megatron_asynchzp.planner.cluster_files import FOLDER, load_cluster
 from megatron_asynchzp.planner.costs import Plan
 from megatron_asynchzp.planner.model import Attention, Batch, Layer, Mlp, Model, Parallel
 from megatron_asynchzp.planner.search import Space, search

@@ -18,8 +18,7 @@ from megatron.training import pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
-from megatron_asynchzp.mcore import construction
-from megatron_asynchzp.mcore.flags import asynchzp as arguments
+from megatron_asynchzp.mcore.settings import Settings
 from tests.support import legacy_pretrain
 
 
@@ -29,11 +28,14 @@ class OddError(Exception):
 
 def shorten_limit(limit_s: float) -> None:
     """As if --distributed-timeout-minutes took fractions, for the engine and its groups."""
-    resolve, create = arguments.resolve_schedule, construction.create_shard_groups
-    arguments.resolve_schedule = lambda args: replace(resolve(args), time_limit_s=limit_s)
-    construction.create_shard_groups = lambda sizes, groups, has_experts, timeout: create(
-        sizes, groups, has_experts, timedelta(seconds=limit_s)
-    )
+    resolve = Settings.of
+
+    def shortened(args, group_size: int) -> Settings:
+        found = resolve(args, group_size)
+        schedule = replace(found.schedule, time_limit_s=limit_s)
+        return replace(found, schedule=schedule, timeout=timedelta(seconds=limit_s))
+
+    Settings.of = shortened
 
 
 def act(kind: str, model) -> None:

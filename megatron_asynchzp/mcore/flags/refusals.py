@@ -52,7 +52,7 @@ def refuse_unsupported(args: Namespace) -> None:
 
 
 def given(example: str, name: str | None = None) -> Refusal:
-    """ConfigurationError where the argument holds anything but None, False, 0 and the empty list.
+    """Refused where the argument holds anything but None, False, 0 and the empty list.
 
     name: of the argument, where it is not the flag's.
     """
@@ -64,7 +64,7 @@ def given(example: str, name: str | None = None) -> Refusal:
 
 
 def other_than(example: str, *allowed: object) -> Refusal:
-    """ConfigurationError with all values but `allowed`."""
+    """Refused with all values but `allowed`."""
     name = argument_of(example)
     *others, last = map(str, allowed)
     condition = f"other than {', '.join(others)} and {last}" if others else f"other than {last}"
@@ -77,7 +77,7 @@ def other_than(example: str, *allowed: object) -> Refusal:
 
 
 def equal_to(example: str) -> Refusal:
-    """ConfigurationError with the value of the example alone."""
+    """Refused with the value of the example alone."""
     name, value = argument_of(example), example.split()[1]
     return Refusal(
         example, lambda args: getattr(args, name) == value, value, is_decided_by_flag=True

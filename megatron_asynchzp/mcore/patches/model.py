@@ -6,20 +6,11 @@ flag each replacement calls the original with what it was given.
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from inspect import signature
 from typing import Any
 
-from megatron_asynchzp.mcore.flags import asynchzp
-from megatron_asynchzp.mcore.flags.shard_sizes import (
-    node_size,
-    resolve_shard_sizes,
-    sharding_ranks_per_node,
-)
+from megatron_asynchzp.mcore.flags.shard_sizes import node_size
 from megatron_asynchzp.mcore.patch import replaces, run_args
-from megatron_asynchzp.sharding.topology import ShardSizes
-
-_LIBRARY_WAITS_LONGER = timedelta(minutes=1)
 
 
 @replaces(
@@ -51,18 +42,13 @@ def _build_in_shards(original: Callable, args: tuple, options: dict[str, Any]) -
     if run is None or not given.arguments["wrap_with_ddp"]:
         return original(*args, **options)
     from megatron_asynchzp.mcore.construction import constructing
+    from megatron_asynchzp.mcore.settings import Settings
 
     if run.rank == 0:
         print("megatron_asynchzp: building the model, one layer at a time", flush=True)
     pg_collection = given.arguments["pg_collection"] or _process_groups()
-    with constructing(
-        _shard_sizes(run, pg_collection),
-        pg_collection,
-        has_experts=run.expert_model_parallel_size > 1,
-        data_parallel_random_init=run.data_parallel_random_init,
-        timeout=_timeout(run),
-        grad_dtype=asynchzp.resolve_grad_dtype(run),
-    ):
+    settings = Settings.of(run, pg_collection.dp_cp.size())
+    with constructing(settings, pg_collection, has_experts=run.expert_model_parallel_size > 1):
         return original(*args, **options)
 
 
@@ -70,20 +56,6 @@ def _process_groups() -> Any:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     return ProcessGroupCollection.use_mpu_process_groups()
-
-
-def _shard_sizes(args: Namespace, pg_collection: Any) -> ShardSizes:
-    return resolve_shard_sizes(args, pg_collection.dp_cp.size(), sharding_ranks_per_node(args))
-
-
-def _timeout(args: Namespace) -> timedelta:
-    """Of the engine's communicators. A device's library ends the process and names no unit, so the
-    engine's own limit comes before it. On a CPU it is gloo that ends a wait."""
-    limit = timedelta(minutes=args.distributed_timeout_minutes)
-    import torch
-
-    is_on_cpu = torch.accelerator.current_accelerator() is None
-    return limit if is_on_cpu else limit + _LIBRARY_WAITS_LONGER
 
 
 @replaces(
@@ -136,23 +108,13 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
     from megatron_asynchzp.mcore.checkpoint.guard import claim_save_directory
     from megatron_asynchzp.mcore.construction import current_construction
     from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
+    from megatron_asynchzp.mcore.settings import Settings
 
     pg_collection = pg_collection or _process_groups()
     claim_save_directory(args)
     construction = current_construction()
-    chunks = wrap_model_chunks(
-        model_chunks,
-        ddp_config,
-        pg_collection,
-        _shard_sizes(args, pg_collection),
-        data_parallel_random_init=args.data_parallel_random_init,
-        timeout=_timeout(args),
-        schedule=asynchzp.resolve_schedule(args),
-        trace=asynchzp.resolve_trace(args),
-        saves_beside_training=args.async_save,
-        grad_dtype=asynchzp.resolve_grad_dtype(args),
-        construction=construction,
-    )
+    settings = Settings.of(args, pg_collection.dp_cp.size())
+    chunks = wrap_model_chunks(model_chunks, ddp_config, pg_collection, settings, construction)
     if construction is not None and pg_collection.dp_cp.rank() == pg_collection.tp.rank() == 0:
         for line in construction.describe_whole([u for chunk in chunks for u in chunk.units]):
             print(f"megatron_asynchzp: {line}", flush=True)

@@ -1,0 +1,125 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the files that describe clusters: a field for each of a Cluster's, a table for each part."""
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.planner.cluster import Cluster, Device, Link
+
+FOLDER = Path(__file__).parent / "clusters"
+# Numbers that are above 0; all others may be 0.
+_ABOVE_0 = ("tflops", "memory_gib", "memory_gb_s", "efficiency", "gb_s")
+_CURVE = "is not a list of [bytes, part] with ascending bytes above 0, parts in (0, 1]"
+
+
+def load_cluster(name_or_file: str) -> Cluster:
+    """One of `cluster_names`, or a file. Raises ConfigurationError, one line, for what is wrong."""
+    path = Path(name_or_file)
+    if name_or_file in cluster_names():
+        path = FOLDER / f"{name_or_file}.toml"
+    try:
+        entries = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigurationError(
+            f"{name_or_file}: {error.strerror}; give a file or one of {', '.join(cluster_names())}"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{name_or_file}: not a TOML file: {error}") from error
+    return read_cluster(entries, str(path))
+
+
+def cluster_names() -> list[str]:
+    """Of the clusters that come with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def read_cluster(entries: Mapping[str, Any], file: str) -> Cluster:
+    """entries: the parsed file. Raises ConfigurationError naming `file` and the field."""
+    cluster = _read(Cluster, {"name": Path(file).stem, **entries}, f"{file}: ")
+    if cluster.device.reserved_gib >= cluster.device.memory_gib:
+        raise ConfigurationError(f"{file}: device.reserved_gib: leaves nothing of memory_gib")
+    return cluster
+
+
+def _read(kind: type, entries: Any, where: str) -> Any:
+    """where: before the name of a field, in messages."""
+    if not isinstance(entries, dict):
+        raise ConfigurationError(f"{where.rstrip('.')}: is not a table")
+    known = {each.name: each for each in fields(kind)}
+    for name in entries:
+        if name not in known:
+            raise ConfigurationError(f"{where}{name}: is not one of {', '.join(sorted(known))}")
+    values = {}
+    for name, each in known.items():
+        if name in entries:
+            values[name] = _value(name, each.type, entries[name], f"{where}{name}")
+        elif each.default is MISSING:
+            raise ConfigurationError(f"{where}{name}: is missing")
+    return kind(**values)
+
+
+def _value(name: str, kind: Any, value: Any, where: str) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind in (Device, Link):
+        return _read(kind, value, f"{where}.")
+    if kind is bool and not isinstance(value, bool):
+        raise ConfigurationError(f"{where}: {value!r} is neither true nor false")
+    if kind is str and not isinstance(value, str):
+        raise ConfigurationError(f"{where}: {value!r} is not a text")
+    if kind is int and not (is_number and isinstance(value, int) and value >= 1):
+        raise ConfigurationError(f"{where}: {value!r} is not a whole number of at least 1")
+    if kind is float:
+        low, high = "above 0" if name in _ABOVE_0 else "of at least 0", math.inf
+        if name == "efficiency":
+            low, high = f"{low} and at most 1", 1.0
+        is_low = is_number and (value < 0 or (name in _ABOVE_0 and value == 0))
+        if not is_number or not math.isfinite(value) or is_low or value > high:
+            raise ConfigurationError(f"{where}: {value!r} is not a number {low}")
+        return float(value)
+    return value if kind in (bool, str, int) else _curve(value, where)
+
+
+def _curve(pairs: Any, where: str) -> tuple[tuple[float, float], ...]:
+    found: list[tuple[float, float]] = []
+    try:
+        for nbytes, part in pairs:
+            ascends = nbytes > (found[-1][0] if found else 0)
+            if not (ascends and 0 < part <= 1 and math.isfinite(nbytes)):
+                raise ValueError
+            found.append((float(nbytes), float(part)))
+    except (TypeError, ValueError):
+        found = []
+    if not found:
+        raise ConfigurationError(f"{where}: {_CURVE}")
+    return tuple(found)
+
+
+def cluster_toml(cluster: Cluster) -> str:
+    """The file that `read_cluster` makes `cluster` of."""
+    lines = []
+    for each in fields(Cluster):
+        value = getattr(cluster, each.name)
+        if not isinstance(value, Device | Link):
+            lines.append(f"{each.name} = {_toml(value)}")
+    for name in ("device", "inside", "between"):
+        part = getattr(cluster, name)
+        lines += ["", f"[{name}]"]
+        lines += [f"{each.name} = {_toml(getattr(part, each.name))}" for each in fields(part)]
+    return "\n".join([*lines, ""])
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    return repr(value)
