@@ -84,4 +84,4 @@ def test_the_tables_pool_later_saves():
     assert "others used 25% of the machine" in output
     times = "| stock DDP | 9.00 (9.00 to 9.00) | 2.00 (1.00 to 3.00) | 2.00 (2.00 to 2.00) |"
     assert times in output
-    assert "| stock DDP | 1 | 100 | 1 | 100 |" in output
+    assert "| stock DDP | 1 | 1 |" in output
