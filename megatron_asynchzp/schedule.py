@@ -20,14 +20,17 @@ DEFAULT_GRAD_SLOT_NBYTES = 256 * 2**20
 class ScheduleConfig:
     """How collectives are driven.
 
-    kind: one of SCHEDULES, or AUTO; prefetch_depth: units of each size gathered ahead of the one
-    that computes; in_flight_nbytes: at most so many for gathered parameters and for gradients that
-    are reduced, together, of one model chunk; None for as many as two layers of each size need;
+    kind: one of SCHEDULES, or AUTO.
+    prefetch_depth: units of each size gathered ahead of the one that computes.
+    in_flight_nbytes: at most so many for gathered parameters and for gradients that are reduced,
+        together, of one model chunk; None for as many as two layers of each size need.
     grad_slot_nbytes: gradients of a unit that are larger than this in fp32 are reduced in pieces of
-    at most this size; time_limit_s: after which a collective that has not finished is an error;
-    checks_order: compare the ranks' orders once per step; timed_every: see Timeline;
+        at most this size.
+    time_limit_s: after which a collective that has not finished is an error.
+    checks_order: compare the ranks' orders once per step.
+    timed_every: see Timeline.
     keep_params_nbytes, keep_grads_nbytes: so much more, on a rank, for parameters that stay
-    gathered, and for gradients that are added up, from one micro-batch to a later one;
+        gathered, and for gradients that are added up, from one micro-batch to a later one.
     keeps_params_in_rest: for parameters also what the device has left after the first update.
     """
 

@@ -43,10 +43,11 @@ def shard(
     must be the same on all ranks of the group. Collective over the world.
 
     units: modules whose parameters are gathered together (usually the layers); what is in none of
-    them is a unit of its own. A parameter that several modules share (tied weights) is found and
-    becomes a unit too. sizes: ranks that share one copy of parameters, gradients and optimizer
-    states. optimizer: called with the name and this rank's part of each trained parameter, which is
-    1-D, fp32 and possibly empty; for example `lambda params: torch.optim.AdamW(params, lr=1e-3)`.
+        them is a unit of its own. A parameter that several modules share (tied weights) is found
+        and becomes a unit too.
+    sizes: ranks that share one copy of parameters, gradients and optimizer states.
+    optimizer: called with the name and this rank's part of each trained parameter, which is 1-D,
+        fp32 and possibly empty; for example `lambda params: torch.optim.AdamW(params, lr=1e-3)`.
     group: the default group where None.
 
     Raises ConfigurationError for sizes that do not nest or do not divide the group, and for a

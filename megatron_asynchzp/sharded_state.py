@@ -20,10 +20,11 @@ from megatron_asynchzp.sharding.topology import Range
 class ShardedState(torch.Tensor):
     """A run of elements of a tensor of `shape`, saved and loaded in place, in boxes.
 
-    values: 1-D, the elements `held` of the row-major tensor; is_written: whether this rank saves
-    them. torch.distributed.checkpoint calls the three methods with double underscores
-    (torch.distributed._checkpointable); what other ranks hold it finds by the offsets of their
-    boxes, so a checkpoint can be loaded into any other sharding.
+    values: 1-D, the elements `held` of the row-major tensor.
+    is_written: whether this rank saves them. torch.distributed.checkpoint calls the three methods
+        with double underscores (torch.distributed._checkpointable); what other ranks hold it finds
+        by the offsets of their boxes, so a checkpoint can be loaded into any other sharding.
+
     It asks for a tensor; this one has shape and dtype of the whole, and no elements of its own.
     """
 

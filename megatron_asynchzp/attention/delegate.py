@@ -27,9 +27,11 @@ def delegate_attention(
 ) -> torch.Tensor:
     """The output [B, H, S, E] in the dtype of q, computed by `vendor` from shifted keys.
 
-    vendor: one of VENDOR_NAMES, or auto. shifts_values: take a mean off v too and add it to the
-    output again, after which dQ and dK do not depend on the bias of v either; the unshifted and
-    the shifted output are then both kept. Padding may hold anything, inf included.
+    vendor: one of VENDOR_NAMES, or auto.
+    shifts_values: take a mean off v too and add it to the output again, after which dQ and dK do
+        not depend on the bias of v either; the unshifted and the shifted output are then both kept.
+
+    Padding may hold anything, inf included.
 
     Raises ConfigurationError, one line, where no vendor can.
     """

@@ -24,7 +24,7 @@ class HeadDiagnosis:
     largest_score, largest_scaled: of q k and of q k / sqrt(d), over all queries and keys.
     overflows: whether fp16 cannot hold q k.
     amplification: by how much the bias multiplies the rounding error of dQ in a standard flash
-    attention, whose rounded dS is multiplied by k and not by k - mean.
+        attention, whose rounded dS is multiplied by k and not by k - mean.
     *_shifted: the same of k minus its shift.
     """
 

@@ -34,9 +34,11 @@ class SnapRule(Enum):
 
 
 class ShiftedKeys(NamedTuple):
-    """keys_BGTD: k - c, in the dtype of k. shift_BGJD: c of each block, fp32 (fp64 for fp64);
-    J = 1 for one global shift. mean_BG1D: of all keys, not rounded to any grid.
-    block_size: keys that share a shift."""
+    """keys_BGTD: k - c, in the dtype of k.
+    shift_BGJD: c of each block, fp32 (fp64 for fp64); J = 1 for one global shift.
+    mean_BG1D: of all keys, not rounded to any grid.
+    block_size: keys that share a shift.
+    """
 
     keys_BGTD: torch.Tensor
     shift_BGJD: torch.Tensor
@@ -96,8 +98,10 @@ def shift_keys(
 
 
 class ShiftedValues(NamedTuple):
-    """values_BGTE: v - c; shift_BG1E: c, in the dtype of v. As the weights of a query sum to one,
-    what is taken off all values is added to the output again (not with dropout)."""
+    """values_BGTE: v - c.
+    shift_BG1E: c, in the dtype of v. As the weights of a query sum to one, what is taken off all
+        values is added to the output again (not with dropout).
+    """
 
     values_BGTE: torch.Tensor
     shift_BG1E: torch.Tensor

@@ -64,12 +64,13 @@ class AttentionMask:
     """Which of `num_keys` keys each of `num_queries` queries attends.
 
     is_causal: query i of a sequence with S queries and T keys attends keys up to i + T - S (the
-    last query sees the last key). window: how many keys to the left and right of that diagonal;
-    -1 is no limit. packed: sequences that must not see each other; batch size 1.
+        last query sees the last key).
+    window: how many keys to the left and right of that diagonal; -1 is no limit.
+    packed: sequences that must not see each other; batch size 1.
     key_lengths_B: keys of a batch element that are real; the rest is padding at the end.
-    chunks: (queries, keys) of chunks of consecutive queries: each has its diagonal end at that
-    many keys and sees no further, as if it were alone with them. Keys may not become fewer from
-    one chunk to the next. (Ranks of context parallelism hold an early and a late chunk.)
+    chunks: (queries, keys) of chunks of consecutive queries: each has its diagonal end at that many
+        keys and sees no further, as if it were alone with them. Keys may not become fewer from one
+        chunk to the next. (Ranks of context parallelism hold an early and a late chunk.)
     allowed: [B or 1, 1, S, T] bool, any further rule (only where no range is asked for).
 
     A query that may attend nothing gives zeros, and an LSE of -inf.

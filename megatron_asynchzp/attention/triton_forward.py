@@ -199,7 +199,8 @@ def fused_forward(
     """Output [B, H, S, E], base-2 LSE of the shifted scores [B, H, S], psi (for the backward).
 
     shifted: blocks of SHIFT_BLOCK keys, or one global shift. Channels of q, k and v must lie
-    together. is_tuned: choose tiles by measurement, which may change the last bits between runs.
+        together.
+    is_tuned: choose tiles by measurement, which may change the last bits between runs.
     """
     q, k, v = call.q_BHSD, shifted.keys_BGTD, call.v_BGTE
     (batch, heads, queries, dim), (_, groups, keys, value_dim) = q.shape, v.shape

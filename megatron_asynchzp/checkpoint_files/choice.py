@@ -120,8 +120,10 @@ def choose_checkpoint(
 ) -> Choice | None:
     """The newest complete and intact checkpoint; None where there has never been one.
 
-    wanted_step: only this iteration will do. peers: the ranks that share the reading; a collective
-    call then, with the same result on all. Raises ConfigurationError, on all.
+    wanted_step: only this iteration will do.
+    peers: the ranks that share the reading; a collective call then, with the same result on all.
+
+    Raises ConfigurationError, on all.
     """
     load_dir, peers = Path(load_dir), peers or Alone()
     try:

@@ -16,8 +16,10 @@ _VIEW_CHECKS, _VIEW_CHECK_PAUSE_S = 5, 0.002
 class Place:
     """A part of an arena that one user at a time holds.
 
-    span: its addresses in the arena; storage: 1-D tensor over it, with a torch storage of its own,
-    so that tensors which view this place can be counted; is_apart: the memory is not the arena's;
+    span: its addresses in the arena.
+    storage: 1-D tensor over it, with a torch storage of its own, so that tensors which view this
+        place can be counted.
+    is_apart: the memory is not the arena's.
     ready: events that the next writer's stream must wait for.
 
     Views of the storage are made once per user layout: making them costs more than using them.
@@ -59,8 +61,10 @@ class Arena(Spans[Any]):
     """One allocation in which users of any size and dtype hold places; who gets which is decided by
     the spans. The main thread alone calls.
 
-    nbytes: how much; device: where; record_event: an event after all that was issued so far on the
-    current stream. Sizes that are multiples of 128 bytes keep all places aligned to that.
+    nbytes: how much.
+    device: where.
+    record_event: an event after all that was issued so far on the current stream. Sizes that are
+        multiples of 128 bytes keep all places aligned to that.
     """
 
     def __init__(self, nbytes: int, device: torch.device, record_event: Callable[[], Any]):
@@ -76,8 +80,8 @@ class Arena(Spans[Any]):
     ) -> Place:
         """The place of `numel` elements over `span`, which the caller holds.
 
-        kind: equal for users of the same numel and dtype; is_apart: with new memory, although the
-        arena's is taken all the same.
+        kind: equal for users of the same numel and dtype.
+        is_apart: with new memory, although the arena's is taken all the same.
         """
         if is_apart:
             apart = torch.empty(numel, dtype=dtype, device=self._device)

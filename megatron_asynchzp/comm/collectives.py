@@ -45,10 +45,11 @@ def ranks_along(axes: Sequence[AxisGroup]) -> tuple[int, ...]:
 def all_gather_steps(shard: torch.Tensor, full: torch.Tensor, axes: Sequence[AxisGroup]) -> Steps:
     """Gather `shard` over `axes` (innermost first, as the topology lists them) into `full`.
 
-    shard: 1-D, n elements; full: 1-D, n x product of the axis sizes, same dtype. The outermost
-    axis is gathered first: over the slowest link travels the least, and every intermediate
-    result is a contiguous part of `full`, so no memory is needed beside it. `shard` may already
-    lie at its place in `full`; the first gather puts it there otherwise.
+    shard: 1-D, n elements.
+    full: 1-D, n x product of the axis sizes, same dtype. The outermost axis is gathered first: over
+        the slowest link travels the least, and every intermediate result is a contiguous part of
+        `full`, so no memory is needed beside it. `shard` may already lie at its place in `full`;
+        the first gather puts it there otherwise.
     """
     if not axes:
         if full.data_ptr() != shard.data_ptr():
@@ -68,8 +69,9 @@ def reduce_scatter_steps(
 ) -> Steps:
     """Sum `full` over `axes`; the last of `shards` becomes this rank's shard of the sum.
 
-    full: 1-D; shards: one 1-D tensor per axis, each smaller than the one before by the size of
-    its axis. The innermost axis is reduced first: the slowest link carries the least.
+    full: 1-D.
+    shards: one 1-D tensor per axis, each smaller than the one before by the size of its axis. The
+        innermost axis is reduced first: the slowest link carries the least.
     """
     for axis_group, shard in zip(axes, shards, strict=True):
         yield reduce_scatter_flat(shard, full, group=axis_group.group, async_op=True)

@@ -64,9 +64,12 @@ class Task:
     allocated it as soon as nobody owns it. So what `start` uses is allocated within the generator,
     on the stream of the lane, or lies in memory that somebody else owns until `wait`.
 
-    lane: one of LANES; unit: a name; axes: which the collectives go over; start: makes the
-    generator; ready: events that must have happened before (None: has happened); after: tasks
-    whose results it reads (None: there is none).
+    lane: one of LANES.
+    unit: a name.
+    axes: which the collectives go over.
+    start: makes the generator.
+    ready: events that must have happened before (None: has happened).
+    after: tasks whose results it reads (None: there is none).
 
     The driver sets the rest. step: which step it belongs to; is_usable: the results exist or, on a
     stream, are on their way; event: after which they can be read, from then on; signal: set with
@@ -177,12 +180,15 @@ class Task:
 class Driver:
     """Runs tasks. This one, `inline`, at once and on the calling thread.
 
-    timeline: where tasks and waits are recorded; limit_s: seconds a collective may take;
+    timeline: where tasks and waits are recorded.
+    limit_s: seconds a collective may take.
     on_failure: see OnFailure.
 
-    step: the latest that has begun; submitted: "lane unit" of each task, in order, until the
-    comparison of orders takes it; counts: tasks submitted so far, by lane; latest: of each lane the
-    task that was submitted last; last_task: of all lanes.
+    step: the latest that has begun.
+    submitted: "lane unit" of each task, in order, until the comparison of orders takes it.
+    counts: tasks submitted so far, by lane.
+    latest: of each lane the task that was submitted last.
+    last_task: of all lanes.
     """
 
     def __init__(

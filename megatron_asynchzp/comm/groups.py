@@ -65,9 +65,9 @@ class ShardGroups:
         """Create the groups of all ranks. Collective over the world.
 
         global_ranks: global rank of each rank of the sharding group, in its order; the sharding
-        groups of other ranks have the same size. Every rank creates every group, in one order,
-        so that creation cannot deadlock and names never collide. new_options: makes what torch
-        takes as `pg_options`, once for each group.
+            groups of other ranks have the same size. Every rank creates every group, in one order,
+            so that creation cannot deadlock and names never collide.
+        new_options: makes what torch takes as `pg_options`, once for each group.
         """
         everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
         dist.all_gather_object(everyone, tuple(global_ranks))  # pyright: ignore[reportUnknownMemberType]
@@ -93,8 +93,10 @@ class ShardGroups:
         group_of: Callable[[str, tuple[int, ...]], dist.ProcessGroup],
         grad_dtype: torch.dtype = torch.float32,
     ) -> "ShardGroups":
-        """global_ranks: see `create`; group_of: the communicator over the global ranks of an axis,
-        for the purpose "gather" or "reduce"."""
+        """global_ranks: see `create`.
+        group_of: the communicator over the global ranks of an axis, for the purpose "gather" or
+            "reduce".
+        """
 
         def along(purpose: str, axes: Sequence[MeshAxis]) -> tuple[AxisGroup, ...]:
             all_ranks = [tuple(global_ranks[member] for member in axis.members) for axis in axes]

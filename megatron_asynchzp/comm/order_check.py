@@ -26,8 +26,9 @@ class OrderMismatch(RuntimeError):
 class OrderCheck:
     """Compares, once per step, what the ranks submitted to their drivers since the last time.
 
-    axes: those of a sharding group, one after the other, so that what spreads over each reaches
-    all its ranks; device: where the hashes are compared.
+    axes: those of a sharding group, one after the other, so that what spreads over each reaches all
+        its ranks.
+    device: where the hashes are compared.
     """
 
     def __init__(self, driver: Driver, axes: Sequence[AxisGroup], device: torch.device):

@@ -22,7 +22,8 @@ class ThreadDriver(Driver):
         main      submit ... compute ... wait
         a lane        issue, complete | issue, complete
 
-    delay: seconds to sleep before each action, for tests; on_failure: see OnFailure.
+    delay: seconds to sleep before each action, for tests.
+    on_failure: see OnFailure.
     """
 
     def __init__(

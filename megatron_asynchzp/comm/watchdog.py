@@ -19,8 +19,10 @@ _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S = 10, 5.0
 class Watchdog[Item]:
     """A thread that looks now and then whether the oldest item of each lane has ended.
 
-    device: whose events are queried; limit_s: how long an item may take; on_late: called in the
-    thread, once, with the first item that takes longer; is_closed: ends the thread.
+    device: whose events are queried.
+    limit_s: how long an item may take.
+    on_late: called in the thread, once, with the first item that takes longer.
+    is_closed: ends the thread.
 
     Items of a lane end in the order in which they came, so a binary search with a handful of
     queries finds the first that has not ended. The thread starts with the first item.

@@ -17,9 +17,13 @@ def scan(
 ) -> torch.Tensor:
     """h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t,  y_t = C_t h_t, from h_0 = 0.
 
-    x: (batch, length, heads, width); dt: (batch, length, heads), positive; A: (heads), negative;
-    B, C: (batch, length, heads, state). Returns y with the shape of x. `chunk` steps are computed
-    at once as a masked product (section 6): it bounds memory and changes rounding only.
+    x: (batch, length, heads, width).
+    dt: (batch, length, heads), positive.
+    A: (heads), negative.
+    B, C: (batch, length, heads, state).
+
+    Returns y with the shape of x. `chunk` steps are computed at once as a masked product (section
+    6): it bounds memory and changes rounding only.
     """
     batch, length, heads, width = x.shape
     state = x.new_zeros(batch, heads, width, B.shape[-1])
@@ -58,8 +62,10 @@ def split_convolve_scan(
 ) -> torch.Tensor:
     """What `mamba_split_conv1d_scan_combined` returns to a layer whose norm comes after the gate.
 
-    packed: (batch, length, gate + x + B + C + dt), the output of the first projection;
-    conv_weight: (channels of x, B and C, taps); D: (heads), or (heads, headdim) with headdim None.
+    packed: (batch, length, gate + x + B + C + dt), the output of the first projection.
+    conv_weight: (channels of x, B and C, taps).
+    D: (heads), or (heads, headdim) with headdim None.
+
     Returns (batch, length, heads * headdim) in the dtype of `packed`.
 
     Raises NotImplementedError for packed sequences and other activations than SiLU.

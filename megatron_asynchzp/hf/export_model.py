@@ -38,10 +38,12 @@ def export_model(
 ) -> ModelShape:
     """Write the model of a Megatron checkpoint as a Hugging Face directory.
 
-    load: Megatron's --load folder. step: its iteration, by default the newest that
-    is intact. depth: what of its data is read to judge that.
+    load: Megatron's --load folder.
+    step: its iteration, by default the newest that is intact.
+    depth: what of its data is read to judge that.
     dtype: cast to it; by default every tensor keeps its own.
     vocab_size: rows of the embedding that are no padding, needed where the checkpoint lacks it.
+
     Memory holds one tensor, in a few copies. Raises ConfigurationError for a model that does not
     map and for an `output` that is not empty; then nothing is written.
     """

@@ -36,9 +36,11 @@ def import_model(
 ) -> ModelShape:
     """Write the model of a Hugging Face directory as a release checkpoint that Megatron loads.
 
-    load: the directory. save: Megatron's --load folder to be.
+    load: the directory.
+    save: Megatron's --load folder to be.
     dtype: cast to it; by default every tensor keeps its own.
     vocab_multiple: the embedding is padded with zero rows to a multiple of this.
+
     Memory holds one tensor, in a few copies. Raises ConfigurationError for a model that does not
     map and for a `save` that is not empty; then nothing is written.
     """

@@ -40,9 +40,10 @@ class AsyncHZPDataParallel(DistributedDataParallel):
     recognise it without a patch; nothing of its buffers is built.
 
     ddp_config, module, pg_collection: as for DistributedDataParallel.
-    groups: see create_shard_groups; they and `communication` are shared by all chunks of a rank;
-    takes_snapshots: see ChunkCheckpoint; construction: see HZPRuntime; index: of this chunk on its
-    rank.
+    groups: see create_shard_groups; they and `communication` are shared by all chunks of a rank.
+    takes_snapshots: see ChunkCheckpoint.
+    construction: see HZPRuntime.
+    index: of this chunk on its rank.
     """
 
     def __init__(

@@ -41,9 +41,11 @@ class ShardedMuon(TensorParallelMuon):
     round by round each is gathered on its owner, orthogonalised there, and sent back, while the
     owners work on the next round. Beside its shards a rank holds three rounds at most.
 
-    param_groups: of fragments; matrices: to which they belong, those of other ranks included, in an
-    order equal on all ranks of their sharding groups; fragments: of each model parameter of which
-    this rank owns an element; options: of TensorParallelMuon.
+    param_groups: of fragments.
+    matrices: to which they belong, those of other ranks included, in an order equal on all ranks of
+        their sharding groups.
+    fragments: of each model parameter of which this rank owns an element.
+    options: of TensorParallelMuon.
 
     Tensor-parallel ranks own the same matrices in the same rounds, so Megatron may make collectives
     of its own between them while it orthogonalises (--muon-tp-mode duplicated, distributed).
@@ -198,7 +200,8 @@ def build_muon(
 ) -> tuple[list[torch.optim.Optimizer], Callable]:
     """Muon for matrices and Adam for the rest, and the function that makes their state.
 
-    param_groups: of fragments, made with muon_overrides; fragments: see ShardedMuon.
+    param_groups: of fragments, made with muon_overrides.
+    fragments: see ShardedMuon.
     """
     for chunk in model_chunks:
         _mark_matrices(chunk)

@@ -44,9 +44,11 @@ from megatron_asynchzp.zero.unit import HZPUnit
 class AsyncHZPOptimizer(MixedPrecisionOptimizer):
     """Adam, SGD or Muon on this rank's fragments of the fp32 main parameters.
 
-    optimizers: of torch, whose parameters are the 1-D fragments of `ShardedParameters`;
-    grad_scaler: for fp16, else None; init_state_fn: makes the state of all of them;
+    optimizers: of torch, whose parameters are the 1-D fragments of `ShardedParameters`.
+    grad_scaler: for fp16, else None.
+    init_state_fn: makes the state of all of them.
     model_chunks: the wrapped chunks that own the shards.
+
     Unlike stock optimizers it serves dense and expert parameters at once: their fragments differ
     only in the replica that counts in norms.
     """
@@ -217,7 +219,8 @@ class ShardedParameters:
     """This rank's fragments of the main parameters, as parameters of an inner optimizer.
 
     by_model_param: model parameter -> its 1-D fp32 fragment (a view of main_param with the
-    attributes norms and groups look at), for those of which this rank owns at least one element;
+        attributes norms and groups look at), for those of which this rank owns at least one
+        element.
     places: fragment -> where it comes from.
     """
 

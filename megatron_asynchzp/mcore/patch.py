@@ -27,7 +27,8 @@ class Patch:
 
     target: module and name, where Megatron looks the function up when it calls it.
     parameters: names of its parameters in megatron-core 0.19; anything else is refused.
-    why: what the replacement adds; drop_when: what makes this patch superfluous.
+    why: what the replacement adds.
+    drop_when: what makes this patch superfluous.
     call: what runs instead, with the original before the caller's arguments.
     """
 

@@ -43,8 +43,11 @@ _NBYTES = {"fp32": 4, "bf16": 2}
 
 
 def plan_of(args: Namespace, setting: Setting | None = None) -> Plan:
-    """What the flags ask for, with (1, 1, 1) for sizes that are not numbers yet. args: validated;
-    setting: theirs, where it is known."""
+    """What the flags ask for, with (1, 1, 1) for sizes that are not numbers yet.
+
+    args: validated.
+    setting: theirs, where it is known.
+    """
     setting = setting or setting_of(args)
     return Plan(
         shard_sizes(args),

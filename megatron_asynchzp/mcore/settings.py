@@ -26,7 +26,7 @@ _LIBRARY_WAITS_LONGER = timedelta(minutes=1)
 @dataclass(frozen=True)
 class Settings:
     """sizes: of the dense sharding group. Experts use their gcd with the size of the expert
-    data-parallel group.
+        data-parallel group.
     schedule: see ScheduleConfig.
     grad_dtype: in which gradients travel.
     timeout: of the engine's communicators, None for torch's own.
@@ -45,7 +45,9 @@ class Settings:
 
     @classmethod
     def of(cls, args: Namespace, group_size: int) -> "Settings":
-        """args: validated; group_size: ranks of the dense sharding group."""
+        """args: validated.
+        group_size: ranks of the dense sharding group.
+        """
         return cls(
             resolve_shard_sizes(args, group_size, sharding_ranks_per_node(args)),
             resolve_schedule(args),

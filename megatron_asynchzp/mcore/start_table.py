@@ -132,8 +132,8 @@ def format_start_table(
 ) -> str:
     """The whole table as text, for the rank that calls it.
 
-    moments: bytes per element of the optimizer's states; whole_nbytes: of the parameters that were
-    whole at most, while a model was built in shards.
+    moments: bytes per element of the optimizer's states.
+    whole_nbytes: of the parameters that were whole at most, while a model was built in shards.
     """
     units = [unit for chunk in chunks for unit in chunk.units]
     used = {chunk.runtime.group_keys[unit] for chunk in chunks for unit in chunk.units}

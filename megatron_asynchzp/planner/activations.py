@@ -32,9 +32,10 @@ class Kernels:
     """What an implementation keeps.
 
     core: "scores" keeps the softmax of all pairs of tokens (Megatron's own attention), "pasa" is
-    torch's attention on a CPU behind PASA, "flash" keeps none of the pairs; is_fused: norms, gates
-    and rotary embeddings keep no intermediate; dropout: whether hidden states drop out, which keeps
-    a mask; attention_dropout: the same for attention.
+        torch's attention on a CPU behind PASA, "flash" keeps none of the pairs.
+    is_fused: norms, gates and rotary embeddings keep no intermediate.
+    dropout: whether hidden states drop out, which keeps a mask.
+    attention_dropout: the same for attention.
     """
 
     core: Literal["scores", "pasa", "flash"] = "flash"
@@ -53,8 +54,9 @@ FUSED = Kernels()
 class Recompute:
     """What is computed again in backward.
 
-    granularity: as in --recompute-granularity; method, num_layers: of full recomputation; modules:
-    of selective recomputation, as in --recompute-modules.
+    granularity: as in --recompute-granularity.
+    method, num_layers: of full recomputation.
+    modules: of selective recomputation, as in --recompute-modules.
     """
 
     granularity: Literal["none", "selective", "full"] = "none"

@@ -16,12 +16,15 @@ GIB, GB = 2**30, 1e9
 class Device:
     """One accelerator.
 
-    tflops: dense peak in the model's dtype; efficiency: the part of it that a layer reaches, in
-    (0, 1]; memory_gib: of the device; reserved_gib: what the driver, the communicators and the
-    allocator keep from a model; memory_gb_s: speed of its memory; launch_us: what a unit's forward
-    takes beside its FLOPs, its backward twice that (the host's time, norms, activations); step_us:
-    what the host does between an optimizer and the first unit of the next step (logging, reading
-    data), while parameter shards are rebuilt.
+    tflops: dense peak in the model's dtype.
+    efficiency: the part of it that a layer reaches, in (0, 1].
+    memory_gib: of the device.
+    reserved_gib: what the driver, the communicators and the allocator keep from a model.
+    memory_gb_s: speed of its memory.
+    launch_us: what a unit's forward takes beside its FLOPs, its backward twice that (the host's
+        time, norms, activations).
+    step_us: what the host does between an optimizer and the first unit of the next step (logging,
+        reading data), while parameter shards are rebuilt.
     """
 
     tflops: float
@@ -48,11 +51,13 @@ class Link:
     """What connects the ranks of a node, or the nodes.
 
     gb_s: 1e9 bytes per second, each way, of one rank's link inside a node or of one network card
-    between nodes; cards: of a node, for the link between nodes (ranks share them where they are
-    fewer); shared: whether all ranks of a node share the link inside it; latency_us: of one message
-    from a rank to the next; start_us: of one collective, whatever its size; efficiency: the part of
-    gb_s that is reached, as (bytes of one message, part) pairs in ascending order, interpolated
-    over the logarithm of the bytes.
+        between nodes.
+    cards: of a node, for the link between nodes (ranks share them where they are fewer).
+    shared: whether all ranks of a node share the link inside it.
+    latency_us: of one message from a rank to the next.
+    start_us: of one collective, whatever its size.
+    efficiency: the part of gb_s that is reached, as (bytes of one message, part) pairs in ascending
+        order, interpolated over the logarithm of the bytes.
     """
 
     gb_s: float
@@ -81,10 +86,11 @@ class Link:
 class Cluster:
     """Equal nodes of equal devices.
 
-    inside, between: the links within a node and from node to node; runs_ahead: whether the host
-    issues work ahead of the device, as with CUDA; imbalance: by how much of its length the slowest
-    rank's computation of a micro-batch is longer than the mean (variable sequence lengths,
-    stragglers), for `Cluster.slowest`; source: where the figures come from.
+    inside, between: the links within a node and from node to node.
+    runs_ahead: whether the host issues work ahead of the device, as with CUDA.
+    imbalance: by how much of its length the slowest rank's computation of a micro-batch is longer
+        than the mean (variable sequence lengths, stragglers), for `Cluster.slowest`.
+    source: where the figures come from.
     """
 
     name: str
@@ -124,8 +130,11 @@ class Cluster:
 
 
 class Cost(NamedTuple):
-    """Of a collective, in seconds. busy_s: for which its slowest link is taken; latency_s: which
-    pass while that is free for others."""
+    """Of a collective, in seconds.
+
+    busy_s: for which its slowest link is taken.
+    latency_s: which pass while that is free for others.
+    """
 
     busy_s: float = 0.0
     latency_s: float = 0.0
@@ -140,8 +149,9 @@ class Cost(NamedTuple):
 class Ring:
     """The ranks along one axis of a mesh, on the nodes of a cluster.
 
-    size: ranks; in_node: of them on one node; rings_per_node: how many such rings use a node at the
-    same time, because all ranks do the same.
+    size: ranks.
+    in_node: of them on one node.
+    rings_per_node: how many such rings use a node at the same time, because all ranks do the same.
     """
 
     size: int

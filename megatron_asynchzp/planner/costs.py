@@ -65,9 +65,11 @@ _FOLDED = 3, 4  # micro-batches of each stage, between which a step is extrapola
 class Plan:
     """Everything that a search chooses, and what it leaves as it is.
 
-    sizes: of the dense sharding group; expert_sizes: of the experts', None as the engine restricts
-    `sizes` to their group; overlaps_params: whether a step begins before all parameter shards are
-    rebuilt, as the engine's does; is_on_cpu: whether a rank is a process of the CPU platform.
+    sizes: of the dense sharding group.
+    expert_sizes: of the experts', None as the engine restricts `sizes` to their group.
+    overlaps_params: whether a step begins before all parameter shards are rebuilt, as the engine's
+        does.
+    is_on_cpu: whether a rank is a process of the CPU platform.
     """
 
     sizes: ShardSizes

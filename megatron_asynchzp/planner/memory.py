@@ -40,8 +40,11 @@ def state_nbytes(
 
 @dataclass(frozen=True)
 class MomentBytes:
-    """Bytes per element of the optimizer's states. all_params: two fp32 moments by default;
-    matrices: of those that Muon updates, which have one; None without Muon."""
+    """Bytes per element of the optimizer's states.
+
+    all_params: two fp32 moments by default.
+    matrices: of those that Muon updates, which have one; None without Muon.
+    """
 
     all_params: int = 8
     matrices: int | None = None
@@ -65,9 +68,12 @@ def kept(params_nbytes: int, grads_nbytes: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Copies:
-    """Bytes that a process of the CPU platform takes on top, at most. params, grads: what gloo
-    copies while it gathers a unit, and while it reduces a piece of gradients; casts: of a gradient
-    in the model's dtype that is added to one in fp32, as soon as it is there."""
+    """Bytes that a process of the CPU platform takes on top, at most.
+
+    params, grads: what gloo copies while it gathers a unit, and while it reduces a piece of
+        gradients.
+    casts: of a gradient in the model's dtype that is added to one in fp32, as soon as it is there.
+    """
 
     params: int = 0
     grads: int = 0
@@ -79,10 +85,13 @@ class Copies:
 
 @dataclass(frozen=True)
 class Activations:
-    """kept: from forward to backward, of all micro-batches in flight; logits: beside it while the
-    loss is computed; working: beside it while one layer is computed again and differentiated;
-    whole_layer: of the largest layer in its own backward pass, which frees it; kept_layer: of a
-    layer until then; buffer: memory that an implementation keeps for good."""
+    """kept: from forward to backward, of all micro-batches in flight.
+    logits: beside it while the loss is computed.
+    working: beside it while one layer is computed again and differentiated.
+    whole_layer: of the largest layer in its own backward pass, which frees it.
+    kept_layer: of a layer until then.
+    buffer: memory that an implementation keeps for good.
+    """
 
     kept: float
     logits: float
@@ -167,11 +176,17 @@ def stage_activations(of: Setting, stage: int) -> Activations:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. at_rest: by state; in_flight: by kind; whole_unit: the largest unit whole,
-    which construction holds once, and backward as autograd's own gradients; own_grads: gradients
-    as autograd makes them, at most; None for those of the largest unit; copied_params,
-    copied_grads: what a backend copies at most while it gathers and while it reduces (gloo: a unit,
-    a piece); copies_beside: whether that happens beside the computation, at any time."""
+    """Bytes of one rank.
+
+    at_rest: by state.
+    in_flight: by kind.
+    whole_unit: the largest unit whole, which construction holds once, and backward as autograd's
+        own gradients.
+    own_grads: gradients as autograd makes them, at most; None for those of the largest unit.
+    copied_params, copied_grads: what a backend copies at most while it gathers and while it reduces
+        (gloo: a unit, a piece).
+    copies_beside: whether that happens beside the computation, at any time.
+    """
 
     at_rest: Mapping[str, float]
     in_flight: Mapping[str, float]
@@ -192,7 +207,9 @@ class Memory:
         schedule: ScheduleConfig,
         copies: Copies | None = None,
     ) -> "Memory":
-        """in_flight: of each model chunk; copies: on a CPU."""
+        """in_flight: of each model chunk.
+        copies: on a CPU.
+        """
         total = Counter[str]()
         for chunk in in_flight:
             total.update(chunk.allocated)

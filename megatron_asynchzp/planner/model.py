@@ -35,8 +35,12 @@ class Attention:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-latent attention. q_rank, kv_rank: of the compressed queries (0: not compressed), and
-    of the compressed keys and values; qk_dim, rope_dim, v_dim: of one head."""
+    """Multi-latent attention.
+
+    q_rank, kv_rank: of the compressed queries (0: not compressed), and of the compressed keys and
+        values.
+    qk_dim, rope_dim, v_dim: of one head.
+    """
 
     num_heads: int
     q_rank: int
@@ -60,7 +64,9 @@ class Mamba:
 
 @dataclass(frozen=True)
 class Mlp:
-    """ffn: the width between its two projections; is_gated: SwiGLU and its kin."""
+    """ffn: the width between its two projections.
+    is_gated: SwiGLU and its kin.
+    """
 
     ffn: int
     is_gated: bool
@@ -68,8 +74,12 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts. ffn: of one expert; shared_ffn: of the shared experts, 0 without;
-    has_router_bias: a bias that is learned, not the one of load balancing."""
+    """A mixture of experts.
+
+    ffn: of one expert.
+    shared_ffn: of the shared experts, 0 without.
+    has_router_bias: a bias that is learned, not the one of load balancing.
+    """
 
     num_experts: int
     topk: int
@@ -92,11 +102,14 @@ class Layer:
 class Model:
     """A language model.
 
-    vocabulary: padded; layers: of the decoder, all pipeline stages; mtp: the layer inside each
-    multi-token-prediction module; is_tied: embedding and output share one weight; has_bias: of
-    every projection; norm_numel: per hidden element, 2 for LayerNorm and 1 for RMSNorm;
-    num_positions: of learned position embeddings, 0 without; itemsize: bytes of a parameter and of
-    an activation.
+    vocabulary: padded.
+    layers: of the decoder, all pipeline stages.
+    mtp: the layer inside each multi-token-prediction module.
+    is_tied: embedding and output share one weight.
+    has_bias: of every projection.
+    norm_numel: per hidden element, 2 for LayerNorm and 1 for RMSNorm.
+    num_positions: of learned position embeddings, 0 without.
+    itemsize: bytes of a parameter and of an activation.
     """
 
     hidden: int
@@ -112,9 +125,13 @@ class Model:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Megatron's parallel sizes. virtual: model chunks on each rank; expert_tp: None for tp;
+    """Megatron's parallel sizes.
+
+    virtual: model chunks on each rank.
+    expert_tp: None for tp.
     stage_layers: decoder layers of each chunk in the order of the model (stage 0 to pp - 1 of chunk
-    0, then of chunk 1), None for equal shares."""
+        0, then of chunk 1), None for equal shares.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -154,11 +171,14 @@ class Unit:
     """Parameters that are gathered, used and released together, and what they compute.
 
     kind: what holds them ("experts" are units beside their layer where expert parallelism divides
-    them, and where they are used group by group; "positions" are an embedding's, beside the words
-    that the output layer uses too); chunk: of the rank's model chunks; shapes: of its
-    tensors on this rank, with how many there are of each; flops: forward, of one micro-batch on
-    this rank (the backward pass takes twice as many, recomputation once more); source: the layer,
-    None for the rest; words_numel: of the weight of words, in an embedding or an output layer.
+        them, and where they are used group by group; "positions" are an embedding's, beside the
+        words that the output layer uses too).
+    chunk: of the rank's model chunks.
+    shapes: of its tensors on this rank, with how many there are of each.
+    flops: forward, of one micro-batch on this rank (the backward pass takes twice as many,
+        recomputation once more).
+    source: the layer, None for the rest.
+    words_numel: of the weight of words, in an embedding or an output layer.
     """
 
     name: str

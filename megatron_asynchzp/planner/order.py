@@ -36,10 +36,13 @@ class StepOrder:
         reduce                                          | u1 | u0 |
         grad-sync                                            | u1 | u0 |
 
-    units: of all chunks; visits: of each chunk, in the order of the forward; phases: of the step;
+    units: of all chunks.
+    visits: of each chunk, in the order of the forward.
+    phases: of the step.
     overlaps_params: whether it begins before all parameter shards are rebuilt, as the engine's.
 
-    actions: see Action; waits: what the optimizer waits for at the end, by index.
+    actions: see Action.
+    waits: what the optimizer waits for at the end, by index.
     """
 
     def __init__(

@@ -15,9 +15,12 @@ from megatron_asynchzp.sharding.in_flight import UnitInFlight
 class OrderUnit:
     """What the order depends on of a unit.
 
-    size: equal for units of the same size; memory: what it needs in flight; is_gathered: its
-    parameter shard is a part; is_reduced: its gradient shard is; reduces_at_end: only the end of
-    backward completes its gradient (units of several modules, and those around others);
+    size: equal for units of the same size.
+    memory: what it needs in flight.
+    is_gathered: its parameter shard is a part.
+    is_reduced: its gradient shard is.
+    reduces_at_end: only the end of backward completes its gradient (units of several modules, and
+        those around others).
     sum_nbytes: of its whole gradient in fp32.
     """
 
@@ -58,7 +61,8 @@ class Action(NamedTuple):
     """The main thread computes with a unit, or submits an operation on it.
 
     after: earlier actions, by index, that must have ended before this one begins: results that it
-    reads, and the last uses of the memory that it writes; phase: index of the phase.
+        reads, and the last uses of the memory that it writes.
+    phase: index of the phase.
     """
 
     kind: int

@@ -34,10 +34,15 @@ VARIED = ("tp", "pp", "cp", "ep")
 
 @dataclass(frozen=True)
 class Space:
-    """What may be chosen. global_batch: sequences of a step; start: what is kept where nothing is
-    varied; vary: of VARIED; depths, micro_batch_sizes, recomputes: to try (None: that of start, and
-    the powers of two that divide the batch); kept_sizes: of "param", "grad", "optim", those that
-    are not chosen."""
+    """What may be chosen.
+
+    global_batch: sequences of a step.
+    start: what is kept where nothing is varied.
+    vary: of VARIED.
+    depths, micro_batch_sizes, recomputes: to try (None: that of start, and the powers of two that
+        divide the batch).
+    kept_sizes: of "param", "grad", "optim", those that are not chosen.
+    """
 
     model: Model
     cluster: Cluster
@@ -236,10 +241,13 @@ def _schedule(start: Plan, parallel: Parallel, depth: int) -> ScheduleConfig:
 
 @dataclass(frozen=True)
 class Outcome:
-    """ranked: simulated plans that fit, best first; baselines: the fastest plan of each scheme,
-    None where none of it fits; num_plans, num_fitting, num_simulated: how many there were;
-    smallest: the plan with the least memory, where nothing fits; out_of_memory: a plan that may be
-    faster than the first and does not fit, with a lower bound of its step in seconds."""
+    """ranked: simulated plans that fit, best first.
+    baselines: the fastest plan of each scheme, None where none of it fits.
+    num_plans, num_fitting, num_simulated: how many there were.
+    smallest: the plan with the least memory, where nothing fits.
+    out_of_memory: a plan that may be faster than the first and does not fit, with a lower bound of
+        its step in seconds.
+    """
 
     ranked: tuple[Candidate, ...]
     baselines: dict[str, Candidate | None]

@@ -43,9 +43,14 @@ class UnitCost:
 
 @dataclass(frozen=True)
 class Stage:
-    """One rank of a pipeline stage. phases, order: of its step; costs: of each unit, by number;
-    optimizer_s: for which the optimizer computes; host_s: what the host does then, before the first
-    unit computes and while parameters are rebuilt."""
+    """One rank of a pipeline stage.
+
+    phases, order: of its step.
+    costs: of each unit, by number.
+    optimizer_s: for which the optimizer computes.
+    host_s: what the host does then, before the first unit computes and while parameters are
+        rebuilt.
+    """
 
     phases: Sequence[Phase]
     order: StepOrder
@@ -271,7 +276,8 @@ def simulate(
 ) -> Step:
     """One step in the steady state, from one optimizer to the next.
 
-    runs_ahead: see Cluster; hand_over_s: from the end of a phase to the begin of the next stage's;
+    runs_ahead: see Cluster.
+    hand_over_s: from the end of a phase to the begin of the next stage's.
     chunks: on each rank.
     """
     network = _Network(_PER_STAGE * len(stages))

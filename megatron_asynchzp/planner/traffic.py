@@ -65,10 +65,11 @@ class Axis(NamedTuple):
 class Wire:
     """How states travel. The default is the engine's.
 
-    grad_itemsize: bytes of an element of the gradients; sums_rounded: whether shorter ones are
-    added on their way, as by NCCL, in place of going to their owner as they are, to be added in
-    fp32; pieces: messages into which a unit is cut where whole tensors belong to a rank (sums over
-    replicas are not cut).
+    grad_itemsize: bytes of an element of the gradients.
+    sums_rounded: whether shorter ones are added on their way, as by NCCL, in place of going to
+        their owner as they are, to be added in fp32.
+    pieces: messages into which a unit is cut where whole tensors belong to a rank (sums over
+        replicas are not cut).
     """
 
     grad_itemsize: int = _FP32
@@ -85,9 +86,11 @@ class Wire:
 class Group:
     """A sharding group as all its ranks see it.
 
-    ranks: of the group; sizes: of the three states; distance: of consecutive ranks of the group, in
-    global ranks (the tensor-parallel size for dense parameters); grad_slot_nbytes: see
-    ScheduleConfig.
+    ranks: of the group.
+    sizes: of the three states.
+    distance: of consecutive ranks of the group, in global ranks (the tensor-parallel size for dense
+        parameters).
+    grad_slot_nbytes: see ScheduleConfig.
     """
 
     ranks: int
@@ -225,7 +228,8 @@ def step_traffic(
 ) -> Traffic:
     """The collectives of all `actions`.
 
-    padded_numels, groups: of each unit, by its number; cluster: None where no nodes are asked for.
+    padded_numels, groups: of each unit, by its number.
+    cluster: None where no nodes are asked for.
     """
     times = Counter((each.kind, each.unit) for each in actions if each.kind != COMPUTE)
     total: Counter[tuple[int, Collective]] = Counter()

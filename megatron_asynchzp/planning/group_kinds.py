@@ -29,8 +29,11 @@ class GroupKind(NamedTuple):
 
 
 def group_kinds(args: Namespace, sizes: ShardSizes | None) -> list[GroupKind]:
-    """Of the pipeline stage of rank 0. args: validated; sizes: AsyncHZP's, None for stock
-    Megatron."""
+    """Of the pipeline stage of rank 0.
+
+    args: validated.
+    sizes: AsyncHZP's, None for stock Megatron.
+    """
     from megatron.core.parallel_state import RankGenerator
 
     pp, order = args.pipeline_model_parallel_size, "tp-cp-ep-dp-pp"

@@ -16,8 +16,9 @@ _SHARES = (0.0, 0.25, 0.5, 1.0)
 
 @dataclass(frozen=True)
 class Saving:
-    """keep_params_nbytes, keep_grads_nbytes: two budgets; gathers, reductions: that a rank asks for
-    in a step with both."""
+    """keep_params_nbytes, keep_grads_nbytes: two budgets.
+    gathers, reductions: that a rank asks for in a step with both.
+    """
 
     keep_params_nbytes: int
     gathers: int

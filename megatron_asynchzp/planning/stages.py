@@ -22,9 +22,9 @@ from megatron_asynchzp.sharding.layout import FP32_NBYTES
 class StageBytes:
     """What one rank of a pipeline stage holds, in bytes.
 
-    numel: of the rank's parameters before data parallelism, by sharding group ("dense",
-    "expert"); formula: by state, without padding; memory: with padding, and all that comes beside
-    the states.
+    numel: of the rank's parameters before data parallelism, by sharding group ("dense", "expert").
+    formula: by state, without padding.
+    memory: with padding, and all that comes beside the states.
     """
 
     index: int
@@ -36,9 +36,13 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class DryRun:
-    """args: validated; lines: what --use-asynchzp changed; parameters: of the whole model; kinds:
-    the groups of rank 0; stages: of each pipeline stage; savings: what memory budgets save, on a
-    rank of the first stage."""
+    """args: validated.
+    lines: what --use-asynchzp changed.
+    parameters: of the whole model.
+    kinds: the groups of rank 0.
+    stages: of each pipeline stage.
+    savings: what memory budgets save, on a rank of the first stage.
+    """
 
     args: Namespace
     lines: list[str]

@@ -13,7 +13,8 @@ from megatron_asynchzp.sharding.topology import Range
 class Box:
     """A rectangular part of a row-major tensor whose elements lie one after another.
 
-    offset, shape: per dim, in elements; range: the flat elements it consists of.
+    offset, shape: per dim, in elements.
+    range: the flat elements it consists of.
     """
 
     offset: tuple[int, ...]

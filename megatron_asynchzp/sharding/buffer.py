@@ -13,7 +13,8 @@ from megatron_asynchzp.sharding.topology import Range
 class FlatBuffer:
     """The elements `range` of a flat layout, in one 1-D tensor.
 
-    layout: offsets of the parameters; range: what this buffer holds, in flat coordinates;
+    layout: offsets of the parameters.
+    range: what this buffer holds, in flat coordinates.
     storage: a 1-D tensor of `range.numel` elements (owned, or a view of a larger buffer).
     """
 

@@ -31,10 +31,12 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
     A unit is spare while it is gathered and not in use: its gather was started ahead of the use, or
     it was kept from one use to the next. The place of a spare unit can be taken from it.
 
-    needs: of each unit, in the order of the chunk; sizes: of each unit, equal for those that fit
-    the same place; depth: units of each size gathered ahead; memory: for gathered parameters;
-    chunks: of the rank that share `memory`, to which this one is added; residency: decides what
-    stays gathered for a later micro-batch, None for nothing.
+    needs: of each unit, in the order of the chunk.
+    sizes: of each unit, equal for those that fit the same place.
+    depth: units of each size gathered ahead.
+    memory: for gathered parameters.
+    chunks: of the rank that share `memory`, to which this one is added.
+    residency: decides what stays gathered for a later micro-batch, None for nothing.
     """
 
     def __init__(
@@ -271,8 +273,9 @@ class _UnderWay[Reduction](NamedTuple):
 class GradsInFlight[Unit: Hashable, Reduction](ABC):
     """Where the gradients of units lie while they are reduced, and which of them stay unreduced.
 
-    memory: for gradients that are reduced; residency: decides whose gradients of several
-    micro-batches are added up before they are reduced, None for none.
+    memory: for gradients that are reduced.
+    residency: decides whose gradients of several micro-batches are added up before they are
+        reduced, None for none.
     """
 
     def __init__(self, memory: Spans[object], residency: Residency[Unit] | None = None):

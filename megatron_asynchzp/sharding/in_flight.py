@@ -42,9 +42,12 @@ class UnitInFlight:
     """Bytes that one unit needs beside its states.
 
     layer: equal for units that are needed at the same time; "" for one that is needed around all
-    others. params: its gathered parameters, 0 where they always are; grads: the largest piece of
-    its gradients in fp32, with what reducing it takes, 0 where they are not reduced; own_grads: all
-    its gradients as autograd makes them; num_pieces: in how many its gradients are reduced.
+        others.
+    params: its gathered parameters, 0 where they always are.
+    grads: the largest piece of its gradients in fp32, with what reducing it takes, 0 where they are
+        not reduced.
+    own_grads: all its gradients as autograd makes them.
+    num_pieces: in how many its gradients are reduced.
     """
 
     layer: str
@@ -83,9 +86,12 @@ class UnitInFlight:
 
 @dataclass(frozen=True)
 class MemoryInFlight:
-    """Bytes that are allocated before the first step and kept. params: for gathered parameters;
-    grads: for gradients that are reduced; own_grads: at most, what autograd's own gradients take
-    beside them, from its allocator."""
+    """Bytes that are allocated before the first step and kept.
+
+    params: for gathered parameters.
+    grads: for gradients that are reduced.
+    own_grads: at most, what autograd's own gradients take beside them, from its allocator.
+    """
 
     params: int
     grads: int
@@ -151,10 +157,11 @@ def memory_in_flight(
 ) -> MemoryInFlight:
     """What a model chunk of `units` (in the order of their use) takes.
 
-    num_ahead: layers of each size that are gathered ahead of the one that computes; num_grad_slots:
-    layers of each size, or where units are reduced in several pieces, pieces, whose gradients are
-    in flight. budget: at most so many bytes for parameters and gradients together, None for as many
-    as that needs. Parameters come first: computation waits for them.
+    num_ahead: layers of each size that are gathered ahead of the one that computes.
+    num_grad_slots: layers of each size, or where units are reduced in several pieces, pieces, whose
+        gradients are in flight.
+    budget: at most so many bytes for parameters and gradients together, None for as many as that
+        needs. Parameters come first: computation waits for them.
 
     Raises ConfigurationError for a budget below what one layer needs.
     """

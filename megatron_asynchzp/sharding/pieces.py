@@ -18,7 +18,8 @@ from megatron_asynchzp.sharding.topology import Range
 class Copy:
     """What a piece holds of one parameter.
 
-    index: of the parameter; source: elements of the flattened parameter, None for all of them;
+    index: of the parameter.
+    source: elements of the flattened parameter, None for all of them.
     target: where they are in the piece.
     """
 
@@ -35,7 +36,9 @@ class GradPiece:
         shards of the flat layout    | a0 a1 a2 | b0 b1 b2 | c0 c1 c2 |
         pieces                       | a0 b0 c0 |  | a1 b1 c1 |  | a2 b2 c2 |
 
-    part: in coordinates of a shard; numel: over all shards; copies: what it holds of parameters;
+    part: in coordinates of a shard.
+    numel: over all shards.
+    copies: what it holds of parameters.
     gaps: what of it belongs to none, half-open, not empty.
     """
 

@@ -14,9 +14,12 @@ def kept_gaps[User](
 ) -> frozenset[int]:
     """Which users to keep in memory from one use to their next.
 
-    uses: who uses its memory, in order; a user may occur many times; budget: bytes that may be
-    kept; counts_own: whether what the user whose turn it is had kept is a part of them, or has a
-    place of its own. Returns the positions in `uses` after which a user is kept until its next use.
+    uses: who uses its memory, in order; a user may occur many times.
+    budget: bytes that may be kept.
+    counts_own: whether what the user whose turn it is had kept is a part of them, or has a place of
+        its own.
+
+    Returns the positions in `uses` after which a user is kept until its next use.
 
     This is Belady's rule, looked at from the gaps between two uses of one user: where more is kept
     than the budget allows, what is used last in the future goes. Of users of equal size no choice
@@ -60,9 +63,11 @@ class Residency[User]:
     Everything follows from the order of uses, which is the same on every rank. A step that departs
     from the one before keeps nothing more from there on.
 
-    budget: bytes that may be kept, 0 for one that keeps nothing yet; nbytes_of: those of a user;
-    counts_own: see kept_gaps. planned_nbytes: the most that a step keeps at a time; num_found: uses
-    of the last step that found their memory kept.
+    budget: bytes that may be kept, 0 for one that keeps nothing yet.
+    nbytes_of: those of a user.
+    counts_own: see kept_gaps.
+    planned_nbytes: the most that a step keeps at a time.
+    num_found: uses of the last step that found their memory kept.
     """
 
     def __init__(self, budget: int, nbytes_of: Callable[[User], int], counts_own: bool = False):

@@ -36,7 +36,8 @@ class Range(NamedTuple):
 class ShardSizes:
     """How many ranks share one copy of each state (AsyncHZP section 3: Z3 | Z2 | Z1).
 
-    param: ranks per copy of the model parameters (Z3); grad: of the gradients (Z2);
+    param: ranks per copy of the model parameters (Z3).
+    grad: of the gradients (Z2).
     optim: of the optimizer state and main parameters (Z1).
     """
 
@@ -88,8 +89,10 @@ class ShardSizes:
 class MeshAxis:
     """One axis of the mesh of a sharding group, seen from one rank.
 
-    size: ranks along the axis; stride: distance of neighbours in group rank;
-    coordinate: this rank's position; members: group ranks along it, this one included.
+    size: ranks along the axis.
+    stride: distance of neighbours in group rank.
+    coordinate: this rank's position.
+    members: group ranks along it, this one included.
     """
 
     size: int
@@ -113,7 +116,9 @@ class ShardTopology:
 
     so a rank's ranges nest, and each collective changes one axis only (law 2).
 
-    world_size: ranks of the sharding group; rank: this rank in it, in [0, world_size).
+    world_size: ranks of the sharding group.
+    rank: this rank in it, in [0, world_size).
+
     Raises ConfigurationError for sizes that do not nest.
     """
 

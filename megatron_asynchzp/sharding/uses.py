@@ -13,8 +13,9 @@ class Uses[User]:
     A step that departs from the one before it (a module skipped, an early exit) is followed no
     further until the next one begins, whose record it is.
 
-    expected: what the step before used; used: what this one has used so far; is_followed: whether
-    that is the beginning of what was expected.
+    expected: what the step before used.
+    used: what this one has used so far.
+    is_followed: whether that is the beginning of what was expected.
     """
 
     def __init__(self) -> None:

@@ -31,9 +31,13 @@ class Computation(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """One step. computations: leaves in order; outer: modules that contain leaves; spans: all of
-    them; seconds count from where the step begins, and what was on its way then is before; began_s:
-    that moment on the host's clock, 0 where the file has none.
+    """One step.
+
+    computations: leaves in order.
+    outer: modules that contain leaves.
+    spans: all of them; seconds count from where the step begins, and what was on its way then is
+        before.
+    began_s: that moment on the host's clock, 0 where the file has none.
     """
 
     name: str

@@ -53,10 +53,12 @@ class HZPRuntime(StepScheduler):
         last one   unit:  and then G to O and over the replicas
         step       all:   sync_grads (wait) | optimizer | sync_params (O to P)
 
-    root: the module whose call is one forward; plans: a partition of its parameters;
-    groups: communicators by group key of the plans; construction: under which `root` was built, if
-    its modules are sharded already; fuses_grads: whether layers write weight gradients to main_grad
-    themselves ([Note: fused gradients]); the rest is as in StepScheduler.
+    root: the module whose call is one forward.
+    plans: a partition of its parameters.
+    groups: communicators by group key of the plans.
+    construction: under which `root` was built, if its modules are sharded already.
+    fuses_grads: whether layers write weight gradients to main_grad themselves ([Note: fused
+        gradients]); the rest is as in StepScheduler.
     """
 
     def __init__(

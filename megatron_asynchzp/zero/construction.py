@@ -109,8 +109,10 @@ class Construction:
     Nothing of that changes a value, and no random number is drawn: the weights are those of the
     model built whole.
 
-    groups: communicators by group key. group_key_of: as in plan_units. device: where collectives
-    run, if not where the parameters are. prepare: is given each whole parameter before it is cut.
+    groups: communicators by group key.
+    group_key_of: as in plan_units.
+    device: where collectives run, if not where the parameters are.
+    prepare: is given each whole parameter before it is cut.
     """
 
     def __init__(

@@ -27,8 +27,9 @@ class KeptParams:
     """Parameters that stay gathered from one use to a later one: the decision, and the memory that
     all model chunks of a rank share for it.
 
-    budget: bytes beside those that the chunks need without it; takes_rest: whether the budget is to
-    be enlarged by what the device has left, see `take_rest`; chunks: who uses it.
+    budget: bytes beside those that the chunks need without it.
+    takes_rest: whether the budget is to be enlarged by what the device has left, see `take_rest`.
+    chunks: who uses it.
     """
 
     def __init__(
@@ -66,9 +67,11 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
 
     What is gathered, kept and dropped when is decided by ParamsInFlight.
 
-    nbytes: of memory for gathered parameters; warned: topics of the warnings that were logged, each
-    once; viewed: units of which a view was found when their memory was to be reused. _used: units
-    of this training step in the order of their first use, those included that are never gathered.
+    nbytes: of memory for gathered parameters.
+    warned: topics of the warnings that were logged, each once.
+    viewed: units of which a view was found when their memory was to be reused.
+    _used: units of this training step in the order of their first use, those included that are
+        never gathered.
     """
 
     def __init__(

@@ -15,10 +15,11 @@ from torch import nn
 class UnitPlan:
     """One unit to be: its parameters and the modules whose calls need them.
 
-    group_key: which sharding group ("dense", "expert"); layer: equal for units of one unit module,
-    which are needed at the same time, "" for what is around all unit modules; modules: any call of
-    one of them needs the parameters. The gradient of parameters with several modules is complete
-    only at the end of backward.
+    group_key: which sharding group ("dense", "expert").
+    layer: equal for units of one unit module, which are needed at the same time, "" for what is
+        around all unit modules.
+    modules: any call of one of them needs the parameters. The gradient of parameters with several
+        modules is complete only at the end of backward.
     """
 
     name: str
@@ -64,12 +65,12 @@ def plan_units(
 ) -> list[UnitPlan]:
     """Partition all parameters of `root` into units, in the order of `named_parameters`.
 
-    unit_modules: modules to gather as one; a parameter belongs to the innermost one around it,
-    or to the root unit. Within one module, parameters that differ in dtype, in sharding group or
-    in being trained form units of their own (one flat buffer has one dtype); those of another
-    group than "dense" hang on the innermost module that holds them all (a layer's experts).
+    unit_modules: modules to gather as one; a parameter belongs to the innermost one around it, or
+        to the root unit. Within one module, parameters that differ in dtype, in sharding group or
+        in being trained form units of their own (one flat buffer has one dtype); those of another
+        group than "dense" hang on the innermost module that holds them all (a layer's experts).
     also_used_by: parameters that other modules use as well (tied weights): each is a unit of its
-    own, whose layout is then the same on every pipeline stage that holds a copy.
+        own, whose layout is then the same on every pipeline stage that holds a copy.
     """
     also_used_by = also_used_by or {}
     path_of: dict[nn.Module, str] = {module: path for path, module in root.named_modules()}  # pyright: ignore[reportUnknownVariableType]

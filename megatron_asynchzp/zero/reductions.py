@@ -87,9 +87,11 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         main        | B u1     | pack u1.0 | B u0 ...
         reduce                             | u1.0 | pack u1.1 | u1.1 | pack u1.2 | u1.2 |
 
-    nbytes: of the arena, enough for one piece of any unit; pieces: of the gradients of each unit
-    that is reduced; scale: factor on the summed gradients; stays: decides whose gradients of
-    several micro-batches are added up before they are reduced, None for none.
+    nbytes: of the arena, enough for one piece of any unit.
+    pieces: of the gradients of each unit that is reduced.
+    scale: factor on the summed gradients.
+    stays: decides whose gradients of several micro-batches are added up before they are reduced,
+        None for none.
     """
 
     def __init__(

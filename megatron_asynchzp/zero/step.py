@@ -85,13 +85,17 @@ class StepScheduler:
     order alone, never from timing; so it is the same on every rank of a sharding group, and so is
     the order of collectives (law 3).
 
-    units: all units of the chunk, on one device; driver: may be shared with the other chunks of
-    this rank, whose tasks then have one order (None: one of its own); grad_scale: factor on the
-    summed gradients; stays: shared by the other chunks of this rank (None: its own).
+    units: all units of the chunk, on one device.
+    driver: may be shared with the other chunks of this rank, whose tasks then have one order (None:
+        one of its own).
+    grad_scale: factor on the summed gradients.
+    stays: shared by the other chunks of this rank (None: its own).
 
-    memory: what it has in flight, by formula; step: how many have begun; is_last_micro_batch:
-    whether the gradients of the one that runs are reduced over the whole sharding group, see
-    `no_sync`; update: see `update_in_backward`.
+    memory: what it has in flight, by formula.
+    step: how many have begun.
+    is_last_micro_batch: whether the gradients of the one that runs are reduced over the whole
+        sharding group, see `no_sync`.
+    update: see `update_in_backward`.
     """
 
     def __init__(

@@ -66,8 +66,9 @@ class HZPUnit:
     shard, 1-D, where the parameters were sharded while the model was built (Construction); layer,
     part: see UnitPlan, a layer of its own where None.
 
-    size_key: equal for units that fit the same memory in flight; views_key: equal for those whose
-    parameters lie at the same places; overwrites_main_grads: see fuse_grads, None without it.
+    size_key: equal for units that fit the same memory in flight.
+    views_key: equal for those whose parameters lie at the same places.
+    overwrites_main_grads: see fuse_grads, None without it.
     """
 
     def __init__(

@@ -110,7 +110,8 @@ class Round:
     that axis cut them last. So nothing is sorted, and no communicator is needed beside those of
     the reductions.
 
-    groups: of all the matrices; owners: a rank within the O ranks for each.
+    groups: of all the matrices.
+    owners: a rank within the O ranks for each.
     """
 
     def __init__(self, matrices: Sequence[Matrix], owners: Sequence[int], groups: ShardGroups):
@@ -188,8 +189,9 @@ def plan_rounds(
 ) -> list[Round]:
     """The rounds in which every matrix is whole on one O rank, the same ones on all O ranks.
 
-    matrices: of one sharding group, in an order equal on all its ranks; costs: of the work on
-    each. In a round a rank owns at most as many elements as the largest matrix has.
+    matrices: of one sharding group, in an order equal on all its ranks.
+    costs: of the work on each. In a round a rank owns at most as many elements as the largest
+        matrix has.
     """
     order = sorted(range(len(matrices)), key=lambda index: -costs[index])
     owners = assign_owners([costs[index] for index in order], groups.topology.sizes.optim)

@@ -13,7 +13,8 @@ import torch
 class Precision:
     """Dtypes of one way to compute attention.
 
-    matrix: operands of matrix products (q, k, v, P, dO, dS); score: what QK^T is rounded to;
+    matrix: operands of matrix products (q, k, v, P, dO, dS).
+    score: what QK^T is rounded to.
     vector: statistics and accumulators.
     """
 

@@ -49,7 +49,8 @@ class FragmentPlace(NamedTuple):
 class OptimizerCheckpoint:
     """Writes and reads the state of `optimizers`, whose parameters are the fragments in `places`.
 
-    state: of all of them, by fragment; grad_scaler: of an fp16 run, else None.
+    state: of all of them, by fragment.
+    grad_scaler: of an fp16 run, else None.
     """
 
     optimizers: Sequence[torch.optim.Optimizer]

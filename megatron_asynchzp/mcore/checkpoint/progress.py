@@ -18,8 +18,9 @@ def log_progress(
 ) -> Iterator[None]:
     """While the body runs, print how many bytes are done, every `every_s` seconds.
 
-    what: "writing DIR"; count_bytes: bytes done since any fixed moment, called in a thread of its
-    own; is_logged: whether this rank prints. Short bodies print nothing.
+    what: "writing DIR".
+    count_bytes: bytes done since any fixed moment, called in a thread of its own.
+    is_logged: whether this rank prints. Short bodies print nothing.
     """
     if not is_logged:
         yield

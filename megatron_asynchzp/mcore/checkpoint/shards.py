@@ -42,8 +42,8 @@ class Piece:
     Most parameters are one piece. Where Megatron stores one as several (the two halves of a gated
     MLP, so that each can be split anew over tensor-parallel ranks) there are more.
 
-    entry: key, shape and offset in the checkpoint, without data; start: the first element, in
-    elements of the parameter.
+    entry: key, shape and offset in the checkpoint, without data.
+    start: the first element, in elements of the parameter.
     """
 
     entry: ShardedTensor
@@ -54,8 +54,9 @@ class Piece:
     ) -> Iterator[ShardedTensor]:
         """Entries for what `values` (1-D) holds of this piece; they share its memory.
 
-        held: the elements of the parameter that `values` are; replica: 0 on the one rank among
-        those with the same elements that writes them; prefix: before the key.
+        held: the elements of the parameter that `values` are.
+        replica: 0 on the one rank among those with the same elements that writes them.
+        prefix: before the key.
         """
         own = Range(self.start, self.start + prod(self.entry.local_shape))
         part = held.intersect(own)

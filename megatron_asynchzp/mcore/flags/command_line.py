@@ -55,9 +55,10 @@ _MEGATRON_LISTS = (
 def check_command_line(argv: Sequence[str], world_size: int | None = None) -> None:
     """Raise ConfigurationError, one line, for a command line that cannot be meant.
 
-    argv: the words after the script. world_size: ranks, None where it is not known; what depends on
-    it is then left to the check that every run makes when Megatron has parsed its flags
-    (checks.prepare_args). A command line that passes here may still be refused there.
+    argv: the words after the script.
+    world_size: ranks, None where it is not known; what depends on it is then left to the check that
+        every run makes when Megatron has parsed its flags (checks.prepare_args). A command line
+        that passes here may still be refused there.
     """
     for flag in ("--use-asynchzp", "--use-pasa-attention"):
         checks.refuse_yaml(list(argv), flag)

@@ -16,7 +16,8 @@ class Refusal:
     example: a command line that is refused; its first word is the flag.
     is_asked: whether the arguments ask for it, before and after Megatron's own validation.
     condition: which values are refused, for the documentation; "" means all of them.
-    reason, remedy: parts of the line that the user reads; beside: our flag.
+    reason, remedy: parts of the line that the user reads.
+    beside: our flag.
     is_decided_by_flag: whether is_asked reads the flag's own argument alone.
     """
 
