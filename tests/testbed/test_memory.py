@@ -32,7 +32,6 @@ def count() -> None:
     assert counted.peak_nbytes - before == 12010
     first.untyped_storage().resize_(0)
     assert counted.live_nbytes - before == 10
-    assert torch.ones(3, 5).sum() == 15 and counted.num_allocations > 4
     counted.uninstall()
     held += [torch.ones(100)]
     assert counted.live_nbytes - before == 10

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
-from scripts.testbed.contenders.fsdp2 import shard_fully
+from scripts.testbed.contenders.fsdp2 import SHARDINGS, shard_fully
 from scripts.testbed.fabric.streams import host_waits, install_streams
 from scripts.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER
 from scripts.testbed.megatron_runs import MEGATRON_HSDP, MIXTURE_OF_EXPERTS, gpt_args, run_pretrain
@@ -25,19 +25,18 @@ STEPS = 3
 SLOW = NetworkProfile("slow", inter_gbit=0.02, inter_latency_us=1000.0, ranks_per_node=2)
 
 
-def fully_sharded(mesh_shape: tuple[int, ...]) -> torch.nn.Module:
-    model = engine.build_toy()
-    names = ("replicate", "shard")[-len(mesh_shape) :]
-    mesh = dist.init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
-    shard_fully(model, [[block] for block in model.blocks], mesh, num_kept=0)
-    return model
-
-
 MODELS = {
     "ddp": lambda: DistributedDataParallel(engine.build_toy(), bucket_cap_mb=0.01),
-    "fsdp2": lambda: fully_sharded((4,)),
-    "hsdp": lambda: fully_sharded((2, 2)),
+    "fsdp2": lambda: fully_sharded("fsdp2"),
+    "hsdp": lambda: fully_sharded("hsdp"),
 }
+
+
+def fully_sharded(name: str) -> torch.nn.Module:
+    model = engine.build_toy()
+    units = [[block] for block in model.blocks]
+    shard_fully(model, units, SHARDINGS[name], (2, 2), num_last=0)
+    return model
 
 
 def losses_of(name: str) -> list[float]:
