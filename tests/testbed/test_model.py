@@ -47,10 +47,8 @@ def test_a_profile_survives_the_way_through_the_environment(name, gbit, ranks, l
     [
         ({"ASYNCHZP_FABRIC_PROFILE": "token-ring"}, "ethernet-1g"),
         ({"ASYNCHZP_FABRIC_INTER_GBIT": "fast"}, "ASYNCHZP_FABRIC_INTER_GBIT=fast"),
-        ({"ASYNCHZP_FABRIC_INTER_GBIT": "0"}, "inter_gbit"),
         ({"ASYNCHZP_FABRIC_INTER_GBIT": "nan"}, "inter_gbit"),
         ({"ASYNCHZP_FABRIC_INTRA_LATENCY_US": "-1"}, "intra_latency_us"),
-        ({"ASYNCHZP_FABRIC_RANKS_PER_NODE": "0"}, "ranks_per_node"),
     ],
 )
 def test_a_wrong_setting_is_refused_in_one_line_that_names_it(env, word):
