@@ -28,6 +28,7 @@ from scripts.report import loss_picture
 from scripts.report.megatron_log import Iteration, parse_iteration
 from scripts.report.records import replace
 from scripts.testbed.machine import machine_record
+from scripts.testbed.megatron_flags import flags_of, shape_flags
 from scripts.train import prepare_data
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,8 +120,6 @@ def training_flags(args: argparse.Namespace, platform: Platform, data: Path) -> 
     """
     # fmt: off
     flags = {
-        "num-layers": LAYERS, "hidden-size": HIDDEN, "num-attention-heads": 4,
-        "seq-length": SEQ_LENGTH, "max-position-embeddings": SEQ_LENGTH,
         "position-embedding-type": "rope", "normalization": "RMSNorm",
         "micro-batch-size": GLOBAL_BATCH // platform.ranks, "global-batch-size": GLOBAL_BATCH,
         "train-iters": args.steps, "lr": 1e-3, "min-lr": 1e-4, "lr-decay-style": "cosine",
@@ -144,10 +143,12 @@ def training_flags(args: argparse.Namespace, platform: Platform, data: Path) -> 
         "no-rope-fusion",
         "no-bias-dropout-fusion",
     ]
-    line = [f"--{switch}" for switch in switches]
-    for flag, value in flags.items():
-        line += [f"--{flag}", str(value)]
-    return line + prepare_data.ByteEncoder().training_flags()
+    return [
+        *shape_flags(LAYERS, HIDDEN, SEQ_LENGTH),
+        *flags_of(flags),
+        *(f"--{switch}" for switch in switches),
+        *prepare_data.ByteEncoder().training_flags(),
+    ]
 
 
 def prepare_text(args: argparse.Namespace, console: Console) -> Path:

@@ -1,40 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the benchmark of checkpoints that need no ranks: options, order, memory, the check
-that a load brought back what was saved, and the tables.
-"""
+"""What the benchmark of checkpoints measures by: the check that a load brought back what was saved,
+and memory; and its tables."""
 
 import pytest
 import torch
 
-from scripts.bench.bench_checkpoints import CONTENDERS, in_turns, parse_args
 from scripts.bench.checkpoint_turn import fingerprint
 from scripts.report.checkpoint_table import tables
 from scripts.testbed.memory import ResidentMemory
 
 MIB = 1 << 20
-
-
-@pytest.mark.parametrize(
-    "options, output",
-    [
-        (["--contenders", "paper"], "--contenders paper: not one of stock DDP"),
-        (["--repetitions", "0"], "--repetitions must be at least 1"),
-        (["--saves", "1"], "--saves must be at least 2: a first one and a later one"),
-        (["--directory", "/nowhere"], "--directory /nowhere: there is no such directory"),
-    ],
-)
-def test_a_wrong_option_is_one_clear_line(options, output, capsys):
-    with pytest.raises(SystemExit) as ended:
-        parse_args(options)
-    assert ended.value.code == 2
-    assert output in capsys.readouterr().err.strip().splitlines()[-1]
-
-
-def test_every_contender_is_first_once_in_as_many_repetitions():
-    orders = [in_turns(list(CONTENDERS), repetition) for repetition in range(len(CONTENDERS))]
-    assert sorted(order[0] for order in orders) == sorted(CONTENDERS)
-    assert all(sorted(order) == sorted(CONTENDERS) for order in orders)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -57,30 +33,17 @@ def test_the_resident_peak_counts_what_was_freed_again():
     assert ResidentMemory().peak().beyond_nbytes < 30 * MIB
 
 
-def record(contender: str, seconds: list[float], parts_s: dict[str, float]) -> dict:
-    acts = {
-        name: {
-            "seconds": one,
-            "resident_nbytes": 2 * MIB,
-            "total_nbytes": 100 * MIB,
-            "tensor_nbytes": MIB,
-            "foreign_cpu": 0.25,
-            "parts_s": parts_s,
-        }
-        for name, one in zip(
-            ("first save", "save 2", "save 3", "cold load", "load 2"), seconds, strict=True
-        )
-    }
+def record(contender: str, *seconds: float) -> dict:
+    rest = {"resident_nbytes": 2 * MIB, "total_nbytes": 100 * MIB, "tensor_nbytes": MIB}
+    rest |= {"foreign_cpu": 0.25, "parts_s": {}}
+    names = ("first save", "save 2", "save 3", "cold load", "load 2")
+    acts = {name: rest | {"seconds": one} for name, one in zip(names, seconds, strict=True)}
     return {"contender": contender, "acts": acts, "disk_nbytes": 10 * MIB, "num_files": 6}
 
 
 def test_the_tables_pool_later_saves():
-    output = tables(
-        [
-            record("stock DDP", [9.0, 1.0, 3.0, 2.0, 1.0], {}),
-            record("AsyncHZP 2,2,4", [1.0, 2.0, 2.0, 1.0, 1.2], {"choose_checkpoint": 0.125}),
-        ]
-    )
+    ours = record("AsyncHZP 2,2,4", 1.0, 2.0, 2.0, 1.0, 1.2)
+    output = tables([record("stock DDP", 9.0, 1.0, 3.0, 2.0, 1.0), ours])
     assert "others used 25% of the machine" in output
     times = "| stock DDP | 9.00 (9.00 to 9.00) | 2.00 (1.00 to 3.00) | 2.00 (2.00 to 2.00) |"
     assert times in output

@@ -99,10 +99,3 @@ def test_the_census_counts_what_starts_and_names_the_flags_that_keep_the_rest(tm
     assert set(by) == {"plain", "sharded", "dumped", "wrong", "train.sh"}
     assert by["plain"] is None and by["dumped"] == "--save-dgrads-interval"
     assert list(by.values()).count("--save") == 1  # its value has no folder
-
-
-@pytest.mark.slow
-def test_a_folder_without_recipes_is_an_error(tmp_path):
-    command = [sys.executable, "-m", "scripts.train.census", str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ)
-    assert run.returncode == 1 and "no training recipe" in run.stderr

@@ -10,9 +10,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,72 +60,32 @@ def test_empty_files_are_skipped_and_a_folder_is_read_in_order(tmp_path, capsys)
     )
 
 
-@pytest.mark.parametrize("limit", [1, 5, 6, 11, 100])
-def test_max_bytes_cuts_the_input_at_that_byte(limit, tmp_path):
-    files = write_files(tmp_path, [b"hello", b"world!"])
-    prefix = tmp_path / "corpus"
-    arguments = [*files, "--output-prefix", str(prefix), "--max-bytes", str(limit)]
+def test_the_default_corpus_is_python_and_cut_at_the_byte_that_is_asked_for(tmp_path):
+    arguments = ["--output-prefix", str(tmp_path / "stdlib"), "--max-bytes", "1500000"]
     assert prepare_data.main(arguments) == 0
-    text = b"".join(bytes(document[:-1]) for document in read_back(prefix))
-    assert text == b"helloworld!"[:limit]
+    text = b"".join(bytes(document[:-1]) for document in read_back(tmp_path / "stdlib"))
+    assert len(text) == 1_500_000 and text.count(b"def ") > 1000
 
 
-def test_the_default_corpus_is_more_than_a_megabyte_of_python(tmp_path):
-    prefix = tmp_path / "stdlib"
-    arguments = ["--output-prefix", str(prefix), "--max-bytes", "1500000"]
-    assert prepare_data.main(arguments) == 0
-    documents = read_back(prefix)
-    assert sum(map(len, documents)) > 1_000_000
-    assert sum(bytes(d[:-1]).count(b"def ") for d in documents) > 1000
-
-
-def save_tokenizer(folder: Path, tokenizer: Any) -> str:
-    """As transformers loads it; "<|end|>" ends a document."""
-    folder.mkdir()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
-def test_a_hugging_face_tokenizer_from_a_local_folder(tmp_path):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoTokenizer
-
-    vocabulary = sorted(pre_tokenizers.ByteLevel.alphabet()) + ["<|end|>"]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    folder = save_tokenizer(tmp_path / "tok", tokenizer)
-
-    texts = ["größer, 大きい", "plain"]
-    files = write_files(tmp_path, [text.encode() for text in texts])
-    prefix = tmp_path / "corpus"
-    arguments = [*files, "--output-prefix", str(prefix), "--tokenizer", folder]
-    assert prepare_data.main(arguments) == 0
-    loaded = AutoTokenizer.from_pretrained(folder)
-    documents = read_back(prefix)
-    assert [loaded.decode(document[:-1]) for document in documents] == texts
-    assert all(document[-1] == loaded.eos_token_id for document in documents)
-
-
-@pytest.mark.parametrize("vocabulary, id_nbytes", [(2**16, 2), (2**16 + 1, 4), (200_000, 4)])
-def test_the_ids_of_a_vocabulary_of_any_size_are_kept_in_as_few_bytes_as_hold_the_largest(
+@pytest.mark.parametrize("vocabulary, id_nbytes", [(2**16, 2), (2**16 + 1, 4)])
+def test_a_hugging_face_tokenizers_ids_are_kept_in_as_few_bytes_as_hold_the_largest(
     vocabulary, id_nbytes, tmp_path
 ):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     end = vocabulary - 1
-    words = {f"w{i}": i for i in range(end)} | {"<|end|>": end}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    words = {f"大{i}": i for i in range(end)} | {"<|end|>": end}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="大0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    folder = save_tokenizer(tmp_path / "tok", tokenizer)
+    (folder := tmp_path / "tok").mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     ids = [1, 2**15, 2**16 - 2, end - 1]
-    files = write_files(tmp_path, [" ".join(f"w{i}" for i in ids).encode()])
+    files = write_files(tmp_path, [" ".join(f"大{i}" for i in ids).encode()])
     prefix = tmp_path / "corpus"
-    assert prepare_data.main([*files, "--output-prefix", str(prefix), "--tokenizer", folder]) == 0
+    arguments = [*files, "--output-prefix", str(prefix), "--tokenizer", str(folder)]
+    assert prepare_data.main(arguments) == 0
     assert read_back(prefix) == [[*ids, end]]
     assert Path(f"{prefix}.bin").stat().st_size == id_nbytes * (len(ids) + 1)
 
@@ -203,6 +161,8 @@ def test_an_error_in_a_worker_is_one_line_too(tmp_path, capsys):
     "make, output",
     [
         (lambda folder: [folder / "absent.txt"], "input does not exist"),
+        # It opens, then fails to read: for root too.
+        (lambda folder: ["/proc/self/mem"], "cannot read /proc/self/mem"),
         (lambda folder: write_files(folder, [b"", b""]), "every document is empty"),
         (lambda folder: [folder], "no .txt .md .rst .py .jsonl .parquet file in folder"),
         (lambda folder: [*write_files(folder, [b"x"]), "--tokenizer", folder], "cannot load"),
@@ -218,13 +178,6 @@ def test_bad_input_is_one_line_and_leaves_nothing(make, output, tmp_path, capsys
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line.startswith("prepare_data: ") and output in line
     assert not list(out.iterdir())
-
-
-def test_an_unreadable_file_is_named(tmp_path, capsys):
-    unreadable = "/proc/self/mem"  # opens, then fails to read: for root too
-    assert prepare_data.main([unreadable, "--output-prefix", str(tmp_path / "corpus")]) == 2
-    assert f"prepare_data: cannot read {unreadable}" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_failure_midway_leaves_an_older_dataset_as_it_was(tmp_path):
@@ -270,13 +223,6 @@ def _run_script(arguments: list[str], log: Path) -> None:
         runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-def test_ids_fit_the_vocabulary_that_the_printed_flags_declare():
-    flags = ByteEncoder().training_flags()
-    vocab_size = int(flags[flags.index("--vocab-size") + 1])
-    ids = ByteEncoder().encode(bytes(range(256)), "all bytes")
-    assert ids.max() == vocab_size - 1 and np.array_equal(ids[:-1], np.arange(256))
-
-
 def sets_of(flags: list[str], documents: int) -> list[int | None]:
     """Documents of the training, validation and test set, as Megatron shares them out; None for a
     set that it does not build."""
@@ -301,7 +247,7 @@ def test_the_printed_flags_leave_no_set_without_a_document():
             assert flags == []
 
 
-@pytest.mark.parametrize("documents", [1, 2, 10, 16, 17, 500, 501])
+@pytest.mark.parametrize("documents", [1, 2, 16, 17, 501])
 def test_megatron_builds_the_sets_of_the_printed_flags(documents, tmp_path, capsys):
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,

@@ -57,13 +57,6 @@ def test_other_lines_and_skipped_steps_are_no_steps():
     assert len(parse_log([skipped, validation])) == 0
 
 
-@given(st.floats(1e-3, 1e3))
-def test_last_digit_is_the_distance_of_neighbouring_printed_losses(loss):
-    digit = loss_picture.last_digit(loss)
-    assert f"{loss + digit:.6E}" != f"{loss:.6E}"
-    assert abs(float(f"{loss:.6E}") - loss) <= 0.51 * digit
-
-
 def result(losses: list[float], nbytes: int, sample="main():", more="") -> quickstart.Result:
     lines = [a_line(i + 1, len(losses), loss) + more for i, loss in enumerate(losses)]
     rank = dict.fromkeys(loss_picture.STATES, nbytes) | {"peak_rss": 1}
@@ -101,24 +94,12 @@ def test_the_end_shows_table_sample_and_a_picture(tmp_path):
     assert header[1:4] == b"PNG" and width > 1000 and height > 500
 
 
-def test_text_that_looks_like_markup_is_shown_as_it_is(tmp_path):
-    same = result([5.0, 4.0], 2**20, sample="x[/bold] = [red]y[/]")
-    assert "def x[/bold] = [red]y[/]" in show(same, same, tmp_path)
-
-
 @pytest.mark.parametrize("last", [2.1, float("inf")])
 def test_losses_that_do_not_agree_fail_the_quickstart(last, tmp_path):
     stock, asynchzp = result([5.5, 2.0], 2**20), result([5.5, 2.0], 2**20)
     asynchzp.steps[-1] = asynchzp.steps[-1]._replace(loss=last)
     with pytest.raises(quickstart.QuickstartError, match="differ"):
         show(stock, asynchzp, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "ranks, sizes", [(1, (1, 1, 1)), (2, (2, 2, 2)), (4, (2, 2, 4)), (8, (2, 2, 8))]
-)
-def test_the_default_shard_sizes_nest(ranks, sizes):
-    assert tuple(quickstart.shard_sizes(ranks).values()) == sizes
 
 
 def fake_training(monkeypatch, script: str) -> None:
@@ -194,13 +175,3 @@ def test_the_whole_quickstart_in_a_few_steps(tmp_path):
     report = json.loads((out / "asynchzp.json").read_text())
     assert report["world_size"] == 2 and report["sample"]["text"]
     assert json.loads((out / "ddp.json").read_text())["sample"] is None
-
-
-@given(st.lists(st.floats(0.01, 10.0), min_size=1, max_size=300))
-def test_a_curve_in_text_is_short_and_as_high_as_its_losses(losses):
-    drawn = quickstart.curve(losses, max(losses))
-    assert 1 <= len(drawn) <= 24
-    heights = ["▁▂▃▄▅▆▇█".index(block) for block in drawn]
-    points = losses[:: max(1, -(-len(losses) // 24))]
-    for (a, low), (b, high) in zip(zip(points, heights), zip(points[1:], heights[1:])):
-        assert (a <= b) <= (low <= high)

@@ -4,8 +4,6 @@
 
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from scripts.testbed.ranks import run_ranks
 
@@ -79,27 +77,3 @@ def sample_on_this_rank() -> list:
 def test_the_greedy_sample_is_the_likeliest_path_and_equal_on_all_ranks():
     expected = [[7, 8, 9, 10], [0, 1, 2, 3, 4, 5, 6, 7], [3] * 24]
     assert run_ranks(sample_on_this_rank, 2) == [expected, expected]
-
-
-@given(st.text())
-def test_byte_ids_and_text_are_inverse(text):
-    from scripts.train.run_report import BYTE_EOD, decode_ids, encode_text
-
-    ids = encode_text(text, None)
-    assert decode_ids([*ids, BYTE_EOD], None) == text
-
-
-def test_the_report_sees_each_model_and_optimizer_once_and_lets_go():
-    from scripts.train.run_report import RunReport
-
-    report = RunReport()
-    _, optimizer = stock_like_chunk(torch.float32)
-    optimizer.step()
-    chunks = [torch.nn.Identity(), torch.nn.Identity()]
-    step = report.watch(lambda data, model, extra=0: (data, model, extra))
-    for chunk in chunks * 2:
-        assert step("data", chunk, extra=3) == ("data", chunk, 3)
-    report._hook.remove()
-    assert report._optimizers == [optimizer] and report._chunks == chunks
-    stock_like_chunk(torch.float32)  # after the hook is gone
-    assert report._optimizers == [optimizer]

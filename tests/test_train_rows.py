@@ -69,44 +69,17 @@ def test_the_models_are_as_large_as_in_the_paper(reports):
         )
 
 
-def test_both_systems_train_the_same_model(reports):
-    """Tensor parallelism pads the vocabulary further; nothing else differs."""
-    pairs = [(name, f"{name.removesuffix('hzp')}nd") for name in reports if name.endswith("-hzp")]
-    pairs = [pair for pair in pairs if pair[1] in reports]
-    assert len(pairs) >= 2
-    for ours, theirs in pairs:
-        added = reports[theirs]["parameters"] - reports[ours]["parameters"]
-        assert 0 <= added <= 2 * 8 * 128 * 5120
-
-
-def _over_ranks(report: dict, state: str, kind: str = "formula") -> float:
-    return sum(stage[kind][state] * stage["ranks"] for stage in report["stages"])
-
-
 def test_optimizer_bytes_of_all_ranks_are_the_replicas_times_12_n(reports):
     for report in reports.values():
         row = load_row(report["row"])
-        held = _over_ranks(report, "main_param") + _over_ranks(report, "optimizer_moments")
+        held = sum(
+            stage["formula"][state] * stage["ranks"]
+            for stage in report["stages"]
+            for state in ("main_param", "optimizer_moments")
+        )
         stage_ranks = row.ranks // row.pp // row.tp
         replicas = stage_ranks / (row.optim or stage_ranks)
         assert held == pytest.approx(replicas * 12 * report["parameters"], rel=1e-3)
-
-
-def test_parameters_and_gradients_of_all_ranks_are_their_replicas_times_2_n_and_4_n(reports):
-    for report in reports.values():
-        row = load_row(report["row"])
-        group = row.ranks // row.pp // row.tp
-        for state, size, nbytes in (("model_param", row.param, 2), ("main_grad", row.grad, 4)):
-            # Experts of the baseline have fewer replicas, by the expert parallel size.
-            wanted = sum(
-                stage["ranks"] * nbytes * sum(stage["numel"].values()) / (size or 1)
-                for stage in report["stages"]
-            )
-            assert _over_ranks(report, state) == pytest.approx(wanted, rel=1e-9)
-        if row.ep == 1 and row.tp == 1:
-            copies = group // (row.grad or 1)
-            wanted = copies * 4 * report["parameters"]
-            assert _over_ranks(report, "main_grad") == pytest.approx(wanted, rel=1e-9)
 
 
 def test_padding_adds_less_than_a_thousandth(reports):
@@ -123,21 +96,6 @@ def test_groups_of_each_kind_hold_all_ranks_once(reports):
         for state in ("param", "grad", "optim"):
             if row.is_asynchzp:
                 assert report["groups"][f"{state} shards"][0] == getattr(row, state)
-
-
-def test_the_text_of_a_row_names_flags_groups_and_what_is_assumed(run_dry):
-    status, output, _ = run_dry("table2-36b-hzp")
-    assert status == 0
-    for words in (
-        "--asynchzp-optim-shard-size 64",
-        "optim shards",
-        "assumed: ",
-        "States per rank",
-        "36,151,104,512 parameters",
-        "Memory per rank, by pipeline stage",
-        "of which no estimate is included",
-    ):
-        assert words in output
 
 
 @pytest.mark.parametrize(
@@ -205,13 +163,6 @@ def _shell(script: str, *words: str, **env: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("name", ["launch.sh", "launch.slurm", "env_cuda.sh", "env_ascend.sh"])
-def test_shell_scripts_parse_and_begin_with_how_to_use_them(name):
-    assert subprocess.run(["bash", "-n", str(_TRAIN / name)]).returncode == 0
-    head = (_TRAIN / name).read_text().split("\n\n")[0]
-    assert "SPDX-License-Identifier" in head and f"scripts/train/{name}" in head
-
-
 def test_the_command_of_every_node_is_printed_without_running_it():
     ended = _shell("launch.sh", "table2-36b-hzp", "--print", MASTER_ADDR="node0", NODE_RANK="7")
     assert ended.returncode == 0, ended.stderr
@@ -242,12 +193,6 @@ def test_one_node_needs_no_address_and_keeps_its_hardware_queues():
     assert ended.stdout.startswith("CUDA_DEVICE_MAX_CONNECTIONS=32 ")
 
 
-def test_ascend_goes_through_the_mapping_of_torch_npu():
-    ended = _shell("launch.sh", "table2-36b-hzp", "--print", "--platform", "ascend")
-    assert "--nnodes 16 --nproc-per-node 16" in ended.stdout
-    assert "on_ascend.py " in ended.stdout and "--use-pasa-attention" in ended.stdout
-
-
 @pytest.mark.parametrize(
     "words, env, output",
     [
@@ -266,11 +211,6 @@ def test_what_cannot_be_started_is_refused_in_one_line_with_status_2(words, env,
     assert ended.returncode == 2 and ended.stdout == ""
     assert ended.stderr.startswith("scripts/train: ") and ended.stderr.count("\n") == 1
     assert output in ended.stderr
-
-
-def test_slurm_outside_of_a_job_prints_how_to_start_it():
-    ended = _shell("launch.slurm", "table2-36b-hzp")
-    assert ended.returncode == 2 and "sbatch --nodes=N" in ended.stderr
 
 
 def test_slurm_starts_the_launcher_once_per_node(tmp_path):

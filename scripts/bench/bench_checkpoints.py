@@ -21,12 +21,12 @@ from rich.console import Console
 from scripts.bench.checkpoint_turn import Turn, TurnResult
 from scripts.report.records import append
 from scripts.testbed.machine import machine, versions
-from scripts.testbed.megatron_flags import flags_of, size_flags
+from scripts.testbed.megatron_flags import flags_of, shape_flags, size_flags
 from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from scripts.testbed.memory import install_memory_count
 from scripts.testbed.ranks import run_ranks
 
-NUM_RANKS = 4
+NUM_RANKS, SEQ_LENGTH = 4, 32
 _DISTRIBUTED = ["--use-distributed-optimizer"]
 CONTENDERS = {
     "stock DDP": [],
@@ -109,14 +109,10 @@ def measure(args: argparse.Namespace, folder: Path, repetition: int) -> dict[str
     for name in in_turns(args.contenders, repetition):
         target = folder / f"{repetition}-{list(CONTENDERS).index(name)}"
         turn = Turn(target, args.saves, count)
-        # fmt: off
-        flags = {
-            "num-layers": args.layers, "hidden-size": args.hidden, "num-attention-heads": 8,
-            "vocab-size": args.vocab - 1, "global-batch-size": NUM_RANKS, "train-iters": 1,
-            "lr-warmup-iters": 0,
-        }
-        # fmt: on
-        argv = gpt_args("--bf16", *flags_of(flags), *CONTENDERS[name])
+        shape = shape_flags(args.layers, args.hidden, SEQ_LENGTH, heads=8)
+        words = {"vocab-size": args.vocab - 1, "global-batch-size": NUM_RANKS}
+        short = {"train-iters": 1, "lr-warmup-iters": 0}
+        argv = gpt_args("--bf16", *shape, *flags_of(words | short), *CONTENDERS[name])
         results[name] = run_pretrain(argv, inspect=turn.measure).inspected
         if dist.get_rank() == 0:
             shutil.rmtree(target)

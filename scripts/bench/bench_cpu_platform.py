@@ -14,18 +14,14 @@ from unittest import mock
 import torch
 
 from scripts.testbed.machine import machine, versions
+from scripts.testbed.megatron_flags import shape_flags
 from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from scripts.testbed.ranks import run_ranks
 
-# fmt: off
 SIZES = {
     "2 layers, hidden 64, seq 32": [],
-    "4 layers, hidden 256, seq 128": [
-        "--num-layers", "4", "--hidden-size", "256",
-        "--seq-length", "128", "--max-position-embeddings", "128",
-    ],
+    "4 layers, hidden 256, seq 128": shape_flags(4, 256, 128),
 }
-# fmt: on
 ROUNDS, STEPS = 5, 24
 BLOCK = 4  # steps in a row of one kind; the first block of each round warms up, uncounted
 

@@ -20,7 +20,7 @@ from scripts.report.records import append
 from scripts.testbed.contenders.side_by_side import Contender
 from scripts.testbed.contenders.workload import Workload
 from scripts.testbed.machine import machine_record
-from scripts.testbed.megatron_flags import size_flags
+from scripts.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER, size_flags
 from scripts.testbed.profile import PROFILES, named_profile
 from scripts.testbed.ranks import Cluster
 
@@ -30,7 +30,7 @@ NODES, RANKS_PER_NODE = 2, 2
 _MUON = ("--optimizer", "muon", "--muon-fp32-matmul-prec", "high")
 _OURS = ("--bf16", *size_flags((2, 2, 4)))
 _DDP = ("--bf16", "--overlap-grad-reduce")
-_DISTRIBUTED = (*_DDP, "--use-distributed-optimizer", "--overlap-param-gather")
+_DISTRIBUTED = ("--bf16", *DISTRIBUTED_OPTIMIZER)
 _OUR_NAME, _DDP_NAME = "AsyncHZP (2,2,4)", "stock DDP"
 CONTENDERS = [
     Contender(_OUR_NAME, "Adam", flags=_OURS),

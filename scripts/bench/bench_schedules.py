@@ -32,7 +32,7 @@ from scripts.report.records import append
 from scripts.report.records import replace as replace_records
 from scripts.testbed import fabric
 from scripts.testbed.contenders.delayed_model import ModelSize
-from scripts.testbed.contenders.schedules import CONTENDERS, Contender, Engine
+from scripts.testbed.contenders.systems import SYSTEMS, Engine, System
 from scripts.testbed.counters import total
 from scripts.testbed.cpu_usage import FOREIGN_LIMIT, CpuUsage
 from scripts.testbed.fabric.network import Network
@@ -120,7 +120,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="ranks per node")
     parser.add_argument("--profile", default="ethernet-1g", help=", ".join(PROFILES))
     parser.add_argument("--inter-gbit", type=float, help="between nodes, in place of the profile's")
-    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--contenders", nargs="+", default=list(SYSTEMS), metavar="NAME")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="per repetition and contender")
     parser.add_argument("--hidden", type=int, default=512)
@@ -140,8 +140,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
             parser.error(f"--{name} must be at least 1")
     if min(args.nodes) < 1 or args.block_ms < 0:
         parser.error("--nodes must be at least 1 and --block-ms at least 0")
-    if unknown := [name for name in args.contenders if name not in CONTENDERS]:
-        parser.error(f"--contenders {unknown[0]}: not one of {', '.join(CONTENDERS)}")
+    if unknown := [name for name in args.contenders if name not in SYSTEMS]:
+        parser.error(f"--contenders {unknown[0]}: not one of {', '.join(SYSTEMS)}")
     try:
         args.profile = named_profile(args.profile)
     except ProfileError as error:
@@ -171,25 +171,25 @@ def measure(network: Network, settings: Settings) -> tuple[dict[str, Result], fl
     with Progress(console=Console(stderr=True), disable=is_silent) as progress:
         num_rounds = settings.repetitions + 1
         task = progress.add_task("warm-up", total=num_rounds * len(settings.contenders))
-        contenders, results = {}, {}
+        systems, results = {}, {}
         for name in settings.contenders:
-            contender = contenders[name] = CONTENDERS[name](settings.size, mesh)
-            results[name] = Result([], [contender.step() for _ in range(LOSS_STEPS)])
-            contender.drain()
+            system = systems[name] = SYSTEMS[name](settings.size, mesh)
+            results[name] = Result([], [system.step() for _ in range(LOSS_STEPS)])
+            system.drain()
             progress.advance(task)
         gc.collect()
         gc.freeze()  # a collection in one contender's step would be the garbage of all
         usage = CpuUsage()
         for repetition in range(settings.repetitions):
             progress.update(task, description=f"repetition {repetition + 1}")
-            for name, contender in contenders.items():
-                _measure_steps(contender, settings.steps, network, results[name])
+            for name, system in systems.items():
+                _measure_steps(system, settings.steps, network, results[name])
                 progress.advance(task)
         foreign = usage.foreign_share()
-    for name, contender in contenders.items():
-        if settings.traces is not None and isinstance(contender, Engine):
-            _trace(contender, _trace_file(settings.traces, name))
-        contender.close()
+    for name, system in systems.items():
+        if settings.traces is not None and isinstance(system, Engine):
+            _trace(system, _trace_file(settings.traces, name))
+        system.close()
     return {name: _over_ranks(settings, result) for name, result in results.items()}, foreign
 
 
@@ -204,7 +204,7 @@ def _trace_records(settings: Settings) -> list[dict]:
     return [
         {"kind": "trace", "name": name, "events": _events(json.loads(files[name].read_text()))}
         for name in settings.contenders
-        if issubclass(CONTENDERS[name], Engine)
+        if issubclass(SYSTEMS[name], Engine)
     ]
 
 
@@ -218,28 +218,28 @@ def _events(trace: dict) -> list[list]:
     ]
 
 
-def _trace(contender: Engine, path: Path) -> None:
+def _trace(system: Engine, path: Path) -> None:
     """One step between two others, as rank 0 saw it."""
-    contender.step()
+    system.step()
     path.parent.mkdir(parents=True, exist_ok=True)
-    capture = captured_trace(contender.runtime.driver.timeline, path)
+    capture = captured_trace(system.runtime.driver.timeline, path)
     with capture if dist.get_rank() == 0 else nullcontext():
-        contender.step()
-    contender.step()
-    contender.drain()
+        system.step()
+    system.step()
+    system.drain()
 
 
-def _measure_steps(contender: Contender, steps: int, network: Network, result: Result) -> None:
+def _measure_steps(system: System, steps: int, network: Network, result: Result) -> None:
     """Time steps that follow another one and are followed by the end of what they left in flight:
     a step pays for what the one before left to it, and not for the last one's."""
     dist.barrier()
     before, waits = network.counters.snapshot(), host_waits()
-    contender.step()
+    system.step()
     begin_s = time.perf_counter()
     for _ in range(steps):
-        contender.step()
+        system.step()
     result.step_ms.append(1e3 * (time.perf_counter() - begin_s) / steps)
-    contender.drain()
+    system.drain()
     gained = total(network.counters.since(before).values())
     dist.barrier()
     result.node_nbytes = gained.node_nbytes / (steps + 1)
@@ -266,7 +266,7 @@ def _over_ranks(settings: Settings, result: Result) -> Result:
 def _record(settings: Settings, name: str, result: Result) -> dict:
     size, profile = settings.size, settings.profile
     params_nbytes = 4 * size.blocks * (12 * size.hidden**2 + 9 * size.hidden)
-    ideal = CONTENDERS[name].volume(settings.nodes, profile.ranks_per_node, size.blocks)
+    ideal = SYSTEMS[name].volume(settings.nodes, profile.ranks_per_node, size.blocks)
     # fmt: off
     return {
         "bench": "schedules", "contender": name, "nodes": settings.nodes,
@@ -277,7 +277,7 @@ def _record(settings: Settings, name: str, result: Result) -> dict:
         "min_ms": min(result.step_ms), "max_ms": max(result.step_ms), "step_ms": result.step_ms,
         "node_nbytes": result.node_nbytes, "volume": result.node_nbytes / params_nbytes,
         "ideal_volume": ideal, "busy_ms": result.busy_ms, "host_waits": result.host_waits,
-        "losses": result.losses, "trains": CONTENDERS[name].trains,
+        "losses": result.losses, "trains": SYSTEMS[name].trains,
     }
     # fmt: on
 

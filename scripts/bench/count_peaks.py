@@ -21,8 +21,13 @@ from unittest import mock
 from scripts.report.records import replace
 from scripts.testbed import megatron_runs
 from scripts.testbed.machine import machine_record
-from scripts.testbed.megatron_flags import size_flags
-from scripts.testbed.megatron_runs import BF16, FULL_RECOMPUTE, UNTIED, gpt_args
+from scripts.testbed.megatron_flags import (
+    PIPELINE_PARALLEL,
+    TENSOR_PARALLEL,
+    shape_flags,
+    size_flags,
+)
+from scripts.testbed.megatron_runs import BF16, FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED, gpt_args
 from scripts.testbed.memory import install_memory_count
 from scripts.testbed.ranks import run_ranks
 
@@ -31,8 +36,7 @@ _LIMIT_S = 1800
 
 # So wide and long that activations are a good part of the peak.
 # fmt: off
-_SHAPE = ["--num-layers", "4", "--hidden-size", "128", "--seq-length", "128",
-          "--max-position-embeddings", "128", "--micro-batch-size", "2", "--vocab-size", "511",
+_SHAPE = [*shape_flags(4, 128, 128), "--micro-batch-size", "2", "--vocab-size", "511",
           "--train-iters", "3"]
 _LLAMA = ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear",
           "--position-embedding-type", "rope", *UNTIED]
@@ -40,8 +44,6 @@ _GROUPED = ["--group-query-attention", "--num-query-groups", "2"]
 _LATENT = ["--multi-latent-attention", "--q-lora-rank", "32", "--kv-lora-rank", "16",
            "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "16", "--v-head-dim", "16",
            "--rope-type", "rope", "--use-pasa-attention"]
-_EXPERTS = ["--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type",
-            "alltoall", "--moe-router-load-balancing-type", "none", "--disable-bias-linear"]
 _DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
 _SELECTIVE = ["--recompute-granularity", "selective"]
 _MOE_AGAIN = [*_SELECTIVE, "--recompute-modules", "moe"]
@@ -51,14 +53,11 @@ _ROUNDED = ["--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16",
             "--exp-avg-sq-dtype", "bf16"]
 # Beside the computation, when gloo makes its copies is chance.
 _IN_TURN = ["--asynchzp-schedule", "inline"]
-_TENSOR = ["--tensor-model-parallel-size", "2"]
-_PIPELINE = ["--pipeline-model-parallel-size", "2"]
 # Seed-OSS-36B: one of its 64 layers, and a part of its vocabulary. Ranks split its tensors, because
 # whole fp32 gradients of a layer on each of 4 ranks, 2 GiB each, leave no room for its states.
-_REAL_SIZE = ["--num-layers", "1", "--hidden-size", "5120", "--ffn-hidden-size", "27648",
-              "--num-attention-heads", "80", "--group-query-attention", "--num-query-groups", "8",
-              "--kv-channels", "128", "--add-qkv-bias", "--seq-length", "32",
-              "--max-position-embeddings", "32", "--vocab-size", "2047", "--train-iters", "3",
+_REAL_SIZE = [*shape_flags(1, 5120, 32, heads=80), "--ffn-hidden-size", "27648",
+              "--group-query-attention", "--num-query-groups", "8", "--kv-channels", "128",
+              "--add-qkv-bias", "--vocab-size", "2047", "--train-iters", "3",
               "--global-batch-size", "1", "--distributed-timeout-minutes", "20",
               "--tensor-model-parallel-size", "4"]
 # fmt: on
@@ -91,13 +90,13 @@ CASES = (
     _case("grouped queries, PASA", *_LLAMA, *_GROUPED, "--use-pasa-attention"),
     _case("latent attention", *_LLAMA, *_LATENT),
     _case("latent attention, full recompute", *_LLAMA, *_LATENT, *FULL_RECOMPUTE),
-    _case("experts", *_LLAMA, *_EXPERTS),
-    _case("experts, full recompute", *_LLAMA, *_EXPERTS, *FULL_RECOMPUTE),
-    _case("experts, recomputed", *_LLAMA, *_EXPERTS, *_MOE_AGAIN),
-    _case("tensor parallel", *_LLAMA, *_TENSOR, ranks=4),
-    _case("tensor parallel, full recompute", *_TENSOR, *FULL_RECOMPUTE, ranks=4),
-    _case("pipeline parallel", *_LLAMA, *_PIPELINE, ranks=4),
-    _case("pipeline parallel, full recompute", *_PIPELINE, *FULL_RECOMPUTE, ranks=4),
+    _case("experts", *_LLAMA, *MIXTURE_OF_EXPERTS),
+    _case("experts, full recompute", *_LLAMA, *MIXTURE_OF_EXPERTS, *FULL_RECOMPUTE),
+    _case("experts, recomputed", *_LLAMA, *MIXTURE_OF_EXPERTS, *_MOE_AGAIN),
+    _case("tensor parallel", *_LLAMA, *TENSOR_PARALLEL, ranks=4),
+    _case("tensor parallel, full recompute", *TENSOR_PARALLEL, *FULL_RECOMPUTE, ranks=4),
+    _case("pipeline parallel", *_LLAMA, *PIPELINE_PARALLEL, ranks=4),
+    _case("pipeline parallel, full recompute", *PIPELINE_PARALLEL, *FULL_RECOMPUTE, ranks=4),
 )
 REAL_SIZE = Case(
     "one layer of 36B", 4, gpt_args(*_LLAMA, *_REAL_SIZE, *BF16, *_ROUNDED, *size_flags((1, 1, 1)))

@@ -13,9 +13,9 @@ import torch
 
 from megatron_asynchzp.planner.cluster import Cluster
 from megatron_asynchzp.planning.calibrate import calibrate
-from scripts.bench.planner_points import Network, Point
+from scripts.bench.planner_points import EmulatedCluster, Point
 from scripts.testbed.contenders.layer_delay import layers_take
-from scripts.testbed.fabric.network import Network as Fabric
+from scripts.testbed.fabric.network import Network
 from scripts.testbed.megatron_flags import flags_of
 from scripts.testbed.megatron_runs import run_pretrain
 from scripts.testbed.ranks import Cluster as Ranks
@@ -26,7 +26,7 @@ _START_S, _RUN_S = 60.0, 60.0
 
 
 def measured(
-    network: Network,
+    network: EmulatedCluster,
     points: Sequence[Point],
     log: Path | None = None,
     warm_up: int = _WARM_UP,
@@ -42,7 +42,7 @@ def measured(
     return _on_ranks(network, limit_s, log, _measure, runs, warm_up)
 
 
-def hop_us(network: Network, log: Path | None = None) -> dict[str, float]:
+def hop_us(network: EmulatedCluster, log: Path | None = None) -> dict[str, float]:
     """Microseconds that a small message takes from a rank to the next beyond the modelled latency,
     inside a node and between nodes."""
     plain = network.planned(1.0)
@@ -53,7 +53,9 @@ def hop_us(network: Network, log: Path | None = None) -> dict[str, float]:
     }
 
 
-def _on_ranks(network: Network, limit_s: float, log: Path | None, fn: Callable, *args: Any) -> Any:
+def _on_ranks(
+    network: EmulatedCluster, limit_s: float, log: Path | None, fn: Callable, *args: Any
+) -> Any:
     """What the first rank returns of `fn(fabric, *args)`."""
     ranks = Ranks(network.nodes, network.ranks_per_node, network.profile)
     more = {} if log is None else {"log": log}
@@ -63,11 +65,13 @@ def _on_ranks(network: Network, limit_s: float, log: Path | None, fn: Callable, 
 # ---- on the ranks
 
 
-def _probe(_: Fabric, cluster: Cluster) -> Cluster:
+def _probe(_: Network, cluster: Cluster) -> Cluster:
     return calibrate(cluster, _PROBES, device=torch.device("cpu"))
 
 
-def _measure(_: Fabric, runs: Sequence[tuple[list[str], float]], warm_up: int) -> list[list[float]]:
+def _measure(
+    _: Network, runs: Sequence[tuple[list[str], float]], warm_up: int
+) -> list[list[float]]:
     steps: list[list[float]] = []
     for argv, layer_ms in runs:
         with layers_take(layer_ms):

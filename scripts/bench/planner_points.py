@@ -12,7 +12,7 @@ from megatron_asynchzp.planner.model import Attention, Batch, Layer, Mlp, Model,
 from megatron_asynchzp.planner.search import Outcome, Space, search
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
-from scripts.testbed.megatron_flags import flags_of, size_flags
+from scripts.testbed.megatron_flags import flags_of, size_flags, small_gpt
 from scripts.testbed.profile import NetworkProfile, named_profile
 
 RANKS = 4
@@ -53,25 +53,17 @@ class SmallModel:
 
     def flags(self, global_batch: int) -> list[str]:
         """Megatron's, without parallelism and the number of steps."""
-        values = {
-            "num-layers": self.layers, "hidden-size": self.hidden, "num-attention-heads": 4,
-            "seq-length": self.seq_length, "max-position-embeddings": self.seq_length,
-            "tokenizer-type": "NullTokenizer", "vocab-size": _WORDS - 1,
-            "make-vocab-size-divisible-by": _WORDS, "attention-dropout": 0, "hidden-dropout": 0,
-            "micro-batch-size": 1, "global-batch-size": global_batch, "lr": 1e-3, "min-lr": 1e-3,
-            "lr-decay-style": "constant", "init-method-std": 0.05, "eval-iters": 0,
-            "eval-interval": 1000, "log-interval": 1000, "distributed-timeout-minutes": 1,
-            "logging-level": 40,
-        }  # fmt: skip
-        return [
-            *flags_of(values),
-            *("--mock-data", "--no-create-attention-mask-in-dataloader", "--no-one-logger"),
-            "--untie-embeddings-and-output-weights",
-        ]
+        # fmt: off
+        argv = small_gpt(
+            self.layers, self.hidden, self.seq_length, words=_WORDS, micro_batch_size=1,
+            global_batch_size=global_batch, lr=1e-3, min_lr=1e-3, lr_decay_style="constant",
+        )
+        # fmt: on
+        return [*argv, "--untie-embeddings-and-output-weights"]
 
 
 @dataclass(frozen=True)
-class Network:
+class EmulatedCluster:
     """An emulated cluster of RANKS ranks."""
 
     profile: NetworkProfile
@@ -130,7 +122,7 @@ class Point:
     may take; fitted: whether constants are fitted on it.
     """
 
-    network: Network
+    network: EmulatedCluster
     model: SmallModel
     sizes: ShardSizes
     micro_batches: int
@@ -210,11 +202,11 @@ def _slowed(name: str) -> NetworkProfile:
 
 MODELS = (SmallModel("wide", 4, 192, 16, 1), SmallModel("deep", 6, 128, 32, 2))
 NETWORKS = (
-    Network(_slowed("slow-between-nodes"), 2),
-    Network(_slowed("slower-between-nodes"), 2),
-    Network(_slowed("fast"), 2),
-    Network(_slowed("slow-between-nodes"), 4),
-    Network(_slowed("slow-between-nodes"), 1),
+    EmulatedCluster(_slowed("slow-between-nodes"), 2),
+    EmulatedCluster(_slowed("slower-between-nodes"), 2),
+    EmulatedCluster(_slowed("fast"), 2),
+    EmulatedCluster(_slowed("slow-between-nodes"), 4),
+    EmulatedCluster(_slowed("slow-between-nodes"), 1),
 )
 
 
@@ -245,7 +237,7 @@ def further_points() -> list[Point]:
     ]
 
 
-def found(network: Network, model: SmallModel, host: Host) -> Outcome:
+def found(network: EmulatedCluster, model: SmallModel, host: Host) -> Outcome:
     """What the planner finds."""
     start = Plan(ShardSizes(1, 1, 1), Parallel(), Batch(1, model.seq_length))
     space = Space(

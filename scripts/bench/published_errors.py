@@ -33,7 +33,7 @@ _FITS = 8  # fixed-point iterations; a step is all but proportional to what is f
 
 
 @dataclass(frozen=True)
-class Point:
+class PublishedPoint:
     """One published figure. entries: the whole configuration."""
 
     file: str
@@ -89,7 +89,7 @@ def model_of(has: Mapping[str, Any]) -> Model:
     return Model(has["hidden"], has["vocabulary"], (layer,) * has["layers"], is_tied=False)
 
 
-def points(file: Path) -> Iterator[Point]:
+def points(file: Path) -> Iterator[PublishedPoint]:
     rows = tomllib.loads(file.read_text())
     cluster = load_cluster(rows["cluster"])
     for part in ("device", "inside", "between"):
@@ -100,10 +100,10 @@ def points(file: Path) -> Iterator[Point]:
             entries = rows["run"] | series | point | {"name": point.get("name")}
             entries = {name: value for name, value in entries.items() if value is not None}
             on = cluster.with_ranks(entries["ranks"])
-            yield Point(file.stem, series["name"], entries, model, on, rows["unit"])
+            yield PublishedPoint(file.stem, series["name"], entries, model, on, rows["unit"])
 
 
-def fitted_efficiency(fits: list[Point]) -> float:
+def fitted_efficiency(fits: list[PublishedPoint]) -> float:
     """For which the mean of what is predicted for `fits` is that of what was measured."""
     efficiency, wanted = 0.5, statistics.mean(point.entries["value"] for point in fits)
     for _ in range(_FITS):

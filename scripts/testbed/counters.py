@@ -35,15 +35,6 @@ class Account(NamedTuple):
     kind: str
 
 
-class Span(NamedTuple):
-    """One finished operation, in seconds of the monotonic clock; for pictures and order tests."""
-
-    account: Account
-    label: str
-    begin_s: float
-    end_s: float
-
-
 Ledger = dict[Account, Tally]
 
 
@@ -53,15 +44,11 @@ class Counters:
     def __init__(self):
         self._mutex = threading.Lock()
         self._ledger: Ledger = {}
-        self._trace: list[Span] | None = None
 
-    def add(self, span: Span, wire_nbytes: int, node_nbytes: int) -> None:
-        """Count one finished operation."""
-        tally = Tally(1, wire_nbytes, node_nbytes, span.end_s - span.begin_s)
+    def add(self, account: Account, tally: Tally) -> None:
+        """Count finished operations."""
         with self._mutex:
-            self._ledger[span.account] = self._ledger.get(span.account, Tally()) + tally
-            if self._trace is not None:
-                self._trace.append(span)
+            self._ledger[account] = self._ledger.get(account, Tally()) + tally
 
     def snapshot(self) -> Ledger:
         """All tallies since the process began; operations in flight are not in it yet."""
@@ -73,17 +60,6 @@ class Counters:
         now = self.snapshot()
         gained = {account: tally - before.get(account, Tally()) for account, tally in now.items()}
         return {account: tally for account, tally in gained.items() if tally.operations}
-
-    def start_trace(self) -> None:
-        """Keep a Span of every operation that finishes from now on."""
-        with self._mutex:
-            self._trace = []
-
-    def take_trace(self) -> list[Span]:
-        """End the trace and return it, in the order in which operations finished."""
-        with self._mutex:
-            trace, self._trace = self._trace or [], None
-        return trace
 
 
 def total(tallies: Iterable[Tally]) -> Tally:

@@ -14,7 +14,7 @@
 namespace {
 
 constexpr size_t kHeader = 64;  // holds the size; keeps the alignment that kernels count on
-std::atomic<int64_t> live{0}, peak{0}, allocations{0};
+std::atomic<int64_t> live{0}, peak{0};
 c10::Allocator* previous = nullptr;
 
 void release(void* data) {
@@ -31,7 +31,6 @@ struct CountingAllocator final : c10::Allocator {
     void* block = nullptr;
     if (posix_memalign(&block, kHeader, nbytes + kHeader) != 0) throw std::bad_alloc();
     *static_cast<int64_t*>(block) = static_cast<int64_t>(nbytes);
-    ++allocations;
     const int64_t now = live += static_cast<int64_t>(nbytes);
     int64_t highest = peak.load();
     while (now > highest && !peak.compare_exchange_weak(highest, now)) {
@@ -66,7 +65,6 @@ void asynchzp_uninstall() {
 
 int64_t asynchzp_live() { return live.load(); }
 int64_t asynchzp_peak() { return peak.load(); }
-int64_t asynchzp_allocations() { return allocations.load(); }
 void asynchzp_reset_peak() { peak = live.load(); }
 
 }  // extern "C"

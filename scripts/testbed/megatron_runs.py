@@ -27,23 +27,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from scripts.testbed.megatron_flags import MEGATRON_FSDP, flags_of
+from scripts.testbed.megatron_flags import MEGATRON_FSDP, small_gpt
 from scripts.testbed.tiny_gpt import BASE_SEED, LineDataset, seed_parameters
 
 # fmt: off
 BASE_ARGS = [
-    *flags_of({
-        "num-layers": 2, "hidden-size": 64, "num-attention-heads": 4,
-        "seq-length": 32, "max-position-embeddings": 32,
-        "tokenizer-type": "NullTokenizer", "vocab-size": 127, "make-vocab-size-divisible-by": 64,
-        "attention-dropout": 0, "hidden-dropout": 0, "micro-batch-size": 1, "global-batch-size": 8,
-        "train-iters": 6, "lr": "3e-3", "min-lr": "3e-4", "lr-decay-style": "cosine",
-        "lr-decay-iters": 100, "lr-warmup-iters": 2, "weight-decay": 0.1, "clip-grad": 1.0,
-        "init-method-std": 0.05, "seed": BASE_SEED, "eval-iters": 0, "eval-interval": 1000,
-        "log-interval": 1000, "distributed-timeout-minutes": 1, "logging-level": 40,
-    }),
-    "--no-create-attention-mask-in-dataloader", "--mock-data", "--log-num-zeros-in-grad",
-    "--no-one-logger",
+    *small_gpt(
+        layers=2, hidden=64, seq_length=32, micro_batch_size=1, global_batch_size=8, train_iters=6,
+        lr="3e-3", min_lr="3e-4", lr_decay_style="cosine", lr_decay_iters=100, lr_warmup_iters=2,
+        weight_decay=0.1, clip_grad=1.0, seed=BASE_SEED,
+    ),
+    "--log-num-zeros-in-grad",
 ]
 # fmt: on
 # Without --overlap-grad-reduce stock HSDP gave wrong gradients behind the CPU platform (gradient

@@ -31,7 +31,7 @@ class MemoryCount:
 
     def __init__(self, library: ctypes.CDLL):
         self._library = library
-        for name in ("live", "peak", "allocations"):
+        for name in ("live", "peak"):
             getattr(library, f"asynchzp_{name}").restype = ctypes.c_int64
         library.asynchzp_install()
 
@@ -44,10 +44,6 @@ class MemoryCount:
     def peak_nbytes(self) -> int:
         """The highest live_nbytes since the installation or reset_peak."""
         return self._library.asynchzp_peak()
-
-    @property
-    def num_allocations(self) -> int:
-        return self._library.asynchzp_allocations()
 
     def reset_peak(self) -> None:
         self._library.asynchzp_reset_peak()

@@ -7,12 +7,11 @@ units that torchtitan gives it.
 import contextlib
 import importlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from scripts.report.compare_rows import losses_agree
@@ -39,7 +38,7 @@ WORK = Workload(
 )  # fmt: skip
 TWO_NODES = NetworkProfile(ranks_per_node=2)
 OF_FSDP2 = {one.name: one for one in contenders(2, 2, WORK) if one.name.startswith("FSDP2")}
-OTHERS = {one.name: one for one in contenders(2, 2, WORK) if one.name not in OF_FSDP2}
+NUMEL = WORK.layers * WORK.layer_numel + WORK.embedding_numel + WORK.head_numel
 _ADAM = importlib.import_module("torch.optim.adam")  # torch.optim hides it
 LAYERS = [f"decoder.layers.{index}" for index in range(WORK.layers)]
 
@@ -59,9 +58,6 @@ def only_fused_adam() -> Iterator[list[int]]:
     refused = {name: mock.Mock(side_effect=AssertionError(f"{name} ran")) for name in loops}
     with mock.patch.multiple(_ADAM, **refused), mock.patch.object(torch, "_fused_adamw_", fused):
         yield counted
-
-
-# ---- the optimizer
 
 
 def test_every_adam_of_a_process_is_fused_and_its_steps_are_measured():
@@ -90,33 +86,21 @@ def train_fused(one: Contender) -> tuple[RankReport, int]:
     return report, sum(counted)
 
 
-def assert_trained_fused(one: Contender) -> list[float]:
-    """Every parameter was updated in every step, by the fused kernel. Returns the losses."""
-    reports, updated = zip(*run_ranks(train_fused, 4, one), strict=True)
-    steps = WORK.warm_up + WORK.steps + 1
-    numel = WORK.layers * WORK.layer_numel + WORK.embedding_numel + WORK.head_numel
-    assert sum(updated) >= steps * numel, one.name
-    assert all(report.optimizer_s > 0 for report in reports)
-    return next(report.losses for report in reports if None not in report.losses)
-
-
-def test_stock_megatron_has_a_fused_adam():
-    assert_trained_fused(OTHERS["distributed optimizer"])
-
-
 @pytest.mark.slow
-def test_every_contender_has_a_fused_adam_and_learns_the_same():
-    expected = assert_trained_fused(OTHERS["DDP"])
+def test_every_contender_updates_all_by_a_fused_adam_in_every_step_and_learns_the_same():
+    expected: list[float | None] = []
     for one in contenders(2, 2, WORK):
-        if not missing(one.torch_system):
-            assert losses_agree(assert_trained_fused(one), expected), one.name
+        if missing(one.torch_system):
+            continue
+        reports, updated = zip(*run_ranks(train_fused, 4, one), strict=True)
+        assert sum(updated) >= (WORK.warm_up + WORK.steps + 1) * NUMEL, one.name
+        assert all(report.optimizer_s > 0 for report in reports)
+        losses = next(report.losses for report in reports if None not in report.losses)
+        expected = expected or losses
+        assert losses_agree(losses, expected), one.name
 
 
-# ---- FSDP2
-
-
-@dataclass
-class Trained:
+class Trained(NamedTuple):
     """losses: of every step; units: modules that FSDP2 knows; gathers: all-gathers of a step, after
     the first; groups: kinds of operations by group; fused: elements updated by the fused kernel."""
 
@@ -127,33 +111,11 @@ class Trained:
     fused: int
 
 
-def train_every_row() -> tuple[list[float], dict[str, Trained]]:
-    """The losses of one process that trains every sample, and what each row does."""
+def train_every_row() -> dict[str, Trained]:
     network = replace_default_group(TWO_NODES)
     install_streams()
     initialize(WORK)
-    alone = losses_alone()
-    return alone, {name: trained(network, one) for name, one in OF_FSDP2.items()}
-
-
-def losses_alone() -> list[float]:
-    model = new_model()
-    optimizer = new_adamw(model.parameters(), WORK.learning_rate)
-    losses = []
-    for batch in batches(WORK):
-        gathered = []
-        for tensor in batch:
-            pieces = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-            dist.all_gather(pieces, tensor)
-            gathered.append(torch.cat(pieces))
-        tokens, labels, positions = gathered
-        loss = model(tokens, positions, None, labels=labels).float().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), WORK.clip_grad)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return {name: trained(network, one) for name, one in OF_FSDP2.items()}
 
 
 def trained(network: Network, one: Contender) -> Trained:
@@ -168,35 +130,26 @@ def trained(network: Network, one: Contender) -> Trained:
     groups: dict[str, set[str]] = {}
     for account in gained:
         groups.setdefault(account.group, set()).add(account.kind)
-    return Trained(
-        losses,
-        [name for name, module in model.named_modules() if isinstance(module, FSDPModule)],
-        sum(tally.operations for account, tally in gained.items() if "gather" in account.kind)
-        / len(others),
-        groups,
-        sum(fused),
-    )
+    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    gathers = [tally.operations for account, tally in gained.items() if "gather" in account.kind]
+    return Trained(losses, units, sum(gathers) / len(others), groups, sum(fused))
 
 
-def test_every_row_of_fsdp2_learns_what_one_process_does_in_the_units_of_torchtitan():
+def test_every_row_of_fsdp2_learns_the_same_in_the_units_of_torchtitan():
     assert len(OF_FSDP2) >= 4
     ranks = run_ranks(train_every_row, 4)
-    alone, rows = ranks[0]
-    numel = WORK.layers * WORK.layer_numel + WORK.embedding_numel + WORK.head_numel
-    for name, row in rows.items():
-        assert losses_agree(row.losses, alone), name
-        assert row.units == ["", "embedding", *LAYERS, "decoder.final_layernorm", "output_layer"], (
-            name
-        )
+    expected = ranks[0]["FSDP2 ZeRO-3"].losses
+    assert expected[-1] < expected[0]
+    for name, row in ranks[0].items():
+        assert losses_agree(row.losses, expected), name
+        assert row.units == ["", "embedding", *LAYERS, "decoder.final_layernorm", "output_layer"]
         copies = 2 if "HSDP" in name else 1
-        updated = sum(of_rank[name].fused for _, of_rank in ranks)
-        assert updated == copies * len(row.losses) * numel, name
+        updated = sum(of_rank[name].fused for of_rank in ranks)
+        assert updated == copies * len(row.losses) * NUMEL, name
         # Every unit once; for backward again what was not kept: neither the embedding, which
         # backward does not read, nor the last layer and the output.
         is_kept = "kept" in name or "ZeRO-2" in name
-        again = 0 if is_kept else WORK.layers - 1
-        assert row.gathers == WORK.layers + 2 + again, name
-        assert not any(
-            any("gather" in kind for kind in kinds) and any("scatter" in kind for kind in kinds)
-            for kinds in row.groups.values()
-        ), (name, row.groups)
+        assert row.gathers == WORK.layers + 2 + (0 if is_kept else WORK.layers - 1), name
+        # Gathering and reducing have groups of their own, or one would wait for the other.
+        for kinds in row.groups.values():
+            assert not ("gather" in (words := " ".join(kinds)) and "scatter" in words), row.groups

@@ -11,10 +11,6 @@ import torch
 from scripts.testbed import memory
 from scripts.testbed.ranks import run_ranks
 
-needs_compiler = pytest.mark.skipif(
-    not (shutil.which("g++") or shutil.which("c++")), reason="needs a C++ compiler"
-)
-
 
 def count() -> None:
     counted = memory.install_memory_count()
@@ -36,7 +32,6 @@ def count() -> None:
     assert counted.peak_nbytes - before == 12010
     first.untyped_storage().resize_(0)
     assert counted.live_nbytes - before == 10
-    assert torch.ones(3, 5).sum() == 15 and counted.num_allocations > 4
     counted.uninstall()
     held += [torch.ones(100)]
     assert counted.live_nbytes - before == 10
@@ -44,7 +39,7 @@ def count() -> None:
     assert counted.live_nbytes == before
 
 
-@needs_compiler
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="needs a C++ compiler")
 def test_tensors_of_all_threads_are_counted_to_the_byte():
     run_ranks(count, 1)
 
@@ -57,12 +52,3 @@ def test_without_a_compiler_there_is_no_count_and_a_line_with_the_reason(
     assert memory.install_memory_count() is None
     output = capsys.readouterr().out
     assert "install g++" in output and output.count("\n") == 1
-
-
-@needs_compiler
-def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(memory, "_SOURCE", broken := tmp_path / "broken.cpp")
-    broken.write_text("int main( {")
-    assert memory.install_memory_count() is None
-    assert "failed: " in capsys.readouterr().out

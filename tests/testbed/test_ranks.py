@@ -70,46 +70,24 @@ def test_a_failure_of_fn_is_reported_and_not_repeated(tmp_path):
     assert [path.read_text() for path in tmp_path.iterdir()] == ["x", "x"]
 
 
-def _wait_for_ever() -> None:
-    if dist.get_rank() == 0:
-        time.sleep(60)
-
-
-def test_a_rank_that_does_not_end_is_reported_with_the_time_that_it_had():
-    with pytest.raises(RankFailure, match="not finished after 2 s"):
-        run_ranks(_wait_for_ever, 2, timeout_s=2.0)
-
-
-# ---- the cluster
-
-
-def _fails_on_one(network, folder: str) -> None:
+def _ends_late(network, folder: str, *failing: int) -> None:
     Path(folder, str(os.getpid())).touch()
-    if dist.get_rank() == 1:
+    if dist.get_rank() in failing:
         raise ValueError("a fault of one rank")
-    dist.barrier()
-    time.sleep(60)
-
-
-def _sleeps(network, folder: str) -> None:
-    Path(folder, str(os.getpid())).touch()
     time.sleep(60)
 
 
 @pytest.mark.parametrize(
-    "fn, limit_s, output",
-    [(_fails_on_one, 60.0, "a fault of one rank"), (_sleeps, 4.0, "not finished after 4 s")],
+    "failing, limit_s, output",
+    [([1], 60.0, "a fault of one rank"), ([], 4.0, "not finished after 4 s")],
 )
-def test_a_failure_is_reported_and_no_rank_runs_afterwards(fn, limit_s, output, tmp_path):
-    cluster = Cluster(2, 1, NetworkProfile())
+def test_a_failure_is_reported_and_no_rank_runs_afterwards(failing, limit_s, output, tmp_path):
     begin_s = time.monotonic()
     with pytest.raises(RankFailure) as failure:
-        cluster.run(fn, str(tmp_path), timeout_s=limit_s)
+        Cluster(2, 1, NetworkProfile()).run(_ends_late, str(tmp_path), *failing, timeout_s=limit_s)
     assert output in failure.value.reason and time.monotonic() - begin_s < 30
     files = list(tmp_path.iterdir())
-    assert len(files) == 2
-    for file in files:
-        assert not Path("/proc", file.name).exists()
+    assert len(files) == 2 and not any(Path("/proc", file.name).exists() for file in files)
 
 
 def _place_of(network) -> tuple[int, int, int]:
@@ -123,12 +101,7 @@ def test_ranks_are_joined_or_alone():
 
 
 def _run_on_two(folder: str) -> None:
-    run_ranks(_write_pid_and_sleep, 2, folder, timeout_s=60)
-
-
-def _write_pid_and_sleep(folder: str) -> None:
-    Path(folder, str(os.getpid())).touch()
-    time.sleep(60)
+    Cluster(2, 1, NetworkProfile()).run(_ends_late, folder, timeout_s=60)
 
 
 def test_no_rank_outlives_a_killed_starter(tmp_path):

@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how a model is given to torch's FSDP2, at the settings that its documentation and torchtitan
+"""Owns how a model is given to torch's FSDP2, for every benchmark: over which ranks it is sharded,
+and what is kept from forward to backward, at the settings that its documentation and torchtitan
 recommend and those that they offer.
 
 - Units: the embedding, every layer, norm and output together; nothing is left to the root.
@@ -14,10 +15,10 @@ recommend and those that they offer.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 REDUCTIONS_IN_FLIGHT = 2
@@ -25,21 +26,46 @@ REDUCTIONS_IN_FLIGHT = 2
 Unit = Sequence[nn.Module]  # modules that are gathered together, in the order of their calls
 
 
+class Sharding(NamedTuple):
+    """is_hybrid: over the ranks of a node and replicated over nodes, not over all ranks;
+    keeps_params: gathered once a step, all parameters stay for backward."""
+
+    is_hybrid: bool
+    keeps_params: bool
+
+    def new_mesh(self, nodes: int, ranks_per_node: int) -> DeviceMesh:
+        if not self.is_hybrid:
+            return init_device_mesh("cpu", (nodes * ranks_per_node,))
+        return init_device_mesh(
+            "cpu", (nodes, ranks_per_node), mesh_dim_names=("replicate", "shard")
+        )
+
+
+SHARDINGS = {
+    "hsdp": Sharding(is_hybrid=True, keeps_params=False),
+    "hsdp-kept": Sharding(is_hybrid=True, keeps_params=True),
+    "fsdp2": Sharding(is_hybrid=False, keeps_params=False),  # ZeRO-3
+    "fsdp2-kept": Sharding(is_hybrid=False, keeps_params=True),  # ZeRO-2
+}
+
+
 def shard_fully(
     model: nn.Module,
     units: Sequence[Unit],
-    mesh: DeviceMesh,
-    num_kept: int,
+    sharding: Sharding,
+    cluster: tuple[int, int],
+    num_last: int,
     backward: Sequence[Unit] | None = None,
     unread_in_backward: Sequence[nn.Module] = (),
 ) -> None:
-    """Shard `model` in place over `mesh`, which replicates over its first axis where it has two.
+    """Shard `model` in place.
 
-    units: in the order of forward, a unit before those inside it; num_kept: how many of the last
-    ones keep their parameters from forward to backward; backward: units in the order of backward,
-    where that is not the reverse; unread_in_backward: units' first modules that backward can do
-    without.
+    units: in the order of forward, a unit before those inside it; cluster: nodes and ranks of each;
+    num_last: units at the end that keep their parameters from forward to backward in any case;
+    backward: units in the order of backward, where that is not the reverse; unread_in_backward:
+    units' first modules that backward can do without.
     """
+    mesh, num_kept = sharding.new_mesh(*cluster), len(units) if sharding.keeps_params else num_last
     first_kept = len(units) - num_kept
     for index, unit in reversed([*enumerate(units)]):  # inner ones first
         modules: Any = list(unit) if len(unit) > 1 else unit[0]

@@ -10,6 +10,8 @@ from scripts.testbed.contenders.workload import Workload
 from scripts.testbed.megatron_flags import (
     DISTRIBUTED_OPTIMIZER,
     MEGATRON_FSDP,
+    PIPELINE_PARALLEL,
+    TENSOR_PARALLEL,
     flags_of,
     size_flags,
 )
@@ -20,8 +22,6 @@ _NO_STREAMS = (
     "DeepSpeed has no streams on a CPU, so it waits for what it reduces; what it gathers it "
     "gathers ahead. On an accelerator it would hide more."
 )
-_TENSOR = ("--tensor-model-parallel-size", "2")
-_PIPELINE = ("--pipeline-model-parallel-size", "2")
 MICRO_BATCHES = 8  # of a pipeline, in `pipelines`
 
 
@@ -54,14 +54,16 @@ def contenders(nodes: int, ranks_per_node: int, workload: Workload) -> list[Cont
     return [
         Contender("DDP", ND, batch, ("--overlap-grad-reduce",)),
         Contender("distributed optimizer", ND, batch, tuple(DISTRIBUTED_OPTIMIZER)),
-        Contender("TP 2", ND, 2 * batch, (*DISTRIBUTED_OPTIMIZER, *_TENSOR)),
-        Contender("PP 2", ND, 1, (*DISTRIBUTED_OPTIMIZER, *_PIPELINE)),
+        Contender("TP 2", ND, 2 * batch, (*DISTRIBUTED_OPTIMIZER, *TENSOR_PARALLEL)),
+        Contender("PP 2", ND, 1, (*DISTRIBUTED_OPTIMIZER, *PIPELINE_PARALLEL)),
         Contender(
             "PP 2, interleaved", ND, 1,
-            (*DISTRIBUTED_OPTIMIZER, *_PIPELINE, "--num-layers-per-virtual-pipeline-stage",
+            (*DISTRIBUTED_OPTIMIZER, *PIPELINE_PARALLEL, "--num-layers-per-virtual-pipeline-stage",
              str(workload.layers // 4)),
         ),
-        Contender("TP 2 x PP 2", ND, 1, (*DISTRIBUTED_OPTIMIZER, *_TENSOR, *_PIPELINE)),
+        Contender(
+            "TP 2 x PP 2", ND, 1, (*DISTRIBUTED_OPTIMIZER, *TENSOR_PARALLEL, *PIPELINE_PARALLEL)
+        ),
         Contender("Megatron-FSDP ZeRO-3", SHARDED, batch, (*MEGATRON_FSDP, *unit)),
         Contender("Megatron-FSDP HSDP", SHARDED, batch, (*MEGATRON_FSDP, *unit, *instances)),
         Contender("FSDP2 ZeRO-3", SHARDED, batch, torch_system="fsdp2"),
@@ -102,7 +104,7 @@ def pipelines(nodes: int, ranks_per_node: int, workload: Workload) -> list[Conte
     """
     chunk = 4 * (workload.layers // 4 * workload.layer_numel + workload.embedding_numel)
     interleaved = (
-        *_PIPELINE,
+        *PIPELINE_PARALLEL,
         *flags_of({"num-layers-per-virtual-pipeline-stage": workload.layers // 4}),
     )
     size = nodes * ranks_per_node // 2

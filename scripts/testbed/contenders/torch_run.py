@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from scripts.testbed.contenders.adam import new_adamw
-from scripts.testbed.contenders.fsdp2 import gpt_units, shard_fully
+from scripts.testbed.contenders.fsdp2 import SHARDINGS, Sharding, gpt_units, shard_fully
 from scripts.testbed.contenders.layer_delay import layers_take
 from scripts.testbed.contenders.step_meter import StepMeter
 from scripts.testbed.contenders.workload import RankReport, Workload
@@ -89,8 +88,11 @@ def new_model() -> nn.Module:
 
 
 def new_stepper(system: str, model: nn.Module, workload: Workload, network: Network) -> Stepper:
-    """`model`, given to a system."""
-    return _SYSTEMS[system](model, workload, network)
+    """`model`, given to a system: one of SHARDINGS, or DeepSpeed."""
+    ranks_per_node = network.profile.ranks_per_node
+    if system in SHARDINGS:
+        return _fsdp2(model, workload, SHARDINGS[system], ranks_per_node)
+    return _deepspeed(model, workload, ranks_per_node if system == "deepspeed-hpz" else 1)
 
 
 def batches(workload: Workload) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -113,12 +115,13 @@ def _new_adamw(model: nn.Module, workload: Workload) -> torch.optim.Optimizer:
     return new_adamw(model.parameters(), workload.learning_rate)
 
 
-def _fsdp2(model: nn.Module, workload: Workload, mesh: DeviceMesh, keeps_all: bool) -> Stepper:
-    """What backward begins with is kept from forward: the last layer and the output, or all."""
+def _fsdp2(
+    model: nn.Module, workload: Workload, sharding: Sharding, ranks_per_node: int
+) -> Stepper:
+    """What backward begins with is kept from forward: the last layer and the output."""
     units = gpt_units(model)
-    embedding = units[0][0]
-    num_kept = len(units) if keeps_all else 2
-    shard_fully(model, units, mesh, num_kept, unread_in_backward=[embedding])
+    cluster = dist.get_world_size() // ranks_per_node, ranks_per_node
+    shard_fully(model, units, sharding, cluster, num_last=2, unread_in_backward=[units[0][0]])
     optimizer = _new_adamw(model, workload)
 
     def learn(loss: torch.Tensor) -> None:
@@ -130,36 +133,7 @@ def _fsdp2(model: nn.Module, workload: Workload, mesh: DeviceMesh, keeps_all: bo
     return Stepper(model, learn)
 
 
-def _zero3(model: nn.Module, workload: Workload, network: Network) -> Stepper:
-    return _fsdp2(model, workload, _flat_mesh(), keeps_all=False)
-
-
-def _zero2(model: nn.Module, workload: Workload, network: Network) -> Stepper:
-    return _fsdp2(model, workload, _flat_mesh(), keeps_all=True)
-
-
-def _hsdp(model: nn.Module, workload: Workload, network: Network) -> Stepper:
-    return _fsdp2(model, workload, _node_mesh(network), keeps_all=False)
-
-
-def _hsdp_kept(model: nn.Module, workload: Workload, network: Network) -> Stepper:
-    return _fsdp2(model, workload, _node_mesh(network), keeps_all=True)
-
-
-def _flat_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
-
-
-def _node_mesh(network: Network) -> DeviceMesh:
-    """Sharded in a node, replicated over nodes."""
-    ranks = network.profile.ranks_per_node
-    shape = (dist.get_world_size() // ranks, ranks)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-
-
-def _deepspeed(
-    model: nn.Module, workload: Workload, network: Network, node_copies: int = 1
-) -> Stepper:
+def _deepspeed(model: nn.Module, workload: Workload, node_copies: int) -> Stepper:
     """ZeRO-3, what it prefetches and keeps scaled to a model of this size as its defaults are to
     large ones: one layer ahead, one layer kept. node_copies: hpZ's ranks of a secondary copy."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -194,17 +168,3 @@ def _deepspeed(
         engine.step()
 
     return Stepper(engine, learn)
-
-
-def _hpz(model: nn.Module, workload: Workload, network: Network) -> Stepper:
-    return _deepspeed(model, workload, network, network.profile.ranks_per_node)
-
-
-_SYSTEMS = {
-    "fsdp2": _zero3,
-    "fsdp2-kept": _zero2,
-    "hsdp": _hsdp,
-    "hsdp-kept": _hsdp_kept,
-    "deepspeed": _deepspeed,
-    "deepspeed-hpz": _hpz,
-}

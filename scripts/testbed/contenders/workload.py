@@ -4,7 +4,7 @@
 
 from dataclasses import dataclass, field
 
-from scripts.testbed.megatron_flags import flags_of
+from scripts.testbed.megatron_flags import small_gpt
 
 _WORDS = 128  # the vocabulary, padded
 
@@ -49,23 +49,14 @@ class Workload:
     def argv(self, micro_batch: int) -> list[str]:
         """Megatron's command line, without any parallelism."""
         # fmt: off
-        flags = {
-            "num-layers": self.layers, "hidden-size": self.hidden, "num-attention-heads": 4,
-            "seq-length": self.seq_length, "max-position-embeddings": self.seq_length,
-            "tokenizer-type": "NullTokenizer", "vocab-size": _WORDS - 1,
-            "make-vocab-size-divisible-by": 64, "attention-dropout": 0, "hidden-dropout": 0,
-            "micro-batch-size": micro_batch, "global-batch-size": self.samples,
-            "train-iters": self.warm_up + self.steps + 1, "lr": self.learning_rate,
-            "min-lr": self.learning_rate, "lr-decay-style": "constant", "weight-decay": 0,
-            "clip-grad": self.clip_grad, "init-method-std": 0.05, "seed": 1234, "eval-iters": 0,
-            "eval-interval": 1000, "log-interval": 1000, "distributed-timeout-minutes": 1,
-            "logging-level": 40, "ddp-bucket-size": self.layer_numel,
-        }
+        argv = small_gpt(
+            self.layers, self.hidden, self.seq_length, words=_WORDS, micro_batch_size=micro_batch,
+            global_batch_size=self.samples, train_iters=self.warm_up + self.steps + 1,
+            lr=self.learning_rate, min_lr=self.learning_rate, lr_decay_style="constant",
+            weight_decay=0, clip_grad=self.clip_grad, seed=1234, ddp_bucket_size=self.layer_numel,
+        )
         # fmt: on
-        # fmt: off
-        return [*flags_of(flags), "--mock-data", "--no-create-attention-mask-in-dataloader",
-                "--untie-embeddings-and-output-weights", "--no-one-logger"]
-        # fmt: on
+        return [*argv, "--untie-embeddings-and-output-weights"]
 
 
 @dataclass

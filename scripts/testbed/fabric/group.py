@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scripts.testbed.counters import Account, Span
+from scripts.testbed.counters import Account, Tally
 from scripts.testbed.fabric.lane import FabricWork, Lane
 from scripts.testbed.fabric.network import Link, Network
 from scripts.testbed.fabric.staging import described, flattened, staged
@@ -95,8 +95,8 @@ class LaneGroup(dist.ProcessGroup):
                 raise FabricError(f"the group failed before: {self._failure}")
             begin_s = time.monotonic()
             run(link)
-            span = Span(link.account, link.label, begin_s, time.monotonic())
-            self._network.counters.add(span, link.wire_nbytes, link.node_nbytes)
+            tally = Tally(1, link.wire_nbytes, link.node_nbytes, time.monotonic() - begin_s)
+            self._network.counters.add(link.account, tally)
 
         self._lanes[lane_key].submit(work, job)
         if self._coalesced is not None:

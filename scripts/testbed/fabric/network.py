@@ -31,8 +31,8 @@ class Network:
 
 
 class Link:
-    """One operation's way to the other ranks of its group (see rings.Link): counts, and lets the
-    modelled time pass.
+    """One operation's way to the other ranks of its group: counts, and lets the modelled time
+    pass.
 
     nodes: the node of each group rank; label: what the operation is, equal on all its ranks.
     """

@@ -17,31 +17,15 @@ hence bitwise equal on all ranks, and to those two done one after the other. AVG
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy
 import torch
 
+from scripts.testbed.fabric.network import Link
 from scripts.testbed.fabric.reduction import Reduction
 
 Chunks = Sequence[torch.Tensor] | torch.Tensor
 """One tensor for each rank of a group; a tensor in two dimensions stands for its rows."""
-
-
-class Link(Protocol):
-    """One operation's way to the other ranks of its group."""
-
-    rank: int
-    size: int
-
-    def exchange(
-        self,
-        send: torch.Tensor | None = None,
-        to: int = 0,
-        receive: torch.Tensor | None = None,
-        source: int = 0,
-    ) -> None:
-        """Send and receive at the same time; return when both are through."""
 
 
 def ring_all_gather(link: Link, chunks: Chunks) -> None:

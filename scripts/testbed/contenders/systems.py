@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns how each system of the schedule benchmark is built and stepped.
 
-Every contender trains the same model on the same data with the same optimizer in fp32.
+Every one trains the same model on the same data with the same optimizer in fp32.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_asynchzp.schedule import ScheduleConfig
@@ -20,24 +20,22 @@ from megatron_asynchzp.sharded_model import new_runtime
 from megatron_asynchzp.sharding.topology import ShardSizes
 from scripts.testbed.contenders.adam import new_adamw
 from scripts.testbed.contenders.delayed_model import DelayedModel, ModelSize, batch_of
-from scripts.testbed.contenders.fsdp2 import shard_fully
+from scripts.testbed.contenders.fsdp2 import SHARDINGS, Sharding, shard_fully
 from scripts.testbed.contenders.hierarchical_baseline import HierarchicalBaseline
 
 
-class Contender:
+class System:
     """A system that trains: `update` runs after each backward.
 
     trains: whether its losses must be those of the others.
     halves: each Linear is a unit, with the norm before it, not each block.
     updates_in_backward: a unit is updated as soon as its gradient is complete, while backward goes
     on; otherwise after backward, as Megatron does, which clips by the norm of all gradients.
-    keeps_params: gathered for forward, they stay for backward.
     volume(n, r, blocks): bytes that leave a node in one step, in units of the fp32 parameters.
     """
 
     trains = True
     halves = False
-    keeps_params = False
     updates_in_backward = False
 
     def __init__(self, size: ModelSize, mesh: DeviceMesh):
@@ -82,7 +80,7 @@ def hierarchical_volume(n: int, r: int, blocks: int) -> float:
     return 2 * (n - 1) / n
 
 
-class WithOptimizer(Contender):
+class WithOptimizer(System):
     """Sharding and reduction happen inside the model; one optimizer over its parameters."""
 
     def add_optimizer(self, params) -> None:
@@ -121,15 +119,13 @@ class DDP(WithOptimizer):
 
 
 class FSDP2(WithOptimizer):
-    """fully_shard over all ranks, the last block's parameters kept for backward (ZeRO-3) or those
-    of all (ZeRO-2); updated after backward.
+    """fully_shard in one of the SHARDINGS; the last block's parameters are kept for backward.
 
     torch can run an optimizer per parameter within backward; the emulated streams cannot order it
     after a reduction, so it is not measured.
     """
 
-    def new_mesh(self) -> DeviceMesh:
-        return init_device_mesh("cpu", (self.mesh.size(),))
+    sharding: Sharding
 
     def build(self) -> None:
         blocks: list[Any] = list(self.model.blocks)
@@ -137,40 +133,19 @@ class FSDP2(WithOptimizer):
         forward = [unit for of_block in parts for unit in of_block]
         # Backward too meets a block before what is in it.
         backward = [unit for of_block in reversed(parts) for unit in of_block]
-        num_kept = len(forward) if self.keeps_params else len(parts[-1])
-        shard_fully(self.model, forward, self.new_mesh(), num_kept, backward)
+        cluster = self.mesh.size(0), self.mesh.size(1)
+        shard_fully(self.model, forward, self.sharding, cluster, len(parts[-1]), backward)
         self.add_optimizer(self.model.parameters())
 
     @classmethod
     def volume(cls, n: int, r: int, blocks: int) -> float:
-        gathers = 1 if cls.keeps_params else 2 - 1 / blocks
+        if cls.sharding.is_hybrid:
+            return hierarchical_volume(n, r, blocks)
+        gathers = 1 if cls.sharding.keeps_params else 2 - 1 / blocks
         return (gathers + 1) * (n * r - 1) / (n * r)
 
 
-class HSDP(FSDP2):
-    """FSDP2 with parameters sharded inside a node and replicated over nodes."""
-
-    def new_mesh(self) -> DeviceMesh:
-        return self.mesh
-
-    @classmethod
-    def volume(cls, n: int, r: int, blocks: int) -> float:
-        return hierarchical_volume(n, r, blocks)
-
-
-class ZeRO2(FSDP2):
-    """FSDP2 that gathers once a step."""
-
-    keeps_params = True
-
-
-class HSDPKept(HSDP):
-    """HSDP that gathers once a step."""
-
-    keeps_params = True
-
-
-class Baseline(Contender):
+class Baseline(System):
     """Two threads and an optimizer per unit, with the sharding of the engine."""
 
     volume = staticmethod(hierarchical_volume)
@@ -188,8 +163,9 @@ class Baseline(Contender):
         self.baseline.step_optimizer()
 
 
-class Engine(Contender):
-    """Our engine: parameters and gradients over a node's ranks, optimizer state over all."""
+class Engine(System):
+    """Our engine: parameters and gradients over a node's ranks, optimizer state over all. kind: of
+    its schedule."""
 
     kind = "threaded"
     volume = staticmethod(hierarchical_volume)
@@ -219,14 +195,6 @@ class Engine(Contender):
         self.runtime.sync_params()
 
 
-class MainThreadEngine(Engine):
-    kind = "main-thread"
-
-
-class InlineEngine(Engine):
-    kind = "inline"
-
-
 class CommunicationOnly(Engine):
     """Our engine at its fastest around blocks that take no time, on one row."""
 
@@ -236,30 +204,31 @@ class CommunicationOnly(Engine):
         super().__init__(replace(size, block_ms=0.0, rows=1), mesh)
 
 
-def _variants(name: str, system: type[Contender]) -> dict[str, type[Contender]]:
-    """`system` with units of whole and of half blocks; updated after backward, as Megatron does,
-    and, where the system can, within it."""
+def _variants(name: str, system: type[System], **attributes: Any) -> dict[str, type[System]]:
+    """`system` with these attributes, with units of whole and of half blocks; updated after
+    backward, as Megatron does, and, where the system can, within it."""
     updates = (False, True) if issubclass(system, Engine | Baseline) else (False,)
     variants = {
         f"{name}{', halves' if halves else ''}{', early update' if early else ''}": type(
-            system.__name__, (system,), {"halves": halves, "updates_in_backward": early}
+            system.__name__,
+            (system,),
+            attributes | {"halves": halves, "updates_in_backward": early},
         )
         for early in updates
         for halves in (False, True)
     }
-    return cast("dict[str, type[Contender]]", variants)
+    return cast("dict[str, type[System]]", variants)
 
 
-CONTENDERS: dict[str, type[Contender]] = {
-    "compute only": ComputeOnly,
-    "communication only": CommunicationOnly,
-    **_variants("threaded", Engine),
-    **_variants("main-thread", MainThreadEngine),
-    **_variants("inline", InlineEngine),
-    **_variants("baseline", Baseline),
-    **_variants("hsdp", HSDP),
-    **_variants("hsdp kept", HSDPKept),
-    **_variants("fsdp2", FSDP2),
-    **_variants("fsdp2 kept", ZeRO2),
-    "ddp": DDP,
-}
+def _all_systems() -> dict[str, type[System]]:
+    """By name, in the order of their turns."""
+    systems = {"compute only": ComputeOnly, "communication only": CommunicationOnly}
+    for kind in ("threaded", "main-thread", "inline"):
+        systems |= _variants(kind, Engine, kind=kind)
+    systems |= _variants("baseline", Baseline)
+    for name, sharding in SHARDINGS.items():
+        systems |= _variants(name.replace("-", " "), FSDP2, sharding=sharding)
+    return systems | {"ddp": DDP}
+
+
+SYSTEMS = _all_systems()
