@@ -92,6 +92,7 @@ MISTAKES = {
     "a schedule that is none": (uses("--asynchzp-schedule fast"), "invalid choice: 'fast'"),
     "a negative depth": (uses("--asynchzp-prefetch-depth -1"), "-1 is not a whole number"),
     "a trace into no folder": (uses("--asynchzp-trace no/trace.json"), "no such folder"),
+    "a trace into a folder": (uses("--asynchzp-trace runs"), "--asynchzp-trace runs"),
     "ranks that the model does not divide": (
         uses("--tensor-model-parallel-size 3"), "4 ranks are not a multiple"),
     "a batch that the ranks do not divide": (

@@ -2,12 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user sees of a checkpoint that is refused: one line and an exit status of the launcher."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_damage import DATA, NEWER, OLDER
+from tests.support.checkpoint_damage import NEWER
 from tests.support.launches import Launch, launch
 
 _SCRIPT = Path(__file__).parents[2] / "support" / "legacy_pretrain.py"
@@ -45,14 +44,6 @@ def test_a_checkpoint_of_another_model_is_named_with_both_values(tmp_path, saved
         f"{saved / NEWER} is of another model: --num-layers is 1 in the checkpoint and 2 in this"
     )
     check_refusal(tmp_path, f"--load {saved} --num-layers 2", output)
-
-
-def test_a_directory_without_an_intact_checkpoint_is_no_beginning_from_scratch(tmp_path, saved):
-    damaged = tmp_path / "run"
-    shutil.copytree(saved, damaged)
-    for name in (OLDER, NEWER):
-        (damaged / name / DATA[1]).unlink()
-    check_refusal(tmp_path, f"--load {damaged}", f"{damaged} has no intact checkpoint")
 
 
 def test_a_second_run_into_the_directory_of_a_running_one_is_refused(tmp_path):
