@@ -15,16 +15,14 @@ import pytest
 
 from tests.support.journal import Attempt, read_journal
 from tests.support.launches import Launch
+from tests.test_launch import TOY
 
 _ROOT = Path(__file__).parents[1]
 _SCRIPT = _ROOT / "tests" / "support" / "interrupted_pretrain.py"
 _WORLD_SIZE = 2
 _INTERVAL = 2
 _LINE = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
-    "--max-position-embeddings 16 --tokenizer-type NullTokenizer --vocab-size 63 --mock-data "
-    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --lr-decay-iters 100 --num-workers 0 "
-    "--eval-iters 0 --eval-interval 100000 --log-interval 1 --split 90,5,5 --hidden-dropout 0 "
+    f"{TOY} --lr-decay-iters 100 --num-workers 0 --eval-iters 0 --hidden-dropout 0 "
     "--use-asynchzp --asynchzp-device cpu"
 )
 

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon on fragments is Megatron's Muon on whole matrices."""
 
-from functools import partial
-
 import pytest
 import torch
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
@@ -19,10 +17,10 @@ from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.buffer import FlatBuffer
 from megatron_asynchzp.zero.unit import HZPUnit
 from megatron_asynchzp.zero.whole_matrices import Matrix
-from tests.support.engine import nested_sizes
+from scripts.testbed.ranks import run_ranks
+from tests.support.engine import nested_sizes, shard_groups
 from tests.support.recording_device import RecordingDevice
 from tests.support.scheduler_program import recorded_groups
-from tests.support.thread_ranks import on_threads
 
 SHAPES = [(24, 8), (8, 8), (32, 8), (8, 32), (3, 5), (16, 16)]
 IS_QKV = (True, False, False, False, False, False)
@@ -31,7 +29,7 @@ STEPS = 20
 
 
 def new_params() -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(1)  # threads share the global one
+    generator = torch.Generator().manual_seed(1)
     params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     for param, is_qkv in zip(params, IS_QKV):
         param.is_qkv = is_qkv
@@ -66,10 +64,6 @@ def train_whole(nesterov: bool) -> list[torch.Tensor]:
     return [param.detach() for param in params]
 
 
-def new_driver() -> Driver:
-    return Driver(Timeline(device_of(torch.zeros(1))))
-
-
 def train_sharded(
     nesterov: bool, groups: ShardGroups, driver: Driver | None = None
 ) -> list[FlatBuffer]:
@@ -84,7 +78,7 @@ def train_sharded(
             fragments[matrix.param] = nn.Parameter(values)
             fragments[matrix.param].grad = matrix.unit.main_grad_fragments()[matrix.index]
     param_groups = [{"params": [*fragments.values()]}]
-    driver = driver or new_driver()
+    driver = driver or Driver(Timeline(device_of(torch.zeros(1))))
     optimizer = ShardedMuon(param_groups, matrices, fragments, driver, options(nesterov))
     for step in range(STEPS):
         grads = grads_of(step)
@@ -94,17 +88,21 @@ def train_sharded(
     return [unit.main_param for unit in units]
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_twenty_steps_on_shards_of_every_nesting_are_those_of_muon_on_whole_matrices(nesterov):
+def check_every_nesting(nesterov: bool) -> None:
     whole = train_whole(nesterov)
     for sizes in nested_sizes(4):
-        for first, second in on_threads(partial(train_sharded, nesterov), 4, sizes):
-            for buffer, expected in ((first, whole[:4]), (second, whole[4:])):
-                reference = type(buffer)(buffer.layout, buffer.range, buffer.storage.clone())
-                reference.copy_params(expected)
-                torch.testing.assert_close(
-                    buffer.storage, reference.storage, rtol=1e-5, atol=1e-5, msg=str(sizes)
-                )
+        first, second = train_sharded(nesterov, shard_groups(sizes))
+        for buffer, expected in ((first, whole[:4]), (second, whole[4:])):
+            reference = FlatBuffer(buffer.layout, buffer.range, buffer.storage.clone())
+            reference.copy_params(expected)
+            torch.testing.assert_close(
+                buffer.storage, reference.storage, rtol=1e-5, atol=1e-5, msg=str(sizes)
+            )
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_twenty_steps_on_shards_of_every_nesting_are_those_of_muon_on_whole_matrices(nesterov):
+    run_ranks(check_every_nesting, 4, nesterov)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 4), (2, 2, 8), (2, 4, 8), (8, 8, 8)])

@@ -192,6 +192,7 @@ def _foreign() -> str:
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
 
+    from megatron_asynchzp.cpu_platform.local_hybrid import local_hybrid_stack_spec
     from megatron_asynchzp.errors import ConfigurationError
     from megatron_asynchzp.mcore.attention.core_attention import use_pasa_in
     from megatron_asynchzp.mcore.flags.pasa import PasaOptions
@@ -199,6 +200,10 @@ def _foreign() -> str:
     class SparseAttention:
         pass
 
+    ours = use_pasa_in(
+        local_hybrid_stack_spec.submodules.attention_layer.submodules.self_attention, PasaOptions()
+    )
+    assert ours.submodules.core_attention.module.__name__ == "PasaAttention"
     submodules = SelfAttentionSubmodules(None, SparseAttention, None)
     spec = ModuleSpec(module=SelfAttention, submodules=submodules)
     other = ModuleSpec(module=SelfAttention)
@@ -211,35 +216,5 @@ def _foreign() -> str:
     return ""
 
 
-def test_an_attention_that_computes_something_else_is_not_replaced():
+def test_attention_of_a_hybrid_model_is_replaced_and_one_that_computes_something_else_is_not():
     assert "cannot take the place of SparseAttention" in on_ranks(_foreign, 1)[0]
-
-
-def _core_of(layer_spec) -> str:
-    from megatron_asynchzp.mcore.attention.core_attention import use_pasa_in
-    from megatron_asynchzp.mcore.flags.pasa import PasaOptions
-
-    attention = use_pasa_in(layer_spec.submodules.self_attention, PasaOptions(mode="block"))
-    core = attention.submodules.core_attention
-    assert core.params["options"].mode == "block"
-    # What was given is shared between layers and models: it stays as it is.
-    assert layer_spec.submodules.self_attention.submodules.core_attention is not core
-    return core.module.__name__
-
-
-def _specs() -> list[str]:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    from megatron_asynchzp.cpu_platform.local_hybrid import local_hybrid_stack_spec
-
-    layers = [
-        get_gpt_layer_local_spec(),
-        get_gpt_layer_local_spec(num_experts=4),
-        get_gpt_layer_local_spec(multi_latent_attention=True),
-        local_hybrid_stack_spec.submodules.attention_layer,
-    ]
-    return [_core_of(layer) for layer in layers]
-
-
-def test_dense_expert_latent_and_hybrid_layers_get_it_and_their_specs_are_not_changed():
-    assert set(on_ranks(_specs, 1)[0]) == {"PasaAttention"}
