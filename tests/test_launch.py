@@ -22,15 +22,14 @@ _LEGACY_SCRIPT = _ROOT / "tests" / "support" / "legacy_pretrain.py"
 # A checkout of Megatron-LM core_v0.19.0 whose scripts are run unmodified; no copy is kept here.
 _CHECKOUT = os.environ.get("MEGATRON_LM")
 
-_MODEL = (
+TOY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
     "--max-position-embeddings 16 --tokenizer-type NullTokenizer --vocab-size 63 "
     "--micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr 1e-3 --lr-decay-iters 3 "
-    "--eval-iters 1 --eval-interval 100 --log-interval 1 --split 90,5,5"
+    "--eval-iters 1 --eval-interval 100 --log-interval 1 --split 90,5,5 --mock-data"
 )
-_TOY = f"{_MODEL} --mock-data"
 _HYBRID = (
-    _TOY.replace("--num-layers 2", "--hybrid-layer-pattern *-*-")
+    TOY.replace("--num-layers 2", "--hybrid-layer-pattern *-*-")
     + " --spec megatron_asynchzp.cpu_platform.local_hybrid local_hybrid_stack_spec"
 )
 
@@ -62,36 +61,31 @@ def _python_m(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("words", [(), ("--use-asynchzp",)])
-def test_without_a_script_the_usage_is_printed_with_status_2(words):
+@pytest.mark.parametrize(
+    "words, status, output",
+    [
+        ([], 2, "usage: torchrun"),
+        (["--use-asynchzp"], 2, "usage: torchrun"),
+        (["--help"], 0, "usage: torchrun"),
+        (["nowhere/train.py"], 2, "megatron_asynchzp: nowhere/train.py: no such script\n"),
+    ],
+)
+def test_without_a_script_the_usage_or_what_is_missing_is_printed(words, status, output):
     ended = _python_m(*words)
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("usage: torchrun") and ended.stdout == ""
-
-
-def test_help_is_no_error():
-    ended = _python_m("--help")
-    assert ended.returncode == 0 and ended.stdout.startswith("usage: torchrun")
-
-
-def test_a_script_that_is_not_there_is_named_with_status_2():
-    ended = _python_m("nowhere/pretrain_gpt.py", "--use-asynchzp")
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("megatron_asynchzp: nowhere/pretrain_gpt.py: no such script\n")
+    assert ended.returncode == status
+    assert (ended.stderr if status else ended.stdout).startswith(output)
 
 
 @pytest.mark.parametrize(
-    "line, output",
+    "flags, output",  # before Megatron is imported, and when it has parsed its flags
     [
-        (f"{_TOY} --use-asynchzp --skip-train", "--skip-train is not supported"),
-        (f"{_TOY} --use-asynchzp --asynchzp-param-shard-size 2", "--asynchzp-param-shard-size 2"),
-        (f"{_TOY} --use-asynchzp --tensor-model-parallel-size 2", "1 ranks are not a multiple"),
-        (f"{_MODEL} --use-asynchzp --data-path no/data", "--data-path no/data: no dataset there"),
-        (f"{_TOY} --use-asynchzp --yaml-cfg run.yaml", "--yaml-cfg is not supported"),
+        ("--skip-train", "--skip-train is not supported"),
+        ("--asynchzp-grad-slot-mb 0", "--asynchzp-grad-"),
     ],
 )
-def test_bad_input_ends_before_training_in_one_line_with_status_2(tmp_path, line, output):
-    (ended,) = launch(tmp_path, _LEGACY_SCRIPT, f"{line} --asynchzp-device cpu")
+def test_bad_input_ends_before_training_in_one_line_with_status_2(tmp_path, flags, output):
+    line = f"{TOY} --use-asynchzp --asynchzp-device cpu {flags}"
+    (ended,) = launch(tmp_path, _LEGACY_SCRIPT, line)
     assert ended.status == 2
     last = ended.own_lines[-1]
     assert last.startswith(f"megatron_asynchzp: {output}") and ended.text.endswith(last + "\n")
@@ -137,21 +131,13 @@ def test_all_ranks_fail_but_only_the_first_speaks(tmp_path):
     """Under torchrun, which ends the others as soon as one rank has failed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "megatron_asynchzp.launch", str(_LEGACY_SCRIPT)]
-    command += f"{_TOY} --use-asynchzp --qk-clip --asynchzp-device cpu".split()
+    command += f"{TOY} --use-asynchzp --qk-clip --asynchzp-device cpu".split()
     env = os.environ | {"PYTHONPATH": str(_ROOT), "PYTHONWARNINGS": "ignore"}
     ended = subprocess.run(
         command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
     )
     assert ended.returncode != 0
     assert ended.stderr.count("megatron_asynchzp: --qk-clip is not supported") == 1
-
-
-def test_an_error_of_the_script_keeps_its_traceback(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text('raise ValueError("not ours")\n')
-    (ended,) = launch(tmp_path, script, "")
-    assert ended.status == 1
-    assert "Traceback" in ended.text and "ValueError: not ours" in ended.text
 
 
 def test_an_edited_script_prints_our_errors_in_one_line_too(tmp_path):
@@ -161,7 +147,7 @@ def test_an_edited_script_prints_our_errors_in_one_line_too(tmp_path):
         "from megatron.training.arguments import parse_and_validate_args\n"
         "parse_and_validate_args()\n"
     )
-    command = [sys.executable, "-W", "ignore", str(script), *_TOY.split(), "--use-asynchzp"]
+    command = [sys.executable, "-W", "ignore", str(script), *TOY.split(), "--use-asynchzp"]
     command += ["--freeze-all-layers"]
     env = os.environ | {"PYTHONPATH": str(_ROOT)}
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
@@ -191,9 +177,9 @@ _SHARDED = "--use-asynchzp --use-distributed-optimizer --overlap-grad-reduce"
     "script, line",
     [
         # Ours trains in the next test, too.
-        slow_unless(False, _OWN_SCRIPT, _TOY, id="own"),
-        pytest.param(_LEGACY_SCRIPT, _TOY, id="model_provider"),
-        _unmodified("pretrain_gpt.py", _TOY),
+        slow_unless(False, _OWN_SCRIPT, TOY, id="own"),
+        pytest.param(_LEGACY_SCRIPT, TOY, id="model_provider"),
+        _unmodified("pretrain_gpt.py", TOY),
         _unmodified("pretrain_hybrid.py", _HYBRID),
     ],
 )
@@ -222,7 +208,7 @@ def test_a_short_run_prints_little_of_ours_and_nothing_twice_and_its_scalars_can
 ):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    line = _TOY.replace("--train-iters 3", "--train-iters 8") + " --use-asynchzp"
+    line = TOY.replace("--train-iters 3", "--train-iters 8") + " --use-asynchzp"
     saves = f"--save {tmp_path / 'runs'} --save-interval 4 --tensorboard-dir {tmp_path / 'events'}"
     ended = launch(tmp_path, _OWN_SCRIPT, f"{line} {saves}", world_size=2)
     assert [one.status for one in ended] == [0, 0], ended[0].text[-3000:]
@@ -253,7 +239,7 @@ def test_a_short_run_prints_little_of_ours_and_nothing_twice_and_its_scalars_can
 
 @pytest.mark.slow
 def test_queries_and_keys_of_a_step_are_captured_for_the_inspector(tmp_path, capsys):
-    line = f"{_TOY} --asynchzp-device cpu --asynchzp-capture-attention 2:{tmp_path / 'qk.pt'}"
+    line = f"{TOY} --asynchzp-device cpu --asynchzp-capture-attention 2:{tmp_path / 'qk.pt'}"
     ended = launch(tmp_path, _OWN_SCRIPT, f"{line} --use-asynchzp", world_size=2)
     assert len(_losses(ended)) == 3
     assert sum("2 layers of step 2 are in" in text for text in ended[0].own_lines) == 1

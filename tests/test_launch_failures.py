@@ -16,18 +16,15 @@ import pytest
 
 from megatron_asynchzp.comm.timeline import LANES
 from megatron_asynchzp.schedule import SCHEDULES
-from scripts.testbed.ranks import free_port
 from tests.support.launches import Ended, Launch
 from tests.support.selection import slow_unless
+from tests.test_launch import TOY
 
 _ROOT = Path(__file__).parents[1]
 _SCRIPT = _ROOT / "tests" / "support" / "faulty_pretrain.py"
 _LINE = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
-    "--max-position-embeddings 16 --tokenizer-type NullTokenizer --vocab-size 63 "
-    "--micro-batch-size 1 --global-batch-size 6 --lr 1e-3 --lr-decay-iters 3 "
-    "--eval-iters 0 --eval-interval 100000 --log-interval 1 --split 90,5,5 --mock-data "
-    "--untie-embeddings-and-output-weights --use-asynchzp --asynchzp-device cpu"
+    f"{TOY} --global-batch-size 6 --eval-iters 0 --untie-embeddings-and-output-weights "
+    "--use-asynchzp --asynchzp-device cpu"
 )
 _WORLD_SIZE = 3
 _SIZES = "--asynchzp-param-shard-size 3 --asynchzp-grad-shard-size 3"
@@ -124,76 +121,33 @@ def test_a_run_that_comes_to_its_end_leaves_no_thread_and_prints_nothing(tmp_pat
         assert ("threads: []" in one.text) == (fault != "none 0 0")
 
 
-# --- processes of their own --------------------------------------------------------------------
-
-
-def _start_processes(
-    command: list[str], num_processes: int, folder: Path, fault: str
-) -> list[subprocess.Popen]:
-    """`command`, or one per rank where torchrun does not start them, each a leader of its group."""
-    env = os.environ | {"PYTHONPATH": str(_ROOT), "PYTHONWARNINGS": "ignore", "FAULT": fault}
-    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": str(free_port()), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
-    processes = []
-    for rank in range(num_processes):
-        with open(folder / f"{rank}.log", "wb") as log:
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    stdout=log,
-                    stderr=log,
-                    cwd=folder,
-                    start_new_session=True,
-                    env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                )
-            )
-    return processes
-
-
-def _await_text(words: str, folder: Path) -> None:
-    deadline = time.monotonic() + 180
-    while not any(words in log.read_text() for log in folder.glob("*.log")):
-        assert time.monotonic() < deadline, [log.read_text() for log in folder.glob("*.log")]
-        time.sleep(0.1)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault, statuses, words",
-    [("SIGKILL 1 4", [1, -signal.SIGKILL, 1], _NAMED), ("none 0 0", [130] * 3, "interrupted$")],
-)
-def test_an_edited_script_ends_as_a_launched_one_does(tmp_path, fault, statuses, words):
-    script = tmp_path / "train.py"
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_ctrl_c_under_torchrun_ends_the_job_with_one_line_per_rank(tmp_path, is_edited):
+    """Whether it starts the launcher or a script that imports the adaptor."""
+    script, log = tmp_path / "train.py", tmp_path / "log"
     script.write_text(
         "import megatron_asynchzp.mcore.adaptor\n"
         f"import runpy\nrunpy.run_path({str(_SCRIPT)!r}, run_name='__main__')\n"
     )
-    line = f"{_LINE} {_SIZES} --train-iters 100000"
-    processes = _start_processes([sys.executable, str(script), *line.split()], 3, tmp_path, fault)
-    if fault == "none 0 0":
-        _await_text(" iteration        3/", tmp_path)
-        for process in processes:
-            process.send_signal(signal.SIGINT)
-    assert [process.wait(timeout=180) for process in processes] == statuses
-    for rank, status in enumerate(statuses):
-        if status > 0:
-            one = Ended(status, (tmp_path / f"{rank}.log").read_text())
-            assert re.search(words, last_line(one, rank))
-            assert "Traceback" not in one.text or "RuntimeError" in last_line(one, rank)
-
-
-@pytest.mark.slow
-def test_ctrl_c_under_torchrun_ends_the_job_with_one_line_per_rank(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "3", "-m", "megatron_asynchzp.launch", str(_SCRIPT)]
+    command += ["--nproc-per-node", "3"]
+    command += [str(script)] if is_edited else ["-m", "megatron_asynchzp.launch", str(_SCRIPT)]
     command += f"{_LINE} {_SIZES} --train-iters 100000".split()
-    (torchrun,) = _start_processes(command, 1, tmp_path, "none 0 0")
-    _await_text(" iteration        3/", tmp_path)
+    env = os.environ | {"PYTHONPATH": str(_ROOT), "PYTHONWARNINGS": "ignore"}
+    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with open(log, "wb") as out:
+        torchrun = subprocess.Popen(
+            command, stdout=out, stderr=out, cwd=tmp_path, env=env, start_new_session=True
+        )
+    deadline = time.monotonic() + 180
+    while " iteration        3/" not in log.read_text():
+        assert time.monotonic() < deadline and torchrun.poll() is None, log.read_text()
+        time.sleep(0.1)
     start_s = time.monotonic()
     os.killpg(torchrun.pid, signal.SIGINT)  # as a terminal does
     assert torchrun.wait(timeout=180) != 0
     # torchrun kills those that still run after 30 s.
     assert time.monotonic() - start_s < 25
-    text = (tmp_path / "0.log").read_text()
     for rank in range(3):
-        assert text.count(f"megatron_asynchzp: rank {rank}: interrupted\n") == 1
+        assert log.read_text().count(f"megatron_asynchzp: rank {rank}: interrupted\n") == 1

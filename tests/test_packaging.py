@@ -76,12 +76,6 @@ def test_installing_adds_this_package_and_changes_nothing_that_was_there(tmp_pat
     assert [line.partition("==")[0].split("@")[0] for line in found] == ["+ megatron-asynchzp"]
 
 
-def test_a_resolver_that_would_swap_a_package_is_seen(tmp_path, wheel):
-    older = OF_A_USER | {"megatron_asynchzp": "0.0.1"}
-    found = changes(tmp_path / "env", older, f"megatron_asynchzp @ {wheel.as_uri()}")
-    assert "- megatron-asynchzp==0.0.1" in found
-
-
 def test_the_one_dependency_is_torch_within_the_versions_that_were_tested(metadata):
     needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     (torch,) = needed
@@ -95,14 +89,6 @@ def test_there_is_one_version_number(metadata):
     citation = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M)
     assert citation is not None
     assert metadata["Version"] == megatron_asynchzp.__version__ == citation[1]
-
-
-def test_the_metadata_is_complete(metadata):
-    for field in ("Summary", "License-Expression", "Keywords", "Requires-Python", "Author"):
-        assert metadata[field], field
-    for field in ("Classifier", "Project-URL", "License-File"):
-        assert metadata.get_all(field), field
-    assert metadata.get_payload()
 
 
 def test_the_wheel_has_every_file_of_the_package(wheel):
@@ -137,7 +123,6 @@ def test_every_command_is_a_function(name):
         ([], 2, "usage: asynchzp"),
         (["--help"], 0, "dry-run"),
         (["--version"], 0, megatron_asynchzp.__version__),
-        (["plto"], 2, "plto: no such command; the nearest is plot"),
         (["x"], 2, "x: no such command (launch, "),
     ],
 )

@@ -15,6 +15,7 @@ from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
 from tests.support.journal import Attempt, read_journal
 from tests.support.launches import Ended, Launch
 from tests.support.selection import slow_unless
+from tests.test_launch import TOY
 
 _ROOT = Path(__file__).parents[1]
 _SCRIPT = _ROOT / "tests" / "support" / "interrupted_pretrain.py"
@@ -22,11 +23,8 @@ _LAST = 8
 # Two micro-batches a step. Dropout of hidden states draws, on the CPU platform, from the generator
 # that a DataLoader draws from at its start.
 _LINE = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
-    "--max-position-embeddings 16 --tokenizer-type NullTokenizer --vocab-size 63 --mock-data "
-    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --lr-decay-iters 100 --num-workers 1 "
-    "--eval-iters 0 --eval-interval 100000 --log-interval 1 --split 90,5,5 "
-    f"--hidden-dropout 0 --train-iters {_LAST} --use-asynchzp --asynchzp-device cpu"
+    f"{TOY} --lr 1e-2 --lr-decay-iters 100 --num-workers 1 --eval-iters 0 --hidden-dropout 0 "
+    f"--train-iters {_LAST} --use-asynchzp --asynchzp-device cpu"
 )
 
 

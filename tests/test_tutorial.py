@@ -66,13 +66,6 @@ def test_every_page_is_reachable_from_the_index_and_from_the_readme():
         assert not pages - reachable(start), start
 
 
-def test_a_page_that_nothing_links_to_is_seen(tmp_path):
-    (tmp_path / "index.md").write_text("[a](a.md#there)")
-    (tmp_path / "a.md").write_text("[web](https://example.org/b.md)")
-    (tmp_path / "b.md").write_text("alone")
-    assert reachable(tmp_path / "index.md") == {tmp_path / "index.md", tmp_path / "a.md"}
-
-
 @pytest.mark.slow
 def test_the_site_is_built_without_a_broken_link(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

@@ -1,11 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs in resonance, every mask there is, and the largest error. Knows no implementation."""
+"""Inputs in resonance or with garbage in their padding, every mask there is, what the oracle gives,
+and errors. Knows no implementation."""
+
+from collections.abc import Callable
 
 import torch
 
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
-from scripts.testbed.attention.paper_data import Inputs, normal_inputs
+from scripts.testbed.attention.exact import exact_backward, exact_forward
+from scripts.testbed.attention.paper_data import Inputs, normal_inputs, relative_rmse
 
 
 def resonant_inputs(sign: int, length: int, *, size=40.0, dim=128, seed=0) -> Inputs:
@@ -59,3 +63,34 @@ def largest_error(found: torch.Tensor, true: torch.Tensor) -> float:
     assert torch.equal(found.isneginf(), true.isneginf())
     assert not found.isnan().any()
     return (found.double() - true.double()).masked_fill(true.isneginf(), 0).abs().max().item()
+
+
+def exact(inputs: Inputs, mask: AttentionMask, scale: float) -> list[torch.Tensor]:
+    """O, LSE, dQ, dK, dV of softmax attention."""
+    q, k, v, d_output = inputs
+    return [*exact_forward(q, k, v, mask, scale), *exact_backward(d_output, q, k, v, mask, scale)]
+
+
+def with_garbage(clean: Inputs, mask: AttentionMask, garbage: float) -> Inputs:
+    """In every key and value that no query may attend."""
+    is_padding = ~mask.used_keys_BT()[0]
+    assert is_padding.any() and not is_padding.all()
+    dirty = clean._replace(k=clean.k.clone(), v=clean.v.clone())
+    dirty.k[:, :, is_padding] = dirty.v[:, :, is_padding] = garbage
+    return dirty
+
+
+def growth_of_dq_error(
+    dq_of: Callable[[Inputs, float], torch.Tensor],
+    mask: AttentionMask,
+    dtype: torch.dtype,
+    **sizes: int,
+) -> float:
+    """By how much a bias of 30 in all keys multiplies the relative error of dQ. dq_of: of inputs
+    and a scale."""
+    drawn, error = normal_inputs(mask, **sizes), []
+    for bias in (0.0, 30.0):
+        inputs = drawn._replace(k=drawn.k + bias).to(dtype)
+        scale = inputs.q.shape[-1] ** -0.5
+        error.append(relative_rmse(dq_of(inputs, scale), exact(inputs, mask, scale)[2]))
+    return error[1] / error[0]

@@ -3,6 +3,7 @@
 """What half precision leaves: the paper's data, FlashAttention's own rule, and gradients that do
 not depend on the bias of K. Controls are the same arithmetic without a shift."""
 
+from collections.abc import Callable
 from math import sqrt
 from statistics import median
 
@@ -20,7 +21,7 @@ from megatron_asynchzp.attention.reference.arithmetic import (
 )
 from megatron_asynchzp.attention.reference.block import block_backward, block_forward
 from megatron_asynchzp.attention.shifting import INITIAL_BETAS, solve_beta
-from scripts.testbed.attention.exact import exact_backward, exact_forward
+from scripts.testbed.attention.exact import exact_forward
 from scripts.testbed.attention.paper import paper_forward
 from scripts.testbed.attention.paper_data import (
     PAPER_GRID,
@@ -29,7 +30,7 @@ from scripts.testbed.attention.paper_data import (
     normal_inputs,
     relative_rmse,
 )
-from tests.attention.cases import resonant_inputs
+from tests.attention.cases import growth_of_dq_error, resonant_inputs
 
 LENGTH, DIM = 384, 128
 SCALE = 1 / sqrt(DIM)
@@ -102,34 +103,29 @@ def test_resonance_in_either_sign_overflows_no_mode(sign):
         assert found.output_BHSE.isfinite().all() and found.lse_BHS.isfinite().all()
 
 
-@pytest.mark.parametrize("case", [c for c in PAPER_GRID if c.x0 == 30], ids=lambda c: str(c))
-def test_fp16_scores_without_a_shift_are_all_nan_at_a_bias_of_30(case: PaperData):
-    inputs = case.draw(LENGTH).to(torch.float16)
-    assert fp16_scores_without_scale(inputs).isnan().all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_error_of_dq_does_not_depend_on_the_bias_of_k(dtype, is_causal):
     mask = AttentionMask(LENGTH, LENGTH, is_causal=is_causal)
-    drawn = normal_inputs(mask, dim=DIM, groups=2)
-    found = {}
-    for bias in (0.0, 30.0):
-        inputs = drawn._replace(k=drawn.k + bias).to(dtype)
-        q, k, v, d_output = inputs
-        true = exact_backward(d_output, q, k, v, mask, SCALE).dq_BHSD
-        ways = {
-            "block": shift_keys(k, 128),
-            "global": shift_keys(k),
-            "none": centred_only(k),
-            "control": unshifted(k),
-        }
-        for name, keys in ways.items():
-            found[name, bias] = relative_rmse(gradients(inputs, keys, mask).dq_BHSD, true)
-    assert found["block", 30.0] <= 1.5 * found["block", 0.0], found
-    assert found["global", 30.0] <= 1.5 * found["global", 0.0], found
-    assert found["none", 30.0] <= 1.5 * found["none", 0.0], found  # the r term alone
-    assert found["control", 30.0] >= 20 * found["control", 0.0], found
+    ways = {
+        "block": lambda k: shift_keys(k, 128),
+        "global": shift_keys,
+        "none": centred_only,  # the r term alone
+        "control": unshifted,
+    }
+
+    def growth(keys_of: Callable[[torch.Tensor], ShiftedKeys]) -> float:
+        return growth_of_dq_error(
+            lambda inputs, _: gradients(inputs, keys_of(inputs.k), mask).dq_BHSD,
+            mask,
+            dtype,
+            dim=DIM,
+            groups=2,
+        )
+
+    found = {name: growth(keys_of) for name, keys_of in ways.items()}
+    assert found.pop("control") >= 20
+    assert max(found.values()) <= 1.5, found
 
 
 # --- FlashAttention's rule ---------------------------------------------------------------------

@@ -13,9 +13,16 @@ from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.delegate import choose_vendor, delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
 from megatron_asynchzp.errors import ConfigurationError
-from scripts.testbed.attention.exact import exact_backward, exact_forward
+from scripts.testbed.attention.exact import exact_forward
 from scripts.testbed.attention.paper_data import Inputs, normal_inputs, relative_rmse
-from tests.attention.cases import cumulative, largest_error, masks
+from tests.attention.cases import (
+    cumulative,
+    exact,
+    growth_of_dq_error,
+    largest_error,
+    masks,
+    with_garbage,
+)
 
 SCALE = 0.21
 MASKS = masks()
@@ -34,12 +41,8 @@ def test_in_fp64_it_is_softmax_attention_and_its_gradients(name, heads, groups, 
     mask = MASKS[name]
     drawn = normal_inputs(mask, heads=heads, groups=groups, dim=24, value_dim=16)
     inputs = drawn._replace(k=drawn.k + 3, v=drawn.v + 5)
-    q, k, v, d_output = inputs
-    true = [
-        exact_forward(q, k, v, mask, SCALE).output_BHSE,
-        *exact_backward(d_output, q, k, v, mask, SCALE),
-    ]
-    found = through_autograd(inputs, mask, shifts_values=shifts_values)
+    output, _lse, *gradients = exact(inputs, mask, SCALE)
+    found, true = through_autograd(inputs, mask, shifts_values=shifts_values), [output, *gradients]
     assert max(largest_error(f, t) for f, t in zip(found, true, strict=True)) < 1e-10
 
 
@@ -47,9 +50,7 @@ def test_in_fp64_it_is_softmax_attention_and_its_gradients(name, heads, groups, 
 def test_padding_may_hold_anything(name):
     mask = MASKS[name]
     clean = normal_inputs(mask)
-    dirty = clean._replace(k=clean.k.clone(), v=clean.v.clone())
-    is_padding = ~mask.used_keys_BT()[0]
-    dirty.k[:, :, is_padding] = dirty.v[:, :, is_padding] = float("inf")
+    dirty = with_garbage(clean, mask, float("inf"))
     for shifts_values in (False, True):
         found = through_autograd(dirty, mask, shifts_values=shifts_values)
         true = through_autograd(clean, mask, shifts_values=shifts_values)
@@ -58,30 +59,28 @@ def test_padding_may_hold_anything(name):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_torchs_dq_depends_on_the_bias_of_k_and_ours_does_not(dtype):
-    mask, scale = AttentionMask(256, 256, is_causal=True), 1 / sqrt(64)
-    drawn = normal_inputs(mask, dim=64, groups=2)
-    error = {}
-    for bias in (0.0, 30.0):
-        inputs = drawn._replace(k=drawn.k + bias).to(dtype)
-        q, k, v, d_output = inputs
-        true = exact_backward(d_output, q, k, v, mask, scale).dq_BHSD
+    mask = AttentionMask(256, 256, is_causal=True)
+
+    def by_torch(inputs: Inputs, scale: float) -> torch.Tensor:
         leaves = [x.clone().requires_grad_() for x in inputs[:3]]
         output = vendors.Sdpa().run(AttentionCall(*leaves, mask, scale))
-        error["torch", bias] = relative_rmse(torch.autograd.grad(output, leaves, d_output)[0], true)
-        error["ours", bias] = relative_rmse(through_autograd(inputs, mask, scale)[1], true)
-    assert error["ours", 30.0] <= 1.5 * error["ours", 0.0], error
-    assert error["torch", 30.0] >= 20 * error["torch", 0.0], error
+        return torch.autograd.grad(output, leaves, inputs.d_output)[0]
+
+    def by_us(inputs: Inputs, scale: float) -> torch.Tensor:
+        return through_autograd(inputs, mask, scale)[1]
+
+    assert growth_of_dq_error(by_us, mask, dtype, dim=64, groups=2) <= 1.5
+    assert growth_of_dq_error(by_torch, mask, dtype, dim=64, groups=2) >= 20
 
 
 def test_with_shifted_values_the_gradients_do_not_depend_on_the_bias_of_v_either():
     mask, scale = AttentionMask(256, 256), 1 / sqrt(64)
     drawn = normal_inputs(mask, dim=64, groups=2)
     inputs = drawn._replace(k=drawn.k + 10, v=drawn.v + 30).to(torch.float16)
-    q, k, v, d_output = inputs
-    true = exact_backward(d_output, q, k, v, mask, scale)
+    _output, _lse, dq, dk, _dv = exact(inputs, mask, scale)
     keys_only = through_autograd(inputs, mask, scale)
     both = through_autograd(inputs, mask, scale, shifts_values=True)
-    for index, gradient in ((1, true.dq_BHSD), (2, true.dk_BGTD)):
+    for index, gradient in ((1, dq), (2, dk)):
         assert relative_rmse(both[index], gradient) < 6e-4
         assert relative_rmse(keys_only[index], gradient) > 5 * relative_rmse(both[index], gradient)
 

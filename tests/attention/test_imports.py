@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Attention stands alone: nothing heavy or device-specific is loaded with it, and neither it nor
-the ZeRO engine imports the other."""
+"""Attention stands alone: nothing heavy or device-specific is loaded with it, and the ZeRO engine
+does not import it. What it imports itself is in tests/architecture."""
 
 import subprocess
 import sys
@@ -23,15 +23,8 @@ def test_importing_attention_loads_no_vendor_no_triton_and_no_megatron():
     assert output.stdout.strip() == "[]"
 
 
-def test_the_engine_and_attention_do_not_import_each_other():
-    engine = ("sharding", "comm", "zero", "planner")
+def test_the_engine_and_the_planner_do_not_import_attention():
     for path, part in sources():
-        others = {
-            module.split(".")[1]
-            for module in imported_modules(path)
-            if module.startswith("megatron_asynchzp.")
-        }
-        if part == "attention":
-            assert others <= {"attention", "device", "errors"}, path
-        if part in engine:
-            assert "attention" not in others, path
+        if part in ("sharding", "comm", "zero", "planner"):
+            modules = imported_modules(path)
+            assert not any(one.startswith("megatron_asynchzp.attention") for one in modules), path

@@ -12,10 +12,9 @@ from megatron_asynchzp.attention.key_shift import SnapRule, shift_keys
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.reference.arithmetic import ALL_FP16, FP16_FP32_VECTOR
 from megatron_asynchzp.attention.reference.block import block_backward, block_forward
-from scripts.testbed.attention.exact import exact_backward, exact_forward
 from scripts.testbed.attention.paper import paper_backward, paper_forward
 from scripts.testbed.attention.paper_data import Inputs, PaperData, normal_inputs, relative_rmse
-from tests.attention.cases import masks
+from tests.attention.cases import exact, masks, with_garbage
 
 BETA = 0.9374311
 
@@ -40,18 +39,12 @@ def by_paper(inputs: Inputs, mask: AttentionMask):
     ]
 
 
-def exact(inputs: Inputs, mask: AttentionMask):
-    q, k, v, d_output = inputs
-    scale = 1 / sqrt(q.shape[-1])
-    return [*exact_forward(q, k, v, mask, scale), *exact_backward(d_output, q, k, v, mask, scale)]
-
-
 def test_65536_flat_keys_with_values_around_30_neither_overflow_nor_drift():
     mask = AttentionMask(4, 65536)
     drawn = normal_inputs(mask, heads=1, dim=16)
     inputs = drawn._replace(q=0.01 * drawn.q, k=0.01 * drawn.k + 1, v=drawn.v + 30)
     inputs = inputs.to(torch.float16)
-    output, lse, *_ = exact_forward(*inputs[:3], mask, 0.25)
+    output, lse, *_ = exact(inputs, mask, 0.25)
     found_output, found_lse, *gradients = by_block(inputs, mask)
     assert relative_rmse(found_output, output) < 3e-4
     assert (found_lse - lse).abs().max() < 1e-4
@@ -63,7 +56,7 @@ def test_65536_flat_keys_with_values_around_30_neither_overflow_nor_drift():
 def test_an_amplitude_of_100_stays_finite_and_right(x0, rule):
     mask = AttentionMask(256, 256)
     inputs = PaperData("uniform", x0, 100).draw(256).to(torch.float16)
-    true = exact(inputs, mask)
+    true = exact(inputs, mask, 1 / sqrt(128))
     found = by_block(inputs, mask, rule=rule)
     assert all(x.isfinite().all() for x in found)
     assert relative_rmse(found[0], true[0]) < (0.03 if rule is SnapRule.NONE else 1e-2)
@@ -76,7 +69,7 @@ def test_one_key_times_1000_stays_finite_and_right(where):
     drawn = normal_inputs(mask, dim=64)
     drawn.k[:, :, where] *= 1000
     inputs = drawn.to(torch.float16)
-    true, found = exact(inputs, mask), by_block(inputs, mask)
+    true, found = exact(inputs, mask, 1 / 8), by_block(inputs, mask)
     assert all(x.isfinite().all() for x in found)
     assert relative_rmse(found[0], true[0]) < 1e-3
     assert all(relative_rmse(f, t) < 1e-2 for f, t in zip(found[2:], true[2:]))
@@ -89,10 +82,7 @@ def test_one_key_times_1000_stays_finite_and_right(where):
 def test_what_a_padded_slot_holds_reaches_nobody(way, name, garbage):
     mask = masks(200, 300)[name]
     clean = normal_inputs(mask).to(torch.float16)
-    is_padding = ~mask.used_keys_BT()[0]
-    assert is_padding.any() and not is_padding.all()
-    dirty = clean._replace(k=clean.k.clone(), v=clean.v.clone())
-    dirty.k[:, :, is_padding] = dirty.v[:, :, is_padding] = garbage
+    dirty = with_garbage(clean, mask, garbage)
     for found, true in zip(way(dirty, mask), way(clean, mask), strict=True):
         assert torch.equal(found, true)
 
@@ -101,7 +91,7 @@ def test_what_a_padded_slot_holds_reaches_nobody(way, name, garbage):
 def test_a_query_that_may_attend_nothing_gives_zero_and_disturbs_nobody(way):
     mask = AttentionMask(300, 200, is_causal=True)  # the first 100 queries come before any key
     inputs = normal_inputs(mask, dim=64).to(torch.float16)
-    true = exact(inputs, mask)
+    true = exact(inputs, mask, 1 / 8)
     output, lse, dq, dk, dv = way(inputs, mask)
     assert not output[:, :, :100].any() and not dq[:, :, :100].any()
     assert lse[:, :, :100].isneginf().all() and lse[:, :, 100:].isfinite().all()

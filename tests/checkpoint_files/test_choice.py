@@ -120,9 +120,3 @@ def test_a_tracker_without_any_checkpoint_is_not_a_beginning(tmp_path):
     (tmp_path / TRACKER).write_text("4")
     with pytest.raises(ConfigurationError, match=f"has {TRACKER}, but no checkpoint; remove"):
         choose_checkpoint(tmp_path)
-
-
-def test_a_load_directory_that_is_a_file_is_one_line(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match="--load .*file: Not a directory"):
-        choose_checkpoint(tmp_path / "file")

@@ -84,24 +84,6 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
 
 
-def test_file_and_folder_are_on_disk_before_a_write_returns(tmp_path, monkeypatch):
-    synced, fsync, replace = [], os.fsync, os.replace
-
-    def noted_fsync(descriptor: int) -> None:
-        synced.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    def noted_replace(old: Path, new: Path) -> None:
-        synced.append("replace")
-        replace(old, new)
-
-    monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(os, "replace", noted_replace)
-    replace_file(tmp_path / "file", b"new")
-    unfinished, middle, place = synced
-    assert Path(unfinished).parent == tmp_path and middle == "replace" and place == str(tmp_path)
-
-
 def test_a_save_finds_nothing_of_an_older_one_and_what_is_not_its_own_stays(folder):
     mine = folder / NEWER / "notes.txt"
     mine.write_text("mine")

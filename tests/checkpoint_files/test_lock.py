@@ -40,9 +40,3 @@ def test_a_second_run_is_refused_until_the_first_is_gone_however_it_went(tmp_pat
     assert SaveLock.claim(tmp_path) is None
     assert SaveLock.claim(tmp_path) is None  # again is the same as once
     assert (tmp_path / OWNER).read_text().startswith(f"process {os.getpid()} on ")
-
-
-def test_a_save_directory_that_cannot_be_made_is_one_line(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match="--save .*/file/run: Not a directory"):
-        SaveLock.claim(tmp_path / "file" / "run")

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf import __main__ as command
 from megatron_asynchzp.hf.export_model import export_model
 from megatron_asynchzp.hf.import_model import import_model
-from megatron_asynchzp.hf.mapping import OTHER_KEYS, rules_of
+from megatron_asynchzp.hf.mapping import OTHER_KEYS
 from megatron_asynchzp.hf.megatron_arguments import write_arguments
 from megatron_asynchzp.hf.torch_dist import TensorReader, TensorToWrite, write_checkpoint
 from tests.hf.models import NAMES, load_model, random_model, shapes
@@ -70,15 +71,6 @@ def test_large_models_are_written_in_several_files_with_an_index(llama):
     assert_same_bits(*({key: one.read(key) for key in one.tensors} for one in (left, right)))
 
 
-def test_the_dtype_can_be_chosen_both_ways(llama):
-    export_model(llama / "megatron", llama / "bf16", dtype=torch.bfloat16)
-    assert {t.dtype for t in weights_of(llama / "bf16").values()} == {torch.bfloat16}
-    assert load_model(llama / "bf16").dtype == torch.bfloat16
-    import_model(llama / "bf16", llama / "fp32", dtype=torch.float32)
-    stored = TensorReader(llama / "fp32" / "release").tensors
-    assert {it.properties.dtype for it in stored.values()} == {torch.float32}
-
-
 def test_the_vocabulary_is_padded_with_zeros_on_import_and_cut_on_export(llama):
     table = TensorReader(llama / "megatron" / "release").read("embedding.word_embeddings.weight")
     assert table.shape == (128, 64) and not table[101:].any() and table[:101].any(dim=1).all()
@@ -87,24 +79,22 @@ def test_the_vocabulary_is_padded_with_zeros_on_import_and_cut_on_export(llama):
     assert load_model(llama / "smaller").get_input_embeddings().weight.shape == (90, 64)
 
 
-def test_norms_that_a_checkpoint_keeps_by_themselves_are_found(llama):
-    shape, reader = shapes()["llama"], TensorReader(llama / "megatron" / "release")
-
-    def tensor(rule) -> TensorToWrite:
-        layers = shape.num_layers if rule.is_per_layer else None
-        return TensorToWrite(
-            OTHER_KEYS.get(rule.key, rule.key),
-            rule.megatron_size(shape),
-            torch.float32,
-            layers,
-            lambda layer: reader.read(rule.key, layer if layers else None),
+def write_again(folder: Path, rename: Callable[[str], str], change: dict[str, object]) -> None:
+    """The tensors of `megatron` in a checkpoint `other`, under other names and arguments."""
+    reader, args = TensorReader(folder / "megatron" / "release"), write_arguments(shapes()["llama"])
+    vars(args).update(change)
+    tensors = [
+        TensorToWrite(
+            rename(key), one.size, torch.float32, None, lambda _, key=key: reader.read(key)
         )
+        for key, one in reader.tensors.items()
+    ]
+    objects = {"common_state/shard_0_1": {"args": args}}
+    write_checkpoint(folder / "other" / "iter_0000007", tensors, objects)
 
-    write_checkpoint(
-        llama / "other" / "iter_0000007",
-        [tensor(rule) for rule in rules_of(shape)],
-        {"common_state/shard_0_1": {"args": write_arguments(shape)}},
-    )
+
+def test_norms_that_a_checkpoint_keeps_by_themselves_are_found(llama):
+    write_again(llama, lambda key: OTHER_KEYS.get(key, key), {})
     export_model(llama / "other", llama / "again", step=7)
     assert_same_bits(weights_of(llama / "again"), weights_of(llama / "hf"))
 
@@ -154,19 +144,9 @@ def test_a_directory_with_other_tensors_is_refused_and_nothing_is_written(change
     ],
 )
 def test_a_checkpoint_with_other_tensors_is_refused_and_nothing_is_written(change, output, llama):
-    shape, reader = shapes()["llama"], TensorReader(llama / "megatron" / "release")
-    args = write_arguments(shape)
-    vars(args).update(change)
-    tensors = [
-        TensorToWrite(
-            key, reader.tensors[key].size, torch.float32, None, lambda _, key=key: reader.read(key)
-        )
-        for key in reader.tensors
-    ]
-    objects = {"common_state/shard_0_1": {"args": args}}
-    write_checkpoint(llama / "other" / "iter_0000001", tensors, objects)
+    write_again(llama, lambda key: key, change)
     with pytest.raises(ConfigurationError, match=output) as refusal:
-        export_model(llama / "other", llama / "new", step=1)
+        export_model(llama / "other", llama / "new", step=7)
     assert "\n" not in str(refusal.value)
     assert sorted(os.listdir(llama)) == ["hf", "megatron", "other"]
 
@@ -223,6 +203,8 @@ def test_a_conversion_that_breaks_off_leaves_nothing(llama):
 
 def test_the_commands_convert_and_print_the_flags_of_the_model(llama, capsys):
     command.main(["import", "--load", f"{llama}/hf", "--save", f"{llama}/new", "--dtype", "bf16"])
+    stored = TensorReader(llama / "new" / "release").tensors
+    assert {it.properties.dtype for it in stored.values()} == {torch.bfloat16}
     output = capsys.readouterr().out
     for flag in ("--num-layers 2", "--num-query-groups 2", "--finetune", "--vocab-size 101"):
         assert flag in output
@@ -231,6 +213,7 @@ def test_the_commands_convert_and_print_the_flags_of_the_model(llama, capsys):
     )
     assert "llama, 2 layers, vocabulary 101" in capsys.readouterr().out
     assert load_model(llama / "out").dtype == torch.float32
+    assert {tensor.dtype for tensor in weights_of(llama / "out").values()} == {torch.float32}
 
 
 def test_the_commands_end_with_one_line_and_a_status(llama, capsys, monkeypatch):

@@ -68,25 +68,6 @@ def test_a_model_of_transformers_has_the_same_logits_in_megatron_with_the_flags_
     assert_same_logits(logits_of(random_model(name)), megatron_logits[name], record_property)
 
 
-@pytest.mark.parametrize(
-    "name, changes",
-    [
-        (
-            "llama-tied-scaled-rope",
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-        ),
-        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 10100.0}}),
-        ("llama", {"rms_norm_eps": 1e-5}),
-        ("gpt2", {"activation_function": "gelu_new"}),
-    ],
-)
-def test_a_config_that_is_slightly_wrong_shows_in_the_logits(name, changes):
-    model = random_model(name)
-    other = type(model)(type(model.config)(**{**model.config.to_dict(), **changes})).eval()
-    other.load_state_dict(model.state_dict())
-    assert (logits_of(model) - logits_of(other)).abs().max() > 3 * TOLERANCE
-
-
 def assert_same_logits(left: torch.Tensor, right: torch.Tensor, record_property):
     assert left.shape == right.shape
     difference = (left - right).abs().max().item()

@@ -39,54 +39,26 @@ TRAINED: dict[str, list[str]] = {
 
 def train_and_save(name: str, folder: Path) -> torch.Tensor | None:
     """Train a few steps and save below `folder`; the logits of the last stage, as in logits_of."""
-    args = gpt_args(
-        *_SIZES,
-        *TRAINED[name],
-        *_TRAIN,
-        "--save",
-        str(folder),
-        "--save-interval",
-        "1000",
-        "--ckpt-format",
-        "torch_dist",
-    )
-    return run_pretrain(args, _logits).inspected
+    save = ["--save", str(folder), "--save-interval", "1000", "--ckpt-format", "torch_dist"]
+    return run_pretrain(gpt_args(*_SIZES, *TRAINED[name], *_TRAIN, *save), _logits).inspected
 
 
 def load_imported(name: str, folder: Path) -> torch.Tensor | None:
     """The logits of an imported model, loaded with the flags that the import prints."""
     flags = " ".join(command_line(shapes()[name])).split()
-    parallel = _TENSOR_PARALLEL if shapes()[name].num_query_groups > 1 else []
-    args = gpt_args(
-        *_SIZES,
-        *flags,
-        *parallel,
-        "--load",
-        str(folder),
-        "--finetune",
-        "--ckpt-format",
-        "torch_dist",
-        "--train-iters",
-        "1",
-        "--lr",
-        "0",
-        "--min-lr",
-        "0",
-        "--lr-warmup-iters",
-        "0",
-    )
-    return run_pretrain(args, _logits).inspected
+    if shapes()[name].num_query_groups > 1:
+        flags += _TENSOR_PARALLEL
+    load = ["--load", str(folder), "--finetune", "--ckpt-format", "torch_dist"]
+    still = ["--train-iters", "1", "--lr", "0", "--min-lr", "0", "--lr-warmup-iters", "0"]
+    return run_pretrain(gpt_args(*_SIZES, *flags, *load, *still), _logits).inspected
 
 
 def _logits(model: list, optimizer: Any) -> torch.Tensor | None:
     """[2, POSITIONS, VOCABULARY] of the test's tokens, on the last pipeline stage."""
     from megatron.core import parallel_state
 
-    stage, num_stages = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-    )
     group = parallel_state.get_pipeline_model_parallel_group()
+    stage, num_stages = group.rank(), group.size()
     chunk = model[0].eval()
     positions = torch.arange(POSITIONS).expand(2, POSITIONS)
     with torch.no_grad():

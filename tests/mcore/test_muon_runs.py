@@ -5,7 +5,6 @@ and resumed on other sizes.
 """
 
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,13 +12,13 @@ import torch
 
 from scripts.testbed.megatron_flags import size_flags
 from scripts.testbed.megatron_runs import BF16, MIXTURE_OF_EXPERTS, UNTIED, gpt_args, run_pretrain
+from tests.mcore.checkpoint.test_resuming import check_moves, check_same_sizes
 from tests.mcore.test_parity import PIPELINE, TENSOR, TWO_EXPERT_RANKS
-from tests.support.checkpoints import NUM_STEPS, SAVED_AT, Job
+from tests.support.checkpoints import Job
 from tests.support.engine import nested_sizes
 from tests.support.parity import Variant, assert_equal_runs, compare
+from tests.support.selection import slow_unless
 from tests.support.world import on_ranks
-
-pytestmark = pytest.mark.slow
 
 # Newton-Schulz in fp32: rounding to bf16, Megatron's default, would hide what differs.
 MUON = ("--optimizer", "muon", "--muon-fp32-matmul-prec", "high")
@@ -80,6 +79,7 @@ def assert_slices_of(params: dict, whole: dict, rank: int, case: object) -> None
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("embedding", [(), tuple(UNTIED)], ids=["tied", "untied"])
 def test_every_nesting_of_4_ranks_ends_with_the_parameters_of_one_stock_rank(embedding):
     ((whole,),) = on_ranks(train, 1, embedding, [None], timeout_s=600)
@@ -92,6 +92,7 @@ def test_every_nesting_of_4_ranks_ends_with_the_parameters_of_one_stock_rank(emb
 TOGETHER = {"duplicated, untied": (*DUPLICATED, *UNTIED), "distributed, tied": DISTRIBUTED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", TOGETHER.values(), ids=TOGETHER)
 def test_tensor_parallel_ranks_that_work_together_end_as_one_stock_rank(flags):
     # Queries, keys and values of all heads are not one matrix on a tensor-parallel rank.
@@ -106,10 +107,10 @@ def test_tensor_parallel_ranks_that_work_together_end_as_one_stock_rank(flags):
 NESTEROV = ("--muon-nesterov", "--muon-no-split-qkv")
 MANY = [(1, 2, 4), (2, 1, 2), (4, 4, 4)]
 CASES = {
+    "grouped queries, untied": [(Variant("muon", (*MUON, *QUERY_GROUPS, *UNTIED), 3), MANY[:1])],
     "one rank": [
         (Variant("muon", MUON), MANY),
         (Variant("muon, Nesterov, whole queries", (*MUON, *NESTEROV)), [(2, 4, 4)]),
-        (Variant("muon, grouped queries", (*MUON, *QUERY_GROUPS), 3), [(2, 2, 4)]),
     ],
     "two ranks": [
         (Variant("muon, tensor parallel", (*MUON, *TENSOR), 3, 2), nested_sizes(2)),
@@ -123,9 +124,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
-def test_a_run_is_that_of_stock_muon_on_as_many_ranks(cases):
-    assert_equal_runs(on_ranks(compare, 4, cases, 10, timeout_s=1800)[0])
+@pytest.mark.parametrize("name", [slow_unless("queries" in name, name) for name in CASES])
+def test_a_run_is_that_of_stock_muon_on_as_many_ranks(name):
+    assert_equal_runs(on_ranks(compare, 4, CASES[name], 10, timeout_s=1800)[0])
 
 
 MOVES = {
@@ -139,29 +140,11 @@ MOVES = {
 }
 
 
-def move_all(folder: Path) -> list[tuple[Job, Job, list, list]]:
-    moved = []
-    for number, (origin, targets) in enumerate(MOVES.items()):
-        whole = origin.train_and_save(folder / str(number)).losses[SAVED_AT:]
-        for target in targets:
-            losses = target.resume(folder / str(number)).losses
-            moved.append((origin, target, whole, losses))
-    return moved
-
-
+@pytest.mark.slow
 def test_a_run_resumes_on_other_sizes_and_from_and_to_stock(tmp_path):
-    for origin, target, whole, losses in on_ranks(move_all, 4, tmp_path, timeout_s=1800)[0]:
-        assert len(losses) == NUM_STEPS - SAVED_AT
-        assert losses == pytest.approx(whole, rel=1e-6), (origin, target)
+    check_moves(MOVES, 4, tmp_path, 1e-6)
 
 
-def repeat(sizes: tuple, folder: Path) -> tuple:
-    job = Job(sizes, (*MUON, *BF16))
-    whole, rest = job.train_and_save(folder), job.resume(folder)
-    states = zip(whole.inspected, rest.inspected, strict=True)
-    return whole.steps[SAVED_AT:], rest.steps, all(torch.equal(*pair) for pair in states)
-
-
+@pytest.mark.slow
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_by_bit(tmp_path):
-    for whole, rest, is_same_state in on_ranks(repeat, 4, (2, 4, 4), tmp_path):
-        assert len(rest) == NUM_STEPS - SAVED_AT and rest == whole and is_same_state
+    check_same_sizes({"muon": Job((2, 4, 4), (*MUON, *BF16))}, 4, tmp_path)

@@ -117,15 +117,3 @@ def test_layers_that_stages_share_out_unequally_are_where_megatron_builds_them(f
         assert real_units.numel_of(chunks) == found.stages[index].numel
         memory = real_units.memory_of(index, chunks, groups, found.args)
         assert memory == found.stages[index].memory
-
-
-def test_the_random_command_lines_have_every_flag_of_memory_in_flight_and_every_dtype():
-    words = [" ".join(random_flags(seed)[0]) for seed in range(NUM_FAST)]
-    for flag in (
-        "--asynchzp-memory-in-flight-gb", "--asynchzp-grad-slot-mb", "--asynchzp-keep-params-gb",
-        "--asynchzp-keep-grads-gb", "--exp-avg-dtype bf16", "--bf16", "--fp16",
-        "--grad-reduce-in-bf16", "--num-experts", "--num-virtual-stages-per-pipeline-rank",
-        "--mtp-num-layers", "--optimizer muon",
-        "--recompute-granularity full", "--untie-embeddings-and-output-weights",
-    ):  # fmt: skip
-        assert any(flag in line for line in words) and any(flag not in line for line in words), flag

@@ -31,15 +31,6 @@ def _trained(make, num_elements: int = 1000) -> tuple[torch.Tensor, dict]:
     return param.data, optimizer.state[param]
 
 
-@pytest.mark.parametrize("is_decoupled", [True, False])
-def test_with_moments_in_fp32_it_is_torchs_adam_bit_by_bit(is_decoupled):
-    kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam
-    values, state = _trained(lambda p: kind(p, **_HOW, fused=True))
-    ours, own = _trained(lambda p: RoundedAdam(p, MomentDtypes(), is_decoupled, **_HOW))
-    assert torch.equal(ours, values)
-    assert all(torch.equal(own[name], state[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
-
-
 def test_chunks_change_no_bit():
     with mock.patch.object(rounded_adam, "_CHUNK", 64):
         cut = _trained(lambda p: RoundedAdam(p, _BF16, True, **_HOW))

@@ -14,7 +14,6 @@ import pytest
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, LANES, WAIT, Span
-from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_trace
 from megatron_asynchzp.schedule import SCHEDULES
 from megatron_asynchzp.tools.step_trace import read_trace
@@ -57,27 +56,11 @@ def traced_run(path: Path, kind: str) -> dict[str, Any]:
     return {"log": record.log, "units": record.inspected, "trace": trace}
 
 
-def untraced_run(steps: int) -> tuple[int, bool]:
-    """How many spans the timeline holds in the end, and whether it captures."""
-
-    def look(chunks, _) -> tuple[int, bool]:
-        timeline = chunks[0].runtime.driver.timeline
-        return len(timeline._spans) + len(timeline._folding), timeline.is_capturing
-
-    return run_pretrain(
-        gpt_args("--use-asynchzp", "--train-iters", str(steps)), inspect=look
-    ).inspected
-
-
 def all_runs() -> dict[str, Any]:
     """Starting Megatron takes longer than the steps, so the ranks are started once."""
     folder = [tempfile.mkdtemp(prefix="asynchzp-trace-")]
     dist.broadcast_object_list(folder, src=0)
-    records: dict[str, Any] = {
-        kind: traced_run(Path(folder[0], f"{kind}.json"), kind) for kind in SCHEDULES
-    }
-    records["untraced"] = [untraced_run(steps) for steps in (4, 9)]
-    records["files"] = sorted(path.name for path in Path(folder[0]).iterdir())
+    records = {kind: traced_run(Path(folder[0], f"{kind}.json"), kind) for kind in SCHEDULES}
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
@@ -85,13 +68,9 @@ def all_runs() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def by_rank() -> list[dict[str, Any]]:
-    return on_ranks(all_runs, 4)
-
-
-@pytest.fixture(scope="module")
-def runs(by_rank, tmp_path_factory) -> dict[str, TracedRun]:
+def runs(tmp_path_factory) -> dict[str, TracedRun]:
     path, runs = tmp_path_factory.mktemp("trace") / "trace.json", {}
+    by_rank = on_ranks(all_runs, 4)
     for kind in SCHEDULES:
         path.write_text(by_rank[0][kind]["trace"])
         logs = [rank[kind]["log"] for rank in by_rank]
@@ -100,17 +79,13 @@ def runs(by_rank, tmp_path_factory) -> dict[str, TracedRun]:
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_the_trace_has_forward_and_backward_of_every_unit_for_every_micro_batch(runs, kind):
-    units = runs[kind].units
-    assert len(units) == 5  # two layers, the embedding, the output layer, the rest
-    assert runs[kind].counts(COMPUTE) == {
-        f"{way} {unit}": MICRO_BATCHES for way in ("forward", "backward") for unit in units
-    }
-
-
-@pytest.mark.parametrize("kind", SCHEDULES)
-def test_the_trace_has_every_reduction_and_one_sync_of_each_kind(runs, kind):
+def test_the_trace_has_all_computation_every_reduction_and_one_sync_of_each_unit(runs, kind):
     one = runs[kind]
+    assert len(one.units) == 5  # two layers, the embedding, the output layer, the rest
+    assert one.counts(COMPUTE) == {
+        f"{way} {unit}": MICRO_BATCHES for way in ("forward", "backward") for unit in one.units
+    }
+    assert one.counts("gather").keys() == set(one.units)
     assert one.counts("reduce") == dict.fromkeys(one.units, MICRO_BATCHES)
     assert one.counts("grad-sync") == dict.fromkeys(one.units, 1)
     # It belongs to the next forward: one may end before, or after, the step that is traced.
@@ -120,39 +95,6 @@ def test_the_trace_has_every_reduction_and_one_sync_of_each_kind(runs, kind):
     assert one.counts("order").total() == 1  # the comparison of the ranks
     jobs = {f"{span.lane} {span.name}" for span in one.spans if span.lane in LANES}
     assert one.counts(WAIT).keys() <= jobs
-
-
-@pytest.mark.parametrize("kind", SCHEDULES)
-def test_a_layer_is_gathered_at_most_once_before_each_of_its_computations(runs, kind):
-    for layer in [unit for unit in runs[kind].units if "layers" in unit]:
-        events = [span for span in runs[kind].spans if span.name.split(" ")[-1] == layer]
-        events = [span for span in events if span.lane in ("gather", COMPUTE)]
-        lanes = [span.lane for span in sorted(events, key=lambda span: span.start)]
-        assert lanes.count(COMPUTE) == 2 * MICRO_BATCHES
-        if kind == "inline":
-            assert lanes == ["gather", COMPUTE] * (2 * MICRO_BATCHES)
-        # Ahead of time it stays gathered where nothing else has to be gathered before its next use.
-        assert lanes.count("gather") >= MICRO_BATCHES
-        assert ("gather", "gather") not in zip(lanes, lanes[1:])
-
-
-@pytest.mark.parametrize("kind", SCHEDULES)
-def test_a_unit_never_computes_while_it_is_gathered(runs, kind):
-    for unit in runs[kind].units:
-        gathers = [span for span in runs[kind].lane("gather") if span.name == unit]
-        assert gathers
-        for span in runs[kind].lane(COMPUTE):
-            if span.name.endswith(f" {unit}"):
-                assert not any(g.start < span.end and span.start < g.end for g in gathers), span
-
-
-def test_the_jobs_of_one_lane_never_overlap_in_the_threaded_schedule(runs):
-    for lane in LANES:
-        jobs = runs["threaded"].lane(lane)
-        # Of param-sync most is in the step before; matrices are Muon's.
-        assert len(jobs) > 1 or lane in ("order", "param-sync", "matrices")
-        for job, following in zip(jobs, jobs[1:]):
-            assert job.end <= following.start, (lane, job, following)
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
@@ -173,24 +115,7 @@ def test_the_log_of_the_last_rank_has_exposed_communication_and_overlap(runs, ki
     for step in log:
         assert 0.0 <= step.exposed_comm_ms < step.step_ms
         assert 0.0 <= step.overlap_percent <= 100.0
-
-
-def test_inline_waits_for_all_of_its_communication(runs):
-    log = parse_log(runs["inline"].logs[-1].splitlines())
-    assert all(step.overlap_percent < 5.0 for step in log[1:])
-
-
-def test_only_rank_0_writes_and_nothing_is_captured_without_the_flag(by_rank):
-    for rank in by_rank:
-        assert rank["files"] == sorted(f"{kind}.json" for kind in SCHEDULES)
-        assert not any(is_capturing for _, is_capturing in rank["untraced"])
-
-
-def test_the_timeline_does_not_grow_with_steps(by_rank):
-    for rank in by_rank:
-        (after_4_steps, _), (after_9_steps, _) = rank["untraced"]
-        # How often the main thread had to wait depends on timing, what was issued does not.
-        assert 0 < after_9_steps <= 1.5 * after_4_steps
+    assert kind != "inline" or all(step.overlap_percent < 5.0 for step in log[1:])
 
 
 def arguments(
@@ -210,14 +135,6 @@ def arguments(
         context_parallel_size=1,
         use_tp_pp_dp_mapping=stages_inside,
     )
-
-
-@pytest.mark.parametrize("place", ["nowhere/trace.json", ""])
-def test_a_folder_that_is_not_there_is_refused_in_one_line(place, tmp_path):
-    with pytest.raises(ConfigurationError) as refusal:
-        resolve_trace(arguments(tmp_path / place))
-    line = str(refusal.value)
-    assert "\n" not in line and str(tmp_path / place) in line and "--asynchzp-trace" in line
 
 
 def test_rank_0_traces_the_tenth_step_or_the_last_but_one(tmp_path):

@@ -4,144 +4,96 @@
 context parallelism, which the local attention refuses."""
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from scripts.testbed.megatron_runs import MIXTURE_OF_EXPERTS, gpt_args, run_pretrain
+from scripts.testbed.megatron_runs import MIXTURE_OF_EXPERTS, RunRecord, gpt_args, run_pretrain
+from tests.support.selection import some_and_rest
 from tests.support.world import on_ranks
 
-PASA = ["--use-pasa-attention"]
-BLOCK = [*PASA, "--pasa-mode", "block"]
 ROPE = ["--position-embedding-type", "rope"]
 GROUPED = ["--group-query-attention", "--num-query-groups", "2"]
 WINDOW = ["--window-size", "7,0", "--window-attn-skip-freq", "2"]
+SCALED = ["--apply-query-key-layer-scaling", "--fp16", "--initial-loss-scale", "1024"]
 # fmt: off
 LATENT = ["--multi-latent-attention", "--q-lora-rank", "32", "--kv-lora-rank", "16",
           "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8", "--v-head-dim", "12", *ROPE,
           "--disable-bias-linear"]
 # fmt: on
-MODELS = {
-    "gpt": [],
-    "grouped queries, rotary": [*GROUPED, *ROPE],
-    "experts": [*MIXTURE_OF_EXPERTS],
-    "selective recompute": ["--recompute-granularity", "selective"],
-    "query-key layer scaling": [
-        "--apply-query-key-layer-scaling",
-        "--fp16",
-        "--initial-loss-scale",
-        "1024",
-    ],
+PASA = ["--use-pasa-attention"]
+BLOCK, VALUES = [*PASA, "--pasa-mode", "block"], [*PASA, "--pasa-shift-values"]
+CONTEXT, TENSOR = ["--context-parallel-size", "2"], ["--tensor-model-parallel-size", "2"]
+PARALLEL = [[*CONTEXT, *BLOCK], [*CONTEXT, *PASA, "--use-asynchzp"]]
+
+
+class Case(NamedTuple):
+    """A model, the attention of the reference, what is to train as it, and how far apart both may
+    be, relatively. The references of parallel runs are as many data-parallel ranks."""
+
+    model: list[str]
+    reference: list[str]
+    others: list[list[str]]
+    tolerance: float = 1e-5
+
+
+LOCAL = {
+    "grouped queries, rotary": Case([*GROUPED, *ROPE], [], [PASA, BLOCK]),
+    # Which the local attention cannot.
+    "latent": Case(LATENT, PASA, [BLOCK]),
+    "shifted values": Case([*GROUPED, *ROPE], [], [VALUES]),
+    "gpt": Case([], [], [PASA, BLOCK, VALUES]),
+    "experts": Case(MIXTURE_OF_EXPERTS, [], [PASA, BLOCK, VALUES]),
+    "recomputed": Case(["--recompute-granularity", "selective"], [], [PASA, BLOCK, VALUES]),
+    "query-key layer scaling": Case(SCALED, [], [PASA, BLOCK, VALUES], 2e-3),
+}
+ON_TWO_RANKS = {
+    "parallel": Case([*GROUPED, *ROPE], PASA, [[*CONTEXT, *PASA], [*TENSOR, *PASA]]),
+    "context parallel": Case([*GROUPED, *ROPE], PASA, PARALLEL),
+    "context parallel, window": Case([*GROUPED, *ROPE, *WINDOW], PASA, PARALLEL),
 }
 
 
-def _worst(found: list[float], true: list[float]) -> float:
-    return max(abs(f - t) / abs(t) for f, t in zip(found, true, strict=True))
+def _run(flags: list[str]) -> RunRecord:
+    return run_pretrain(gpt_args("--global-batch-size", "2", *flags), inspect=_core_attentions)
 
 
-WAYS = {"delegate": PASA, "block": BLOCK, "values": [*PASA, "--pasa-shift-values"]}
-
-
-def _against_local(names: list[str], ways: list[str]) -> dict[str, dict[str, float]]:
-    errors = {}
-    for name in names:
-        argv = gpt_args("--global-batch-size", "2", *MODELS[name])
-        stock = run_pretrain(argv)
-        assert stock.losses[-1] < stock.losses[0]
-        for way in ways:
-            ours = run_pretrain([*argv, *WAYS[way]], inspect=_core_attentions)
-            assert set(ours.inspected) == {"PasaAttention"}, ours.inspected
-            errors[f"{name}, {way}"] = {
-                "loss": _worst(ours.losses, stock.losses),
-                "gradient norm": _worst(ours.grad_norms, stock.grad_norms),
-            }
-    return errors
-
-
-def _core_attentions(model_chunks, optimizer) -> list[str]:
+def _core_attentions(model_chunks, optimizer) -> set[str]:
     del optimizer
-    return [
+    return {
         type(module.core_attention).__name__
         for chunk in model_chunks
         for module in chunk.modules()
         if hasattr(module, "core_attention")
-    ]
-
-
-def _check_against_local(names: list[str], ways: list[str]) -> None:
-    (errors,) = on_ranks(_against_local, 1, names, ways)
-    for name, found in errors.items():
-        tolerance = 2e-3 if "scaling" in name else 1e-5  # fp16; all others are fp32
-        assert max(found.values()) < tolerance, (name, found)
-
-
-def test_a_gpt_trains_as_with_the_local_attention():
-    _check_against_local(["grouped queries, rotary"], ["delegate", "block"])
-
-
-@pytest.mark.slow
-def test_every_kind_of_layer_trains_as_with_the_local_attention():
-    _check_against_local(list(MODELS), list(WAYS))
-
-
-def _latent() -> dict[str, list[float]]:
-    argv = gpt_args("--global-batch-size", "2", *LATENT)
-    return {
-        "delegate": run_pretrain([*argv, *PASA]).losses,
-        "block": run_pretrain([*argv, *BLOCK]).losses,
     }
 
 
-def test_latent_attention_trains_which_the_local_attention_cannot():
-    (losses,) = on_ranks(_latent, 1)
-    assert losses["delegate"][-1] < losses["delegate"][0] - 0.1
-    assert _worst(losses["block"], losses["delegate"]) < 1e-5
+def _compare(cases: dict[str, Case]) -> None:
+    for name, (model, reference, others, tolerance) in cases.items():
+        theirs = _run([*model, *reference])
+        assert theirs.losses[-1] < theirs.losses[0], name
+        for other in others:
+            ours = _run([*model, *other])
+            assert ours.inspected == {"PasaAttention"}
+            assert ours.losses == pytest.approx(theirs.losses, rel=tolerance), (name, other)
+            assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=tolerance), name
 
 
-CONTEXT = ["--context-parallel-size", "2"]
-PARALLEL = {
-    "context": [*CONTEXT, *PASA],
-    "tensor": ["--tensor-model-parallel-size", "2", *PASA],
-    "context, block": [*CONTEXT, *BLOCK],
-    "context, asynchzp": [*CONTEXT, *PASA, "--use-asynchzp"],
-}
+@pytest.mark.parametrize("names", some_and_rest(LOCAL, ["grouped queries, rotary", "latent"]))
+def test_every_kind_of_layer_trains_as_with_the_local_attention(names):
+    on_ranks(_compare, 1, {name: LOCAL[name] for name in names})
 
 
-def _parallel(names: list[str], window: list[str]) -> dict[str, dict[str, float]]:
-    """CP = 2 and TP = 2 against two data-parallel ranks with the same batches."""
-    few = ("--global-batch-size", "2", "--train-iters", "4")
-    argv = gpt_args(*few, *GROUPED, *ROPE, *window)
-    alone, errors = run_pretrain([*argv, *PASA]), {}
-    for name in names:
-        ours = run_pretrain([*argv, *PARALLEL[name]])
-        errors[name] = {
-            "loss": _worst(ours.losses, alone.losses),
-            "gradient norm": _worst(ours.grad_norms, alone.grad_norms),
-        }
-    return errors
-
-
-def _check_parallel(names: list[str], window: list[str]) -> None:
-    for errors in on_ranks(_parallel, 2, names, window):
-        for name, found in errors.items():
-            assert max(found.values()) < 1e-5, (name, found)
-
-
-def test_context_and_tensor_parallel_runs_are_the_run_without():
-    _check_parallel(["context", "tensor"], [])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [[], WINDOW], ids=["no window", "window"])
-def test_every_mode_is_the_same_on_context_parallel_ranks(window):
-    _check_parallel(list(PARALLEL), window)
+@pytest.mark.parametrize("names", some_and_rest(ON_TWO_RANKS, ["parallel"]))
+def test_context_and_tensor_parallel_runs_are_the_run_without(names):
+    on_ranks(_compare, 2, {name: ON_TWO_RANKS[name] for name in names})
 
 
 def _dropped() -> list[list[float]]:
-    few = ("--global-batch-size", "2", "--train-iters", "2")
-    argv = gpt_args(*few, "--attention-dropout", "0.2", *PASA)
-    runs = [argv, argv, [*argv, "--attention-dropout", "0"]]
-    return [run_pretrain(one).losses for one in runs]
+    few = ["--train-iters", "2", "--attention-dropout", "0.2", *PASA]
+    runs = [few, few, [*few, "--attention-dropout", "0"]]
+    return [_run(one).losses for one in runs]
 
 
 def test_dropout_is_drawn_from_megatrons_random_state():
@@ -240,6 +192,7 @@ def _foreign() -> str:
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
 
+    from megatron_asynchzp.cpu_platform.local_hybrid import local_hybrid_stack_spec
     from megatron_asynchzp.errors import ConfigurationError
     from megatron_asynchzp.mcore.attention.core_attention import use_pasa_in
     from megatron_asynchzp.mcore.flags.pasa import PasaOptions
@@ -247,6 +200,10 @@ def _foreign() -> str:
     class SparseAttention:
         pass
 
+    ours = use_pasa_in(
+        local_hybrid_stack_spec.submodules.attention_layer.submodules.self_attention, PasaOptions()
+    )
+    assert ours.submodules.core_attention.module.__name__ == "PasaAttention"
     submodules = SelfAttentionSubmodules(None, SparseAttention, None)
     spec = ModuleSpec(module=SelfAttention, submodules=submodules)
     other = ModuleSpec(module=SelfAttention)
@@ -259,35 +216,5 @@ def _foreign() -> str:
     return ""
 
 
-def test_an_attention_that_computes_something_else_is_not_replaced():
+def test_attention_of_a_hybrid_model_is_replaced_and_one_that_computes_something_else_is_not():
     assert "cannot take the place of SparseAttention" in on_ranks(_foreign, 1)[0]
-
-
-def _core_of(layer_spec) -> str:
-    from megatron_asynchzp.mcore.attention.core_attention import use_pasa_in
-    from megatron_asynchzp.mcore.flags.pasa import PasaOptions
-
-    attention = use_pasa_in(layer_spec.submodules.self_attention, PasaOptions(mode="block"))
-    core = attention.submodules.core_attention
-    assert core.params["options"].mode == "block"
-    # What was given is shared between layers and models: it stays as it is.
-    assert layer_spec.submodules.self_attention.submodules.core_attention is not core
-    return core.module.__name__
-
-
-def _specs() -> list[str]:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    from megatron_asynchzp.cpu_platform.local_hybrid import local_hybrid_stack_spec
-
-    layers = [
-        get_gpt_layer_local_spec(),
-        get_gpt_layer_local_spec(num_experts=4),
-        get_gpt_layer_local_spec(multi_latent_attention=True),
-        local_hybrid_stack_spec.submodules.attention_layer,
-    ]
-    return [_core_of(layer) for layer in layers]
-
-
-def test_dense_expert_latent_and_hybrid_layers_get_it_and_their_specs_are_not_changed():
-    assert set(on_ranks(_specs, 1)[0]) == {"PasaAttention"}

@@ -30,13 +30,6 @@ def test_a_load_folder_without_a_checkpoint_is_one_line_after_loading(tmp_path, 
     assert "--exit-on-missing-checkpoint" in line
 
 
-def test_a_run_without_load_gets_no_such_line(tmp_path, capsys):
-    args = arguments(tmp_path)
-    args.load = None
-    guard.guard_load_checkpoint(lambda: (0, 0), args, "load")
-    assert capsys.readouterr().out == ""
-
-
 def scheduler(decay_steps: int) -> OptimizerParamScheduler:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     return OptimizerParamScheduler(

@@ -157,19 +157,6 @@ def test_the_same_model_is_never_refused(models):
             assert _compare(models[one], models[other]) is None, (one, other)
 
 
-def test_values_are_told_as_they_are_given(models):
-    plain, biased = models[""], "is False in the checkpoint and True in this run"
-    assert _compare(plain, models[_NO_BIAS]).startswith(
-        f"is of another model: --disable-bias-linear {biased} (this run has no tensor decoder."
-    )
-    assert _compare(plain, models["--qk-layernorm"]).startswith(
-        f"is of another model: --qk-layernorm {biased} (it has no tensor decoder."
-    )
-    assert "--num-experts is not given in the checkpoint and 4 in" in _compare(
-        models[_NO_BIAS], models[f"{_EXPERTS} 4"]
-    )
-
-
 @pytest.mark.parametrize("changed", [{"finetune": True}, {"dist_ckpt_strictness": "log_all"}])
 def test_a_part_of_a_checkpoint_is_loaded_where_that_is_asked_for(models, changed):
     more, less = models[f"{_ROPE} --mtp-num-layers 1"], models[_ROPE]

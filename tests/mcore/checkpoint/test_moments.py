@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scripts.testbed.megatron_runs import BF16
-from tests.support.checkpoints import SAVED_AT, Job, find_differences, read_tensors
+from tests.support.checkpoints import Job, find_differences, read_tensors
 from tests.support.world import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -38,10 +38,10 @@ def _converted(source: dict, target: dict) -> list[str]:
 
 
 def save_and_move(folder: Path) -> dict[str, object]:
-    """bf16 moments on 2 ranks: resumed, moved into other sizes, into fp32, and from fp32."""
+    """bf16 moments on 2 ranks: moved into other sizes, into fp32, and from fp32."""
     rounded, other = Job((2, 1, 2), ROUNDED), Job((1, 2, 2), ROUNDED)
     exact = Job((1, 1, 2), tuple(BF16))
-    whole, rest = rounded.train_and_save(folder / "rounded"), rounded.resume(folder / "rounded")
+    rounded.train_and_save(folder / "rounded")
     other.load_and_save(folder / "rounded", folder / "moved")
     exact.load_and_save(folder / "rounded", folder / "widened")
     exact.train_and_save(folder / "exact")
@@ -49,8 +49,6 @@ def save_and_move(folder: Path) -> dict[str, object]:
     names = ("rounded", "moved", "widened", "exact", "narrowed")
     read = {name: read_tensors(folder / name) for name in names}
     return {
-        "steps": (whole.steps[SAVED_AT:], rest.steps),
-        "state": all(map(torch.equal, whole.inspected, rest.inspected)),
         "dtypes": {name: {v.dtype for v in _moments(read[name]).values()} for name in names},
         "moved": find_differences(read["rounded"], read["moved"]),
         "widened": _converted(read["rounded"], read["widened"]),
@@ -58,10 +56,8 @@ def save_and_move(folder: Path) -> dict[str, object]:
     }
 
 
-def test_moments_in_bf16_are_saved_resharded_and_converted(tmp_path):
+def test_moments_in_bf16_are_resharded_and_converted(tmp_path):
     for found in on_ranks(save_and_move, 2, tmp_path):
-        whole, rest = found["steps"]
-        assert whole == rest and found["state"]
         bf16, fp32 = {torch.bfloat16}, {torch.float32}
         expected = {"rounded": bf16, "moved": bf16, "widened": fp32, "exact": fp32}
         assert found["dtypes"] == expected | {"narrowed": bf16}

@@ -8,6 +8,7 @@ import pytest
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
+from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments
 
 _PLAIN = "--use-asynchzp --mock-data --micro-batch-size 1 --global-batch-size 8 --bf16"
 
@@ -17,7 +18,7 @@ def parser() -> ArgumentParser:
     made = ArgumentParser(allow_abbrev=False)
     # The name as it is in Megatron, whether or not another test patched it.
     getattr(add_megatron_arguments, "__wrapped__", add_megatron_arguments)(made)
-    return add_asynchzp_arguments(made)
+    return add_pasa_arguments(add_asynchzp_arguments(made))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The three shard sizes: defaults for every group, and the line for sizes that do not nest."""
 
+import re
 from itertools import product
 
 import pytest
@@ -79,34 +80,26 @@ def test_instances_that_the_group_cannot_be_divided_into_are_refused(parse):
         prepare_args(parse("--num-distributed-optimizer-instances 3"))
 
 
-@pytest.mark.parametrize(
-    "line, group_size, flag, valid",
-    [
-        ("--asynchzp-param-shard-size 3", 8, "--asynchzp-param-shard-size 3", "1, 2, 4, 8"),
-        ("--asynchzp-grad-shard-size 0", 4, "--asynchzp-grad-shard-size 0", "1, 2, 4"),
-        ("--asynchzp-optim-shard-size 16", 8, "--asynchzp-optim-shard-size 16", "1, 2, 4, 8"),
-        (
-            "--asynchzp-param-shard-size 4 --asynchzp-optim-shard-size 2",
-            8,
-            "--asynchzp-optim-shard-size 2",
-            "4, 8",
-        ),
-        (
-            "--asynchzp-param-shard-size 2 --asynchzp-grad-shard-size 3",
-            12,
-            "--asynchzp-grad-shard-size 3",
-            "1, 2, 4, 6, 12",
-        ),
-    ],
-)
-def test_sizes_that_do_not_nest_name_the_flag_and_the_valid_values(
-    parse, line, group_size, flag, valid
-):
-    with pytest.raises(ConfigurationError) as refused:
-        resolve_shard_sizes(parse(line), group_size, 4)
-    line = str(refused.value)
-    assert line.startswith(flag) and line.endswith(f"valid values: {valid}")
-    assert f"the {group_size} ranks" in line and "\n" not in line
+def test_sizes_are_taken_or_refused_in_one_line_with_the_values_that_nest(parse):
+    args = parse()
+
+    def resolve(sizes: dict[str, int]) -> ShardSizes:
+        vars(args).update({f"asynchzp_{state}_shard_size": sizes[state] for state in sizes})
+        return resolve_shard_sizes(args, 12, 4)
+
+    for numbers in product(range(1, 14), repeat=3):
+        sizes = dict(zip(STATES, numbers, strict=True))
+        try:
+            ShardSizes(**sizes).check(12)
+        except ConfigurationError:
+            with pytest.raises(ConfigurationError, match=r"\b12 ranks\b") as refused:
+                resolve(sizes)
+            assert "\n" not in str(refused.value)
+            blamed = re.match(r"--asynchzp-(\w+)-.* nest .*valid values: (.*)", str(refused.value))
+            for value in blamed[2].split(", ") if blamed else ():
+                assert resolve(sizes | {blamed[1]: int(value)})
+        else:
+            assert resolve(sizes) == ShardSizes(**sizes)
 
 
 def test_the_defaults_fit_every_group(parse):

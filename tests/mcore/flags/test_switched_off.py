@@ -16,35 +16,31 @@ from megatron_asynchzp.mcore.flags.switched_off import (
 
 
 @pytest.mark.parametrize("rule", NORMALISATIONS, ids=lambda rule: rule.name)
-def test_each_argument_that_is_switched_off_is_one_that_megatron_has(parser, rule):
+def test_what_asynchzp_replaces_gets_its_value_with_one_line_in_the_log(parser, parse, rule):
     action = next(action for action in parser._actions if rule.flag in action.option_strings)
     assert action.dest == rule.name
+    args = parse()
+    setattr(args, rule.name, "given")
+    lines = normalize_args(args)
+    assert getattr(args, rule.name) == rule.value
+    assert sum(line.startswith(f"{rule.name} = {rule.value}: ") for line in lines) == 1
+    assert normalize_args(args) == []
 
 
 @pytest.mark.parametrize(
-    "line, name",
+    "line, name, value",
     [
-        ("--use-distributed-optimizer", "use_distributed_optimizer"),
-        ("--overlap-grad-reduce", "overlap_grad_reduce"),
-        ("--overlap-param-gather", "overlap_param_gather"),
-        ("--ddp-average-in-collective", "ddp_average_in_collective"),
-        ("--create-all-gather-group", "create_all_gather_group"),
-        ("--ddp-bucket-size 100", "ddp_bucket_size"),
-        ("--overlap-param-gather-with-optimizer-step", "overlap_param_gather_with_optimizer_step"),
-        ("--use-nccl-ub", "nccl_ub"),
-        ("--defer-embedding-wgrad-compute", "defer_embedding_wgrad_compute"),
-        ("--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm"),
-        ("--delay-wgrad-compute", "delay_wgrad_compute"),
-        ("--use-transformer-engine-op-fuser", "use_transformer_engine_op_fuser"),
-        ("--use-megatron-fsdp", "use_megatron_fsdp"),
-        ("", "gradient_accumulation_fusion"),
+        ("--optimizer dist_muon", "optimizer", "muon"),
+        ("--fp16", "accumulate_allreduce_grads_in_fp32", True),
+        ("--save dir --save-interval 10", "exit_signal_handler", True),
     ],
 )
-def test_what_asynchzp_replaces_is_switched_off_with_a_line_in_the_log(parse, line, name):
-    args = parse(line)
-    lines = normalize_args(args)
-    assert not getattr(args, name)
-    assert sum(line.startswith(f"{name} = ") for line in lines) == 1
+def test_what_a_run_needs_is_set_with_one_line_in_the_log(parse, line, name, value):
+    args, plain = parse(line), parse()
+    args.bf16 = not args.fp16
+    assert sum(one.startswith(f"{name} = {value}: ") for one in normalize_args(args)) == 1
+    assert getattr(args, name) == value
+    assert f"{name} = " not in " ".join(normalize_args(plain))
 
 
 INSTALLATIONS = [
@@ -65,30 +61,6 @@ def test_layers_keep_fused_gradients_where_what_they_need_is_installed(
     normalize_args(args)
     assert args.gradient_accumulation_fusion == is_kept
     refuse_changes(args)
-
-
-def test_a_second_normalisation_changes_nothing_and_logs_nothing(parse):
-    args = parse("--use-distributed-optimizer --overlap-grad-reduce")
-    assert normalize_args(args)
-    assert normalize_args(args) == []
-
-
-def test_gradients_of_fp16_runs_are_reduced_in_fp32(parse):
-    args = parse("--fp16")
-    args.bf16 = False
-    lines = normalize_args(args)
-    assert any(line.startswith("accumulate_allreduce_grads_in_fp32 = True") for line in lines)
-    assert args.accumulate_allreduce_grads_in_fp32
-
-
-def test_a_run_that_saves_has_megatrons_handler_of_sigterm(parse):
-    args = parse("--save dir --save-interval 10")
-    line = normalize_args(args)
-    assert args.exit_signal_handler
-    assert sum(line.startswith("exit_signal_handler = True: SIGTERM ") for line in line) == 1
-    args = parse()
-    assert "exit_signal_handler" not in " ".join(normalize_args(args))
-    assert not args.exit_signal_handler
 
 
 @pytest.mark.parametrize("line", ["", "--eval-interval 0"])
@@ -113,23 +85,9 @@ def test_an_interval_of_evaluations_that_is_given_is_kept(parse):
     assert args.eval_interval == 5
 
 
-def test_checkpoints_are_written_in_the_one_format_that_holds_any_sizes(parse):
-    args = parse("--ckpt-format fsdp_dtensor --save dir --save-interval 10")
-    lines = normalize_args(args)
-    assert args.ckpt_format == "torch_dist"
-    assert sum(line.startswith("ckpt_format = torch_dist: ") for line in lines) == 1
-
-
 def test_what_megatron_switches_on_again_is_noticed(parse):
     args = parse()
     prepare_args(args)
     args.use_distributed_optimizer = True
     with pytest.raises(ConfigurationError, match="use_distributed_optimizer"):
         confirm_args(args)
-
-
-def test_layer_wise_muon_becomes_muon_on_shards(parse):
-    args = parse("--optimizer dist_muon")
-    lines = normalize_args(args)
-    assert args.optimizer == "muon"
-    assert sum(line.startswith("optimizer = muon: ") for line in lines) == 1

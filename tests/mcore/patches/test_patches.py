@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Patching: on stub modules, where everything can be bent, and on the real wheel."""
+"""Patching the installed Megatron, and what each replacement does with what it is given. How names
+are replaced and come back is in tests/test_replacements.py."""
 
 import functools
 import importlib
@@ -8,13 +9,13 @@ import inspect
 import re
 import sys
 from argparse import ArgumentParser, Namespace
-from types import ModuleType
 
 import pytest
 import torch
 from megatron.core import package_info
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.command_line import own_flags
 from megatron_asynchzp.mcore.patch import (
     Patch,
     apply_patches,
@@ -22,41 +23,10 @@ from megatron_asynchzp.mcore.patch import (
     remove_patches,
     replaces,
 )
-from megatron_asynchzp.mcore.patches import model
 from megatron_asynchzp.mcore.patches.table import PATCHES
 from megatron_asynchzp.mcore.rounded_adam import MomentDtypes
-from megatron_asynchzp.replacements import Replacements
 
 _PATCH_IDS = [patch.attribute for patch in PATCHES]
-
-
-def _add_one(original, number):
-    return original(number) + 1
-
-
-def _stub_patch(target: str = "asynchzp_stub.double", parameters: str = "number") -> Patch:
-    return replaces(target, parameters, why="a test", drop_when="never")(_add_one)
-
-
-_STUB_PATCH = _stub_patch()
-
-
-@pytest.fixture
-def stub(monkeypatch):
-    """A module with one function to patch, and a reader that imported it by name."""
-    module, reader = ModuleType("asynchzp_stub"), ModuleType("asynchzp_stub_reader")
-    exec("def double(number):\n    return 2 * number", vars(module))
-    reader.double = reader.other_name = module.double
-    monkeypatch.setitem(sys.modules, "asynchzp_stub", module)
-    monkeypatch.setitem(sys.modules, "asynchzp_stub_reader", reader)
-    module.reader = reader
-    return module
-
-
-@pytest.fixture
-def names():
-    """Where the replacements of one test are remembered."""
-    return Replacements()
 
 
 @pytest.fixture(scope="module")
@@ -84,77 +54,27 @@ def _is_applied(patch: Patch) -> bool:
     return hasattr(_current(patch), "__wrapped__")
 
 
-# --- stub modules ------------------------------------------------------------------------------
+# --- what is checked before --------------------------------------------------------------------
 
 
-def test_a_patch_replaces_the_function_and_every_copy_made_by_name(stub, names):
-    apply_patches([_STUB_PATCH], names)
-    assert stub.double(3) == stub.reader.double(3) == stub.reader.other_name(3) == 7
-
-
-def test_applying_twice_patches_once(stub, names):
-    apply_patches([_STUB_PATCH], names)
-    once = stub.double
-    apply_patches([_STUB_PATCH], names)
-    assert stub.double is once and stub.double(3) == 7
-
-
-def test_removing_puts_the_very_same_function_back_everywhere(stub, names):
-    before = dict(vars(stub)), dict(vars(stub.reader))
-    apply_patches([_STUB_PATCH], names)
-    late = ModuleType("asynchzp_stub_late")
-    late.double = stub.double  # imported by name after patching
-    sys.modules["asynchzp_stub_late"] = late
-    try:
-        remove_patches(names)
-    finally:
-        del sys.modules["asynchzp_stub_late"]
-    assert (dict(vars(stub)), dict(vars(stub.reader))) == before
-    assert late.double is stub.double
-
-
-def test_removing_what_was_never_applied_changes_nothing(stub, names):
-    before = stub.double
-    remove_patches(names)
-    assert stub.double is before
-
-
-def test_a_replacement_keeps_name_signature_and_original(stub, names):
-    original = stub.double
-    apply_patches([_STUB_PATCH], names)
-    assert stub.double.__wrapped__ is original
-    assert stub.double.__name__ == "double"
-    assert inspect.signature(stub.double) == inspect.signature(original)
-
-
-def test_a_changed_signature_fails_loudly_and_patches_nothing(stub, names):
-    before = stub.double
-    changed = _stub_patch(parameters="number factor")
+@pytest.mark.parametrize(
+    "target, output",
+    [
+        ("megatron.training.training.gone", "does not exist; "),
+        ("megatron.core.gone.function", "does not exist; "),
+        ("megatron.core.datasets.utils.compile_helpers", "takes (), not (number) as expected; "),
+    ],
+)
+def test_a_patch_that_does_not_fit_is_refused_naming_both_versions_and_nothing_is_patched(
+    unpatched, target, output
+):
+    another = replaces(target, "number", why="a test", drop_when="never")(_Recorder())
     with pytest.raises(ConfigurationError) as failed:
-        apply_patches([_STUB_PATCH, changed], names)
+        apply_patches([*PATCHES, another])
     line = str(failed.value)
-    assert "asynchzp_stub.double takes (number), not (number, factor)" in line
-    assert "0.19.x" in line and f"found {package_info.__version__}" in line and "\n" not in line
-    assert stub.double is before
-
-
-@pytest.mark.parametrize("module, name", [("asynchzp_stub", "gone"), ("megatron.core.gone", "f")])
-def test_a_missing_symbol_fails_loudly_naming_it_and_both_versions(stub, names, module, name):
-    with pytest.raises(ConfigurationError) as failed:
-        apply_patches([_stub_patch(f"{module}.{name}", "")], names)
-    line = str(failed.value)
-    assert line.startswith(f"{module}.{name} does not exist; ")
+    assert line.startswith(f"{target} {output}") and "\n" not in line
     assert "0.19.x" in line and f"found {package_info.__version__}" in line
-
-
-def test_a_wrapper_that_somebody_put_on_top_is_not_lost_by_removing(stub, names):
-    apply_patches([_STUB_PATCH], names)
-    ours = stub.double
-    stub.double = functools.wraps(ours)(lambda number: -ours(number))
-    apply_patches([_STUB_PATCH], names)
-    assert stub.double(3) == -7  # ours is still below: not applied a second time
-    with pytest.raises(RuntimeError, match="asynchzp_stub.double was wrapped after"):
-        remove_patches(names)
+    assert not any(_is_applied(patch) for patch in PATCHES)
 
 
 @pytest.mark.parametrize("version", ["0.18.0", "0.20.0", "1.19.2"])
@@ -177,11 +97,6 @@ def test_a_missing_megatron_is_reported_with_the_command_that_installs_it(monkey
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=_PATCH_IDS)
-def test_every_patch_fits_the_installed_megatron(unpatched, patch):
-    assert tuple(inspect.signature(_current(patch)).parameters) == patch.parameters
-
-
-@pytest.mark.parametrize("patch", PATCHES, ids=_PATCH_IDS)
 def test_a_replacement_takes_every_argument_by_name_as_megatron_may_give_it(patch):
     if "args" in patch.parameters and "kwargs" in patch.parameters:
         names = patch.parameters[:-2]  # *args and **kwargs
@@ -190,26 +105,31 @@ def test_a_replacement_takes_every_argument_by_name_as_megatron_may_give_it(patc
     inspect.signature(patch.call).bind("the original", **dict.fromkeys(names))
 
 
-def test_patching_the_wheel_is_idempotent_and_undone_exactly(unpatched):
+def test_patching_reaches_megatrons_own_copies_is_idempotent_and_undone_exactly(unpatched):
+    import megatron.core.optimizer
+    import megatron.training.training as copied
+
     before = [_current(patch) for patch in PATCHES]
     apply_patches(PATCHES)
     patched = [_current(patch) for patch in PATCHES]
     assert all(now.__wrapped__ is was for now, was in zip(patched, before))
+    assert megatron.core.optimizer.get_megatron_optimizer is copied.get_megatron_optimizer
     apply_patches(PATCHES)
     assert all(now is _current(patch) for now, patch in zip(patched, PATCHES))
     remove_patches()
     assert all(was is _current(patch) for was, patch in zip(before, PATCHES))
 
 
-def test_megatrons_own_copies_are_replaced_too(unpatched):
-    import megatron.core.optimizer
-    import megatron.training.training
-
+def test_a_wrapper_that_somebody_put_on_top_is_not_lost(unpatched, monkeypatch):
     apply_patches(PATCHES)
-    assert (
-        megatron.core.optimizer.get_megatron_optimizer
-        is megatron.training.training.get_megatron_optimizer
-    )
+    patch, ours = PATCHES[0], _current(PATCHES[0])
+    theirs = functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs))
+    with monkeypatch.context() as wrapped:
+        wrapped.setattr(f"{patch.module}.{patch.attribute}", theirs)
+        apply_patches(PATCHES)
+        assert _current(patch) is theirs  # ours is below: it is not applied a second time
+        with pytest.raises(RuntimeError, match=f"{patch.attribute} was wrapped after"):
+            remove_patches()
 
 
 def test_the_wheels_dataset_helpers_are_used_as_they_are_on_every_platform(unpatched):
@@ -232,30 +152,7 @@ def test_patching_adds_our_flags_and_nothing_else(unpatched):
 
     stock = flags()
     apply_patches(PATCHES)
-    assert flags() - stock == {
-        "--use-asynchzp",
-        "--asynchzp-param-shard-size",
-        "--asynchzp-grad-shard-size",
-        "--asynchzp-optim-shard-size",
-        "--asynchzp-cluster",
-        "--asynchzp-schedule",
-        "--asynchzp-prefetch-depth",
-        "--asynchzp-memory-in-flight-gb",
-        "--asynchzp-grad-slot-mb",
-        "--asynchzp-keep-params-gb",
-        "--asynchzp-keep-grads-gb",
-        "--asynchzp-dry-run",
-        "--asynchzp-device-gb",
-        "--no-asynchzp-check-order",
-        "--asynchzp-trace",
-        "--asynchzp-verify",
-        "--asynchzp-device",
-        "--use-pasa-attention",
-        "--pasa-mode",
-        "--pasa-vendor",
-        "--pasa-shift-values",
-        "--asynchzp-capture-attention",
-    }
+    assert flags() - stock == own_flags() - stock and "--use-asynchzp" not in stock
 
 
 class _Recorder:
@@ -273,24 +170,17 @@ def _replacement(attribute: str, original: _Recorder):
     return next(p for p in PATCHES if p.attribute == attribute).make(original)
 
 
-@pytest.mark.parametrize(
-    "attribute, args, kwargs",
-    [
-        ("_ddp_wrap", ([], False, "ddp", False, False), {"use_torch_fsdp2": 1, "pg_collection": 2}),
-        ("wrap_model_chunks_with_ddp", ([], "config", "ddp"), {"DP": 1, "pg_collection": None}),
-        ("get_megatron_optimizer", ("config", []), {"config_overrides": None}),
-        ("build_module", ("spec", 1), {"submodules": 2}),
-        ("save_checkpoint", (10, [], "optimizer", None, 0), {"release": True}),
-        ("save", ({}, "folder"), {"async_sharded_save": True}),
-        ("load_checkpoint", ([], "optimizer", None), {"strict": False}),
-        ("load_args_from_checkpoint", (Namespace(),), {"load_arg": "load"}),
-        ("read_metadata", ("tracker",), {}),
-        ("_load_global_dist_base_checkpoint", ("a", 1, False, {}, 4, False), {"dp_cp_group": 1}),
-    ],
-)
+ASKED_BY_FLAG = [
+    *("_ddp_wrap", "wrap_model_chunks_with_ddp", "get_megatron_optimizer", "build_module", "save"),
+    *("get_model", "save_checkpoint", "load_checkpoint", "load_args_from_checkpoint"),
+    *("read_metadata", "_load_global_dist_base_checkpoint"),
+]
+
+
+@pytest.mark.parametrize("attribute", ASKED_BY_FLAG)
 @pytest.mark.parametrize("run", [None, Namespace(), Namespace(use_asynchzp=False)])
 def test_without_use_asynchzp_a_replacement_passes_its_arguments_on(
-    monkeypatch, attribute, args, kwargs, run
+    monkeypatch, unpatched, attribute, run
 ):
     import megatron.training
 
@@ -299,36 +189,30 @@ def test_without_use_asynchzp_a_replacement_passes_its_arguments_on(
         return run
 
     monkeypatch.setattr(megatron.training, "get_args", get_args)
-    stock = next(patch for patch in PATCHES if patch.attribute == attribute)
-    signature = inspect.signature(getattr(_current(stock), "__wrapped__", _current(stock)))
+    patch = next(patch for patch in PATCHES if patch.attribute == attribute)
+    signature = inspect.signature(_current(patch))
+    kinds = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    given = {
+        name: Namespace() for name, one in signature.parameters.items() if one.kind not in kinds
+    }
     original = _Recorder()
-    assert _replacement(attribute, original)(*args, **kwargs) is original
-    ((passed_args, passed_kwargs),) = original.calls
-    passed, asked = signature.bind(*passed_args, **passed_kwargs), signature.bind(*args, **kwargs)
-    passed.apply_defaults(), asked.apply_defaults()
-    assert passed.arguments == asked.arguments
+    assert patch.make(original)(**given) is original
+    ((args, kwargs),) = original.calls
+    assert signature.bind(*args, **kwargs).arguments == given
 
 
-def test_with_use_asynchzp_the_model_is_wrapped_and_given_its_optimizer(monkeypatch):
+def test_the_optimizer_gets_its_settings_the_groups_and_the_dtypes_of_moments(monkeypatch):
     import megatron.training
 
-    from megatron_asynchzp.mcore import data_parallel, optimizer
+    from megatron_asynchzp.mcore import optimizer
 
     run = Namespace(use_asynchzp=True, asynchzp_moment_dtypes=("fp32", "bf16"))
     monkeypatch.setattr(megatron.training, "get_args", lambda: run)
-    monkeypatch.setattr(model, "_wrap", lambda args, chunks, ddp, groups: (args, chunks, groups))
     monkeypatch.setattr(optimizer, "get_asynchzp_optimizer", lambda *args: args)
-    assert data_parallel  # imported: the adapter can be loaded
-    never = _Recorder()
-    wrapped = _replacement("_ddp_wrap", never)([1], True, "ddp", False, pg_collection="groups")
-    assert wrapped == (run, [1], "groups")
-    legacy = _replacement("wrap_model_chunks_with_ddp", never)([1], "config", "ddp", DP=object)
-    assert legacy == (run, [1], None)
-    build = _replacement("get_megatron_optimizer", never)
+    build = _replacement("get_megatron_optimizer", _Recorder())
     moments = MomentDtypes(torch.float32, torch.bfloat16)
     assert build("config", [1], config_overrides={}) == ("config", [1], {}, None, moments)
     assert build("config", [1], {}, pg_collection="g") == ("config", [1], {}, "g", moments)
-    assert never.calls == []
 
 
 def test_the_default_arguments_of_validate_args_are_megatrons(unpatched):

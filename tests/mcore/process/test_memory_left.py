@@ -14,7 +14,6 @@ from megatron_asynchzp.device import CpuDevice, StreamDevice
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.zero.step import Stays
 from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from tests.support.parity import size_flags
 from tests.support.world import on_ranks
@@ -38,27 +37,6 @@ def test_what_a_device_has_left_is_what_is_free_less_a_tenth_of_its_memory(free,
 def test_a_cpu_cannot_tell_and_the_run_is_refused_in_one_line():
     with pytest.raises(ConfigurationError, match=r"^--asynchzp-keep-params-gb auto: .* give GiB$"):
         Communication(AUTO, CpuDevice())
-
-
-def test_the_rest_is_taken_once_and_only_where_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(CpuDevice, "left_nbytes", lambda self: 1000)
-    communication = Communication(AUTO, CpuDevice())
-    try:
-        communication.keep_what_is_left()  # nothing is kept: there is no model yet
-        taken = []
-        params = SimpleNamespace(takes_rest=True)
-
-        def take_rest(nbytes: int) -> None:
-            taken.append(nbytes)
-            params.takes_rest = False
-
-        params.take_rest = take_rest
-        communication.stays = Stays(params)
-        for _ in range(2):
-            communication.keep_what_is_left()
-        assert taken == [1000]
-    finally:
-        communication.close()
 
 
 def _kept_in(num_steps: int) -> int:

@@ -12,7 +12,6 @@ from megatron.training import global_vars
 
 from megatron_asynchzp.comm.driver import CollectiveFailure
 from megatron_asynchzp.device import CpuDevice
-from megatron_asynchzp.mcore.optimizer import AsyncHZPOptimizer
 from megatron_asynchzp.mcore.patches import process
 from megatron_asynchzp.mcore.patches.table import PATCHES
 from megatron_asynchzp.mcore.process.stop_signal import StopSignal
@@ -91,24 +90,6 @@ def test_without_a_handler_no_collective_is_made(stop, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", None)
     stop.share(CPU)
     assert stop.signals_received() == [False]
-
-
-@pytest.mark.parametrize("overflows", [False, True])
-def test_every_step_asks_once_after_the_norm_has_held_the_host_and_before_the_updates(overflows):
-    calls: list[str] = []
-
-    def noting(name: str, result: Any = None) -> Any:
-        return lambda *_: calls.append(name) or result
-
-    step = SimpleNamespace(
-        prepare_grads=noting("scale", overflows),
-        clip_grad_norm=noting("norm", 1.0),
-        step_with_ready_grads=noting("update", True),
-        _share_stop_signal=noting("share"),
-        config=SimpleNamespace(clip_grad=1.0, log_num_zeros_in_grad=False),
-    )
-    AsyncHZPOptimizer.step(step)  # pyright: ignore[reportArgumentType]
-    assert calls == (["scale", "share"] if overflows else ["scale", "norm", "share", "update"])
 
 
 def test_megatron_asks_the_agreed_signal_where_we_train_and_its_own_handler_elsewhere(monkeypatch):
