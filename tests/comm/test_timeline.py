@@ -22,33 +22,24 @@ from megatron_asynchzp.comm.timeline import (
     chrome_trace,
     measure_comm,
 )
+from tests.support.recording_device import RecordingDevice
 
 TICK_S = 0.5  # spans of whole halves: sums are exact
 
 
-class TickingDevice:
+class TickingDevice(RecordingDevice):
     """A CPU whose clock moves by one tick each time it is read."""
 
     runs_ahead = False
 
-    def __init__(self):
-        self.now = 0
+    ticks = 0
 
     def mark(self) -> int:
-        self.now += 1
-        return self.now
+        self.ticks += 1
+        return self.ticks
 
     def seconds_between(self, start: int, end: int) -> float:
         return TICK_S * (end - start)
-
-    def has_passed(self, event) -> bool:
-        return True
-
-    def wait_event(self, event) -> None: ...
-
-    def record_event(self) -> None: ...
-
-    def bind_thread(self) -> None: ...
 
 
 @st.composite
@@ -100,9 +91,9 @@ def test_the_exposed_time_of_a_step_is_what_it_waited_for_between_its_begin_and_
     for step, (waits_before, waits_within) in enumerate(steps, 1):
         wait(waits_before)
         timeline.begin_step(step)
-        began = device.now
+        began = device.ticks
         wait(waits_within)
-        times, lasted_s = timeline.take_times(), TICK_S * (device.now - began)
+        times, lasted_s = timeline.take_times(), TICK_S * (device.ticks - began)
         assert times.exposed_s == TICK_S * waits_within <= lasted_s
         assert times.steps == (waits_within > 0)
 
@@ -175,29 +166,6 @@ def test_a_step_that_several_model_chunks_begin_is_folded_once():
     assert driver.timeline.take_times() == CommTimes((1 + 2 + 3) * TICK_S, 0.0, steps=3)
 
 
-def test_a_capture_holds_what_was_added_while_it_lasted_and_how_long_that_was():
-    device = TickingDevice()
-    timeline = Timeline(device)
-    timeline.add("gather", "before", device.mark(), device.mark())
-    began_before = device.mark()
-    assert not timeline.is_capturing and timeline.stop_capture() == []
-    timeline.start_capture()
-    assert timeline.is_capturing
-    timeline.add("gather", "u", began_before, device.mark())
-    timeline.begin_step(1)
-    timeline.begin_step(1)
-    timeline.add(COMPUTE, "forward u", device.mark(), device.mark())
-    captured = timeline.stop_capture()
-    timeline.add("gather", "after", device.mark(), device.mark())
-    assert not timeline.is_capturing
-    # Seconds count from the start of the first: the gather, a tick before the capture.
-    assert captured == [
-        Span(CAPTURE, "step", TICK_S, 5 * TICK_S),
-        Span("gather", "u", 0.0, 2 * TICK_S),
-        Span(COMPUTE, "forward u", 3 * TICK_S, 4 * TICK_S),
-    ]
-
-
 def assert_valid(trace: dict, rank: int) -> None:
     """What chrome://tracing and Perfetto need to show every event on a named track."""
     assert json.loads(json.dumps(trace)) == trace
@@ -234,7 +202,6 @@ def submit_one(driver: Driver) -> None:
     def start():
         yield FinishedWork()
 
-    driver.timeline.device.wait_work = lambda work, limit_s, is_over: work.wait()
     driver.submit(Task("gather", "u0", (), start)).wait()
 
 

@@ -8,8 +8,6 @@ from itertools import product
 
 import pytest
 
-from megatron_asynchzp.planner.cluster import Cluster, Device, Link
-from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.memory import Activations, Memory, state_nbytes
 from megatron_asynchzp.planner.model import (
     Attention,
@@ -42,21 +40,6 @@ def test_at_rest_a_rank_holds_2n_over_p_4n_over_g_and_12n_over_o_bytes():
         assert fp32 == 4 * 960 / param + 4 * 960 / grad + 8 * 960 / optim
 
 
-def test_experts_are_divided_by_the_sizes_of_their_own_group():
-    """Also where they are copied elsewhere because tensor parallelism does not divide them."""
-    link = Link(1.0)
-    for parallel in (Parallel(ep=2), Parallel(tp=2, expert_tp=1)):
-        plan = Plan(ShardSizes(4, 4, 8), parallel, _BATCH, expert_sizes=ShardSizes(2, 2, 4))
-        cluster = Cluster("c", 1, 8 * parallel.tp, Device(1.0, 80), link, link)
-        held = Costing(_MODEL, plan, cluster).states_by_formula(0)
-        units = stage_units(_MODEL, parallel, _BATCH, 0)
-        keys = ("dense", "expert")
-        dense, expert = (sum(u.numel for u in units if u.group == key) for key in keys)
-        assert expert == 6 * 8 * 3 * 128 * 64 / parallel.ep
-        assert held["model_param"] == 2 * dense / 4 + 2 * expert / 2
-        assert held["main_param"] == 4 * dense / 8 + 4 * expert / 4
-
-
 @pytest.mark.parametrize("virtual", [1, 3])
 def test_stages_share_out_every_layer_once(virtual):
     whole = sum(unit.numel for unit in stage_units(_MODEL, Parallel(), _BATCH, 0))
@@ -76,18 +59,6 @@ def test_layers_that_no_equal_shares_divide_are_refused_unless_they_are_given():
     assert [len(chunk_layers(_MODEL, given, stage)[0]) for stage in (0, 1)] == [5, 7]
     with pytest.raises(ValueError, match="are not 12 layers"):
         chunk_layers(_MODEL, replace(given, stage_layers=(5, 5)), 0)
-
-
-def test_tensor_and_expert_parallelism_divide_parameters_and_flops():
-    whole, half = (stage_units(_MODEL, Parallel(tp=tp, expert_tp=tp), _BATCH, 0) for tp in (1, 2))
-    replicated = (2 * 12 + 1) * 128 + 6 * 8 * 128  # norms, routers
-    numel = [sum(unit.numel for unit in units) for units in (whole, half)]
-    assert numel[1] == (numel[0] - replicated) / 2 + replicated
-    spread = stage_units(_MODEL, Parallel(ep=4), _BATCH, 0)
-    of_experts = 6 * 8 * 3 * 128 * 64
-    assert sum(unit.numel for unit in spread) == numel[0] - of_experts * 3 / 4
-    assert sum(unit.numel for unit in spread if unit.group == "expert") == of_experts / 4
-    assert {unit.group for unit in whole} == {"dense"}
 
 
 def _memory(**rest) -> Memory:

@@ -4,14 +4,12 @@
 choice could keep, which a flow through a network tells.
 """
 
-from itertools import product
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from megatron_asynchzp.sharding.residency import Residency, kept_gaps, most_kept_nbytes
-from tests.support.pipeline_order import Stage, most_kept_gaps
+from tests.support.pipeline_order import most_kept_gaps
 
 ORDERS = st.lists(st.tuples(st.integers(0, 5), st.just(0)), max_size=30)
 LONG_ORDERS = st.lists(st.tuples(st.integers(0, 5), st.just(0)), min_size=12, max_size=40)
@@ -52,21 +50,6 @@ def test_a_large_budget_keeps_every_gap_and_none_keeps_those_with_nothing_betwee
     turns = {i for i in range(len(uses) - 1) if uses[i] == uses[i + 1]}
     assert kept_gaps(uses, lambda _: 1, 0) == turns
     assert not kept_gaps(uses, lambda _: 1, 0, counts_own=True)
-
-
-STAGES = [
-    Stage(pp, vpp, micro_batches, rank, recomputes=recomputes)
-    for pp, vpp, micro_batches in ((1, 1, 8), (2, 1, 8), (4, 1, 8), (2, 2, 8), (4, 2, 8), (2, 4, 8))
-    for rank, recomputes in product(sorted({0, pp - 1}), (False, True))
-]
-
-
-@pytest.mark.parametrize("stage", STAGES, ids=str)
-def test_a_pipeline_stage_keeps_as_much_as_the_best_choice(stage):
-    for uses, own in ((stage.param_uses(), False), (stage.grad_uses(), True)):
-        for room in (1, 2, stage.layers * stage.vpp - 1):
-            kept = kept_gaps(uses, lambda _: 1, room, own)
-            assert len(kept) == most_kept_gaps(uses, room, own), room
 
 
 # ---- step after step

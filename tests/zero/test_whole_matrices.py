@@ -93,16 +93,6 @@ def test_no_owner_does_more_than_an_equal_share_and_one_piece_of_work(costs, num
     assert sum(loads) == sum(costs)
 
 
-def test_the_dearest_pieces_of_work_are_given_out_first():
-    assert sorted(_loads([1.0, 1.0, 1.0, 1.0, 4.0], 2)) == [4.0, 4.0]
-    assert sorted(_loads([3.0, 3.0, 2.0, 2.0, 2.0], 2)) == [5.0, 7.0]  # 6 and 6 would be best
-
-
-def _loads(costs: list[float], num_owners: int) -> list[float]:
-    owners = assign_owners(costs, num_owners)
-    return [sum(c for c, owner in zip(costs, owners) if owner == one) for one in range(num_owners)]
-
-
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3)), max_size=30), st.integers(1, 20))
 def test_rounds_hold_everything_once_and_of_each_owner_at_most_the_limit(work, limit):
     rounds = fill_rounds([n for n, _ in work], [o for _, o in work], limit)
