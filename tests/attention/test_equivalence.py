@@ -10,7 +10,7 @@ import torch
 
 from megatron_asynchzp.attention.key_shift import SnapRule, shift_keys
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
-from megatron_asynchzp.attention.reference import block, paper
+from megatron_asynchzp.attention.reference import block
 from megatron_asynchzp.attention.reference.arithmetic import FP64
 from megatron_asynchzp.attention.shifting import INITIAL_BETAS, solve_beta
 from scripts.testbed.attention.paper_data import Inputs, normal_inputs

@@ -3,11 +3,10 @@
 """What is reported of a step's time: covered seconds, exposed ones, and the trace of its spans."""
 
 import json
-import threading
 import weakref
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_asynchzp.comm.driver import Driver, Task
@@ -22,35 +21,25 @@ from megatron_asynchzp.comm.timeline import (
     captured_trace,
     chrome_trace,
     measure_comm,
-    union_s,
 )
+from tests.support.recording_device import RecordingDevice
 
 TICK_S = 0.5  # spans of whole halves: sums are exact
 
 
-class TickingDevice:
+class TickingDevice(RecordingDevice):
     """A CPU whose clock moves by one tick each time it is read."""
 
     runs_ahead = False
 
-    def __init__(self):
-        self.now = 0
+    ticks = 0
 
     def mark(self) -> int:
-        self.now += 1
-        return self.now
+        self.ticks += 1
+        return self.ticks
 
     def seconds_between(self, start: int, end: int) -> float:
         return TICK_S * (end - start)
-
-    def has_passed(self, event) -> bool:
-        return True
-
-    def wait_event(self, event) -> None: ...
-
-    def record_event(self) -> None: ...
-
-    def bind_thread(self) -> None: ...
 
 
 @st.composite
@@ -72,19 +61,10 @@ def covered_ticks(among: list[Span]) -> set[int]:
     }
 
 
-@given(spans())
-def test_the_union_is_the_number_of_ticks_that_some_span_covers(some):
-    assert union_s(some) == TICK_S * len(covered_ticks(some))
-
-
-@given(spans(), spans())
-def test_the_union_of_more_spans_is_at_most_the_sum_and_at_least_each(some, others):
-    both = union_s([*some, *others])
-    assert max(union_s(some), union_s(others)) <= both <= union_s(some) + union_s(others)
-
-
-@given(spans())
-def test_busy_counts_collectives_and_exposed_counts_waiting(some):
+@given(spans(), spans(lanes=tuple(LANES)))
+def test_busy_counts_collectives_exposed_counts_waiting_and_what_is_waited_out_is_no_overlap(
+    some, collectives
+):
     times = measure_comm(some)
     busy = [span for span in some if span.lane in LANES]
     waits = [span for span in some if span.lane == WAIT]
@@ -92,46 +72,10 @@ def test_busy_counts_collectives_and_exposed_counts_waiting(some):
     assert times.exposed_s == TICK_S * len(covered_ticks(waits))
     assert (times.overlap is None) == (times.busy_s == 0.0)
     assert 0.0 <= (times.overlap or 0.0) <= 1.0
-
-
-@given(spans(lanes=tuple(LANES)))
-def test_what_is_waited_for_from_start_to_end_does_not_overlap(some):
-    assume(union_s(some) > 0)
-    waited = [span._replace(lane=WAIT) for span in some]
-    assert measure_comm([*some, *waited]).overlap == 0.0
-    assert measure_comm(some).overlap == 1.0
-
-
-def test_times_add_up():
-    total = CommTimes(3.0, 1.0) + CommTimes(1.0, 1.0)
-    assert total == CommTimes(4.0, 2.0) and total.overlap == 0.5
-    assert CommTimes().overlap is None  # where nothing was timed, nothing is claimed
-
-
-def test_a_step_becomes_times_when_it_is_over_and_is_forgotten():
-    timeline = Timeline(TickingDevice())
-
-    def add(lane: str, ticks: int) -> None:
-        timeline.add(lane, "u", 0, ticks)
-
-    timeline.begin_step(1)
-    add("gather", 4)
-    add(WAIT, 1)
-    assert timeline.take_times() == CommTimes(4 * TICK_S, 1 * TICK_S, steps=1)
-    assert timeline.take_times() == CommTimes()
-    timeline.begin_step(2)
-    add("gather", 6)
-    timeline.begin_step(3)
-    timeline.begin_step(4)
-    assert timeline.take_times() == CommTimes(6 * TICK_S, 0.0, steps=1)
-
-
-def test_times_of_several_steps_are_taken_together():
-    timeline = Timeline(TickingDevice())
-    for step in range(1, 6):
-        timeline.begin_step(step)
-        timeline.add("reduce", "u", 0, 2)
-    assert timeline.take_times() == CommTimes(5 * 2 * TICK_S, 0.0, steps=5)
+    if covered_ticks(collectives):
+        waited = [span._replace(lane=WAIT) for span in collectives]
+        assert measure_comm([*collectives, *waited]).overlap == 0.0
+        assert measure_comm(collectives).overlap == 1.0
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=6))
@@ -147,9 +91,9 @@ def test_the_exposed_time_of_a_step_is_what_it_waited_for_between_its_begin_and_
     for step, (waits_before, waits_within) in enumerate(steps, 1):
         wait(waits_before)
         timeline.begin_step(step)
-        began = device.now
+        began = device.ticks
         wait(waits_within)
-        times, lasted_s = timeline.take_times(), TICK_S * (device.now - began)
+        times, lasted_s = timeline.take_times(), TICK_S * (device.ticks - began)
         assert times.exposed_s == TICK_S * waits_within <= lasted_s
         assert times.steps == (waits_within > 0)
 
@@ -222,43 +166,6 @@ def test_a_step_that_several_model_chunks_begin_is_folded_once():
     assert driver.timeline.take_times() == CommTimes((1 + 2 + 3) * TICK_S, 0.0, steps=3)
 
 
-def test_a_capture_holds_what_was_added_while_it_lasted_and_how_long_that_was():
-    device = TickingDevice()
-    timeline = Timeline(device)
-    timeline.add("gather", "before", device.mark(), device.mark())
-    began_before = device.mark()
-    assert not timeline.is_capturing and timeline.stop_capture() == []
-    timeline.start_capture()
-    assert timeline.is_capturing
-    timeline.add("gather", "u", began_before, device.mark())
-    timeline.begin_step(1)
-    timeline.begin_step(1)
-    timeline.add(COMPUTE, "forward u", device.mark(), device.mark())
-    captured = timeline.stop_capture()
-    timeline.add("gather", "after", device.mark(), device.mark())
-    assert not timeline.is_capturing
-    # Seconds count from the start of the first: the gather, a tick before the capture.
-    assert captured == [
-        Span(CAPTURE, "step", TICK_S, 5 * TICK_S),
-        Span("gather", "u", 0.0, 2 * TICK_S),
-        Span(COMPUTE, "forward u", 3 * TICK_S, 4 * TICK_S),
-    ]
-
-
-def test_spans_of_several_threads_are_all_kept():
-    timeline = Timeline(TickingDevice())
-    timeline.start_capture()
-    threads = [
-        threading.Thread(target=lambda: [timeline.add("gather", "u", 0, 1) for _ in range(500)])
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(timeline.stop_capture()) == 1 + 4 * 500
-
-
 def assert_valid(trace: dict, rank: int) -> None:
     """What chrome://tracing and Perfetto need to show every event on a named track."""
     assert json.loads(json.dumps(trace)) == trace
@@ -295,29 +202,19 @@ def submit_one(driver: Driver) -> None:
     def start():
         yield FinishedWork()
 
-    driver.timeline.device.wait_work = lambda work, limit_s, is_over: work.wait()
     driver.submit(Task("gather", "u0", (), start)).wait()
 
 
-def test_the_tasks_of_a_captured_trace_are_in_its_file(tmp_path):
+def test_the_tasks_of_a_captured_trace_are_in_its_file_also_where_the_step_fails(tmp_path):
     driver = Driver(Timeline(TickingDevice()))
     submit_one(driver)
-    with captured_trace(driver.timeline, tmp_path / "one.json", rank=3):
+    path = tmp_path / "one.json"
+    with pytest.raises(ZeroDivisionError), captured_trace(driver.timeline, path, rank=3):
         submit_one(driver)
+        raise ZeroDivisionError
     submit_one(driver)
-    trace = json.loads((tmp_path / "one.json").read_text())
+    trace = json.loads(path.read_text())
     assert_valid(trace, rank=3)
     shown = [(event["cat"], event["name"]) for event in trace["traceEvents"] if event["ph"] == "X"]
     assert shown == [(CAPTURE, "step"), ("gather", "u0"), (WAIT, "gather u0")]
-
-
-def test_a_trace_is_written_also_where_the_step_fails(tmp_path):
-    driver = Driver(Timeline(TickingDevice()))
-    with (
-        pytest.raises(ZeroDivisionError),
-        captured_trace(driver.timeline, tmp_path / "failed.json"),
-    ):
-        submit_one(driver)
-        raise ZeroDivisionError
-    assert "u0" in (tmp_path / "failed.json").read_text()
     assert not driver.timeline.is_capturing

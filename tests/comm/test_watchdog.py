@@ -6,7 +6,6 @@ has ended is let go without being asked for again and again."""
 import threading
 import time
 import weakref
-from contextlib import nullcontext
 
 import pytest
 
@@ -15,6 +14,7 @@ from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.timeline import LANES
 from megatron_asynchzp.comm.watchdog import Watchdog
 from megatron_asynchzp.schedule import ON_STREAMS, ScheduleConfig
+from tests.support.recording_device import RecordingDevice
 
 LIMIT_S = 0.3
 AMPLE_S = 5.0  # a busy machine stops a thread for half a second
@@ -28,18 +28,12 @@ class Event:
         self.num_questions = 0
 
 
-class StreamsWithoutEnd:
-    """A device whose streams do nothing until the test releases them."""
-
-    runs_ahead = True
+class StreamsWithoutEnd(RecordingDevice):
+    """Its streams do nothing until the test releases them."""
 
     def __init__(self):
-        self.events = []
-
-    def new_stream(self) -> None: ...
-
-    def on_stream(self, stream):
-        return nullcontext()
+        super().__init__()
+        self.events: list[Event] = []
 
     def record_event(self) -> Event:
         self.events.append(Event())
@@ -50,9 +44,6 @@ class StreamsWithoutEnd:
     def wait_work(self, *unused) -> None: ...
 
     def bind_thread(self) -> None: ...
-
-    def mark(self) -> float:
-        return time.monotonic()
 
     def has_passed(self, event) -> bool:
         if isinstance(event, Event):

@@ -3,14 +3,12 @@
 """The command behind scripts/gpu_check.sh: what it runs, reports, and ends."""
 
 import json
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from scripts.gpu_check import __main__ as gpu_check
-from scripts.gpu_check.outcome import Outcome
 from scripts.gpu_check.process import ROOT
 from scripts.gpu_check.table import CHECKS, Check
 from tests.gpu_check import doubles
@@ -95,32 +93,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_what_the_time_limit_leaves_no_time_for_counts_as_failed(tmp_path):
-    checks = [double("hangs", doubles.HANGS), double("passes", doubles.PASSES)]
-    status, rows, _ = run(tmp_path, "--time-limit", "1", checks=checks)
-    assert status == 1
-    assert rows["passes"]["reason"] == "not started: the time limit was spent before it"
-
-
-def test_an_interrupted_run_keeps_what_has_ended(tmp_path, monkeypatch):
-    ended = iter([Outcome("passes", "passed")])
-
-    def run_check(*_):
-        for outcome in ended:
-            return outcome
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gpu_check, "run_check", run_check)
-    checks = [double("passes", doubles.PASSES), double("hangs", doubles.HANGS)]
-    status, rows, _ = run(tmp_path, checks=checks)
-    assert status == 130
-    assert list(rows) == ["passes"]
-
-
-def test_what_one_gpu_can_run_takes_ten_minutes_at_most():
-    assert sum(check.limit_s for check in CHECKS if check.gpus <= 1) <= 600.0
-
-
 @pytest.mark.parametrize(
     "flags, words",
     [(["--only", "memory,speed"], "no check speed"), (["--time-limit", "0"], "above 0")],
@@ -133,21 +105,11 @@ def test_a_wrong_command_line_is_one_line_that_names_the_flag(flags, words, caps
     assert flags[0] in last and words in last
 
 
-def test_the_documentation_has_a_row_for_each_check():
+def test_each_check_has_a_row_in_the_documentation_and_those_of_one_gpu_take_ten_minutes():
     page = (ROOT / "docs" / "gpu_check.md").read_text()
     for check in CHECKS:
         (row,) = [line for line in page.splitlines() if line.startswith(f"| `{check.name}` |")]
         assert check.shows in row
         assert f"{check.gpus} GPU" in row and ("a CPU" in row) == check.on_cpu
         assert row.endswith(f"| {check.limit_s:.0f} |")
-
-
-def test_the_script_lists_the_checks():
-    shown = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "gpu_check.sh"), "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    for check in CHECKS:
-        assert check.name in shown
+    assert sum(check.limit_s for check in CHECKS if check.gpus <= 1) <= 600.0

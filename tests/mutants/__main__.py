@@ -5,7 +5,6 @@
 python -m tests.mutants                all mutants; ends with status 1 where one is not caught
 python -m tests.mutants NAME...        some of them
 python -m tests.mutants --write        all, and replaces docs/results/mutants.md and its record
-python -m tests.mutants --list         names only
 """
 
 import argparse
@@ -34,7 +33,7 @@ def choose(names: Sequence[str]) -> list[Mutant]:
     """Those of these names, or all. Raises MutantError for a name that is none."""
     by_name = {mutant.name: mutant for mutant in MUTANTS}
     if unknown := [name for name in names if name not in by_name]:
-        raise MutantError(f"{', '.join(unknown)}: no such mutant; --list names them")
+        raise MutantError(f"{', '.join(unknown)}: no such mutant")
     return [by_name[name] for name in names] or MUTANTS
 
 
@@ -116,7 +115,6 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to run; default: all")
     parser.add_argument("--write", action="store_true", help="bring page and record up to date")
-    parser.add_argument("--list", action="store_true", help="print the names and end")
     parser.add_argument("--at-once", type=int, default=2, metavar="N", help="tests run together")
     return parser.parse_args()
 
@@ -125,9 +123,6 @@ def main() -> int:
     args = parse_arguments()
     try:
         mutants = choose(args.names)
-        if args.list:
-            print("\n".join(mutant.name for mutant in mutants))
-            return 0
         outcomes = run_mutants(mutants, args.at_once, report)
     except MutantError as error:
         print(f"tests.mutants: {error}", file=sys.stderr)

@@ -43,7 +43,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant. seconds: from the start of pytest to its end."""
+    """What became of a mutant. seconds: until its test had ended."""
 
     mutant: Mutant
     verdict: Verdict
@@ -78,39 +78,33 @@ def run_mutants(
     for mutant in mutants:
         mutated(mutant)
 
+    verdicts = {_FAILED: Verdict.CAUGHT, _ENDLESS: Verdict.TIMED_OUT}
+
     def run(mutant: Mutant) -> Outcome:
-        outcome = _run_mutant(mutant, bytecode)
+        start_s = time.monotonic()
+        status, text = _run_tests([mutant.test], bytecode, mutant)
+        verdict = verdicts.get(status, Verdict.MISSED)
+        outcome = Outcome(mutant, verdict, time.monotonic() - start_s, text)
         report(outcome)
         return outcome
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
         bytecode = Path(folder)
-        _check_unharmed(list(dict.fromkeys(mutant.test for mutant in mutants)), bytecode)
+        # All at once: they share what their ranks are forked from.
+        unharmed = list(dict.fromkeys(mutant.test for mutant in mutants))
+        status, text = _run_tests(unharmed, bytecode)
+        if status != _PASSED:
+            raise MutantError(f"a test fails on the unharmed tree:\n{text}")
         return list(pool.map(run, mutants))
 
 
-def _check_unharmed(tests: list[str], bytecode: Path) -> None:
-    """All at once: they share what their ranks are forked from."""
-    unharmed = _run_tests(tests, bytecode)
-    if unharmed.status != _PASSED:
-        raise MutantError(f"a test fails on the unharmed tree:\n{unharmed.text}")
+def _run_tests(
+    tests: list[str], bytecode: Path, mutant: Mutant | None = None
+) -> tuple[int | None, str]:
+    """pytest's status, or _ENDLESS, and the end of what it printed.
 
-
-@dataclass(frozen=True)
-class _Run:
-    status: int | None  # _ENDLESS: it ran past the limit
-    seconds: float
-    text: str
-
-
-def _run_mutant(mutant: Mutant, bytecode: Path) -> Outcome:
-    run = _run_tests([mutant.test], bytecode, mutant)
-    verdicts = {_FAILED: Verdict.CAUGHT, _ENDLESS: Verdict.TIMED_OUT}
-    return Outcome(mutant, verdicts.get(run.status, Verdict.MISSED), run.seconds, run.text)
-
-
-def _run_tests(tests: list[str], bytecode: Path, mutant: Mutant | None = None) -> _Run:
-    """bytecode: where Python keeps what it compiles, of torch above all, from run to run."""
+    bytecode: where Python keeps what it compiles, of torch above all, from run to run.
+    """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "tree"
         _copy_tree(copy)
@@ -129,7 +123,7 @@ def _run_tests(tests: list[str], bytecode: Path, mutant: Mutant | None = None) -
             text=True,
             start_new_session=True,
         )
-        start_s, limit_s = time.monotonic(), _TIME_LIMIT_S + 10 * len(tests)
+        limit_s = _TIME_LIMIT_S + 10 * len(tests)
         try:
             text, _ = process.communicate(timeout=limit_s)
             status: int | None = process.returncode
@@ -137,7 +131,7 @@ def _run_tests(tests: list[str], bytecode: Path, mutant: Mutant | None = None) -
             status, text = _ENDLESS, f"not finished after {limit_s:.0f} s"
         finally:
             _end_session(process)
-        return _Run(status, time.monotonic() - start_s, text[-3000:])
+        return status, text[-3000:]
 
 
 def _copy_tree(copy: Path) -> None:

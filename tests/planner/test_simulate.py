@@ -105,14 +105,6 @@ def test_what_is_hidden_costs_nothing_and_the_first_gather_is_never_hidden():
     assert step_of(8, slow, micro_batches=1).step_s > 8 * 3 + 8
 
 
-def test_lanes_that_share_a_link_take_turns_and_lanes_on_two_links_do_not():
-    together = UnitCost(
-        "u", 1.0, 1.0, gather=[Transfer("between", 1.0)], reduce=[Transfer("between", 1.0)]
-    )
-    apart = replace(together, gather=[Transfer("inside", 1.0)])
-    assert step_of(16, together).step_s > 1.2 * step_of(16, apart).step_s
-
-
 def test_a_lane_moves_what_it_has_while_another_waits_for_a_latency():
     late = [Transfer("between", 1.0, 1.0)]
     waiting = UnitCost("u", 1.0, 1.0, gather=late, reduce=late)
@@ -201,14 +193,6 @@ def test_many_micro_batches_take_as_long_as_if_all_were_simulated(stages, layer)
     whole, folded = one.simulate(24), one.step()
     assert folded.step_s == pytest.approx(whole.step_s, rel=5e-3)
     assert folded.worst.exposed_s == pytest.approx(whole.worst.exposed_s, rel=0.05, abs=1e-3)
-
-
-def test_parameters_in_a_node_send_less_between_nodes_the_more_micro_batches_there_are():
-    ratios = []
-    for count in (1, 4, 16):
-        flat, nested = costing((8, 8, 8), count), costing((4, 4, 8), count)
-        ratios.append(flat.node_nbytes / nested.node_nbytes)
-    assert ratios[0] < ratios[1] < ratios[2] and ratios[2] > 4
 
 
 def test_a_thousand_units_and_64_micro_batches_are_simulated_in_a_second():

@@ -11,11 +11,9 @@ from scripts.bench.planner_errors import choices, record, summary
 from scripts.bench.planner_points import (
     MODELS,
     NETWORKS,
-    RANKS,
     Host,
     Point,
     fit_points,
-    fitted,
     found,
     further_points,
     rivals,
@@ -23,14 +21,6 @@ from scripts.bench.planner_points import (
 from scripts.report import planner_table
 
 HOST = Host(300.0, 400.0, 2000.0, 30_000.0)
-
-
-def test_what_a_machine_adds_is_found_from_two_numbers_of_micro_batches():
-    few, many = fit_points()[:2]
-    hops = replace(HOST, launch_us=0.0, step_us=0.0)
-    host = fitted(hops, few, few.predicted_s(HOST), many, many.predicted_s(HOST))
-    assert host.launch_us == pytest.approx(HOST.launch_us, rel=1e-3)
-    assert host.step_us == pytest.approx(HOST.step_us, rel=1e-2)
 
 
 def test_no_point_is_both_fitted_and_judged():
@@ -42,16 +32,6 @@ def test_no_point_is_both_fitted_and_judged():
             judged |= {Point(network, model, one, model.micro_batches) for one in sizes}
     assert len(judged) >= 24 and len(NETWORKS) * len(MODELS) == 10
     assert not judged & {replace(point, fitted=False) for point in fit_points()}
-
-
-def test_megatrons_flags_are_those_of_the_plan():
-    for point in further_points():
-        values = dict(zip(point.argv, point.argv[1:]))
-        sizes = [values[f"--asynchzp-{state}-shard-size"] for state in ("param", "grad", "optim")]
-        assert ShardSizes(*map(int, sizes)) == point.plan.sizes
-        replicas = RANKS // point.plan.parallel.pp
-        assert int(values["--global-batch-size"]) == replicas * point.micro_batches
-        assert point.plan.schedule.is_inline == (values["--asynchzp-schedule"] == "inline")
 
 
 def _lines(steps_ms: list[float]) -> list[dict]:

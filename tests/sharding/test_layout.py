@@ -62,15 +62,3 @@ def test_a_layout_depends_on_shapes_and_shards_alone_not_on_names():
 def test_a_parameter_named_twice_is_refused():
     with pytest.raises(ValueError, match="named twice"):
         FlatLayout.build([("w", (2,)), ("w", (3,))], 1)
-
-
-def test_a_shard_has_no_views_of_whole_parameters():
-    layout = layout_of([(4,)], 2)
-    half = layout.padded_numel // 2
-    with pytest.raises(ValueError, match="whole"):
-        FlatBuffer(layout, Range(0, half), torch.zeros(half)).param_views()
-
-
-def test_a_range_outside_another_is_refused():
-    with pytest.raises(ValueError, match="is not within"):
-        Range(0, 5).within(Range(1, 9))

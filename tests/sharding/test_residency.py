@@ -4,14 +4,12 @@
 choice could keep, which a flow through a network tells.
 """
 
-from itertools import product
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
 from megatron_asynchzp.sharding.residency import Residency, kept_gaps, most_kept_nbytes
-from tests.support.pipeline_order import Stage, most_kept_gaps
+from tests.support.pipeline_order import most_kept_gaps
 
 ORDERS = st.lists(st.tuples(st.integers(0, 5), st.just(0)), max_size=30)
 LONG_ORDERS = st.lists(st.tuples(st.integers(0, 5), st.just(0)), min_size=12, max_size=40)
@@ -54,33 +52,6 @@ def test_a_large_budget_keeps_every_gap_and_none_keeps_those_with_nothing_betwee
     assert not kept_gaps(uses, lambda _: 1, 0, counts_own=True)
 
 
-STAGES = [
-    Stage(pp, vpp, micro_batches, rank, recomputes=recomputes)
-    for pp, vpp, micro_batches in ((1, 1, 8), (2, 1, 8), (4, 1, 8), (2, 2, 8), (4, 2, 8), (2, 4, 8))
-    for rank, recomputes in product(sorted({0, pp - 1}), (False, True))
-]
-
-
-@pytest.mark.parametrize("stage", STAGES, ids=str)
-def test_a_pipeline_stage_keeps_as_much_as_the_best_choice(stage):
-    for uses, own in ((stage.param_uses(), False), (stage.grad_uses(), True)):
-        for room in (1, 2, stage.layers * stage.vpp - 1):
-            kept = kept_gaps(uses, lambda _: 1, room, own)
-            assert len(kept) == most_kept_gaps(uses, room, own), room
-
-
-def test_two_chunks_kept_of_a_deep_interleaved_pipeline_save_nine_gathers_in_ten():
-    uses = Stage(pp=8, vpp=4, micro_batches=32).param_uses()
-    gathers = [len(uses) - len(kept_gaps(uses, lambda _: 1, room)) for room in (0, 2, 4)]
-    assert gathers == [447, 105, 29]
-
-
-def test_one_chunk_of_gradients_kept_saves_seven_reductions_in_eight():
-    uses = Stage(pp=8, vpp=4, micro_batches=32).grad_uses()
-    kept = [len(kept_gaps(uses, lambda _: 1, room, counts_own=True)) for room in (0, 2)]
-    assert [len(uses) - number for number in kept] == [256, 32]
-
-
 # ---- step after step
 
 
@@ -118,11 +89,6 @@ def test_one_that_is_told_the_record_of_another_goes_on_as_that_one(first, secon
     one_found, other_found = run_step(one, third), run_step(other, third)
     assert other_found == one_found and other.record == one.record
     assert run_step(other, third) == run_step(one, third)
-
-
-def test_a_budget_of_0_keeps_nothing():
-    residency = Residency[str](0, lambda _: 1)
-    assert not any(run_step(residency, "aabb") + run_step(residency, "aabb"))
 
 
 def test_after_a_departure_nothing_more_is_kept_and_the_step_is_the_next_ones_record():

@@ -37,18 +37,9 @@ def flip(data: bytes, position: int, bit: int = 0) -> bytes:
     return bytes(changed)
 
 
-def _flip_at(words: bytes, shift: int = 0, occurrence: int = 0) -> Callable[[bytes], bytes]:
-    def change(data: bytes) -> bytes:
-        position = -1
-        for _ in range(occurrence + 1):
-            position = data.index(words, position + 1)
-        return flip(data, position + shift)
-
-    return change
-
-
-def _flip_last(words: bytes, shift: int) -> Callable[[bytes], bytes]:
-    return lambda data: flip(data, data.rindex(words) + shift)
+def _flip_at(words: bytes, shift: int, last: bool = False) -> Callable[[bytes], bytes]:
+    """So many bytes behind the first, or the last, place with these words."""
+    return lambda data: flip(data, (data.rindex if last else data.index)(words) + shift)
 
 
 def _flip_in_record(name: str) -> Callable[[bytes], bytes]:
@@ -78,28 +69,18 @@ def _keep(share: float) -> Callable[[bytes], bytes]:
     return lambda data: data[: int(share * len(data))]
 
 
-def _remove(*names: str) -> Damage:
-    def damage(folder: Path) -> None:
-        for name in names:
-            (folder / NEWER / name).unlink()
+def _instead(name: str, make: Callable[[Path], object] = lambda path: None) -> Damage:
+    """Remove the file, and `make` something else of its name."""
 
-    return damage
-
-
-def _make_directory(name: str) -> Damage:
     def damage(folder: Path) -> None:
         (folder / NEWER / name).unlink()
-        (folder / NEWER / name).mkdir()
+        make(folder / NEWER / name)
 
     return damage
 
 
 def _link(name: str, target: str) -> Damage:
-    def damage(folder: Path) -> None:
-        (folder / NEWER / name).unlink()
-        (folder / NEWER / name).symlink_to(target)
-
-    return damage
+    return _instead(name, lambda path: path.symlink_to(target))
 
 
 def _copy_from_older(*names: str) -> Damage:
@@ -202,17 +183,16 @@ def _unreadable(name: str) -> Damage:
     return lambda folder: os.chmod(folder / NEWER / name, 0)
 
 
-def _fifo(name: str) -> Damage:
-    def damage(folder: Path) -> None:
-        (folder / NEWER / name).unlink()
-        os.mkfifo(folder / NEWER / name)
-
-    return damage
-
+# Where the fields lie in two records of a zip file.
+HEADER = {"signature": 2, "name length": 26, "extra length": 28, "name": 34}
+# fmt: off
+DIRECTORY = {"signature": 1, "method": 10, "checksum": 16, "size": 20, "other size": 24,
+             "offset": 42, "name": 50}
+# fmt: on
 
 # The newer checkpoint cannot be loaded: the older one has to be.
 HARMFUL: dict[str, Damage] = {
-    **{f"{name} removed": _remove(name) for name in (*DATA, METADATA, CONFIG)},
+    **{f"{name} removed": _instead(name) for name in (*DATA, METADATA, CONFIG)},
     **{f"{name} emptied": _edit(name, _keep(0)) for name in (*DATA, METADATA, CONFIG, MANIFEST)},
     **{
         f"{name} cut to {share:.3f}": _edit(name, _keep(share))
@@ -230,23 +210,20 @@ HARMFUL: dict[str, Damage] = {
         f"{DATA[0]} bit in record {name}": _edit(DATA[0], _flip_in_record(name))
         for name in ("data.pkl", "data/0", "byteorder", "version", ".format_version")
     },
-    "a header's signature": _edit(DATA[0], _flip_at(b"PK\x03\x04", 2, 3)),
-    "a header's name length": _edit(DATA[0], _flip_at(b"PK\x03\x04", 26, 2)),
-    "a header's extra length": _edit(DATA[0], _flip_at(b"PK\x03\x04", 28, 2)),
-    "a header's name": _edit(DATA[0], _flip_at(b"PK\x03\x04", 34, 2)),
-    "a directory's signature": _edit(DATA[0], _flip_last(b"PK\x01\x02", 1)),
-    "a directory's checksum": _edit(DATA[0], _flip_last(b"PK\x01\x02", 16)),
-    "a directory's size": _edit(DATA[0], _flip_last(b"PK\x01\x02", 20)),
-    "a directory's other size": _edit(DATA[0], _flip_last(b"PK\x01\x02", 24)),
-    "a directory's name": _edit(DATA[0], _flip_last(b"PK\x01\x02", 50)),
-    "a directory's offset": _edit(DATA[0], _flip_last(b"PK\x01\x02", 42)),
-    "a directory's method": _edit(DATA[0], _flip_last(b"PK\x01\x02", 10)),
+    **{
+        f"a header's {field}": _edit(DATA[0], _flip_at(b"PK\x03\x04", shift))
+        for field, shift in HEADER.items()
+    },
+    **{
+        f"a directory's {field}": _edit(DATA[0], _flip_at(b"PK\x01\x02", shift, last=True))
+        for field, shift in DIRECTORY.items()
+    },
     "an end's signature": _edit(DATA[0], lambda data: flip(data, -22)),
     "an end's number of records": _edit(DATA[0], lambda data: flip(data, -12)),
     "an end's directory offset": _edit(DATA[0], lambda data: flip(data, -5)),
     "an end's comment length": _edit(DATA[0], lambda data: flip(data, -1)),
-    "a 64-bit end's offset": _edit(DATA[0], _flip_last(b"PK\x06\x06", 48)),
-    "a locator's offset": _edit(DATA[0], _flip_last(b"PK\x06\x07", 8)),
+    "a 64-bit end's offset": _edit(DATA[0], _flip_at(b"PK\x06\x06", 48, last=True)),
+    "a locator's offset": _edit(DATA[0], _flip_at(b"PK\x06\x07", 8, last=True)),
     "items of one file exchanged": _edit(DATA[0], _swap_items),
     "an item forged with its checksum": _edit(DATA[0], _item_of_another_tensor),
     "data in the middle of a file lost": _edit(DATA[0], lambda d: d[:3000] + d[3500:]),
@@ -258,13 +235,16 @@ HARMFUL: dict[str, Damage] = {
     "a data file over another": lambda folder: shutil.copyfile(
         folder / NEWER / DATA[0], folder / NEWER / DATA[1]
     ),
-    **{f"{name} a directory": _make_directory(name) for name in (DATA[0], METADATA, CONFIG)},
-    f"{MANIFEST} a directory": _make_directory(MANIFEST),
+    **{f"{name} a directory": _instead(name, Path.mkdir) for name in (DATA[0], METADATA, CONFIG)},
+    f"{MANIFEST} a directory": _instead(MANIFEST, Path.mkdir),
     f"{DATA[0]} a link to itself": _link(DATA[0], DATA[0]),
     f"{METADATA} a link to itself": _link(METADATA, METADATA),
     f"{CONFIG} a link to nowhere": _link(CONFIG, "nowhere"),
     f"{DATA[0]} a link to the older one": _link(DATA[0], f"../{OLDER}/{DATA[0]}"),
-    **{f"{name} a pipe": _fifo(name) for name in (DATA[0], METADATA, CONFIG, MANIFEST)},
+    **{
+        f"{name} a pipe": _instead(name, os.mkfifo)
+        for name in (DATA[0], METADATA, CONFIG, MANIFEST)
+    },
     f"{METADATA} a pickle of something else": _edit(METADATA, lambda data: b"\x80\x04K\x01."),
     f"{METADATA} a pickle that runs a program": _edit(
         METADATA, lambda data: b"cos\nsystem\n(S'touch damaged'\ntR."
@@ -322,7 +302,7 @@ HARMLESS: dict[str, Damage] = {
     "tracker names a release that is not there": _tracker(b"release"),
     "tracker names an empty release": _old_release,
     "tracker a directory": _tracker_directory,
-    "manifest missing": _remove(MANIFEST),
+    "manifest missing": _instead(MANIFEST),
     "a newer empty directory": _newer_leftover(),
     "a newer save with half a file": _newer_leftover(DATA[0], last=DATA[0]),
     "a newer save without metadata": _newer_leftover(*DATA),

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine without Megatron: an HZPRuntime around a toy model with a plain AdamW loop."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_asynchzp.comm.driver import Driver
+from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import UnitInFlight, least_in_flight, memory_in_flight
 from megatron_asynchzp.sharding.layout import FlatLayout
-from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.sharding.topology import Range, ShardSizes, ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.plan import UnitPlan, plan_units
 from megatron_asynchzp.zero.step import Stays
@@ -56,6 +56,27 @@ def with_memory(
     return replace(config, in_flight_nbytes=round(least + share * (most - least)))
 
 
+def on_submit(driver: Driver, note: Callable[[Task], object]) -> None:
+    """Call `note` with each task before `driver` gets it."""
+    submit = driver.submit
+
+    def noted_submit(task: Task) -> Task:
+        note(task)
+        return submit(task)
+
+    driver.submit = noted_submit
+
+
+def own_fragments(unit: HZPUnit, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What this rank's optimizer shard holds of `params`, which are as those of the unit."""
+    own = []
+    for piece, values in zip(unit.layout.slices, params, strict=True):
+        part = piece.range.intersect(unit.optim_range)
+        inside = part.within(piece.range) if part.numel else Range(0, 0)
+        own.append(values.flatten()[inside.start : inside.stop])
+    return own
+
+
 def _in_flight(plan: UnitPlan, groups: ShardGroups, slot_nbytes: int) -> UnitInFlight:
     first, topology = plan.params[0][1], groups.topology
     shapes = [(name, tuple(param.shape)) for name, param in plan.params]
@@ -78,19 +99,20 @@ def shard_model(
     memory: float = 1.0,
     fuses_grads: bool = False,
     stays: Stays | None = None,
+    groups: ShardGroups | None = None,
 ) -> HZPRuntime:
-    """A runtime over the default group; blocks, embedding and output are units.
+    """A runtime over `groups`, or the default group; blocks, embedding and output are units.
 
     memory: in flight, from 0 (what one layer needs) to 1 (the default); stays: that of all chunks.
     """
-    groups = shard_groups(tuple(sizes), schedule.time_limit_s)
+    groups = groups or shard_groups(tuple(sizes), schedule.time_limit_s)
     tied = {model.embedding.weight: (model.output,)} if model.is_tied else {}
     unit_modules = [*model.blocks, model.embedding, model.output]
     plans = plan_units(model, unit_modules, also_used_by=tied)
     in_flight = [_in_flight(plan, groups, schedule.grad_slot_nbytes) for plan in plans]
     if not fuses_grads:
         schedule = with_memory(schedule, in_flight, memory)
-    scale = 1.0 / dist.get_world_size()
+    scale = 1.0 / groups.topology.world_size
     all_groups = {"dense": groups}
     return HZPRuntime(
         model, plans, all_groups, schedule, driver, scale, fuses_grads=fuses_grads, stays=stays
@@ -98,7 +120,7 @@ def shard_model(
 
 
 class EngineTrainer:
-    """AdamW on the fragments, averaged gradients, one loss per step."""
+    """AdamW on the fragments, averaged gradients, one loss per step; backward: of a loss."""
 
     def __init__(
         self,
@@ -111,9 +133,14 @@ class EngineTrainer:
         memory: float = 1.0,
         fuses_grads: bool = False,
         stays: Stays | None = None,
+        groups: ShardGroups | None = None,
+        backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
     ):
-        self.model = model
-        self.runtime = shard_model(model, sizes, schedule, driver, memory, fuses_grads, stays)
+        self.model, self._backward = model, backward
+        self.runtime = shard_model(
+            model, sizes, schedule, driver, memory, fuses_grads, stays, groups
+        )
+        self._topology = self.runtime.units[0].groups.topology
         assert not trains_all or all(unit.is_trained for unit in self.runtime.units)
         self._optimizers = {
             unit: self._new_optimizer(unit) for unit in self.runtime.units if unit.is_trained
@@ -155,8 +182,10 @@ class EngineTrainer:
         self.runtime.sync_params()
 
     def _forward_backward(self, step: int, index: int, micro_batches: int) -> torch.Tensor:
-        loss = toy_loss(self.model, toy_batch(step, index, dist.get_rank())) / micro_batches
-        loss.backward()
+        vocab = self.model.embedding.num_embeddings
+        batch = toy_batch(step, index, self._topology.rank, vocab)
+        loss = toy_loss(self.model, batch) / micro_batches
+        self._backward(loss)
         return loss.detach()
 
     def full_params(self) -> dict[str, torch.Tensor]:

@@ -12,11 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
-from megatron.core.enums import ModelType
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import pretrain
-from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
 
 from megatron_asynchzp.mcore.settings import Settings
 from tests.support import legacy_pretrain
@@ -64,14 +60,7 @@ def forward_step(data_iterator, model) -> tuple:
 if __name__ == "__main__":
     if "FAULT_LIMIT_S" in os.environ:
         shorten_limit(float(os.environ["FAULT_LIMIT_S"]))
-    parsed = parse_and_validate_args()
-    pretrain(
-        pretrain_cfg_container_from_args(parsed),
-        legacy_pretrain.build_datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        legacy_pretrain.provide_model,
-    )
+    legacy_pretrain.train(forward_step)
     if os.environ.get("FAULT", "").startswith("destroy"):
         dist.destroy_process_group()
         print("threads:", [t.name for t in threading.enumerate() if "asynchzp" in t.name])

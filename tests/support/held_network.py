@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from scripts.testbed.fabric import FabricGroup
-from scripts.testbed.fabric.group import BACKEND
+from scripts.testbed.fabric import BACKEND, FabricGroup
 from scripts.testbed.fabric.network import Network
 from scripts.testbed.profile import NetworkProfile
-from tests.support import engine
+from tests.support import fabric
 
 _LONGEST_S = 15.0
 
@@ -86,7 +85,7 @@ class HeldNetwork:
 def replace_default_group() -> HeldNetwork:
     """Make groups created from now on, the default one included, belong to the network that is
     returned. Collective."""
-    held, network = HeldNetwork(), Network(NetworkProfile())
+    held = HeldNetwork()
 
     class HeldGroup(FabricGroup):
         def _submit(self, kind: str, detail: str, results: list, run: Callable) -> Any:
@@ -99,15 +98,15 @@ def replace_default_group() -> HeldNetwork:
 
             return super()._submit(kind, detail, results, run_when_open)
 
-    store = dist.PrefixStore("held", dist.distributed_c10d._get_default_store())
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    dist.Backend.register_backend(
-        BACKEND,
-        lambda options, _=None: HeldGroup(options, network),
-        extended_api=True,
-        devices=["cpu"],
-    )
-    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
-    engine.shard_groups.cache_clear()  # groups of the default group that was
+    def register(profile: NetworkProfile) -> Network:
+        network = Network(profile)
+        dist.Backend.register_backend(
+            BACKEND,
+            lambda options, _=None: HeldGroup(options, network),
+            extended_api=True,
+            devices=["cpu"],
+        )
+        return network
+
+    fabric.replace_default_group(register=register)
     return held

@@ -156,15 +156,4 @@ if __name__ == "__main__":
     from tests.support import legacy_pretrain
 
     _before(legacy_pretrain, "forward_step", "forward")
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
-    from megatron.training.arguments import parse_and_validate_args
-
-    pretrain(
-        pretrain_cfg_container_from_args(parse_and_validate_args()),
-        legacy_pretrain.build_datasets,
-        ModelType.encoder_or_decoder,
-        legacy_pretrain.forward_step,
-        legacy_pretrain.provide_model,
-    )
+    legacy_pretrain.train(legacy_pretrain.forward_step)

@@ -68,12 +68,17 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple
 
 build_datasets.is_distributed = True
 
-if __name__ == "__main__":
-    parsed = parse_and_validate_args()
+
+def train(forward_step: Callable = forward_step) -> None:
+    """Run Megatron's pretrain() as the command line says."""
     pretrain(
-        pretrain_cfg_container_from_args(parsed),
+        pretrain_cfg_container_from_args(parse_and_validate_args()),
         build_datasets,
         ModelType.encoder_or_decoder,
         forward_step,
         provide_model,
     )
+
+
+if __name__ == "__main__":
+    train()

@@ -13,6 +13,7 @@ import torch
 
 from scripts.testbed import megatron_runs
 from scripts.testbed.memory import MemoryCount
+from tests.support.checkpoints import find_differences
 
 
 class StartMemory(NamedTuple):
@@ -136,11 +137,4 @@ def _memory_of(chunks: list, built: int, peak: int) -> StartMemory | None:
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
     """Names of parameters that one of the two lacks, or that differ in dtype or in a bit."""
-    return [
-        name
-        for name in sorted(one.keys() | other.keys())
-        if name not in one
-        or name not in other
-        or one[name].dtype != other[name].dtype
-        or not torch.equal(one[name], other[name])
-    ]
+    return sorted({*find_differences(one, other), *find_differences(other, one)})

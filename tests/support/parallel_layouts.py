@@ -5,7 +5,6 @@ between those of Megatron ("foreign" here), which the thread that computes issue
 """
 
 import random
-import threading
 from dataclasses import dataclass
 
 import torch
@@ -122,22 +121,10 @@ class _LayoutRunner(Runner):
     def _backward(self, units: list[HZPUnit]) -> None:
         if self._is_pipeline and self._stage == 0 and self.scheduler.is_last_micro_batch:
             self._foreign.exchange()
-        errors: list[BaseException] = []
-        thread = threading.Thread(target=self._run_backward, args=(units, errors))
-        thread.start()
-        thread.join()
-        if errors:
-            raise errors[0]
+        run = torch.no_grad()(super()._backward)
+        self._foreign.device.run_on_thread(lambda: run(units))
         if self._is_pipeline and self._stage == 1:
             self._foreign.exchange()
-
-    def _run_backward(self, units: list[HZPUnit], errors: list[BaseException]) -> None:
-        self._foreign.device.bind_thread()
-        try:
-            with torch.no_grad():
-                super()._backward(units)
-        except BaseException as error:
-            errors.append(error)
 
     def _optimizer_step(self) -> None:
         self._foreign.norm()

@@ -11,6 +11,7 @@ import torch
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES
 from megatron_asynchzp.zero.step import Stays, StepScheduler
+from tests.support.engine import on_submit
 from tests.support.pipeline_order import Stage, Use
 from tests.support.recording_device import RecordingDevice
 from tests.support.scheduler_program import UnitShape, delayed_driver, new_unit, recorded_groups
@@ -49,7 +50,7 @@ class PipelineStage:
         )
         self.driver = delayed_driver(device, self.config, 0)
         self.submitted: list[list[tuple[str, str]]] = [[]]
-        self._note_tasks()
+        on_submit(self.driver, lambda task: self.submitted[-1].append((task.lane, task.unit)))
         self.stays = Stays.of(self.config, self.driver, torch.device("cpu"))
         self.chunks = [
             StepScheduler(
@@ -60,15 +61,6 @@ class PipelineStage:
             )
             for chunk in range(stage.vpp)
         ]
-
-    def _note_tasks(self) -> None:
-        submit = self.driver.submit
-
-        def noted_submit(task):
-            self.submitted[-1].append((task.lane, task.unit))
-            return submit(task)
-
-        self.driver.submit = noted_submit
 
     def count(self, lane: str, step: int) -> int:
         """Tasks of a step, counted from 1. The next step's first gathers follow the optimizer."""

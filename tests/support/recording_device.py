@@ -14,7 +14,7 @@ what other streams do, in any order, with memory that this stream's was and that
 import threading
 import time
 from bisect import bisect, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_asynchzp.comm.driver import Driver, Task
+from tests.support.engine import on_submit
 
 Clock = dict[str, int]
 """How many accesses of each stream have happened."""
@@ -142,6 +143,23 @@ class RecordingDevice:
     def bind_thread(self) -> None:
         """Note what this thread does, too."""
         self._noting().__enter__()  # to the end of the thread
+
+    def run_on_thread(self, run: Callable[[], object]) -> None:
+        """Run on a thread of its own, as autograd does on a device, and note what it does."""
+        errors: list[BaseException] = []
+
+        def bound() -> None:
+            self.bind_thread()
+            try:
+                run()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=bound)
+        thread.start()
+        thread.join()
+        if errors:
+            raise errors[0]
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -343,18 +361,8 @@ class RecordingHost(RecordingDevice):
     def record_event(self) -> None:
         return None
 
-    def latest_accesses(self) -> Iterator[Access]:
-        """Of every stream and place in memory."""
-        return (access for known in self._accesses.values() for access in known.values())
-
     def attend(self, driver: Driver) -> None:
-        submit = driver.submit
-
-        def attended_submit(task: Task) -> Task:
-            self._attend_task(task)
-            return submit(task)
-
-        driver.submit = attended_submit
+        on_submit(driver, self._attend_task)
 
     def _attend_task(self, task: Task) -> None:
         start, await_usable = task.start, task.await_usable

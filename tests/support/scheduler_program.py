@@ -19,7 +19,7 @@ from megatron_asynchzp.schedule import AUTO, ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.zero.step import StepScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
-from tests.support.engine import with_memory
+from tests.support.engine import on_submit, with_memory
 from tests.support.recording_device import Collective, Group, RecordingDevice
 
 WORLD_SIZE = 8
@@ -134,9 +134,7 @@ def delayed_driver(device: RecordingDevice, config: ScheduleConfig, seed: int) -
 
 
 def _note_tasks(driver: Driver, done: Execution) -> None:
-    submit = driver.submit
-
-    def noted_submit(task: Task) -> Task:
+    def note(task: Task) -> None:
         start, entry = task.start, (task.lane, task.unit)
 
         def noted_start():
@@ -145,9 +143,8 @@ def _note_tasks(driver: Driver, done: Execution) -> None:
 
         done.submitted.append(entry)
         task.start = noted_start
-        return submit(task)
 
-    driver.submit = noted_submit
+    on_submit(driver, note)
 
 
 def execute(

@@ -10,7 +10,6 @@ unless somebody has held on to it since. Its hooks run there too. When backward 
 that called it waits for all streams on which gradients were accumulated, then its callbacks run.
 """
 
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -98,20 +97,7 @@ class AutogradStreams:
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward on a thread of its own, which ends with the join of the streams."""
         loss.register_hook(self._join_at_the_end)
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            self.device.bind_thread()
-            try:
-                loss.backward()
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        if errors:
-            raise errors[0]
+        self.device.run_on_thread(loss.backward)
 
     def _join_at_the_end(self, _grad: torch.Tensor) -> None:
         def join() -> None:

@@ -4,10 +4,8 @@
 built whole, whatever is done to it before it is complete.
 """
 
-import traceback
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -81,8 +79,8 @@ def check_values() -> None:
             assert construction.describe_whole([]) == []
 
 
-def test_the_shards_of_a_model_and_of_its_conversions_are_those_of_the_model_built_whole(outcomes):
-    assert outcomes[check_values] == ""
+def test_the_shards_of_a_model_and_of_its_conversions_are_those_of_the_model_built_whole():
+    run_ranks(check_values, 4)
 
 
 def check_memory() -> None:
@@ -98,8 +96,8 @@ def check_memory() -> None:
     assert construction.peak_whole_nbytes <= 0.51 * nbytes
 
 
-def test_a_module_that_is_complete_takes_the_memory_of_a_shard_also_when_it_is_converted(outcomes):
-    assert outcomes[check_memory] == ""
+def test_a_module_that_is_complete_takes_the_memory_of_a_shard_also_when_it_is_converted():
+    run_ranks(check_memory, 4)
 
 
 def check_resident_memory() -> None:
@@ -119,8 +117,8 @@ def check_resident_memory() -> None:
     assert held < 6, held  # fourths of 16, and one
 
 
-def test_a_process_does_not_come_to_hold_the_model_that_it_builds(outcomes):
-    assert outcomes[check_resident_memory] == ""
+def test_a_process_does_not_come_to_hold_the_model_that_it_builds():
+    run_ranks(check_resident_memory, 4)
 
 
 def read_first(blocks: list) -> None:
@@ -172,8 +170,8 @@ def check_use() -> None:
         assert "stayed whole until the model was complete" in lines[0] and "MiB" in lines[0]
 
 
-def test_a_module_whose_weights_are_used_before_the_end_is_whole_again_and_is_named(outcomes):
-    assert outcomes[check_use] == ""
+def test_a_module_whose_weights_are_used_before_the_end_is_whole_again_and_is_named():
+    run_ranks(check_use, 4)
 
 
 def look_at(blocks: list) -> None:
@@ -193,8 +191,8 @@ def check_looks() -> None:
     assert all(param.anything is False for unit in units for param in unit.params)
 
 
-def test_shape_dtype_and_attributes_of_a_parameter_may_be_used_at_no_cost(outcomes):
-    assert outcomes[check_looks] == ""
+def test_shape_dtype_and_attributes_of_a_parameter_may_be_used_at_no_cost():
+    run_ranks(check_looks, 4)
 
 
 def check_other_units() -> None:
@@ -209,8 +207,8 @@ def check_other_units() -> None:
     assert line.startswith("2 units (0 ... 0#2)") and "other units" in line
 
 
-def test_parameters_that_turn_out_to_form_other_units_are_gathered_for_them(outcomes):
-    assert outcomes[check_other_units] == ""
+def test_parameters_that_turn_out_to_form_other_units_are_gathered_for_them():
+    run_ranks(check_other_units, 4)
 
 
 def check_first_rank() -> None:
@@ -230,38 +228,5 @@ def check_first_rank() -> None:
     assert_equal(units_of(construction, plans_of(model)), build_own(None, seed=0))
 
 
-def test_parameters_can_be_made_equal_before_they_are_cut(outcomes):
-    assert outcomes[check_first_rank] == ""
-
-
-def run_all() -> list[str]:
-    """What each of CHECKS raised, in their order; empty where it raised nothing."""
-    errors = []
-    for check in CHECKS:
-        try:
-            check()
-            errors.append("")
-        except AssertionError:
-            errors.append(traceback.format_exc())
-    return errors
-
-
-CHECKS = [
-    check_values,
-    check_memory,
-    check_resident_memory,
-    check_use,
-    check_looks,
-    check_other_units,
-    check_first_rank,
-]
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> dict[Callable, str]:
-    """One set of ranks runs all checks: the error of each, or nothing."""
-    ranks = run_ranks(run_all, 4)
-    return {
-        check: next(filter(None, errors), "")
-        for check, errors in zip(CHECKS, zip(*ranks, strict=True), strict=True)
-    }
+def test_parameters_can_be_made_equal_before_they_are_cut():
+    run_ranks(check_first_rank, 4)

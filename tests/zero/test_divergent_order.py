@@ -10,15 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.collectives import AxisGroup
 from megatron_asynchzp.comm.driver import CollectiveFailure, Driver, Task
 from megatron_asynchzp.comm.order_check import OrderCheck, OrderMismatch
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
-from megatron_asynchzp.sharding.topology import MeshAxis
 from scripts.testbed.ranks import observe_ranks, run_ranks
-from tests.support.engine import EngineTrainer, build_toy
+from tests.support.engine import EngineTrainer, build_toy, shard_groups
 from tests.support.selection import slow_unless
 from tests.support.toy_models import RoutedLM
 
@@ -107,13 +105,7 @@ def compare_orders() -> list[str]:
         [["gather a"], ["gather b"], ["gather c"], ["gather a"]],
         [same, same, same, same],
     ]
-    rank = dist.get_rank()
-    inner = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    outer = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    axes = [
-        AxisGroup(MeshAxis(2, 1, rank % 2, ()), inner, ()),
-        AxisGroup(MeshAxis(2, 2, rank // 2, ()), outer, ()),
-    ]
+    axes = shard_groups((2, 2, 4)).all_reduce_axes
 
     def new_check() -> tuple[Driver, OrderCheck]:
         driver = Driver(Timeline(CpuDevice()))
@@ -122,7 +114,7 @@ def compare_orders() -> list[str]:
     messages = []
     driver, check = new_check()
     for program in programs:
-        for lane, unit in map(str.split, program[rank]):
+        for lane, unit in map(str.split, program[dist.get_rank()]):
             driver.submit(Task(lane, unit, (), lambda: iter(())))
         try:
             check.start()

@@ -6,6 +6,7 @@ and one warning about what is gathered on demand.
 
 import logging
 from itertools import product
+from logging.handlers import BufferingHandler
 
 import pytest
 import torch
@@ -34,20 +35,9 @@ WITHOUT_DEPARTURE = "the same in every step", "more micro-batches in a later ste
 EVALUATED = ALL, [0, 1]  # which is a departure
 
 
-class Listener(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def train(program: list, evaluates: bool, schedule: ScheduleConfig, sizes: tuple):
     """Losses, parameters and what was logged."""
-    listener, logger = Listener(), logging.getLogger("megatron_asynchzp")
+    listener, logger = BufferingHandler(1000), logging.getLogger("megatron_asynchzp")
     logger.addHandler(listener)
     torch.manual_seed(5)
     trainer = EngineTrainer(RoutedLM(), sizes, schedule=schedule)
@@ -65,7 +55,7 @@ def train(program: list, evaluates: bool, schedule: ScheduleConfig, sizes: tuple
     trainer.runtime.detach()
     assert trainer.runtime.num_places_in_use() == 0
     logger.removeHandler(listener)
-    return losses, params, listener.lines
+    return losses, params, [record.getMessage() for record in listener.buffer]
 
 
 Case = tuple[str, bool]  # which program, and whether each step is followed by an evaluation

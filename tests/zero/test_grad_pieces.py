@@ -4,6 +4,7 @@
 fixed size.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -13,6 +14,7 @@ import torch
 from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.schedule import ON_STREAMS, SCHEDULES, ScheduleConfig
 from megatron_asynchzp.zero.step import StepScheduler
+from megatron_asynchzp.zero.unit import HZPUnit
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy
 from tests.support.recording_device import RecordingDevice, RecordingHost
@@ -44,35 +46,51 @@ def test_gradients_in_pieces_are_those_in_one_piece_in_every_bit():
         assert counts[0] == 1 and counts[1] > 3
 
 
+def reduced_in_turn(
+    device: RecordingDevice,
+    kind: str,
+    slot_nbytes: int,
+    collect: Callable[[StepScheduler, HZPUnit], object],
+) -> tuple[int, int]:
+    """The memory in flight after two steps that begin with enough for one piece, and that of a
+    piece. `collect` gives a unit its gradients: the root's norm comes first and is reduced last."""
+    config = ScheduleConfig(kind, 0, grad_slot_nbytes=slot_nbytes)
+    with device.recording(), torch.no_grad():
+        driver = start_driver(config, device)
+        device.attend(driver)
+        groups = recorded_groups((1, 4, 8), rank=0)
+        units = [new_unit(name, UnitShape(900), groups) for name in ("root", "one", "two")]
+        piece = max(unit.in_flight(slot_nbytes).grads for unit in units)
+        scheduler = StepScheduler(units, replace(config, in_flight_nbytes=piece), driver)
+        for _ in range(2):
+            scheduler.zero_grads()
+            for unit in units:
+                collect(scheduler, unit)
+                if unit is not units[0]:
+                    scheduler.reduce(unit)
+            scheduler.reduce(units[0])
+            scheduler.sync_grads()
+        in_flight = sum(scheduler.in_flight_nbytes().values())
+        scheduler.settle()
+        driver.close()
+    assert device.races == []
+    return in_flight, piece
+
+
 @pytest.mark.parametrize(
     "new_device, kind",
     [*product([RecordingDevice], ON_STREAMS), *product([RecordingHost], SCHEDULES)],
 )
 def test_a_unit_that_collects_gradients_to_the_end_of_backward_holds_up_no_other(kind, new_device):
     """Memory for a single piece is enough for any number of units that have gradients."""
-    device, config = new_device(), ScheduleConfig(kind, 0, grad_slot_nbytes=1)
-    with device.recording(), torch.no_grad():
-        driver = start_driver(config, device)
-        device.attend(driver)
-        groups = recorded_groups((1, 4, 8), rank=0)
-        units = [new_unit(name, UnitShape(900), groups) for name in ("root", "one", "two")]
-        piece = max(unit.in_flight(1).grads for unit in units)
-        config = ScheduleConfig(kind, 0, grad_slot_nbytes=1, in_flight_nbytes=piece)
-        scheduler = StepScheduler(units, config, driver)
-        for _ in range(2):
-            scheduler.zero_grads()
-            for unit in units:  # the root's norm comes first in backward and is reduced last
-                for index, param in enumerate(unit.params):
-                    param.grad = torch.ones(param.shape, dtype=param.dtype)
-                    scheduler.reductions.take(unit, (index,))
-                if unit is not units[0]:
-                    scheduler.reduce(unit)
-            scheduler.reduce(units[0])
-            scheduler.sync_grads()
-        assert sum(scheduler.in_flight_nbytes().values()) == piece
-        scheduler.settle()
-        driver.close()
-    assert device.races == []
+
+    def collect(scheduler: StepScheduler, unit: HZPUnit) -> None:
+        for index, param in enumerate(unit.params):
+            param.grad = torch.ones(param.shape, dtype=param.dtype)
+            scheduler.reductions.take(unit, (index,))
+
+    in_flight, piece = reduced_in_turn(new_device(), kind, 1, collect)
+    assert in_flight == piece
 
 
 def test_another_gradient_of_the_same_parameter_is_added_in_fp32():
@@ -87,26 +105,13 @@ def test_another_gradient_of_the_same_parameter_is_added_in_fp32():
 
 def test_where_layers_write_gradients_themselves_memory_grows_for_those_that_come_late():
     """A unit's place is taken when its backward begins; the root's ends last."""
-    device, config = RecordingDevice(), ScheduleConfig("main-thread", 0)
-    with device.recording(), torch.no_grad():
-        driver = start_driver(config, device)
-        groups = recorded_groups((1, 4, 8), rank=0)
-        units = [new_unit(name, UnitShape(900), groups) for name in ("root", "one", "two")]
-        piece = max(unit.in_flight(2**20).grads for unit in units)
-        scheduler = StepScheduler(units, replace(config, in_flight_nbytes=piece), driver)
-        for _ in range(2):
-            scheduler.zero_grads()
-            for unit in units:
-                unit.fuse_grads(overwrites=True)
-                scheduler.reductions.provide(unit)
-                for param in unit.params:
-                    param.main_grad.fill_(1.0)
-                    param.grad, param.grad_added_to_main_grad = torch.empty_like(param), True
-                if unit is not units[0]:
-                    scheduler.reduce(unit)
-            scheduler.reduce(units[0])
-            scheduler.sync_grads()
-        assert sum(scheduler.in_flight_nbytes().values()) == 2 * piece
-        scheduler.settle()
-        driver.close()
-    assert device.races == []
+
+    def collect(scheduler: StepScheduler, unit: HZPUnit) -> None:
+        unit.fuse_grads(overwrites=True)
+        scheduler.reductions.provide(unit)
+        for param in unit.params:
+            param.main_grad.fill_(1.0)
+            param.grad, param.grad_added_to_main_grad = torch.empty_like(param), True
+
+    in_flight, piece = reduced_in_turn(RecordingDevice(), "main-thread", 2**20, collect)
+    assert in_flight == 2 * piece

@@ -12,14 +12,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 
-from megatron_asynchzp.comm.arena import Arena
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.comm.timeline import LANES
-from megatron_asynchzp.schedule import ON_STREAMS, ScheduleConfig
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.plan import plan_units
-from megatron_asynchzp.zero.step import StepScheduler
-from tests.support.engine import build_toy, nested_sizes
+from megatron_asynchzp.schedule import ScheduleConfig
+from tests.support.engine import EngineTrainer, build_toy, nested_sizes
 from tests.support.recording_device import RecordingDevice, RecordingHost
 from tests.support.scheduler_program import (
     WORLD_SIZE,
@@ -123,6 +119,7 @@ def test_every_two_conflicting_accesses_of_streams_are_ordered(num_programs):
         done = execute(program)
         assert done.device.num_accesses > 0
         assert done.races == []
+        assert done.scheduler.num_places_in_use() == 0
 
     holds()
 
@@ -137,6 +134,7 @@ def test_every_two_conflicting_accesses_of_threads_on_a_cpu_are_ordered(num_prog
         done = execute(program, new_device=RecordingHost)
         assert done.device.num_accesses > 0
         assert done.races == []
+        assert done.scheduler.num_places_in_use() == 0
 
     holds()
 
@@ -162,37 +160,6 @@ def test_without_streams_each_lane_and_each_group_has_the_order_of_submission(nu
     holds()
 
 
-@few_and_many
-def test_a_place_in_use_belongs_to_a_gather_under_way_and_in_the_end_all_are_free(num_programs):
-    @settings(DRAWN, max_examples=num_programs)
-    @given(programs(kinds=ON_STREAMS))
-    def holds(program):
-        under_way: set[Task] = set()
-
-        class Watched(StepScheduler):
-            def __init__(self, *args):
-                super().__init__(*args)
-                submit = self.driver.submit
-
-                def watched_submit(task: Task) -> Task:
-                    if task.lane == "gather":
-                        wait = task.wait
-                        task.wait = lambda: (under_way.discard(task), wait())
-                        under_way.add(task)
-                    return submit(task)
-
-                self.driver.submit = watched_submit
-
-            def zero_grads(self) -> None:
-                super().zero_grads()
-                assert self.num_places_in_use() == len(under_way)
-
-        scheduler = execute(program, scheduler_class=Watched).scheduler
-        assert scheduler.num_places_in_use() == 0 and not under_way
-
-    holds()
-
-
 # ---- the engine around a model: hooks and autograd instead of a program
 
 
@@ -201,24 +168,14 @@ def train_recorded(config: ScheduleConfig, sizes, dtype, **toy) -> RecordingDevi
     device = RecordingDevice()
     with device.recording():
         model = build_toy(dtype, **toy)
-        tied = {model.embedding.weight: (model.output,)} if model.is_tied else {}
-        units = [*model.blocks, model.embedding, model.output]
         driver = delayed_driver(device, config, seed=0)
-        groups = {"dense": recorded_groups(sizes, rank=5)}
-        plans = plan_units(model, units, also_used_by=tied)
-        runtime = HZPRuntime(model, plans, groups, config, driver)
+        groups = recorded_groups(sizes, rank=5)
+        trainer = EngineTrainer(model, sizes, schedule=config, driver=driver, groups=groups)
         for step, micro_batches in enumerate((2, 3, 1)):
-            runtime.zero_grads()
-            for index in range(micro_batches):
-                runtime.is_last_micro_batch = index == micro_batches - 1
-                toy_loss(model, toy_batch(step, index, 0)).backward()
-            runtime.sync_grads()
+            trainer.local_step(step, micro_batches)
             with torch.no_grad():
-                for unit in runtime.units:
-                    unit.main_param.storage.add_(unit.main_grad.view(unit.optim_range))
-                runtime.sync_params()
                 toy_loss(model, toy_batch(step, 0, 1))
-        runtime.close()
+        trainer.runtime.close()
         driver.close()
     return device
 
@@ -257,35 +214,6 @@ def test_without_a_fault_the_programs_for_the_detector_have_no_race():
     assert not has_race()
 
 
-class DeafToEvents(RecordingDevice):
-    def wait_event(self, event) -> None:
-        pass
-
-
-class DeafToCollectives(RecordingDevice):
-    def wait_work(self, work, limit_s, is_over=None) -> None:
-        pass
-
-
-@pytest.mark.parametrize("device", [DeafToEvents, DeafToCollectives])
-def test_a_stream_that_does_not_wait_is_seen(device):
-    assert has_race(new_device=device)
-
-
-def test_a_gather_that_does_not_wait_for_the_last_readers_of_its_memory_is_seen(monkeypatch):
-    give_back = Arena.give_back
-    monkeypatch.setattr(
-        Arena, "give_back", lambda arena, span, _last_user=None: give_back(arena, span)
-    )
-    assert has_race("param place", "all-gather writes")
-
-
-def test_a_gather_that_waits_for_the_readers_of_one_place_of_several_is_seen(monkeypatch):
-    hand_over = Arena.hand_over
-    monkeypatch.setattr(Arena, "hand_over", lambda arena, span: hand_over(arena, span)[:1])
-    assert has_race("param place", "all-gather writes")
-
-
 @pytest.mark.parametrize(
     "lane, edge, victim",
     [
@@ -309,23 +237,6 @@ def test_a_task_that_does_not_wait_for_what_it_needs_is_seen(lane, edge, victim,
     assert has_race(victim)
 
 
-def test_memory_that_a_task_does_not_allocate_itself_and_nobody_keeps_is_seen(monkeypatch):
-    honest = Driver.submit
-
-    def submit_with_memory_of_another_stream(driver: Driver, task: Task) -> Task:
-        start, mine = task.start, torch.zeros(4)
-
-        def start_with_it():
-            mine.add_(1)
-            yield from start()
-
-        task.start = start_with_it
-        return honest(driver, task)
-
-    monkeypatch.setattr(Driver, "submit", submit_with_memory_of_another_stream)
-    assert has_race("took on main is free for the next there")
-
-
 @pytest.mark.parametrize("lane", ["gather", "reduce", "grad-sync", "param-sync"])
 def test_computation_that_does_not_wait_for_a_task_is_seen(lane, monkeypatch):
     honest = Task.wait
@@ -345,31 +256,3 @@ def test_a_thread_that_does_not_wait_is_seen(monkeypatch):
     assert has_race(new_device=TooEarly)
     monkeypatch.setattr(Task, "wait", lambda task: None)
     assert has_race(new_device=RecordingHost)
-
-
-def test_two_streams_race_until_one_waits_for_the_other():
-    def write_twice(waits: bool) -> list[str]:
-        device, memory = RecordingDevice(), torch.zeros(4)
-        with device.recording(), device.on_stream("a"):
-            memory[:3].add_(1)
-            event = device.record_event()
-            with device.on_stream("b"):
-                if waits:
-                    device.wait_event(event)
-                memory[2:].add_(1)
-        return device.races
-
-    assert len(write_twice(waits=False)) == 1
-    assert write_twice(waits=True) == []
-
-
-def test_reads_and_accesses_to_different_bytes_do_not_race():
-    device, memory = RecordingDevice(), torch.zeros(4)
-    with device.recording():
-        for stream, half in (("a", memory[:2]), ("b", memory[2:])):
-            with device.on_stream(stream):
-                half.add_(1)
-            with device.on_stream(f"{stream} again"):
-                half.detach()  # a view: touches nothing
-    assert device.races == []
-    assert device.num_accesses == 2

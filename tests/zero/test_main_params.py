@@ -10,7 +10,7 @@ from torch import nn
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.plan import plan_units
 from scripts.testbed.ranks import run_ranks
-from tests.support.engine import nested_sizes, shard_groups
+from tests.support.engine import nested_sizes, own_fragments, shard_groups
 
 # A bf16 number between 1 and 2 has neighbours 2^-7 away, and keeps what changes by less than half
 # of that. Adam moves a parameter by about its learning rate: 16 steps from one to the next.
@@ -78,7 +78,9 @@ def compare_main_params(sizes_list: list[tuple]) -> None:
                 optimizer.step()
             runtime.sync_params()
             runtime.settle()
-            check_fragments(unit, expected[step])
+            own = own_fragments(unit, expected[step])
+            for found, true in zip(unit.main_param_fragments(), own, strict=True):
+                assert found.dtype == torch.float32 and torch.equal(found, true), (sizes, step)
             unit.unshard()
             for weight, true, first in zip(unit.params, expected[step], start, strict=True):
                 assert torch.equal(weight, true.bfloat16()), (sizes, step)
@@ -87,16 +89,6 @@ def compare_main_params(sizes_list: list[tuple]) -> None:
             unit.reshard()
         assert all((first - true).min() > ULP for first, true in zip(start, expected[-1]))
         runtime.detach()
-
-
-def check_fragments(unit, expected: list[torch.Tensor]) -> None:
-    fragments = unit.main_param_fragments()
-    for piece, found, true in zip(unit.layout.slices, fragments, expected, strict=True):
-        part = piece.range.intersect(unit.optim_range)
-        if part.numel:
-            inside = part.within(piece.range)
-            assert found.dtype == torch.float32
-            assert torch.equal(found, true.flatten()[inside.start : inside.stop])
 
 
 def test_updates_smaller_than_bf16_can_see_add_up_as_in_a_plain_fp32_adam():

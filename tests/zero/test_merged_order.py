@@ -3,7 +3,6 @@
 """Collectives of the engine and of Megatron on devices with streams: issued by the threads that
 compute they have one order on all ranks and no device gets stuck."""
 
-import random
 from itertools import product
 
 import pytest
@@ -11,16 +10,10 @@ import torch
 
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.plan import plan_units
-from tests.support.device_queues import Command, CommandLog, Connections, Wait, find_stuck
-from tests.support.foreign_blocks import use_foreign_blocks
+from tests.support.device_queues import CommandLog, Connections, Wait, find_stuck
 from tests.support.parallel_layouts import LAYOUTS, WORLD, Layout, log_rank, log_ranks, order_of
 from tests.support.recording_device import DEFAULT_STREAM, Group
-from tests.support.scheduler_program import delayed_driver, recorded_groups
 from tests.support.selection import slow_unless
-from tests.support.side_stream import AutogradStreams
-from tests.support.toy_models import ToyLM, toy_batch, toy_loss
 
 SEEDS = range(200)
 BY_THE_PROGRAM = ScheduleConfig("main-thread")
@@ -91,63 +84,16 @@ def test_a_submission_makes_the_stream_that_computes_wait_for_nothing(layout, mo
     assert sum(num_seen) > 50
 
 
-# ---- a model whose layers communicate, and whose backward autograd runs on another thread
-
-
-def log_training(rank: int, config: ScheduleConfig, seed: int) -> list[Command]:
-    """Two steps of `rank` in TP2 x DP2."""
-    dice = random.Random(f"{seed} {rank}")
-    device = CommandLog(lambda: 5e-4 if dice.random() < 0.02 else 0.0)
-    streams, layout = AutogradStreams(device), LAYOUTS[0]
-    tensor_parallel, sharding = (
-        next(ranks for ranks in groups if rank in ranks)
-        for groups in (layout.foreign, layout.sharding)
-    )
-    with device.recording(), streams.applied():
-        model = ToyLM(vocab=11, width=8, depth=3, recompute=seed % 2 == 1)
-        use_foreign_blocks(model, streams, Group(layout.name, tensor_parallel))
-        streams.watch(model)
-        driver = delayed_driver(device, config, dice.randrange(10**9))
-        groups = {"dense": recorded_groups(layout.sizes, rank, sharding)}
-        plans = plan_units(model, [*model.blocks, model.embedding, model.output])
-        runtime = HZPRuntime(model, plans, groups, config, driver)
-        for step in range(2):
-            runtime.zero_grads()
-            for index in range(2):
-                runtime.is_last_micro_batch = index == 1
-                streams.backward(toy_loss(model, toy_batch(step, index, rank, vocab=11)))
-            runtime.sync_grads()
-            runtime.sync_params()
-        runtime.close()
-        driver.close()
-    return device.commands
-
-
-@pytest.mark.parametrize("seeds", [range(0, 20, 2), range(1, 20, 2)], ids=["", "recomputed"])
-def test_the_hooks_of_a_model_issue_ours_between_those_of_its_layers_in_one_order(seeds):
-    logs = {rank: log_training(rank, BY_THE_PROGRAM, seeds[0]) for rank in WORLD}
-    expected = order_of(logs[0])
-    foreign = [index for index, (_, purpose, *_) in enumerate(expected) if purpose == "tp"]
-    assert any(later - index > 1 for index, later in zip(foreign, foreign[1:]))
-    assert all(order_of(commands) == expected for commands in logs.values())
-    for seed in seeds:
-        assert order_of(log_training(WORLD[seed // 2 % 4], BY_THE_PROGRAM, seed)) == expected
-    for num_queues in NUM_QUEUES:
-        assert find_any_stuck(logs, num_queues) is None
-
-
 # ---- the model of a device
 
 A, B = Group("a", (0, 1)), Group("b", (0, 1))
 
 
-def log_of(*groups: Group, awaits: bool = True):
+def log_of(*groups: Group):
     """A rank that issues these collectives from its main stream, and waits for each."""
     device = CommandLog()
     for group in groups:
-        work = device.collective("all-reduce", group, torch.zeros(4))
-        if awaits:
-            work.wait()
+        device.collective("all-reduce", group, torch.zeros(4)).wait()
     return device.commands
 
 
@@ -157,29 +103,3 @@ def test_two_groups_in_opposite_orders_get_stuck_where_each_is_awaited():
         stuck = find_any_stuck(crossed, num_queues)
         assert stuck is not None and set(stuck) == {0, 1}
     assert find_any_stuck({0: log_of(A, B), 1: log_of(A, B)}, 1) is None
-
-
-def test_opposite_orders_that_nobody_awaits_need_a_queue_each_where_collectives_hold_theirs():
-    crossed = {0: log_of(A, B, awaits=False), 1: log_of(B, A, awaits=False)}
-    assert find_stuck(crossed, Connections(1)) == {}
-    assert find_stuck(crossed, Connections(1, holds=True))
-    apart = [find_stuck(crossed, Connections(32, True, seed)) == {} for seed in MAPPINGS]
-    assert any(apart)
-
-
-def test_a_stream_that_nothing_orders_is_held_up_by_what_is_before_it_in_its_queue():
-    # Rank 0 waits in one stream for A before it issues B in another; rank 1 needs B for A.
-    device = CommandLog()
-    with device.on_stream("one"):
-        device.collective("all-reduce", A, torch.zeros(4)).wait()
-    with device.on_stream("other"):
-        device.collective("all-reduce", B, torch.zeros(4)).wait()
-    commands = {0: device.commands, 1: log_of(B, A)}
-    assert find_stuck(commands, Connections(1))
-    assert any(find_stuck(commands, Connections(32, seed=seed)) == {} for seed in MAPPINGS)
-
-
-def test_ranks_that_issue_different_collectives_of_one_group_get_stuck():
-    other = CommandLog()
-    other.collective("all-gather", A, torch.zeros(4))
-    assert set(find_stuck({0: log_of(A), 1: other.commands}, Connections(32))) == {0}

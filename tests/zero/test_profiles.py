@@ -7,7 +7,7 @@ import torch
 
 from megatron_asynchzp.schedule import ScheduleConfig
 from scripts.testbed.ranks import run_ranks
-from tests.support.engine import EngineTrainer, build_toy
+from tests.support.engine import EngineTrainer, build_toy, on_submit
 
 
 def ranges_and_tasks(kind: str) -> tuple[list[str], list[str]]:
@@ -15,9 +15,8 @@ def ranges_and_tasks(kind: str) -> tuple[list[str], list[str]]:
     schedule = ScheduleConfig(kind, checks_order=False)
     trainer = EngineTrainer(build_toy(), (2, 2, 2), schedule=schedule)
     trainer.local_step(0, 1)
-    driver, submitted = trainer.runtime.driver, []
-    submit = driver.submit
-    driver.submit = lambda task: (submitted.append(f"{task.lane} {task.unit}"), submit(task))[1]
+    submitted: list[str] = []
+    on_submit(trainer.runtime.driver, lambda task: submitted.append(task.name))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         trainer.local_step(1, 2)
         trainer.runtime.settle()

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.thread_driver import ThreadDriver
 from megatron_asynchzp.comm.timeline import Timeline
@@ -23,7 +22,7 @@ from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.zero.step import Stays
 from scripts.testbed.ranks import run_ranks
-from tests.support.engine import EngineTrainer, build_toy
+from tests.support.engine import EngineTrainer, build_toy, on_submit
 from tests.support.toy_models import toy_batch, toy_loss
 
 STEPS, MOST_SLEEP_S, MOST_AHEAD = 3, 0.002, 3
@@ -116,7 +115,7 @@ def train(program: Program, schedule: ScheduleConfig, sleeps: random.Random | No
         driver, memory = start_driver(schedule, CpuDevice()), 1.0
     else:
         driver, memory = SleepyDriver(sleeps), program.memory
-    note_tasks(driver, outcome)
+    on_submit(driver, lambda task: outcome.submitted.append((task.lane, task.unit)))
     stays = Stays.of(schedule, driver, torch.device("cpu"))
     depth = 4 // program.num_chunks
     trainers: list[EngineTrainer] = []
@@ -151,16 +150,6 @@ def train(program: Program, schedule: ScheduleConfig, sleeps: random.Random | No
         assert trainer.runtime.num_places_in_use() == 0
     driver.close()
     return outcome
-
-
-def note_tasks(driver: Driver, outcome: Outcome) -> None:
-    submit = driver.submit
-
-    def noted_submit(task: Task) -> Task:
-        outcome.submitted.append((task.lane, task.unit))
-        return submit(task)
-
-    driver.submit = noted_submit
 
 
 def note_kept(stays: Stays, outcome: Outcome) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_asynchzp.comm.driver import Task
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
 from scripts.testbed.ranks import run_ranks
-from tests.support.engine import EngineTrainer, build_toy
+from tests.support.engine import EngineTrainer, build_toy, on_submit
 
 TIED, BF16, RECOMPUTED = MODELS = [
     (torch.float32, {"is_tied": True}),
@@ -102,17 +102,14 @@ def submissions_of_a_step(
     model = build_toy(dtype, depth=5)
     trainer = EngineTrainer(model, sizes, updates_in_backward=updates_in_backward)
     runtime, events = trainer.runtime, []
-    submit, use = runtime.driver.submit, runtime.gathers.use
-
-    def noted_submit(task):
-        events.append(f"{task.lane} {task.unit}")
-        return submit(task)
+    use = runtime.gathers.use
 
     def noted_use(unit):
         events.append(f"use {unit.name}")
         use(unit)
 
-    runtime.driver.submit, runtime.gathers.use = noted_submit, noted_use
+    on_submit(runtime.driver, lambda task: events.append(task.name))
+    runtime.gathers.use = noted_use
     for step in range(3):
         events.clear()
         trainer.step(step, 2)
@@ -199,9 +196,8 @@ def train_with_late_comparisons(kind: str) -> list[float]:
     """The first rank comes late to every comparison of orders, while the others go on."""
     schedule = ScheduleConfig(kind)
     trainer = EngineTrainer(build_toy(), (1, 2, 2), schedule=schedule, updates_in_backward=True)
-    submit = trainer.runtime.driver.submit
 
-    def submit_late_order(task: Task) -> Task:
+    def delay_order(task: Task) -> None:
         start = task.start
 
         def start_late():
@@ -211,9 +207,8 @@ def train_with_late_comparisons(kind: str) -> list[float]:
 
         if task.lane == "order":
             task.start = start_late
-        return submit(task)
 
-    trainer.runtime.driver.submit = submit_late_order
+    on_submit(trainer.runtime.driver, delay_order)
     losses = [trainer.local_step(step, 1).item() for step in range(4)]
     trainer.runtime.detach()
     return losses

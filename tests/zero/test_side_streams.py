@@ -11,14 +11,12 @@ import pytest
 import torch
 
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.plan import plan_units
-from tests.support.engine import nested_sizes
+from tests.support.engine import EngineTrainer, nested_sizes
 from tests.support.recording_device import RecordingDevice
 from tests.support.scheduler_program import WORLD_SIZE, delayed_driver, recorded_groups
 from tests.support.selection import slow_unless
 from tests.support.side_stream import SIDE, AutogradStreams, use_side_stream
-from tests.support.toy_models import ToyLM, toy_batch, toy_loss
+from tests.support.toy_models import ToyLM
 
 # From how many bytes on a gradient is taken by itself.
 LARGE = "megatron_asynchzp.zero.autograd.LARGE_GRAD_NBYTES"
@@ -58,21 +56,19 @@ def train(run: Run, seed: int) -> RecordingDevice:
         model = use_side_stream(ToyLM(vocab=11, width=8, depth=2), streams).to(run.dtype)
         streams.watch(model)
         driver = delayed_driver(device, run.config, seed)
-        groups = {"dense": recorded_groups(run.sizes, rank=5)}
-        plans = plan_units(model, [*model.blocks, model.embedding, model.output])
+        groups = recorded_groups(run.sizes, rank=5)
         with streams.wrapping(model):
-            runtime = HZPRuntime(model, plans, groups, run.config, driver)
+            trainer = EngineTrainer(
+                model,
+                run.sizes,
+                schedule=run.config,
+                driver=driver,
+                groups=groups,
+                backward=streams.backward,
+            )
         for step in range(run.steps):
-            runtime.zero_grads()
-            for index in range(run.micro_batches):
-                runtime.is_last_micro_batch = index == run.micro_batches - 1
-                streams.backward(toy_loss(model, toy_batch(step, index, 0, vocab=11)))
-            runtime.sync_grads()
-            with torch.no_grad():
-                for unit in runtime.units:
-                    unit.main_param.storage.add_(unit.main_grad.view(unit.optim_range))
-            runtime.sync_params()
-        runtime.close()
+            trainer.local_step(step, run.micro_batches)
+        trainer.runtime.close()
         driver.close()
     return device
 

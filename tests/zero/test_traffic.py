@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.schedule import ScheduleConfig
 from scripts.testbed.ranks import run_ranks
-from tests.support.engine import EngineTrainer, build_toy
+from tests.support.engine import EngineTrainer, build_toy, own_fragments
 from tests.support.held_network import Submitted, replace_default_group
 from tests.support.toy_models import toy_batch, toy_loss
 
@@ -115,13 +115,11 @@ def compare_first_gradients(sizes_list: list[tuple]) -> dict[tuple, float]:
         trainer.runtime.sync_grads()
         errors = []
         for unit in trainer.runtime.units:
-            fragments = unit.main_grad_fragments()
-            for name, piece, found in zip(unit.param_names, unit.layout.slices, fragments):
-                part = piece.range.intersect(unit.optim_range)
-                if part.numel:
-                    inside = part.within(piece.range)
-                    true = expected[name][inside.start : inside.stop]
-                    errors.append(float((found - true).abs().max() / expected[name].abs().max()))
+            whole = [expected[name] for name in unit.param_names]
+            own = own_fragments(unit, whole)
+            for found, true, full in zip(unit.main_grad_fragments(), own, whole, strict=True):
+                if found.numel():
+                    errors.append(float((found - true).abs().max() / full.abs().max()))
         worst[sizes] = max(errors)
         trainer.runtime.detach()
     return worst
