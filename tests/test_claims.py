@@ -122,19 +122,29 @@ def test_every_record_is_small_and_has_a_command_that_exists_and_a_date_and_no_p
             assert existing_paths(line["command"]), line["command"]
 
 
-def test_every_picture_of_the_results_is_drawn_from_a_record():
+def test_every_record_has_a_place_and_every_picture_of_the_results_a_record():
+    names = {file.stem for file in FOLDER.glob("*.jsonl")}
+    assert names <= EXPECTED
     shown = {path.name for path in RESULTS.glob("*.png")}
-    recorded = {name for name in PICTURES if (FOLDER / f"{PICTURES[name].record}.jsonl").is_file()}
-    assert shown == recorded
-
-
-def test_every_record_is_one_that_documents_have_places_for():
-    assert {file.stem for file in FOLDER.glob("*.jsonl")} <= EXPECTED
+    assert shown == {name for name in PICTURES if PICTURES[name].record in names}
 
 
 @pytest.mark.parametrize("document", rebuild.documents(), ids=lambda d: str(d.relative_to(ROOT)))
 def test_every_link_between_documents_leads_somewhere(document):
     assert not broken_links(document)
+
+
+def test_every_page_is_reachable_from_the_index_and_from_the_readme():
+    pages = set((ROOT / "docs").rglob("*.md"))
+    assert len(pages) > 20
+    for start in (ROOT / "docs" / "index.md", README):
+        found, pending = {start}, [start]
+        while pending:
+            page = pending.pop()
+            new = {one.resolve() for one in linked_pages(page.read_text(), page)} - found
+            pending += [one for one in new if one.is_file()]
+            found |= new
+        assert not pages - found, start
 
 
 # ---- the checks themselves

@@ -3,44 +3,45 @@
 """The wrapper as Megatron's schedules see it."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_asynchzp.sharding.topology import ShardSizes
 from tests.support.world import on_ranks
 
 
-def _wrapped_chunks(num_chunks: int, has_one_config: bool, linear=None, **config) -> list:
-    """Chunks of one rank, with one config each or one for all, wrapped on two ranks."""
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.transformer.module import MegatronModule
+def tiny_config(**config: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **config)
+
+
+def wrap(chunks: list, sizes: tuple[int, int, int] = (1, 2, 2), **ddp_options: bool) -> list:
+    """The chunks of a rank's model, wrapped, over a sharding group that is the world."""
+    from megatron.core.distributed import DistributedDataParallelConfig
 
     from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
     from megatron_asynchzp.mcore.settings import Settings
-    from megatron_asynchzp.sharding.topology import ShardSizes
 
-    def new_config() -> TransformerConfig:
-        return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **config)
-
-    shared, chunks = new_config(), []
-    for _ in range(num_chunks):
-        chunk = MegatronModule(shared if has_one_config else new_config())
-        chunk.linear = linear or torch.nn.Linear(8, 8)
-        chunks.append(chunk)
     world = dist.group.WORLD
     groups = SimpleNamespace(dp_cp=world, tp=world, pp=world, expt_dp=world)
-    sizes = ShardSizes(1, 2, 2)
-    return wrap_model_chunks(chunks, DistributedDataParallelConfig(), groups, Settings(sizes))
+    config = DistributedDataParallelConfig(**ddp_options)
+    return wrap_model_chunks(chunks, config, groups, Settings(ShardSizes(*sizes)))
 
 
 def _held_back(num_chunks: int, has_one_config: bool) -> list[list[int]]:
     """For the config of each chunk: which chunks its no_sync_func holds back."""
+    from megatron.core.transformer.module import MegatronModule
     from megatron.core.utils import get_model_config
 
-    chunks = _wrapped_chunks(num_chunks, has_one_config)
-    found = []
+    shared, chunks, found = tiny_config(), [], []
+    for _ in range(num_chunks):
+        chunks.append(MegatronModule(shared if has_one_config else tiny_config()))
+        chunks[-1].linear = torch.nn.Linear(8, 8)
+    chunks = wrap(chunks)
     for chunk in chunks:
         functions = get_model_config(chunk).no_sync_func
         # As the schedules take it: a list for several chunks, one function for one.
@@ -67,6 +68,7 @@ def _train_fused_layer() -> tuple[list[bool], bool, list[float]]:
     when it is wrapped; whether main_grad is this rank's fragment after the gradients were synced;
     and what is in it."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.module import MegatronModule
 
     from tests.support.te_stand_ins import Linear
 
@@ -75,7 +77,9 @@ def _train_fused_layer() -> tuple[list[bool], bool, list[float]]:
     torch.nn.Module.__init__(own)
     fused.is_fused = own.gradient_accumulation_fusion = True
     fused.own = own
-    chunk = _wrapped_chunks(1, True, fused, gradient_accumulation_fusion=True)[0]
+    model = MegatronModule(tiny_config(gradient_accumulation_fusion=True))
+    model.linear = fused
+    (chunk,) = wrap([model])
     chunk.zero_grad_buffer()
     chunk.module.forward = fused.forward
     chunk(torch.eye(8)).sum().backward()

@@ -5,13 +5,11 @@ tests/mcore/test_parity.py.
 """
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.sharding.topology import ShardSizes
 from scripts.testbed.megatron_runs import (
     BF16,
     MIXTURE_OF_EXPERTS,
@@ -19,29 +17,21 @@ from scripts.testbed.megatron_runs import (
     gpt_args,
     run_pretrain,
 )
+from tests.mcore.test_data_parallel import tiny_config, wrap
 from tests.support.engine import nested_sizes
 from tests.support.parity import size_flags
 from tests.support.world import on_ranks
 
 
-def _wrapped_linear(sizes: ShardSizes, **ddp_options: bool):
-    """A bf16 model of one layer, wrapped, whose sharding group is the world."""
-    from megatron.core.distributed import DistributedDataParallelConfig
+def _wrapped_linear(sizes: tuple[int, int, int], **ddp_options: bool):
+    """A bf16 model of one layer, wrapped."""
     from megatron.core.transformer.module import MegatronModule
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
-    from megatron_asynchzp.mcore.settings import Settings
 
     torch.manual_seed(1)
-    chunk = MegatronModule(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2))
+    chunk = MegatronModule(tiny_config())
     chunk.linear = torch.nn.Linear(8, 8)
     chunk.forward = lambda x: chunk.linear(x)
-    chunk.bfloat16()
-    world = dist.group.WORLD
-    groups = SimpleNamespace(dp_cp=world, tp=world, pp=world, expt_dp=world)
-    ddp_config = DistributedDataParallelConfig(**ddp_options)
-    return wrap_model_chunks([chunk], ddp_config, groups, Settings(sizes))
+    return wrap([chunk.bfloat16()], sizes, **ddp_options)
 
 
 # ---- replicas
@@ -51,7 +41,7 @@ def _agreement(sizes: tuple[int, int, int], changed: str | None) -> bool:
     """Whether replicas agree after one element of a state has changed on the last rank."""
     from megatron_asynchzp.mcore.whole_tensors import do_replicas_agree
 
-    (chunk,) = _wrapped_linear(ShardSizes(*sizes))
+    (chunk,) = _wrapped_linear(sizes)
     logging.getLogger("megatron_asynchzp").setLevel(logging.CRITICAL)
     if changed is not None and dist.get_rank() == dist.get_world_size() - 1:
         getattr(chunk.units[0], changed).storage[0] += 1
@@ -83,7 +73,7 @@ def _warnings_of_steps(is_asked: bool) -> list[list[str]]:
 
     rerun_state_machine.destroy_rerun_state_machine()
     rerun_state_machine.initialize_rerun_state_machine(mode=rerun_state_machine.RerunMode.DISABLED)
-    (chunk,) = _wrapped_linear(ShardSizes(1, 2, 2), check_for_large_grads=is_asked)
+    (chunk,) = _wrapped_linear((1, 2, 2), check_for_large_grads=is_asked)
     logged: list[list[str]] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged[-1].append(record.getMessage())
@@ -92,9 +82,8 @@ def _warnings_of_steps(is_asked: bool) -> list[list[str]]:
     for step in range(102):
         logged.append([])
         chunk.zero_grad_buffer()
-        (
-            chunk(torch.ones(2, 8, dtype=torch.bfloat16)) * (100 if step == 101 else 1)
-        ).sum().backward()
+        scale = 100 if step == 101 else 1
+        (chunk(torch.ones(2, 8, dtype=torch.bfloat16)) * scale).sum().backward()
         chunk.finish_grad_sync()
     logger.removeHandler(handler)
     chunk.communication.close()

@@ -82,7 +82,11 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--disable-bias-linear", "--dist-ckpt-strictness", "log_all"], "it was not refused"),
     (["--ckpt-step", "3"], "no such directory; the newest intact one is --ckpt-step 4"),
     (["--load", "nowhere", "--exit-on-missing-checkpoint"], "no checkpoint in nowhere"),
-    (["--lr-warmup-iters", "1"], "has another learning-rate schedule: "),
+    (
+        ["--lr-decay-iters", "200"],
+        "has another learning-rate schedule: total number of iterations is 800 there and 1600 in "
+        "this run; add --override-opt-param-scheduler",
+    ),
 ]
 
 
@@ -190,6 +194,19 @@ def _two_empty(folder: Path, tracker: str) -> tuple[Namespace, Choice]:
     (folder / TRACKER).write_text(tracker)
     args = Namespace(ckpt_step=None, exit_on_missing_checkpoint=False)
     return args, Choice(folder / NEWER)
+
+
+def test_a_load_folder_without_a_checkpoint_is_one_line_after_loading(tmp_path, capsys):
+    args = Namespace(
+        save=None,
+        load=str(tmp_path),
+        ckpt_step=None,
+        pretrained_checkpoint=None,
+        asynchzp_verify="full",
+    )
+    assert guard.guard_load_checkpoint(lambda: (0, 0), args, "load") == (0, 0)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"megatron_asynchzp: --load {tmp_path}: there is no checkpoint, ")
 
 
 def test_a_tracker_that_cannot_be_written_does_not_stop_the_load(tmp_path):

@@ -225,19 +225,6 @@ def test_the_default_arguments_of_validate_args_are_megatrons(unpatched):
     assert original.calls == [((args, stock.parameters["defaults"].default), {})]
 
 
-def test_validation_refuses_before_megatron_sees_the_arguments(unpatched):
-    from megatron.training import arguments
-
-    apply_patches(PATCHES)
-    parser = ArgumentParser(allow_abbrev=False)
-    arguments.add_megatron_arguments(parser)
-    # --skip-train without its other flags would end in one of Megatron's assertions.
-    args = parser.parse_args(["--use-asynchzp", "--skip-train"])
-    args.rank, args.world_size = 0, 1
-    with pytest.raises(ConfigurationError, match="--skip-train"):
-        arguments.validate_args(args)
-
-
 def test_what_the_cpu_cannot_do_is_one_line(monkeypatch):
     from megatron_asynchzp import cpu_platform
 

@@ -9,8 +9,8 @@ MUTANTS = [
         "dp-for-dp-x-cp",
         "states are sharded over data x context parallel ranks",
         "mcore/shard_groups.py",
-        'over("dp_cp", pg_collection.dp_cp, sizes)',
-        'over("dp_cp", pg_collection.dp, sizes)',
+        'over("dp_cp", pg_collection.dp_cp, settings.sizes)',
+        'over("dp_cp", pg_collection.dp, settings.sizes)',
         (
             "tests/mcore/test_context_parallel.py::"
             "test_states_are_sharded_over_data_and_context_parallel_ranks_as_in_stock"
