@@ -22,12 +22,16 @@ from scripts.report.records import replace
 from scripts.testbed import megatron_runs
 from scripts.testbed.machine import machine_record
 from scripts.testbed.megatron_flags import (
+    BF16,
+    FULL_RECOMPUTE,
+    MIXTURE_OF_EXPERTS,
     PIPELINE_PARALLEL,
     TENSOR_PARALLEL,
+    UNTIED,
     shape_flags,
     size_flags,
 )
-from scripts.testbed.megatron_runs import BF16, FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED, gpt_args
+from scripts.testbed.megatron_runs import gpt_args
 from scripts.testbed.memory import install_memory_count
 from scripts.testbed.ranks import run_ranks
 

@@ -16,8 +16,8 @@ from unittest import mock
 from megatron_asynchzp.comm.driver import Driver, Task
 from scripts.report.records import replace
 from scripts.testbed.machine import machine_record
-from scripts.testbed.megatron_flags import size_flags
-from scripts.testbed.megatron_runs import UNTIED, gpt_args, run_pretrain
+from scripts.testbed.megatron_flags import UNTIED, size_flags
+from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from scripts.testbed.ranks import run_ranks
 
 NUM_RANKS, STAGES, STEPS = 4, 2, 3

@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from scripts.testbed.megatron_flags import MEGATRON_FSDP, small_gpt
+from scripts.testbed.megatron_flags import small_gpt
 from scripts.testbed.tiny_gpt import BASE_SEED, LineDataset, seed_parameters
 
 # fmt: off
@@ -40,21 +40,6 @@ BASE_ARGS = [
     "--log-num-zeros-in-grad",
 ]
 # fmt: on
-# Without --overlap-grad-reduce stock HSDP gave wrong gradients behind the CPU platform (gradient
-# norm 0.675 instead of 0.943), so the oracle always has it.
-MEGATRON_HSDP = [*MEGATRON_FSDP, "--num-distributed-optimizer-instances", "2"]
-# fmt: off
-MIXTURE_OF_EXPERTS = ["--num-experts", "4", "--moe-token-dispatcher-type", "alltoall",
-                      "--moe-router-topk", "2", "--moe-router-load-balancing-type", "none",
-                      "--disable-bias-linear"]
-# fmt: on
-UNTIED = ["--untie-embeddings-and-output-weights"]
-# fmt: off
-FULL_RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform",
-                  "--recompute-num-layers", "1"]
-# fmt: on
-FP16 = ["--fp16", "--initial-loss-scale", "65536"]
-BF16 = ["--bf16"]
 
 
 def gpt_args(*more: str) -> list[str]:

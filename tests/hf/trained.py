@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from megatron_asynchzp.hf.megatron_arguments import command_line
-from scripts.testbed.megatron_runs import UNTIED, gpt_args, run_pretrain
+from scripts.testbed.megatron_flags import UNTIED
+from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from tests.hf.models import POSITIONS, VOCABULARY, shapes, tokens
 
 _SIZES = ["--vocab-size", str(VOCABULARY), "--make-vocab-size-divisible-by", "16"]

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-from scripts.testbed.megatron_flags import size_flags
-from scripts.testbed.megatron_runs import BF16, FP16, MIXTURE_OF_EXPERTS, UNTIED, gpt_args
+from scripts.testbed.megatron_flags import BF16, FP16, MIXTURE_OF_EXPERTS, UNTIED, size_flags
+from scripts.testbed.megatron_runs import gpt_args
 from scripts.testbed.memory import install_memory_count
 from tests.support.model_starts import StartMemory, differing, own_weights, start, whole_models
 from tests.support.world import on_ranks

@@ -3,7 +3,7 @@
 """States are sharded over data x context parallel ranks: with two of each, and three different
 sizes, a run prints the losses and gradient norms of stock DDP on the same ranks."""
 
-from scripts.testbed.megatron_runs import UNTIED
+from scripts.testbed.megatron_flags import UNTIED
 from tests.support.parity import Sizes, Variant, assert_equal_runs, compare
 from tests.support.world import on_ranks
 

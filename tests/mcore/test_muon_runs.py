@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.testbed.megatron_flags import size_flags
-from scripts.testbed.megatron_runs import BF16, MIXTURE_OF_EXPERTS, UNTIED, gpt_args, run_pretrain
+from scripts.testbed.megatron_flags import BF16, MIXTURE_OF_EXPERTS, UNTIED, size_flags
+from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from tests.mcore.checkpoint.test_resuming import check_moves, check_same_sizes
 from tests.mcore.test_parity import PIPELINE, TENSOR, TWO_EXPERT_RANKS
 from tests.support.checkpoints import Job

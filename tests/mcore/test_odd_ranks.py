@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from scripts.testbed.megatron_runs import FP16, gpt_args, run_pretrain
+from scripts.testbed.megatron_flags import FP16
+from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from scripts.testbed.ranks import RankFailure, run_ranks
 from tests.support.parity import size_flags
 from tests.support.world import is_torchrun, on_ranks

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from scripts.testbed.megatron_runs import FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED
+from scripts.testbed.megatron_flags import FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED
 from tests.support.engine import nested_sizes
 from tests.support.parity import KEEP, Variant, assert_equal_runs, compare
 from tests.support.shrunk_models import SHRUNK_MODELS, SHRUNK_MODELS_IN_PARALLEL

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron_asynchzp.schedule import SCHEDULES
-from scripts.testbed.megatron_runs import FULL_RECOMPUTE, run_pretrain
+from scripts.testbed.megatron_flags import FULL_RECOMPUTE
+from scripts.testbed.megatron_runs import run_pretrain
 from tests.mcore.test_parity import BF16, INTERLEAVED, PIPELINE, TWO_EXPERT_RANKS
 from tests.support.live_memory import live_nbytes
 from tests.support.parity import Sizes, Variant, size_flags

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.testbed.megatron_runs import BF16, MIXTURE_OF_EXPERTS, gpt_args, run_pretrain
+from scripts.testbed.megatron_flags import BF16, MIXTURE_OF_EXPERTS
+from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from tests.support.parity import size_flags
 from tests.support.world import on_ranks
 

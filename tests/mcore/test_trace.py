@@ -18,7 +18,8 @@ from megatron_asynchzp.mcore.flags.asynchzp import resolve_trace
 from megatron_asynchzp.schedule import SCHEDULES
 from megatron_asynchzp.tools.step_trace import read_trace
 from scripts.report.megatron_log import parse_log
-from scripts.testbed.megatron_runs import UNTIED, gpt_args, run_pretrain
+from scripts.testbed.megatron_flags import UNTIED
+from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from tests.support.world import on_ranks
 
 STEPS, MICRO_BATCHES = 5, 3

@@ -10,13 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.testbed.megatron_runs import (
-    BF16,
-    MIXTURE_OF_EXPERTS,
-    RunRecord,
-    gpt_args,
-    run_pretrain,
-)
+from scripts.testbed.megatron_flags import BF16, MIXTURE_OF_EXPERTS
+from scripts.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 from tests.mcore.test_data_parallel import tiny_config, wrap
 from tests.support.engine import nested_sizes
 from tests.support.parity import size_flags

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
 from scripts.testbed.contenders.fsdp2 import SHARDINGS, shard_fully
 from scripts.testbed.fabric.streams import host_waits, install_streams
-from scripts.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER
-from scripts.testbed.megatron_runs import MEGATRON_HSDP, MIXTURE_OF_EXPERTS, gpt_args, run_pretrain
+from scripts.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER, MEGATRON_HSDP, MIXTURE_OF_EXPERTS
+from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from scripts.testbed.profile import NetworkProfile
 from scripts.testbed.ranks import run_ranks
 from tests.support import engine

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from scripts.testbed.megatron_runs import MIXTURE_OF_EXPERTS, RunRecord, gpt_args, run_pretrain
+from scripts.testbed.megatron_flags import MIXTURE_OF_EXPERTS
+from scripts.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 from tests.support.selection import some_and_rest
 from tests.support.world import on_ranks
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron_asynchzp.errors import ConfigurationError
-from scripts.testbed.megatron_runs import FP16, RunRecord, run_pretrain
+from scripts.testbed.megatron_flags import FP16
+from scripts.testbed.megatron_runs import RunRecord, run_pretrain
 from tests.mcore.checkpoint.test_moments import ROUNDED
 from tests.support.checkpoints import (
     NUM_STEPS,

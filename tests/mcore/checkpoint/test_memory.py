@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_asynchzp.hf.export_model import export_model
 from megatron_asynchzp.hf.import_model import import_model
-from scripts.testbed.megatron_flags import size_flags
-from scripts.testbed.megatron_runs import BF16, UNTIED, gpt_args, run_pretrain
+from scripts.testbed.megatron_flags import BF16, UNTIED, size_flags
+from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from scripts.testbed.memory import install_memory_count
 from tests.support.model_starts import differing, start
 from tests.support.selection import slow_unless

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.testbed.megatron_runs import BF16
+from scripts.testbed.megatron_flags import BF16
 from tests.support.checkpoints import Job, find_differences, read_tensors
 from tests.support.world import on_ranks
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.testbed.megatron_runs import BF16, FP16, FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED
+from scripts.testbed.megatron_flags import BF16, FP16, FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED
 from tests.mcore.checkpoint.test_moments import ROUNDED
 from tests.mcore.test_parity import INTERLEAVED, PIPELINE, TENSOR, TWO_EXPERT_RANKS
 from tests.support.checkpoints import (
