@@ -26,8 +26,6 @@ COMMANDS = {
     "launch": Command("launch", "start", "train with torchrun and an unmodified Megatron script"),
     "dry-run": Command("launch", "dry_run", "the memory of each rank that launch would start"),
     "plan": Command("planning.plan", "main", "the fastest shard sizes for a model on a cluster"),
-    "plot": Command("tools.plot_timeline", "main", "a picture of traces (--asynchzp-trace)"),
-    "plot-pipeline": Command("tools.plot_pipeline", "main", "a picture of a pipeline's stages"),
     "hf": Command("hf.__main__", "main", "checkpoints to Hugging Face directories and back"),
     "inspect": Command("attention.inspect", "main", "whether a model needs PASA attention"),
 }

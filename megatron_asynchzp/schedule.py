@@ -31,7 +31,8 @@ class ScheduleConfig:
     timed_every: see Timeline.
     keep_params_nbytes, keep_grads_nbytes: so much more, on a rank, for parameters that stay
         gathered, and for gradients that are added up, from one micro-batch to a later one.
-    keeps_params_in_rest: for parameters also what the device has left after the first update.
+    keeps_params_in_free_memory: for parameters also what the device has left after the first
+        update.
     """
 
     kind: str = AUTO
@@ -43,7 +44,7 @@ class ScheduleConfig:
     timed_every: int = 10
     keep_params_nbytes: int = 0
     keep_grads_nbytes: int = 0
-    keeps_params_in_rest: bool = False
+    keeps_params_in_free_memory: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in (AUTO, *SCHEDULES):

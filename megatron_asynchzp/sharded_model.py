@@ -83,7 +83,7 @@ def _find_shared_params(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]
 
 
 @dataclass(frozen=True)
-class _Part:
+class _HeldFragment:
     """What this rank holds of one parameter.
 
     held: its elements, of the row-major parameter; values: 1-D, these elements of the fp32 main
@@ -101,7 +101,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _TrainedPart(_Part):
+class _TrainedFragment(_HeldFragment):
     """param: `values` for the optimizer; grad: its gradient, 1-D fp32; is_counted: whether sums
     over the ranks take this part from this rank, not from a replica of it."""
 
@@ -110,19 +110,21 @@ class _TrainedPart(_Part):
     is_counted: bool
 
 
-def _parts_of(unit: HZPUnit) -> Iterator[_Part]:
+def _fragments_of(unit: HZPUnit) -> Iterator[_HeldFragment]:
     buffer = unit.main_param if unit.is_trained else unit.model_param
     values = buffer.fragment_views()
     for index, piece in enumerate(unit.layout.slices):
         held = piece.range.intersect(buffer.range)
         held = held.within(piece.range) if held.numel else Range(0, 0)
         if not unit.is_trained:
-            yield _Part(piece.name, piece.shape, held, values[index])
+            yield _HeldFragment(piece.name, piece.shape, held, values[index])
             continue
         param, grad = nn.Parameter(values[index]), unit.main_grad_fragments()[index]
         param.grad = grad
         is_counted = unit.groups.topology.replica_index == 0
-        yield _TrainedPart(piece.name, piece.shape, held, values[index], param, grad, is_counted)
+        yield _TrainedFragment(
+            piece.name, piece.shape, held, values[index], param, grad, is_counted
+        )
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -157,8 +159,8 @@ class ShardedModel:
     ):
         self.model, self.runtime = model, runtime
         self._group = group
-        self._parts = [part for unit in runtime.units for part in _parts_of(unit)]
-        self._trained = [part for part in self._parts if isinstance(part, _TrainedPart)]
+        self._parts = [part for unit in runtime.units for part in _fragments_of(unit)]
+        self._trained = [part for part in self._parts if isinstance(part, _TrainedFragment)]
         self.optimizer = new_optimizer([(part.name, part.param) for part in self._trained])
         self._is_synced = False
 
@@ -236,9 +238,9 @@ class ShardedModel:
 
         model.NAME: the parameter, in fp32 if trained, or a persistent buffer, as the first rank has
         it; optim.NAME.KEY: the optimizer's state of a parameter; param_groups: the optimizer's
-        settings; grad_record: see Stays. Nothing is gathered, and hardly anything copied: save
-        before the next step. It can be loaded into other sizes and numbers of ranks. An optimizer
-        that has not stepped yet gets zeros for its state, and gradients are forgotten.
+        settings; grad_record: see KeepBudgets. Nothing is gathered, and hardly anything copied:
+        save before the next step. It can be loaded into other sizes and numbers of ranks. An
+        optimizer that has not stepped yet gets zeros for its state, and gradients are forgotten.
         """
         self.runtime.settle()
         self._create_optimizer_state()
@@ -258,7 +260,7 @@ class ShardedModel:
             whole = ShardedState(buffer.shape, Range(0, buffer.numel()), values)
             whole.is_written = is_first
             state[f"model.{name}"] = whole
-        state["grad_record"] = self.runtime.stays.grad_record()
+        state["grad_record"] = self.runtime.budgets.grad_record()
         state["param_groups"] = [
             {key: value for key, value in group.items() if key not in ("params", "param_names")}
             for group in self.optimizer.param_groups
@@ -279,7 +281,7 @@ class ShardedModel:
                     own[key] = state[f"optim.{part.name}.{key}"]
         for name, buffer in _saved_buffers(self.model):
             buffer.copy_(state[f"model.{name}"].values.view(buffer.shape))
-        self.runtime.stays.expect_grads(state["grad_record"], self.runtime.units)
+        self.runtime.budgets.expect_grads(state["grad_record"], self.runtime.units)
         self.runtime.sync_params()
         self.runtime.settle()
 

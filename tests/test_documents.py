@@ -137,7 +137,7 @@ def test_what_a_document_names_exists(missing):
         (missing_files, "`zero/unit.py`, `unit.py`, `zero/`, `tests/`", "`zero/gone.py`"),
         (missing_files, "```sh\nscripts/test.sh x\n```", "```sh\nscripts/gone.sh x\n```"),
         (missing_flags, "`--asynchzp-trace`, `--asynchzp-*`", "`--asynchzp-traces FILE`"),
-        (missing_commands, "`asynchzp plot FILE`; asynchzp is", "`asynchzp draw FILE`"),
+        (missing_commands, "`asynchzp inspect FILE`; asynchzp is", "`asynchzp draw FILE`"),
         (missing_modules, "`python -m scripts.bench.compare`", "`python -m scripts.bench.gone`"),
         (missing_options, "`-m scripts.testbed --nodes`", "`-m scripts.testbed --node`"),
         (missing_options, "`asynchzp plan --rows 3 -- --x`", "`asynchzp plan --row 3 -- --x`"),

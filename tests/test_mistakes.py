@@ -137,7 +137,6 @@ MISTAKES = {
     "an empty index": (uses("--data-path 1.0 empty"), "empty.idx is empty"),
     "a foreign index": (uses("--data-path foreign"), "foreign.idx is not the index"),
     "a dataset without tokens": (uses("--data-path hollow"), "hollow.bin is empty"),
-    "a picture of no trace": ("plot file --output t.png", "file: not a trace of a step"),
     "a capture that is none": ("inspect file", "file"),
 }
 # fmt: on

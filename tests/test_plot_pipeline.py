@@ -7,9 +7,9 @@ import json
 import pytest
 
 from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, WAIT, Span, chrome_trace
-from megatron_asynchzp.tools import plot_pipeline
-from megatron_asynchzp.tools.plot_pipeline import chunk_of, idle_share, phases
-from megatron_asynchzp.tools.step_trace import read_trace
+from scripts.report import plot_pipeline
+from scripts.report.plot_pipeline import chunk_of, idle_share, phases
+from scripts.report.step_trace import read_trace
 
 F0, B0 = "forward decoder.layers.0", "backward decoder.layers.0"
 F1, B1 = "forward chunk1.decoder.layers.0", "backward chunk1.decoder.layers.0"

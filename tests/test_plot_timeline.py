@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from megatron_asynchzp.comm import timeline
 from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, WAIT, Span, chrome_trace
-from megatron_asynchzp.tools import plot_timeline
-from megatron_asynchzp.tools.plot_timeline import COLOURS, make_figure
-from megatron_asynchzp.tools.step_trace import number_batches, read_trace, split_leaves
+from scripts.report import plot_timeline
+from scripts.report.plot_timeline import COLOURS, make_figure
+from scripts.report.step_trace import number_batches, read_trace, split_leaves
 
 LAYERS = [f"decoder.layers.{i}" for i in range(3)]
 

@@ -14,7 +14,11 @@ from megatron_asynchzp.checkpoint_files.manifest import MANIFEST, read_manifest
 from megatron_asynchzp.checkpoint_files.other_format import is_of_format_torch
 from megatron_asynchzp.checkpoint_files.peers import Alone, Peers, on_first
 from megatron_asynchzp.checkpoint_files.small_files import replace_file
-from megatron_asynchzp.checkpoint_files.verification import INTERRUPTED, Depth, check_checkpoint
+from megatron_asynchzp.checkpoint_files.verification import (
+    INTERRUPTED,
+    VerifyLevel,
+    check_checkpoint,
+)
 from megatron_asynchzp.errors import ConfigurationError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -116,7 +120,7 @@ def choose_checkpoint(
     load_dir: Path | str,
     wanted_step: int | None = None,
     peers: Peers | None = None,
-    depth: Depth = Depth.FULL,
+    level: VerifyLevel = VerifyLevel.FULL,
 ) -> Choice | None:
     """The newest complete and intact checkpoint; None where there has never been one.
 
@@ -131,10 +135,10 @@ def choose_checkpoint(
     except OSError as error:
         raise ConfigurationError(f"--load {load_dir}: {error.strerror}") from None
     if wanted_step is not None:
-        return _choose_step(load_dir, wanted_step, listing, peers, depth)
+        return _choose_step(load_dir, wanted_step, listing, peers, level)
     faults: dict[str, str] = {}
     for name in listing.candidates:
-        fault = _find_fault(load_dir / name, peers, depth)
+        fault = _find_fault(load_dir / name, peers, level)
         if fault is None:
             newer = [one for one in listing.unfinished if _number(one) > _number(name)]
             skipped = faults | dict.fromkeys(newer, INTERRUPTED)
@@ -154,10 +158,10 @@ def choose_checkpoint(
 
 
 def _choose_step(
-    load_dir: Path, step: int, listing: _Listing, peers: Peers, depth: Depth
+    load_dir: Path, step: int, listing: _Listing, peers: Peers, level: VerifyLevel
 ) -> Choice:
     def find_fault(name: str) -> str | None:
-        return _find_fault(load_dir / name, peers, depth)
+        return _find_fault(load_dir / name, peers, level)
 
     name = f"iter_{step:07d}"
     fault = INTERRUPTED if name in listing.unfinished else "there is no such directory"
@@ -171,9 +175,9 @@ def _choose_step(
     raise ConfigurationError(f"--ckpt-step {step}: {load_dir / name}: {fault}; {remedy}")
 
 
-def _find_fault(iteration_dir: Path, peers: Peers, depth: Depth) -> str | None:
+def _find_fault(iteration_dir: Path, peers: Peers, level: VerifyLevel) -> str | None:
     try:
-        check_checkpoint(iteration_dir, peers, depth)
+        check_checkpoint(iteration_dir, peers, level)
     except Damage as damage:
         return one_line(damage)
     return None

@@ -36,7 +36,7 @@ _BUFFER_NBYTES = 1 << 16
 _COMMON = "common.pt"  # what older versions of Megatron keep beside the data files
 
 
-class Depth(enum.StrEnum):
+class VerifyLevel(enum.StrEnum):
     """What is read of data files: the zip directories alone, also the records that hold no
     tensor's elements, or all records."""
 
@@ -45,7 +45,7 @@ class Depth(enum.StrEnum):
     FULL = "full"
 
     def reads(self, record: Record) -> bool:
-        return self is Depth.FULL or (self is Depth.OBJECTS and not record.is_storage)
+        return self is VerifyLevel.FULL or (self is VerifyLevel.OBJECTS and not record.is_storage)
 
 
 class DataFile(NamedTuple):
@@ -57,12 +57,12 @@ class DataFile(NamedTuple):
     items: Items | None = None
 
 
-def check_checkpoint(iteration_dir: Path, peers: Peers, depth: Depth) -> None:
+def check_checkpoint(iteration_dir: Path, peers: Peers, level: VerifyLevel) -> None:
     """Judge all files of a checkpoint; each rank reads a share of the data files. Collective.
     Raises Damage, on all ranks, with the first thing that is wrong."""
     files = on_first(peers, lambda: _data_files(iteration_dir))
     mine = files[peers.rank :: peers.size]
-    on_each(peers, lambda: [_check_file(iteration_dir, file, depth) for file in mine])
+    on_each(peers, lambda: [_check_file(iteration_dir, file, level) for file in mine])
 
 
 @contextmanager
@@ -119,15 +119,15 @@ def _check_config(iteration_dir: Path) -> None:
             raise Damage("it is not the one of a torch_dist checkpoint")
 
 
-def _check_file(iteration_dir: Path, wanted: DataFile, depth: Depth) -> None:
+def _check_file(iteration_dir: Path, wanted: DataFile, level: VerifyLevel) -> None:
     with _judging(wanted.name), open(iteration_dir / wanted.name, "rb", _BUFFER_NBYTES) as file:
         archives = read_archives(file)
         if wanted.seal is not None and wanted.seal != seal_of(archives):
             raise Damage("it is not the file that was saved")
         if wanted.items is not None:
             _compare(archives, wanted.items)
-        if depth is not Depth.STRUCTURE:
-            check_records(file, archives, depth.reads)
+        if level is not VerifyLevel.STRUCTURE:
+            check_records(file, archives, level.reads)
 
 
 def _compare(archives: list[Archive], items: Items) -> None:

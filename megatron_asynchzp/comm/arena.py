@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_asynchzp.sharding.spans import Span, Spans, overlap
+from megatron_asynchzp.sharding.memory_map import Extent, MemoryMap, overlap
 
 _VIEW_CHECKS, _VIEW_CHECK_PAUSE_S = 5, 0.002
 
@@ -16,17 +16,17 @@ _VIEW_CHECKS, _VIEW_CHECK_PAUSE_S = 5, 0.002
 class Place:
     """A part of an arena that one user at a time holds.
 
-    span: its addresses in the arena.
+    extent: its addresses in the arena.
     storage: 1-D tensor over it, with a torch storage of its own, so that tensors which view this
         place can be counted.
-    is_apart: the memory is not the arena's.
+    is_outside: the memory is not the arena's.
     ready: events that the next writer's stream must wait for.
 
     Views of the storage are made once per user layout: making them costs more than using them.
     """
 
-    def __init__(self, span: Span, storage: torch.Tensor, is_apart: bool = False):
-        self.span, self.storage, self.is_apart = span, storage, is_apart
+    def __init__(self, extent: Extent, storage: torch.Tensor, is_outside: bool = False):
+        self.extent, self.storage, self.is_outside = extent, storage, is_outside
         self.ready: Sequence[Any] = ()
         self._views: dict[str, list[torch.Tensor]] = {}
         self._num_owners = self._count_owners()
@@ -57,7 +57,7 @@ class Place:
         return True
 
 
-class Arena(Spans[Any]):
+class Arena(MemoryMap[Any]):
     """One allocation in which users of any size and dtype hold places; who gets which is decided by
     the spans. The main thread alone calls.
 
@@ -69,59 +69,64 @@ class Arena(Spans[Any]):
 
     def __init__(self, nbytes: int, device: torch.device, record_event: Callable[[], Any]):
         self._device, self._record_event = device, record_event
-        self._memory: dict[Span, torch.Tensor] = {}
+        self._memory: dict[Extent, torch.Tensor] = {}
         self._known: dict[tuple[int, Hashable], Place] = {}
         super().__init__(nbytes)
 
     # ---- places
 
     def place_at(
-        self, span: Span, kind: Hashable, numel: int, dtype: torch.dtype, is_apart: bool = False
+        self,
+        extent: Extent,
+        kind: Hashable,
+        numel: int,
+        dtype: torch.dtype,
+        is_outside: bool = False,
     ) -> Place:
-        """The place of `numel` elements over `span`, which the caller holds.
+        """The place of `numel` elements over `extent`, which the caller holds.
 
         kind: equal for users of the same numel and dtype.
-        is_apart: with new memory, although the arena's is taken all the same.
+        is_outside: with new memory, although the arena's is taken all the same.
         """
-        if is_apart:
+        if is_outside:
             apart = torch.empty(numel, dtype=dtype, device=self._device)
-            place = Place(span, apart, is_apart=True)
+            place = Place(extent, apart, is_outside=True)
             place.ready = (self._record_event(),)
             return place
-        place = self._known.get((span[0], kind))
+        place = self._known.get((extent[0], kind))
         if place is None:
-            place = self._known[span[0], kind] = Place(span, self._storage(span, dtype))
-        place.ready = self.hand_over(span)
+            place = self._known[extent[0], kind] = Place(extent, self._storage(extent, dtype))
+        place.ready = self.hand_over(extent)
         return place
 
-    def _storage(self, span: Span, dtype: torch.dtype) -> torch.Tensor:
+    def _storage(self, extent: Extent, dtype: torch.dtype) -> torch.Tensor:
         # Not a view: the tensors that view this place would count as views of all others.
-        return torch.from_dlpack(self.bytes_at(span).view(dtype))
+        return torch.from_dlpack(self.bytes_at(extent).view(dtype))
 
-    def bytes_at(self, span: Span) -> torch.Tensor:
-        """The memory of `span`: 1-D, uint8."""
-        region = next(region for region in self._memory if region[0] <= span[0] < region[1])
-        return self._memory[region][span[0] - region[0] : span[1] - region[0]]
+    def bytes_at(self, extent: Extent) -> torch.Tensor:
+        """The memory of `extent`: 1-D, uint8."""
+        region = next(region for region in self._memory if region[0] <= extent[0] < region[1])
+        return self._memory[region][extent[0] - region[0] : extent[1] - region[0]]
 
     # ---- memory
 
-    def grow(self, nbytes: int) -> Span:
+    def grow(self, nbytes: int) -> Extent:
         region = super().grow(nbytes)
         self._allocate(region)
         return region
 
-    def _allocate(self, region: Span) -> None:
+    def _allocate(self, region: Extent) -> None:
         nbytes = region[1] - region[0]
         self._memory[region] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         # What used this memory before may still run on the current stream.
         if (event := self._record_event()) is not None:
             self.note_user(region, event)
 
-    def leave(self, place: Place) -> None:
+    def abandon(self, place: Place) -> None:
         """Leave the memory around `place` to the tensors that still view it, and take new one."""
-        region = next(region for region in self._memory if overlap(region, place.span))
+        region = next(region for region in self._memory if overlap(region, place.extent))
         self._known = {
-            key: known for key, known in self._known.items() if not overlap(known.span, region)
+            key: known for key, known in self._known.items() if not overlap(known.extent, region)
         }
         self._allocate(region)
 

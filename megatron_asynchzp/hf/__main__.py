@@ -97,7 +97,7 @@ def _require(*modules: str) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
-    from megatron_asynchzp.checkpoint_files.verification import Depth
+    from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
     from megatron_asynchzp.hf.export_model import export_model
 
     shape = export_model(
@@ -106,7 +106,7 @@ def _export(args: argparse.Namespace) -> None:
         step=args.ckpt_step,
         dtype=_dtype(args.dtype),
         vocab_size=args.vocab_size,
-        depth=Depth(args.verify),
+        level=VerifyLevel(args.verify),
         max_file_nbytes=int(args.max_file_gb * 10**9),
         progress=show_progress,
     )

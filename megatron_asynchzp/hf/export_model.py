@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_asynchzp.checkpoint_files.verification import Depth
+from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.config import write_config
 from megatron_asynchzp.hf.mapping import OTHER_KEYS, TensorRule, rules_of
@@ -32,7 +32,7 @@ def export_model(
     step: int | None = None,
     dtype: torch.dtype | None = None,
     vocab_size: int | None = None,
-    depth: Depth = Depth.FULL,
+    level: VerifyLevel = VerifyLevel.FULL,
     max_file_nbytes: int = MAX_FILE_NBYTES,
     progress: Progress = no_progress,
 ) -> ModelShape:
@@ -40,7 +40,7 @@ def export_model(
 
     load: Megatron's --load folder.
     step: its iteration, by default the newest that is intact.
-    depth: what of its data is read to judge that.
+    level: what of its data is read to judge that.
     dtype: cast to it; by default every tensor keeps its own.
     vocab_size: rows of the embedding that are no padding, needed where the checkpoint lacks it.
 
@@ -48,7 +48,7 @@ def export_model(
     map and for an `output` that is not empty; then nothing is written.
     """
     refuse_occupied(output)
-    checkpoint = find_checkpoint(load, step, depth)
+    checkpoint = find_checkpoint(load, step, level)
     shape = read_arguments(read_arguments_of(checkpoint), vocab_size)
     reader = TensorReader(checkpoint)
     keys = _match_keys(reader, shape)

@@ -37,18 +37,20 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
-from megatron_asynchzp.checkpoint_files.verification import Depth
+from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
 from megatron_asynchzp.errors import ConfigurationError
 
 
-def find_checkpoint(folder: Path, step: int | None = None, depth: Depth = Depth.FULL) -> Path:
+def find_checkpoint(
+    folder: Path, step: int | None = None, level: VerifyLevel = VerifyLevel.FULL
+) -> Path:
     """The checkpoint of `step`, or the one that training would start from, below Megatron's --load
     folder. Warns of the newer ones that it skips.
 
     Raises ConfigurationError where there is none that is intact and in the format torch_dist.
     """
     try:
-        choice = choose_checkpoint(folder, step, depth=depth)
+        choice = choose_checkpoint(folder, step, level=level)
     except ConfigurationError as error:
         raise ConfigurationError(str(error)) from None
     if choice is None:

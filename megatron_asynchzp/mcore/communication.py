@@ -21,11 +21,11 @@ from megatron_asynchzp.device import Device
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import TraceRequest
 from megatron_asynchzp.mcore.process.interrupts import watch_interrupts
-from megatron_asynchzp.mcore.process.last_line import EXIT_FAILURE, LastLine, leave
+from megatron_asynchzp.mcore.process.last_line import EXIT_FAILURE, LastLine, end_process
 from megatron_asynchzp.mcore.process.stop_signal import StopSignal
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.step import Stays
+from megatron_asynchzp.zero.step import KeepBudgets
 
 
 class CommReport(NamedTuple):
@@ -48,7 +48,7 @@ class Communication:
     _open: ClassVar[weakref.WeakSet["Communication"]] = weakref.WeakSet()
 
     def __init__(self, schedule: ScheduleConfig, device: Device, trace: TraceRequest | None = None):
-        if schedule.keeps_params_in_rest and device.left_nbytes() is None:
+        if schedule.keeps_params_in_free_memory and device.left_nbytes() is None:
             raise ConfigurationError(
                 "--asynchzp-keep-params-gb auto: a CPU cannot tell what a rank may still take; "
                 "give GiB"
@@ -60,7 +60,7 @@ class Communication:
         self.driver = start_driver(schedule, device, self.last_line.watch_main)
         self.stop_signal = StopSignal(device, schedule.time_limit_s)
         self.runtimes: list[HZPRuntime] = []
-        self.stays = Stays()
+        self.budgets = KeepBudgets()
         self._reported_step, self._reported = 0, Counter[str]()
         # A model that is dropped takes its threads with it.
         self._end = weakref.finalize(self, _end_quietly, self.runtimes, self.driver)
@@ -106,27 +106,27 @@ class Communication:
         """Of the memory for parameters and gradients in flight, which is allocated once."""
         return sum(sum(runtime.in_flight_nbytes().values()) for runtime in self.runtimes)
 
-    def keep_what_is_left(self) -> None:
+    def take_free_memory(self) -> None:
         """After the first update, when all that a step needs was allocated: with
         --asynchzp-keep-params-gb auto the rest of the device keeps parameters. Collective."""
-        if self.stays.params is not None and self.stays.params.takes_rest:
-            self.stays.params.take_rest(self.driver.device.left_nbytes() or 0)
+        if self.budgets.params is not None and self.budgets.params.takes_free_memory:
+            self.budgets.params.take_free_memory(self.driver.device.left_nbytes() or 0)
 
     def kept(self) -> dict[str, tuple[int, int]]:
         """What the last step saved by keeping it in memory: "gathers", "reductions", each with how
         many and the most bytes that were kept for it. Only what has a budget."""
-        params = None if self.stays.params is None else self.stays.params.residency
+        params = None if self.budgets.params is None else self.budgets.params.residency
         return {
             what: (residency.num_found, residency.planned_nbytes)
-            for what, residency in (("gathers", params), ("reductions", self.stays.grads))
+            for what, residency in (("gathers", params), ("reductions", self.budgets.grads))
             if residency is not None
         }
 
     def grad_records(self, pipeline: dist.ProcessGroup) -> list[list[str]]:
         """What decides which gradients the next step keeps, for a checkpoint: of each stage of
-        `pipeline`, see Stays.grad_record. Collective where there is a budget."""
-        mine = self.stays.grad_record()
-        if self.stays.grads is None:
+        `pipeline`, see KeepBudgets.grad_record. Collective where there is a budget."""
+        mine = self.budgets.grad_record()
+        if self.budgets.grads is None:
             return []
         records: list[Any] = [mine] * pipeline.size()
         dist.all_gather_object(records, mine, group=pipeline)
@@ -136,7 +136,7 @@ class Communication:
         """Go on from the grad_records of a checkpoint; those of another pipeline are left alone."""
         if len(records) == pipeline.size():
             units = [unit for runtime in self.runtimes for unit in runtime.units]
-            self.stays.expect_grads(records[pipeline.rank()], units)
+            self.budgets.expect_grads(records[pipeline.rank()], units)
 
     def describe_position(self) -> str:
         """Where training is, for an error that Megatron or the script raised."""
@@ -211,4 +211,4 @@ def _close_at_exit(reference: "weakref.ref[Communication]") -> None:
         communication.close()
     except Exception as failure:
         communication.last_line.print(str(failure))
-        leave(EXIT_FAILURE)
+        end_process(EXIT_FAILURE)

@@ -29,7 +29,7 @@ from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_ke
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.params import refuse_params
-from megatron_asynchzp.zero.step import Stays
+from megatron_asynchzp.zero.step import KeepBudgets
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -91,7 +91,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
                 grad_scale,
                 construction,
                 config.gradient_accumulation_fusion,
-                communication.stays,
+                communication.budgets,
             )
         except ConfigurationError as error:
             raise ConfigurationError(f"--asynchzp-memory-in-flight-gb: {error}") from error
@@ -230,7 +230,7 @@ def wrap_model_chunks(
         groups = create_shard_groups(settings, pg_collection, has_experts) | groups
     schedule, device = settings.schedule, params[0].device
     communication = Communication(schedule, device_of(params[0]), settings.trace)
-    communication.stays = Stays.of(schedule, communication.driver, device)
+    communication.budgets = KeepBudgets.of(schedule, communication.driver, device)
     # From an accelerator Megatron's writer makes copies by itself.
     takes_snapshots = settings.saves_beside_training and device.type == "cpu"
     if construction is not None:
@@ -240,7 +240,7 @@ def wrap_model_chunks(
             if construction is None or not construction.holds(param):
                 broadcast_from_first_rank(param, pg_collection)
     shared = ddp_config, pg_collection, groups, communication, takes_snapshots, construction
-    wrapped = [
+    wrapped: list[Any] = [
         AsyncHZPDataParallel(chunk, index, *shared) for index, chunk in enumerate(model_chunks)
     ]
     if construction is not None:

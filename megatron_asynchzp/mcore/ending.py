@@ -17,7 +17,7 @@ from megatron_asynchzp.mcore.process.last_line import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
     LastLine,
-    leave,
+    end_process,
 )
 from megatron_asynchzp.mcore.process.refusal import obey_sigterm, report
 
@@ -55,7 +55,7 @@ def end_training(error: BaseException) -> None:
         text, status = _describe_foreign(error, communication), EXIT_FAILURE
     last_line = communication.last_line if communication is not None else LastLine()
     last_line.print(text)
-    leave(status)
+    end_process(status)
 
 
 def _describe_foreign(error: BaseException, communication: Communication) -> str:

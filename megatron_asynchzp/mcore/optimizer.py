@@ -140,7 +140,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         chunk.communication.stop_signal.share(chunk.units[0].device)
 
     def _copy_main_params_to_model_params(self) -> None:
-        self.model_chunks[0].communication.keep_what_is_left()
+        self.model_chunks[0].communication.take_free_memory()
         for chunk in self.model_chunks:
             chunk.runtime.sync_params()
 

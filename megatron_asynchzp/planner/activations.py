@@ -102,107 +102,117 @@ class Setting:
         return self.outside * self.model.hidden * self.model.itemsize
 
 
-def norm_nbytes(width: float, tokens: float, of: Setting) -> float:
+def norm_nbytes(width: float, tokens: float, setting: Setting) -> float:
     """Without its output, which the next projection keeps. torch's RMSNorm computes in fp32 and
     keeps its input and the normalized input in it; LayerNorm keeps its input and two numbers a
     token."""
-    if of.model.norm_numel == 1 and not of.kernels.is_fused:
-        copies = 2 if of.model.itemsize != _FP32 else 1
-        kept_input = of.model.itemsize if of.model.itemsize == _FP32 else 0
+    if setting.model.norm_numel == 1 and not setting.kernels.is_fused:
+        copies = 2 if setting.model.itemsize != _FP32 else 1
+        kept_input = setting.model.itemsize if setting.model.itemsize == _FP32 else 0
         return tokens * (width * (copies * _FP32 + kept_input) + _FP32)
-    return tokens * (width * of.model.itemsize + of.model.norm_numel * of.model.itemsize)
+    return tokens * (
+        width * setting.model.itemsize + setting.model.norm_numel * setting.model.itemsize
+    )
 
 
-def _rope_nbytes(rotated: float, of: Setting) -> float:
+def _rope_nbytes(rotated: float, setting: Setting) -> float:
     """Sine and cosine, once for queries and once for keys."""
-    if not of.kernels.has_rope or of.kernels.is_fused:
+    if not setting.kernels.has_rope or setting.kernels.is_fused:
         return 0.0
-    return 4 * of.batch.seq_length * rotated * of.model.itemsize
+    return 4 * setting.batch.seq_length * rotated * setting.model.itemsize
 
 
 # ---- attention
 
 
-def _core_nbytes(heads: float, queries: float, values: float, kept: float, of: Setting) -> float:
+def _core_nbytes(
+    heads: float, queries: float, values: float, kept: float, setting: Setting
+) -> float:
     """Of the core attention. queries, values: channels of all heads of a rank; kept: channels of
     queries, keys and values that the projections made, of which the core keeps some as they are."""
-    token_nbytes = of.tokens * of.model.itemsize
-    match of.kernels.core:
+    token_nbytes = setting.tokens * setting.model.itemsize
+    match setting.kernels.core:
         case "flash":
             # Queries, keys, values; the output is what the next projection keeps.
-            return token_nbytes * kept + _FP32 * of.tokens * heads
+            return token_nbytes * kept + _FP32 * setting.tokens * heads
         case "pasa" if queries != values:  # torch computes such heads in fp32, with all pairs
-            return _FP32 * (of.tokens * (2 * queries + values) + of.pairs * heads)
+            return _FP32 * (setting.tokens * (2 * queries + values) + setting.pairs * heads)
         case "pasa":  # rotated queries, shifted keys, values as projected
-            channels = kept + queries * (1 + of.kernels.has_rope)
-            return token_nbytes * channels + _FP32 * of.tokens * heads
+            channels = kept + queries * (1 + setting.kernels.has_rope)
+            return token_nbytes * channels + _FP32 * setting.tokens * heads
         case _:
-            return token_nbytes * kept + _scores_nbytes(heads, of)
+            return token_nbytes * kept + _scores_nbytes(heads, setting)
 
 
-def _scores_nbytes(heads: float, of: Setting) -> float:
+def _scores_nbytes(heads: float, setting: Setting) -> float:
     """The softmax, once in the dtype it was computed in and once for the product with the values
     where that differs; the dropped softmax and its mask; which keys are hidden."""
-    size, per_pair = of.model.itemsize, float(of.model.itemsize)
-    if of.kernels.is_softmax_fp32 and size != _FP32:
+    size, per_pair = setting.model.itemsize, float(setting.model.itemsize)
+    if setting.kernels.is_softmax_fp32 and size != _FP32:
         per_pair += _FP32
-    if of.kernels.attention_dropout:
-        per_pair += size + of.mask_itemsize
-    return of.pairs * heads * per_pair + of.batch.seq_length**2
+    if setting.kernels.attention_dropout:
+        per_pair += size + setting.mask_itemsize
+    return setting.pairs * heads * per_pair + setting.batch.seq_length**2
 
 
-def _attention_nbytes(part: Attention, of: Setting) -> float:
-    tp, size = of.parallel.tp, of.model.itemsize
+def _attention_nbytes(part: Attention, setting: Setting) -> float:
+    tp, size = setting.parallel.tp, setting.model.itemsize
     width = part.num_heads * part.head_dim / tp
     kv = part.num_groups * part.head_dim / tp
     mixed = width + 2 * kv
     heads = part.num_heads / tp
     is_grouped = part.num_groups != part.num_heads
-    match of.kernels.core:
+    match setting.kernels.core:
         case "scores" if is_grouped:  # keys and values repeated for every head
             kept = 3 * width
         case "scores":  # values are a part of the projection's output, which stays whole
-            kept = mixed + (2 * width if of.kernels.has_rope else 0)
+            kept = mixed + (2 * width if setting.kernels.has_rope else 0)
         case _:
             kept = mixed
-    nbytes = of.outside * of.model.hidden * size + of.tokens * width * size  # the projections'
-    if of.recompute.has("core_attn"):
-        inputs = mixed if of.kernels.is_fused or not of.kernels.has_rope else mixed + width + kv
-        nbytes += of.tokens * inputs * size
+    nbytes = (
+        setting.outside * setting.model.hidden * size + setting.tokens * width * size
+    )  # the projections'
+    if setting.recompute.has("core_attn"):
+        inputs = (
+            mixed
+            if setting.kernels.is_fused or not setting.kernels.has_rope
+            else mixed + width + kv
+        )
+        nbytes += setting.tokens * inputs * size
     else:
-        nbytes += _core_nbytes(heads, width, width, kept, of)
+        nbytes += _core_nbytes(heads, width, width, kept, setting)
     if part.has_qk_norm:
-        nbytes += norm_nbytes(width + kv, of.tokens, of)
-    return nbytes + _rope_nbytes(part.head_dim, of)
+        nbytes += norm_nbytes(width + kv, setting.tokens, setting)
+    return nbytes + _rope_nbytes(part.head_dim, setting)
 
 
-def _latent_nbytes(part: LatentAttention, of: Setting) -> float:
-    tp, size = of.parallel.tp, of.model.itemsize
+def _latent_nbytes(part: LatentAttention, setting: Setting) -> float:
+    tp, size = setting.parallel.tp, setting.model.itemsize
     heads = part.num_heads / tp
     queries, values = heads * (part.qk_dim + part.rope_dim), heads * part.v_dim
     compressed = part.q_rank + part.kv_rank + part.rope_dim
-    nbytes = of.outside * of.model.hidden * size  # the first projections
-    nbytes += of.tokens * (compressed + values) * size  # the second ones and the last
+    nbytes = setting.outside * setting.model.hidden * size  # the first projections
+    nbytes += setting.tokens * (compressed + values) * size  # the second ones and the last
     if part.has_qk_norm:
-        nbytes += norm_nbytes(part.q_rank + part.kv_rank, of.tokens, of)
+        nbytes += norm_nbytes(part.q_rank + part.kv_rank, setting.tokens, setting)
     kept = 2 * queries + values
-    if of.recompute.has("mla_up_proj"):
+    if setting.recompute.has("mla_up_proj"):
         kept = 0.0
-    if of.recompute.has("core_attn"):
-        nbytes += of.tokens * kept * size
+    if setting.recompute.has("core_attn"):
+        nbytes += setting.tokens * kept * size
     else:
-        nbytes += _core_nbytes(heads, queries, values, kept, of)
-    return nbytes + _rope_nbytes(part.rope_dim, of)
+        nbytes += _core_nbytes(heads, queries, values, kept, setting)
+    return nbytes + _rope_nbytes(part.rope_dim, setting)
 
 
-def _mamba_nbytes(part: Mamba, of: Setting) -> float:
+def _mamba_nbytes(part: Mamba, setting: Setting) -> float:
     """The input of each projection, what the first one made, and the convolution's output; the
     fused scan computes the rest again."""
-    tp, size = of.parallel.tp, of.model.itemsize
+    tp, size = setting.parallel.tp, setting.model.itemsize
     inner = part.num_heads * part.head_dim / tp
     states = 2 * part.num_groups * part.state_dim / tp
     made = 2 * inner + states + part.num_heads / tp
-    return of.outside * of.model.hidden * size + of.tokens * size * (
+    return setting.outside * setting.model.hidden * size + setting.tokens * size * (
         made + (inner + states) + 2 * inner
     )
 
@@ -210,108 +220,114 @@ def _mamba_nbytes(part: Mamba, of: Setting) -> float:
 # ---- MLP
 
 
-def _activation_nbytes(rows: float, ffn: float, is_gated: bool, is_weighted: bool, of: Setting):
+def _activation_nbytes(
+    rows: float, ffn: float, is_gated: bool, is_weighted: bool, setting: Setting
+):
     """Between two projections, for `rows` tokens. is_weighted: multiplied by a router's weight.
 
     Gated, with LOCAL kernels: both halves, the activation of one, the other (copied), their
     product; without a gate the first projection's output and its activation.
     """
-    if of.kernels.is_fused:
+    if setting.kernels.is_fused:
         kept = 2.0 + 1.0 if is_gated else 2.0
     else:
         kept = (5.0 if is_gated else 2.0) + is_weighted
-    if is_weighted and of.recompute.has("moe_act"):
+    if is_weighted and setting.recompute.has("moe_act"):
         kept = 2.0 if is_gated else 1.0
-    return rows * ffn * kept * of.model.itemsize
+    return rows * ffn * kept * setting.model.itemsize
 
 
-def _mlp_nbytes(part: Mlp, of: Setting) -> float:
-    own = of.outside * of.model.hidden * of.model.itemsize
-    if of.recompute.has("mlp"):
+def _mlp_nbytes(part: Mlp, setting: Setting) -> float:
+    own = setting.outside * setting.model.hidden * setting.model.itemsize
+    if setting.recompute.has("mlp"):
         return own
-    return own + _activation_nbytes(of.tokens, part.ffn / of.parallel.tp, part.is_gated, False, of)
+    return own + _activation_nbytes(
+        setting.tokens, part.ffn / setting.parallel.tp, part.is_gated, False, setting
+    )
 
 
-def _experts_nbytes(part: Experts, of: Setting) -> float:
+def _experts_nbytes(part: Experts, setting: Setting) -> float:
     """Of a balanced router: every rank computes as many tokens as it sends."""
-    size, hidden = of.model.itemsize, of.model.hidden
-    own = of.outside * hidden * size
-    if of.recompute.has("moe"):
+    size, hidden = setting.model.itemsize, setting.model.hidden
+    own = setting.outside * hidden * size
+    if setting.recompute.has("moe"):
         return own
-    routed = of.outside * part.topk
-    if of.parallel.experts_tp > 1:
-        routed *= of.parallel.experts_tp
+    routed = setting.outside * part.topk
+    if setting.parallel.experts_tp > 1:
+        routed *= setting.parallel.experts_tp
     # The router's logits and weights in fp32, where each token goes and comes from.
-    router = of.outside * (part.num_experts * _FP32 * of.kernels.is_fused + 4 * part.topk * _INDEX)
+    router = setting.outside * (
+        part.num_experts * _FP32 * setting.kernels.is_fused + 4 * part.topk * _INDEX
+    )
     inputs = routed * hidden * size
-    if of.parallel.ep > 1:  # before and after the exchange, and on the way back
+    if setting.parallel.ep > 1:  # before and after the exchange, and on the way back
         inputs *= 2
-    ffn = part.ffn / of.parallel.experts_tp
-    nbytes = own + router + inputs + _activation_nbytes(routed, ffn, part.is_gated, True, of)
-    if part.shared_ffn and not of.recompute.has("shared_experts"):
-        shared = part.shared_ffn / of.parallel.tp
-        nbytes += _activation_nbytes(of.tokens, shared, part.is_gated, False, of)
+    ffn = part.ffn / setting.parallel.experts_tp
+    nbytes = own + router + inputs + _activation_nbytes(routed, ffn, part.is_gated, True, setting)
+    if part.shared_ffn and not setting.recompute.has("shared_experts"):
+        shared = part.shared_ffn / setting.parallel.tp
+        nbytes += _activation_nbytes(setting.tokens, shared, part.is_gated, False, setting)
     return nbytes
 
 
 # ---- a layer
 
 
-def layer_nbytes(layer: Layer, of: Setting) -> float:
+def layer_nbytes(layer: Layer, setting: Setting) -> float:
     """Bytes that one layer keeps for backward where it is not computed again as a whole.
 
     The hidden states that enter it are counted where a norm keeps them.
     """
     nbytes = 0.0
     norms = sum(part is not None for part in (layer.mixer, layer.mlp))
-    norm = norm_nbytes(of.model.hidden, of.outside, of)
-    if of.recompute.has("layernorm"):  # its output is computed again, its input stays
-        norm -= of.hidden_nbytes
+    norm = norm_nbytes(setting.model.hidden, setting.outside, setting)
+    if setting.recompute.has("layernorm"):  # its output is computed again, its input stays
+        norm -= setting.hidden_nbytes
     nbytes += norms * norm
-    if of.kernels.dropout:  # a mask for each addition to the hidden states
-        nbytes += norms * of.outside * of.model.hidden * of.mask_itemsize
+    if setting.kernels.dropout:  # a mask for each addition to the hidden states
+        nbytes += norms * setting.outside * setting.model.hidden * setting.mask_itemsize
     match layer.mixer:
         case Attention():
-            nbytes += _attention_nbytes(layer.mixer, of)
+            nbytes += _attention_nbytes(layer.mixer, setting)
         case LatentAttention():
-            nbytes += _latent_nbytes(layer.mixer, of)
+            nbytes += _latent_nbytes(layer.mixer, setting)
         case Mamba():
-            nbytes += _mamba_nbytes(layer.mixer, of)
+            nbytes += _mamba_nbytes(layer.mixer, setting)
     match layer.mlp:
         case Mlp():
-            nbytes += _mlp_nbytes(layer.mlp, of)
+            nbytes += _mlp_nbytes(layer.mlp, setting)
         case Experts():
-            nbytes += _experts_nbytes(layer.mlp, of)
+            nbytes += _experts_nbytes(layer.mlp, setting)
     return nbytes
 
 
-def gradient_nbytes(layer: Layer, of: Setting) -> float:
+def gradient_nbytes(layer: Layer, setting: Setting) -> float:
     """Gradients of activations that live at once at most in the backward pass of one layer: those
     between the projections of its MLP, or of the pairs of its core attention."""
-    size, ffn, rows = of.model.itemsize, 0.0, of.tokens
+    size, ffn, rows = setting.model.itemsize, 0.0, setting.tokens
     match layer.mlp:
         case Mlp():
-            ffn = layer.mlp.ffn / of.parallel.tp * (1 + layer.mlp.is_gated)
+            ffn = layer.mlp.ffn / setting.parallel.tp * (1 + layer.mlp.is_gated)
         case Experts():
-            ffn = layer.mlp.ffn / of.parallel.experts_tp * (1 + layer.mlp.is_gated)
-            rows = of.outside * layer.mlp.topk * of.parallel.experts_tp
-    return rows * ffn * size + 2 * of.hidden_nbytes
+            ffn = layer.mlp.ffn / setting.parallel.experts_tp * (1 + layer.mlp.is_gated)
+            rows = setting.outside * layer.mlp.topk * setting.parallel.experts_tp
+    return rows * ffn * size + 2 * setting.hidden_nbytes
 
 
-def loss_nbytes(of: Setting) -> float:
+def loss_nbytes(setting: Setting) -> float:
     """What the logits take at most, with Megatron's cross entropy over tensor-parallel ranks: their
     own bytes and an fp32 copy, from which the gradient is made in place."""
-    per_logit = _FP32 + (of.model.itemsize if of.model.itemsize != _FP32 else 0)
-    return of.tokens * of.model.vocabulary / of.parallel.tp * per_logit
+    per_logit = _FP32 + (setting.model.itemsize if setting.model.itemsize != _FP32 else 0)
+    return setting.tokens * setting.model.vocabulary / setting.parallel.tp * per_logit
 
 
-def final_norm_nbytes(of: Setting) -> float:
+def final_norm_nbytes(setting: Setting) -> float:
     """The last norm and its output, which the logits' projection keeps."""
-    return norm_nbytes(of.model.hidden, of.outside, of) + of.hidden_nbytes
+    return norm_nbytes(setting.model.hidden, setting.outside, setting) + setting.hidden_nbytes
 
 
-def buffer_nbytes(layer: Layer, of: Setting) -> float:
+def buffer_nbytes(layer: Layer, setting: Setting) -> float:
     """Megatron's own attention writes its scores to one buffer, which all layers share."""
     if not isinstance(layer.mixer, (Attention, LatentAttention)):
         return 0.0
-    return of.pairs * layer.mixer.num_heads / of.parallel.tp * of.model.itemsize
+    return setting.pairs * layer.mixer.num_heads / setting.parallel.tp * setting.model.itemsize

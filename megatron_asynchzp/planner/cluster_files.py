@@ -65,23 +65,25 @@ def _read(kind: type, entries: Any, where: str) -> Any:
 
 
 def _value(name: str, kind: Any, value: Any, where: str) -> Any:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind in (Device, Link):
         return _read(kind, value, f"{where}.")
     if kind is bool and not isinstance(value, bool):
         raise ConfigurationError(f"{where}: {value!r} is neither true nor false")
     if kind is str and not isinstance(value, str):
         raise ConfigurationError(f"{where}: {value!r} is not a text")
-    if kind is int and not (is_number and isinstance(value, int) and value >= 1):
+    if kind is int and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise ConfigurationError(f"{where}: {value!r} is not a whole number of at least 1")
     if kind is float:
         low, high = "above 0" if name in _ABOVE_0 else "of at least 0", math.inf
         if name == "efficiency":
             low, high = f"{low} and at most 1", 1.0
-        is_low = is_number and (value < 0 or (name in _ABOVE_0 and value == 0))
-        if not is_number or not math.isfinite(value) or is_low or value > high:
+        number = math.nan  # of what is none
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            number = float(value)
+        is_low = number < 0 or (name in _ABOVE_0 and number == 0)
+        if not math.isfinite(number) or is_low or number > high:
             raise ConfigurationError(f"{where}: {value!r} is not a number {low}")
-        return float(value)
+        return number
     return value if kind in (bool, str, int) else _curve(value, where)
 
 

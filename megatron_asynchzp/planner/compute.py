@@ -85,8 +85,8 @@ class ComputeTimes:
         match layer.mixer:
             case shapes.Attention(num_groups=groups, head_dim=width):
                 elements = 2 * groups * width
-            case shapes.LatentAttention() as of:
-                elements = of.num_heads * (of.qk_dim + of.rope_dim + of.v_dim)
+            case shapes.LatentAttention() as part:
+                elements = part.num_heads * (part.qk_dim + part.rope_dim + part.v_dim)
             case _:
                 elements = 0
         tokens = self.batch.tokens

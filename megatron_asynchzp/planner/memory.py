@@ -101,73 +101,82 @@ class Activations:
     buffer: float = 0.0
 
 
-def micro_batches_in_flight(of: Setting, stage: int) -> float:
+def micro_batches_in_flight(setting: Setting, stage: int) -> float:
     """How many micro-batches a rank of `stage` holds activations of at most, in whole stages: with
     virtual stages a part of one for each model chunk (Megatron's 1F1B schedules)."""
-    pp, virtual, number = of.parallel.pp, of.parallel.virtual, of.batch.num_micro_batches
+    pp, virtual, number = (
+        setting.parallel.pp,
+        setting.parallel.virtual,
+        setting.batch.num_micro_batches,
+    )
     if virtual == 1:
         return min(pp - stage, number)
     warm_up = 2 * (pp - stage - 1) + (virtual - 1) * pp
     return min(warm_up + 1, virtual * number) / virtual
 
 
-def _kept_of_layers(layers: Sequence[Layer], of: Setting) -> float:
+def _kept_of_layers(layers: Sequence[Layer], setting: Setting) -> float:
     """Of one micro-batch in one model chunk."""
-    recompute, per_layer = of.recompute, [activations.layer_nbytes(one, of) for one in layers]
+    recompute, per_layer = (
+        setting.recompute,
+        [activations.layer_nbytes(one, setting) for one in layers],
+    )
     if recompute.granularity != "full":
         return sum(per_layer)
     if recompute.method == "uniform":
-        return of.hidden_nbytes * -(-len(layers) // recompute.num_layers)
+        return setting.hidden_nbytes * -(-len(layers) // recompute.num_layers)
     again = min(recompute.num_layers, len(layers))
-    return again * of.hidden_nbytes + sum(per_layer[again:])
+    return again * setting.hidden_nbytes + sum(per_layer[again:])
 
 
-def _working(layers: Sequence[Layer], of: Setting) -> float:
+def _working(layers: Sequence[Layer], setting: Setting) -> float:
     """Of the layers that are computed again together, and the gradients of activations in one.
 
     Recomputing a block of first layers begins when backward has freed all the others.
     """
-    gradients = max((activations.gradient_nbytes(one, of) for one in layers), default=0.0)
-    whole = replace(of, recompute=activations.Recompute())
+    gradients = max((activations.gradient_nbytes(one, setting) for one in layers), default=0.0)
+    whole = replace(setting, recompute=activations.Recompute())
     full = [activations.layer_nbytes(one, whole) for one in layers]
-    match of.recompute.granularity:
+    match setting.recompute.granularity:
         case "full":
-            number = of.recompute.num_layers
-            if of.recompute.method == "uniform":
+            number = setting.recompute.num_layers
+            if setting.recompute.method == "uniform":
                 again = max((sum(full[i : i + number]) for i in range(len(full))), default=0.0)
             else:
                 again = max(0.0, max(full[:number], default=0.0) - sum(full[number:]))
         case "selective":
-            kept = (activations.layer_nbytes(one, of) for one in layers)
+            kept = (activations.layer_nbytes(one, setting) for one in layers)
             again = max((a - b for a, b in zip(full, kept, strict=True)), default=0.0)
         case _:
             again = 0.0
     return again + gradients
 
 
-def stage_activations(of: Setting, stage: int) -> Activations:
+def stage_activations(setting: Setting, stage: int) -> Activations:
     """Of a rank of pipeline stage `stage`."""
-    chunks = chunk_layers(of.model, of.parallel, stage)
+    chunks = chunk_layers(setting.model, setting.parallel, stage)
     layers = [layer for chunk in chunks for layer in chunk]
-    is_last = stage == of.parallel.pp - 1
-    mtp = of.model.mtp if is_last else ()
-    one = sum(_kept_of_layers(chunk, of) for chunk in chunks)
-    if of.parallel.pp > 1:  # what a stage received, for as long as its gradient is not sent
-        received = of.parallel.virtual - (stage == 0)  # the model's first chunk reads tokens
-        one += of.hidden_nbytes * received
-    kept = one * micro_batches_in_flight(of, stage)
+    is_last = stage == setting.parallel.pp - 1
+    mtp = setting.model.mtp if is_last else ()
+    one = sum(_kept_of_layers(chunk, setting) for chunk in chunks)
+    if setting.parallel.pp > 1:  # what a stage received, for as long as its gradient is not sent
+        received = setting.parallel.virtual - (stage == 0)  # the model's first chunk reads tokens
+        one += setting.hidden_nbytes * received
+    kept = one * micro_batches_in_flight(setting, stage)
     logits = buffer = 0.0
     if is_last:
         # The last norm and the predictions of further tokens belong to one micro-batch at a time.
-        kept += activations.final_norm_nbytes(of) * (1 + len(mtp))
-        kept += sum(activations.layer_nbytes(layer, of) + 4 * of.hidden_nbytes for layer in mtp)
-        logits = activations.loss_nbytes(of) * (1 + len(mtp))
-    if of.kernels.core == "scores":
-        buffer = max((activations.buffer_nbytes(layer, of) for layer in layers), default=0.0)
-    whole = replace(of, recompute=activations.Recompute())
+        kept += activations.final_norm_nbytes(setting) * (1 + len(mtp))
+        kept += sum(
+            activations.layer_nbytes(layer, setting) + 4 * setting.hidden_nbytes for layer in mtp
+        )
+        logits = activations.loss_nbytes(setting) * (1 + len(mtp))
+    if setting.kernels.core == "scores":
+        buffer = max((activations.buffer_nbytes(layer, setting) for layer in layers), default=0.0)
+    whole = replace(setting, recompute=activations.Recompute())
     whole_layer = max((activations.layer_nbytes(layer, whole) for layer in layers), default=0.0)
-    kept_layer = sum(_kept_of_layers(chunk, of) for chunk in chunks) / max(1, len(layers))
-    working = _working([*layers, *mtp], of)
+    kept_layer = sum(_kept_of_layers(chunk, setting) for chunk in chunks) / max(1, len(layers))
+    working = _working([*layers, *mtp], setting)
     return Activations(kept, logits, working, whole_layer, kept_layer, buffer)
 
 

@@ -239,36 +239,36 @@ def _numel(shapes: Sequence[Shape]) -> float:
     return sum(map(prod, shapes))
 
 
-def _attention(of: Attention, model: Model, tp: int) -> list[Shape]:
-    width = of.num_heads * of.head_dim / tp
+def _attention(part: Attention, model: Model, tp: int) -> list[Shape]:
+    width = part.num_heads * part.head_dim / tp
     # With fewer groups than ranks, Megatron gives every rank one group's share of the projection.
-    kv = of.num_groups * of.head_dim / tp
-    has_bias = model.has_bias or of.has_qkv_bias
+    kv = part.num_groups * part.head_dim / tp
+    has_bias = model.has_bias or part.has_qkv_bias
     shapes = _linear(width, model.hidden, model.has_bias)
     shapes += _linear(model.hidden, width + 2 * kv, has_bias)
-    return shapes + 2 * of.has_qk_norm * _norm(of.head_dim, model)
+    return shapes + 2 * part.has_qk_norm * _norm(part.head_dim, model)
 
 
-def _latent(of: LatentAttention, model: Model, tp: int) -> list[Shape]:
+def _latent(part: LatentAttention, model: Model, tp: int) -> list[Shape]:
     """Its projections to the ranks are without bias; Megatron's local layers split them too."""
-    heads = of.num_heads / tp
-    shapes = _linear(heads * of.v_dim, model.hidden, model.has_bias)
-    shapes += _linear(of.q_rank or model.hidden, heads * (of.qk_dim + of.rope_dim), False)
-    shapes += _linear(model.hidden, (of.kv_rank + of.rope_dim) / tp, False)
-    shapes += _linear(of.kv_rank, heads * (of.qk_dim + of.v_dim), False)
-    if of.q_rank:
-        shapes += _linear(model.hidden, of.q_rank / tp, False)
-    for width in (of.q_rank, of.kv_rank) if of.has_qk_norm else ():
+    heads = part.num_heads / tp
+    shapes = _linear(heads * part.v_dim, model.hidden, model.has_bias)
+    shapes += _linear(part.q_rank or model.hidden, heads * (part.qk_dim + part.rope_dim), False)
+    shapes += _linear(model.hidden, (part.kv_rank + part.rope_dim) / tp, False)
+    shapes += _linear(part.kv_rank, heads * (part.qk_dim + part.v_dim), False)
+    if part.q_rank:
+        shapes += _linear(model.hidden, part.q_rank / tp, False)
+    for width in (part.q_rank, part.kv_rank) if part.has_qk_norm else ():
         shapes += _norm(width, model)
     return shapes
 
 
-def _mamba(of: Mamba, model: Model, tp: int) -> list[Shape]:
-    inner = of.num_heads * of.head_dim / tp
-    convolved = inner + 2 * of.num_groups * of.state_dim / tp
-    heads = of.num_heads / tp
+def _mamba(part: Mamba, model: Model, tp: int) -> list[Shape]:
+    inner = part.num_heads * part.head_dim / tp
+    convolved = inner + 2 * part.num_groups * part.state_dim / tp
+    heads = part.num_heads / tp
     shapes = _linear(model.hidden, inner + convolved + heads, False)
-    shapes += [(convolved, 1, of.kernel), (convolved,)]
+    shapes += [(convolved, 1, part.kernel), (convolved,)]
     # Per head: A, D and the bias of the time step. The gated norm has one weight an element.
     return shapes + [(heads,)] * 3 + [(inner,), *_linear(inner, model.hidden, False)]
 
@@ -280,12 +280,12 @@ def _mlp(ffn: float, is_gated: bool, model: Model, has_bias: bool | None = None)
     return first + _linear(ffn, model.hidden, has_bias)
 
 
-def _beside_experts(of: Experts, model: Model, tp: int) -> list[Shape]:
+def _beside_experts(part: Experts, model: Model, tp: int) -> list[Shape]:
     """What a layer of experts has besides them: the router and the shared experts."""
-    shapes = _linear(model.hidden, of.num_experts, of.has_router_bias)
-    if of.shared_ffn:
-        shapes += _mlp(of.shared_ffn / tp, of.is_gated, model, has_bias=False)
-        shapes += [(1, model.hidden)] * of.has_shared_gate
+    shapes = _linear(model.hidden, part.num_experts, part.has_router_bias)
+    if part.shared_ffn:
+        shapes += _mlp(part.shared_ffn / tp, part.is_gated, model, has_bias=False)
+        shapes += [(1, model.hidden)] * part.has_shared_gate
     return shapes
 
 
@@ -309,14 +309,14 @@ def _layer(layer: Layer, model: Model, parallel: Parallel) -> list[Shape]:
     return shapes
 
 
-def _expert(of: Experts, model: Model, parallel: Parallel) -> list[Shape]:
+def _expert(part: Experts, model: Model, parallel: Parallel) -> list[Shape]:
     """One of those of a layer."""
-    return _mlp(of.ffn / parallel.experts_tp, of.is_gated, model)
+    return _mlp(part.ffn / parallel.experts_tp, part.is_gated, model)
 
 
-def experts_numel(of: Experts, model: Model, parallel: Parallel) -> int:
+def experts_numel(part: Experts, model: Model, parallel: Parallel) -> int:
     """Of the experts of one layer that a rank holds."""
-    return round(of.num_experts / parallel.ep * _numel(_expert(of, model, parallel)))
+    return round(part.num_experts / parallel.ep * _numel(_expert(part, model, parallel)))
 
 
 # ---- FLOPs
@@ -324,29 +324,31 @@ def experts_numel(of: Experts, model: Model, parallel: Parallel) -> int:
 
 def mixer_flops(layer: Layer, model: Model, parallel: Parallel, batch: Batch) -> float:
     """Forward FLOPs of attention or Mamba; causal attention counts half of its scores."""
-    tokens, tp, of = batch.tokens / parallel.cp, parallel.tp, layer.mixer
+    tokens, tp, part = batch.tokens / parallel.cp, parallel.tp, layer.mixer
     pairs = tokens * batch.seq_length / 2
-    match of:
+    match part:
         case Attention():
-            weights = _numel(_attention(of, model, tp))
-            return 2 * tokens * weights + 4 * pairs * of.num_heads * of.head_dim / tp
+            weights = _numel(_attention(part, model, tp))
+            return 2 * tokens * weights + 4 * pairs * part.num_heads * part.head_dim / tp
         case LatentAttention():
-            weights = _numel(_latent(of, model, tp))
-            per_pair = of.num_heads * (of.qk_dim + of.rope_dim + of.v_dim) / tp
+            weights = _numel(_latent(part, model, tp))
+            per_pair = part.num_heads * (part.qk_dim + part.rope_dim + part.v_dim) / tp
             return 2 * tokens * weights + 2 * pairs * per_pair
         case Mamba():
-            inner = of.num_heads * of.head_dim / tp
-            return 2 * tokens * _numel(_mamba(of, model, tp)) + 6 * tokens * inner * of.state_dim
+            inner = part.num_heads * part.head_dim / tp
+            return (
+                2 * tokens * _numel(_mamba(part, model, tp)) + 6 * tokens * inner * part.state_dim
+            )
         case None:
             return 0.0
 
 
-def expert_flops(of: Experts, model: Model, parallel: Parallel, batch: Batch) -> float:
+def expert_flops(part: Experts, model: Model, parallel: Parallel, batch: Batch) -> float:
     """Forward FLOPs of routed experts on a rank, where the router balances them."""
-    one = _numel(_expert(of, model, parallel))
+    one = _numel(_expert(part, model, parallel))
     # Expert parallelism moves tokens between replicas: on average each rank computes as many.
     tokens = batch.tokens / parallel.cp * parallel.experts_tp / parallel.tp
-    return 2 * tokens * of.topk * one
+    return 2 * tokens * part.topk * one
 
 
 def layer_flops(layer: Layer, model: Model, parallel: Parallel, batch: Batch) -> float:

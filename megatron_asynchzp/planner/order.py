@@ -23,8 +23,8 @@ from megatron_asynchzp.planner.program import (
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.decisions import GradsInFlight, ParamsInFlight
 from megatron_asynchzp.sharding.in_flight import MemoryInFlight, aligned, memory_in_flight
+from megatron_asynchzp.sharding.memory_map import Extent, MemoryMap
 from megatron_asynchzp.sharding.residency import Residency
-from megatron_asynchzp.sharding.spans import Span, Spans
 
 
 class StepOrder:
@@ -60,10 +60,10 @@ class StepOrder:
         self._last_reduction: dict[int, int] = {}
         self._grad_syncs: dict[int, int] = {}
         self.kept_params = self.kept_grads = None
-        self.shared_params: Spans[int] | None = None
+        self.shared_params: MemoryMap[int] | None = None
         if budget := schedule.keep_params_nbytes:
             self.kept_params = Residency[int](budget, lambda unit: units[unit].memory.params)
-            self.shared_params = Spans[int](aligned(budget))
+            self.shared_params = MemoryMap[int](aligned(budget))
         if budget := schedule.keep_grads_nbytes:
             sum_nbytes = lambda unit: units[unit].sum_nbytes  # noqa: E731
             self.kept_grads = Residency[int](budget, sum_nbytes, counts_own=True)
@@ -110,9 +110,9 @@ class StepOrder:
             if chunk.grads.is_to_wait(unit, is_last):
                 return
             memory = self.units[unit].memory
-            span = chunk.grads.take_span(memory.grads, memory.num_pieces)
+            extent = chunk.grads.take_extent(memory.grads, memory.num_pieces)
             reduction = self.submit(REDUCE, unit, [computed])
-            chunk.grads.note_started(reduction, span, has_more=memory.num_pieces > 1)
+            chunk.grads.note_started(reduction, extent, has_more=memory.num_pieces > 1)
             self._last_reduction[unit] = reduction
         if is_last:
             self.start_grad_sync(unit)
@@ -140,7 +140,7 @@ class _Params(ParamsInFlight[int, int]):
         self,
         order: StepOrder,
         units: Sequence[int],
-        memory: Spans[int],
+        memory: MemoryMap[int],
         chunks: list[ParamsInFlight[int, int]],
     ):
         self._order, self._units = order, units
@@ -172,8 +172,8 @@ class _Params(ParamsInFlight[int, int]):
         self._used_at[unit] = self._order.compute(unit, (waits_for,))
         return self._used_at[unit]
 
-    def start_gather(self, unit: int, span: Span) -> None:
-        after = (*self._memory.hand_over(span), self._syncs.pop(unit, None))
+    def start_gather(self, unit: int, extent: Extent) -> None:
+        after = (*self._memory.hand_over(extent), self._syncs.pop(unit, None))
         self._gathers[unit] = self._order.submit(GATHER, unit, after)
 
     def begin_use(self, unit: int) -> None:
@@ -193,7 +193,7 @@ class _Params(ParamsInFlight[int, int]):
 class _Grads(GradsInFlight[int, int]):
     """The decisions about reductions: whom the main thread of `order` waits for."""
 
-    def __init__(self, order: StepOrder, memory: Spans[object]):
+    def __init__(self, order: StepOrder, memory: MemoryMap[object]):
         super().__init__(memory, order.kept_grads)
         self._order = order
 
@@ -213,10 +213,10 @@ class _Chunk:
         self._order, self._visits, self._all = order, visits, order.units
         self.units = list(dict.fromkeys(in_use_order(visits, is_forward=True)))
         memory = self._memory_in_flight()
-        shared = Spans[int]() if order.shared_params is None else order.shared_params
+        shared = MemoryMap[int]() if order.shared_params is None else order.shared_params
         shared.grow(memory.params)
         self.params = _Params(order, self.units, shared, together)
-        self.grads = _Grads(order, Spans[object](memory.grads))
+        self.grads = _Grads(order, MemoryMap[object](memory.grads))
 
     def _memory_in_flight(self) -> MemoryInFlight:
         schedule = self._order.schedule

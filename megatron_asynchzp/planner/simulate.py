@@ -59,7 +59,7 @@ class Stage:
     host_s: float = 0.0
 
 
-class Span(NamedTuple):
+class Interval(NamedTuple):
     """As the engine's timeline has it, in seconds from the optimizer on."""
 
     lane: str
@@ -85,7 +85,7 @@ class Step:
 
     step_s: float
     stages: tuple[StageTimes, ...]
-    spans: tuple[tuple[Span, ...], ...] = ()
+    spans: tuple[tuple[Interval, ...], ...] = ()
 
     @property
     def worst(self) -> StageTimes:
@@ -238,32 +238,32 @@ class _StageNodes:
         waits = (network.end[self.last[one]] for one in self.stage.order.waits)
         return max([network.end[node] for _, node, _ in self.computing[-1:]] + list(waits))
 
-    def spans(self, network: _Network, step_s: float) -> tuple[Span, ...]:
+    def spans(self, network: _Network, step_s: float) -> tuple[Interval, ...]:
         begin, end, stage = network.begin, network.end, self.stage
-        found = [Span("capture", "step", 0.0, step_s)]
+        found = [Interval("capture", "step", 0.0, step_s)]
         if stage.optimizer_s:
-            found.append(Span("compute", "optimizer", 0.0, stage.optimizer_s))
+            found.append(Interval("compute", "optimizer", 0.0, stage.optimizer_s))
         reached = end[self.prepared]
         if stage.host_s:
-            found.append(Span("compute", "host", begin[self.prepared], reached))
+            found.append(Interval("compute", "host", begin[self.prepared], reached))
         for index, node, arrival in self.computing:
             action = stage.order.actions[index]
             name = stage.costs[action.unit].name
             ready = max(reached, end[arrival]) if arrival is not None else reached
             if begin[node] > ready:
-                found.append(Span("wait", name, ready, begin[node]))
+                found.append(Interval("wait", name, ready, begin[node]))
             is_forward = stage.phases[action.phase].is_forward
             direction = "forward" if is_forward else "backward"
-            found.append(Span("compute", f"{direction} {name}", begin[node], end[node]))
+            found.append(Interval("compute", f"{direction} {name}", begin[node], end[node]))
             reached = end[node]
         synced = max([reached, *(end[self.last[one]] for one in stage.order.waits)])
         if synced > reached:
-            found.append(Span("wait", "gradients", reached, synced))
+            found.append(Interval("wait", "gradients", reached, synced))
         for index, first, last in self.lanes:
             action = stage.order.actions[index]
             if end[last] > begin[first]:
                 name = stage.costs[action.unit].name
-                found.append(Span(LANE_NAMES[action.kind], name, begin[first], end[last]))
+                found.append(Interval(LANE_NAMES[action.kind], name, begin[first], end[last]))
         return tuple(found)
 
 

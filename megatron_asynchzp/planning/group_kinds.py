@@ -44,8 +44,8 @@ def group_kinds(args: Namespace, sizes: ShardSizes | None) -> list[GroupKind]:
     tp, ep = args.expert_tensor_parallel_size, args.expert_model_parallel_size
     expert = RankGenerator(tp, ep, args.world_size // (tp * ep * pp), pp, 1, order)
 
-    def made(name: str, shares: str, of: RankGenerator, axes: str) -> GroupKind:
-        ranks = next(tuple(group) for group in of.get_ranks(axes) if 0 in group)
+    def made(name: str, shares: str, generator: RankGenerator, axes: str) -> GroupKind:
+        ranks = next(tuple(group) for group in generator.get_ranks(axes) if 0 in group)
         return GroupKind(name, shares, len(ranks), args.world_size // len(ranks), ranks)
 
     replicas = made("data x context parallel", "dense parameters of a stage", dense, "dp-cp")

@@ -11,9 +11,9 @@ from megatron_asynchzp.comm import timeline
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.planner.cluster import GIB
 from megatron_asynchzp.planner.search import Candidate, Outcome, Space
-from megatron_asynchzp.planner.simulate import Span
-from megatron_asynchzp.tools import styles
-from megatron_asynchzp.tools.styles import (
+from megatron_asynchzp.planner.simulate import Interval
+from megatron_asynchzp.planning import styles
+from megatron_asynchzp.planning.styles import (
     GREEN,
     GREY,
     INK,
@@ -38,7 +38,7 @@ _SCHEMES = {
 }
 
 
-def spans_of(best: Candidate) -> tuple[Span, ...]:
+def spans_of(best: Candidate) -> tuple[Interval, ...]:
     """Of the first pipeline stage, with as few micro-batches as show its pattern."""
     plan = best.plan
     shown = _SHOWN_MICRO_BATCHES if plan.parallel.pp == 1 else 2 * plan.parallel.pp

@@ -15,8 +15,8 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_asynchzp.sharding.in_flight import UnitInFlight, needed_together, seen_from_top
+from megatron_asynchzp.sharding.memory_map import Extent, MemoryMap
 from megatron_asynchzp.sharding.residency import Residency
-from megatron_asynchzp.sharding.spans import Span, Spans
 from megatron_asynchzp.sharding.uses import Uses
 
 
@@ -44,7 +44,7 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
         needs: Mapping[Unit, UnitInFlight],
         sizes: Mapping[Unit, Hashable],
         depth: int,
-        memory: Spans[User],
+        memory: MemoryMap[User],
         chunks: "list[ParamsInFlight[Unit, User]]",
         residency: Residency[Unit] | None = None,
     ):
@@ -60,7 +60,7 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
             units[index]: [units[other] for other in others]
             for index, others in needed_together(in_flight).items()
         }
-        self._spans: dict[Unit, Span] = {}
+        self._spans: dict[Unit, Extent] = {}
         self._ahead: dict[Unit, None] = {}  # gathered, or being gathered, and not used yet
         self._active: dict[Unit, None] = {}  # in use, or kept
         self._kept: dict[Unit, None] = {}
@@ -68,8 +68,8 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
     # ---- what carries the decisions out
 
     @abstractmethod
-    def start_gather(self, unit: Unit, span: Span) -> None:
-        """Begin to gather `unit` into `span`."""
+    def start_gather(self, unit: Unit, extent: Extent) -> None:
+        """Begin to gather `unit` into `extent`."""
 
     @abstractmethod
     def begin_use(self, unit: Unit) -> None:
@@ -180,10 +180,10 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
 
     # ---- gathers
 
-    def _start(self, unit: Unit, span: Span) -> None:
-        self._spans[unit] = span
+    def _start(self, unit: Unit, extent: Extent) -> None:
+        self._spans[unit] = extent
         self._ahead[unit] = None
-        self.start_gather(unit, span)
+        self.start_gather(unit, extent)
 
     def prefetch(self, among: Collection[Unit] | None = None) -> None:
         """Gather what is used next, in that order, as far as it fits and the depth allows it, which
@@ -202,14 +202,14 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
         size = self._sizes[unit]
         if sum(self._sizes[ahead] == size for ahead in self._ahead) >= self._depth:
             return False
-        span = self._find_span(unit)
-        if span is not None:
-            self._start(unit, span)
-        return span is not None
+        extent = self._find_span(unit)
+        if extent is not None:
+            self._start(unit, extent)
+        return extent is not None
 
     # ---- memory
 
-    def _find_span(self, unit: Unit, leaves_room: bool = True) -> Span | None:
+    def _find_span(self, unit: Unit, leaves_room: bool = True) -> Extent | None:
         """A place that is free, None without one; leaves_room: [Note: room for the layer]."""
         if leaves_room and not self._leaves_room(unit):
             return None
@@ -227,17 +227,17 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
         nbytes = self._needs[unit].params
         return self._memory.leaves_room(nbytes, self._is_at_top[unit], held, more)
 
-    def _take_span(self, unit: Unit) -> Span:
+    def _take_span(self, unit: Unit) -> Extent:
         """A place for a unit that is needed now: free, taken from spare units, or in new memory."""
         spares = self._spares()
-        while (span := self._find_span(unit, leaves_room=bool(spares))) is None:
+        while (extent := self._find_span(unit, leaves_room=bool(spares))) is None:
             if spares:
                 chunk, spare = spares.pop()
                 chunk._drop_spare(spare)
                 continue
             self.note_growth(unit)
             self._memory.grow(self._needs[unit].params)
-        return span
+        return extent
 
     def _spares(self) -> "list[tuple[ParamsInFlight[Unit, User], Unit]]":
         """What may lose its place to a unit that is needed now, the last one first; with its
@@ -266,7 +266,7 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
 
 class _UnderWay[Reduction](NamedTuple):
     reduction: Reduction
-    span: Span
+    extent: Extent
     has_more: bool
 
 
@@ -278,7 +278,7 @@ class GradsInFlight[Unit: Hashable, Reduction](ABC):
         reduced, None for none.
     """
 
-    def __init__(self, memory: Spans[object], residency: Residency[Unit] | None = None):
+    def __init__(self, memory: MemoryMap[object], residency: Residency[Unit] | None = None):
         self._memory, self._residency = memory, residency
         self._under_way: deque[_UnderWay[Reduction]] = deque()
 
@@ -294,29 +294,29 @@ class GradsInFlight[Unit: Hashable, Reduction](ABC):
         self._residency.visit(unit)
         return not is_last and self._residency.keeps(unit)
 
-    def take_span(self, nbytes: int, num_pieces: int) -> Span:
+    def take_extent(self, nbytes: int, num_pieces: int) -> Extent:
         """Memory for the first piece of a unit's gradients. A unit of several pieces keeps its
         gradients until its last one; so it waits for another such unit."""
         while num_pieces > 1 and any(one.has_more for one in self._under_way):
             self.await_oldest()
-        while (span := self._memory.take(nbytes)) is None:
+        while (extent := self._memory.take(nbytes)) is None:
             if self._under_way:
                 self.await_oldest()
             else:
                 # All memory is being filled: one unit collects fused gradients to the end of
                 # backward, say the norm behind the layers, and another begins.
                 self._memory.grow(nbytes)
-        return span
+        return extent
 
-    def note_started(self, reduction: Reduction, span: Span, has_more: bool) -> None:
-        """`reduction` is under way in `span`; has_more: gradients of its unit wait beside it."""
-        self._under_way.append(_UnderWay(reduction, span, has_more))
+    def note_started(self, reduction: Reduction, extent: Extent, has_more: bool) -> None:
+        """`reduction` is under way in `extent`; has_more: gradients of its unit wait beside it."""
+        self._under_way.append(_UnderWay(reduction, extent, has_more))
 
     def await_oldest(self) -> None:
         """Return when the reduction that was started first has ended."""
         oldest = self._under_way.popleft()
         self.await_reduction(oldest.reduction)
-        self._memory.give_back(oldest.span)
+        self._memory.give_back(oldest.extent)
 
     def await_all(self) -> None:
         """Return when every reduction that was started has ended."""

@@ -23,7 +23,7 @@ from megatron_asynchzp.sharding.layout import FP32_NBYTES
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.saved_views import SavedViews
-from megatron_asynchzp.zero.step import Stays, StepScheduler
+from megatron_asynchzp.zero.step import KeepBudgets, StepScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -71,7 +71,7 @@ class HZPRuntime(StepScheduler):
         grad_scale: float = 1.0,
         construction: Construction | None = None,
         fuses_grads: bool = False,
-        stays: Stays | None = None,
+        budgets: KeepBudgets | None = None,
     ):
         self._fuses_grads = fuses_grads
         self.group_keys: dict[HZPUnit, str] = {}
@@ -95,7 +95,7 @@ class HZPRuntime(StepScheduler):
             # Layers write to the whole gradient of a unit.
             largest = max(unit.layout.padded_numel for unit in self.group_keys)
             schedule = replace(schedule, grad_slot_nbytes=FP32_NBYTES * largest)
-        super().__init__(list(self.group_keys), schedule, driver, grad_scale, stays)
+        super().__init__(list(self.group_keys), schedule, driver, grad_scale, budgets)
         self._attach(root, units_of)
 
     def _attach(self, root: nn.Module, units_of: dict[nn.Module, list[HZPUnit]]) -> None:

@@ -28,7 +28,7 @@ OTHER_UNITS = "its parameters are divided into other units than when it was buil
 
 
 @dataclass
-class _Part:
+class _HeldParam:
     """What this rank holds of one parameter.
 
     name: of the parameter in the module that was sharded; kind: its class before; values: 1-D, its
@@ -55,7 +55,7 @@ class _Sharded:
         self.layout = FlatLayout.build(shapes, sizes.optim)
         self.range = groups.topology.shard_range(sizes.param, self.layout.padded_numel)
         self.parts = [
-            _Part(name, param, type(param), piece, self._cut(param, piece))
+            _HeldParam(name, param, type(param), piece, self._cut(param, piece))
             for (name, param), piece in zip(params, self.layout.slices, strict=True)
         ]
 
@@ -72,7 +72,9 @@ class _Sharded:
     def params(self) -> list[nn.Parameter]:
         return [part.param for part in self.parts]
 
-    def new_shard(self, parts: Sequence[_Part], device: torch.device | None = None) -> torch.Tensor:
+    def new_shard(
+        self, parts: Sequence[_HeldParam], device: torch.device | None = None
+    ) -> torch.Tensor:
         """This rank's shard, zero but for the values of `parts`, which are of one dtype."""
         values = parts[0].values
         storage = torch.zeros(self.range.numel, dtype=values.dtype, device=device or values.device)
@@ -174,7 +176,7 @@ class Construction:
         nbytes = sum(param.numel() * param.dtype.itemsize for param in whole)
         self.peak_whole_nbytes = max(self.peak_whole_nbytes, nbytes)
 
-    def _hide(self, part: _Part, one: torch.Tensor) -> None:
+    def _hide(self, part: _HeldParam, one: torch.Tensor) -> None:
         """Let the parameter be `one` element, expanded, and notice its use."""
         part.param.data = one.detach().expand(part.piece.shape)
         if part.kind not in self._classes:

@@ -16,19 +16,19 @@ from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.decisions import ParamsInFlight
 from megatron_asynchzp.sharding.in_flight import aligned
+from megatron_asynchzp.sharding.memory_map import Extent
 from megatron_asynchzp.sharding.residency import Residency
-from megatron_asynchzp.sharding.spans import Span
 from megatron_asynchzp.zero.unit import HZPUnit
 
 _logger = logging.getLogger("megatron_asynchzp")
 
 
-class KeptParams:
+class ParamBudget:
     """Parameters that stay gathered from one use to a later one: the decision, and the memory that
     all model chunks of a rank share for it.
 
     budget: bytes beside those that the chunks need without it.
-    takes_rest: whether the budget is to be enlarged by what the device has left, see `take_rest`.
+    takes_free_memory: whether the budget is to be enlarged, see `take_free_memory`.
     chunks: who uses it.
     """
 
@@ -37,20 +37,20 @@ class KeptParams:
         budget: int,
         device: torch.device,
         record_event: Callable[[], Any],
-        takes_rest: bool = False,
+        takes_free_memory: bool = False,
     ):
         self.residency = Residency[HZPUnit](budget, lambda unit: unit.gathered_nbytes)
         self.arena = Arena(aligned(budget), device, record_event)
-        self.takes_rest = takes_rest
+        self.takes_free_memory = takes_free_memory
         self._device = device
         self.chunks: list[ParamsInFlight[HZPUnit, Any]] = []
 
-    def take_rest(self, left_nbytes: int) -> None:
+    def take_free_memory(self, left_nbytes: int) -> None:
         """Enlarge the budget by the least of what the ranks have left, so that all keep the same.
 
         left_nbytes: on this rank. Once, between two steps. Collective over all ranks.
         """
-        self.takes_rest = False
+        self.takes_free_memory = False
         least = torch.tensor(left_nbytes, dtype=torch.int64, device=self._device)
         dist.all_reduce(least, dist.ReduceOp.MIN)  # pyright: ignore[reportUnknownMemberType]
         if nbytes := aligned(int(least)):
@@ -80,14 +80,14 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
         config: ScheduleConfig,
         nbytes: int,
         driver: Driver,
-        stays: KeptParams | None = None,
+        shared: ParamBudget | None = None,
     ):
         self._units, self._driver, self._device = units, driver, driver.device
         self._used: dict[HZPUnit, None] = {}
         self.warned: set[str] = set()
         self.viewed: set[HZPUnit] = set()
         self._places: dict[HZPUnit, Place] = {}
-        self._apart: set[str] = set()  # sizes of units that do not use the arena's memory
+        self._outside: set[str] = set()  # sizes of units that do not use the arena's memory
         self._gathers: dict[HZPUnit, Task] = {}  # of units that are not in use yet
         self._syncs: dict[HZPUnit, Task] = {}
         self._updates: dict[HZPUnit, Task] = {}
@@ -95,18 +95,18 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
         self._room_in_backward = 0.0
         self._shards_written: dict[str, Any] = {}
         self.note_written()
-        if stays is None:
+        if shared is None:
             self.arena = Arena(nbytes, units[0].device, self._device.record_event)
         else:
-            stays.arena.grow(nbytes)
-            self.arena = stays.arena
+            shared.arena.grow(nbytes)
+            self.arena = shared.arena
         super().__init__(
             {unit: unit.in_flight(config.grad_slot_nbytes) for unit in units},
             {unit: unit.size_key for unit in units},
             config.depth,
             self.arena,
-            [] if stays is None else stays.chunks,
-            None if stays is None else stays.residency,
+            [] if shared is None else shared.chunks,
+            None if shared is None else shared.residency,
         )
 
     # ---- use
@@ -134,9 +134,13 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
 
     # ---- what ParamsInFlight decides
 
-    def start_gather(self, unit: HZPUnit, span: Span) -> None:
+    def start_gather(self, unit: HZPUnit, extent: Extent) -> None:
         place = self._places[unit] = self.arena.place_at(
-            span, unit.size_key, unit.layout.padded_numel, unit.dtype, unit.size_key in self._apart
+            extent,
+            unit.size_key,
+            unit.layout.padded_numel,
+            unit.dtype,
+            unit.size_key in self._outside,
         )
         self._gathers[unit] = self._driver.submit(
             Task(
@@ -160,9 +164,9 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
         unit.reshard()
         place = self._places.pop(unit)
         # On a device a collective's handle is dropped where it is waited for, by this thread.
-        if place.is_viewed(patiently=not (self._device.runs_ahead or place.is_apart)):
+        if place.is_viewed(patiently=not (self._device.runs_ahead or place.is_outside)):
             self._leave_to_views(unit, place)
-        return None if place.is_apart else self._device.record_event()
+        return None if place.is_outside else self._device.record_event()
 
     def _leave_to_views(self, unit: HZPUnit, place: Place) -> None:
         """[Note: views that outlive the unit] Saved-tensor hooks see what autograd saves, not what
@@ -176,14 +180,14 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
             f"{unit.name} keeps views of its parameters outside autograd: their "
             f"{place.storage.nbytes / 2**20:.1f} MiB stay in memory for as long as it does",
         )
-        if not place.is_apart:
-            self._apart.add(unit.size_key)
-            self.arena.leave(place)
+        if not place.is_outside:
+            self._outside.add(unit.size_key)
+            self.arena.abandon(place)
 
     def abandon_gather(self, unit: HZPUnit) -> Any:
         self._gathers.pop(unit).wait()
-        is_apart = self._places.pop(unit).is_apart
-        return None if is_apart else self._device.record_event()
+        is_outside = self._places.pop(unit).is_outside
+        return None if is_outside else self._device.record_event()
 
     def start_sync(self, unit: HZPUnit) -> None:
         self._syncs[unit] = self._driver.submit(

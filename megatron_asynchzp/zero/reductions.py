@@ -90,8 +90,8 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
     nbytes: of the arena, enough for one piece of any unit.
     pieces: of the gradients of each unit that is reduced.
     scale: factor on the summed gradients.
-    stays: decides whose gradients of several micro-batches are added up before they are reduced,
-        None for none.
+    residency: decides whose gradients of several micro-batches are added up before they are
+        reduced, None for none.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         pieces: dict[HZPUnit, list[GradPiece]],
         driver: Driver,
         scale: float,
-        stays: Residency[HZPUnit] | None = None,
+        residency: Residency[HZPUnit] | None = None,
     ):
         self.arena = Arena(nbytes, units[0].device, driver.device.record_event)
-        super().__init__(self.arena, stays)
+        super().__init__(self.arena, residency)
         self._kept: set[HZPUnit] = set()  # collected, and nothing was added since
         self._driver, self._scale = driver, scale
         self._pieces = {unit: _Piece.all_of(unit, cut) for unit, cut in pieces.items()}
@@ -191,7 +191,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
                 ready=(self._driver.device.record_event(),),
             )
         )
-        self.note_started(_Reduction(task, grads), place.span, has_more=bool(grads))
+        self.note_started(_Reduction(task, grads), place.extent, has_more=bool(grads))
         self._last_reduction[unit] = task
 
     def _collect_rest(self, unit: HZPUnit) -> tuple[Place, _Grads]:
@@ -217,8 +217,8 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
     def _acquire_place(self, unit: HZPUnit) -> Place:
         pieces = self._pieces[unit]
         nbytes = pieces[0].nbytes
-        span = self.take_span(nbytes, len(pieces))
-        return self.arena.place_at(span, nbytes, nbytes // FP32_NBYTES, torch.float32)
+        extent = self.take_extent(nbytes, len(pieces))
+        return self.arena.place_at(extent, nbytes, nbytes // FP32_NBYTES, torch.float32)
 
     def _memory_for(self, unit: HZPUnit, piece: _Piece, place: Place) -> list[torch.Tensor]:
         """The piece in `place`, and what reducing it takes."""
@@ -300,7 +300,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         self.await_all()
         for collected in self._collected.values():
             if collected.place is not None:
-                self.arena.give_back(collected.place.span)
+                self.arena.give_back(collected.place.extent)
         self._collected.clear()
         self._kept.clear()
         if self._residency is not None:

@@ -20,29 +20,29 @@ from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES, MemoryInFlight, memory_in_flight
 from megatron_asynchzp.sharding.pieces import grad_pieces
 from megatron_asynchzp.sharding.residency import Residency
-from megatron_asynchzp.zero.gathers import Gathers, KeptParams
+from megatron_asynchzp.zero.gathers import Gathers, ParamBudget
 from megatron_asynchzp.zero.reductions import Reductions, Update
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
 @dataclass(frozen=True)
-class Stays:
+class KeepBudgets:
     """What the model chunks of a rank keep from one micro-batch to a later one. params, grads: None
     where nothing is."""
 
-    params: KeptParams | None = None
+    params: ParamBudget | None = None
     grads: Residency[HZPUnit] | None = None
 
     @classmethod
-    def of(cls, config: ScheduleConfig, driver: Driver, device: torch.device) -> "Stays":
+    def of(cls, config: ScheduleConfig, driver: Driver, device: torch.device) -> "KeepBudgets":
         """As much as `config` allows; allocates the memory of parameters that are kept."""
         params = grads = None
-        if config.keep_params_nbytes or config.keeps_params_in_rest:
-            params = KeptParams(
+        if config.keep_params_nbytes or config.keeps_params_in_free_memory:
+            params = ParamBudget(
                 config.keep_params_nbytes,
                 device,
                 driver.device.record_event,
-                config.keeps_params_in_rest,
+                config.keeps_params_in_free_memory,
             )
         if config.keep_grads_nbytes:
             # The sum of a unit that has its turn is nowhere else, unlike its parameters.
@@ -89,7 +89,7 @@ class StepScheduler:
     driver: may be shared with the other chunks of this rank, whose tasks then have one order (None:
         one of its own).
     grad_scale: factor on the summed gradients.
-    stays: shared by the other chunks of this rank (None: its own).
+    budgets: shared by the other chunks of this rank (None: its own).
 
     memory: what it has in flight, by formula.
     step: how many have begun.
@@ -104,7 +104,7 @@ class StepScheduler:
         config: ScheduleConfig,
         driver: Driver | None = None,
         grad_scale: float = 1.0,
-        stays: "Stays | None" = None,
+        budgets: "KeepBudgets | None" = None,
     ):
         self.units = list(units)
         self._owns_driver = driver is None
@@ -115,15 +115,15 @@ class StepScheduler:
         self.is_last_micro_batch = False
         self.update: Update | None = None
         self.memory = memory_in_flight_of(self.units, config)
-        self.stays = stays or Stays.of(config, driver, self.units[0].device)
-        self.gathers = Gathers(self.units, config, self.memory.params, driver, self.stays.params)
+        self.budgets = budgets or KeepBudgets.of(config, driver, self.units[0].device)
+        self.gathers = Gathers(self.units, config, self.memory.params, driver, self.budgets.params)
         pieces = {
             unit: grad_pieces(unit.layout, unit.groups.topology.sizes.grad, config.grad_slot_nbytes)
             for unit in self.units
             if unit.is_trained and not unit.reduces_in_place
         }
         self.reductions = Reductions(
-            self.units, self.memory.grads, pieces, driver, grad_scale, self.stays.grads
+            self.units, self.memory.grads, pieces, driver, grad_scale, self.budgets.grads
         )
         all_groups = dict.fromkeys(unit.groups for unit in self.units)
         axes = [axis for groups in all_groups for axis in groups.all_reduce_axes]
@@ -271,7 +271,7 @@ class StepScheduler:
     def in_flight_nbytes(self) -> dict[str, int]:
         """Bytes allocated for parameters and for gradients in flight; see MemoryInFlight."""
         params, grads = self.gathers.arena.nbytes, self.reductions.arena.nbytes
-        if self.stays.params is not None:
+        if self.budgets.params is not None:
             params = self.memory.params  # that arena has the memory of all chunks, and what is kept
         return MemoryInFlight(params, grads, 0).allocated
 

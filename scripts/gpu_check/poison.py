@@ -12,7 +12,7 @@ import torch
 
 from megatron_asynchzp.comm.arena import Arena
 from megatron_asynchzp.device import device_of
-from megatron_asynchzp.sharding.spans import Span
+from megatron_asynchzp.sharding.memory_map import Extent
 
 
 @contextmanager
@@ -21,13 +21,13 @@ def poisoned_places() -> Iterator[None]:
     give_back = Arena.give_back
 
     @torch.no_grad()
-    def poison_and_give_back(self: Arena, span: Span, last_user: Any = None) -> None:
-        memory = self.bytes_at(span)
+    def poison_and_give_back(self: Arena, extent: Extent, last_user: Any = None) -> None:
+        memory = self.bytes_at(extent)
         device = device_of(memory)
         # The caller's event is before what fills it: its last reader is at rest then.
         device.wait_event(last_user)
         memory.fill_(0xFF)  # NaN in every floating dtype
-        give_back(self, span, device.record_event())
+        give_back(self, extent, device.record_event())
 
     with mock.patch.object(Arena, "give_back", poison_and_give_back):
         yield

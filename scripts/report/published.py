@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from megatron_asynchzp.tools.plot_timeline import write_picture
 from scripts.report import (
     census_table,
     checkpoint_table,
@@ -29,6 +28,7 @@ from scripts.report.compare_rows import NO_NETWORK, Comparison, comparisons
 from scripts.report.compare_table import networks_table
 from scripts.report.loss_picture import RINGS
 from scripts.report.parity_table import parity_table, shrunk_table
+from scripts.report.plot_timeline import write_picture
 from scripts.report.records import NotRecorded, Record, markdown_table, read_record
 from scripts.report.wire_table import wire_table
 

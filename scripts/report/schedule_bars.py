@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_asynchzp.tools import styles
-from megatron_asynchzp.tools.styles import (
+from megatron_asynchzp.planning import styles
+from megatron_asynchzp.planning.styles import (
     BLUE,
     GREEN,
     INK,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint, repair_tracker
-from megatron_asynchzp.checkpoint_files.verification import Depth
+from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
 from megatron_asynchzp.errors import ConfigurationError
 from tests.support.checkpoint_damage import (
     CONFIG,
@@ -153,20 +153,20 @@ def _judge_stock(folder: Path, truth: dict) -> None:
 # --- what is read ------------------------------------------------------------------------------
 
 
-_UNSEEN = {Depth.OBJECTS: _IN_TENSORS, Depth.STRUCTURE: _IN_DATA}
+_UNSEEN = {VerifyLevel.OBJECTS: _IN_TENSORS, VerifyLevel.STRUCTURE: _IN_DATA}
 
 
-@pytest.mark.parametrize("depth", _UNSEEN)
+@pytest.mark.parametrize("level", _UNSEEN)
 @pytest.mark.parametrize("kind", HARMFUL)
-def test_what_is_not_read_is_not_judged_and_all_else_is(folder, kind, depth):
+def test_what_is_not_read_is_not_judged_and_all_else_is(folder, kind, level):
     HARMFUL[kind](folder)
-    expected = NEWER if kind in _UNSEEN[depth] else OLDER
-    assert choose_checkpoint(folder, depth=depth).folder.name == expected
+    expected = NEWER if kind in _UNSEEN[level] else OLDER
+    assert choose_checkpoint(folder, level=level).folder.name == expected
 
 
 @pytest.mark.parametrize("kind", _SEEN_WITHOUT_MANIFEST)
 def test_without_a_manifest_structure_judges_all_but_the_zip_directories(stock_folder, kind):
     HARMFUL[kind](stock_folder)
     expected = NEWER if kind in _IN_DATA | _IN_DIRECTORIES else OLDER
-    choice = choose_checkpoint(stock_folder, depth=Depth.STRUCTURE)
+    choice = choose_checkpoint(stock_folder, level=VerifyLevel.STRUCTURE)
     assert choice.folder.name == expected

@@ -24,7 +24,7 @@ from megatron_asynchzp.checkpoint_files.index import items_by_file
 from megatron_asynchzp.checkpoint_files.manifest import MANIFEST
 from megatron_asynchzp.checkpoint_files.saving import complete_directory, prepare_directory
 from megatron_asynchzp.checkpoint_files.small_files import replace_file
-from megatron_asynchzp.checkpoint_files.verification import Depth
+from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
 from megatron_asynchzp.errors import ConfigurationError
 from tests.support.checkpoint_damage import CONFIG, DATA, METADATA, NEWER, OLDER, flip
 
@@ -147,8 +147,8 @@ def test_every_byte_is_read_once_or_hardly_any(tmp_path, has_manifest):
     (folder / CONFIG).write_text(json.dumps(config))
     if has_manifest:
         assert _bytes_read(lambda: complete_directory(folder)) < 200_000
-    assert _bytes_read(lambda: choose_checkpoint(tmp_path, depth=Depth.STRUCTURE)) < 200_000
-    assert _bytes_read(lambda: choose_checkpoint(tmp_path, depth=Depth.OBJECTS)) < 600_000
+    assert _bytes_read(lambda: choose_checkpoint(tmp_path, level=VerifyLevel.STRUCTURE)) < 200_000
+    assert _bytes_read(lambda: choose_checkpoint(tmp_path, level=VerifyLevel.OBJECTS)) < 600_000
     assert nbytes < _bytes_read(lambda: choose_checkpoint(tmp_path)) < nbytes + 600_000
 
 

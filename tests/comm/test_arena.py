@@ -122,7 +122,7 @@ def test_memory_that_is_viewed_is_left_to_its_views_and_the_places_stay_the_same
     place.storage.fill_(1)
     other.storage.fill_(2)
     view = place.storage[:]
-    arena.leave(place)
+    arena.abandon(place)
     arena.give_back(place.span)
     again = acquire(arena, 3)
     again.storage.fill_(3)
@@ -132,7 +132,7 @@ def test_memory_that_is_viewed_is_left_to_its_views_and_the_places_stay_the_same
 
 def test_a_place_apart_takes_its_part_of_the_arena_but_none_of_its_memory():
     arena = new_arena(3)
-    apart = acquire(arena, 3, is_apart=True)
+    apart = acquire(arena, 3, is_outside=True)
     apart.storage.fill_(1)
     view = apart.storage[:]
     assert acquire(arena, 1) is None

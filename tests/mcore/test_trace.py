@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE, LANES, WAIT, Span
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_trace
 from megatron_asynchzp.schedule import SCHEDULES
-from megatron_asynchzp.tools.step_trace import read_trace
 from scripts.report.megatron_log import parse_log
+from scripts.report.step_trace import read_trace
 from scripts.testbed.megatron_flags import UNTIED
 from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from tests.support.world import on_ranks

@@ -13,7 +13,7 @@ from megatron_asynchzp.sharding.in_flight import (
     least_in_flight,
     memory_in_flight,
 )
-from megatron_asynchzp.sharding.spans import Span, Spans
+from megatron_asynchzp.sharding.memory_map import Extent, MemoryMap
 
 NUM_PROGRAMS = 600
 
@@ -46,13 +46,13 @@ def test_no_budget_from_the_least_on_is_exceeded_by_layers_of_units_within_units
     """All that is needed together finds its place: places are chosen so that the rest still fits
     beside what stays, units around all layers included."""
 
-    honest = Spans.grow
+    honest = MemoryMap.grow
 
-    def grow_once(self: Spans, nbytes: int) -> Span:
+    def grow_once(self: MemoryMap, nbytes: int) -> Extent:
         assert not self.nbytes, f"{nbytes} bytes more than the formula"
         return honest(self, nbytes)
 
-    monkeypatch.setattr(Spans, "grow", grow_once)
+    monkeypatch.setattr(MemoryMap, "grow", grow_once)
     phases = [Phase(True, 0, 0), Phase(False, 0, 0), Phase(True, 0, 1), Phase(False, 0, 1, True)]
     for seed in range(NUM_PROGRAMS):
         chance = random.Random(seed)

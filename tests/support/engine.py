@@ -21,7 +21,7 @@ from megatron_asynchzp.sharding.layout import FlatLayout
 from megatron_asynchzp.sharding.topology import Range, ShardSizes, ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.plan import UnitPlan, plan_units
-from megatron_asynchzp.zero.step import Stays
+from megatron_asynchzp.zero.step import KeepBudgets
 from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
 
@@ -98,12 +98,12 @@ def shard_model(
     driver: Driver | None = None,
     memory: float = 1.0,
     fuses_grads: bool = False,
-    stays: Stays | None = None,
+    budgets: KeepBudgets | None = None,
     groups: ShardGroups | None = None,
 ) -> HZPRuntime:
     """A runtime over `groups`, or the default group; blocks, embedding and output are units.
 
-    memory: in flight, from 0 (what one layer needs) to 1 (the default); stays: that of all chunks.
+    memory: in flight, from 0 (what one layer needs) to 1 (the default); budgets: of all chunks.
     """
     groups = groups or shard_groups(tuple(sizes), schedule.time_limit_s)
     tied = {model.embedding.weight: (model.output,)} if model.is_tied else {}
@@ -115,7 +115,7 @@ def shard_model(
     scale = 1.0 / groups.topology.world_size
     all_groups = {"dense": groups}
     return HZPRuntime(
-        model, plans, all_groups, schedule, driver, scale, fuses_grads=fuses_grads, stays=stays
+        model, plans, all_groups, schedule, driver, scale, fuses_grads=fuses_grads, budgets=budgets
     )
 
 
@@ -132,13 +132,13 @@ class EngineTrainer:
         updates_in_backward: bool = False,
         memory: float = 1.0,
         fuses_grads: bool = False,
-        stays: Stays | None = None,
+        budgets: KeepBudgets | None = None,
         groups: ShardGroups | None = None,
         backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
     ):
         self.model, self._backward = model, backward
         self.runtime = shard_model(
-            model, sizes, schedule, driver, memory, fuses_grads, stays, groups
+            model, sizes, schedule, driver, memory, fuses_grads, budgets, groups
         )
         self._topology = self.runtime.units[0].groups.topology
         assert not trains_all or all(unit.is_trained for unit in self.runtime.units)

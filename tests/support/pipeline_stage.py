@@ -10,7 +10,7 @@ import torch
 
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES
-from megatron_asynchzp.zero.step import Stays, StepScheduler
+from megatron_asynchzp.zero.step import KeepBudgets, StepScheduler
 from tests.support.engine import on_submit
 from tests.support.pipeline_order import Stage, Use
 from tests.support.recording_device import RecordingDevice
@@ -51,13 +51,13 @@ class PipelineStage:
         self.driver = delayed_driver(device, self.config, 0)
         self.submitted: list[list[tuple[str, str]]] = [[]]
         on_submit(self.driver, lambda task: self.submitted[-1].append((task.lane, task.unit)))
-        self.stays = Stays.of(self.config, self.driver, torch.device("cpu"))
+        self.budgets = KeepBudgets.of(self.config, self.driver, torch.device("cpu"))
         self.chunks = [
             StepScheduler(
                 [new_unit(f"{chunk}.{layer}", shape, groups) for layer in range(stage.layers)],
                 self.config,
                 self.driver,
-                stays=self.stays,
+                budgets=self.budgets,
             )
             for chunk in range(stage.vpp)
         ]

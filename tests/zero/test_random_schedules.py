@@ -20,7 +20,7 @@ from megatron_asynchzp.comm.thread_driver import ThreadDriver
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.zero.step import Stays
+from megatron_asynchzp.zero.step import KeepBudgets
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy, on_submit
 from tests.support.toy_models import toy_batch, toy_loss
@@ -116,7 +116,7 @@ def train(program: Program, schedule: ScheduleConfig, sleeps: random.Random | No
     else:
         driver, memory = SleepyDriver(sleeps), program.memory
     on_submit(driver, lambda task: outcome.submitted.append((task.lane, task.unit)))
-    stays = Stays.of(schedule, driver, torch.device("cpu"))
+    budgets = KeepBudgets.of(schedule, driver, torch.device("cpu"))
     depth = 4 // program.num_chunks
     trainers: list[EngineTrainer] = []
     for _ in range(program.num_chunks):
@@ -124,11 +124,16 @@ def train(program: Program, schedule: ScheduleConfig, sleeps: random.Random | No
         if isinstance(driver, SleepyDriver):
             for block in model.blocks:
                 driver.slow_down(block)
-        options: Any = {"schedule": schedule, "driver": driver, "memory": memory, "stays": stays}
+        options: Any = {
+            "schedule": schedule,
+            "driver": driver,
+            "memory": memory,
+            "budgets": budgets,
+        }
         trainers.append(EngineTrainer(model, program.sizes, **options))
     for step, turns in enumerate(program.turns):
         outcome.losses.append(run_step(trainers, turns, step))
-        note_kept(stays, outcome)
+        note_kept(budgets, outcome)
         if step == 1:
             outcome.grads = [
                 unit.main_grad.view(unit.optim_range).clone()
@@ -152,10 +157,10 @@ def train(program: Program, schedule: ScheduleConfig, sleeps: random.Random | No
     return outcome
 
 
-def note_kept(stays: Stays, outcome: Outcome) -> None:
+def note_kept(budgets: KeepBudgets, outcome: Outcome) -> None:
     """Of the step before, whose budgets held."""
-    params = None if stays.params is None else stays.params.residency
-    for what, residency in (("params", params), ("grads", stays.grads)):
+    params = None if budgets.params is None else budgets.params.residency
+    for what, residency in (("params", params), ("grads", budgets.grads)):
         if residency is not None:
             assert residency.planned_nbytes <= residency.budget
             outcome.found[what] += residency.num_found

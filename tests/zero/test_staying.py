@@ -118,20 +118,22 @@ def test_the_allocator_counts_no_more_for_what_is_kept_than_the_budgets(stage, r
 
 
 def train(sizes, schedule: ScheduleConfig, micro_batches, dtype=torch.float32, **toy):
-    """With `keeps_params_in_rest` as if rank 0 had plenty left after the first step, and rank 1
-    hardly more than `room_of`."""
+    """With `keeps_params_in_free_memory` as if rank 0 had plenty left after the first step, and
+    rank 1 hardly more than `room_of`."""
     model = build_toy(dtype, depth=3, **toy)
     trainer = EngineTrainer(model, sizes, schedule=schedule)
     losses = []
     for step, count in enumerate(micro_batches):
         losses.append(trainer.step(step, count))
-        if schedule.keeps_params_in_rest and step == 0:
-            trainer.runtime.stays.params.take_rest((2**20, room_of(dtype) + 1)[dist.get_rank()])
+        if schedule.keeps_params_in_free_memory and step == 0:
+            trainer.runtime.budgets.params.take_free_memory(
+                (2**20, room_of(dtype) + 1)[dist.get_rank()]
+            )
     params = trainer.full_params()
-    stays = trainer.runtime.stays
+    budgets = trainer.runtime.budgets
     found = [
         0 if residency is None else residency.num_found
-        for residency in (stays.params and stays.params.residency, stays.grads)
+        for residency in (budgets.params and budgets.params.residency, budgets.grads)
     ]
     trainer.runtime.detach()
     assert trainer.runtime.num_places_in_use() == 0
@@ -156,7 +158,7 @@ def compare_with_none(toys, kinds, dtypes) -> int:
             sizes = (dist.get_world_size(),) * 3
             plain = ScheduleConfig(kind)
             losses, params, _ = train(sizes, plain, MICRO_BATCHES, dtype, **toy)
-            given = {"keep_params_nbytes": room_of(dtype)}, {"keeps_params_in_rest": True}
+            given = {"keep_params_nbytes": room_of(dtype)}, {"keeps_params_in_free_memory": True}
             uses_found = set()
             for options in given:
                 kept = ScheduleConfig(kind, **options)

@@ -35,7 +35,7 @@ from megatron_asynchzp.checkpoint_files.saving import (
     prepare_directory,
     save_error,
 )
-from megatron_asynchzp.checkpoint_files.verification import Depth
+from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.aliases import name_main_params
 from megatron_asynchzp.mcore.checkpoint.mismatch import find_difference
@@ -60,7 +60,7 @@ _SCHEDULE_DIFFERS = re.compile(
 _CHOICE: ContextVar[Choice | None] = ContextVar("asynchzp_choice", default=None)
 
 
-class Ranks:
+class WorldPeers:
     """All ranks of the job, which look at a directory together; see peers.Peers."""
 
     def __init__(self):
@@ -78,7 +78,7 @@ class Ranks:
 
 
 def _peers() -> Peers:
-    return Ranks() if dist.is_initialized() else Alone()
+    return WorldPeers() if dist.is_initialized() else Alone()
 
 
 def _log(lines: Iterable[str | None], peers: Peers) -> None:
@@ -206,19 +206,19 @@ def guard_load_args(load: Callable[[], Any], args: Namespace, load_dir: str | No
     look at the tensors, which all ranks together take before they load them."""
     choice = None
     if load_dir:
-        depth = min(Depth.OBJECTS, _depth(args), key=list(Depth).index)
-        choice = choose_checkpoint(load_dir, args.ckpt_step or None, depth=depth)
+        level = min(VerifyLevel.OBJECTS, _level(args), key=list(VerifyLevel).index)
+        choice = choose_checkpoint(load_dir, args.ckpt_step or None, level=level)
     return _load_choice(load, args, load_dir, choice)
 
 
-def _depth(args: Namespace) -> Depth:
-    return Depth(getattr(args, "asynchzp_verify", Depth.FULL))
+def _level(args: Namespace) -> VerifyLevel:
+    return VerifyLevel(getattr(args, "asynchzp_verify", VerifyLevel.FULL))
 
 
 def _choose(load_dir: str | None, args: Namespace, peers: Peers) -> Choice | None:
     if load_dir is None:
         return None
-    choice = choose_checkpoint(load_dir, args.ckpt_step or None, peers, _depth(args))
+    choice = choose_checkpoint(load_dir, args.ckpt_step or None, peers, _level(args))
     if choice is None:
         left = on_first(peers, partial(list_unfinished, load_dir))
         _log((f"{load_dir}: {one} is left of a save that was interrupted" for one in left), peers)

@@ -36,7 +36,7 @@ SHARDS_KEY = "asynchzp_shards"
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredRun:
     """A run of one parameter's elements that lies in one box of a tensor of the checkpoint.
 
     Most parameters are one piece. Where Megatron stores one as several (the two halves of a gated
@@ -81,7 +81,9 @@ class Piece:
             )
 
 
-def find_pieces(entry: ShardedTensor | ShardedTensorFactory, param: torch.Tensor) -> list[Piece]:
+def find_stored_runs(
+    entry: ShardedTensor | ShardedTensorFactory, param: torch.Tensor
+) -> list[StoredRun]:
     """The pieces of `param` in the checkpoint, from the entry that the model made for it.
 
     Factories run on the meta device: they cut the parameter into views, whose strides and offsets
@@ -103,7 +105,7 @@ def find_pieces(entry: ShardedTensor | ShardedTensorFactory, param: torch.Tensor
 
 def _contiguous_pieces(
     entry: ShardedTensor, view: torch.Tensor, offset: tuple[int, ...]
-) -> Iterator[Piece]:
+) -> Iterator[StoredRun]:
     """Split a strided view along its leading dims until each part is one run of elements."""
     if view.is_contiguous():
         shape = (1,) * len(offset) + tuple(view.shape)
@@ -119,7 +121,7 @@ def _contiguous_pieces(
             global_offset=global_offset,
             axis_fragmentations=None,
         )
-        yield Piece(moved, int(view.storage_offset()))
+        yield StoredRun(moved, int(view.storage_offset()))
         return
     for index in range(view.shape[0]):
         yield from _contiguous_pieces(entry, view[index], (*offset, index))
@@ -139,7 +141,7 @@ class ChunkCheckpoint:
         self._model: Any = unwrap_model(module)
         self._describe = self._model.sharded_state_dict
         self._model.sharded_state_dict = self.sharded_state_dict
-        self._pieces: dict[torch.nn.Parameter, list[list[Piece]]] = {}
+        self._pieces: dict[torch.nn.Parameter, list[list[StoredRun]]] = {}
         self._asked: dict[str, Any] = {}
 
     # ---- what there is
@@ -158,7 +160,7 @@ class ChunkCheckpoint:
         self._pieces = {param: [] for param in params.values()}
         for entry in nested_values(entries):
             param = params[id(entry.data)]
-            self._pieces[param].append(find_pieces(entry, param))
+            self._pieces[param].append(find_stored_runs(entry, param))
         self._check_complete()
         shards = list(self._model_shards())
         self._asked = {str(i): shard.data for i, shard in enumerate(shards)}

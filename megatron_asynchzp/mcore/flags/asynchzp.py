@@ -130,7 +130,7 @@ def _at_least_0(word: str) -> int:
     return int(word)
 
 
-def _or_auto(number: type[int] | type[float], of: str) -> Callable[[str], float | str]:
+def _or_auto(number: type[int] | type[float], unit: str) -> Callable[[str], float | str]:
     """Reads a number of `of`, or AUTO: what is chosen for the run."""
 
     def read(word: str) -> float | str:
@@ -139,7 +139,7 @@ def _or_auto(number: type[int] | type[float], of: str) -> Callable[[str], float 
         try:
             return number(word)
         except ValueError:
-            raise ArgumentTypeError(f"{word} is neither a number of {of} nor {AUTO}") from None
+            raise ArgumentTypeError(f"{word} is neither a number of {unit} nor {AUTO}") from None
 
     return read
 
@@ -228,7 +228,7 @@ def resolve_schedule(args: Namespace) -> ScheduleConfig:
             timed_every=args.log_interval,
             keep_params_nbytes=_kept_nbytes("params", args.asynchzp_keep_params_gb),
             keep_grads_nbytes=_kept_nbytes("grads", args.asynchzp_keep_grads_gb),
-            keeps_params_in_rest=args.asynchzp_keep_params_gb == AUTO,
+            keeps_params_in_free_memory=args.asynchzp_keep_params_gb == AUTO,
         )
     except ValueError as error:
         raise ConfigurationError(

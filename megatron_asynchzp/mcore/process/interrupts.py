@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from megatron_asynchzp.mcore.process.last_line import EXIT_INTERRUPTED, LastLine, leave
+from megatron_asynchzp.mcore.process.last_line import EXIT_INTERRUPTED, LastLine, end_process
 
 _GRACE_S = 5.0
 
@@ -40,7 +40,7 @@ def watch_interrupts(last_line: LastLine, grace_s: float = _GRACE_S) -> Callable
             if signal.SIGINT in received:
                 if not came_back.wait(grace_s):
                     last_line.print("interrupted")
-                    leave(EXIT_INTERRUPTED)
+                    end_process(EXIT_INTERRUPTED)
                 came_back.clear()
         os.close(receiver)
 

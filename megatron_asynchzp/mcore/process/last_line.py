@@ -45,10 +45,10 @@ class LastLine:
             return
         self.print(str(failure))
         if not wait(_GRACE_S):
-            leave(EXIT_FAILURE)
+            end_process(EXIT_FAILURE)
 
 
-def leave(status: int) -> NoReturn:
+def end_process(status: int) -> NoReturn:
     """End this process now. Python's own end would wait, in the destructors of process groups, for
     peers that are gone. Children go too, as they do at Python's own end: a process that Megatron
     starts to write checkpoints would otherwise live on and keep the job's output open."""

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.checkpoint.shards import SHARDS_KEY, ChunkCheckpoint, find_pieces
+from megatron_asynchzp.mcore.checkpoint.shards import SHARDS_KEY, ChunkCheckpoint, find_stored_runs
 from megatron_asynchzp.sharding.topology import Range
 
 PARAM = torch.arange(6 * 4, dtype=torch.float32).view(6, 4)
@@ -85,7 +85,7 @@ def test_the_shards_of_all_ranks_write_what_megatron_writes(entry, borders):
     ours = [
         shard
         for start, stop in zip(cuts, cuts[1:], strict=False)
-        for piece in find_pieces(entry, PARAM)
+        for piece in find_stored_runs(entry, PARAM)
         for shard in piece.shards(flat[start:stop], Range(start, stop), replica=0)
     ]
     assert torch.equal(written(ours).nan_to_num(-1), written(stock).nan_to_num(-1))
@@ -99,7 +99,7 @@ def test_a_form_that_is_not_a_part_of_the_parameter_is_refused(form):
 
     factory = ShardedTensorFactory("w", PARAM, build, torch.cat, (0, 0, 0))
     with pytest.raises(ConfigurationError, match="w is stored in a form that cannot be sharded"):
-        find_pieces(factory, PARAM)
+        find_stored_runs(factory, PARAM)
 
 
 def test_a_shard_of_the_host_is_saved_from_where_it_lies():

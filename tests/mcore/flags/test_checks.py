@@ -81,9 +81,9 @@ def test_a_size_that_is_none_is_refused_in_one_line(parse, flag, value):
 
 def test_a_budget_for_kept_parameters_is_a_number_or_what_the_device_has_left(parse):
     schedule = resolve_schedule(parse("--asynchzp-keep-params-gb auto"))
-    assert schedule.keeps_params_in_rest and not schedule.keep_params_nbytes
+    assert schedule.keeps_params_in_free_memory and not schedule.keep_params_nbytes
     schedule = resolve_schedule(parse("--asynchzp-keep-params-gb 0.5"))
-    assert schedule.keep_params_nbytes == 2**29 and not schedule.keeps_params_in_rest
+    assert schedule.keep_params_nbytes == 2**29 and not schedule.keeps_params_in_free_memory
 
 
 def test_the_chunks_of_a_rank_share_its_memory_in_flight(parse):

@@ -18,7 +18,7 @@ from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from tests.support.parity import size_flags
 from tests.support.world import on_ranks
 
-AUTO = ScheduleConfig("inline", keeps_params_in_rest=True)
+AUTO = ScheduleConfig("inline", keeps_params_in_free_memory=True)
 
 
 @pytest.mark.parametrize("free, left", [(60, 52), (8, 0), (3, 0)])

@@ -101,9 +101,9 @@ MUTANTS = [
     Mutant(
         "readers-of-overlapping-places",
         "law 5: a writer waits for the readers of every byte it writes",
-        "sharding/spans.py",
-        "if overlap(used, span):",
-        "if used == span:",
+        "sharding/memory_map.py",
+        "if overlap(used, extent):",
+        "if used == extent:",
         (
             "tests/comm/test_arena.py::"
             "test_the_next_writer_waits_for_the_last_user_of_every_byte_and_for_no_one_"
@@ -125,8 +125,8 @@ MUTANTS = [
     Mutant(
         "early-slot-release",
         "law 5: memory is rewritten only after its last reader",
-        "sharding/spans.py",
-        "            self.note_user(span, last_user)",
+        "sharding/memory_map.py",
+        "            self.note_user(extent, last_user)",
         "            pass",
         (
             "tests/zero/test_happens_before.py::"

@@ -52,7 +52,7 @@ MUTANTS = [
     Mutant(
         "places-across-their-neighbours",
         "law 5: two units never hold the same byte",
-        "sharding/spans.py",
+        "sharding/memory_map.py",
         "                start = taken[1]\n",
         "",
         (

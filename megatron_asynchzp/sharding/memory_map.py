@@ -5,11 +5,11 @@
 from bisect import insort
 from collections.abc import Sequence
 
-Span = tuple[int, int]
+Extent = tuple[int, int]
 """Half-open range of addresses, in bytes."""
 
 
-class Spans[User]:
+class MemoryMap[User]:
     """Parts of one memory that are held in turn.
 
         | root | layer 3 |       free       | layer 2 |
@@ -23,9 +23,9 @@ class Spans[User]:
     """
 
     def __init__(self, nbytes: int = 0):
-        self._regions: list[Span] = []
-        self._held: list[Span] = []  # sorted
-        self._last_users: list[tuple[Span, User]] = []
+        self._regions: list[Extent] = []
+        self._held: list[Extent] = []  # sorted
+        self._last_users: list[tuple[Extent, User]] = []
         if nbytes:
             self.grow(nbytes)
 
@@ -39,49 +39,53 @@ class Spans[User]:
         """Parts that are held now."""
         return len(self._held)
 
-    def grow(self, nbytes: int) -> Span:
+    def grow(self, nbytes: int) -> Extent:
         """So much more, for good: more is needed at once than there was. Returns where it is."""
         region = (self.nbytes, self.nbytes + nbytes)
         self._regions.append(region)
         return region
 
-    def take(self, nbytes: int, from_top: bool = False) -> Span | None:
+    def take(self, nbytes: int, from_top: bool = False) -> Extent | None:
         """Hold `nbytes`, seen from one end; None where no free part is large enough."""
         start = first_fit(self._regions, self._held, nbytes, from_top)
         if start is None:
             return None
-        span = (start, start + nbytes)
-        insort(self._held, span)
-        return span
+        extent = (start, start + nbytes)
+        insort(self._held, extent)
+        return extent
 
-    def give_back(self, span: Span, last_user: User | None = None) -> None:
-        """Hold `span` no longer; it may be written again once `last_user` has ended."""
-        if span not in self._held:
+    def give_back(self, extent: Extent, last_user: User | None = None) -> None:
+        """Hold `extent` no longer; it may be written again once `last_user` has ended."""
+        if extent not in self._held:
             raise RuntimeError("a place was given back twice")
-        self._held.remove(span)
+        self._held.remove(extent)
         if last_user is not None:
-            self.note_user(span, last_user)
+            self.note_user(extent, last_user)
 
-    def note_user(self, span: Span, user: User) -> None:
-        """`user` is the last one of `span`."""
-        self._last_users.append((span, user))
+    def note_user(self, extent: Extent, user: User) -> None:
+        """`user` is the last one of `extent`."""
+        self._last_users.append((extent, user))
 
-    def hand_over(self, span: Span) -> list[User]:
-        """Those who used a part of `span` last, and are forgotten as far as it goes: whoever writes
-        there later comes after its next user."""
+    def hand_over(self, extent: Extent) -> list[User]:
+        """The last users of a part of `extent`, forgotten as far as it goes: what writes there
+        later comes after its next user."""
         users: list[User] = []
-        rest: list[tuple[Span, User]] = []
+        rest: list[tuple[Extent, User]] = []
         for used, user in self._last_users:
-            if overlap(used, span):
+            if overlap(used, extent):
                 users.append(user)
-                rest += [(cut, user) for cut in _without(used, span)]
+                rest += [(cut, user) for cut in _without(used, extent)]
             else:
                 rest.append((used, user))
         self._last_users = rest
         return users
 
     def leaves_room(
-        self, nbytes: int, from_top: bool, beside: Sequence[Span], more: Sequence[tuple[int, bool]]
+        self,
+        nbytes: int,
+        from_top: bool,
+        beside: Sequence[Extent],
+        more: Sequence[tuple[int, bool]],
     ) -> bool:
         """Whether after `take` of so many bytes parts for all of `more`, each (nbytes, from_top),
         could be found one after another if nothing but that one and `beside` were held."""
@@ -98,14 +102,14 @@ class Spans[User]:
 
 
 def first_fit(
-    regions: Sequence[Span], held: Sequence[Span], nbytes: int, from_top: bool = False
+    regions: Sequence[Extent], held: Sequence[Extent], nbytes: int, from_top: bool = False
 ) -> int | None:
     """Where the first free part of `regions` that has `nbytes` begins, seen from one end; seen from
     the upper one, where its last `nbytes` begin. None without one.
 
     held: what is taken, sorted, each within a region.
     """
-    free: list[Span] = []
+    free: list[Extent] = []
     for start, stop in regions:
         for taken in held:
             if start <= taken[0] < stop:
@@ -118,12 +122,12 @@ def first_fit(
     return None
 
 
-def overlap(one: Span, other: Span) -> bool:
+def overlap(one: Extent, other: Extent) -> bool:
     """Whether the two have an address in common."""
     return one[0] < other[1] and other[0] < one[1]
 
 
-def _without(span: Span, taken: Span) -> list[Span]:
-    """What is left of `span`, which overlaps; no empty parts."""
-    rest = (span[0], taken[0]), (taken[1], span[1])
+def _without(extent: Extent, taken: Extent) -> list[Extent]:
+    """What is left of `extent`, which overlaps; no empty parts."""
+    rest = (extent[0], taken[0]), (taken[1], extent[1])
     return [part for part in rest if part[0] < part[1]]

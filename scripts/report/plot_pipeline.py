@@ -3,7 +3,7 @@
 """Draws one training step of a pipeline, its stages below each other on one clock: what each stage
 computed, for which micro-batch, when it waited for parameters or gradients, and its bubbles.
 
-    asynchzp plot-pipeline trace.json trace.stage1.json --output pipeline.png
+    python -m scripts.report.plot_pipeline trace.json trace.stage1.json --output pipeline.png
 """
 
 import argparse
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from megatron_asynchzp.comm.timeline import WAIT, union_s
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.tools import styles
-from megatron_asynchzp.tools.plot_timeline import save_picture
-from megatron_asynchzp.tools.step_trace import Computation, Trace, read_trace
-from megatron_asynchzp.tools.styles import INK, SMALL, STEP_COLOURS, bare
+from megatron_asynchzp.planning import styles
+from megatron_asynchzp.planning.styles import INK, SMALL, STEP_COLOURS, bare
+from scripts.report.plot_timeline import save_picture
+from scripts.report.step_trace import Computation, Trace, read_trace
 
 _LANES = ("gather", "reduce")  # below each stage: what was on its way, as thin lines
 _PALER = 0.45  # share of white in every other micro-batch
@@ -118,7 +118,7 @@ def _draw_spans(axes: Any, spans: Sequence, place: tuple, colour: str, shift_ms:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="asynchzp plot-pipeline", description=(__doc__ or "").split("\n\n")[0]
+        prog="python -m scripts.report.plot_pipeline", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="one trace per stage, first stage first"
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         save_picture(make_figure([read_trace(path) for path in args.files]), args.output)
     except ConfigurationError as error:
-        print(f"asynchzp plot-pipeline: {error}", file=sys.stderr)
+        print(f"plot_pipeline: {error}", file=sys.stderr)
         return 2
     return 0
 

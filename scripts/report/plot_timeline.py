@@ -3,7 +3,7 @@
 """Draws traces of one training step (--asynchzp-trace FILE) below each other on one time axis: what
 was computed, what was waited for and which collectives were on their way.
 
-    asynchzp plot inline.json threaded.json --output timeline.png
+    python -m scripts.report.plot_timeline inline.json threaded.json --output timeline.png
 """
 
 import argparse
@@ -14,8 +14,10 @@ from typing import Any
 
 from megatron_asynchzp.comm.timeline import COMPUTE, WAIT, Span
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.tools import styles
-from megatron_asynchzp.tools.step_trace import (
+from megatron_asynchzp.planning import styles
+from megatron_asynchzp.planning.styles import INK, SMALL
+from megatron_asynchzp.planning.styles import STEP_COLOURS as COLOURS
+from scripts.report.step_trace import (
     Computation,
     Trace,
     direction_of,
@@ -24,8 +26,6 @@ from megatron_asynchzp.tools.step_trace import (
     short_names,
     unit_of,
 )
-from megatron_asynchzp.tools.styles import INK, SMALL
-from megatron_asynchzp.tools.styles import STEP_COLOURS as COLOURS
 
 # Those that move bytes of the model; the comparison of the ranks' orders is too short to be seen.
 LANES = {
@@ -242,7 +242,7 @@ def save_picture(figure: Any, output: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="asynchzp plot", description=(__doc__ or "").split("\n\n")[0]
+        prog="python -m scripts.report.plot_timeline", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a trace of one step")
     parser.add_argument("--output", type=Path, required=True, metavar="PNG", help="the picture")
@@ -250,11 +250,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         write_picture(args.files, args.output)
     except ConfigurationError as error:
-        print(f"asynchzp plot: {error}", file=sys.stderr)
+        print(f"plot_timeline: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         message = f"{error.name} is not installed; install megatron_asynchzp[plots]"
-        print(f"asynchzp plot: {message}", file=sys.stderr)
+        print(f"plot_timeline: {message}", file=sys.stderr)
         return 2
     return 0
 
