@@ -108,7 +108,7 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
             del self._kept[unit]
         else:
             if unit not in self._ahead:
-                self._start(unit, self._take_span(unit))
+                self._start(unit, self._take_extent(unit))
             del self._ahead[unit]
             self._active[unit] = None
             self.begin_use(unit)
@@ -227,7 +227,7 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
         nbytes = self._needs[unit].params
         return self._memory.leaves_room(nbytes, self._is_at_top[unit], held, more)
 
-    def _take_span(self, unit: Unit) -> Extent:
+    def _take_extent(self, unit: Unit) -> Extent:
         """A place for a unit that is needed now: free, taken from spare units, or in new memory."""
         spares = self._spares()
         while (extent := self._find_span(unit, leaves_room=bool(spares))) is None:

@@ -31,13 +31,13 @@ def replay(nbytes: int, program) -> list:
     arena, held, spans = new_arena(nbytes), [], []
     for numel, from_top, gives_back in program:
         if gives_back and held:
-            arena.give_back(held.pop(0).span)
+            arena.give_back(held.pop(0).extent)
         elif (place := acquire(arena, numel, from_top)) is not None:
             held.append(place)
         else:
             free = nbytes - sum(stop - start for start, stop in spans[-1])
             assert numel > 1 or free == 0  # one byte always finds the last free one
-        spans.append(sorted(place.span for place in held))
+        spans.append(sorted(place.extent for place in held))
         assert arena.num_held == len(held)
     return spans
 
@@ -60,18 +60,18 @@ def test_users_in_turn_at_opposite_ends_leave_room_for_the_next_whatever_their_s
             place = acquire(arena, size, from_top=index % 2 == 1)
             assert place is not None, sizes
             if before is not None:
-                arena.give_back(before.span)
+                arena.give_back(before.extent)
             before = place
 
 
 def test_the_next_writer_waits_for_the_last_user_of_every_byte_and_for_no_one_before_it():
     arena = new_arena(6)
     first, second = acquire(arena, 2), acquire(arena, 3)
-    arena.give_back(first.span, "reader of 0-2")
-    arena.give_back(second.span, "reader of 2-5")
+    arena.give_back(first.extent, "reader of 0-2")
+    arena.give_back(second.extent, "reader of 2-5")
     wide = acquire(arena, 4)
     assert list(wide.ready) == ["reader of 0-2", "reader of 2-5"]
-    arena.give_back(wide.span, "reader of 0-4")
+    arena.give_back(wide.extent, "reader of 0-4")
     assert list(acquire(arena, 2).ready) == ["reader of 0-4"]
     assert list(acquire(arena, 3).ready) == ["reader of 2-5", "reader of 0-4"]
 
@@ -90,10 +90,10 @@ def test_users_of_any_dtype_share_bytes_and_keep_their_views():
     floats = arena.place_at(arena.take(8), "two floats", 2, torch.float32)
     views = floats.views_for("pair", lambda memory: [memory[:1], memory[1:]])
     floats.storage.fill_(1.0)
-    arena.give_back(floats.span)
+    arena.give_back(floats.extent)
     halves = arena.place_at(arena.take(8), "four halves", 4, torch.bfloat16)
     assert halves.storage.view(torch.float32).tolist() == [1.0, 1.0]
-    arena.give_back(halves.span)
+    arena.give_back(halves.extent)
     again = arena.place_at(arena.take(8), "two floats", 2, torch.float32)
     assert again is floats and again.views_for("pair", list) is views
 
@@ -101,9 +101,9 @@ def test_users_of_any_dtype_share_bytes_and_keep_their_views():
 def test_a_place_cannot_be_given_back_twice():
     arena = new_arena()
     place = acquire(arena, 2)
-    arena.give_back(place.span)
+    arena.give_back(place.extent)
     with pytest.raises(RuntimeError, match="twice"):
-        arena.give_back(place.span)
+        arena.give_back(place.extent)
 
 
 def test_views_of_a_place_are_seen_whoever_views_its_neighbours():
@@ -123,19 +123,19 @@ def test_memory_that_is_viewed_is_left_to_its_views_and_the_places_stay_the_same
     other.storage.fill_(2)
     view = place.storage[:]
     arena.abandon(place)
-    arena.give_back(place.span)
+    arena.give_back(place.extent)
     again = acquire(arena, 3)
     again.storage.fill_(3)
-    assert again.span == place.span and arena.nbytes == 6
+    assert again.extent == place.extent and arena.nbytes == 6
     assert view.tolist() == [1, 1, 1] and other.storage.tolist() == [2, 2, 2]
 
 
-def test_a_place_apart_takes_its_part_of_the_arena_but_none_of_its_memory():
+def test_a_place_outside_takes_its_part_of_the_arena_but_none_of_its_memory():
     arena = new_arena(3)
     apart = acquire(arena, 3, is_outside=True)
     apart.storage.fill_(1)
     view = apart.storage[:]
     assert acquire(arena, 1) is None
-    arena.give_back(apart.span)
+    arena.give_back(apart.extent)
     acquire(arena, 3).storage.fill_(2)
     assert view.tolist() == [1, 1, 1]
