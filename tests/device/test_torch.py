@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""That the emulated device itself is right: torch's own data parallelism on it, bit for bit, and one
-line for what it cannot do."""
+"""That the emulated device itself is right: torch's own data parallelism on it, bit for bit, and
+one line for what it cannot do."""
 
 import pytest
 import torch

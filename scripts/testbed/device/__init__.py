@@ -4,6 +4,6 @@
 
 torch's CUDA wheel runs unmodified (caching allocator, streams and events, autograd's threads of a
 device, ProcessGroupNCCL). Below it, CUDA's runtime and NCCL are implemented anew, for tests: a
-stream is a thread with a queue, a collective a kernel that waits for its peers in shared memory, and
-an operation of aten a kernel that runs the CPU's on the same memory. No device code is translated.
+stream is a thread with a queue, a collective a kernel that waits for its peers in shared memory, an
+operation of aten a kernel that runs the CPU's on the same memory. No device code is translated.
 """

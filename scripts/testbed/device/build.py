@@ -97,10 +97,10 @@ class _Wheels(NamedTuple):
         for name in _WHEELS:
             try:
                 version(name)
-            except PackageNotFoundError:
+            except PackageNotFoundError as error:
                 raise DeviceUnavailable(
-                    f"{name} is not installed: torch is not the wheel for CUDA 13"
-                )
+                    f"{name} is missing: not torch's wheel for CUDA 13"
+                ) from error
         for path in wheels:
             if not path.is_dir():
                 raise DeviceUnavailable(f"{path} is missing")
