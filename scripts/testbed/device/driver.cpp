@@ -1,0 +1,31 @@
+// SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+// SPDX-License-Identifier: Apache-2.0
+// The little of CUDA's driver API that torch calls without a kernel of its own.
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include "report.hpp"
+
+EXPORT CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+
+EXPORT CUresult cuDeviceGet(CUdevice* out, int index) {
+  *out = index;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuDeviceGetCount(int* count) {
+  cudaGetDeviceCount(count);
+  return CUDA_SUCCESS;
+}
+
+// Active from the start: torch then takes a context as there and sets the device.
+EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* is_active) {
+  if (flags) *flags = 0;
+  *is_active = 1;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuGetErrorString(CUresult, const char** text) {
+  *text = "an error of the emulated driver";
+  return CUDA_SUCCESS;
+}

@@ -1,0 +1,199 @@
+// SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+// SPDX-License-Identifier: Apache-2.0
+// Memory of the devices and page-locked memory; what is new or freed is poisoned: every byte 0xff,
+// which is NaN in each floating-point type.
+#include "memory.hpp"
+
+#include <cuda_runtime_api.h>
+#include <signal.h>
+#include <sys/mman.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "report.hpp"
+#include "stream.hpp"
+
+namespace device {
+namespace {
+
+constexpr size_t kPage = 4096, kTotal = size_t(8) << 30;
+constexpr int kPoison = 0xff;
+
+struct Block {
+  size_t size;
+  int device;
+};
+using Blocks = std::map<const char*, Block>;
+
+std::mutex mutex;
+auto& live = *new Blocks;
+auto& freed = *new Blocks;  // kept without access: whoever touches it is told
+auto& pinned = *new Blocks;
+
+Blocks::iterator holder(Blocks& blocks, const void* address) {
+  auto at = static_cast<const char*>(address);
+  auto found = blocks.upper_bound(at);
+  if (found == blocks.begin()) return blocks.end();
+  --found;
+  return at < found->first + found->second.size ? found : blocks.end();
+}
+
+bool is_in(Blocks& blocks, const void* address) {
+  std::lock_guard lock(mutex);
+  return holder(blocks, address) != blocks.end();
+}
+
+size_t in_pages(size_t size) { return (size + kPage) / kPage * kPage; }
+
+void on_fault(int number, siginfo_t* info, void*) {
+  if (holder(freed, info->si_addr) != freed.end())
+    end("%p is read or written after cudaFree", info->si_addr);
+  signal(number, SIG_DFL);  // the instruction runs again, and ends as it would have
+}
+
+void report_faults() {
+  struct sigaction action = {};
+  action.sa_sigaction = on_fault;
+  action.sa_flags = SA_SIGINFO;
+  sigaction(SIGSEGV, &action, nullptr);
+}
+
+}  // namespace
+
+bool is_on_device(const void* address) { return is_in(live, address); }
+bool is_pinned(const void* address) { return is_in(pinned, address); }
+
+}  // namespace device
+
+using namespace device;
+
+EXPORT cudaError_t cudaMalloc(void** out, size_t size) {
+  static std::once_flag once;
+  std::call_once(once, report_faults);
+  size_t free_size, total;
+  cudaMemGetInfo(&free_size, &total);
+  if (size > free_size) return cudaErrorMemoryAllocation;
+  void* start = mmap(nullptr, in_pages(size), PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (start == MAP_FAILED) return cudaErrorMemoryAllocation;
+  memset(start, kPoison, size);
+  std::lock_guard lock(mutex);
+  live[static_cast<char*>(start)] = {size, current_device()};
+  *out = start;
+  return cudaSuccess;
+}
+
+// Waits for the device, as cudaFree does (Programming Guide, "Implicit Synchronization", and the
+// caching allocator relies on it).
+EXPORT cudaError_t cudaFree(void* start) {
+  if (!start) return cudaSuccess;
+  Stream::synchronize_all();
+  std::lock_guard lock(mutex);
+  auto block = live.find(static_cast<char*>(start));
+  if (block == live.end()) return cudaErrorInvalidValue;
+  madvise(start, in_pages(block->second.size), MADV_DONTNEED);
+  mprotect(start, in_pages(block->second.size), PROT_NONE);
+  freed.insert(*block);
+  live.erase(block);
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaMemGetInfo(size_t* free_size, size_t* total) {
+  std::lock_guard lock(mutex);
+  size_t used = 0;
+  for (auto& [start, block] : live) used += block.size;
+  *total = kTotal;
+  *free_size = kTotal - used;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaHostAlloc(void** out, size_t size, unsigned) {
+  *out = aligned_alloc(kPage, in_pages(size));
+  if (!*out) return cudaErrorMemoryAllocation;
+  memset(*out, kPoison, size);
+  return cudaHostRegister(*out, size, 0);
+}
+
+EXPORT cudaError_t cudaHostRegister(void* start, size_t size, unsigned) {
+  std::lock_guard lock(mutex);
+  pinned[static_cast<char*>(start)] = {size, current_device()};
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaHostUnregister(void* start) {
+  Stream::synchronize_all();
+  std::lock_guard lock(mutex);
+  return pinned.erase(static_cast<char*>(start)) ? cudaSuccess : cudaErrorHostMemoryNotRegistered;
+}
+
+EXPORT cudaError_t cudaFreeHost(void* start) {
+  if (auto error = cudaHostUnregister(start)) return error;
+  free(start);
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const void* address) {
+  *out = {};
+  std::lock_guard lock(mutex);
+  auto found = holder(live, address);
+  if (found != live.end()) {
+    out->type = cudaMemoryTypeDevice;
+    out->device = found->second.device;
+    out->devicePointer = const_cast<void*>(address);
+  } else if (found = holder(pinned, address); found != pinned.end()) {
+    out->type = cudaMemoryTypeHost;
+    out->device = found->second.device;
+    out->devicePointer = out->hostPointer = const_cast<void*>(address);
+  }
+  return cudaSuccess;  // cudaMemoryTypeUnregistered is 0
+}
+
+// Runtime API, "API synchronization behavior": a copy from pageable memory is staged before the
+// call returns; one to pageable memory returns when it is complete; page-locked memory is read and
+// written when the stream gets there.
+EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind,
+                                   cudaStream_t handle) {
+  Stream* stream = stream_of(handle);
+  if (is_on_device(from) || is_pinned(from)) {
+    stream->push_kernel([=] { memmove(to, from, size); });
+  } else {
+    auto bytes = static_cast<const char*>(from);
+    auto staged = std::make_shared<std::vector<char>>(bytes, bytes + size);
+    stream->push_kernel([=] { memmove(to, staged->data(), size); });
+  }
+  if (!is_on_device(to) && !is_pinned(to)) stream->end().wait();
+  return cudaSuccess;
+}
+
+// As above, on the default stream; with the host on one side it returns when it is complete.
+EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind kind) {
+  auto error = cudaMemcpyAsync(to, from, size, kind, nullptr);
+  if (!is_on_device(to) || !is_on_device(from)) stream_of(nullptr)->end().wait();
+  return error;
+}
+
+EXPORT cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t size,
+                                       cudaStream_t stream) {
+  return cudaMemcpyAsync(to, from, size, cudaMemcpyDefault, stream);
+}
+
+EXPORT cudaError_t cudaMemsetAsync(void* start, int value, size_t size, cudaStream_t stream) {
+  stream_of(stream)->push_kernel([=] { memset(start, value, size); });
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaMemset(void* start, int value, size_t size) {
+  return cudaMemsetAsync(start, value, size, nullptr);  // asynchronous for memory of a device
+}
+
+// What the caching allocator has freed may belong to the next owner on that stream from here on:
+// the strictest such owner overwrites it at once.
+EXPORT void asynchzp_device_poison(void* start, size_t size, void* stream) {
+  stream_of(stream)->push([=] { memset(start, kPoison, size); });
+}

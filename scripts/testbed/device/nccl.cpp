@@ -1,0 +1,383 @@
+// SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+// SPDX-License-Identifier: Apache-2.0
+// NCCL's API: communicators, and collectives that are kernels of the stream they were launched on.
+// They wait inside the kernel for their peers, as NCCL's do: what is behind them on the stream
+// waits too.
+#include <cuda_runtime_api.h>
+#include "nccl_api.hpp"
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "reduction.hpp"
+#include "report.hpp"
+#include "room.hpp"
+#include "stream.hpp"
+
+using namespace device;
+
+// Handles of NCCL's API.
+struct ncclComm {
+  std::shared_ptr<Room> room;  // kernels share it: they may outlive the handle
+  int device;
+  int num_splits = 0;
+  std::mutex mutex;
+  Position last;  // the kernel launched last
+};
+
+namespace {
+
+enum Kind { all_gather, reduce_scatter, all_reduce, broadcast, reduce_to, all_to_all, messages };
+const char* const kKinds[] = {"all-gather", "reduce-scatter", "all-reduce", "broadcast",
+                              "reduce",     "all-to-all",     "send/recv"};
+
+struct Message {
+  bool is_send;
+  int peer;
+  char* data;
+  size_t size, done = 0;
+};
+
+// What was called between ncclGroupStart and ncclGroupEnd of this thread.
+struct Pending {
+  ncclComm_t comm;
+  cudaStream_t stream;
+  Call call;
+  const void* in = nullptr;
+  void* out = nullptr;
+  std::vector<Message> messages;
+};
+thread_local int group_depth = 0;
+thread_local std::vector<Pending> group;
+
+// ---- kernels: they run on the thread of a stream
+
+// Whether all ranks have come, with the same call; false after an abort.
+bool agree(Room& room, const Call& call) {
+  room.call(room.rank) = call;
+  if (!room.meet(room.of_kernels())) return false;
+  for (int other = 0; other < room.num_ranks; other++) {
+    const Call& theirs = room.call(other);
+    if (theirs == call) continue;
+    end("ranks differ in a collective: rank %d of the communicator has %s of %ld %s, rank %d has "
+        "%s of %ld %s",
+        room.rank, kKinds[call.kind], long(call.count), name_of(ncclDataType_t(call.type)), other,
+        kKinds[theirs.kind], long(theirs.count), name_of(ncclDataType_t(theirs.type)));
+  }
+  return true;
+}
+
+// Segments of `in` and `out`: one a rank, or the whole once.
+void run_collective(Room& room, const Call& call, const void* in_start, void* out_start) {
+  if (!agree(room, call)) return;
+  if (!call.count) {
+    room.meet(room.of_kernels());  // nobody announces the next call while another reads this one
+    return;
+  }
+  auto in = static_cast<const char*>(in_start);
+  auto out = static_cast<char*>(out_start);
+  const auto type = ncclDataType_t(call.type);
+  const auto op = ncclRedOp_t(call.op);
+  const size_t item = size_of(type), whole = call.count * item;
+  const int n = room.num_ranks, me = room.rank;
+  const bool sends_segments = call.kind == reduce_scatter || call.kind == all_to_all;
+  const bool has_input = call.kind != broadcast || me == call.root;
+  const int sent = sends_segments ? n : 1;
+  const size_t most = kPlace / sent / item * item;
+  for (size_t first = 0; first < whole; first += most) {
+    const size_t size = std::min(most, whole - first);
+    if (has_input)
+      for (int part = 0; part < sent; part++)
+        memcpy(room.place(me) + part * size, in + part * whole + first, size);
+    if (!room.meet(room.of_kernels())) return;
+    const void* sources[kMostRanks];
+    for (int rank = 0; rank < n; rank++)
+      sources[rank] = room.place(rank) + (sends_segments ? me * size : 0);
+    switch (call.kind) {
+      case all_gather:
+      case all_to_all:
+        for (int rank = 0; rank < n; rank++) memcpy(out + rank * whole + first, sources[rank], size);
+        break;
+      case broadcast: memcpy(out + first, sources[call.root], size); break;
+      case reduce_to:
+        if (me != call.root) break;
+        [[fallthrough]];
+      default: reduce(out + first, sources, n, size / item, type, op);
+    }
+    if (!room.meet(room.of_kernels())) return;
+  }
+}
+
+// Moves what fits; a message goes through its mailbox letter by letter. False: nothing moved.
+bool move(Room& room, Message& message) {
+  Mailbox& box = message.is_send ? room.mailbox(room.rank, message.peer)
+                                 : room.mailbox(message.peer, room.rank);
+  if (box.is_full.load(std::memory_order_acquire) == message.is_send) return false;
+  if (message.is_send) {
+    box.whole = message.size;
+    box.size = std::min(kLetter, message.size - message.done);
+    memcpy(box.bytes, message.data + message.done, box.size);
+  } else {
+    if (box.whole != int64_t(message.size))
+      end("rank %d of the communicator receives %zu bytes, rank %d sends %ld", room.rank,
+          message.size, message.peer, long(box.whole));
+    memcpy(message.data + message.done, box.bytes, box.size);
+  }
+  message.done += box.size;
+  box.is_full.store(message.is_send, std::memory_order_release);
+  return true;
+}
+
+// All messages of a group go on together (NCCL, "Point-to-point communication"); those from one
+// rank to another in the order of the calls.
+void run_messages(Room& room, std::vector<Message> messages) {
+  auto idle_us = 10;
+  while (!messages.empty() && !room.is_aborted) {
+    bool has_moved = false;
+    std::vector<std::pair<bool, int>> waiting;
+    for (auto message = messages.begin(); message != messages.end();) {
+      const std::pair<bool, int> way{message->is_send, message->peer};
+      if (std::count(waiting.begin(), waiting.end(), way)) {
+        ++message;
+        continue;
+      }
+      const bool moved = move(room, *message);
+      has_moved |= moved;
+      if (moved && message->done == message->size) {
+        message = messages.erase(message);
+      } else {
+        waiting.push_back(way);
+        ++message;
+      }
+    }
+    idle_us = has_moved ? 10 : std::min(1000, idle_us * 2);
+    if (!has_moved) std::this_thread::sleep_for(std::chrono::microseconds(idle_us));
+  }
+}
+
+// ---- launches: on threads of the host
+
+// Kernels of one communicator run in the order of their launches, whatever their streams (NCCL,
+// "Using multiple CUDA streams": NCCL enforces a stream dependency).
+void launch(Pending pending) {
+  auto room = pending.comm->room;
+  auto stream = stream_of(pending.stream);
+  std::lock_guard lock(pending.comm->mutex);
+  stream->push_wait(pending.comm->last);
+  pending.comm->last = stream->push_kernel([room, pending = std::move(pending)] {
+    if (pending.call.kind == messages)
+      run_messages(*room, pending.messages);
+    else
+      run_collective(*room, pending.call, pending.in, pending.out);
+  });
+}
+
+ncclResult_t add(Pending pending) {
+  if (!group_depth) {
+    launch(std::move(pending));
+    return ncclSuccess;
+  }
+  if (pending.call.kind == messages) {
+    for (Pending& other : group)
+      if (other.call.kind == messages && other.comm == pending.comm) {
+        if (other.stream != pending.stream)
+          end("messages of one group and communicator on two streams are not emulated");
+        other.messages.push_back(pending.messages[0]);
+        return ncclSuccess;
+      }
+  }
+  group.push_back(std::move(pending));
+  return ncclSuccess;
+}
+
+ncclResult_t collective(Kind kind, const void* in, void* out, size_t count, ncclDataType_t type,
+                        int op, int root, ncclComm_t comm, cudaStream_t stream) {
+  return add({comm, stream, Call{kind, type, op, root, int64_t(count)}, in, out, {}});
+}
+
+ncclResult_t message(bool is_send, const void* data, size_t count, ncclDataType_t type, int peer,
+                     ncclComm_t comm, cudaStream_t stream) {
+  auto bytes = static_cast<char*>(const_cast<void*>(data));
+  Message one{is_send, peer, bytes, count * size_of(type)};
+  return add({comm, stream, Call{messages, type, 0, 0, 0}, nullptr, nullptr, {one}});
+}
+
+ncclComm_t new_comm(const std::string& name, int rank, int num_ranks) {
+  auto comm = new ncclComm;
+  comm->room = std::make_shared<Room>(name, rank, num_ranks);
+  comm->device = current_device();
+  return comm;
+}
+
+}  // namespace
+
+// ---- communicators
+
+EXPORT ncclResult_t ncclGetVersion(int* version) {
+  *version = NCCL_VERSION_CODE;
+  return ncclSuccess;
+}
+
+EXPORT const char* ncclGetErrorString(ncclResult_t result) {
+  return result == ncclSuccess ? "no error" : "an error of the emulated NCCL";
+}
+EXPORT const char* ncclGetLastError(ncclComm_t) { return ""; }
+
+EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+  *id = {};
+  auto now = std::chrono::steady_clock::now().time_since_epoch().count();
+  snprintf(id->internal, sizeof id->internal, "/asynchzp-%d-%lld", getpid(), (long long)now);
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclCommInitRank(ncclComm_t* out, int num_ranks, ncclUniqueId id, int rank) {
+  *out = new_comm(id.internal, rank, num_ranks);
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t* out, int num_ranks, ncclUniqueId id,
+                                           int rank, ncclConfig_t*) {
+  return ncclCommInitRank(out, num_ranks, id, rank);
+}
+
+EXPORT ncclResult_t ncclCommInitRankScalable(ncclComm_t* out, int num_ranks, int rank, int,
+                                             ncclUniqueId* ids, ncclConfig_t*) {
+  return ncclCommInitRank(out, num_ranks, ids[0], rank);
+}
+
+// Ranks of one color form a communicator, in the order of their keys.
+EXPORT ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* out,
+                                  ncclConfig_t*) {
+  Room& room = *parent->room;
+  const std::string name =
+      room.name + "." + std::to_string(parent->num_splits++) + "." + std::to_string(color);
+  room.split(room.rank)[0] = color;
+  room.split(room.rank)[1] = key;
+  room.meet(room.of_hosts());
+  std::vector<std::pair<int, int>> members;  // key and rank
+  for (int rank = 0; rank < room.num_ranks; rank++)
+    if (room.split(rank)[0] == color) members.push_back({room.split(rank)[1], rank});
+  room.meet(room.of_hosts());
+  *out = nullptr;
+  if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
+  std::sort(members.begin(), members.end());
+  auto mine = std::find(members.begin(), members.end(), std::pair{key, room.rank});
+  *out = new_comm(name, mine - members.begin(), members.size());
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
+  *count = comm->room->num_ranks;
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
+  *rank = comm->room->rank;
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* index) {
+  *index = comm->device;
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {
+  *error = ncclSuccess;
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclCommFinalize(ncclComm_t comm) {
+  comm->last.wait();
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+  comm->last.wait();
+  delete comm;
+  return ncclSuccess;
+}
+
+// Kernels under way end without their result (NCCL, ncclCommAbort).
+EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  comm->room->is_aborted = true;
+  delete comm;
+  return ncclSuccess;
+}
+
+// Asked for a count of bytes by torch's memory report.
+EXPORT ncclResult_t ncclCommMemStats(ncclComm_t, ncclCommMemStat_t, uint64_t* value) {
+  *value = 0;
+  return ncclSuccess;
+}
+
+// ---- groups
+
+EXPORT ncclResult_t ncclGroupStart() {
+  group_depth++;
+  return ncclSuccess;
+}
+
+EXPORT ncclResult_t ncclGroupEnd() {
+  if (--group_depth) return ncclSuccess;
+  std::vector<Pending> calls;
+  calls.swap(group);
+  for (Pending& pending : calls) launch(std::move(pending));
+  return ncclSuccess;
+}
+
+// ---- collectives
+
+EXPORT ncclResult_t ncclAllGather(const void* in, void* out, size_t count, ncclDataType_t type,
+                                  ncclComm_t comm, cudaStream_t stream) {
+  return collective(all_gather, in, out, count, type, 0, 0, comm, stream);
+}
+
+EXPORT ncclResult_t ncclReduceScatter(const void* in, void* out, size_t count, ncclDataType_t type,
+                                      ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+  return collective(reduce_scatter, in, out, count, type, op, 0, comm, stream);
+}
+
+EXPORT ncclResult_t ncclAllReduce(const void* in, void* out, size_t count, ncclDataType_t type,
+                                  ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
+  return collective(all_reduce, in, out, count, type, op, 0, comm, stream);
+}
+
+EXPORT ncclResult_t ncclReduce(const void* in, void* out, size_t count, ncclDataType_t type,
+                               ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream) {
+  return collective(reduce_to, in, out, count, type, op, root, comm, stream);
+}
+
+EXPORT ncclResult_t ncclBroadcast(const void* in, void* out, size_t count, ncclDataType_t type,
+                                  int root, ncclComm_t comm, cudaStream_t stream) {
+  return collective(broadcast, in, out, count, type, 0, root, comm, stream);
+}
+
+EXPORT ncclResult_t ncclBcast(void* data, size_t count, ncclDataType_t type, int root,
+                              ncclComm_t comm, cudaStream_t stream) {
+  return ncclBroadcast(data, data, count, type, root, comm, stream);
+}
+
+EXPORT ncclResult_t ncclAlltoAll(const void* in, void* out, size_t count, ncclDataType_t type,
+                                 ncclComm_t comm, cudaStream_t stream) {
+  return collective(all_to_all, in, out, count, type, 0, 0, comm, stream);
+}
+
+EXPORT ncclResult_t ncclSend(const void* data, size_t count, ncclDataType_t type, int peer,
+                             ncclComm_t comm, cudaStream_t stream) {
+  return message(true, data, count, type, peer, comm, stream);
+}
+
+EXPORT ncclResult_t ncclRecv(void* data, size_t count, ncclDataType_t type, int peer,
+                             ncclComm_t comm, cudaStream_t stream) {
+  return message(false, data, count, type, peer, comm, stream);
+}

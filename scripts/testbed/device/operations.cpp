@@ -1,0 +1,315 @@
+// SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+// SPDX-License-Identifier: Apache-2.0
+// aten's operations on the emulated device: what has a kernel for CUDA and one for the CPU becomes a
+// kernel of the current stream that runs the CPU's on the same memory, without Python.
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "report.hpp"
+
+extern "C" void asynchzp_device_launch(void* stream, std::function<void()>* run);
+extern "C" void asynchzp_device_synchronize(void* stream);
+extern "C" void asynchzp_device_poison(void* start, size_t size, void* stream);
+
+namespace {
+
+using c10::DispatchKey;
+using c10::IValue;
+using c10::OperatorHandle;
+using torch::jit::Stack;
+
+// What torch does through the runtime, without a kernel: memory, views, and reading one value.
+const std::set<std::string> kThroughRuntime = {
+    "empty",      "empty_strided",       "resize_",     "set_",   "is_set_to", "record_stream",
+    "_local_scalar_dense", "is_pinned", "_pin_memory", "set_data",
+};
+
+std::mutex waited_mutex;
+std::map<std::string, int64_t> waited;  // operations that waited for their stream, with how often
+
+// ---- tensors on the other side
+
+// A number of the caller's program, which promotes types less than a tensor does.
+at::Tensor as_number_of(const at::Tensor& tensor, at::Tensor copy) {
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
+    copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return copy;
+}
+
+at::Tensor converted(const at::Tensor& tensor, c10::DeviceType type) {
+  if (!tensor.defined() || tensor.device().type() == type) return tensor;
+  auto options = tensor.options().device(type);
+  at::Tensor result =
+      type == c10::kCPU
+          ? at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), options)
+          : at::empty_strided(tensor.sizes(), tensor.strides(), options);
+  return as_number_of(tensor, result);
+}
+
+// A launch takes the values of the host as they are now (Programming Guide, kernel arguments).
+at::Tensor as_argument(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_cuda()) return converted(tensor, c10::kCPU);
+  return as_number_of(tensor, tensor.clone());
+}
+
+template <typename Convert>
+IValue each_tensor(const IValue& value, const Convert& convert, c10::DeviceType type) {
+  if (value.isTensor()) return convert(value.toTensor());
+  if (value.isDevice()) return c10::Device(type);
+  if (value.isGenerator()) return IValue();
+  if (value.isTensorList() || value.isOptionalTensorList() ||
+      (value.isList() && value.toListRef().size() && value.toListRef()[0].isTensor())) {
+    auto list = value.toList();
+    c10::impl::GenericList converted(list.elementType());
+    for (const IValue& item : list.vec()) converted.push_back(each_tensor(item, convert, type));
+    return converted;
+  }
+  return value;
+}
+
+template <typename Convert>
+Stack all_tensors(const Stack& values, const Convert& convert, c10::DeviceType type) {
+  Stack result;
+  for (const IValue& value : values) result.push_back(each_tensor(value, convert, type));
+  return result;
+}
+
+void flatten(const IValue& value, std::vector<at::Tensor>& tensors) {
+  if (value.isTensor()) tensors.push_back(value.toTensor());
+  if (value.isTensorList())
+    for (const at::Tensor& tensor : value.toTensorVector()) tensors.push_back(tensor);
+}
+
+c10::cuda::CUDAStream stream_for(const Stack& arguments) {
+  for (const IValue& value : arguments) {
+    std::vector<at::Tensor> tensors;
+    flatten(value, tensors);
+    for (const at::Tensor& tensor : tensors)
+      if (tensor.defined() && tensor.is_cuda())
+        return c10::cuda::getCurrentCUDAStream(tensor.device().index());
+  }
+  return c10::cuda::getCurrentCUDAStream();
+}
+
+// ---- the two ways to run an operation
+
+void launch(void* stream, const std::string& name, std::function<void()> run) {
+  std::function<void()> kernel = [name, run = std::move(run)] {
+    c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+    try {
+      run();
+    } catch (const std::exception& error) {
+      device::end("%s failed: %.600s", name.c_str(), error.what());
+    }
+  };
+  asynchzp_device_launch(stream, &kernel);
+}
+
+struct Returns {
+  std::vector<int> argument;  // that a return is, or -1
+  bool has_new = false, are_tensors = true;
+};
+
+Returns returns_of(const c10::FunctionSchema& schema) {
+  Returns found;
+  for (const c10::Argument& one : schema.returns()) {
+    const c10::TypePtr& type = one.type();
+    found.are_tensors &= type->isSubtypeOf(*c10::TensorType::get()) ||
+                         type->isSubtypeOf(*c10::ListType::ofTensors());
+    int index = -1;
+    if (one.alias_info())
+      for (size_t i = 0; i < schema.arguments().size(); i++) {
+        auto alias = schema.arguments()[i].alias_info();
+        if (alias && alias->beforeSets() == one.alias_info()->beforeSets()) index = i;
+      }
+    found.argument.push_back(index);
+    found.has_new |= index < 0;
+  }
+  return found;
+}
+
+// An out= that is empty gets the shape that the result has on torch's own meta device.
+void resize_empty_outputs(const OperatorHandle& op, const Stack& arguments) {
+  std::vector<size_t> empty;
+  for (size_t i = 0; i < arguments.size(); i++)
+    if (op.schema().arguments()[i].is_out() && arguments[i].isTensor() &&
+        arguments[i].toTensor().numel() == 0)
+      empty.push_back(i);
+  if (empty.empty()) return;
+  const Stack on_meta = all_tensors(
+      arguments, [](const at::Tensor& t) { return converted(t, c10::kMeta); }, c10::kMeta);
+  Stack values = on_meta;
+  op.callBoxed(values);
+  for (size_t i : empty) arguments[i].toTensor().resize_(on_meta[i].toTensor().sizes());
+}
+
+// Of the stream's memory, as the CPU sees it; results are copied to where the caller expects them.
+void run_on_cpu(const OperatorHandle& op, Stack values, const std::vector<IValue>& outputs) {
+  op.callBoxed(values);
+  for (size_t i = 0; i < outputs.size(); i++) {
+    std::vector<at::Tensor> expected, got;
+    flatten(outputs[i], expected);
+    if (expected.empty()) continue;
+    flatten(values[i], got);
+    for (size_t j = 0; j < expected.size(); j++)
+      if (expected[j].defined()) expected[j].copy_(got[j]);
+  }
+}
+
+// Results whose shape depends on values, and values for the host: these wait on a device too.
+void run_now(const OperatorHandle& op, Stack* stack, const Stack& arguments,
+             const c10::cuda::CUDAStream& stream) {
+  const std::string name = c10::toString(op.operator_name());
+  {
+    std::lock_guard lock(waited_mutex);
+    waited[name]++;
+  }
+  asynchzp_device_synchronize(stream.stream());
+  Stack values = all_tensors(arguments, as_argument, c10::kCPU);
+  {
+    c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+    op.callBoxed(values);
+  }
+  const Returns returns = returns_of(op.schema());
+  auto on_device = [&](const at::Tensor& tensor) {
+    if (!tensor.defined()) return tensor;
+    auto result = at::empty_strided(tensor.sizes(), tensor.strides(),
+                                    tensor.options().device(c10::kCUDA, stream.device_index()));
+    at::Tensor target = converted(result, c10::kCPU);
+    launch(stream.stream(), name, [target, tensor] { target.copy_(tensor); });
+    return result;
+  };
+  for (size_t i = 0; i < values.size(); i++) {
+    const int same = returns.argument[i];
+    stack->push_back(same < 0 ? each_tensor(values[i], on_device, c10::kCUDA) : arguments[same]);
+  }
+}
+
+// The new tensors that the operation returns, or false where torch cannot say their shapes.
+bool new_outputs(const OperatorHandle& op, const Stack& arguments, c10::Device device,
+                 Stack& outputs) {
+  Stack values = all_tensors(
+      arguments, [](const at::Tensor& t) { return converted(t, c10::kMeta); }, c10::kMeta);
+  try {
+    op.callBoxed(values);
+  } catch (const std::exception&) {
+    return false;
+  }
+  outputs = all_tensors(
+      values,
+      [&](const at::Tensor& meta) {
+        if (!meta.defined()) return meta;
+        return at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(device));
+      },
+      c10::kCUDA);
+  return true;
+}
+
+void run_operation(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  const size_t num_arguments = op.schema().arguments().size();
+  const Stack arguments = torch::jit::pop(*stack, num_arguments);
+  const auto stream = stream_for(arguments);
+  const Returns returns = returns_of(op.schema());
+  Stack outputs(returns.argument.size());
+  const bool is_random = op.hasTag(at::Tag::nondeterministic_seeded);
+  if (!returns.are_tensors || is_random ||
+      (returns.has_new && !new_outputs(op, arguments, stream.device(), outputs)))
+    return run_now(op, stack, arguments, stream);
+  resize_empty_outputs(op, arguments);
+  std::vector<IValue> expected;
+  for (size_t i = 0; i < outputs.size(); i++) {
+    const int same = returns.argument[i];
+    stack->push_back(same < 0 ? outputs[i] : arguments[same]);
+    expected.push_back(same < 0 ? each_tensor(outputs[i], as_argument, c10::kCPU) : IValue());
+  }
+  launch(stream.stream(), c10::toString(op.operator_name()),
+         [op, values = all_tensors(arguments, as_argument, c10::kCPU), expected] {
+           run_on_cpu(op, values, expected);
+         });
+}
+
+// ---- copies: they follow the rules of cudaMemcpyAsync, with conversion and strides
+
+void run_copy(const OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
+  Stack arguments = torch::jit::pop(*stack, 3);
+  at::Tensor to = arguments[0].toTensor(), from = arguments[1].toTensor();
+  stack->push_back(to);
+  if (to.numel() == 0) return;
+  auto stream = c10::cuda::getCurrentCUDAStream((to.is_cuda() ? to : from).device().index());
+  const at::Tensor& host = to.is_cuda() ? from : to;
+  const bool is_later = arguments[2].toBool() && !host.is_cuda() && host.is_pinned();
+  at::Tensor target = to.is_cuda() ? converted(to, c10::kCPU) : to;
+  at::Tensor source = from.is_cuda() || !is_later ? as_argument(from) : from;
+  launch(stream.stream(), "aten::copy_", [target, source] { target.copy_(source); });
+  if (!to.is_cuda() && !is_later) asynchzp_device_synchronize(stream.stream());
+}
+
+// ---- installation
+
+bool has_kernel(const OperatorHandle& op, DispatchKey key) {
+  return op.hasKernelForDispatchKey(key);
+}
+
+bool is_emulated(const OperatorHandle& op) {
+  const auto& schema = op.schema();
+  const std::string name = op.operator_name().name.substr(6);
+  if (kThroughRuntime.count(name) || name == "copy_") return false;
+  if (!has_kernel(op, DispatchKey::CUDA)) return false;
+  if (!has_kernel(op, DispatchKey::CPU) &&
+      !has_kernel(op, DispatchKey::CompositeExplicitAutograd))
+    return false;
+  for (const c10::Argument& one : schema.returns())  // a view
+    if (one.alias_info() && !one.alias_info()->isWrite()) return false;
+  return true;
+}
+
+auto& registrations = *new std::vector<c10::RegistrationHandleRAII>;
+
+void install(const c10::OperatorName& name, c10::KernelFunction kernel) {
+  registrations.push_back(c10::Dispatcher::singleton().registerImpl(
+      name, DispatchKey::CUDA, std::move(kernel), std::nullopt, nullptr, "emulated device"));
+}
+
+}  // namespace
+
+// The number of operations that have a kernel from here on.
+EXPORT int asynchzp_device_install_operations() {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+    if (name.name.rfind("aten::", 0) != 0) continue;
+    auto op = dispatcher.findSchema(name);
+    if (op && is_emulated(*op))
+      install(name, c10::KernelFunction::makeFromBoxedFunction<&run_operation>());
+  }
+  install({"aten::copy_", ""}, c10::KernelFunction::makeFromBoxedFunction<&run_copy>());
+  return registrations.size();
+}
+
+// From here on what the caching allocator takes back is poisoned, on the stream that it belongs to.
+// A block that record_stream holds for another stream counts as freed when it is let go.
+EXPORT void asynchzp_device_poison_freed() {
+  using c10::CachingDeviceAllocator::TraceEntry;
+  c10::cuda::CUDACachingAllocator::get()->attachAllocatorTraceTracker([](const TraceEntry& entry) {
+    if (entry.action_ == TraceEntry::FREE_COMPLETED)
+      asynchzp_device_poison(reinterpret_cast<void*>(entry.addr_), entry.size_, entry.stream_);
+  });
+}
+
+// "name count" of each operation that waited for its stream, one a line.
+EXPORT const char* asynchzp_device_waited() {
+  static std::string text;
+  std::lock_guard lock(waited_mutex);
+  text.clear();
+  for (auto& [name, count] : waited) text += name + " " + std::to_string(count) + "\n";
+  return text.c_str();
+}

@@ -1,0 +1,69 @@
+// SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+// SPDX-License-Identifier: Apache-2.0
+// Where the ranks of a communicator meet: a file of shared memory with a barrier, a place for the
+// data of each rank, and a mailbox from each rank to each other.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace device {
+
+constexpr int kMostRanks = 16;
+constexpr size_t kPlace = 1 << 20;  // of a rank; longer data goes through in rounds
+constexpr size_t kLetter = 1 << 16;
+
+// What a rank is about to do; the ranks of a collective must agree.
+struct Call {
+  int kind, type, op, root;
+  int64_t count;
+  bool operator==(const Call& other) const {
+    return kind == other.kind && type == other.type && op == other.op && root == other.root &&
+           count == other.count;
+  }
+};
+
+struct Mailbox {
+  std::atomic<uint32_t> is_full;
+  uint32_t size;
+  int64_t whole;  // bytes of the message that this is part of
+  char bytes[kLetter];
+};
+
+// Two barriers: threads of the host must not meet kernels.
+struct Barrier {
+  std::atomic<uint32_t> arrived, generation;
+};
+
+class Room {
+ public:
+  Room(const std::string& name, int rank, int num_ranks);
+  ~Room();
+
+  // False where this rank has aborted.
+  bool meet(Barrier& barrier);
+  Barrier& of_kernels() { return shared_->of_kernels; }
+  Barrier& of_hosts() { return shared_->of_hosts; }
+  Call& call(int rank) { return shared_->calls[rank]; }
+  int32_t* split(int rank) { return shared_->splits[rank]; }
+  char* place(int rank) { return places_ + kPlace * rank; }
+  Mailbox& mailbox(int from, int to) { return mailboxes_[from * num_ranks + to]; }
+
+  const std::string name;
+  const int rank, num_ranks;
+  std::atomic<bool> is_aborted{false};
+
+ private:
+  struct Shared {
+    Barrier of_kernels, of_hosts;
+    Call calls[kMostRanks];
+    int32_t splits[kMostRanks][2];  // color and key
+  };
+  Shared* shared_;
+  char* places_;
+  Mailbox* mailboxes_;
+  size_t size_;
+};
+
+}  // namespace device

@@ -1,0 +1,288 @@
+// SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+// SPDX-License-Identifier: Apache-2.0
+// CUDA's runtime API: devices, streams and events.
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "report.hpp"
+#include "stream.hpp"
+
+namespace device {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+int num_devices() {
+  const char* text = getenv("ASYNCHZP_DEVICES");
+  return text ? atoi(text) : 1;
+}
+
+thread_local int current = 0;
+std::mutex defaults_mutex;
+auto& defaults = *new std::map<int, Stream*>;
+
+// What is recorded replaces what was recorded before; who waits already keeps that.
+struct Event {
+  struct Record {
+    Position position;
+    std::atomic<Clock::rep> at{0};
+  };
+  std::mutex mutex;
+  std::shared_ptr<Record> record;
+};
+
+std::shared_ptr<Event::Record> record_of(cudaEvent_t handle) {
+  auto event = reinterpret_cast<Event*>(handle);
+  std::lock_guard lock(event->mutex);
+  return event->record;
+}
+
+cudaStream_t new_stream(int priority) {
+  return reinterpret_cast<cudaStream_t>(new Stream(current, priority));
+}
+
+}  // namespace
+
+int current_device() { return current; }
+
+Stream* stream_of(void* handle) {
+  if (handle == cudaStreamPerThread) end("the stream per thread is not emulated");
+  if (handle && handle != cudaStreamLegacy) return static_cast<Stream*>(handle);
+  std::lock_guard lock(defaults_mutex);
+  Stream*& stream = defaults[current];
+  if (!stream) stream = new Stream(current, 0);
+  return stream;
+}
+
+}  // namespace device
+
+using namespace device;
+
+// ---- devices
+
+EXPORT cudaError_t cudaGetDeviceCount(int* count) {
+  *count = num_devices();
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaGetDevice(int* index) {
+  *index = current;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaSetDevice(int index) {
+  if (index < 0 || index >= num_devices()) return cudaErrorInvalidDevice;
+  current = index;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaDriverGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* out, int) {
+  *out = {};
+  snprintf(out->name, sizeof out->name, "emulated CUDA device");
+  out->major = 9;
+  out->totalGlobalMem = size_t(8) << 30;
+  out->multiProcessorCount = 132;
+  out->warpSize = 32;
+  out->maxThreadsPerBlock = 1024;
+  out->maxThreadsPerMultiProcessor = 2048;
+  out->sharedMemPerBlock = 48 << 10;
+  out->sharedMemPerBlockOptin = 227 << 10;
+  out->sharedMemPerMultiprocessor = 228 << 10;
+  out->regsPerMultiprocessor = 65536;
+  out->l2CacheSize = 50 << 20;
+  for (int& size : out->maxGridSize) size = 1 << 30;
+  for (int& size : out->maxThreadsDim) size = 1024;
+  out->concurrentKernels = out->unifiedAddressing = 1;
+  out->asyncEngineCount = 3;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
+    case cudaDevAttrMultiProcessorCount: *value = 132; break;
+    case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
+    default: end("cudaDeviceGetAttribute(%d) is not emulated", attribute);
+  }
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int index) {
+  snprintf(text, size, "0000:%02x:00.0", index);
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
+  *can = 0;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaDeviceSynchronize() {
+  Stream::synchronize_all(current);
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaGetLastError() { return cudaSuccess; }  // a kernel that fails ends the process
+EXPORT cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
+
+EXPORT const char* cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(error); }
+
+EXPORT const char* cudaGetErrorName(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess: return "cudaSuccess";
+    case cudaErrorNotReady: return "cudaErrorNotReady";
+    case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
+    case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
+    default: return "an error of the emulated device";
+  }
+}
+
+// Symbols of the driver: driver.cpp has those that work, the rest end the process with their name.
+EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** out, unsigned,
+                                                    unsigned long long,
+                                                    cudaDriverEntryPointQueryResult* result) {
+  *out = dlsym(RTLD_DEFAULT, name);
+  if (result)
+    *result = *out ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaProfilerStart() { return cudaSuccess; }
+EXPORT cudaError_t cudaProfilerStop() { return cudaSuccess; }
+
+// ---- streams
+
+EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  if (least) *least = 0;
+  if (greatest) *greatest = -5;
+  return cudaSuccess;
+}
+
+// A stream without cudaStreamNonBlocking waits for the default stream and the other way round
+// (Runtime API, "Stream synchronization behavior"). torch makes none.
+EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t* out, unsigned flags, int priority) {
+  if (!(flags & cudaStreamNonBlocking)) end("a blocking stream is not emulated");
+  *out = new_stream(priority);
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t* out, unsigned flags) {
+  return cudaStreamCreateWithPriority(out, flags, 0);
+}
+
+// What is in it still runs; handles of torch's pools live as long as the process.
+EXPORT cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+
+EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+  *priority = stream_of(stream)->priority;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  stream_of(stream)->end().wait();
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  return stream_of(stream)->end().is_reached() ? cudaSuccess : cudaErrorNotReady;
+}
+
+EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t run, void* argument) {
+  stream_of(stream)->push_kernel([=] { run(argument); });
+  return cudaSuccess;
+}
+
+// No stream is ever captured: cudaStreamBeginCapture is refused.
+EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status,
+                                            unsigned long long* id, cudaGraph_t*,
+                                            const cudaGraphNode_t**, const cudaGraphEdgeData**,
+                                            size_t*) {
+  *status = cudaStreamCaptureStatusNone;
+  if (id) *id = 0;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
+  return cudaSuccess;
+}
+
+// ---- events
+
+EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned) {
+  *out = reinterpret_cast<cudaEvent_t>(new Event());
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaEventCreate(cudaEvent_t* out) { return cudaEventCreateWithFlags(out, 0); }
+
+EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete reinterpret_cast<Event*>(event);
+  return cudaSuccess;
+}
+
+// Captures what the stream has at the time of this call (Runtime API, cudaEventRecord).
+EXPORT cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
+  Stream* stream = stream_of(stream_handle);
+  auto record = std::make_shared<Event::Record>();
+  record->position =
+      stream->push([record] { record->at = Clock::now().time_since_epoch().count(); });
+  auto event = reinterpret_cast<Event*>(handle);
+  std::lock_guard lock(event->mutex);
+  event->record = record;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+  return cudaEventRecord(event, stream);
+}
+
+// An event that was never recorded is complete, and waiting for it does nothing (cudaEventQuery,
+// cudaStreamWaitEvent).
+EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
+  auto record = record_of(event);
+  return !record || record->position.is_reached() ? cudaSuccess : cudaErrorNotReady;
+}
+
+EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (auto record = record_of(event)) record->position.wait();
+  return cudaSuccess;
+}
+
+// Waits for the record of now: one made later does not count (cudaStreamWaitEvent).
+EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  if (auto record = record_of(event)) stream_of(stream)->push_wait(record->position);
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t first, cudaEvent_t last) {
+  auto from = record_of(first), to = record_of(last);
+  if (!from || !to) return cudaErrorInvalidResourceHandle;
+  if (!from->position.is_reached() || !to->position.is_reached()) return cudaErrorNotReady;
+  *ms = std::chrono::duration<float, std::milli>(Clock::duration(to->at - from->at)).count();
+  return cudaSuccess;
+}

@@ -1,0 +1,146 @@
+// SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+// SPDX-License-Identifier: Apache-2.0
+#include "stream.hpp"
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "delays.hpp"
+#include "report.hpp"
+
+namespace device {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Under Law::on_demand what nobody waits for runs once the host has been quiet for so long: another
+// rank may need it.
+constexpr auto kQuiet = std::chrono::milliseconds(50);
+
+// Never destroyed: threads of streams outlive main().
+auto& all = *new std::vector<Stream*>;
+auto& all_mutex = *new std::mutex;
+std::atomic<int> next_ordinal{0};
+std::atomic<Clock::rep> last_submission{0};
+
+bool is_quiet() {
+  return Clock::now().time_since_epoch() - Clock::duration(last_submission) > kQuiet;
+}
+
+std::vector<Stream*> streams_of(int device) {
+  std::lock_guard lock(all_mutex);
+  std::vector<Stream*> found;
+  for (Stream* stream : all)
+    if (device < 0 || stream->device == device) found.push_back(stream);
+  return found;
+}
+
+}  // namespace
+
+Stream::Stream(int device, int priority) : device(device), priority(priority) {
+  std::lock_guard lock(all_mutex);
+  all.push_back(this);
+}
+
+Position Stream::push_kernel(std::function<void()> run) {
+  int us;
+  {
+    std::lock_guard lock(mutex_);
+    if (ordinal_ < 0) ordinal_ = next_ordinal++;
+    us = delay_us(ordinal_, num_kernels_++);
+  }
+  return push([us, run = std::move(run)] {
+    if (us) std::this_thread::sleep_for(std::chrono::microseconds(us));
+    run();
+  });
+}
+
+void Stream::push_wait(Position other) {
+  if (other.stream && other.stream != this) push([other] { other.wait(); });
+}
+
+Position Stream::push(std::function<void()> run) {
+  last_submission = Clock::now().time_since_epoch().count();
+  std::lock_guard lock(mutex_);
+  tasks_.push_back(std::move(run));
+  submitted_++;
+  if (!has_thread_) {  // torch makes 128 streams and uses few
+    has_thread_ = true;
+    std::thread([this] { work(); }).detach();
+  }
+  submitted_changed_.notify_one();
+  return {this, submitted_};
+}
+
+Position Stream::end() {
+  std::lock_guard lock(mutex_);
+  return {this, submitted_};
+}
+
+bool Stream::may_go_on() {
+  if (tasks_.empty()) return false;
+  return delays().law != Law::on_demand || completed_ < demanded_ || is_quiet();
+}
+
+void Stream::work() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    while (!may_go_on()) {
+      if (tasks_.empty())
+        submitted_changed_.wait(lock);
+      else
+        submitted_changed_.wait_for(lock, kQuiet);
+    }
+    auto task = std::move(tasks_.front());
+    tasks_.pop_front();
+    lock.unlock();
+    task();
+    task = nullptr;  // what it owns ends before it counts as done
+    lock.lock();
+    completed_++;
+    completed_changed_.notify_all();
+  }
+}
+
+bool Position::is_reached() const {
+  if (!stream) return true;
+  std::lock_guard lock(stream->mutex_);
+  return stream->completed_ >= count;
+}
+
+void Position::wait() const {
+  if (!stream) return;
+  std::unique_lock lock(stream->mutex_);
+  if (stream->demanded_ < count) {
+    stream->demanded_ = count;
+    stream->submitted_changed_.notify_one();
+  }
+  stream->completed_changed_.wait(lock, [this] { return stream->completed_ >= count; });
+}
+
+void Stream::synchronize_all(int device) {
+  std::vector<Position> ends;
+  for (Stream* stream : streams_of(device)) ends.push_back(stream->end());
+  for (const Position& end : ends) end.wait();
+}
+
+void Stream::count_anew() {
+  for (Stream* stream : streams_of(-1)) {
+    std::lock_guard lock(stream->mutex_);
+    stream->num_kernels_ = 0;
+    stream->ordinal_ = -1;
+  }
+  next_ordinal = 0;
+}
+
+}  // namespace device
+
+// What operations.cpp puts on streams: a kernel with the name of its operation.
+EXPORT void asynchzp_device_launch(void* stream, std::function<void()>* run) {
+  device::stream_of(stream)->push_kernel(std::move(*run));
+}
+
+EXPORT void asynchzp_device_synchronize(void* stream) { device::stream_of(stream)->end().wait(); }

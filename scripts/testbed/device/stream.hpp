@@ -1,0 +1,61 @@
+// SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+// SPDX-License-Identifier: Apache-2.0
+// A stream: a queue of tasks and the thread that runs them, one after the other. Events, waits of
+// streams and waits of the host are all positions in such queues.
+//
+// CUDA C++ Programming Guide, "Streams": commands of one stream execute in order; commands of
+// different streams may execute out of order with respect to one another, or concurrently.
+#pragma once
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+
+namespace device {
+
+struct Stream;
+
+// Reached when the first `count` tasks of the stream are done.
+struct Position {
+  Stream* stream = nullptr;
+  int64_t count = 0;
+
+  bool is_reached() const;
+  void wait() const;  // under Law::on_demand this is what makes streams go on
+};
+
+struct Stream {
+  Stream(int device, int priority);
+
+  const int device;
+  const int priority;
+
+  Position push_kernel(std::function<void()> run);  // put off as the law says
+  Position push(std::function<void()> run);         // at once
+  void push_wait(Position other);                   // what follows waits for `other`
+  Position end();
+
+  static void synchronize_all(int device = -1);
+  static void count_anew();
+
+ private:
+  friend struct Position;
+  void work();
+  bool may_go_on();
+
+  std::mutex mutex_;
+  std::condition_variable submitted_changed_, completed_changed_;
+  std::deque<std::function<void()>> tasks_;
+  int64_t submitted_ = 0, completed_ = 0;
+  int64_t demanded_ = 0;  // Law::on_demand: how many tasks someone waits for
+  int64_t num_kernels_ = 0;
+  int ordinal_ = -1;  // among the streams that got a kernel, in the order of their first
+  bool has_thread_ = false;
+};
+
+// The stream that a handle of the API stands for: null is the current device's default stream.
+Stream* stream_of(void* handle);
+int current_device();
+
+}  // namespace device

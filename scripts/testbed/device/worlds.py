@@ -1,0 +1,133 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks with emulated devices, started from a process that has none.
+
+    with DeviceWorlds() as worlds:
+        worlds.run(check, 2, delays=Delays("uniform", seed=7))  # check(), on NCCL, cuda:0 and 1
+
+What is preloaded has to be there before torch is. So a process with it serves all runs, and forks
+their ranks as `scripts.testbed.ranks` does.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from scripts.testbed.device.build import built_libraries
+from scripts.testbed.device.delays import Delays
+
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_OWN_LINES = "emulated device: "
+
+
+class DeviceFailure(RuntimeError):
+    """A run failed: why, and under which delays."""
+
+
+class DeviceWorlds:
+    """preload: modules that the server of the ranks imports once."""
+
+    def __init__(self, preload: Sequence[str] = ()):
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server
+        self._connection, theirs = Pipe()
+        env = os.environ | {
+            "LD_PRELOAD": str(built_libraries().runtime),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        command = [sys.executable, "-m", __name__, str(theirs.fileno()), *preload]
+        self._server = subprocess.Popen(
+            command, env=env, pass_fds=[theirs.fileno()], stdout=self._log, stderr=self._log
+        )
+        theirs.close()
+
+    def run(
+        self,
+        fn: Callable,
+        world_size: int,
+        *args: Any,
+        delays: Delays = Delays(),
+        timeout_s: float = 180.0,
+        env: dict[str, str] | None = None,
+    ) -> list[Any]:
+        """`fn(*args)` on every rank, with a device each and NCCL as the default group; what they
+        returned. fn, args and results must pickle. Raises DeviceFailure."""
+        start = self._log.seek(0, os.SEEK_END)
+        self._connection.send((fn, world_size, args, delays, timeout_s, env))
+        try:
+            has_returned, value = self._connection.recv()
+        except EOFError:
+            has_returned, value = False, "the server of the ranks has ended"
+        if has_returned:
+            return value
+        self._log.seek(start)
+        lines = self._log.read().decode(errors="replace").splitlines()
+        own = [line for line in lines if line.startswith(_OWN_LINES)]
+        raise DeviceFailure("\n".join([f"{delays}:", *(own or lines[-60:]), value]))
+
+    def close(self) -> None:
+        self._connection.close()
+        try:
+            self._server.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
+
+    def __enter__(self) -> "DeviceWorlds":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# ---- in the server
+
+
+def _serve(requests: Connection, preload: Sequence[str]) -> None:
+    from scripts.testbed import ranks
+
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)  # with the process that started it
+    ranks.preload(["scripts.testbed.device.inside", *preload])
+    while True:
+        try:
+            fn, world_size, args, delays, timeout_s, env = requests.recv()
+        except EOFError:
+            return
+        join = partial(_join, delays)
+        try:
+            result = ranks.run_ranks(fn, world_size, *args, timeout_s=timeout_s, env=env, join=join)
+            requests.send((True, result))
+        except ranks.RankFailure as error:
+            requests.send((False, str(error)))
+
+
+def _join(delays: Delays, place: Any) -> tuple[()]:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from scripts.testbed.device import inside
+
+    inside.start(place.rank, place.world_size)
+    inside.set_delays(delays, place.rank, place.world_size)
+    dist.init_process_group(
+        "nccl",
+        store=dist.TCPStore("127.0.0.1", place.port, is_master=False),  # pyright: ignore[reportPrivateImportUsage]
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=90),
+    )
+    return ()
+
+
+if __name__ == "__main__":
+    from scripts.testbed.device import worlds
+
+    worlds._serve(Connection(int(sys.argv[1])), sys.argv[2:])

@@ -1,0 +1,21 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks on the emulated device for the tests of this folder; skipped, with the reason, where it
+cannot be built."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from scripts.testbed.device.build import DeviceUnavailable
+from scripts.testbed.device.worlds import DeviceWorlds
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[DeviceWorlds]:
+    try:
+        served = DeviceWorlds()
+    except DeviceUnavailable as error:
+        pytest.skip(f"no emulated device: {error}")
+    with served:
+        yield served

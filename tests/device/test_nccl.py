@@ -1,0 +1,127 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of NCCL that tests on the emulated device rely on."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from scripts.testbed.device.delays import LAWS, Delays
+from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds
+from tests.device.programs import device_of_rank
+
+LONG = 700_000  # elements: longer than the place of a rank in shared memory
+
+
+def of_rank(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-4, 5, (numel,), generator=generator).to(dtype)
+
+
+def check_collectives(numel: int, dtype: torch.dtype) -> None:
+    world, rank, device = dist.get_world_size(), dist.get_rank(), device_of_rank()
+    inputs = [of_rank(other, numel * world, dtype) for other in range(world)]
+    mine, stacked = inputs[rank].to(device), torch.stack(inputs)
+    part = slice(rank * numel, (rank + 1) * numel)
+
+    sums = {
+        dist.ReduceOp.SUM: stacked.sum(0).to(dtype),
+        dist.ReduceOp.MAX: stacked.amax(0),
+        dist.ReduceOp.MIN: stacked.amin(0),
+        dist.ReduceOp.PRODUCT: stacked.prod(0).to(dtype),
+    }
+    for op, expected in sums.items():
+        whole, scattered = mine.clone(), mine.new_empty(numel)
+        dist.all_reduce(whole, op)
+        dist.reduce_scatter_tensor(scattered, mine, op)
+        assert torch.equal(whole.cpu(), expected), op
+        assert torch.equal(scattered.cpu(), expected[part]), op
+    if dtype.is_floating_point:
+        mean = mine.clone()
+        dist.all_reduce(mean, dist.ReduceOp.AVG)
+        assert torch.equal(mean.cpu(), stacked.float().mean(0).to(dtype))
+
+    gathered = mine.new_empty(world * numel)
+    dist.all_gather_into_tensor(gathered, mine[:numel])
+    assert torch.equal(gathered.cpu(), stacked[:, :numel].flatten())
+
+    exchanged = torch.empty_like(mine)
+    dist.all_to_all_single(exchanged, mine)
+    assert torch.equal(exchanged.cpu(), stacked[:, part].flatten())
+
+    last = world - 1
+    sent, reduced = mine.clone(), mine.clone()
+    dist.broadcast(sent, last)
+    dist.reduce(reduced, last)
+    assert torch.equal(sent.cpu(), inputs[last])
+    if rank == last:
+        assert torch.equal(reduced.cpu(), sums[dist.ReduceOp.SUM])
+
+
+def check_messages(numel: int) -> None:
+    """Around a ring, both ways in one group; then uneven parts, which torch sends as messages."""
+    world, rank, device = dist.get_world_size(), dist.get_rank(), device_of_rank()
+    right, left = (rank + 1) % world, (rank - 1) % world
+    mine = of_rank(rank, numel, torch.float32).to(device)
+    from_left, from_right = torch.empty_like(mine), torch.empty_like(mine)
+    both = [
+        dist.P2POp(dist.isend, mine, right),
+        dist.P2POp(dist.irecv, from_left, left),
+        dist.P2POp(dist.isend, -mine, left),
+        dist.P2POp(dist.irecv, from_right, right),
+    ]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+    # With one peer, which is left and right: what is sent first is received first.
+    assert torch.equal(from_left.cpu(), of_rank(left, numel, torch.float32))
+    assert torch.equal(from_right.cpu(), -of_rank(right, numel, torch.float32))
+    split = [other + 1 for other in range(world)]
+    uneven = torch.full((sum(split),), float(rank), device=device)
+    out = torch.empty(world * (rank + 1), device=device)
+    dist.all_to_all_single(out, uneven, [rank + 1] * world, split)
+    assert out.tolist() == [float(other) for other in range(world) for _ in range(rank + 1)]
+
+
+def check_groups() -> None:
+    """Groups made by a split, and streams: what is launched on two of them runs in order."""
+    world, rank, device = dist.get_world_size(), dist.get_rank(), device_of_rank()
+    pairs = [[first, first + 1] for first in range(0, world, 2)]
+    groups = [dist.new_group(pair) for pair in pairs]
+    value = torch.full((3,), float(rank), device=device)
+    dist.all_reduce(value, group=groups[rank // 2])
+    assert value.tolist() == [float(sum(pairs[rank // 2]))] * 3
+
+
+def check_everything() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        check_collectives(5, dtype)
+    check_collectives(LONG // dist.get_world_size(), torch.float32)
+    check_messages(7)
+    check_messages(LONG)
+    check_groups()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_collective_and_message_gives_what_nccl_documents_under_delays(
+    worlds: DeviceWorlds, world_size: int
+):
+    for seed, law in enumerate(LAWS[1:] if world_size == 2 else ["uniform"]):
+        worlds.run(check_everything, world_size, delays=Delays(law, seed), timeout_s=120)
+
+
+def leave_one_out() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    value = torch.ones(3, device=device_of_rank())
+    dist.all_reduce(value, group=group)
+    torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        dist.all_reduce(value, group=group)
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+def test_torchs_own_watchdog_ends_a_collective_in_which_a_rank_is_missing(worlds: DeviceWorlds):
+    with pytest.raises(DeviceFailure, match="Watchdog caught collective operation timeout"):
+        worlds.run(leave_one_out, 2, timeout_s=60)
