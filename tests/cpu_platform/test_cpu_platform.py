@@ -15,7 +15,14 @@ import torch.distributed as dist
 
 from megatron_asynchzp import cpu_platform
 from scripts.testbed import megatron_runs as runs
-from scripts.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER
+from scripts.testbed.megatron_flags import (
+    BF16,
+    DISTRIBUTED_OPTIMIZER,
+    FP16,
+    MEGATRON_FSDP,
+    MEGATRON_HSDP,
+    MIXTURE_OF_EXPERTS,
+)
 from tests.support.selection import slow_unless, some_and_rest
 from tests.support.world import on_ranks
 
@@ -273,14 +280,14 @@ CONFIGURATIONS = {
     "distributed optimizer": runs.gpt_args(*DISTRIBUTED_OPTIMIZER),
     "TP=2": runs.gpt_args(*_TP),
     "PP=2": runs.gpt_args(*_PP, "--eval-iters", "1"),
-    "ZeRO-3": runs.gpt_args(*runs.MEGATRON_FSDP),
-    "HSDP": runs.gpt_args(*runs.MEGATRON_HSDP),
-    "MoE": runs.gpt_args(*runs.MIXTURE_OF_EXPERTS),
-    "MoE EP=2": runs.gpt_args(*runs.MIXTURE_OF_EXPERTS, *_EP),
-    "DDP bf16": runs.gpt_args(*runs.BF16),
-    "ZeRO-3 bf16": runs.gpt_args(*runs.MEGATRON_FSDP, *runs.BF16),
-    "DDP fp16": runs.gpt_args(*runs.FP16),
-    "distributed optimizer fp16": runs.gpt_args(*DISTRIBUTED_OPTIMIZER, *runs.FP16),
+    "ZeRO-3": runs.gpt_args(*MEGATRON_FSDP),
+    "HSDP": runs.gpt_args(*MEGATRON_HSDP),
+    "MoE": runs.gpt_args(*MIXTURE_OF_EXPERTS),
+    "MoE EP=2": runs.gpt_args(*MIXTURE_OF_EXPERTS, *_EP),
+    "DDP bf16": runs.gpt_args(*BF16),
+    "ZeRO-3 bf16": runs.gpt_args(*MEGATRON_FSDP, *BF16),
+    "DDP fp16": runs.gpt_args(*FP16),
+    "distributed optimizer fp16": runs.gpt_args(*DISTRIBUTED_OPTIMIZER, *FP16),
 }
 # Against which one, and how far apart losses may be; gradient norms ten times as far.
 ORACLES = {
