@@ -4,10 +4,7 @@
 end as one that nobody disturbs, and loses no step but those since its last checkpoint.
 """
 
-import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import pytest
 
 from tests.support.journal import Attempt, read_journal
 from tests.support.launches import Launch
-from tests.test_launch import TOY
+from tests.test_launch import TOY, torchrun
 
 _ROOT = Path(__file__).parents[1]
 _SCRIPT = _ROOT / "tests" / "support" / "interrupted_pretrain.py"
@@ -98,29 +95,19 @@ def _processes_with(words: str) -> list[str]:
 
 def run_job(folder: Path, plan: list[str], train_iters: int) -> Job:
     """Train under torchrun, and be killed according to `plan`."""
-    journal, place, log = folder / "journal", folder / "checkpoints", folder / "log"
+    journal, place = folder / "journal", folder / "checkpoints"
     journal.mkdir()
     (folder / "plan").write_text("\n".join(plan))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(_WORLD_SIZE), "--max-restarts", str(len(plan) + 5)]
-    command += ["-m", "megatron_asynchzp.launch", str(_SCRIPT), *_LINE.split()]
-    command += ["--train-iters", str(train_iters), "--load", str(place), "--save", str(place)]
-    command += ["--save-interval", str(_INTERVAL)]
-    env = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "JOURNAL": str(journal)}
-    env |= {"INTERRUPT": str(folder / "plan"), "GLOO_SOCKET_IFNAME": "lo"}
+    words = ["--max-restarts", str(len(plan) + 5), "-m", "megatron_asynchzp.launch", str(_SCRIPT)]
+    words += f"{_LINE} --train-iters {train_iters} --load {place} --save {place}".split()
+    words += ["--save-interval", str(_INTERVAL)]
+    env = {"JOURNAL": str(journal), "INTERRUPT": str(folder / "plan")}
     # Else ranks that are started again meet, in the store of torchrun, their dead predecessors.
-    env |= {"PYTHONWARNINGS": "ignore", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with open(log, "wb") as out:
-        torchrun = subprocess.Popen(
-            command, stdout=out, stderr=out, cwd=folder, env=env, start_new_session=True
-        )
-    try:
-        status = torchrun.wait(timeout=120 + 60 * len(plan))
-    finally:
-        torchrun.terminate()  # where it still runs, it ends its ranks
-        torchrun.wait(timeout=90)
+    env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with torchrun(folder, _WORLD_SIZE, words, **env) as process:
+        status = process.wait(timeout=120 + 60 * len(plan))
     left = _processes_with(f"JOURNAL={journal}")
-    return Job(read_journal(journal), log.read_text(), status, left)
+    return Job(read_journal(journal), (folder / "log").read_text(), status, left)
 
 
 def run_undisturbed(folder: Path, train_iters: int) -> dict[int, str]:

@@ -6,6 +6,9 @@ import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 
@@ -41,6 +44,31 @@ def _losses(ended: list[Ended]) -> list[tuple[str, str]]:
     losses = re.findall(r"lm loss: (\S+) .*?grad norm: (\S+)", text)
     assert len(losses) == 3
     return losses
+
+
+@contextmanager
+def torchrun(folder: Path, ranks: int, words: list[str], **env: str) -> Iterator[subprocess.Popen]:
+    """torchrun with these words, the leader of a group; its output goes to folder/log."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), *words]
+    env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"} | env
+    env = os.environ | {"PYTHONPATH": str(_ROOT)} | env
+    with open(folder / "log", "wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, cwd=folder, env=env, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()  # where it still runs, it ends its ranks
+        process.wait(timeout=90)
+
+
+def await_third_step(process: subprocess.Popen, log: Path) -> None:
+    deadline = time.monotonic() + 180
+    while " iteration        3/" not in log.read_text():
+        assert time.monotonic() < deadline and process.poll() is None, log.read_text()
+        time.sleep(0.1)
 
 
 def _unmodified(name: str, line: str):
@@ -129,15 +157,12 @@ def test_a_checkout_without_compiled_helpers_borrows_those_of_the_wheel(tmp_path
 
 def test_all_ranks_fail_but_only_the_first_speaks(tmp_path):
     """Under torchrun, which ends the others as soon as one rank has failed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "megatron_asynchzp.launch", str(_LEGACY_SCRIPT)]
-    command += f"{TOY} --use-asynchzp --qk-clip --asynchzp-device cpu".split()
-    env = os.environ | {"PYTHONPATH": str(_ROOT), "PYTHONWARNINGS": "ignore"}
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
-    )
-    assert ended.returncode != 0
-    assert ended.stderr.count("megatron_asynchzp: --qk-clip is not supported") == 1
+    flags = f"{TOY} --use-asynchzp --qk-clip --asynchzp-device cpu".split()
+    words = ["-m", "megatron_asynchzp.launch", str(_LEGACY_SCRIPT), *flags]
+    with torchrun(tmp_path, 2, words) as process:
+        assert process.wait(timeout=300) != 0
+    line = "megatron_asynchzp: --qk-clip is not supported"
+    assert (tmp_path / "log").read_text().count(line) == 1
 
 
 def test_an_edited_script_prints_our_errors_in_one_line_too(tmp_path):

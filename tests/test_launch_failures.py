@@ -7,8 +7,6 @@ was going on, an exit status, and no waiting.
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from megatron_asynchzp.comm.timeline import LANES
 from megatron_asynchzp.schedule import SCHEDULES
 from tests.support.launches import Ended, Launch
 from tests.support.selection import slow_unless
-from tests.test_launch import TOY
+from tests.test_launch import TOY, await_third_step, torchrun
 
 _ROOT = Path(__file__).parents[1]
 _SCRIPT = _ROOT / "tests" / "support" / "faulty_pretrain.py"
@@ -130,24 +128,14 @@ def test_ctrl_c_under_torchrun_ends_the_job_with_one_line_per_rank(tmp_path, is_
         "import megatron_asynchzp.mcore.adaptor\n"
         f"import runpy\nrunpy.run_path({str(_SCRIPT)!r}, run_name='__main__')\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "3"]
-    command += [str(script)] if is_edited else ["-m", "megatron_asynchzp.launch", str(_SCRIPT)]
-    command += f"{_LINE} {_SIZES} --train-iters 100000".split()
-    env = os.environ | {"PYTHONPATH": str(_ROOT), "PYTHONWARNINGS": "ignore"}
-    env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    with open(log, "wb") as out:
-        torchrun = subprocess.Popen(
-            command, stdout=out, stderr=out, cwd=tmp_path, env=env, start_new_session=True
-        )
-    deadline = time.monotonic() + 180
-    while " iteration        3/" not in log.read_text():
-        assert time.monotonic() < deadline and torchrun.poll() is None, log.read_text()
-        time.sleep(0.1)
-    start_s = time.monotonic()
-    os.killpg(torchrun.pid, signal.SIGINT)  # as a terminal does
-    assert torchrun.wait(timeout=180) != 0
-    # torchrun kills those that still run after 30 s.
-    assert time.monotonic() - start_s < 25
+    words = [str(script)] if is_edited else ["-m", "megatron_asynchzp.launch", str(_SCRIPT)]
+    words += f"{_LINE} {_SIZES} --train-iters 100000".split()
+    with torchrun(tmp_path, 3, words) as process:
+        await_third_step(process, log)
+        start_s = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        assert process.wait(timeout=180) != 0
+        # torchrun kills those that still run after 30 s.
+        assert time.monotonic() - start_s < 25
     for rank in range(3):
-        assert log.read_text().count(f"megatron_asynchzp: rank {rank}: interrupted\n") == 1
+        assert log.read_text().count(f"megatron_asynchzp: rank {rank}: interrupted") == 1

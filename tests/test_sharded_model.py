@@ -239,7 +239,7 @@ def test_unusual_parameters_and_buffers_train_as_in_torch_and_resume_bit_for_bit
     run_ranks(check_oddities, 2, tmp_path)
 
 
-def check_changed_requires_grad() -> None:
+def check_refusals() -> None:
     for name, is_trained in (("embedding.weight", True), ("blocks.1.up.weight", False)):
         model = build_toy()
         param = model.get_parameter(name).requires_grad_(not is_trained)
@@ -253,19 +253,13 @@ def check_changed_requires_grad() -> None:
                 sharded.step()
             assert all(torch.equal(value, before[key]) for key, value in sharded.full_params())
 
-
-def test_a_requires_grad_that_changes_after_shard_is_refused_before_anything_is_updated():
-    run_ranks(check_changed_requires_grad, 2)
-
-
-def check_refusal() -> None:
-    model = build_toy()
-    with pytest.raises(ConfigurationError, match="optim shard size 3 is not a multiple of"):
-        shard(model, model.blocks, ShardSizes(2, 2, 3), new_adamw)
+    with pytest.raises(ConfigurationError, match="optim shard size 1 is not a multiple of"):
+        sharded_toy((1, 2, 1))
 
 
-def test_sizes_that_do_not_nest_are_refused_by_name():
-    run_ranks(check_refusal, 4)
+def test_sizes_that_do_not_nest_and_a_requires_grad_that_changes_are_refused_by_name():
+    """The latter before anything is updated."""
+    run_ranks(check_refusals, 2)
 
 
 def new_encoder() -> tuple[nn.Module, Iterable[nn.Module]]:

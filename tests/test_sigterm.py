@@ -2,11 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SIGTERM, as schedulers send it: a run that saves ends the step, saves, and ends with status 0."""
 
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +11,7 @@ from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
 from tests.support.journal import Attempt, read_journal
 from tests.support.launches import Ended, Launch
 from tests.support.selection import slow_unless
-from tests.test_launch import TOY
+from tests.test_launch import TOY, await_third_step, torchrun
 
 _ROOT = Path(__file__).parents[1]
 _SCRIPT = _ROOT / "tests" / "support" / "interrupted_pretrain.py"
@@ -115,19 +111,12 @@ def test_sigterm_while_a_checkpoint_is_loaded_saves_after_the_first_step(tmp_pat
 def test_torchrun_hands_sigterm_on_and_waits_for_the_save(tmp_path):
     """It ends with a status of its own, whatever that of the ranks is."""
     place, log = tmp_path / "checkpoints", tmp_path / "log"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "megatron_asynchzp.launch", str(_SCRIPT)]
-    command += f"{_LINE} --train-iters 100000 --save {place} --save-interval 100000".split()
-    env = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
-    env |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
-    with open(log, "wb") as out:
-        torchrun = subprocess.Popen(command, stdout=out, stderr=out, cwd=tmp_path, env=env)
-    deadline = time.monotonic() + 180
-    while " iteration        3/" not in log.read_text():
-        assert time.monotonic() < deadline and torchrun.poll() is None, log.read_text()
-        time.sleep(0.1)
-    torchrun.send_signal(signal.SIGTERM)
-    assert torchrun.wait(timeout=60) == 1
+    saves = f"--train-iters 100000 --save {place} --save-interval 100000"
+    words = ["-m", "megatron_asynchzp.launch", str(_SCRIPT), *f"{_LINE} {saves}".split()]
+    with torchrun(tmp_path, 2, words) as process:
+        await_third_step(process, log)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 1
     text = log.read_text()
     assert "exiting program after receiving SIGTERM" in text and "SignalException" in text
     choice = choose_checkpoint(place)

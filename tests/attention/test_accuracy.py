@@ -13,12 +13,7 @@ import torch
 from megatron_asynchzp.attention.heads import AttentionGradients
 from megatron_asynchzp.attention.key_shift import ShiftedKeys, centred_only, shift_keys
 from megatron_asynchzp.attention.mask import AttentionMask
-from megatron_asynchzp.attention.reference.arithmetic import (
-    ALL_FP16,
-    FP16_FP32_VECTOR,
-    Precision,
-    gemm,
-)
+from megatron_asynchzp.attention.reference.arithmetic import ALL_FP16, FP16_FP32_VECTOR, gemm
 from megatron_asynchzp.attention.reference.block import block_backward, block_forward
 from megatron_asynchzp.attention.shifting import INITIAL_BETAS, solve_beta
 from scripts.testbed.attention.exact import exact_forward
@@ -43,15 +38,15 @@ def unshifted(k: torch.Tensor) -> ShiftedKeys:
     return ShiftedKeys(k, nothing, nothing, k.shape[2])
 
 
-def forward(inputs: Inputs, keys: ShiftedKeys, mask=FULL, precision: Precision | None = None):
-    return block_forward(inputs.q, keys, inputs.v, mask, SCALE, precision)
+def forward(inputs: Inputs, keys: ShiftedKeys, mask=FULL, scale=SCALE):
+    return block_forward(inputs.q, keys, inputs.v, mask, scale)
 
 
-def gradients(inputs: Inputs, keys: ShiftedKeys, mask=FULL) -> AttentionGradients:
+def gradients(inputs: Inputs, keys: ShiftedKeys, mask=FULL, scale=SCALE) -> AttentionGradients:
     q, _, v, d_output = inputs
-    done = forward(inputs, keys, mask)
+    done = forward(inputs, keys, mask, scale)
     output, lse = done.result.output_BHSE, done.shifted_lse_BHS
-    return block_backward(d_output, q, keys, v, output, lse, mask, SCALE)
+    return block_backward(d_output, q, keys, v, output, lse, mask, scale)
 
 
 def fp16_scores_without_scale(inputs: Inputs) -> torch.Tensor:
@@ -154,11 +149,8 @@ def worst_ratios(inputs: Inputs, mask: AttentionMask, keys: ShiftedKeys) -> dict
     same dtype, plus twice what adding and taking off 0.3 costs."""
     dtype = inputs.q.dtype
     scale = 1 / sqrt(inputs.q.shape[-1])
-    done = block_forward(inputs.q, keys, inputs.v, mask, scale)
-    output = done.result.output_BHSE
-    grads = block_backward(
-        inputs.d_output, inputs.q, keys, inputs.v, output, done.shifted_lse_BHS, mask, scale
-    )
+    output = forward(inputs, keys, mask, scale).result.output_BHSE
+    grads = gradients(inputs, keys, mask, scale)
     true = [x.to(dtype) for x in in_one_dtype(inputs, mask, torch.float32)]
     plain = in_one_dtype(inputs, mask, dtype)
     ratios = {}

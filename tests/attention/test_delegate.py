@@ -163,17 +163,17 @@ def test_a_vendor_that_is_not_there_is_refused_with_the_reason(name):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"q_BHSD": (1, 3, 4, 8)}, {"v_BGTE": (1, 2, 5, 8)}, {"k_BGTD": (1, 2, 6, 8)}],
+    "q, k, v",
+    [
+        ((1, 3, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)),
+        ((1, 4, 4, 8), (1, 2, 4, 8), (1, 2, 5, 8)),
+        ((1, 4, 4, 8), (1, 2, 6, 8), (1, 2, 6, 8)),
+    ],
     ids=["heads", "lengths", "mask"],
 )
-def test_tensors_that_do_not_fit_together_are_refused(change):
-    shapes = {"q_BHSD": (1, 4, 4, 8), "k_BGTD": (1, 2, 4, 8), "v_BGTE": (1, 2, 4, 8)} | change
-    if change.get("k_BGTD"):
-        shapes["v_BGTE"] = change["k_BGTD"]
+def test_tensors_that_do_not_fit_together_are_refused(q, k, v):
     with pytest.raises(ValueError):
-        tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
-        AttentionCall(**tensors, mask=AttentionMask(4, 4), scale=1.0)
+        AttentionCall(*map(torch.zeros, (q, k, v)), mask=AttentionMask(4, 4), scale=1.0)
 
 
 # --- calls that are recorded -------------------------------------------------------------------

@@ -27,15 +27,12 @@ _LEFTOVERS = ("a newer empty directory", "a newer save with half a file",
 
 
 @pytest.mark.parametrize("kind", _LEFTOVERS)
-def test_an_interrupted_newer_save_is_logged(folder, kind):
+def test_an_interrupted_newer_save_is_logged_and_where_it_was_the_first_is_no_checkpoint(
+    folder, kind
+):
     HARMLESS[kind](folder)
     (line,) = choose_checkpoint(folder).lines
     assert line == f"{folder}: iter_0000006 is skipped: its save was interrupted"
-
-
-@pytest.mark.parametrize("kind", _LEFTOVERS)
-def test_a_run_that_died_in_its_first_save_starts_from_scratch(folder, kind):
-    HARMLESS[kind](folder)
     for gone in (folder / OLDER, folder / NEWER):
         shutil.rmtree(gone)
     with pytest.raises(ConfigurationError, match="no intact checkpoint"):

@@ -73,14 +73,6 @@ def test_the_convolution_the_skip_and_the_gate_are_those_of_the_definition():
     torch.testing.assert_close(_convolved_scan(inputs), y.flatten(2) * F.silu(gate))
 
 
-def test_no_step_sees_a_later_one():
-    inputs = _packed_inputs()
-    before = _convolved_scan(inputs)
-    inputs[0][:, 7:] += 1.0
-    after = _convolved_scan(inputs)
-    assert torch.equal(before[:, :7], after[:, :7]) and not torch.equal(before, after)
-
-
 def test_what_the_scan_cannot_do_is_refused():
     for options in ({"activation": "gelu"}, {"seq_idx": torch.zeros(1)}):
         with pytest.raises(NotImplementedError, match="Mamba on the CPU platform"):

@@ -23,6 +23,7 @@ FAST = [
     (Variant("experts on 2 ranks, bf16", (*TWO_EXPERT_RANKS, *BF16), 2), (2, 4, 4)),
 ]
 ALL = [
+    *FAST,
     (Variant("fp32", samples_per_rank=1), (2, 2, 4)),
     (Variant("fp32, 3 micro-batches", samples_per_rank=3), (2, 4, 4)),
     (Variant("bf16", BF16), (4, 2, 4)),
@@ -31,7 +32,6 @@ ALL = [
     (Variant("pipeline, 3 micro-batches", PIPELINE, 3, 2), (2, 2, 2)),
     (Variant("interleaved pipeline, bf16", (*INTERLEAVED, *BF16), 4, 2), (2, 1, 2)),
     (Variant("experts on 2 ranks, 3 micro-batches", TWO_EXPERT_RANKS, 3), (2, 2, 4)),
-    (Variant("experts on 2 ranks, bf16", (*TWO_EXPERT_RANKS, *BF16)), (2, 4, 4)),
 ]
 DEPTHS = {"inline": 1, "main-thread": 2, "threaded": 2}
 

@@ -143,6 +143,7 @@ def test_rank_0_traces_the_tenth_step_or_the_last_but_one(tmp_path):
     for train_iters, step in ((None, 10), (100, 10), (11, 10), (10, 9), (2, 1), (1, 1)):
         assert resolve_trace(arguments(path, train_iters=train_iters)).step == step
     assert resolve_trace(arguments(path, rank=1)) is None
+    assert resolve_trace(Namespace(asynchzp_trace=None, rank=0, train_iters=5)) is None
 
 
 @pytest.mark.parametrize("stages_inside, leaders", [(False, (0, 4)), (True, (0, 2))])
@@ -155,7 +156,3 @@ def test_the_first_rank_of_each_pipeline_stage_traces_into_a_file_of_its_own(
     ]
     names = {rank: request.path.name for rank, request in enumerate(requests) if request}
     assert names == dict(zip(leaders, ("t.json", "t.stage1.json"), strict=True))
-
-
-def test_without_a_trace_no_rank_has_a_request():
-    assert resolve_trace(Namespace(asynchzp_trace=None, rank=0, train_iters=5)) is None

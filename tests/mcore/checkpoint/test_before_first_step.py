@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed.megatron_flags import FP16
 from scripts.testbed.megatron_runs import RunRecord, run_pretrain
 from tests.mcore.checkpoint.test_moments import ROUNDED
@@ -36,15 +35,6 @@ FLAGS = {
     "muon": ("--bf16", "--optimizer", "muon", *PASSED_OVER),
 }
 SIZES = (1, 2, 2)
-ONE_LINE = "was saved before the first step of its optimizer and holds no moments; add "
-
-
-def refusal(job: Job, directory: Path) -> str:
-    try:
-        job.resume(directory)
-    except ConfigurationError as error:
-        return str(error)
-    return "it was not refused"
 
 
 def by_number(run: RunRecord) -> dict[str, torch.Tensor]:
@@ -100,18 +90,15 @@ def to_and_from_stock(folder: Path) -> dict[str, object]:
         "moments": sum(key.startswith("optimizer.state.exp_avg") for key in kept),
         "differences": find_differences(kept, tensors),
         "came back": ours.resume(back).losses,
-        "refusal": refusal(ours, theirs),
         "new moments": Job(SIZES, (*LATE, "--no-load-optim")).resume(theirs).losses,
     }
 
 
 @pytest.mark.slow
-def test_stock_megatron_reads_it_and_its_own_without_moments_is_refused_in_one_line(tmp_path):
+def test_stock_megatron_reads_it_and_its_own_is_read_without_moments(tmp_path):
     for found in on_ranks(to_and_from_stock, 2, tmp_path):
         whole = found["whole"]
         assert found["came back"] == whole and found["differences"] == [] and found["moments"] > 30
         # Stock adds gradients in fp16, so one more of its steps overflows.
         for went in (*found["went"], found["new moments"]):
             assert went[:2] == pytest.approx(whole[:2], rel=1e-6)
-        line = f"{tmp_path}/theirs/iter_{SAVED_AT:07d} {ONE_LINE}--no-load-optim"
-        assert found["refusal"].startswith(line) and "\n" not in found["refusal"]

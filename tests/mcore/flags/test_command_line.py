@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from megatron_asynchzp import launch
 from megatron_asynchzp.attention.delegate import VENDOR_NAMES
 from megatron_asynchzp.attention.pasa import MODES
 from megatron_asynchzp.errors import ConfigurationError
@@ -18,6 +19,18 @@ from megatron_asynchzp.mcore.flags.command_line import (
 )
 from megatron_asynchzp.mcore.flags.pasa import MODE_CHOICES, VENDOR_CHOICES
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS
+from scripts.report import megatron_tables
+
+
+def test_every_flag_explains_itself_in_the_launchers_usage(parser):
+    ours = [action for action in parser._actions if own_flags() & {*action.option_strings}]
+    assert len(ours) > 10 and all(action.help for action in ours)
+    assert [one for one in ours if f"  {one.option_strings[0]}" not in launch.usage()] == []
+
+
+def test_the_documentations_tables_are_those_of_the_code():
+    page = megatron_tables.PAGE.read_text()
+    assert megatron_tables.with_tables(page) == page
 
 
 def test_choices_are_those_of_the_attention():

@@ -72,28 +72,17 @@ def test_a_node_that_lost_its_device_trains_on_its_cpu_where_it_is_asked_to(with
 # --- the compiled helpers of datasets ----------------------------------------------------------
 
 
-@pytest.fixture
-def datasets(monkeypatch, tmp_path):
-    """Megatron's package of datasets, in a folder of the test's own."""
-    package, name = ModuleType("datasets"), "megatron.core.datasets"
-    package.__path__ = [str(tmp_path)]
-    monkeypatch.setitem(sys.modules, name, package)
-    monkeypatch.setattr(platform, "is_on_cpu", lambda: False)
-
-    def has_helpers(importable: bool) -> None:
-        helpers = ModuleType("helpers_cpp") if importable else None
-        monkeypatch.setitem(sys.modules, f"{name}.helpers_cpp", helpers)
-
-    return has_helpers
-
-
 @pytest.mark.parametrize("is_on_cpu", [False, True])
 @pytest.mark.parametrize("has_makefile", [False, True])
 @pytest.mark.parametrize("has_helpers", [False, True])
 def test_megatron_compiles_its_helpers_only_where_it_can(
-    monkeypatch, tmp_path, datasets, has_helpers, has_makefile, is_on_cpu
+    monkeypatch, tmp_path, has_helpers, has_makefile, is_on_cpu
 ):
-    datasets(has_helpers)
+    package, name = ModuleType("datasets"), "megatron.core.datasets"
+    package.__path__ = [str(tmp_path)]
+    helpers = ModuleType("helpers_cpp") if has_helpers else None
+    monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setitem(sys.modules, f"{name}.helpers_cpp", helpers)
     monkeypatch.setattr(platform, "is_on_cpu", lambda: is_on_cpu)
     if has_makefile:
         (tmp_path / "Makefile").touch()
