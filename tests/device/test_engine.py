@@ -51,6 +51,19 @@ def test_on_4_ranks_no_delay_changes_a_bit(worlds: DeviceWorlds, laws: list[Dela
             assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "cases"), [slow_unless(True, 2, PAIR), slow_unless(False, 4, FOUR)]
+)
+def test_with_one_hardware_queue_where_no_two_kernels_overlap_nothing_hangs(
+    worlds: DeviceWorlds, world_size: int, cases: list[Case]
+):
+    laws = [Delays(), Delays("uniform", 1), Delays("on-demand")]
+    one_queue = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    ranks = worlds.run(train_engine_under, world_size, cases, laws, env=one_queue)
+    first = {run.case: run.seen for run in ranks[0][: len(cases)]}
+    assert [run for run in ranks[0] if run.seen != first[run.case]] == []
+
+
 def test_the_same_seed_delays_the_same_kernels_as_long_and_another_does_not(worlds: DeviceWorlds):
     laws = [Delays("uniform", seed) for seed in (5, 5, 6)]
     for rank in worlds.run(train_engine_under, 2, PAIR[:1], laws):

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of NCCL that tests on the emulated device rely on."""
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -13,6 +14,8 @@ from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds
 from tests.device.programs import device_of_rank
 
 LONG = 700_000  # elements: longer than the place of a rank in shared memory
+# Without a report that other ranks have to write too, for which torch would wait a minute.
+AT_ONCE = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
 def of_rank(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -124,4 +127,41 @@ def leave_one_out() -> None:
 
 def test_torchs_own_watchdog_ends_a_collective_in_which_a_rank_is_missing(worlds: DeviceWorlds):
     with pytest.raises(DeviceFailure, match="Watchdog caught collective operation timeout"):
-        worlds.run(leave_one_out, 2, timeout_s=60)
+        worlds.run(leave_one_out, 2, env=AT_ONCE, timeout_s=60)
+
+
+def cross_launches(seconds: float) -> list[float]:
+    """Two communicators, launched in another order on each rank."""
+    limit = timedelta(seconds=seconds)
+    groups = [dist.new_group(timeout=limit), dist.new_group(timeout=limit)]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    values = [torch.ones(3, device=device_of_rank()) for _ in groups]
+    for value, group in zip(values, groups):
+        dist.all_reduce(value, group=group)  # connects them in the same order
+    torch.cuda.synchronize()
+    order = (0, 1) if dist.get_rank() == 0 else (1, 0)
+    works = []
+    for index in order:
+        with torch.cuda.stream(streams[index]):
+            works.append(dist.all_reduce(values[index], group=groups[index], async_op=True))
+        time.sleep(0.2)
+    for work in works:
+        work.wait()
+    torch.cuda.synchronize()
+    return [value.sum().item() for value in values]
+
+
+@pytest.mark.parametrize("num_queues", ["8", "32"])
+def test_communicators_launched_in_different_orders_meet_where_queues_suffice(
+    worlds: DeviceWorlds, num_queues: str
+):
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": num_queues}
+    assert worlds.run(cross_launches, 2, 30.0, env=env, timeout_s=60) == [[12.0, 12.0]] * 2
+
+
+def test_with_one_hardware_queue_communicators_launched_in_different_orders_hang(
+    worlds: DeviceWorlds,
+):
+    env = AT_ONCE | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    with pytest.raises(DeviceFailure, match="Watchdog caught collective operation timeout"):
+        worlds.run(cross_launches, 2, 3.0, env=env, timeout_s=60)

@@ -195,5 +195,5 @@ EXPORT cudaError_t cudaMemset(void* start, int value, size_t size) {
 // What the caching allocator has freed may belong to the next owner on that stream from here on:
 // the strictest such owner overwrites it at once.
 EXPORT void asynchzp_device_poison(void* start, size_t size, void* stream) {
-  stream_of(stream)->push([=] { memset(start, kPoison, size); });
+  stream_of(stream)->push_beside([=] { memset(start, kPoison, size); });
 }

@@ -2,8 +2,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "stream.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
+#include <map>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -12,6 +15,34 @@
 #include "report.hpp"
 
 namespace device {
+
+// A hardware queue: its commands run one after the other, whatever their streams. That is the
+// strictest device that CUDA allows: it promises nowhere that two kernels run at the same time, and
+// CUDA_DEVICE_MAX_CONNECTIONS says how many such queues there are (Programming Guide, "Environment
+// Variables" and "Implicit Synchronization"; NCCL, "Using multiple NCCL communicators concurrently").
+struct Queue {
+  std::mutex mutex;
+  std::condition_variable first_changed;
+  std::deque<Position> commands;
+
+  void await_turn(const Position& mine) {
+    std::unique_lock lock(mutex);
+    while (!(commands.front() == mine)) {
+      const Position first = commands.front();
+      lock.unlock();
+      first.demand();
+      lock.lock();
+      first_changed.wait(lock, [&] { return !(commands.front() == first); });
+    }
+  }
+
+  void leave() {
+    std::lock_guard lock(mutex);
+    commands.pop_front();
+    first_changed.notify_all();
+  }
+};
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -28,6 +59,18 @@ std::atomic<Clock::rep> last_submission{0};
 
 bool is_quiet() {
   return Clock::now().time_since_epoch() - Clock::duration(last_submission) > kQuiet;
+}
+
+// By the order in which streams are first used; without the variable each has one of its own, where
+// CUDA would have 8 for all.
+Queue* next_queue() {
+  static std::mutex mutex;
+  static auto& queues = *new std::map<int, Queue>;
+  static int num_streams = 0;
+  const char* text = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+  if (!text) return nullptr;
+  std::lock_guard lock(mutex);
+  return &queues[num_streams++ % std::max(1, atoi(text))];
 }
 
 std::vector<Stream*> streams_of(int device) {
@@ -62,14 +105,24 @@ void Stream::push_wait(Position other) {
   if (other.stream && other.stream != this) push([other] { other.wait(); });
 }
 
-Position Stream::push(std::function<void()> run) {
+Position Stream::push(std::function<void()> run) { return add(std::move(run), true); }
+
+Position Stream::push_beside(std::function<void()> run) { return add(std::move(run), false); }
+
+Position Stream::add(std::function<void()> run, bool is_queued) {
   last_submission = Clock::now().time_since_epoch().count();
   std::lock_guard lock(mutex_);
-  tasks_.push_back(std::move(run));
   submitted_++;
   if (!has_thread_) {  // torch makes 128 streams and uses few
     has_thread_ = true;
+    queue_ = next_queue();
     std::thread([this] { work(); }).detach();
+  }
+  is_queued &= queue_ != nullptr;
+  tasks_.push_back({std::move(run), is_queued});
+  if (is_queued) {
+    std::lock_guard queue_lock(queue_->mutex);
+    queue_->commands.push_back({this, submitted_});
   }
   submitted_changed_.notify_one();
   return {this, submitted_};
@@ -96,12 +149,15 @@ void Stream::work() {
     }
     auto task = std::move(tasks_.front());
     tasks_.pop_front();
+    const Position mine{this, completed_ + 1};
     lock.unlock();
-    task();
-    task = nullptr;  // what it owns ends before it counts as done
+    if (task.is_queued) queue_->await_turn(mine);
+    task.run();
+    task.run = nullptr;  // what it owns ends before it counts as done
     lock.lock();
     completed_++;
     completed_changed_.notify_all();
+    if (task.is_queued) queue_->leave();
   }
 }
 
@@ -111,13 +167,16 @@ bool Position::is_reached() const {
   return stream->completed_ >= count;
 }
 
+void Position::demand() const {
+  std::lock_guard lock(stream->mutex_);
+  stream->demanded_ = std::max(stream->demanded_, count);
+  stream->submitted_changed_.notify_one();
+}
+
 void Position::wait() const {
   if (!stream) return;
+  demand();
   std::unique_lock lock(stream->mutex_);
-  if (stream->demanded_ < count) {
-    stream->demanded_ = count;
-    stream->submitted_changed_.notify_one();
-  }
   stream->completed_changed_.wait(lock, [this] { return stream->completed_ >= count; });
 }
 

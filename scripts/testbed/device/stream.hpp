@@ -14,6 +14,7 @@
 
 namespace device {
 
+struct Queue;
 struct Stream;
 
 // Reached when the first `count` tasks of the stream are done.
@@ -21,7 +22,11 @@ struct Position {
   Stream* stream = nullptr;
   int64_t count = 0;
 
+  bool operator==(const Position& other) const {
+    return stream == other.stream && count == other.count;
+  }
   bool is_reached() const;
+  void demand() const;
   void wait() const;  // under Law::on_demand this is what makes streams go on
 };
 
@@ -33,6 +38,7 @@ struct Stream {
 
   Position push_kernel(std::function<void()> run);  // put off as the law says
   Position push(std::function<void()> run);         // at once
+  Position push_beside(std::function<void()> run);  // as no command of CUDA: in no hardware queue
   void push_wait(Position other);                   // what follows waits for `other`
   Position end();
 
@@ -41,12 +47,18 @@ struct Stream {
 
  private:
   friend struct Position;
+  struct Task {
+    std::function<void()> run;
+    bool is_queued;
+  };
+  Position add(std::function<void()> run, bool is_queued);
   void work();
   bool may_go_on();
 
   std::mutex mutex_;
   std::condition_variable submitted_changed_, completed_changed_;
-  std::deque<std::function<void()>> tasks_;
+  std::deque<Task> tasks_;
+  Queue* queue_ = nullptr;  // of the hardware; null: one of its own
   int64_t submitted_ = 0, completed_ = 0;
   int64_t demanded_ = 0;  // Law::on_demand: how many tasks someone waits for
   int64_t num_kernels_ = 0;
