@@ -37,7 +37,9 @@ class LastLine:
             return
         is_initialized = dist.is_available() and dist.is_initialized()
         rank = dist.get_rank() if is_initialized else os.environ.get("RANK", "0")
-        print(f"megatron_asynchzp: rank {rank}: {text}", file=sys.stderr, flush=True)
+        # One write: ranks share a terminal.
+        sys.stderr.write(f"megatron_asynchzp: rank {rank}: {text}\n")
+        sys.stderr.flush()
 
     def watch_main(self, failure: CollectiveFailure, wait: Callable[[float], bool]) -> None:
         """Print a line and end the process, where the main thread does neither; see OnFailure."""

@@ -49,7 +49,8 @@ def report(error: BaseException) -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_FIRST_RANK_PRINTS_S)
     _leave_for_torchrun(str(error))
-    print(f"megatron_asynchzp: {error}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"megatron_asynchzp: {error}\n")  # one write: ranks share a terminal
+    sys.stderr.flush()
 
 
 def obey_sigterm() -> None:
