@@ -104,6 +104,7 @@ class Under(NamedTuple):
     delays: Delays
     seen: Seen
     digest: int
+    waited: dict[str, int]  # operations that waited for their stream, so far
 
 
 def train_engine_under(cases: Sequence[Case], laws: Sequence[Delays]) -> list[Under]:
@@ -115,7 +116,7 @@ def train_engine_under(cases: Sequence[Case], laws: Sequence[Delays]) -> list[Un
         for case in cases:
             inside.set_delays(delays, dist.get_rank(), dist.get_world_size())
             seen = train_engine(case)
-            results.append(Under(case, delays, seen, inside.ran().digest))
+            results.append(Under(case, delays, seen, inside.ran().digest, inside.waited()))
     return results
 
 

@@ -35,6 +35,7 @@ def test_under_every_law_of_delay_the_engine_has_the_bits_of_its_run_on_gloo(
     assert len(ranks[0]) == len(cases) * len(laws)
     for run in ranks[0]:
         assert run.seen == expected[run.case], (run.case, str(run.delays))
+        assert run.waited == {}
 
 
 @pytest.mark.parametrize(

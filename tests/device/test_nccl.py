@@ -15,7 +15,7 @@ from tests.device.programs import device_of_rank
 
 LONG = 700_000  # elements: longer than the place of a rank in shared memory
 # Without a report that other ranks have to write too, for which torch would wait a minute.
-AT_ONCE = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+AT_ONCE = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "50"}
 
 
 def of_rank(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,8 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""How kernels of the emulated device are put off. A law and a seed decide it for all ranks."""
+"""How kernels of the emulated device are put off, and how many were. A law and a seed decide it for
+all ranks."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 LAWS = ("none", "uniform", "slow-stream", "slow-rank", "on-demand")
 """none: at once; uniform: each kernel by up to longest_us; slow-stream: all of one stream by
@@ -17,3 +19,10 @@ class Delays:
 
     def __str__(self) -> str:
         return f"law {self.law}, seed {self.seed}, {self.longest_us} us"
+
+
+class Ran(NamedTuple):
+    """Since the delays were set. digest: of every kernel's stream, number and delay."""
+
+    num_kernels: int
+    digest: int

@@ -5,12 +5,11 @@ and says what has run. Importing it installs, so that ranks forked from here nee
 
 import ctypes
 import os
-from typing import NamedTuple
 
 import torch
 
 from scripts.testbed.device.build import built_libraries
-from scripts.testbed.device.delays import LAWS, Delays
+from scripts.testbed.device.delays import LAWS, Delays, Ran
 
 _runtime = ctypes.CDLL(None)  # preloaded
 if not hasattr(_runtime, "asynchzp_device_set_delays"):
@@ -32,13 +31,6 @@ num_operations = _operations.asynchzp_device_install_operations()
 torch.backends.cuda.enable_flash_sdp(False)
 torch.backends.cuda.enable_mem_efficient_sdp(False)
 torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-class Ran(NamedTuple):
-    """Since the delays were set. digest: of every kernel's stream, number and delay."""
-
-    num_kernels: int
-    digest: int
 
 
 def start(local_rank: int, num_devices: int) -> torch.device:

@@ -62,6 +62,12 @@ at::Tensor as_argument(const at::Tensor& tensor) {
   return as_number_of(tensor, tensor.clone());
 }
 
+// torch's meta kernels take numbers of the caller's program as they are.
+at::Tensor as_shape(const at::Tensor& tensor) {
+  const bool is_number = tensor.defined() && tensor.unsafeGetTensorImpl()->is_wrapped_number();
+  return is_number ? tensor : converted(tensor, c10::kMeta);
+}
+
 template <typename Convert>
 IValue each_tensor(const IValue& value, const Convert& convert, c10::DeviceType type) {
   if (value.isTensor()) return convert(value.toTensor());
@@ -146,8 +152,7 @@ void resize_empty_outputs(const OperatorHandle& op, const Stack& arguments) {
         arguments[i].toTensor().numel() == 0)
       empty.push_back(i);
   if (empty.empty()) return;
-  const Stack on_meta = all_tensors(
-      arguments, [](const at::Tensor& t) { return converted(t, c10::kMeta); }, c10::kMeta);
+  const Stack on_meta = all_tensors(arguments, as_shape, c10::kMeta);
   Stack values = on_meta;
   op.callBoxed(values);
   for (size_t i : empty) arguments[i].toTensor().resize_(on_meta[i].toTensor().sizes());
@@ -198,8 +203,7 @@ void run_now(const OperatorHandle& op, Stack* stack, const Stack& arguments,
 // The new tensors that the operation returns, or false where torch cannot say their shapes.
 bool new_outputs(const OperatorHandle& op, const Stack& arguments, c10::Device device,
                  Stack& outputs) {
-  Stack values = all_tensors(
-      arguments, [](const at::Tensor& t) { return converted(t, c10::kMeta); }, c10::kMeta);
+  Stack values = all_tensors(arguments, as_shape, c10::kMeta);
   try {
     op.callBoxed(values);
   } catch (const std::exception&) {
