@@ -24,6 +24,7 @@ from typing import Any
 from scripts.testbed.device.build import built_libraries
 from scripts.testbed.device.delays import Delays
 
+_SERVER = "scripts.testbed.device.server"
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _OWN_LINES = "emulated device: "
 
@@ -42,7 +43,7 @@ class DeviceWorlds:
             "LD_PRELOAD": str(built_libraries().runtime),
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
-        command = [sys.executable, "-m", __name__, str(theirs.fileno()), *preload]
+        command = [sys.executable, "-m", _SERVER, str(theirs.fileno()), *preload]
         self._server = subprocess.Popen(
             command, env=env, pass_fds=[theirs.fileno()], stdout=self._log, stderr=self._log
         )
@@ -90,7 +91,8 @@ class DeviceWorlds:
 # ---- in the server
 
 
-def _serve(requests: Connection, preload: Sequence[str]) -> None:
+def serve(requests: Connection, preload: Sequence[str]) -> None:
+    """Run what is asked for, until the other end is closed."""
     from scripts.testbed import ranks
 
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)  # with the process that started it
@@ -125,9 +127,3 @@ def _join(delays: Delays, place: Any) -> tuple[()]:
         timeout=timedelta(seconds=90),
     )
     return ()
-
-
-if __name__ == "__main__":
-    from scripts.testbed.device import worlds
-
-    worlds._serve(Connection(int(sys.argv[1])), sys.argv[2:])

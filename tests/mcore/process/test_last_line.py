@@ -15,7 +15,7 @@ FAILURE = CollectiveFailure("a gather failed")
 def left(monkeypatch):
     """The statuses with which the process would have ended."""
     statuses = []
-    monkeypatch.setattr(last_line, "leave", statuses.append)
+    monkeypatch.setattr(last_line, "end_process", statuses.append)
     monkeypatch.setenv("RANK", "3")
     return statuses
 
