@@ -45,8 +45,10 @@ def _steps_on_device(argv: list[str]) -> Steps:
     from megatron_asynchzp import cpu_platform
     from megatron_asynchzp.cpu_platform.arguments import CPU_VALUES
 
+    on_device = {"distributed_backend": "nccl", "use_cpu_initialization": False}
+
     def choose(args: Any) -> list[str]:
-        for name, value in (CPU_VALUES | {"distributed_backend": "nccl"}).items():
+        for name, value in (CPU_VALUES | on_device).items():
             if hasattr(args, name):
                 setattr(args, name, value)
         return []
@@ -65,19 +67,13 @@ def _steps_on_device(argv: list[str]) -> Steps:
         return _steps(argv)
 
 
-@pytest.fixture
-def megatron_worlds() -> Iterator[DeviceWorlds]:
-    with DeviceWorlds(["scripts.testbed.preload_megatron"]) as served:
-        yield served
-
-
 @pytest.mark.slow
 def test_megatron_on_cuda_prints_the_digits_of_gloo_stock_and_sharded_under_delays(
-    worlds: DeviceWorlds, megatron_worlds: DeviceWorlds
+    worlds: DeviceWorlds,
 ):
     lines = [gpt_args("--train-iters", "4"), gpt_args("--train-iters", "4", *size_flags((1, 2, 2)))]
     expected = run_ranks(pretrain_each, 2, lines, [])[0]
     delays = [Delays(), Delays("uniform", 1), Delays("slow-stream", 2)]
-    seen = megatron_worlds.run(pretrain_each, 2, lines, delays, timeout_s=400)[0]
+    seen = worlds.run(pretrain_each, 2, lines, delays, timeout_s=400)[0]
     for index, law in enumerate(delays):
         assert seen[2 * index : 2 * index + 2] == expected, str(law)

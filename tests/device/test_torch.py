@@ -43,6 +43,10 @@ def test_freed_memory_is_poison_unless_record_stream_holds_it(worlds: DeviceWorl
     assert worlds.run(read_freed_memory, 1, delays=delays) == [(True, False)]
 
 
+def mix_devices() -> None:
+    torch.ones(3, device=device_of_rank()).add(torch.ones(3))
+
+
 def launch_what_nothing_stands_for() -> None:
     torch.cuda._sleep(1000)
 
@@ -68,3 +72,8 @@ def differ() -> None:
 def test_what_is_not_emulated_ends_in_one_line(worlds: DeviceWorlds, fn, world_size, line):
     with pytest.raises(DeviceFailure, match=rf"emulated device: {line}"):
         worlds.run(fn, world_size, timeout_s=60)
+
+
+def test_tensors_on_two_devices_are_refused_as_on_cuda(worlds: DeviceWorlds):
+    with pytest.raises(DeviceFailure, match="all tensors to be on the same device"):
+        worlds.run(mix_devices, 1, timeout_s=60)

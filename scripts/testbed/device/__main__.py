@@ -10,7 +10,7 @@ import os
 import sys
 
 from scripts.testbed.command import RankCommand, count, run_as_ranks, split_command
-from scripts.testbed.device.build import DeviceUnavailable, built_libraries
+from scripts.testbed.device.build import DeviceUnavailable, environment
 from scripts.testbed.device.delays import LAWS, Delays
 from scripts.testbed.ranks import Place, new_store
 
@@ -28,12 +28,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, metavar="S", help="seconds; default: no limit")
     args, command = split_command(parser, sys.argv[1:] if argv is None else argv)
     try:
-        library = built_libraries().runtime
+        preloaded = environment()
     except DeviceUnavailable as error:
         parser.error(f"no emulated device: {error}")
     store = new_store()
-    env = {
-        "LD_PRELOAD": str(library),
+    env = preloaded | {
         "ASYNCHZP_DEVICES": str(args.ranks),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # ranks share the cores
         "TORCHELASTIC_USE_AGENT_STORE": "True",

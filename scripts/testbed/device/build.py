@@ -35,6 +35,14 @@ class Libraries(NamedTuple):
     operations: Path
 
 
+def environment() -> dict[str, str]:
+    """Variables of a process on the emulated device. Raises DeviceUnavailable."""
+    return {
+        "LD_PRELOAD": str(built_libraries().runtime),
+        "TORCHDYNAMO_DISABLE": "1",  # kernels that are compiled for a device cannot run here
+    }
+
+
 def built_libraries() -> Libraries:
     """The libraries for the installed wheels, compiled at the first use.
 

@@ -107,6 +107,21 @@ c10::cuda::CUDAStream stream_for(const Stack& arguments) {
   return c10::cuda::getCurrentCUDAStream();
 }
 
+// As CUDA's kernels do, of which only those that take indices take some from the host.
+void refuse_other_devices(const OperatorHandle& op, const Stack& arguments) {
+  static const std::set<std::string> kTakeIndices = {"aten::index", "aten::_index_put_impl_",
+                                                     "aten::_unsafe_index"};
+  if (kTakeIndices.count(op.operator_name().name)) return;
+  for (const IValue& value : arguments) {
+    std::vector<at::Tensor> tensors;
+    flatten(value, tensors);
+    for (const at::Tensor& tensor : tensors)
+      TORCH_CHECK(!tensor.defined() || tensor.is_cuda() || tensor.dim() == 0,
+                  "Expected all tensors to be on the same device: ", op.operator_name(),
+                  " got one on ", tensor.device());
+  }
+}
+
 // ---- the two ways to run an operation
 
 void launch(void* stream, const std::string& name, std::function<void()> run) {
@@ -222,6 +237,7 @@ bool new_outputs(const OperatorHandle& op, const Stack& arguments, c10::Device d
 void run_operation(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const size_t num_arguments = op.schema().arguments().size();
   const Stack arguments = torch::jit::pop(*stack, num_arguments);
+  refuse_other_devices(op, arguments);
   const auto stream = stream_for(arguments);
   const Returns returns = returns_of(op.schema());
   Stack outputs(returns.argument.size());

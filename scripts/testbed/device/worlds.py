@@ -21,7 +21,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from scripts.testbed.device.build import built_libraries
+from scripts.testbed.device.build import environment
 from scripts.testbed.device.delays import Delays
 
 _SERVER = "scripts.testbed.device.server"
@@ -39,10 +39,7 @@ class DeviceWorlds:
     def __init__(self, preload: Sequence[str] = ()):
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server
         self._connection, theirs = Pipe()
-        env = os.environ | {
-            "LD_PRELOAD": str(built_libraries().runtime),
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }
+        env = os.environ | environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-m", _SERVER, str(theirs.fileno()), *preload]
         self._server = subprocess.Popen(
             command, env=env, pass_fds=[theirs.fileno()], stdout=self._log, stderr=self._log
