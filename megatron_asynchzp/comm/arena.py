@@ -59,7 +59,7 @@ class Place:
 
 class Arena(MemoryMap[Any]):
     """One allocation in which users of any size and dtype hold places; who gets which is decided by
-    the spans. The main thread alone calls.
+    the memory map. The main thread alone calls.
 
     nbytes: how much.
     device: where.

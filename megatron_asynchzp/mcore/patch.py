@@ -124,28 +124,27 @@ def _check_signature(patch: Patch, original: Callable) -> None:
 # --- applying and removing ---------------------------------------------------------------------
 
 
-def apply_patches(patches: Sequence[Patch], names: Replacements = _applied) -> None:
+def apply_patches(patches: Sequence[Patch]) -> None:
     """Apply the patches that are not applied yet. Nothing is changed unless every patch fits.
 
-    names: where the replacements are remembered, for `remove_patches`.
     Raises ConfigurationError with the symbol, the version expected and the version found.
     """
     check_version()
     pending = []
     for patch in patches:
         module, current = _load(patch)
-        if not names.contains(current):
+        if not _applied.contains(current):
             _check_signature(patch, current)
             pending.append((module, patch, current))
     for module, patch, original in pending:
-        names.replace(module, patch.attribute, patch.make(original))
+        _applied.replace(module, patch.attribute, patch.make(original))
     if pending:
-        names.follow_copies()
+        _applied.follow_copies()
 
 
-def remove_patches(names: Replacements = _applied) -> None:
+def remove_patches() -> None:
     """Put every original back, also where a copy was imported after patching.
 
     Raises RuntimeError, and changes nothing, where a replacement was wrapped since.
     """
-    names.restore()
+    _applied.restore()

@@ -314,11 +314,6 @@ def _expert(part: Experts, model: Model, parallel: Parallel) -> list[Shape]:
     return _mlp(part.ffn / parallel.experts_tp, part.is_gated, model)
 
 
-def experts_numel(part: Experts, model: Model, parallel: Parallel) -> int:
-    """Of the experts of one layer that a rank holds."""
-    return round(part.num_experts / parallel.ep * _numel(_expert(part, model, parallel)))
-
-
 # ---- FLOPs
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from scripts.gpu_check.measured_pretrain import COUNTED_STEPS
 from scripts.gpu_check.outcome import CheckFailed, Place
 from scripts.gpu_check.process import Ended, run_command
-from scripts.testbed.megatron_flags import flags_of
+from scripts.testbed.megatron_flags import flags_of, shape_flags
 
 # fmt: off
 # Without Transformer Engine and apex, Megatron's own layers.
@@ -49,11 +49,6 @@ def training_flags(place: Place, steps: int, global_batch: int, *more: str) -> l
     """Megatron's flags of a GPT on mock data; of a flag that appears twice the last one counts."""
     shape = gpt_shape(place)
     values = {
-        "num-layers": shape.layers,
-        "hidden-size": shape.width,
-        "num-attention-heads": shape.heads,
-        "seq-length": shape.sequence,
-        "max-position-embeddings": shape.sequence,
         "micro-batch-size": shape.batch,
         "global-batch-size": global_batch * shape.batch,
         "tokenizer-type": "NullTokenizer",
@@ -74,7 +69,8 @@ def training_flags(place: Place, steps: int, global_batch: int, *more: str) -> l
         "distributed-backend": "nccl" if place.is_cuda else "gloo",
     }
     has_te = place.is_cuda and find_spec("transformer_engine") is not None
-    return [*flags_of(values), "--mock-data", *([] if has_te else LOCAL), *more]
+    size = shape_flags(shape.layers, shape.width, shape.sequence, shape.heads)
+    return [*size, *flags_of(values), "--mock-data", *([] if has_te else LOCAL), *more]
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,14 @@ profilers are off by a factor on engines with threads.
 import ctypes
 import gc
 import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from scripts.testbed.compiler import CompileError, compiled_once, find_compiler, run_compiler
+
 _SOURCE = Path(__file__).with_name("counting_allocator.cpp")
-
-
-class MemoryCountUnavailable(RuntimeError):
-    """Why memory cannot be counted here."""
 
 
 class MemoryCount:
@@ -58,7 +52,7 @@ def install_memory_count() -> MemoryCount | None:
     impossible."""
     try:
         return MemoryCount(ctypes.CDLL(str(compiled_library())))
-    except MemoryCountUnavailable as error:
+    except CompileError as error:
         print(f"memory is not counted: {error}", flush=True)
         return None
 
@@ -66,44 +60,22 @@ def install_memory_count() -> MemoryCount | None:
 def compiled_library() -> Path:
     """The shared library for this torch, compiled at the first use (a few seconds).
 
-    Raises MemoryCountUnavailable.
+    Raises CompileError.
     """
-    version = f"{torch.__version__} {_SOURCE.read_text()}"
-    digest = hashlib.sha256(version.encode()).hexdigest()[:16]
-    library = _cache_folder() / f"counting_allocator-{digest}.so"
-    if library.exists():
-        return library
-    compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
-    if compiler is None:
-        raise MemoryCountUnavailable("no C++ compiler; install g++ or name one in CXX")
-    try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            _compile(compiler, fresh := Path(folder) / library.name)
-            fresh.replace(library)  # at once: other ranks may be compiling the same
-    except OSError as error:
-        raise MemoryCountUnavailable(f"{error}; name another folder in XDG_CACHE_HOME") from error
-    return library
+    made_of = f"{torch.__version__} {_SOURCE.read_text()}"
+    digest = hashlib.sha256(made_of.encode()).hexdigest()[:16]
+    return compiled_once(f"counting_allocator-{digest}.so", _compile)
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(library: Path) -> None:
     torch_folder = Path(torch.__file__).parent
     # fmt: off
-    command = [
-        compiler, "-std=c++20", "-O2", "-shared", "-fPIC", str(_SOURCE), "-o", str(library),
+    run_compiler(find_compiler(), [
+        "-std=c++20", "-O2", "-shared", "-fPIC", _SOURCE, "-o", library,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10",
-    ]
+    ])
     # fmt: on
-    ended = subprocess.run(command, capture_output=True, text=True)
-    if ended.returncode:
-        reason = next((line for line in ended.stderr.splitlines() if "error" in line), ended.stderr)
-        raise MemoryCountUnavailable(f"{compiler} failed: {reason.strip()[:300]}")
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "megatron_asynchzp"
 
 
 # ---- the process, as the kernel sees it

@@ -24,7 +24,7 @@ _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)  # with the process that started it
+    end_with_starter()
     import torch
 
     from scripts.testbed import fabric
@@ -37,7 +37,7 @@ def main() -> None:
 
         install_streams()
     try:
-        _run(sys.argv[1:])
+        run_script(sys.argv[1:])
     finally:
         from scripts.testbed.counters import total
 
@@ -61,8 +61,13 @@ def _replace_gloo(backend: str) -> None:
     distributed_c10d._new_process_group_helper = make_on_network
 
 
-def _run(command: list[str]) -> None:
-    """As Python would run it."""
+def end_with_starter() -> None:
+    """This process is killed when the one that started it ends."""
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def run_script(command: list[str]) -> None:
+    """As Python would run it. command: SCRIPT ... or -m MODULE ..."""
     if command[0] == "-m":
         sys.argv = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)

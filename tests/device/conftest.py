@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from scripts.testbed.device.build import DeviceUnavailable
+from scripts.testbed.compiler import CompileError
 from scripts.testbed.device.worlds import DeviceWorlds
 
 
@@ -15,7 +15,7 @@ from scripts.testbed.device.worlds import DeviceWorlds
 def worlds() -> Iterator[DeviceWorlds]:
     try:
         served = DeviceWorlds()
-    except DeviceUnavailable as error:
+    except CompileError as error:
         pytest.skip(f"no emulated device: {error}")
     with served:
         yield served

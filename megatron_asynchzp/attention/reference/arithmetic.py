@@ -25,8 +25,6 @@ class Precision:
 
 ALL_FP16 = Precision(torch.float16, torch.float16, torch.float16)
 FP16_FP32_VECTOR = Precision(torch.float16, torch.float16, torch.float32)
-FP16_FP32_SCORE = Precision(torch.float16, torch.float32, torch.float32)
-BF16_FP32_SCORE = Precision(torch.bfloat16, torch.float32, torch.float32)
 FP32 = Precision(torch.float32, torch.float32, torch.float32)
 FP64 = Precision(torch.float64, torch.float64, torch.float64)
 

@@ -10,7 +10,8 @@ import os
 import sys
 
 from scripts.testbed.command import RankCommand, count, run_as_ranks, split_command
-from scripts.testbed.device.build import DeviceUnavailable, environment
+from scripts.testbed.compiler import CompileError
+from scripts.testbed.device.build import environment
 from scripts.testbed.device.delays import LAWS, Delays
 from scripts.testbed.ranks import Place, new_store
 
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     args, command = split_command(parser, sys.argv[1:] if argv is None else argv)
     try:
         preloaded = environment()
-    except DeviceUnavailable as error:
+    except CompileError as error:
         parser.error(f"no emulated device: {error}")
     store = new_store()
     env = preloaded | {

@@ -4,17 +4,17 @@
 less. It must not import torch: the libraries have to be there before torch is."""
 
 import hashlib
-import os
 import re
 import shutil
 import subprocess
 import sysconfig
-import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
+
+from scripts.testbed.compiler import CompileError, compiled_once, find_compiler, run_compiler
 
 _HERE = Path(__file__).parent
 _OPERATIONS = "operations.cpp"
@@ -22,10 +22,6 @@ _WHEELS = ("torch", "nvidia-cuda-runtime", "nvidia-nccl-cu13", "triton")
 # As libcuda, so that what is linked against the driver finds it loaded.
 _LINK = ("-shared", "-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic", "-lpthread", "-lrt", "-ldl")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden")
-
-
-class DeviceUnavailable(RuntimeError):
-    """Why there is no emulated device here."""
 
 
 class Libraries(NamedTuple):
@@ -36,7 +32,7 @@ class Libraries(NamedTuple):
 
 
 def environment() -> dict[str, str]:
-    """Variables of a process on the emulated device. Raises DeviceUnavailable."""
+    """Variables of a process on the emulated device. Raises CompileError."""
     return {
         "LD_PRELOAD": str(built_libraries().runtime),
         "TORCHDYNAMO_DISABLE": "1",  # kernels that are compiled for a device cannot run here
@@ -46,29 +42,12 @@ def environment() -> dict[str, str]:
 def built_libraries() -> Libraries:
     """The libraries for the installed wheels, compiled at the first use.
 
-    Raises DeviceUnavailable.
+    Raises CompileError.
     """
-    compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
-    if compiler is None:
-        raise DeviceUnavailable("no C++ compiler; install g++ or name one in CXX")
-    wheels = _Wheels.found()
-    folder = _cache_folder() / f"device-{_digest(compiler)}"
-    libraries = Libraries(folder / "runtime.so", folder / "operations.so")
-    if folder.exists():
-        return libraries
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
-            _Build(compiler, wheels, Path(made)).run()
-            ready = Path(made, "libraries")
-            try:
-                ready.rename(folder)  # at once: another process may be compiling the same
-            except OSError:
-                if not folder.exists():
-                    raise
-    except OSError as error:
-        raise DeviceUnavailable(f"{error}; name another folder in XDG_CACHE_HOME") from error
-    return libraries
+    compiler, wheels = find_compiler(), _Wheels.found()
+    name = f"device-{_digest(compiler)}"
+    folder = compiled_once(name, lambda out: _Build(compiler, wheels, out.parent).run(out))
+    return Libraries(folder / "runtime.so", folder / "operations.so")
 
 
 def _digest(compiler: str) -> str:
@@ -77,11 +56,6 @@ def _digest(compiler: str) -> str:
     parts = [compiled_by, *(f"{name} {version(name)}" for name in _WHEELS)]
     text = "\n".join([*parts, *(path.read_text() for path in sources)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "megatron_asynchzp"
 
 
 class _Wheels(NamedTuple):
@@ -106,12 +80,10 @@ class _Wheels(NamedTuple):
             try:
                 version(name)
             except PackageNotFoundError as error:
-                raise DeviceUnavailable(
-                    f"{name} is missing: not torch's wheel for CUDA 13"
-                ) from error
+                raise CompileError(f"{name} is missing: not torch's wheel for CUDA 13") from error
         for path in wheels:
             if not path.is_dir():
-                raise DeviceUnavailable(f"{path} is missing")
+                raise CompileError(f"{path} is missing")
         return wheels
 
     def exported(self) -> Iterable[Path]:
@@ -131,19 +103,18 @@ class _Wheels(NamedTuple):
 class _Build(NamedTuple):
     compiler: str
     wheels: _Wheels
-    folder: Path
+    scratch: Path
 
-    def run(self) -> None:
-        """Leaves both libraries in folder/libraries."""
-        out = self.folder / "libraries"
+    def run(self, out: Path) -> None:
+        """Leaves both libraries in `out`."""
         out.mkdir()
-        (self.folder / "crt").symlink_to(self.wheels.compiler_headers)
+        (self.scratch / "crt").symlink_to(self.wheels.compiler_headers)
         sources = sorted(set(_HERE.glob("*.cpp")) - {_HERE / _OPERATIONS})
         with ThreadPoolExecutor(2) as pool:
             operations = pool.submit(self._compile_operations, out / "operations.so")
             objects = [self._compiled(source) for source in sources]
             objects.append(self._compiled(self._refusals(objects)))
-            self._call([*objects, *_LINK, "-o", out / "runtime.so"])
+            run_compiler(self.compiler, [*objects, *_LINK, "-o", out / "runtime.so"])
             operations.result()
 
     def _compile_operations(self, library: Path) -> None:
@@ -151,19 +122,19 @@ class _Build(NamedTuple):
         headers = [f"-I{include}", f"-I{include}/torch/csrc/api/include"]
         # fmt: off
         linked = [f"-L{self.wheels.torch / 'lib'}", "-lc10", "-lc10_cuda", "-ltorch_cpu"]
-        self._call([
+        run_compiler(self.compiler, [
             *_FLAGS, *self._headers(), *headers, _HERE / _OPERATIONS, *linked,
             "-shared", "-o", library,
         ])
         # fmt: on
 
     def _compiled(self, source: Path) -> Path:
-        target = self.folder / f"{source.stem}.o"
-        self._call([*_FLAGS, *self._headers(), "-c", source, "-o", target])
+        target = self.scratch / f"{source.stem}.o"
+        run_compiler(self.compiler, [*_FLAGS, *self._headers(), "-c", source, "-o", target])
         return target
 
     def _headers(self) -> list[str]:
-        folders = (_HERE, self.folder, self.wheels.cuda / "include", self.wheels.nccl / "include")
+        folders = (_HERE, self.scratch, self.wheels.cuda / "include", self.wheels.nccl / "include")
         return [f"-I{folder}" for folder in folders]
 
     def _refusals(self, objects: Sequence[Path]) -> Path:
@@ -179,22 +150,14 @@ class _Build(NamedTuple):
             f'EXPORT void {name}() {{ device::end("{name} is not emulated"); }}'
             for name in sorted(asked - here)
         ]
-        source = self.folder / "refusals.cpp"
+        source = self.scratch / "refusals.cpp"
         source.write_text("\n".join(['#include "report.hpp"', *functions, ""]))
         return source
-
-    def _call(self, arguments: Sequence[str | Path]) -> None:
-        command = [self.compiler, *map(str, arguments)]
-        ended = subprocess.run(command, capture_output=True, text=True)
-        if ended.returncode:
-            lines = ended.stderr.splitlines()
-            reason = next((line for line in lines if "error" in line), ended.stderr)
-            raise DeviceUnavailable(f"{self.compiler} failed: {reason.strip()[:300]}")
 
 
 def _symbols(library: Path, which: str, is_dynamic: bool = True) -> set[str]:
     if shutil.which("nm") is None:
-        raise DeviceUnavailable("no nm; install binutils")
+        raise CompileError("no nm; install binutils")
     lines = _output(["nm", *(["-D"] if is_dynamic else []), which, str(library)]).splitlines()
     return {line.split()[-1].split("@")[0] for line in lines if line.strip()}
 

@@ -9,9 +9,7 @@ What is preloaded has to be there before torch is. So a process with it serves a
 their ranks as `scripts.testbed.ranks` does.
 """
 
-import ctypes
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,9 +21,9 @@ from typing import Any
 
 from scripts.testbed.device.build import environment
 from scripts.testbed.device.delays import Delays
+from scripts.testbed.rank import end_with_starter
 
 _SERVER = "scripts.testbed.device.server"
-_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _OWN_LINES = "emulated device: "
 
 
@@ -92,7 +90,7 @@ def serve(requests: Connection, preload: Sequence[str]) -> None:
     """Run what is asked for, until the other end is closed."""
     from scripts.testbed import ranks
 
-    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)  # with the process that started it
+    end_with_starter()
     ranks.preload(["scripts.testbed.device.inside", *preload])
     while True:
         try:

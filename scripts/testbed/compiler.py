@@ -1,0 +1,57 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""This machine's C++ compiler, and the cache of what it has made. It must not import torch: some of
+its libraries have to be there before torch is."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+class CompileError(RuntimeError):
+    """Why something cannot be compiled here."""
+
+
+def find_compiler() -> str:
+    """The compiler named in CXX, else g++ or c++. Raises CompileError."""
+    found = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
+    if found is None:
+        raise CompileError("no C++ compiler; install g++ or name one in CXX")
+    return found
+
+
+def run_compiler(compiler: str, arguments: Sequence[str | Path]) -> None:
+    """Raises CompileError with the compiler's first error."""
+    ended = subprocess.run([compiler, *map(str, arguments)], capture_output=True, text=True)
+    if ended.returncode:
+        reason = next((line for line in ended.stderr.splitlines() if "error" in line), ended.stderr)
+        raise CompileError(f"{compiler} failed: {reason.strip()[:300]}")
+
+
+def compiled_once(name: str, build: Callable[[Path], None]) -> Path:
+    """The file or folder `name` of the cache.
+
+    name: says what it is made of: something of that name is never made again.
+    build: makes it at the path that it is given, and may leave other things beside it. It appears
+        in the cache at once and complete, for other ranks may build the same.
+    Raises CompileError.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    target = base / "megatron_asynchzp" / name
+    if target.exists():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            build(fresh := Path(folder) / name)
+            try:
+                fresh.rename(target)
+            except OSError:
+                if not target.exists():  # no folder takes the place of one that is there
+                    raise
+    except OSError as error:
+        raise CompileError(f"{error}; name another folder in XDG_CACHE_HOME") from error
+    return target
