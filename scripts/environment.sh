@@ -66,7 +66,7 @@ _make_environment() {
     [[ -n "$python" ]] || _environment_fail \
         "no Python 3.12 or later found (a name on PATH may be a pyenv shim that runs nothing)." \
         "Install one, for example: apt-get install python3.12 python3.12-venv | pyenv install 3.12 | uv python install 3.12" \
-        "or set ASYNCHZP_PYTHON to the interpreter of an environment that has torch and megatron-core[training] 0.19."
+        "or set ASYNCHZP_PYTHON to the interpreter of an environment that has torch and megatron-core[training]."
     uv="$(_find_uv "$python")" || exit 2
     echo "environment: making .venv with $python (the first time takes a minute or more)" >&2
     if ! _is_python_312 "$venv/bin/python"; then

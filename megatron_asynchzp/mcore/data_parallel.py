@@ -7,7 +7,7 @@ finalize_model_grads call on a model chunk.
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, override
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from megatron_asynchzp.device import device_of
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
 from megatron_asynchzp.mcore.communication import Communication
+from megatron_asynchzp.mcore.differences import called_by_megatron
 from megatron_asynchzp.mcore.settings import Settings
 from megatron_asynchzp.mcore.shard_groups import broadcast_from_first_rank, create_shard_groups
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
@@ -33,6 +34,7 @@ from megatron_asynchzp.zero.step import KeepBudgets
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
+@called_by_megatron()
 class AsyncHZPDataParallel(DistributedDataParallel):
     """A model chunk whose states are sharded by an HZPRuntime.
 
@@ -120,18 +122,22 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
     # ---- the contract
 
+    @override
     def no_sync(self) -> AbstractContextManager:
         """Around all micro-batches but the last, which is reduced over the whole sharding group."""
         return self.runtime.no_sync()
 
+    @override
     def zero_grad_buffer(self) -> None:
         self.runtime.zero_grads()
         if self.runtime is self.communication.runtimes[0]:
             self.communication.begin_step(self.runtime.step)
 
+    @override
     def start_grad_sync(self, *unused: Any, **kwargs: Any) -> None:
         """Gradients have left already, micro-batch by micro-batch."""
 
+    @override
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Complete the gradients over the whole sharding group, on each rank's O shard."""
         self.runtime.sync_grads()
@@ -166,31 +172,39 @@ class AsyncHZPDataParallel(DistributedDataParallel):
                     fatal=is_fatal,
                 )
 
+    @override
     def scale_gradients(self, scaling_factor: float) -> None:
         for unit in self.runtime.units:
             if unit.is_trained:
                 unit.main_grad.view(unit.optim_range).mul_(scaling_factor)
 
+    @override
     def broadcast_params(self) -> None:
         """Nothing to do: wrap_model_chunks broadcasts before it shards."""
 
+    @override
     def start_param_sync(self, *unused: Any, **kwargs: Any) -> None:
         """The optimizer starts it itself."""
 
+    @override
     def free_overlap_buffers(self) -> None:
         """There are none."""
 
+    @override
     def enable_forward_pre_hook(self) -> None:
         """The engine's hooks are always on."""
 
+    @override
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         """The engine's hooks are always on; gathered parameters are never stale."""
 
+    @override
     def state_dict(self, *args: Any, **kwargs: Any):
         raise NotImplementedError("--use-asynchzp writes checkpoints with --ckpt-format torch_dist")
 
     state_dict_for_save_checkpoint = state_dict
 
+    @override
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Take over a loaded state dict of this chunk. Always strict: Megatron would otherwise
         try again without being so, and train on with what was there."""

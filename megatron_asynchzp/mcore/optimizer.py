@@ -5,7 +5,7 @@ inner step and what follows it.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, override
 
 import torch
 import torch.distributed as dist
@@ -16,17 +16,12 @@ from megatron.core.optimizer import (
     check_config_overrides_consistency,
     get_standard_config_overrides,
 )
-from megatron.core.optimizer.clip_grads import count_zeros_fp32
 from megatron.core.optimizer.grad_scaler import (
     ConstantGradScaler,
     DynamicGradScaler,
     MegatronGradScaler,
 )
-from megatron.core.optimizer.optimizer import (
-    SEPARATE_GRAD_NORM_GROUPS,
-    MixedPrecisionOptimizer,
-    copy_optimizer_param_metadata,
-)
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -37,10 +32,18 @@ from megatron_asynchzp.mcore.checkpoint.optimizer_state import (
     OptimizerCheckpoint,
 )
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
+from megatron_asynchzp.mcore.differences import (
+    GRAD_NORM_GROUPS,
+    called_by_megatron,
+    copy_optimizer_param_metadata,
+    count_zeros,
+    is_counted_once,
+)
 from megatron_asynchzp.mcore.rounded_adam import MomentDtypes, build_rounded_adam
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
+@called_by_megatron("_filter_grads_for_norm", "get_main_grads_for_grad_norm")
 class AsyncHZPOptimizer(MixedPrecisionOptimizer):
     """Adam, SGD or Muon on this rank's fragments of the fp32 main parameters.
 
@@ -74,7 +77,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         self.grad_stats_parallel_group = dist.group.WORLD
         # Separate norms belong to --mtp-detach-heads, which is refused. Set here because Megatron
         # would ask the world on the first clipping, but only on ranks that own elements.
-        self._has_grad_norm_group_cache = dict.fromkeys(SEPARATE_GRAD_NORM_GROUPS, False)
+        self._has_grad_norm_group_cache = dict.fromkeys(GRAD_NORM_GROUPS, False)
         self._parameters = parameters
         self._optimizers = optimizers
         self._checkpoint = OptimizerCheckpoint(
@@ -84,6 +87,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
 
     # ---- gradients
 
+    @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """The gradients live in the shards, which zero_grad_buffer clears."""
         for param in self.get_parameters():
@@ -95,6 +99,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
         return [param.grad for param in self.get_parameters()]  # pyright: ignore[reportReturnType]
 
+    @override
     def _unscale_main_grads_and_check_for_nan(self) -> bool:
         if self.get_parameters():
             return super()._unscale_main_grads_and_check_for_nan()
@@ -108,17 +113,23 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
             self._parameters.counted(params), param_filter=param_filter
         )
 
+    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
+        """What megatron-core 0.18 asks for in place of the method above."""
+        counted = self._parameters.counted(self.get_parameters())
+        groups = self.tp_group, self.expert_tp_group
+        params = [param for param in counted if is_counted_once(param, *groups)]
+        return [param.grad for param in params if param.grad is not None]
+
+    @override
     @torch.no_grad()
     def count_zeros(self) -> float:
-        return count_zeros_fp32(
-            [*self._parameters.counted(self.get_parameters())],
-            grad_stats_parallel_group=self.grad_stats_parallel_group,  # pyright: ignore[reportArgumentType]
-            tp_group=self.tp_group,
-            expert_tp_group=self.expert_tp_group,
-        )
+        counted = self._parameters.counted(self.get_parameters())
+        world: Any = self.grad_stats_parallel_group
+        return count_zeros(counted, world, self.tp_group, self.expert_tp_group)
 
     # ---- step
 
+    @override
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, float | None]:
         """Unscale, clip and apply; returns (updated, gradient norm, zeros in the gradients).
@@ -153,9 +164,11 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
 
     # ---- checkpoints
 
+    @override
     def state_dict(self, *args: Any, **kwargs: Any):
         raise NotImplementedError("--use-asynchzp writes checkpoints with --ckpt-format torch_dist")
 
+    @override
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> dict:
@@ -182,6 +195,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
                     if isinstance(optimizer, TORCHS_ADAM) and "step" not in state:
                         state["step"] = torch.tensor(0.0, device=param.device)
 
+    @override
     def load_state_dict(self, state_dict: dict) -> None:
         """Take over what was read into the last `sharded_state_dict`."""
         self._checkpoint.load_state_dict(state_dict)

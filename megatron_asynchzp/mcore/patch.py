@@ -13,9 +13,9 @@ from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.replacements import Replacements
+from megatron_asynchzp.versions import MEGATRON, nearest_tested
 
-EXPECTED_VERSION = "0.19."
-_REMEDY = 'install "megatron-core[training]>=0.19,<0.20"'
+_REMEDY = f'install "megatron-core[training]=={MEGATRON[-1]}.*"'
 
 # The interpreter has one Megatron, so its replaced functions are state of the process.
 _applied = Replacements()
@@ -26,14 +26,15 @@ class Patch:
     """One function that is replaced, in every module that holds it under its name.
 
     target: module and name, where Megatron looks the function up when it calls it.
-    parameters: names of its parameters in megatron-core 0.19; anything else is refused.
+    parameters: names of its parameters, with spaces between them; anything else is refused. One
+        that only some versions of megatron-core have is followed by one of them: "dp_group[0.19]".
     why: what the replacement adds.
     drop_when: what makes this patch superfluous.
     call: what runs instead, with the original before the caller's arguments.
     """
 
     target: str
-    parameters: tuple[str, ...]
+    parameters: str
     why: str
     drop_when: str
     call: Callable[..., Any]
@@ -45,6 +46,11 @@ class Patch:
     @property
     def attribute(self) -> str:
         return self.target.rpartition(".")[2]
+
+    def parameters_in(self, version: str) -> tuple[str, ...]:
+        """version: of megatron-core, one of `versions.MEGATRON`."""
+        split = [text.rstrip("]").partition("[") for text in self.parameters.split()]
+        return tuple(name for name, _, only in split if not only or only == version)
 
     def make(self, original: Callable) -> Callable:
         """The replacement of `original`, which it keeps as `__wrapped__`."""
@@ -61,9 +67,9 @@ def replaces(
 ) -> Callable[[Callable], Patch]:
     """Make a Patch of the function below. Its first parameter is the original.
 
-    parameters: names with spaces between them; see Patch for the rest.
+    See Patch for the arguments.
     """
-    return lambda call: Patch(target, tuple(parameters.split()), why, drop_when, call)
+    return lambda call: Patch(target, parameters, why, drop_when, call)
 
 
 def run_args(flag: str = "use_asynchzp") -> Namespace | None:
@@ -80,24 +86,19 @@ def run_args(flag: str = "use_asynchzp") -> Namespace | None:
 # --- checks ------------------------------------------------------------------------------------
 
 
-def check_version() -> None:
-    """Raise ConfigurationError unless megatron-core 0.19 with megatron.training is there."""
+def found_version() -> str:
+    """Of megatron-core. Raises ConfigurationError where it is missing."""
     try:
-        info = importlib.import_module("megatron.core.package_info")
+        return importlib.import_module("megatron.core.package_info").__version__
     except ImportError as error:
         raise ConfigurationError(f"megatron-core is not installed; {_REMEDY}") from error
-    if not info.__version__.startswith(EXPECTED_VERSION):
-        raise ConfigurationError(
-            f"megatron-core {info.__version__} was found at {info.__file__}, but this version of "
-            f"megatron_asynchzp is made for megatron-core {EXPECTED_VERSION}x; {_REMEDY}"
-        )
 
 
 def _mismatch(patch: Patch, found: str) -> ConfigurationError:
     info = importlib.import_module("megatron.core.package_info")
     return ConfigurationError(
-        f"{patch.target} {found}; this version of megatron_asynchzp is made for megatron-core "
-        f"{EXPECTED_VERSION}x and found {info.__version__}"
+        f"{patch.target} {found}; megatron-core {info.__version__} was found at {info.__file__}, "
+        f"and this version of megatron_asynchzp is made for {' and '.join(MEGATRON)}; {_REMEDY}"
     )
 
 
@@ -115,10 +116,9 @@ def _load(patch: Patch) -> tuple[ModuleType, Callable]:
 
 def _check_signature(patch: Patch, original: Callable) -> None:
     found = tuple(inspect.signature(original).parameters)
-    if found != patch.parameters:
-        raise _mismatch(
-            patch, f"takes ({', '.join(found)}), not ({', '.join(patch.parameters)}) as expected"
-        )
+    wanted = patch.parameters_in(nearest_tested(found_version(), MEGATRON))
+    if found != wanted:
+        raise _mismatch(patch, f"takes ({', '.join(found)}), not ({', '.join(wanted)}) as expected")
 
 
 # --- applying and removing ---------------------------------------------------------------------
@@ -127,9 +127,9 @@ def _check_signature(patch: Patch, original: Callable) -> None:
 def apply_patches(patches: Sequence[Patch]) -> None:
     """Apply the patches that are not applied yet. Nothing is changed unless every patch fits.
 
-    Raises ConfigurationError with the symbol, the version expected and the version found.
+    Raises ConfigurationError with the symbol, the versions expected and the version found.
     """
-    check_version()
+    found_version()
     pending = []
     for patch in patches:
         module, current = _load(patch)

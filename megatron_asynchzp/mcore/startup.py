@@ -6,9 +6,12 @@ import os
 import sys
 import time
 
-from megatron_asynchzp.mcore.patch import apply_patches, check_version
+import torch
+
+from megatron_asynchzp.mcore.patch import apply_patches, found_version
 from megatron_asynchzp.mcore.patches.table import PATCHES
 from megatron_asynchzp.mcore.process.platform import choose_platform
+from megatron_asynchzp.versions import untested
 
 
 def prepare_process(argv: list[str]) -> None:
@@ -24,7 +27,8 @@ def prepare_process(argv: list[str]) -> None:
         return
     start_s = time.monotonic()
     _announce("importing Megatron, which can take half a minute")
-    check_version()
+    for line in untested({"torch": torch.__version__, "megatron-core": found_version()}):
+        _announce(line)
     choose_platform(argv)
     apply_patches(PATCHES)
     _announce(f"Megatron is ready after {time.monotonic() - start_s:.0f} s; the script starts")

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_asynchzp.comm.collectives import (
     AxisGroup,
@@ -20,6 +18,7 @@ from megatron_asynchzp.comm.collectives import (
     all_reduce_steps,
     run_steps,
 )
+from megatron_asynchzp.mcore.differences import is_counted_once
 from megatron_asynchzp.sharding.buffer import FlatBuffer
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.unit import HZPUnit
@@ -44,10 +43,7 @@ def norm_of_params(runtimes: Sequence[HZPRuntime], in_model_dtype: bool) -> floa
         if unit.groups.topology.replica_index:
             continue
         for param, values in zip(unit.params, _owned_values(unit, in_model_dtype), strict=True):
-            is_first = param_is_not_tensor_parallel_duplicate(
-                param, tp_group=tp_group, expert_tp_group=expert_tp_group
-            )
-            if values.numel() and is_first and param_is_not_shared(param):
+            if values.numel() and is_counted_once(param, tp_group, expert_tp_group):
                 squares.append(values.float().norm().square())
     device = runtimes[0].units[0].device
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)

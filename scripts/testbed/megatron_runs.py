@@ -148,24 +148,21 @@ def pretrain(argv: list[str]) -> None:
     Records nothing and takes nothing down; the CPU platform is in place, and the plugin's patches
     if asked for."""
     from megatron.core.enums import ModelType
-    from megatron.training import argument_utils, ft_integration, training
+    from megatron.training import ft_integration, training
 
     from megatron_asynchzp.mcore.checkpoint.save_queue import return_results_in_process
+    from scripts.train.model_of_flags import model_for_pretrain
 
     args = initialized_args(argv)
     if args.save and not args.async_save:
         return_results_in_process()
-    is_hybrid = args.hybrid_layer_pattern is not None
-    build = "hybrid_config_from_args" if is_hybrid else "gpt_config_from_args"
-    model_config = getattr(argument_utils, build)(args)
-    model_config.pre_wrap_hooks.append(seed_parameters)
     # It parses every flag once more, a third of a start, to find one that these runs do not have.
     with compiled_helpers(), mock.patch.object(ft_integration, "setup", lambda: None):
         training.pretrain(
-            argument_utils.pretrain_cfg_container_from_args(args, model_config),
-            _datasets,
-            ModelType.encoder_or_decoder,
-            _forward_step,
+            train_valid_test_dataset_provider=_datasets,
+            model_type=ModelType.encoder_or_decoder,
+            forward_step_func=_forward_step,
+            **model_for_pretrain(args, seed_parameters),
         )
 
 

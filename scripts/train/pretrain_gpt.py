@@ -20,9 +20,9 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import get_args, get_timers, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from model_of_flags import model_for_pretrain
 from run_report import RunReport, add_report_arguments
 
 _BATCH_KEYS = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
@@ -125,9 +125,13 @@ def main() -> None:
         extra_args_provider=add_report_arguments,
         args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
     )
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     report = RunReport()
-    pretrain(config, build_datasets, ModelType.encoder_or_decoder, report.watch(forward_step))
+    pretrain(
+        train_valid_test_dataset_provider=build_datasets,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=report.watch(forward_step),
+        **model_for_pretrain(args),
+    )
     report.finish(args)
 
 

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "megatron_asynchzp"
 TESTBED = ROOT / "scripts" / "testbed"
 # fmt: off
 FLOORS = {
-    "device": 0, "errors": 0, "replacements": 0, "schedule": 0,
+    "device": 0, "errors": 0, "replacements": 0, "schedule": 0, "versions": 0,
     "sharding": 1, "attention": 1, "checkpoint_files": 1, "comm": 2, "planner": 2, "zero": 3,
     "mcore": 4, "cpu_platform": 4, "planning": 5, "launch": 6,
     "sharded_state": 3, "sharded_model": 4,
@@ -23,8 +23,8 @@ FLOORS = {
 }
 # Within the adapter: rooms, and files beside them.
 ADAPTER = {
-    "flags": 0, "patch": 0, "units": 0, "state_bytes": 0, "rounded_adam": 0, "whole_tensors": 0,
-    "checkpoint": 0, "attention": 1, "process": 1, "planned": 1, "settings": 1,
+    "flags": 0, "patch": 0, "units": 0, "state_bytes": 0, "rounded_adam": 0, "differences": 0,
+    "whole_tensors": 1, "checkpoint": 0, "attention": 1, "process": 1, "planned": 1, "settings": 1,
     "shard_groups": 2, "communication": 2, "construction": 3, "scalars": 3, "ending": 3,
     "data_parallel": 3, "start_table": 4, "muon": 4, "optimizer": 5,
     "patches": 6, "startup": 7, "adaptor": 8,

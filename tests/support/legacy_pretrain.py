@@ -74,9 +74,9 @@ def train(forward_step: Callable = forward_step) -> None:
     pretrain(
         pretrain_cfg_container_from_args(parse_and_validate_args()),
         build_datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        provide_model,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+        model_provider=provide_model,
     )
 
 

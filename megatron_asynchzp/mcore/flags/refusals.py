@@ -81,7 +81,7 @@ def equal_to(example: str) -> Refusal:
     """Refused with the value of the example alone."""
     name, value = argument_of(example), example.split()[1]
     return Refusal(
-        example, lambda args: getattr(args, name) == value, value, is_decided_by_flag=True
+        example, lambda args: getattr(args, name, None) == value, value, is_decided_by_flag=True
     )
 
 
@@ -110,7 +110,7 @@ def _more_shards_than(tensor_size: str, example: str) -> Refusal:
     name = argument_of(example)
 
     def is_asked(args: Namespace) -> bool:
-        shards = getattr(args, name)
+        shards = getattr(args, name, None)  # megatron-core 0.18 has no such argument
         size = getattr(args, tensor_size) or args.tensor_model_parallel_size
         return shards is not None and shards > size
 

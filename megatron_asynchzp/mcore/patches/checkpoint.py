@@ -33,7 +33,8 @@ save_checkpoint = replaces(
     "iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far "
     "checkpointing_context pipeline_rank expert_rank tensor_rank pipeline_parallel "
     "expert_parallel non_persistent_ckpt train_data_iterator preprocess_common_state_dict_fn "
-    "release tp_group pp_group dp_cp_group dp_group expt_dp_group rng_state_key_prefix",
+    "release tp_group pp_group dp_cp_group dp_group[0.19] expt_dp_group[0.19] "
+    "rng_state_key_prefix[0.19]",
     why="one run at a time saves into a directory, and a full disk ends a run in one line",
     drop_when="Megatron does both",
 )(_guarded_by("guard_save_checkpoint", "iteration"))
@@ -41,9 +42,9 @@ save_checkpoint = replaces(
 
 save = replaces(
     "megatron.core.dist_checkpointing.serialization.save",
-    "sharded_state_dict checkpoint_dir sharded_strategy validate_access_integrity "
-    "async_sharded_save preprocess_common_before_consistancy_check content_metadata "
-    "async_strategy verify_integrity",
+    "sharded_state_dict checkpoint_dir sharded_strategy common_strategy[0.18] "
+    "validate_access_integrity async_sharded_save preprocess_common_before_consistancy_check "
+    "content_metadata async_strategy verify_integrity",
     why="what an earlier save left in the directory is removed before, and a manifest that makes "
     "the checkpoint complete is written after, but before Megatron's tracker names it",
     drop_when="Megatron's integrity.json needs no second reading of the data",
@@ -53,8 +54,8 @@ save = replaces(
 load_checkpoint = replaces(
     "megatron.training.checkpointing.load_checkpoint",
     "ddp_model optimizer opt_param_scheduler load_arg strict checkpointing_context "
-    "skip_load_to_model_and_opt tp_group pp_group dp_cp_group dp_group expt_dp_group "
-    "rng_state_key_prefix",
+    "skip_load_to_model_and_opt tp_group pp_group dp_cp_group dp_group[0.19] "
+    "expt_dp_group[0.19] rng_state_key_prefix[0.19]",
     why="the newest checkpoint that is complete and intact is loaded, and whatever keeps it from "
     "being loaded is one line and an exit status",
     drop_when="Megatron looks at the files before it believes the tracker",
@@ -92,8 +93,8 @@ def read_metadata(original: Callable, tracker_filename: str) -> Any:
 
 load_global = replaces(
     "megatron.training.checkpointing._load_global_dist_base_checkpoint",
-    "load_dir args rank0 sharded_state_dict iteration release checkpointing_context dp_cp_group "
-    "expt_dp_group",
+    "load_dir args rank0 sharded_state_dict iteration release checkpointing_context "
+    "dp_cp_group[0.19] expt_dp_group[0.19]",
     why="a checkpoint of another model is refused before anything of this one is overwritten",
     drop_when="Megatron compares on all ranks before it loads",
 )(

@@ -19,12 +19,13 @@ from megatron_asynchzp.mcore.flags.command_line import own_flags
 from megatron_asynchzp.mcore.patch import (
     Patch,
     apply_patches,
-    check_version,
+    found_version,
     remove_patches,
     replaces,
 )
 from megatron_asynchzp.mcore.patches.table import PATCHES
 from megatron_asynchzp.mcore.rounded_adam import MomentDtypes
+from megatron_asynchzp.versions import MEGATRON
 
 _PATCH_IDS = [patch.attribute for patch in PATCHES]
 
@@ -73,35 +74,46 @@ def test_a_patch_that_does_not_fit_is_refused_naming_both_versions_and_nothing_i
         apply_patches([*PATCHES, another])
     line = str(failed.value)
     assert line.startswith(f"{target} {output}") and "\n" not in line
-    assert "0.19.x" in line and f"found {package_info.__version__}" in line
+    assert "0.18 and 0.19" in line and f"megatron-core {package_info.__version__} was" in line
     assert not any(_is_applied(patch) for patch in PATCHES)
 
 
-@pytest.mark.parametrize("version", ["0.18.0", "0.20.0", "1.19.2"])
-def test_another_megatron_version_is_refused_before_anything_is_patched(
-    monkeypatch, unpatched, version
-):
-    monkeypatch.setattr(package_info, "__version__", version)
-    with pytest.raises(ConfigurationError, match=f"megatron-core {version} was found .* 0.19.x"):
+def test_a_parameter_of_some_versions_alone_is_expected_in_those_alone():
+    patch = replaces("a.b", "x old[0.18] new[0.19] y", why="a test", drop_when="never")(_Recorder())
+    assert patch.parameters_in("0.18") == ("x", "old", "y")
+    assert patch.parameters_in("0.19") == ("x", "new", "y")
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=_PATCH_IDS)
+def test_a_function_that_lost_a_parameter_is_refused_by_name(patch, monkeypatch, unpatched):
+    module = importlib.import_module(patch.module)
+    monkeypatch.setattr(module, patch.attribute, lambda another: None)
+    with pytest.raises(ConfigurationError, match=re.escape(f"{patch.target} takes (another)")):
         apply_patches(PATCHES)
-    assert not any(_is_applied(patch) for patch in PATCHES)
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=_PATCH_IDS)
+def test_a_function_that_is_gone_is_refused_by_name(patch, monkeypatch, unpatched):
+    monkeypatch.delattr(importlib.import_module(patch.module), patch.attribute)
+    with pytest.raises(ConfigurationError, match=re.escape(f"{patch.target} does not exist")):
+        apply_patches(PATCHES)
 
 
 def test_a_missing_megatron_is_reported_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core.package_info", None)
-    with pytest.raises(ConfigurationError, match=re.escape("megatron-core[training]>=0.19,<0.20")):
-        check_version()
+    with pytest.raises(ConfigurationError, match=re.escape("megatron-core[training]==0.19.*")):
+        found_version()
 
 
 # --- the real wheel ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("version", MEGATRON)
 @pytest.mark.parametrize("patch", PATCHES, ids=_PATCH_IDS)
-def test_a_replacement_takes_every_argument_by_name_as_megatron_may_give_it(patch):
-    if "args" in patch.parameters and "kwargs" in patch.parameters:
-        names = patch.parameters[:-2]  # *args and **kwargs
-    else:
-        names = patch.parameters
+def test_a_replacement_takes_every_argument_by_name_as_megatron_may_give_it(patch, version):
+    names = patch.parameters_in(version)
+    if "args" in names and "kwargs" in names:
+        names = names[:-2]  # *args and **kwargs
     inspect.signature(patch.call).bind("the original", **dict.fromkeys(names))
 
 

@@ -1,0 +1,87 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What not every tested version of megatron-core has under the same name, and what stands for it
+there. What differs in a function that is replaced is in its patch."""
+
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import optimizer as _optimizer
+from megatron.core.optimizer.clip_grads import count_zeros_fp32
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from megatron_asynchzp.errors import ConfigurationError
+
+GRAD_NORM_GROUPS: tuple[str, ...] = getattr(_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ())
+"""Groups of parameters with a gradient norm of their own; 0.18 has none."""
+
+
+def copy_optimizer_param_metadata(to: torch.Tensor, source: torch.Tensor) -> None:
+    """What Megatron's optimizers read of a parameter."""
+    stock = getattr(_optimizer, "copy_optimizer_param_metadata", None)
+    if stock is not None:
+        stock(to, source)
+        return
+    for name in ("allreduce", "shared"):  # 0.18
+        if hasattr(source, name):
+            setattr(to, name, getattr(source, name))
+
+
+def is_counted_once(param: torch.Tensor, tp_group: Any, expert_tp_group: Any) -> bool:
+    """Whether this rank's copy of `param` counts in sums over tensor-parallel ranks and stages.
+
+    expert_tp_group: 0.18 has the first group decide for experts too.
+    """
+    is_first = _without_unknown(
+        param_is_not_tensor_parallel_duplicate,
+        param,
+        tp_group=tp_group,
+        expert_tp_group=expert_tp_group,
+    )
+    return is_first and param_is_not_shared(param)
+
+
+def count_zeros(
+    params: Sequence[torch.nn.Parameter],
+    sum_over: dist.ProcessGroup,
+    tp_group: Any,
+    expert_tp_group: Any,
+) -> float:
+    """Zeros in the gradients of those of `params` that are counted once."""
+    return _without_unknown(
+        count_zeros_fp32,
+        [*params],
+        grad_stats_parallel_group=sum_over,
+        tp_group=tp_group,
+        expert_tp_group=expert_tp_group,
+    )
+
+
+def _without_unknown(function: Callable[..., Any], *args: Any, **groups: Any) -> Any:
+    known = signature(function).parameters
+    return function(*args, **{name: group for name, group in groups.items() if name in known})
+
+
+def called_by_megatron(*one_of: str) -> Callable[[type], type]:
+    """Checks a class: each of its methods marked with `typing.override`, and one of the methods
+    named `one_of`, is a method of a class above it. Under another name nothing would call it.
+
+    Raises ConfigurationError.
+    """
+
+    def checked(kind: type) -> type:
+        marked = [name for name, one in vars(kind).items() if getattr(one, "__override__", False)]
+        for names in [*((name,) for name in marked), *([one_of] if one_of else [])]:
+            if not any(hasattr(base, name) for base in kind.__mro__[1:] for name in names):
+                above, missing = kind.__mro__[1].__name__, " or ".join(names)
+                raise ConfigurationError(
+                    f"this megatron-core has no {missing} in {above}, which megatron_asynchzp "
+                    "replaces; install a version that was tested"
+                )
+        return kind
+
+    return checked
