@@ -119,27 +119,33 @@ def order_of(program: Program) -> StepOrder:
 
 
 class Noting(CountingDevice):
-    """before: of each task and each computation, in order, its kind, its unit, and how many of each
-    kind have happened when it begins."""
+    """before: of each task, in the order of submission, and of each computation its kind, its unit,
+    and how many of each kind have happened when it begins."""
 
     def __init__(self):
         super().__init__()
         self.before: list[tuple[int, str, Counter[int]]] = []
         self._kinds = {DEFAULT_STREAM: COMPUTE}  # by stream
 
-    def note(self, kind: int, unit: str) -> None:
-        """The current stream gets an operation on `unit`."""
+    def expect(self, kind: int, unit: str) -> int:
+        """`unit` will get an operation. Returns its place."""
+        self.before.append((kind, unit, Counter()))
+        return len(self.before) - 1
+
+    def note(self, place: int) -> None:
+        """The current stream gets what has this place."""
+        kind, unit, _ = self.before[place]
         stream = self._current()
         self._kinds[stream] = kind
         clock = self._clock(stream)
         known = {self._kinds[one]: count for one, count in clock.items() if one in self._kinds}
-        self.before.append((kind, unit, Counter(known)))
+        self.before[place] = kind, unit, Counter(known)
         clock[stream] = clock.get(stream, 0) + 1
 
     def attend(self, driver: Driver) -> None:
         def note_start(task: Task) -> None:
-            start = task.start
-            task.start = lambda: (self.note(LANES[task.lane], task.unit), start())[1]
+            start, place = task.start, self.expect(LANES[task.lane], task.unit)
+            task.start = lambda: (self.note(place), start())[1]
 
         on_submit(driver, note_start)
 
@@ -150,7 +156,7 @@ class NotingScheduler(StepScheduler):
     def __init__(self, *args):
         super().__init__(*args)
         use, device = self.gathers.use, self.driver.device
-        self.gathers.use = lambda unit: (use(unit), device.note(COMPUTE, unit.name))
+        self.gathers.use = lambda unit: (use(unit), device.note(device.expect(COMPUTE, unit.name)))
 
 
 @cache
