@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the collectives of the engine on flat tensors, one mesh axis at a time (law 2)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,45 @@ def _collective(name: str, name_before: str) -> Callable[..., Any]:
 all_gather_flat = _collective("all_gather_single", "all_gather_into_tensor")
 reduce_scatter_flat = _collective("reduce_scatter_single", "reduce_scatter_tensor")
 
-Steps = Iterator[Any]
-"""Issues a collective at each step and yields its handle, a torch.distributed.Work; the next step
-needs it to be complete."""
+
+class Last(NamedTuple):
+    """What a task may leave for later.
+
+    work: the handle of its last collective, None where it has none.
+    then: what needs that one to be complete, on the device.
+    """
+
+    work: Any = None
+    then: Callable[[], object] | None = None
+
+
+Steps = Generator[Any, None, Last | None]
+"""Issues collectives. Yields the handle, a torch.distributed.Work, of each that must be complete
+before the next step; what is left at the end is returned, None where nothing is."""
+
+
+def and_then(last: Last | None, action: Callable[[], object]) -> Last:
+    """`last`, and then `action`."""
+    work, then = last or Last()
+    if then is None:
+        return Last(work, action)
+    return Last(work, lambda: (then(), action()))
+
+
+def completed(steps: Steps) -> Steps:
+    """`steps` that leave nothing for later."""
+    yield from completed_last((yield from steps))
+    return None
+
+
+def completed_last(last: Last | None) -> Steps:
+    """What was left, now."""
+    if last is not None:
+        if last.work is not None:
+            yield last.work
+        if last.then is not None:
+            last.then()
+    return None
 
 
 @dataclass(frozen=True)
@@ -54,14 +91,14 @@ def all_gather_steps(shard: torch.Tensor, full: torch.Tensor, axes: Sequence[Axi
     if not axes:
         if full.data_ptr() != shard.data_ptr():
             full.copy_(shard)
-        return
+        return None
     inner, outer = axes[0], axes[1:]
     if outer:
         length = full.numel() // inner.axis.size
         own = full[inner.axis.coordinate * length :][:length]
-        yield from all_gather_steps(shard, own, outer)
+        yield from completed(all_gather_steps(shard, own, outer))
         shard = own
-    yield all_gather_flat(full, shard, group=inner.group, async_op=True)
+    return Last(all_gather_flat(full, shard, group=inner.group, async_op=True))
 
 
 def reduce_scatter_steps(
@@ -73,9 +110,12 @@ def reduce_scatter_steps(
     shards: one 1-D tensor per axis, each smaller than the one before by the size of its axis. The
         innermost axis is reduced first: the slowest link carries the least.
     """
+    last = None
     for axis_group, shard in zip(axes, shards, strict=True):
-        yield reduce_scatter_flat(shard, full, group=axis_group.group, async_op=True)
+        yield from completed_last(last)
+        last = Last(reduce_scatter_flat(shard, full, group=axis_group.group, async_op=True))
         full = shard
+    return last
 
 
 def all_to_all_steps(
@@ -89,8 +129,11 @@ def all_to_all_steps(
 
     splits: elements for or from each rank, in their order; any may be 0.
     """
-    yield dist.all_to_all_single(  # pyright: ignore[reportUnknownMemberType]
-        received, sent, list(received_splits), list(sent_splits), group=axis.group, async_op=True
+    yield from ()
+    return Last(
+        dist.all_to_all_single(  # pyright: ignore[reportUnknownMemberType]
+            received, sent, list(received_splits), list(sent_splits), axis.group, async_op=True
+        )
     )
 
 
@@ -129,7 +172,7 @@ def split_for_reduction(
 
 def run_steps(steps: Steps) -> None:
     """Issue and await every collective of `steps`, one after the other."""
-    for work in steps:
+    for work in completed(steps):
         work.wait()
 
 
@@ -137,8 +180,11 @@ def all_reduce_steps(
     shard: torch.Tensor, axes: Sequence[AxisGroup], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Steps:
     """Combine `shard` in place over `axes`, by `op`."""
+    last = None
     for axis_group in axes:
-        yield dist.all_reduce(shard, op, group=axis_group.group, async_op=True)  # pyright: ignore[reportUnknownMemberType]
+        yield from completed_last(last)
+        last = Last(dist.all_reduce(shard, op, group=axis_group.group, async_op=True))  # pyright: ignore[reportUnknownMemberType]
+    return last
 
 
 # ---- gradients that travel in a shorter dtype than they are summed in
@@ -155,13 +201,17 @@ def rounded_reduce_scatter_steps(
     Along each axis every rank's contribution, its own included, is rounded once, and the sum is
     not. shards: see new_shards. `full` (fp32) is overwritten: what arrives needs its memory.
     """
-    copy, results = shards[0], shards[1:]
+    copy, results, last = shards[0], shards[1:], None
     for axis_group, result in zip(axes, results, strict=True):
+        yield from completed_last(last)
         sent = copy[: full.numel()].copy_(full)
         received = full.view(copy.dtype)[: full.numel()]
-        yield dist.all_to_all_single(received, sent, group=axis_group.group, async_op=True)  # pyright: ignore[reportUnknownMemberType]
-        _sum_pieces(received.view(axis_group.axis.size, -1), result)
+        last = Last(
+            dist.all_to_all_single(received, sent, group=axis_group.group, async_op=True),  # pyright: ignore[reportUnknownMemberType]
+            partial(_sum_pieces, received.view(axis_group.axis.size, -1), result),
+        )
         full = result
+    return last
 
 
 def rounded_all_reduce_steps(
@@ -172,7 +222,9 @@ def rounded_all_reduce_steps(
     Every contribution is rounded once before the sum in fp32, and the sum once more, because it
     travels too; so all ranks get the same bits.
     """
+    last = None
     for axis_group in axes:
+        yield from completed_last(last)
         size, coordinate = axis_group.axis.size, axis_group.axis.coordinate
         length = -(-shard.numel() // size)
         sent = shard.new_zeros(length * size, dtype=wire)
@@ -182,8 +234,9 @@ def rounded_all_reduce_steps(
         total = shard.new_empty(length)
         _sum_pieces(received.view(size, length), total)
         own = sent[coordinate * length :][:length].copy_(total)
-        yield all_gather_flat(sent, own, group=axis_group.group, async_op=True)
-        shard.copy_(sent[: shard.numel()])
+        work = all_gather_flat(sent, own, group=axis_group.group, async_op=True)
+        last = Last(work, partial(shard.copy_, sent[: shard.numel()]))
+    return last
 
 
 def _sum_pieces(pieces: torch.Tensor, result: torch.Tensor) -> None:

@@ -3,11 +3,11 @@
 """Owns when the collectives of a task run, on which stream, and how a failure of one reaches the
 main thread.
 
-A task is a generator that issues one collective after another and yields the handle of each. All
+A task is a generator that issues one collective after another (collectives.py, Steps). All
 schedules run the same generators and differ only in which thread drives them:
 
     inline        the caller, to the end, at once
-    main-thread   the caller issues early; on streams all of it, else it completes at the wait
+    main-thread   the caller issues early, and completes where the results are needed
     threaded      background threads (thread_driver.py), on a CPU
 
 [Note: one total order] Two threads could launch collectives in an order that differs between
@@ -24,7 +24,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_asynchzp.comm.collectives import AxisGroup, Steps, ranks_along
+from megatron_asynchzp.comm.collectives import AxisGroup, Last, Steps, ranks_along
 from megatron_asynchzp.comm.timeline import LANES, WAIT, Timeline, profiler_range
 from megatron_asynchzp.comm.watchdog import Watchdog
 
@@ -42,7 +42,8 @@ class CollectiveFailure(RuntimeError):
 
 
 def _no_steps() -> Steps:
-    return iter(())
+    yield from ()
+    return None
 
 
 OnFailure = Callable[[CollectiveFailure, Callable[[float], bool]], None]
@@ -72,8 +73,8 @@ class Task:
     after: tasks whose results it reads (None: there is none).
 
     The driver sets the rest. step: which step it belongs to; is_usable: the results exist or, on a
-    stream, are on their way; event: after which they can be read, from then on; signal: set with
-    is_usable, for other threads.
+    stream, are on their way; event: after which they can be read, from then on, where something
+    comes after its last collective; signal: set with is_usable, for other threads.
     """
 
     driver: "Driver"
@@ -81,8 +82,10 @@ class Task:
     is_usable = False
     signal: threading.Event | None = None
     event: Any = None
-    _steps: Steps = iter(())
-    _work: Any = None
+    _steps: Steps | None = None
+    _work: Any = None  # that must be complete before the next step
+    _last: Last | None = None
+    _end: Any = None  # the handle of its last collective, until somebody has waited for that
     _start_mark: Any = None
 
     def __init__(
@@ -130,22 +133,73 @@ class Task:
         for event in self.ready:
             device.wait_event(event)
         for task in self.after:
-            device.wait_event(task.event)
+            task.order_stream()
         self._start_mark = self.driver.timeline.mark()
         self._steps = self.start()
-        self._work = next(self._steps, None)
+        self._step()
 
-    def finish(self) -> None:
-        """Complete what was issued, and issue and complete the rest."""
-        device = self.driver.device
-        while self._work is not None:
-            device.wait_work(self._work, self.driver.limit_s, self.driver.has_failed)
-            self._work = next(self._steps, None)
-        self.event = device.record_event()
-        self.driver.timeline.note(self.lane, self.unit, self._start_mark)
+    def _step(self) -> None:
+        """Go on to the next collective that something waits for, or to the end."""
+        assert self._steps is not None  # it was issued
+        try:
+            self._work = next(self._steps)
+        except StopIteration as end:
+            self._steps, self._work = None, None
+            self._last = end.value or Last()
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether its last collective was issued and not completed."""
+        return self._last is not None and self._last.work is not None
+
+    def issue_rest(self) -> None:
+        """Issue all collectives; what needs the last one is put off."""
+        while self._last is None:
+            self._complete(self._work)
+            self._step()
+
+    def finish(self, keeps_handle: bool = False) -> None:
+        """Complete what was issued, and issue and complete the rest.
+
+        keeps_handle: whoever needs the results waits for the last collective itself, where nothing
+        comes after that; an event of the lane would come after what the lane has got since then.
+        """
+        self.issue_rest()
+        work, then = self._last or Last()
+        if keeps_handle and work is not None and then is None and self._start_mark is None:
+            self._end = work
+        else:
+            if work is not None:
+                self._complete(work)
+            if then is not None:
+                then()
+            self.event = self.driver.device.record_event()
+            self.driver.timeline.note(self.lane, self.unit, self._start_mark)
         # A task is held for as long as it is watched: longer than what it has read is needed.
-        self.start, self._steps, self.ready, self.after = _no_steps, _no_steps(), (), []
+        self.start, self.ready, self.after = _no_steps, (), []
+        self._last = Last()
         self.let_go()
+
+    def order_stream(self) -> None:
+        """What comes next in the current stream comes after this task, which is usable."""
+        if self._end is None:
+            self.driver.device.wait_event(self.event)
+            return
+        self._complete(self._end)
+        # Not held any longer: a handle owns a part of the memory that it has filled.
+        self.event = self.driver.device.record_event()
+        self._end = None
+
+    def has_ended(self) -> bool:
+        """Whether all that was issued on a device has ended. For any thread."""
+        # In the order in which the thread that computes replaces one by the other.
+        work = self._last.work if self._last is not None else None
+        if (work := work or self._end) is not None:
+            return work.is_completed()
+        return self.driver.device.has_passed(self.event)
+
+    def _complete(self, work: Any) -> None:
+        self.driver.device.wait_work(work, self.driver.limit_s, self.driver.has_failed)
 
     def let_go(self) -> None:
         """Nobody has to wait for this task any longer."""
@@ -173,7 +227,7 @@ class Task:
             return
         start = timeline.mark()
         self.await_usable()
-        device.wait_event(self.event)
+        self.order_stream()
         timeline.note(WAIT, self.name, start)
 
 
@@ -288,7 +342,7 @@ class Driver:
             task.issue()
             task.finish()
         if self.device.runs_ahead:
-            self._watchdog.watch(task.lane, task.event, task)
+            self._watchdog.watch(task.lane, task.has_ended, task)
 
     def complete(self, task: Task) -> None:
         """Return when `task` is usable. Raises the first failure."""
@@ -301,12 +355,21 @@ class Driver:
         self.raise_failure()
 
 
-class StreamDriver(Driver):
-    """`main-thread` on a device with streams: the caller issues the whole task into the stream of
-    its lane, and goes on.
+class MainThreadDriver(Driver):
+    """`main-thread`: the caller issues early and completes where results are needed. On a CPU the
+    paper's baseline; on a device the default, with a stream for each lane.
 
-    Only that stream waits for what the task reads; the stream that computes waits where it reads
-    results. So ours and Megatron's collectives are launched in one order, that of the program.
+    [Note: nothing behind a collective] CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron demands beside
+    tensor or context parallelism, puts all streams into one queue of the device, and a wait holds
+    up whatever the host issues behind it, computation included. So what needs a collective's end is
+    put off until the results are needed. And a task that reads what is still on its way is issued
+    when the next task of that lane is: it has had the computation of a unit to arrive.
+
+        main         B u2 |             B u1 |             B u0 |
+        reduce            | u2          |    | u1          |    | u0
+        grad-sync                            wait, u2           | wait, u1
+
+    All of it follows from the order of calls, so launches have one order on all ranks.
     """
 
     def __init__(
@@ -314,52 +377,59 @@ class StreamDriver(Driver):
     ):
         super().__init__(timeline, limit_s, on_failure)
         self._streams = {lane: self.device.new_stream() for lane in LANES}
-
-    def _start(self, task: Task) -> None:
-        try:
-            with self.device.on_stream(self._streams[task.lane]):
-                self.run(task)
-        except Exception as error:  # not `failing_as`: this is done for every task
-            self._fail_and_raise(task, error)
-
-
-class MainThreadDriver(Driver):
-    """`main-thread` on a CPU: issues early and completes at the wait. The paper's baseline.
-
-    A task that reads what is still on its way is issued when the next task of that lane is: by
-    then the main thread would otherwise have waited for nothing.
-    """
-
-    def __init__(
-        self, timeline: Timeline, limit_s: float = 600.0, on_failure: OnFailure | None = None
-    ):
-        super().__init__(timeline, limit_s, on_failure)
         self._unfinished: list[Task] = []
         self._postponed: set[Task] = set()
 
     def _start(self, task: Task) -> None:
+        if self.device.runs_ahead:
+            self._complete_older(task.lane)
         for other in self._unfinished:
             is_due = any(before.lane == task.lane for before in other.after)
             if is_due and other in self._postponed:
                 self._issue(other)
-        if all(other.is_usable for other in task.after):
-            self._issue(task)
-        else:
-            self._postponed.add(task)
-        self._unfinished = [other for other in self._unfinished if not other.is_usable]
+        is_held_up = any(other.lane == task.lane for other in self._postponed)
         self._unfinished.append(task)
+        self._postponed.add(task)
+        if not is_held_up and all(other.is_usable for other in task.after):
+            self._issue(task)
+        self._unfinished = [other for other in self._unfinished if not other.is_usable]
+
+    def _complete_older(self, lane: str) -> None:
+        """At most one task of a lane is left unfinished beside the next one: the rest has had the
+        time of a unit, and its memory would grow."""
+        of_lane = [other for other in self._unfinished if other.lane == lane]
+        if len(of_lane) > 1:
+            self.complete(of_lane[-2])
 
     def _issue(self, task: Task) -> None:
-        """Complete what `task` reads, then issue its first collective."""
+        """Complete what `task` reads, then issue its first collective; on a device all of them.
+        Those before it in its lane come first."""
+        for other in self._unfinished[: self._unfinished.index(task)]:
+            if other.lane == task.lane and other in self._postponed:
+                self._issue(other)
         self._postponed.discard(task)
         for other in task.after:
-            other.wait()
-        with self.failing_as(task), profiler_range(task.name):
+            if self.device.runs_ahead:
+                self.complete(other)
+            else:
+                other.wait()
+        with self._attending(task, task.name):
             task.issue()
+            if self.device.runs_ahead:
+                task.issue_rest()
+                if not task.is_on_its_way:
+                    task.finish()
+                self._watchdog.watch(task.lane, task.has_ended, task)
+
+    @contextmanager
+    def _attending(self, task: Task, title: str) -> Generator[None]:
+        stream = self.device.on_stream(self._streams[task.lane])
+        with self.failing_as(task), stream, profiler_range(title):
+            yield
 
     def complete(self, task: Task) -> None:
-        """As on a stream, every task before it in its lane is completed first: a caller that waits
-        for the last reduction of a unit wants the results of all of them."""
+        """Every task before it in its lane is completed first: a caller that waits for the last
+        reduction of a unit wants the results of all of them."""
         self.raise_failure()
         if task.is_usable:
             return
@@ -369,11 +439,12 @@ class MainThreadDriver(Driver):
         if task in self._postponed:
             self._issue(task)
         if not task.is_usable:
-            with self.failing_as(task), profiler_range(f"wait for {task.name}"):
-                task.finish()
+            with self._attending(task, f"wait for {task.name}"):
+                task.finish(keeps_handle=self.device.runs_ahead)
 
     def close(self) -> None:
-        self.raise_failure()
-        for task in self._unfinished:
-            task.await_usable()
-        super().close()
+        try:
+            for task in self._unfinished:
+                task.await_usable()
+        finally:
+            super().close()

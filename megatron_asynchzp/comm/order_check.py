@@ -12,7 +12,13 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.collectives import AxisGroup, Steps, all_gather_steps, all_reduce_steps
+from megatron_asynchzp.comm.collectives import (
+    AxisGroup,
+    Steps,
+    all_gather_steps,
+    all_reduce_steps,
+    and_then,
+)
 from megatron_asynchzp.comm.driver import Driver, Task, hash_of
 
 _NOTHING = -1  # the code of an entry that a shorter record does not have
@@ -52,8 +58,8 @@ class OrderCheck:
             # would hold it until the device has caught up.
             own = torch.full((1,), value, dtype=torch.int64, device=self._device)
             extremes = torch.stack([own, -own])
-            yield from all_reduce_steps(extremes, self._axes, dist.ReduceOp.MAX)
-            answer.copy_(extremes, non_blocking=True)
+            last = yield from all_reduce_steps(extremes, self._axes, dist.ReduceOp.MAX)
+            return and_then(last, lambda: answer.copy_(extremes, non_blocking=True))
 
         self._task = self._submit(steps)
 
@@ -62,6 +68,12 @@ class OrderCheck:
         device they are in order by themselves."""
         if self._task is not None and not self._driver.device.runs_ahead:
             self._task.wait()
+
+    def send_answer(self) -> None:
+        """On a device: let the answer travel to the host while the next step goes on. Issued later
+        than this, it would be behind much else where a device has a single queue."""
+        if self._task is not None and self._driver.device.runs_ahead:
+            self._task.await_usable()
 
     def finish(self) -> None:
         """Raises OrderMismatch, with one message on every rank, where one rank differs, and

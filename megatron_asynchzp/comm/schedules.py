@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the driver that a choice of a schedule stands for."""
 
-from megatron_asynchzp.comm.driver import Driver, MainThreadDriver, OnFailure, StreamDriver
+from megatron_asynchzp.comm.driver import Driver, MainThreadDriver, OnFailure
 from megatron_asynchzp.comm.thread_driver import ThreadDriver
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import Device
@@ -25,7 +25,7 @@ def start_driver(
         raise ConfigurationError(f"the schedule threaded {NOT_ON_STREAMS}")
     new_driver: type[Driver] = {
         "inline": Driver,
-        "main-thread": StreamDriver if device.runs_ahead else MainThreadDriver,
+        "main-thread": MainThreadDriver,
         "threaded": ThreadDriver,
     }[kind]
     return new_driver(Timeline(device, config.timed_every), config.time_limit_s, on_failure)

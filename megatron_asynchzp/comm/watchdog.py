@@ -7,7 +7,6 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from megatron_asynchzp.device import Device
 
@@ -19,7 +18,7 @@ _LOOKS_PER_LIMIT, _LONGEST_PAUSE_S = 10, 5.0
 class Watchdog[Item]:
     """A thread that looks now and then whether the oldest item of each lane has ended.
 
-    device: whose events are queried.
+    device: of which the items are.
     limit_s: how long an item may take.
     on_late: called in the thread, once, with the first item that takes longer.
     is_closed: ends the thread.
@@ -37,15 +36,15 @@ class Watchdog[Item]:
     ):
         self._device, self._limit_s = device, limit_s
         self._on_late, self._is_closed = on_late, is_closed
-        # Each: the event with which it ends, when it is late (time.monotonic), and the item.
-        self._lanes: dict[str, deque[tuple[Any, float, Item]]] = {}
+        # Each: whether it has ended, when it is late (time.monotonic), and the item.
+        self._lanes: dict[str, deque[tuple[Callable[[], bool], float, Item]]] = {}
         self._thread: threading.Thread | None = None
 
-    def watch(self, lane: str, event: Any, item: Item) -> None:
-        """From now on `item` may take `limit_s` seconds until `event`."""
+    def watch(self, lane: str, has_ended: Callable[[], bool], item: Item) -> None:
+        """From now on `item` may take `limit_s` seconds until it has ended."""
         if lane not in self._lanes:
             self._lanes = {**self._lanes, lane: deque()}  # the thread may be going through it
-        self._lanes[lane].append((event, time.monotonic() + self._limit_s, item))
+        self._lanes[lane].append((has_ended, time.monotonic() + self._limit_s, item))
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, name="asynchzp-limit", daemon=True)
             self._thread.start()
@@ -65,11 +64,11 @@ class Watchdog[Item]:
                     self._on_late(late)
                     return
 
-    def _forget_ended(self, lane: deque[tuple[Any, float, Item]]) -> Item | None:
+    def _forget_ended(self, lane: deque[tuple[Callable[[], bool], float, Item]]) -> Item | None:
         """Drop what has ended; returns the oldest that is left, if it is late."""
 
         def is_on_its_way(place: int) -> bool:
-            return not self._device.has_passed(lane[place][0])
+            return not lane[place][0]()
 
         for _ in range(bisect_left(range(len(lane)), True, key=is_on_its_way)):
             lane.popleft()

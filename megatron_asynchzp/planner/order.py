@@ -80,6 +80,8 @@ class StepOrder:
             chunk.params.start_syncs()
         self.waited: tuple[int, ...] = ()  # by the main thread, before it computes again
         if not overlaps_params:
+            for chunk in self._chunks:
+                chunk.params.rebuild_rest()
             self.waited = tuple(range(len(self.actions)))
         for self._phase, phase in enumerate(phases):
             self._chunks[phase.chunk].run(phase)
@@ -157,10 +159,8 @@ class _Params(ParamsInFlight[int, int]):
         )
 
     def start_syncs(self) -> None:
-        untrained = {unit for unit in self._units if not self._order.units[unit].is_trained}
         self.restart()
-        self.rebuild(self._units, untrained)
-        self.prefetch()
+        self.rebuild(unit for unit in self._units if self._order.units[unit].is_trained)
 
     def compute(self, unit: int) -> int:
         """The index of the action."""
@@ -168,7 +168,9 @@ class _Params(ParamsInFlight[int, int]):
             self.use_unit(unit)
             waits_for = self._gathers[unit]
         else:
+            self.rebuild_now(unit)
             waits_for = self._syncs.pop(unit, None)
+            self.note_shard_used(unit)
         self._used_at[unit] = self._order.compute(unit, (waits_for,))
         return self._used_at[unit]
 

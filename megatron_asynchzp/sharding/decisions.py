@@ -11,7 +11,7 @@ is iterated is a set: its order would differ between ranks.
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_asynchzp.sharding.in_flight import UnitInFlight, needed_together, seen_from_top
@@ -64,6 +64,8 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
         self._ahead: dict[Unit, None] = {}  # gathered, or being gathered, and not used yet
         self._active: dict[Unit, None] = {}  # in use, or kept
         self._kept: dict[Unit, None] = {}
+        self._to_rebuild: dict[Unit, None] = {}  # shards, in the order of their use
+        self._rebuilt_ahead: dict[Unit, None] = {}  # or being rebuilt, and not used yet
 
     # ---- what carries the decisions out
 
@@ -112,6 +114,7 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
             del self._ahead[unit]
             self._active[unit] = None
             self.begin_use(unit)
+        self.note_shard_used(unit)
         self.prefetch()
         return expected
 
@@ -148,17 +151,47 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
         if self._residency is not None and is_training:
             self._residency.restart()
 
-    def rebuild(self, units: Iterable[Unit], rebuilt: set[Unit]) -> None:
-        """After the optimizer: rebuild the shards of `units` in this order, so that the next
-        forward can start while later units are on their way, and gather the first ones again.
+    # ---- shards
 
-        rebuilt: those that need it no more, to which the others are added.
+    def rebuild(self, units: Iterable[Unit]) -> None:
+        """After the optimizer: rebuild the shards of `units`, in the order of their use, so that
+        the next forward can start while later units are on their way; and gather the first ones.
+
+        [Note: shards ahead] A shard is rebuilt some units ahead of its use: of each size as many as
+        are gathered ahead, the one that is rebuilt, and one for whose computation it has time.
+        Were all submitted at once, whatever waits for the device would wait for all of them: a
+        host that synchronises, or the next collective where launches have one order.
         """
-        for unit in units:
-            if unit not in rebuilt:
-                self.start_sync(unit)
-                rebuilt.add(unit)
-            self.prefetch(rebuilt)
+        self._to_rebuild = dict.fromkeys(units)
+        self._rebuilt_ahead.clear()
+        self._rebuild_ahead()
+        self.prefetch()
+
+    def rebuild_rest(self) -> None:
+        """Begin with all shards that are yet to be rebuilt."""
+        for unit in list(self._to_rebuild):
+            self.rebuild_now(unit)
+
+    def rebuild_now(self, unit: Unit) -> None:
+        """Begin to rebuild the shard of `unit`, if that is yet to be done: it is needed."""
+        if unit in self._to_rebuild:
+            del self._to_rebuild[unit]
+            self._rebuilt_ahead[unit] = None
+            self.start_sync(unit)
+
+    def note_shard_used(self, unit: Unit) -> None:
+        """`unit` computes: others can be rebuilt ahead."""
+        self._rebuilt_ahead.pop(unit, None)
+        self._rebuild_ahead()
+
+    def _rebuild_ahead(self) -> None:
+        for unit in list(self._to_rebuild):
+            size = self._sizes[unit]
+            num_ahead = sum(self._sizes[other] == size for other in self._rebuilt_ahead)
+            if self._depth and num_ahead >= self._depth + 2:
+                return
+            self.rebuild_now(unit)
+            self.prefetch()
 
     def _is_to_stay(self, unit: Unit) -> bool:
         """Whether there is memory for `unit` until its next use in this step."""
@@ -183,18 +216,17 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
     def _start(self, unit: Unit, extent: Extent) -> None:
         self._spans[unit] = extent
         self._ahead[unit] = None
+        self.rebuild_now(unit)
         self.start_gather(unit, extent)
 
-    def prefetch(self, among: Collection[Unit] | None = None) -> None:
+    def prefetch(self) -> None:
         """Gather what is used next, in that order, as far as it fits and the depth allows it, which
-        is counted for each size of unit: a small one does not hold up a layer.
-
-        among: whose shards can be read, or will be by what was submitted; None for all.
-        """
+        is counted for each size of unit: a small one does not hold up a layer. A unit whose shard
+        is yet to be rebuilt has to wait."""
         for unit in self._upcoming():
             if unit in self._active or unit in self._ahead:
                 continue
-            if (among is not None and unit not in among) or not self._try_gather_ahead(unit):
+            if unit in self._to_rebuild or not self._try_gather_ahead(unit):
                 return
 
     def _try_gather_ahead(self, unit: Unit) -> bool:

@@ -116,8 +116,10 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
         if self.is_training:
             self._used.setdefault(unit)
         if unit.is_always_unsharded:
+            self.rebuild_now(unit)
             if (sync := self._syncs.pop(unit, None)) is not None:
                 sync.wait()
+            self.note_shard_used(unit)
         elif (expected := self.use_unit(unit)) is not None:
             self._warn_once(
                 "departure",
@@ -243,12 +245,14 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
         self.drop_spares()
         self.restart()
         self.note_written()
-        untrained = {unit for unit in self._units if not unit.is_trained}
-        self.rebuild(dict.fromkeys([*self._used, *self._units]), untrained | self._synced_early)
+        in_order = dict.fromkeys([*self._used, *self._units])
+        early = self._synced_early
+        self.rebuild(unit for unit in in_order if unit.is_trained and unit not in early)
         self._synced_early.clear()
 
     def join_syncs(self) -> None:
         """Return when every parameter shard is up to date."""
+        self.rebuild_rest()
         if not self._syncs:
             return
         for sync in self._syncs.values():

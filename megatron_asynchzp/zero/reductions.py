@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_asynchzp.comm.arena import Arena, Place
-from megatron_asynchzp.comm.collectives import Steps, split_for_reduction
+from megatron_asynchzp.comm.collectives import Steps, completed, completed_last, split_for_reduction
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.sharding.decisions import GradsInFlight
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES
@@ -242,11 +242,14 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         unit.pack_grads(piece.grads, grads, self._places_in(unit, piece, place))
 
     def _reduce_steps(self, unit: HZPUnit, grads: _Grads, place: Place) -> Steps:
+        last = None
         for number, piece in enumerate(self._pieces[unit]):
             if number:
+                yield from completed_last(last)
                 self._pack(unit, piece, grads, place)
             full, *shards = self._memory_for(unit, piece, place)
-            yield from unit.reduce_steps(full, shards, piece.shard)
+            last = yield from unit.reduce_steps(full, shards, piece.shard)
+        return last
 
     def await_reduction(self, reduction: _Reduction) -> None:
         # A stream that computes reuses the memory of the gradients only after this wait.
@@ -268,9 +271,11 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         """
 
         def steps() -> Steps:
-            yield from unit.sync_grad_steps(self._scale)
-            if update is not None:
-                update(unit)
+            if update is None:
+                return (yield from unit.sync_grad_steps(self._scale))
+            # Nobody may need it before the end of backward, within which it is to happen.
+            yield from completed(unit.sync_grad_steps(self._scale))
+            return update(unit)
 
         self._syncs[unit] = self._driver.submit(
             Task(

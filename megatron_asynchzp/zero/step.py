@@ -180,6 +180,7 @@ class StepScheduler:
     def zero_grads(self) -> None:
         """Start a step, or start it again: nothing of the last one is in flight any more."""
         self.driver.raise_failure()
+        self._order_check.send_answer()
         self.gathers.release_all()
         self.reductions.begin_step()
         self.is_last_micro_batch = False

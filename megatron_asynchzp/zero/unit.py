@@ -18,6 +18,8 @@ from megatron_asynchzp.comm.collectives import (
     Steps,
     all_gather_steps,
     all_reduce_steps,
+    and_then,
+    completed,
     new_shards,
     reduce_scatter_steps,
     rounded_all_reduce_steps,
@@ -366,8 +368,8 @@ class HZPUnit:
         shards: memory for it (new_shards). A rank whose parameters got no gradient contributes
         zeros, so that the ranks agree on what is issued.
         """
-        yield from self._reduce_scatter_steps(full, self.groups.grad_reduce, shards)
-        own.add_(shards[-1])
+        last = yield from self._reduce_scatter_steps(full, self.groups.grad_reduce, shards)
+        return and_then(last, lambda: own.add_(shards[-1]))
 
     def _reduce_scatter_steps(
         self, full: torch.Tensor, axes: Sequence[AxisGroup], shards: Sequence[torch.Tensor]
@@ -385,18 +387,26 @@ class HZPUnit:
         the stream that runs this and is free for it again at the end.
         """
         shard, groups = self.main_grad.storage, self.groups
+        last, shards = None, list[torch.Tensor]()
         if groups.grad_sync:
             shards = new_shards(shard, groups.grad_sync, groups.grad_dtype)
-            yield from self._reduce_scatter_steps(shard, groups.grad_sync, shards)
+            reduction = self._reduce_scatter_steps(shard, groups.grad_sync, shards)
+            last = yield from completed(reduction) if groups.replica_sync else reduction
             shard = shards[-1]
-        if groups.grad_dtype == torch.float32:
-            yield from all_reduce_steps(shard, groups.replica_sync)
-        else:
-            yield from rounded_all_reduce_steps(shard, groups.replica_sync, groups.grad_dtype)
+        if groups.replica_sync:
+            if groups.grad_dtype == torch.float32:
+                last = yield from all_reduce_steps(shard, groups.replica_sync)
+            else:
+                last = yield from rounded_all_reduce_steps(
+                    shard, groups.replica_sync, groups.grad_dtype
+                )
         own = self.main_grad.view(self.optim_range)
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
-        own.mul_(scale)
+        is_elsewhere = own.data_ptr() != shard.data_ptr()
+
+        def end(_held: object = shards) -> None:  # the last collective uses it until then
+            (own.copy_(shard) if is_elsewhere else own).mul_(scale)
+
+        return and_then(last, end)
 
     def zero_grads(self) -> None:
         """Forget every gradient of this step."""
@@ -438,12 +448,12 @@ class HZPUnit:
         """Once per step: cast main_param to the model dtype and gather it into the P shard."""
         if not self.is_main_param_aliased:
             self.model_param.view(self.optim_range).copy_(self.main_param.storage)
-        yield from self.complete_param_steps()
+        return (yield from self.complete_param_steps())
 
     def complete_param_steps(self) -> Steps:
         """Gather the P shard from what the ranks hold of it in their O ranges."""
         own = self.model_param.view(self.optim_range)
-        yield from all_gather_steps(own, self.model_param.storage, self.groups.param_sync)
+        return all_gather_steps(own, self.model_param.storage, self.groups.param_sync)
 
     def state_nbytes(self) -> dict[str, int]:
         """Bytes this rank holds at rest, by state; an aliased main_param counts as zero."""

@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from megatron_asynchzp.comm.collectives import AxisGroup, Steps, all_to_all_steps
+from megatron_asynchzp.comm.collectives import AxisGroup, Steps, all_to_all_steps, completed
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.sharding.topology import ShardTopology
 from megatron_asynchzp.zero.unit import HZPUnit
@@ -130,9 +130,8 @@ class Round:
         for hop in self._hops:
             sent = torch.cat([held.pop(matrix) for matrix in hop.sent])
             received = self._nothing.new_empty(sum(hop.arriving_splits))
-            yield from all_to_all_steps(
-                received, hop.arriving_splits, sent, hop.sent_splits, hop.axis
-            )
+            exchange = (received, hop.arriving_splits, sent, hop.sent_splits, hop.axis)
+            yield from completed(all_to_all_steps(*exchange))
             parts = torch.split(received, [n for numels in hop.arriving_numels for n in numels])
             for index, matrix in enumerate(hop.arriving):
                 held[matrix] = torch.cat(parts[index :: len(hop.arriving)])
@@ -151,9 +150,8 @@ class Round:
             by_rank = (part[rank] for rank in range(hop.axis.axis.size) for part in parts)
             sent = torch.cat([self._nothing, *by_rank])
             received = self._nothing.new_empty(sum(hop.sent_splits))
-            yield from all_to_all_steps(
-                received, hop.sent_splits, sent, hop.arriving_splits, hop.axis
-            )
+            exchange = (received, hop.sent_splits, sent, hop.arriving_splits, hop.axis)
+            yield from completed(all_to_all_steps(*exchange))
             held |= zip(hop.sent, torch.split(received, hop.sent_numels), strict=True)
         for matrix, piece in pieces.items():
             piece.copy_(held[matrix])

@@ -265,7 +265,7 @@ def _over_ranks(settings: Settings, result: Result) -> Result:
 
 def _record(settings: Settings, name: str, result: Result) -> dict:
     size, profile = settings.size, settings.profile
-    params_nbytes = 4 * size.blocks * (12 * size.hidden**2 + 9 * size.hidden)
+    params_nbytes = size.blocks * size.block_nbytes
     ideal = SYSTEMS[name].volume(settings.nodes, profile.ranks_per_node, size.blocks)
     # fmt: off
     return {

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_asynchzp.comm.collectives import completed
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.sharding.topology import MeshAxis, ShardSizes, ShardTopology
@@ -88,7 +89,7 @@ class LoopbackWorld:
 
     def _note_issuer(self, lane: str, name: str, start: Callable[[], Iterator]) -> Iterator:
         """The collectives of a task, which can ask whose they are."""
-        steps = start()
+        steps = completed(start())
         while True:
             self._issued_by.task = (lane, name)
             work = next(steps, None)

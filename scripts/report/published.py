@@ -17,6 +17,7 @@ from scripts.report import (
     compare_front,
     compare_memory,
     compare_picture,
+    device_table,
     loss_picture,
     pasa_table,
     peak_table,
@@ -184,6 +185,7 @@ def compared_calibrations() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "schedules": lambda: schedule_grid.markdown(read_record("schedules").lines),
+    "device schedules": lambda: device_table.device_table(read_record("device_schedules").lines),
     "compare calibrations": compared_calibrations,
     "compare networks": compared_networks,
     **_tables_of("pipelines slow-between-nodes"),

@@ -8,11 +8,16 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
+import torch
+
+from megatron_asynchzp.comm.collectives import Last, Steps
 from megatron_asynchzp.comm.driver import Driver, Task, hash_of
 from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.timeline import LANES
 from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.schedule import ScheduleConfig
+from tests.support.device_queues import CommandLog
+from tests.support.recording_device import Group
 
 # How long a submission that waits for the network would take before it gives up.
 LIMIT_S = 3.0
@@ -65,6 +70,76 @@ def test_submit_issues_but_does_not_wait_in_the_main_thread_schedule():
         work.end.set()
     driver.close()
     assert all(task.is_usable for task in tasks)
+
+
+class Streams:
+    """A device with streams whose collectives the test issues: what the host has put into them."""
+
+    def __init__(self):
+        self.device = CommandLog()
+        self.driver = start_driver(ScheduleConfig("main-thread"), self.device)
+        self.issued: list[str] = []  # by unit and lane, and what comes behind
+
+    def submit(self, lane: str, unit: str, then: bool = True, after: tuple[Task, ...] = ()) -> Task:
+        name, group = f"{lane} {unit}", Group(lane, (0, 1))
+
+        def steps() -> Steps:
+            yield from ()
+            self.issued.append(name)
+            work = self.device.collective("all-reduce", group, torch.zeros(1))
+            return Last(work, (lambda: self.issued.append(f"add {name}")) if then else None)
+
+        return self.driver.submit(Task(lane, unit, (), steps, after=after))
+
+    @property
+    def num_waits(self) -> int:
+        return len(self.device.commands) - len(self.device.launches)
+
+
+def test_on_a_device_nothing_waits_for_a_collective_until_its_result_is_needed():
+    streams = Streams()
+    reduction, gather = streams.submit("reduce", "u0"), streams.submit("gather", "u0", then=False)
+    assert streams.issued == ["reduce u0", "gather u0"] and streams.num_waits == 0
+    gather.wait()
+    assert streams.num_waits == 1 and "add reduce u0" not in streams.issued
+    reduction.wait()
+    assert streams.issued[2:] == ["add reduce u0"]
+    assert streams.num_waits == 3  # the lane for the collective, and then this thread for the lane
+    streams.driver.close()
+
+
+def test_on_a_device_what_reads_a_result_is_issued_when_the_next_of_that_lane_is():
+    streams = Streams()
+    for unit in ("u2", "u1", "u0"):
+        reduction = streams.submit("reduce", unit)
+        streams.submit("grad-sync", unit, after=(reduction,))
+    issued = [name for name in streams.issued if not name.startswith("add")]
+    # fmt: off
+    assert issued == ["reduce u2", "grad-sync u2", "reduce u1", "grad-sync u1", "reduce u0"]
+    # fmt: on
+    assert streams.issued.index("add reduce u2") < streams.issued.index("grad-sync u2")
+    streams.driver.close()
+    assert streams.issued[-1] == "add grad-sync u0"
+
+
+def test_a_lane_issues_its_tasks_in_the_order_of_submission():
+    """Also those that read nothing, behind one that has to wait for what it reads."""
+    streams = Streams()
+    sync = streams.submit("param-sync", "u0")
+    streams.submit("gather", "u0", after=(sync,))
+    streams.submit("gather", "u1").wait()
+    gathers = [name for name in streams.issued if name.startswith("gather")]
+    assert gathers == ["gather u0", "gather u1"]
+    streams.driver.close()
+
+
+def test_on_a_device_a_lane_leaves_at_most_two_tasks_unfinished():
+    streams = Streams()
+    for number in range(10):
+        streams.submit("grad-sync", f"u{number}")
+        added = [name for name in streams.issued if name.startswith("add")]
+        assert added == [f"add grad-sync u{one}" for one in range(number - 1)]
+    streams.driver.close()
 
 
 def record_of(units: list[str]) -> list[str]:

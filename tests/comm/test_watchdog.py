@@ -6,6 +6,7 @@ has ended is let go without being asked for again and again."""
 import threading
 import time
 import weakref
+from functools import partial
 
 import pytest
 
@@ -98,7 +99,7 @@ def test_a_look_asks_a_handful_of_events_however_many_are_on_their_way():
     for event in events[:700]:
         event.has_happened = True
     for event in events:
-        watchdog.watch("gather", event, None)
+        watchdog.watch("gather", partial(device.has_passed, event), None)
     deadline = time.monotonic() + 60
     while not any(event.num_questions for event in events) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of NCCL that tests on the emulated device rely on."""
 
+import os
+import threading
 import time
 from datetime import timedelta
 
@@ -45,6 +47,11 @@ def check_collectives(numel: int, dtype: torch.dtype) -> None:
         mean = mine.clone()
         dist.all_reduce(mean, dist.ReduceOp.AVG)
         assert torch.equal(mean.cpu(), stacked.float().mean(0).to(dtype))
+        for factor in (0.5, torch.tensor(0.5, device=device, dtype=dtype)):
+            op = dist._make_nccl_premul_sum(factor)  # pyright: ignore
+            scaled = mine.new_empty(numel)
+            dist.reduce_scatter_tensor(scaled, mine, op)
+            assert torch.equal(scaled.cpu(), (0.5 * stacked).float().sum(0).to(dtype)[part])
 
     gathered = mine.new_empty(world * numel)
     dist.all_gather_into_tensor(gathered, mine[:numel])
@@ -97,6 +104,29 @@ def check_groups() -> None:
     assert value.tolist() == [float(sum(pairs[rank // 2]))] * 3
 
 
+def check_calls_of_one_group() -> None:
+    """Several operations in one group, of two communicators and on two streams."""
+    world, device = dist.get_world_size(), device_of_rank()
+    other = dist.new_group()
+    values = [torch.full((3,), float(index), device=device) for index in range(4)]
+    with dist._coalescing_manager(device=device):  # pyright: ignore
+        for value in values[:2]:
+            dist.all_reduce(value)
+    with torch.cuda.stream(torch.cuda.Stream()), dist._coalescing_manager(other, device):  # pyright: ignore
+        for value in values[2:]:
+            dist.all_reduce(value, group=other)
+        torch.cuda.current_stream().synchronize()
+    assert [value[0].item() for value in values] == [0, world, 2 * world, 3 * world]
+
+
+def check_eight_bits() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mine = torch.full((5,), 0.5 * rank, device=device_of_rank()).to(torch.float8_e4m3fn)
+    gathered = torch.empty(5 * world, dtype=mine.dtype, device=mine.device)
+    dist.all_gather_into_tensor(gathered, mine)
+    assert gathered.float().tolist() == [0.5 * other for other in range(world) for _ in range(5)]
+
+
 def check_everything() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         check_collectives(5, dtype)
@@ -104,6 +134,8 @@ def check_everything() -> None:
     check_messages(7)
     check_messages(LONG)
     check_groups()
+    check_calls_of_one_group()
+    check_eight_bits()
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -112,6 +144,87 @@ def test_every_collective_and_message_gives_what_nccl_documents_under_delays(
 ):
     for seed, law in enumerate(LAWS[1:] if world_size == 2 else ["uniform"]):
         worlds.run(check_everything, world_size, delays=Delays(law, seed), timeout_s=120)
+
+
+def split() -> tuple[int, int, list[float]]:
+    """torch splits only groups that are bound to a device: `[3, 1]` and `[2]` of the ranks."""
+    rank = dist.get_rank()
+    dist.distributed_c10d._get_default_group().bound_device_id = device_of_rank()
+    value = torch.full((3,), float(rank), device=device_of_rank())
+    dist.all_reduce(value.clone())
+    part = dist.split_group(split_ranks=[[1, 3], [2]])
+    if rank == 0:
+        assert part is dist.GroupMember.NON_GROUP_MEMBER or part is None
+        return 0, 0, value.tolist()
+    dist.all_reduce(value, group=part)
+    return dist.get_rank(part), dist.get_world_size(part), value.tolist()
+
+
+def test_a_split_makes_a_communicator_of_each_color_and_none_without_one(worlds: DeviceWorlds):
+    """ "Ranks which pass the same color value will be part of the same group" (ncclCommSplit)."""
+    ranks = worlds.run(split, 4)
+    assert ranks == [(0, 0, [0.0] * 3), (0, 2, [4.0] * 3), (0, 1, [2.0] * 3), (1, 2, [4.0] * 3)]
+
+
+def lose_a_rank(by_abort: bool) -> None:
+    """Of two groups rank 1 leaves one, or its process ends, while rank 0 is in a collective."""
+    value = torch.ones(3, device=device_of_rank())
+    group = dist.new_group()
+    dist.all_reduce(value, group=group)
+    torch.cuda.synchronize()
+    if dist.get_rank() == 1:
+        if not by_abort:
+            os._exit(0)
+        dist.distributed_c10d._abort_process_group(group)
+        time.sleep(30)
+    dist.all_reduce(value, group=group)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("by_abort", [True, False])
+def test_torchs_watchdog_reports_the_asynchronous_error_of_a_rank_that_is_gone(
+    worlds: DeviceWorlds, by_abort: bool
+):
+    """Long before the time limit, which is 90 s."""
+    with pytest.raises(DeviceFailure, match="remote process exited|is gone|died"):
+        worlds.run(lose_a_rank, 2, by_abort, env=AT_ONCE, timeout_s=40)
+
+
+def race() -> str:
+    """Two threads launch at once; every rank's error, if there was one."""
+    groups = [dist.new_group(), dist.new_group()]
+    value = torch.ones(3, device=device_of_rank())
+    for group in groups:
+        dist.all_reduce(value, group=group)
+    torch.cuda.synchronize()
+    errors: list[str] = []
+
+    def launch(group: dist.ProcessGroup) -> None:
+        mine = torch.ones(3, device=device_of_rank())
+        try:
+            for _ in range(200):
+                dist.all_reduce(mine, group=group)
+        except Exception as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=launch, args=[group]) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(errors, flush=True)
+    os._exit(3 if errors else 0)
+
+
+def test_two_threads_that_launch_at_once_are_an_error_with_implicit_order_only(
+    worlds: DeviceWorlds,
+):
+    in_order = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+    with pytest.raises(DeviceFailure, match="host threads racing to launch NCCL on same device"):
+        worlds.run(race, 1, env=AT_ONCE | in_order, timeout_s=60)
+    with pytest.raises(DeviceFailure) as without:
+        worlds.run(race, 1, env=AT_ONCE, timeout_s=60)
+    assert "racing" not in str(without.value)
 
 
 def leave_one_out() -> None:

@@ -11,6 +11,7 @@ from functools import cache
 import pytest
 import torch
 
+from megatron_asynchzp.comm.collectives import Steps
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.planner.cluster import Ring
 from megatron_asynchzp.planner.order import StepOrder
@@ -43,7 +44,7 @@ from scripts.testbed.fabric.rings import ring_all_gather, ring_all_reduce, ring_
 from tests.support import pipeline_stage
 from tests.support.engine import nested_sizes, on_submit
 from tests.support.pipeline_order import Stage
-from tests.support.recording_device import DEFAULT_STREAM, CountingDevice
+from tests.support.recording_device import CountingDevice
 from tests.support.scheduler_program import WORLD_SIZE, Execution, Program, Step, UnitShape, execute
 
 LANES = {"gather": GATHER, "reduce": REDUCE, "grad-sync": GRAD_SYNC, "param-sync": PARAM_SYNC}
@@ -119,29 +120,57 @@ def order_of(program: Program) -> StepOrder:
 
 
 class Noting(CountingDevice):
-    """before: of each task and each computation, in order, its kind, its unit, and how many of each
-    kind have happened when it begins."""
+    """before: of each task, in the order of submission, and of each computation its kind, its unit,
+    and how many of each kind have happened when it begins."""
 
     def __init__(self):
         super().__init__()
         self.before: list[tuple[int, str, Counter[int]]] = []
-        self._kinds = {DEFAULT_STREAM: COMPUTE}  # by stream
+        self._num_expected: Counter[int] = Counter()
+        self._of_lanes: dict[int, Counter[int]] = {}  # what the latest of each kind waited for
 
-    def note(self, kind: int, unit: str) -> None:
-        """The current stream gets an operation on `unit`."""
-        stream = self._current()
-        self._kinds[stream] = kind
-        clock = self._clock(stream)
-        known = {self._kinds[one]: count for one, count in clock.items() if one in self._kinds}
-        self.before.append((kind, unit, Counter(known)))
-        clock[stream] = clock.get(stream, 0) + 1
+    def expect(self, kind: int, unit: str) -> tuple[int, int]:
+        """`unit` will get an operation. Returns its place, and its number among those of its kind,
+        which is its lane's clock when it has ended."""
+        self.before.append((kind, unit, Counter()))
+        self._num_expected[kind] += 1
+        return len(self.before) - 1, self._num_expected[kind]
+
+    def note(self, place: int) -> None:
+        """The current stream gets what has this place."""
+        kind, unit, _ = self.before[place]
+        clock = self._clock(self._current())
+        count = Counter({one: clock.get(_name(one), 0) for one in (COMPUTE, *LANES.values())})
+        # Collectives of a lane run one after the other, whatever its stream waits for.
+        count |= self._of_lanes.get(kind, Counter())
+        self.before[place] = kind, unit, +count
+        self._of_lanes[kind] = count + Counter([kind])
+
+    def compute(self, unit: str) -> None:
+        place, number = self.expect(COMPUTE, unit)
+        self.note(place)
+        self._clock(self._current())[_name(COMPUTE)] = number
 
     def attend(self, driver: Driver) -> None:
         def note_start(task: Task) -> None:
-            start = task.start
-            task.start = lambda: (self.note(LANES[task.lane], task.unit), start())[1]
+            start, kind = task.start, LANES[task.lane]
+            place, number = self.expect(kind, task.unit)
+
+            def noted() -> Steps:
+                self.note(place)
+                last = yield from start()
+                has_work = last is not None and last.work is not None
+                end = last.work._end if has_work else self._clock(self._current())
+                end[_name(kind)] = number
+                return last
+
+            task.start = noted
 
         on_submit(driver, note_start)
+
+
+def _name(kind: int) -> str:
+    return f"of kind {kind}"
 
 
 class NotingScheduler(StepScheduler):
@@ -150,7 +179,7 @@ class NotingScheduler(StepScheduler):
     def __init__(self, *args):
         super().__init__(*args)
         use, device = self.gathers.use, self.driver.device
-        self.gathers.use = lambda unit: (use(unit), device.note(COMPUTE, unit.name))
+        self.gathers.use = lambda unit: (use(unit), device.compute(unit.name))
 
 
 @cache

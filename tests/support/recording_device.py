@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_asynchzp.comm.collectives import Steps, completed
 from megatron_asynchzp.comm.driver import Driver, Task
 from tests.support.engine import on_submit
 
@@ -369,11 +370,12 @@ class RecordingHost(RecordingDevice):
         before: Clock = self.now()
         after: Clock = {}
 
-        def attended_start() -> Iterator:
+        def attended_start() -> Steps:
             nonlocal after
             self.order(before, self._current())
-            yield from start()
+            yield from completed(start())
             after = self.now()
+            return None
 
         def attended_wait() -> None:
             await_usable()
@@ -390,6 +392,9 @@ class FinishedLater:
 
     def wait(self) -> None:
         self._device.order(self._end, self._device._current())
+
+    def is_completed(self) -> bool:
+        return True
 
 
 class _Noting(TorchDispatchMode):

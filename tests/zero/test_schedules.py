@@ -95,10 +95,14 @@ def test_the_three_schedules_are_bitwise_equal_for_every_model_on_4_ranks(sizes)
 
 
 def submissions_of_a_step(
-    sizes: tuple, updates_in_backward: bool = False, dtype: torch.dtype = torch.float32
+    sizes: tuple,
+    updates_in_backward: bool = False,
+    dtype: torch.dtype = torch.float32,
+    settles: bool = True,
 ) -> tuple[list[str], list[str], dict[str, int]]:
     """Of the third step: the units in the order of their first use, and what was submitted, with
-    `use UNIT` wherever a unit is used; and the size of each unit."""
+    `use UNIT` wherever a unit is used; and the size of each unit. settles: nothing is left to the
+    step that follows."""
     model = build_toy(dtype, depth=5)
     trainer = EngineTrainer(model, sizes, updates_in_backward=updates_in_backward)
     runtime, events = trainer.runtime, []
@@ -113,6 +117,9 @@ def submissions_of_a_step(
     for step in range(3):
         events.clear()
         trainer.step(step, 2)
+        if settles:
+            runtime.settle()
+    events = list(events)
     trainer.runtime.detach()
     used = [event.removeprefix("use ") for event in events if event.startswith("use ")]
     numels = {unit.name: unit.layout.numel for unit in trainer.runtime.units}
@@ -121,10 +128,13 @@ def submissions_of_a_step(
 
 SIZES = [(1, 1, 4), (1, 2, 4), (2, 2, 4), (2, 4, 4)]
 IN_BACKWARD, IN_BACKWARD_BF16 = ((2, 2, 4), True), ((2, 2, 4), True, torch.bfloat16)
+ONE_AFTER_ANOTHER = [
+    (sizes, False, torch.float32, False) for sizes in ((1, 2, 4), (2, 2, 4), (1, 1, 4))
+]
 
 
 def all_submissions() -> dict[tuple, tuple]:
-    cases = [*((sizes,) for sizes in SIZES), IN_BACKWARD, IN_BACKWARD_BF16]
+    cases = [*((sizes,) for sizes in SIZES), IN_BACKWARD, IN_BACKWARD_BF16, *ONE_AFTER_ANOTHER]
     return {case: submissions_of_a_step(*case) for case in cases}
 
 
@@ -142,6 +152,24 @@ def test_parameter_shards_are_rebuilt_in_the_order_of_their_first_use(submitted,
     for used, events, _ in submitted(sizes):
         synced = [event.removeprefix("param-sync ") for event in events if "param-sync" in event]
         assert synced == used
+
+
+@pytest.mark.parametrize("case", ONE_AFTER_ANOTHER, ids=str)
+def test_a_shard_is_rebuilt_a_few_units_ahead_of_its_use_and_not_all_at_once(submitted, case):
+    """Of each size the unit that is gathered ahead (depth 1), and two more."""
+    for used, events, numels in submitted(*case):
+        forward = events[: events.index(f"use {used[-1]}") + 1]
+        ahead = [u for u in used if f"param-sync {u}" not in forward]  # by the step before
+        assert f"param-sync {used[-2]}" in forward
+        for event in forward:
+            what, unit = event.split()
+            if what == "param-sync":
+                ahead.append(unit)
+                assert sum(numels[one] == numels[unit] for one in ahead) <= 3
+            elif what in ("gather", "use"):
+                assert unit in ahead
+                if what == "use":
+                    ahead.remove(unit)
 
 
 def test_what_comes_before_the_first_layer_does_not_hold_up_its_gather(submitted):

@@ -14,13 +14,19 @@ from scripts.testbed.contenders.layer_delay import Delay
 
 @dataclass(frozen=True)
 class ModelSize:
-    """hidden, blocks: 12 hidden^2 parameters a block; rows: of the batch of one rank; block_ms:
-    emulated forward time of a block, its backward takes twice that."""
+    """hidden, blocks: 12 hidden^2 parameters a block; rows: of a micro-batch of one rank; block_ms:
+    emulated forward time of a block, its backward takes twice that; micro_batches: of a step."""
 
     hidden: int = 512
     blocks: int = 6
     rows: int = 16
     block_ms: float = 20.0
+    micro_batches: int = 1
+
+    @property
+    def block_nbytes(self) -> int:
+        """Of a block's parameters."""
+        return 4 * (12 * self.hidden**2 + 9 * self.hidden)
 
 
 class Block(nn.Module):

@@ -33,11 +33,11 @@ class Sharding(NamedTuple):
     is_hybrid: bool
     keeps_params: bool
 
-    def new_mesh(self, nodes: int, ranks_per_node: int) -> DeviceMesh:
-        if not self.is_hybrid:
-            return init_device_mesh("cpu", (nodes * ranks_per_node,))
+    def new_mesh(self, nodes: int, ranks_per_node: int, device_type: str) -> DeviceMesh:
+        if not self.is_hybrid or nodes == 1:
+            return init_device_mesh(device_type, (nodes * ranks_per_node,))
         return init_device_mesh(
-            "cpu", (nodes, ranks_per_node), mesh_dim_names=("replicate", "shard")
+            device_type, (nodes, ranks_per_node), mesh_dim_names=("replicate", "shard")
         )
 
 
@@ -65,7 +65,9 @@ def shard_fully(
     backward: units in the order of backward, where that is not the reverse; unread_in_backward:
     units' first modules that backward can do without.
     """
-    mesh, num_kept = sharding.new_mesh(*cluster), len(units) if sharding.keeps_params else num_last
+    device_type = next(model.parameters()).device.type
+    mesh = sharding.new_mesh(*cluster, device_type)
+    num_kept = len(units) if sharding.keeps_params else num_last
     first_kept = len(units) - num_kept
     for index, unit in reversed([*enumerate(units)]):  # inner ones first
         modules: Any = list(unit) if len(unit) > 1 else unit[0]

@@ -23,13 +23,23 @@ class Delay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
         ctx.seconds = seconds
-        time.sleep(seconds)
+        _take(x, seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        time.sleep(2 * ctx.seconds)
+        _take(grad, 2 * ctx.seconds)
         return grad, None
+
+
+def _take(x: torch.Tensor, seconds: float) -> None:
+    """Of this thread; on the emulated device, of the device by its own clock."""
+    if not x.is_cuda:
+        time.sleep(seconds)
+        return
+    from scripts.testbed.device import inside
+
+    inside.compute(seconds)
 
 
 def delayed(hidden: torch.Tensor, forward_ms: float, tensor_parallel: int) -> torch.Tensor:

@@ -40,7 +40,8 @@ class System:
 
     def __init__(self, size: ModelSize, mesh: DeviceMesh):
         self.size, self.mesh = size, mesh
-        self.model = DelayedModel(size)
+        self.device = torch.device(mesh.device_type)
+        self.model = DelayedModel(size).to(self.device)
         self.num_steps = 0
         self.forward: Callable[[torch.Tensor], torch.Tensor] = self.model
         self.build()
@@ -52,7 +53,10 @@ class System:
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Before the forward."""
+        """Before the first forward."""
+
+    def mark(self, is_last: bool) -> None:
+        """Before the forward of a micro-batch."""
 
     def drain(self) -> None:
         """Return when nothing of the steps so far is in flight."""
@@ -62,13 +66,23 @@ class System:
 
     def step(self) -> float:
         """One training step; this rank's loss."""
-        x, y = batch_of(self.size, self.num_steps, dist.get_rank())
-        self.num_steps += 1
+        return self.step_on_device().item()
+
+    def step_on_device(self) -> torch.Tensor:
+        """As `step`, but the host waits for nothing."""
         self.begin()
-        loss = nn.functional.mse_loss(self.forward(x), y)
-        loss.backward()
+        losses = []
+        num_batches = self.size.micro_batches
+        for index in range(num_batches):
+            x, y = batch_of(self.size, self.num_steps * num_batches + index, dist.get_rank())
+            x, y = x.detach().to(self.device).requires_grad_(), y.to(self.device)
+            self.mark(index == num_batches - 1)
+            loss = nn.functional.mse_loss(self.forward(x), y) / num_batches
+            loss.backward()
+            losses.append(loss.detach())
+        self.num_steps += 1
         self.update()
-        return loss.item()
+        return torch.stack(losses).sum()
 
 
 def no_volume(n: int, r: int, blocks: int) -> float:
@@ -98,8 +112,8 @@ class ComputeOnly(WithOptimizer):
 
     def build(self) -> None:
         shard = sum(param.numel() for param in self.model.parameters()) // self.mesh.size()
-        self.shard = nn.Parameter(torch.zeros(shard))
-        self.shard.grad = torch.zeros(shard)
+        self.shard = nn.Parameter(torch.zeros(shard, device=self.device))
+        self.shard.grad = torch.zeros(shard, device=self.device)
         self.add_optimizer([self.shard])
 
 
@@ -112,6 +126,9 @@ class DDP(WithOptimizer):
             gradient_as_bucket_view=True,
         )
         self.add_optimizer(self.model.parameters())
+
+    def mark(self, is_last: bool) -> None:
+        self.forward.require_backward_grad_sync = is_last  # pyright: ignore
 
     @staticmethod
     def volume(n: int, r: int, blocks: int) -> float:
@@ -136,6 +153,11 @@ class FSDP2(WithOptimizer):
         cluster = self.mesh.size(0), self.mesh.size(1)
         shard_fully(self.model, forward, self.sharding, cluster, len(parts[-1]), backward)
         self.add_optimizer(self.model.parameters())
+
+    def mark(self, is_last: bool) -> None:
+        # Over nodes once a step, as ours: in between a node has its sum.
+        model: Any = self.model
+        model.set_requires_all_reduce(is_last)
 
     @classmethod
     def volume(cls, n: int, r: int, blocks: int) -> float:
@@ -184,8 +206,11 @@ class Engine(System):
 
     def begin(self) -> None:
         self.runtime.zero_grads()
-        with self.runtime.no_sync():
-            pass  # there is one micro-batch only, so the next one is the last
+
+    def mark(self, is_last: bool) -> None:
+        if is_last:
+            with self.runtime.no_sync():
+                pass  # the next one is the last
 
     def update(self) -> None:
         self.runtime.sync_grads()

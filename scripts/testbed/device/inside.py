@@ -10,6 +10,7 @@ import torch
 
 from scripts.testbed.device.build import built_libraries
 from scripts.testbed.device.delays import LAWS, Delays, Ran
+from scripts.testbed.profile import NetworkProfile
 
 _runtime = ctypes.CDLL(None)  # preloaded
 if not hasattr(_runtime, "asynchzp_device_set_delays"):
@@ -24,6 +25,8 @@ _runtime.asynchzp_device_set_delays.argtypes = [
     ctypes.c_int,
     ctypes.c_int,
 ]
+_runtime.asynchzp_device_state_time.argtypes = [*[ctypes.c_double] * 4, ctypes.c_int]
+_runtime.asynchzp_device_compute.argtypes = [ctypes.c_void_p, ctypes.c_double]
 _operations.asynchzp_device_waited.restype = ctypes.c_char_p
 
 num_operations = _operations.asynchzp_device_install_operations()
@@ -47,6 +50,23 @@ def set_delays(delays: Delays, rank: int, world_size: int) -> None:
     """For all kernels that follow, when all that are submitted have run."""
     law = LAWS.index(delays.law)
     _runtime.asynchzp_device_set_delays(law, delays.seed, rank, world_size, delays.longest_us)
+
+
+def state_time(network: NetworkProfile = NetworkProfile()) -> None:
+    """From here on the device's own clock goes, which events with timing read: `compute` takes what
+    it states, collectives what rings over `network` take, everything else nothing. No core works
+    or sleeps for it, and it is the same in every run."""
+    _runtime.asynchzp_device_state_time(
+        *(1e9 / 8 * network.gbit(is_inter) for is_inter in (True, False)),
+        *(network.latency_s(is_inter) for is_inter in (True, False)),
+        network.ranks_per_node,
+    )
+
+
+def compute(seconds: float) -> None:
+    """A kernel on the current stream that takes so long by the device's clock, and during which the
+    device computes nothing else."""
+    _runtime.asynchzp_device_compute(torch.cuda.current_stream().cuda_stream, seconds)
 
 
 def ran() -> Ran:

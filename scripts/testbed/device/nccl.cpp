@@ -8,10 +8,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -19,12 +22,22 @@
 #include <tuple>
 #include <vector>
 
+#include "clock.hpp"
+#include "delays.hpp"
+#include "links.hpp"
 #include "reduction.hpp"
 #include "report.hpp"
 #include "room.hpp"
 #include "stream.hpp"
 
 using namespace device;
+
+// A sum in which each rank's data is multiplied by its own factor first.
+struct Factor {
+  double value = 1;
+  const void* on_device = nullptr;  // read when the kernel runs
+  ncclDataType_t type = ncclFloat64;
+};
 
 // Handles of NCCL's API.
 struct ncclComm {
@@ -33,6 +46,7 @@ struct ncclComm {
   int num_splits = 0;
   std::mutex mutex;
   Position last;  // the kernel launched last
+  std::map<int, Factor> factors;
 };
 
 namespace {
@@ -55,17 +69,38 @@ struct Pending {
   Call call;
   const void* in = nullptr;
   void* out = nullptr;
-  std::vector<Message> messages;
+  Factor factor = {};
+  std::vector<Message> messages = {};
 };
 thread_local int group_depth = 0;
 thread_local std::vector<Pending> group;
+thread_local std::string last_error;
 
 // ---- kernels: they run on the thread of a stream
+
+// By the device's clock: from the begin of the last rank's kernel on, over rings.
+double seconds_of(const Room& room, const Call& call) {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < room.num_ranks; rank++) ranks.push_back(room.global_rank(rank));
+  const int n = room.num_ranks;
+  const double nbytes = double(call.count) * size_of(ncclDataType_t(call.type));
+  if (n == 1 || !nbytes) return 0;
+  switch (call.kind) {
+    case all_gather:
+    case reduce_scatter: return ring_s(ranks, n - 1, nbytes);
+    case all_to_all: return pairs_s(ranks, nbytes);
+    case all_reduce: return ring_s(ranks, 2 * (n - 1), nbytes / n);
+    default: return ring_s(ranks, 1, nbytes);  // a chain, in small parts
+  }
+}
 
 // Whether all ranks have come, with the same call; false after an abort.
 bool agree(Room& room, const Call& call) {
   room.call(room.rank) = call;
+  room.moment(room.rank) = moment();
   if (!room.meet(room.of_kernels())) return false;
+  for (int other = 0; other < room.num_ranks; other++) reach(room.moment(other));
+  if (is_time_stated()) reach(moment() + seconds_of(room, call));
   for (int other = 0; other < room.num_ranks; other++) {
     const Call& theirs = room.call(other);
     if (theirs == call) continue;
@@ -78,7 +113,8 @@ bool agree(Room& room, const Call& call) {
 }
 
 // Segments of `in` and `out`: one a rank, or the whole once.
-void run_collective(Room& room, const Call& call, const void* in_start, void* out_start) {
+void run_collective(Room& room, const Call& call, const void* in_start, void* out_start,
+                    const Factor& factor) {
   if (!agree(room, call)) return;
   if (!call.count) {
     room.meet(room.of_kernels());  // nobody announces the next call while another reads this one
@@ -87,7 +123,9 @@ void run_collective(Room& room, const Call& call, const void* in_start, void* ou
   auto in = static_cast<const char*>(in_start);
   auto out = static_cast<char*>(out_start);
   const auto type = ncclDataType_t(call.type);
-  const auto op = ncclRedOp_t(call.op);
+  const bool is_scaled = call.op >= ncclNumOps;
+  const auto op = is_scaled ? ncclSum : ncclRedOp_t(call.op);
+  const double scale = factor.on_device ? number_of(factor.on_device, factor.type) : factor.value;
   const size_t item = size_of(type), whole = call.count * item;
   const int n = room.num_ranks, me = room.rank;
   const bool sends_segments = call.kind == reduce_scatter || call.kind == all_to_all;
@@ -99,6 +137,7 @@ void run_collective(Room& room, const Call& call, const void* in_start, void* ou
     if (has_input)
       for (int part = 0; part < sent; part++)
         memcpy(room.place(me) + part * size, in + part * whole + first, size);
+    if (is_scaled) multiply(room.place(me), sent * size / item, type, scale);
     if (!room.meet(room.of_kernels())) return;
     const void* sources[kMostRanks];
     for (int rank = 0; rank < n; rank++)
@@ -125,6 +164,7 @@ bool move(Room& room, Message& message) {
   if (box.is_full.load(std::memory_order_acquire) == message.is_send) return false;
   if (message.is_send) {
     box.whole = message.size;
+    box.sent = moment();
     box.size = std::min(kLetter, message.size - message.done);
     memcpy(box.bytes, message.data + message.done, box.size);
   } else {
@@ -132,6 +172,10 @@ bool move(Room& room, Message& message) {
       end("rank %d of the communicator receives %zu bytes, rank %d sends %ld", room.rank,
           message.size, message.peer, long(box.whole));
     memcpy(message.data + message.done, box.bytes, box.size);
+    if (is_time_stated() && message.done + box.size == message.size) {
+      const int from = room.global_rank(message.peer), to = room.global_rank(room.rank);
+      reach(std::max(moment(), box.sent) + between_s(from, to, message.size));
+    }
   }
   message.done += box.size;
   box.is_full.store(message.is_send, std::memory_order_release);
@@ -167,32 +211,87 @@ void run_messages(Room& room, std::vector<Message> messages) {
 
 // ---- launches: on threads of the host
 
-// Kernels of one communicator run in the order of their launches, whatever their streams (NCCL,
-// "Using multiple CUDA streams": NCCL enforces a stream dependency).
-void launch(Pending pending) {
-  auto room = pending.comm->room;
-  auto stream = stream_of(pending.stream);
-  std::lock_guard lock(pending.comm->mutex);
-  stream->push_wait(pending.comm->last);
-  pending.comm->last = stream->push_kernel([room, pending = std::move(pending)] {
+// [Note: launch order] With NCCL_LAUNCH_ORDER_IMPLICIT a launch waits, on the device, for the begin
+// of the one before it, of whatever communicator, stream and thread: NCCL 2.29 launches with
+// CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT, "triggered once all blocks of the kernel have begun
+// execution" (driver_types.h), and its next launch on that device waits for this event (enqueue.cc,
+// ncclLaunchPrepare and ncclLaunchFinish). It takes the order from the host: two threads that
+// launch at the same time are an error (NCCL_LAUNCH_RACE_FATAL; strongstream.cc).
+struct LaunchOrder {
+  std::atomic<std::thread::id> launches;
+  std::mutex mutex;
+  Position last;
+};
+
+bool is_set(const char* name, bool otherwise) {
+  const char* text = getenv(name);
+  return text ? atoi(text) : otherwise;
+}
+
+LaunchOrder* launch_order_of(int device) {
+  if (!is_set("NCCL_LAUNCH_ORDER_IMPLICIT", false)) return nullptr;
+  static std::mutex mutex;
+  static auto& orders = *new std::map<int, LaunchOrder>;
+  std::lock_guard lock(mutex);
+  return &orders[device];
+}
+
+ncclResult_t failed(ncclResult_t result, const char* text) {
+  last_error = text;
+  return result;
+}
+
+void run(Room& room, const std::vector<Pending>& calls) {
+  for (const Pending& pending : calls)
     if (pending.call.kind == messages)
-      run_messages(*room, pending.messages);
+      run_messages(room, pending.messages);
     else
-      run_collective(*room, pending.call, pending.in, pending.out);
-  });
+      run_collective(room, pending.call, pending.in, pending.out, pending.factor);
+}
+
+// One kernel for the calls of one communicator, on the first one's stream; the other streams wait
+// for it, and it for them (enqueue.cc, "userStream[0] waits on each userStream[i]"). Kernels of one
+// communicator run in the order of their launches, whatever their streams (NCCL, "Using multiple
+// CUDA streams": NCCL enforces a stream dependency).
+ncclResult_t launch(std::vector<Pending> calls) {
+  ncclComm_t comm = calls[0].comm;
+  auto room = comm->room;
+  auto stream = stream_of(calls[0].stream);
+  std::vector<Stream*> others;
+  for (const Pending& pending : calls)
+    if (auto other = stream_of(pending.stream); other != stream) others.push_back(other);
+  std::lock_guard lock(comm->mutex);
+  LaunchOrder* order = launch_order_of(comm->device);
+  if (order) order->launches = std::this_thread::get_id();
+  for (Stream* other : others) stream->push_wait(other->end());
+  stream->push_wait(comm->last);
+  if (order) {
+    // A launch of NCCL takes some microseconds of its thread.
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    std::lock_guard order_lock(order->mutex);
+    stream->push_wait_begun(order->last);
+  }
+  comm->last = stream->push_kernel([room, calls = std::move(calls)] { run(*room, calls); });
+  for (Stream* other : others) other->push_wait(comm->last);
+  if (order) {
+    std::lock_guard order_lock(order->mutex);
+    order->last = comm->last;
+    if (order->launches != std::this_thread::get_id() && is_set("NCCL_LAUNCH_RACE_FATAL", true))
+      return failed(ncclInvalidUsage, "host threads racing to launch NCCL on same device");
+  }
+  return ncclSuccess;
 }
 
 ncclResult_t add(Pending pending) {
-  if (!group_depth) {
-    launch(std::move(pending));
-    return ncclSuccess;
-  }
+  if (!group_depth) return launch({std::move(pending)});
   if (pending.call.kind == messages) {
     for (Pending& other : group)
       if (other.call.kind == messages && other.comm == pending.comm) {
-        if (other.stream != pending.stream)
-          end("messages of one group and communicator on two streams are not emulated");
         other.messages.push_back(pending.messages[0]);
+        if (other.stream != pending.stream) {  // for the order of streams alone
+          pending.messages.clear();
+          break;
+        }
         return ncclSuccess;
       }
   }
@@ -202,19 +301,23 @@ ncclResult_t add(Pending pending) {
 
 ncclResult_t collective(Kind kind, const void* in, void* out, size_t count, ncclDataType_t type,
                         int op, int root, ncclComm_t comm, cudaStream_t stream) {
-  return add({comm, stream, Call{kind, type, op, root, int64_t(count)}, in, out, {}});
+  Pending pending{comm, stream, Call{kind, type, op, root, int64_t(count)}, in, out};
+  if (op >= ncclNumOps) pending.factor = comm->factors.at(op);
+  return add(std::move(pending));
 }
 
 ncclResult_t message(bool is_send, const void* data, size_t count, ncclDataType_t type, int peer,
                      ncclComm_t comm, cudaStream_t stream) {
   auto bytes = static_cast<char*>(const_cast<void*>(data));
   Message one{is_send, peer, bytes, count * size_of(type)};
-  return add({comm, stream, Call{messages, type, 0, 0, 0}, nullptr, nullptr, {one}});
+  Pending pending{comm, stream, Call{messages, type, 0, 0, 0}};
+  pending.messages = {one};
+  return add(std::move(pending));
 }
 
 ncclComm_t new_comm(const std::string& name, int rank, int num_ranks) {
   auto comm = new ncclComm;
-  comm->room = std::make_shared<Room>(name, rank, num_ranks);
+  comm->room = std::make_shared<Room>(name, rank, num_ranks, delays().rank);
   comm->device = current_device();
   return comm;
 }
@@ -229,9 +332,14 @@ EXPORT ncclResult_t ncclGetVersion(int* version) {
 }
 
 EXPORT const char* ncclGetErrorString(ncclResult_t result) {
-  return result == ncclSuccess ? "no error" : "an error of the emulated NCCL";
+  switch (result) {
+    case ncclSuccess: return "no error";
+    case ncclInvalidUsage: return "invalid usage";
+    case ncclRemoteError: return "remote process exited or there was a network error";
+    default: return "an error of the emulated NCCL";
+  }
 }
-EXPORT const char* ncclGetLastError(ncclComm_t) { return ""; }
+EXPORT const char* ncclGetLastError(ncclComm_t) { return last_error.c_str(); }
 
 EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   *id = {};
@@ -291,8 +399,12 @@ EXPORT ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* index) {
   return ncclSuccess;
 }
 
-EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {
-  *error = ncclSuccess;
+// ncclRemoteError: "possibly due to a network error or a remote process exiting prematurely" (NCCL,
+// "Types"). The kernel goes on waiting until the communicator is aborted.
+EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* error) {
+  const int lost = comm->room->lost_rank();
+  *error = lost < 0 ? ncclSuccess : ncclRemoteError;
+  if (lost >= 0) last_error = "rank " + std::to_string(lost) + " of the communicator is gone";
   return ncclSuccess;
 }
 
@@ -303,13 +415,14 @@ EXPORT ncclResult_t ncclCommFinalize(ncclComm_t comm) {
 
 EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   comm->last.wait();
+  comm->room->leave();
   delete comm;
   return ncclSuccess;
 }
 
 // Kernels under way end without their result (NCCL, ncclCommAbort).
 EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
-  comm->room->is_aborted = true;
+  comm->room->abort();
   delete comm;
   return ncclSuccess;
 }
@@ -327,12 +440,41 @@ EXPORT ncclResult_t ncclGroupStart() {
   return ncclSuccess;
 }
 
+// "The NCCL operation will only be started as a whole during the last call to ncclGroupEnd" (NCCL,
+// "Group Calls").
 EXPORT ncclResult_t ncclGroupEnd() {
   if (--group_depth) return ncclSuccess;
-  std::vector<Pending> calls;
-  calls.swap(group);
-  for (Pending& pending : calls) launch(std::move(pending));
+  std::vector<std::vector<Pending>> launches;  // by communicator, in the order of the calls
+  for (Pending& pending : group) {
+    auto same = std::find_if(launches.begin(), launches.end(),
+                             [&](auto& calls) { return calls[0].comm == pending.comm; });
+    if (same == launches.end()) same = launches.insert(same, std::vector<Pending>());
+    same->push_back(std::move(pending));
+  }
+  group.clear();
+  ncclResult_t result = ncclSuccess;
+  for (auto& calls : launches)
+    if (auto error = launch(std::move(calls))) result = error;
+  return result;
+}
+
+// ---- reductions
+
+EXPORT ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t type,
+                                             ncclScalarResidence_t residence, ncclComm_t comm) {
+  std::lock_guard lock(comm->mutex);
+  int free = ncclNumOps;
+  while (comm->factors.count(free)) free++;
+  const bool is_here = residence == ncclScalarHostImmediate;
+  comm->factors[free] = {is_here ? number_of(scalar, type) : 1, is_here ? nullptr : scalar, type};
+  *op = ncclRedOp_t(free);
   return ncclSuccess;
+}
+
+// What was called with it keeps its factor.
+EXPORT ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm) {
+  std::lock_guard lock(comm->mutex);
+  return comm->factors.erase(op) ? ncclSuccess : ncclInvalidArgument;
 }
 
 // ---- collectives

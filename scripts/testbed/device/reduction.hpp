@@ -16,4 +16,8 @@ const char* name_of(ncclDataType_t type);
 void reduce(void* out, const void* const* sources, int num_sources, size_t count,
             ncclDataType_t type, ncclRedOp_t op);
 
+// values[i] *= factor, rounded to the type.
+void multiply(void* values, size_t count, ncclDataType_t type, double factor);
+double number_of(const void* value, ncclDataType_t type);
+
 }  // namespace device

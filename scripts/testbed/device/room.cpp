@@ -10,6 +10,7 @@
 
 #include <cerrno>
 #include <climits>
+#include <cstdio>
 #include <cstring>
 #include <ctime>
 
@@ -23,6 +24,16 @@ void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
   syscall(SYS_futex, &word, FUTEX_WAIT, value, &most, nullptr, 0);
 }
 
+bool is_running(int process) {
+  char path[64], state = 'Z';  // a zombie has ended, too
+  snprintf(path, sizeof path, "/proc/%d/stat", process);
+  if (FILE* file = fopen(path, "r")) {
+    if (fscanf(file, "%*d (%*[^)]) %c", &state) != 1) state = 'Z';
+    fclose(file);
+  }
+  return state != 'Z' && state != 'X';
+}
+
 void wake_all(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
@@ -30,7 +41,7 @@ void wake_all(std::atomic<uint32_t>& word) {
 }  // namespace
 
 // New shared memory is zero, so whoever comes first need prepare nothing.
-Room::Room(const std::string& name, int rank, int num_ranks)
+Room::Room(const std::string& name, int rank, int num_ranks, int global_rank)
     : name(name), rank(rank), num_ranks(num_ranks) {
   if (num_ranks > kMostRanks) end("a communicator of %d ranks: %d at most", num_ranks, kMostRanks);
   size_ = sizeof(Shared) + kPlace * num_ranks + sizeof(Mailbox) * num_ranks * num_ranks;
@@ -42,11 +53,27 @@ Room::Room(const std::string& name, int rank, int num_ranks)
   shared_ = static_cast<Shared*>(start);
   mailboxes_ = reinterpret_cast<Mailbox*>(shared_ + 1);
   places_ = reinterpret_cast<char*>(mailboxes_ + num_ranks * num_ranks);
+  shared_->members[rank].process = getpid();
+  shared_->members[rank].global_rank = global_rank;
   meet(of_hosts());
   if (rank == 0) shm_unlink(name.c_str());  // all have it: nothing is left behind
 }
 
 Room::~Room() { munmap(shared_, size_); }
+
+void Room::abort() {
+  shared_->members[rank].state = aborted;
+  is_aborted = true;
+}
+
+int Room::lost_rank() const {
+  for (int other = 0; other < num_ranks; other++) {
+    const Member& member = shared_->members[other];
+    if (member.state == aborted || (member.state == here && !is_running(member.process)))
+      return other;
+  }
+  return -1;
+}
 
 bool Room::meet(Barrier& barrier) {
   uint32_t generation = barrier.generation;

@@ -27,6 +27,7 @@ struct Call {
 struct Mailbox {
   std::atomic<uint32_t> is_full;
   uint32_t size;
+  double sent;     // when, by the device's clock
   int64_t whole;  // bytes of the message that this is part of
   char bytes[kLetter];
 };
@@ -38,7 +39,7 @@ struct Barrier {
 
 class Room {
  public:
-  Room(const std::string& name, int rank, int num_ranks);
+  Room(const std::string& name, int rank, int num_ranks, int global_rank);
   ~Room();
 
   // False where this rank has aborted.
@@ -46,17 +47,32 @@ class Room {
   Barrier& of_kernels() { return shared_->of_kernels; }
   Barrier& of_hosts() { return shared_->of_hosts; }
   Call& call(int rank) { return shared_->calls[rank]; }
+  double& moment(int rank) { return shared_->members[rank].moment; }
+  int global_rank(int rank) const { return shared_->members[rank].global_rank; }
   int32_t* split(int rank) { return shared_->splits[rank]; }
   char* place(int rank) { return places_ + kPlace * rank; }
   Mailbox& mailbox(int from, int to) { return mailboxes_[from * num_ranks + to]; }
+
+  // This rank leaves the communicator.
+  void abort();
+  void leave() { shared_->members[rank].state = left; }
+  // A rank that has aborted, or whose process has ended without leaving; -1 where there is none.
+  int lost_rank() const;
 
   const std::string name;
   const int rank, num_ranks;
   std::atomic<bool> is_aborted{false};
 
  private:
+  enum State { here, left, aborted };
+  struct Member {
+    std::atomic<int32_t> state;
+    int32_t process, global_rank;
+    double moment;  // when its kernel has begun, by the device's clock
+  };
   struct Shared {
     Barrier of_kernels, of_hosts;
+    Member members[kMostRanks];
     Call calls[kMostRanks];
     int32_t splits[kMostRanks][2];  // color and key
   };

@@ -13,13 +13,15 @@
 #include <memory>
 #include <mutex>
 
+#include "clock.hpp"
 #include "report.hpp"
 #include "stream.hpp"
 
 namespace device {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using Clock = std::chrono::steady_clock;  // or [Note: the device's clock], in the same ticks
+static_assert(std::is_same_v<Clock::period, std::nano>);
 
 int num_devices() {
   const char* text = getenv("ASYNCHZP_DEVICES");
@@ -249,8 +251,10 @@ EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) {
 EXPORT cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
   Stream* stream = stream_of(stream_handle);
   auto record = std::make_shared<Event::Record>();
-  record->position =
-      stream->push([record] { record->at = Clock::now().time_since_epoch().count(); });
+  record->position = stream->push([record] {
+    record->at = is_time_stated() ? Clock::rep(1e9 * moment())
+                                  : Clock::now().time_since_epoch().count();
+  });
   auto event = reinterpret_cast<Event*>(handle);
   std::lock_guard lock(event->mutex);
   event->record = record;

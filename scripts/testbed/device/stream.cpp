@@ -24,6 +24,7 @@ struct Queue {
   std::mutex mutex;
   std::condition_variable first_changed;
   std::deque<Position> commands;
+  double left = 0;  // when the last command left it, by the device's clock
 
   void await_turn(const Position& mine) {
     std::unique_lock lock(mutex);
@@ -95,21 +96,30 @@ Position Stream::push_kernel(std::function<void()> run) {
     if (ordinal_ < 0) ordinal_ = next_ordinal++;
     us = delay_us(ordinal_, num_kernels_++);
   }
-  return push([us, run = std::move(run)] {
+  auto kernel = [this, us, run = std::move(run)] {
     if (us) std::this_thread::sleep_for(std::chrono::microseconds(us));
+    begin_kernel();
     run();
-  });
+  };
+  return add(std::move(kernel), Kind::kernel);
 }
 
 void Stream::push_wait(Position other) {
-  if (other.stream && other.stream != this) push([other] { other.wait(); });
+  if (other.stream && other.stream != this) add([other] { other.wait(); }, Kind::wait);
 }
 
-Position Stream::push(std::function<void()> run) { return add(std::move(run), true); }
+void Stream::push_wait_begun(Position kernel) {
+  if (kernel.stream && kernel.stream != this)
+    add([kernel] { kernel.wait_begun(); }, Kind::wait);
+}
 
-Position Stream::push_beside(std::function<void()> run) { return add(std::move(run), false); }
+Position Stream::push(std::function<void()> run) { return add(std::move(run), Kind::mark); }
 
-Position Stream::add(std::function<void()> run, bool is_queued) {
+Position Stream::push_beside(std::function<void()> run) {
+  return add(std::move(run), Kind::beside);
+}
+
+Position Stream::add(std::function<void()> run, Kind kind) {
   last_submission = Clock::now().time_since_epoch().count();
   std::lock_guard lock(mutex_);
   submitted_++;
@@ -118,8 +128,8 @@ Position Stream::add(std::function<void()> run, bool is_queued) {
     queue_ = next_queue();
     std::thread([this] { work(); }).detach();
   }
-  is_queued &= queue_ != nullptr;
-  tasks_.push_back({std::move(run), is_queued});
+  const bool is_queued = queue_ && kind != Kind::beside;
+  tasks_.push_back({std::move(run), kind, host_moment(), is_queued});
   if (is_queued) {
     std::lock_guard queue_lock(queue_->mutex);
     queue_->commands.push_back({this, submitted_});
@@ -152,10 +162,16 @@ void Stream::work() {
     const Position mine{this, completed_ + 1};
     lock.unlock();
     if (task.is_queued) queue_->await_turn(mine);
+    // A kernel leaves its queue when it begins, a wait when it is over, and a mark is a part of what
+    // is before it: [Note: the device's clock].
+    const bool takes_turn = task.is_queued && task.kind != Kind::mark;
+    begin_moment(takes_turn ? std::max(task.issued, queue_->left) : task.issued, moments_.last);
     task.run();
     task.run = nullptr;  // what it owns ends before it counts as done
+    if (takes_turn) queue_->left = task.kind == Kind::wait ? moment() : moment_begun();
     lock.lock();
     completed_++;
+    moments_.add(moment_begun(), moment());
     completed_changed_.notify_all();
     if (task.is_queued) queue_->leave();
   }
@@ -178,6 +194,21 @@ void Position::wait() const {
   demand();
   std::unique_lock lock(stream->mutex_);
   stream->completed_changed_.wait(lock, [this] { return stream->completed_ >= count; });
+  reach(stream->moments_.end_of(count));
+}
+
+void Position::wait_begun() const {
+  demand();
+  std::unique_lock lock(stream->mutex_);
+  stream->completed_changed_.wait(lock, [this] { return stream->begun_ >= count; });
+  reach(stream->moments_.begin_of(count));
+}
+
+void Stream::begin_kernel() {
+  std::lock_guard lock(mutex_);
+  begun_ = completed_ + 1;
+  moments_.begun = moment();
+  completed_changed_.notify_all();
 }
 
 void Stream::synchronize_all(int device) {
@@ -193,6 +224,14 @@ void Stream::count_anew() {
     stream->ordinal_ = -1;
   }
   next_ordinal = 0;
+}
+
+void Stream::restart_clock() {
+  for (Stream* stream : streams_of(-1)) {
+    std::lock_guard lock(stream->mutex_);
+    stream->moments_ = Moments(stream->completed_);
+    if (stream->queue_) stream->queue_->left = 0;
+  }
 }
 
 }  // namespace device

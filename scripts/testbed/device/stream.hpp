@@ -12,12 +12,15 @@
 #include <functional>
 #include <mutex>
 
+#include "clock.hpp"
+
 namespace device {
 
 struct Queue;
 struct Stream;
 
-// Reached when the first `count` tasks of the stream are done.
+// Reached when the first `count` tasks of the stream are done; begun when the last of them has
+// begun, where that is a kernel.
 struct Position {
   Stream* stream = nullptr;
   int64_t count = 0;
@@ -28,6 +31,7 @@ struct Position {
   bool is_reached() const;
   void demand() const;
   void wait() const;  // under Law::on_demand this is what makes streams go on
+  void wait_begun() const;
 };
 
 struct Stream {
@@ -40,26 +44,33 @@ struct Stream {
   Position push(std::function<void()> run);         // at once
   Position push_beside(std::function<void()> run);  // as no command of CUDA: in no hardware queue
   void push_wait(Position other);                   // what follows waits for `other`
+  void push_wait_begun(Position kernel);            // what follows waits for the begin of `kernel`
   Position end();
 
   static void synchronize_all(int device = -1);
   static void count_anew();
+  static void restart_clock();
 
  private:
   friend struct Position;
+  enum class Kind { kernel, mark, wait, beside };
   struct Task {
     std::function<void()> run;
+    Kind kind;
+    double issued;  // by the host; see clock.hpp
     bool is_queued;
   };
-  Position add(std::function<void()> run, bool is_queued);
+  Position add(std::function<void()> run, Kind kind);
   void work();
   bool may_go_on();
+  void begin_kernel();
 
   std::mutex mutex_;
   std::condition_variable submitted_changed_, completed_changed_;
   std::deque<Task> tasks_;
   Queue* queue_ = nullptr;  // of the hardware; null: one of its own
-  int64_t submitted_ = 0, completed_ = 0;
+  int64_t submitted_ = 0, completed_ = 0, begun_ = 0;
+  Moments moments_;
   int64_t demanded_ = 0;  // Law::on_demand: how many tasks someone waits for
   int64_t num_kernels_ = 0;
   int ordinal_ = -1;  // among the streams that got a kernel, in the order of their first

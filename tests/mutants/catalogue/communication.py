@@ -149,8 +149,8 @@ MUTANTS = [
         "streams-ignore-earlier-jobs",
         "a task begins after those whose results it reads",
         "comm/driver.py",
-        "for task in self.after:\n            device",
-        "for task in ():\n            device",
+        "for task in self.after:\n            task.order",
+        "for task in ():\n            task.order",
         (
             "tests/zero/test_happens_before.py::"
             "test_every_two_conflicting_accesses_of_streams_are_ordered"
@@ -177,6 +177,66 @@ MUTANTS = [
             "tests/comm/test_watchdog.py::"
             "test_a_task_that_does_not_end_is_named_and_ends_the_driver_though_nobody_waits_"
             "for_it"
+        ),
+    ),
+    Mutant(
+        "nothing-is-put-off",
+        "nothing stands behind a collective before it is needed",
+        "comm/driver.py",
+        "if not task.is_on_its_way:",
+        "if True:",
+        (
+            "tests/comm/test_driver.py::"
+            "test_on_a_device_nothing_waits_for_a_collective_until_its_result_is_needed"
+        ),
+    ),
+    Mutant(
+        "readers-wait-to-the-end",
+        "what reads a result is issued when the next task of that lane is",
+        "comm/driver.py",
+        "if is_due and other in self._postponed:",
+        "if False:",
+        (
+            "tests/comm/test_driver.py::"
+            "test_on_a_device_what_reads_a_result_is_issued_when_the_next_of_that_lane_is"
+        ),
+    ),
+    Mutant(
+        "a-lane-overtakes-itself",
+        "a lane issues its tasks in the order of submission",
+        "comm/driver.py",
+        "if not is_held_up and all(",
+        "if all(",
+        ("tests/comm/test_driver.py::test_a_lane_issues_its_tasks_in_the_order_of_submission"),
+    ),
+    Mutant(
+        "a-lane-completes-nothing",
+        "a lane leaves at most two tasks unfinished",
+        "comm/driver.py",
+        "if len(of_lane) > 1:",
+        "if False:",
+        ("tests/comm/test_driver.py::test_on_a_device_a_lane_leaves_at_most_two_tasks_unfinished"),
+    ),
+    Mutant(
+        "no-wait-for-the-collective-itself",
+        "law 5: a reader of a gather waits for the collective's own end",
+        "comm/driver.py",
+        "        self._complete(self._end)",
+        "        pass",
+        (
+            "tests/zero/test_happens_before.py::"
+            "test_every_two_conflicting_accesses_of_streams_are_ordered"
+        ),
+    ),
+    Mutant(
+        "all-shards-at-once",
+        "a shard is rebuilt a few units ahead of its use",
+        "sharding/decisions.py",
+        "if self._depth and num_ahead >= self._depth + 2:",
+        "if False:",
+        (
+            "tests/zero/test_schedules.py::"
+            "test_a_shard_is_rebuilt_a_few_units_ahead_of_its_use_and_not_all_at_once"
         ),
     ),
 ]

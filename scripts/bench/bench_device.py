@@ -1,0 +1,162 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""One training step of the default schedule on CUDA beside FSDP2, by the clock of the emulated
+device: with one hardware queue and many, with and without NCCL's implicit launch order, with and
+without a host that waits for each step. Prints a table; JSON lines with --out.
+
+    python -m scripts.bench.bench_device --out runs/device.jsonl
+
+Computation and collectives take stated times and the host takes none, so the figures are the same
+in every run and on a busy machine.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from scripts.report.device_table import device_table
+from scripts.report.records import append
+from scripts.testbed.contenders.delayed_model import ModelSize
+from scripts.testbed.contenders.systems import SYSTEMS
+from scripts.testbed.device.worlds import DeviceWorlds
+from scripts.testbed.machine import machine_record
+from scripts.testbed.profile import NetworkProfile
+
+FLOOR = "compute only"
+CONTENDERS = ("main-thread", "hsdp")
+QUEUES = ("1", "8", "32")
+STEPS = 3  # the last one is measured: ours knows from the first what follows what
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Parameters and gradients are sharded over the ranks of a node, optimizer states over all."""
+
+    nodes: int
+    ranks_per_node: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.ranks_per_node, self.ranks_per_node, self.nodes * self.ranks_per_node
+
+    def network(self, size: ModelSize, comm: float) -> NetworkProfile:
+        """On which gathering a block over the ranks of a node, or what a rank has of it over the
+        nodes, takes `comm` times as long as its forward."""
+        bits_per_s = 8 * size.block_nbytes / (1e-3 * comm * size.block_ms)
+        in_node, between = (self.ranks_per_node - 1), (self.nodes - 1) / self.nodes
+        return NetworkProfile(
+            "device",
+            inter_gbit=1e-9 * bits_per_s * (between or 1),
+            intra_gbit=1e-9 * bits_per_s * in_node,
+            ranks_per_node=self.ranks_per_node,
+        )
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    records: list[dict] = []
+    if args.out:
+        append(args.out, machine_record())
+    with DeviceWorlds(["scripts.testbed.contenders.systems"]) as worlds:
+        for shape, queues, in_order in product(args.clusters, args.queues, (False, True)):
+            cluster = Cluster(*shape)
+            size = ModelSize(args.hidden, args.blocks, 2, args.block_ms, args.micro_batches)
+            env = {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
+            env |= {"NCCL_LAUNCH_ORDER_IMPLICIT": str(int(in_order))}
+            network, world_size = cluster.network(size, args.comm), cluster.sizes[2]
+            given = (shape, size, network, args.contenders)
+            seen = worlds.run(measure, world_size, *given, env=env, timeout_s=args.time_limit)[0]
+            # fmt: off
+            records += [{
+                "kind": "step", "nodes": cluster.nodes, "sizes": cluster.sizes,
+                "queues": int(queues), "in_order": in_order, "synchronizes": synchronizes,
+                "comm": args.comm, "model": asdict(size), "contender": name + args.label, **result,
+            } for (name, synchronizes), result in seen.items()]
+            # fmt: on
+            print(device_table(records[-len(seen) :]), flush=True)
+            _check(records)
+            if args.out:
+                append(args.out, *records[-len(seen) :])
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument(
+        "--clusters", type=_shape, nargs="+", default=[(1, 4), (2, 2)], metavar="NODESxRANKS"
+    )
+    parser.add_argument("--queues", nargs="+", default=QUEUES)
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=SYSTEMS)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=32)
+    parser.add_argument("--block-ms", type=float, default=10.0, help="stated time of a forward")
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--comm", type=float, default=0.8, help="a gather's time / a forward's")
+    parser.add_argument("--label", default="", help="put behind names: of another tree, say")
+    parser.add_argument("--time-limit", type=float, default=200.0, help="seconds per setting")
+    parser.add_argument("--out", type=Path, help="file to append JSON lines to")
+    return parser.parse_args(argv)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    nodes, ranks = text.split("x")
+    return int(nodes), int(ranks)
+
+
+def _check(records: Sequence[dict]) -> None:
+    """No speed without correctness."""
+    for record in records:
+        first = next(one for one in records if one["sizes"] == record["sizes"])
+        if any(abs(a - b) > 1e-5 * abs(b) for a, b in zip(record["losses"], first["losses"])):
+            sys.exit(f"{record['contender']}: losses {record['losses']}, not {first['losses']}")
+
+
+# ---- on the ranks
+
+
+def measure(
+    shape: tuple[int, int], size: ModelSize, network: NetworkProfile, contenders: Sequence[str]
+) -> dict[tuple[str, bool], dict]:
+    """By contender, and by whether the host waits for each step."""
+    mesh = init_device_mesh("cuda", shape, mesh_dim_names=("inter", "intra"))
+    floor_ms = _measured(FLOOR, size, mesh, network, False)["step_ms"]
+    return {
+        (name, synchronizes): _measured(name, size, mesh, network, synchronizes)
+        | {"floor_ms": floor_ms}
+        for name, synchronizes in product(contenders, (False, True))
+    }
+
+
+def _measured(
+    name: str, size: ModelSize, mesh: DeviceMesh, network: NetworkProfile, synchronizes: bool
+) -> dict:
+    from scripts.testbed.device import inside
+
+    inside.state_time(network)
+    system = SYSTEMS[name](size, mesh)
+    ends, losses = [], []
+    for _ in range(STEPS):
+        loss = system.step_on_device()
+        dist.all_reduce(loss)  # as Megatron does for its log
+        losses.append(loss)
+        ends.append(torch.cuda.Event(enable_timing=True))
+        ends[-1].record()
+        if synchronizes:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    step_ms = torch.tensor(ends[-2].elapsed_time(ends[-1]), device="cuda")
+    means = [round(loss.item() / dist.get_world_size(), 6) for loss in losses]
+    system.drain()
+    dist.all_reduce(step_ms, dist.ReduceOp.MAX)
+    system.close()
+    return {"step_ms": round(step_ms.item(), 3), "losses": means}
+
+
+if __name__ == "__main__":
+    main()

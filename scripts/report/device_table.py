@@ -1,0 +1,35 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the records of scripts.bench.bench_device into a Markdown table: the step over the floor by
+the emulated device's clock."""
+
+from collections.abc import Sequence
+
+from scripts.report.records import markdown_table, print_table
+
+_HEAD = ["sizes", "hardware queues", "launch order", "host waits for each step"]
+
+
+def device_table(lines: Sequence[dict]) -> str:
+    """A row for each setting, a column for each contender, in the order in which they come."""
+    steps = [line for line in lines if line.get("kind") == "step"]
+    contenders = list(dict.fromkeys(line["contender"] for line in steps))
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for line in steps:
+        p, g, o = line["sizes"]
+        setting = (
+            f"P{p} G{g} O{o}",
+            str(line["queues"]),
+            "implicit" if line["in_order"] else "none",
+            "yes" if line["synchronizes"] else "no",
+        )
+        cell = f"{line['step_ms'] / line['floor_ms']:.2f}"
+        rows.setdefault(setting, {})[line["contender"]] = cell
+    cells = [
+        [*setting, *(row.get(name, "") for name in contenders)] for setting, row in rows.items()
+    ]
+    return markdown_table([*_HEAD, *contenders], cells, num_left=4)
+
+
+if __name__ == "__main__":
+    print_table("device_table", "scripts.bench.bench_device", device_table)

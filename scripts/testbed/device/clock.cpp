@@ -1,0 +1,117 @@
+// SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+// SPDX-License-Identifier: Apache-2.0
+#include "clock.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <mutex>
+
+#include "links.hpp"
+#include "report.hpp"
+#include "stream.hpp"
+
+namespace device {
+namespace {
+
+std::atomic<bool> is_stated{false};
+std::atomic<double> host{0};
+
+thread_local bool is_of_stream = false;
+thread_local double now = 0, begun = 0;
+
+// The times at which a device computes, sorted; those that touch are joined.
+std::mutex mutex;
+auto& computing = *new std::map<int, std::map<double, double>>;
+
+}  // namespace
+
+bool is_time_stated() { return is_stated; }
+
+void begin_moment(double least, double last) {
+  is_of_stream = true;
+  now = begun = std::max(least, last);
+}
+
+double moment() { return now; }
+double moment_begun() { return begun; }
+double host_moment() { return host; }
+
+void reach(double moment) {
+  if (is_of_stream) {
+    now = std::max(now, moment);
+    return;
+  }
+  double before = host;
+  while (before < moment && !host.compare_exchange_weak(before, moment)) {
+  }
+}
+
+// The first time that is long enough: threads of streams may come in any order.
+void compute(int device, double seconds) {
+  std::lock_guard lock(mutex);
+  auto& taken = computing[device];
+  double begin = now;
+  for (auto& [from, to] : taken)
+    if (from < begin + seconds && begin < to) begin = to;
+  now = begin + seconds;
+  double end = now;
+  auto next = taken.lower_bound(begin);
+  if (next != taken.end() && next->first == end) {
+    end = next->second;
+    next = taken.erase(next);
+  }
+  if (next != taken.begin() && std::prev(next)->second == begin)
+    std::prev(next)->second = end;
+  else
+    taken[begin] = end;
+}
+
+void Moments::add(double begin, double end) {
+  last = end;
+  if (is_stated)
+    spans_.push_back({begin, end});
+  else
+    before_++;
+}
+
+const Moments::Span* Moments::found(int64_t count) const {
+  const int64_t index = count - before_ - 1;
+  return index >= 0 && index < int64_t(spans_.size()) ? &spans_[index] : nullptr;
+}
+
+double Moments::end_of(int64_t count) const {
+  const Span* span = found(count);
+  return span ? span->end : 0;
+}
+
+double Moments::begin_of(int64_t count) const {
+  const Span* span = found(count);
+  return span ? span->begin : begun;
+}
+
+}  // namespace device
+
+using namespace device;
+
+// From here on, when everything submitted so far has run, the clock goes, from 0. Speeds: see Links.
+EXPORT void asynchzp_device_state_time(double inter_nbytes_per_s, double intra_nbytes_per_s,
+                                       double inter_latency_s, double intra_latency_s,
+                                       int ranks_per_node) {
+  Stream::synchronize_all();
+  links() = {inter_nbytes_per_s, intra_nbytes_per_s, inter_latency_s, intra_latency_s,
+             ranks_per_node};
+  {
+    std::lock_guard lock(mutex);
+    computing.clear();
+  }
+  host = 0;
+  is_stated = true;
+  Stream::restart_clock();
+}
+
+EXPORT void asynchzp_device_compute(void* handle, double seconds) {
+  if (!is_stated) end("a kernel that takes a stated time, and no clock: call inside.state_time()");
+  Stream* stream = stream_of(handle);
+  stream->push_kernel([stream, seconds] { compute(stream->device, seconds); });
+}
