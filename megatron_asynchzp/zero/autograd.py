@@ -83,7 +83,7 @@ class HZPRuntime(StepScheduler):
         is_compiled: bool = False,
     ):
         self._fuses_grads = fuses_grads
-        self._around: Callable[[Any], Any] = torch.compiler.disable if is_compiled else _as_it_is
+        self._around: Callable[[Any], Any] = torch.compiler.disable if is_compiled else _as_it_is  # pyright: ignore[reportUnknownMemberType]
         self.group_keys: dict[HZPUnit, str] = {}
         self._saved_views = SavedViews(on_missing=self._unshard)
         self._has_pushed: list[bool] = []
