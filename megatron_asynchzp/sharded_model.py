@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine around a torch module: what a plain training loop needs, in one object."""
 
+import atexit
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -194,6 +196,16 @@ def _refuse_other_optimizers(optimizer: torch.optim.Optimizer, *_: object) -> No
                 )
 
 
+def _close_at_exit(sharded: "weakref.ref[ShardedModel]") -> None:
+    """A thread that still waits for a collective when the process is torn down would abort it.
+
+    Where it ends with an error the other ranks may be gone."""
+    open_one = sharded()
+    if open_one is not None and not hasattr(sys, "last_exc"):
+        with suppress(Exception):  # the collectives of a group that was destroyed
+            open_one.close()
+
+
 class ShardedModel:
     """A sharded model's step, gradient norm and checkpoint; made by `shard`.
 
@@ -226,6 +238,7 @@ class ShardedModel:
         self.optimizer = self._new_optimizer(new_optimizer)
         self._makes_state = False
         self._await_grads()
+        atexit.register(_close_at_exit, weakref.ref(self))
 
     def _new_optimizer(self, new_optimizer: NewOptimizer) -> torch.optim.Optimizer:
         named = [(part.name, part.param) for part in self._trained]
