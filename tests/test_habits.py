@@ -152,6 +152,27 @@ def test_two_forwards_and_one_backward_train_as_in_one_process_for_every_kind_of
     run_ranks(check_losses, 4, SIZES_OF_4, ["two_forwards_one_backward", "a_gradient_penalty"])
 
 
+def a_penalty_on_weights(model, step, rank):
+    yield from one(model, step, rank)
+    yield sum(param.square().sum() for param in model.parameters()) / 100
+
+
+def check_gradients_beside_modules() -> None:
+    """Of weights that two modules share, and of weights that are always gathered."""
+    for losses, all_sizes, is_tied in (
+        (several_backwards_without_a_word, SIZES, True),
+        (a_penalty_on_weights, [(1, 1, 2), (1, 2, 2)], False),
+    ):
+        expected = train_plainly(build_toy(is_tied=is_tied), losses, dist.get_world_size())
+        for sizes in all_sizes:
+            with sharded_toy(sizes, build_toy(is_tied=is_tied)) as sharded:
+                assert train(sharded, losses) == expected, (losses, sizes)
+
+
+def test_gradients_that_come_from_several_modules_or_from_none_are_all_reduced():
+    run_ranks(check_gradients_beside_modules, 2)
+
+
 def check_reductions() -> None:
     with sharded_toy((2, 2, 2)) as sharded:
         counts, units = sharded.runtime.driver.counts, len(sharded.runtime.units)
