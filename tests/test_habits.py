@@ -157,15 +157,21 @@ def a_penalty_on_weights(model, step, rank):
     yield sum(param.square().sum() for param in model.parameters()) / 100
 
 
+def build_tied() -> nn.Module:
+    model = build_toy()
+    model.output.weight = model.embedding.weight
+    return model
+
+
 def check_gradients_beside_modules() -> None:
     """Of weights that two modules share, and of weights that are always gathered."""
-    for losses, all_sizes, is_tied in (
-        (several_backwards_without_a_word, SIZES, True),
-        (a_penalty_on_weights, [(1, 1, 2), (1, 2, 2)], False),
+    for losses, all_sizes, build in (
+        (several_backwards_without_a_word, SIZES, build_tied),
+        (a_penalty_on_weights, [(1, 1, 2), (1, 2, 2)], build_toy),
     ):
-        expected = train_plainly(build_toy(is_tied=is_tied), losses, dist.get_world_size())
+        expected = train_plainly(build(), losses, dist.get_world_size())
         for sizes in all_sizes:
-            with sharded_toy(sizes, build_toy(is_tied=is_tied)) as sharded:
+            with sharded_toy(sizes, build()) as sharded:
                 assert train(sharded, losses) == expected, (losses, sizes)
 
 
