@@ -3,6 +3,9 @@
 """What people do out of habit with `shard`: it trains as in one process, or ends in one line."""
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
-from scripts.testbed.ranks import run_ranks
+from scripts.testbed.ranks import Place, free_port, run_ranks
 from tests.support.engine import build_toy
 from tests.support.selection import slow_unless
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
@@ -702,6 +705,35 @@ def check_wrong_arguments() -> None:
 
 def test_a_wrong_argument_and_different_models_are_refused_in_one_line_on_every_rank():
     run_ranks(check_wrong_arguments, 2)
+
+
+WITHOUT_AN_END = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from megatron_asynchzp import ShardSizes, shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+sharded = shard(model, list(model), ShardSizes(2, 2, 2), torch.optim.AdamW)
+for step in range(5):
+    sharded.zero_grad()
+    model(torch.randn(4, 64)).sum().backward()
+    sharded.step()
+"""
+
+
+def test_a_run_that_never_closes_what_it_opened_ends_well(tmp_path):
+    (tmp_path / "run.py").write_text(WITHOUT_AN_END)
+    port = free_port()
+    environments = [os.environ | Place(rank, 2, 2, port).environment() for rank in range(2)]
+    root = str(Path(__file__).parents[1])
+    processes = [
+        subprocess.Popen([sys.executable, "run.py"], cwd=tmp_path, env=env | {"PYTHONPATH": root})
+        for env in environments
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
 
 
 def test_without_a_process_group_the_remedy_is_named():
