@@ -3,7 +3,9 @@
 """Owns the check of what `shard` is called with: each mistake ends in one line, on every rank."""
 
 import hashlib
-from collections.abc import Iterable
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -43,6 +45,25 @@ def checked_group(group: Any) -> dist.ProcessGroup:
     return group or dist.distributed_c10d._get_default_group()
 
 
+def default_units(model: nn.Module) -> list[nn.Module]:
+    """The layers: the members of the outermost ModuleLists and Sequentials of whose class there are
+    several."""
+    if isinstance(model, (nn.ModuleList, nn.Sequential)):
+        count = Counter(type(child) for child in model if any(True for _ in child.parameters()))
+        if layers := [child for child in model if count[type(child)] > 1]:
+            return layers
+    return [unit for child in model.children() for unit in default_units(child)]
+
+
+def default_sizes(num_ranks: int) -> ShardSizes:
+    """Parameters and gradients within a node, as torchrun tells its ranks, and the optimizer's
+    state over all ranks."""
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    if num_ranks % node:
+        node = num_ranks
+    return ShardSizes(node, node, num_ranks)
+
+
 def checked_units(model: nn.Module, units: Any) -> list[nn.Module]:
     """`units`, which are to be modules within `model` that are called."""
     if not isinstance(model, nn.Module):
@@ -75,13 +96,21 @@ def checked_units(model: nn.Module, units: Any) -> list[nn.Module]:
     return checked
 
 
-def refuse_arguments(sizes: Any, optimizer: Any, schedule: Any) -> None:
+def refuse_arguments(sizes: Any, schedule: Any) -> None:
     """Raise ConfigurationError for what is of another kind than `shard` takes."""
     if not isinstance(sizes, ShardSizes):
         raise ConfigurationError(
             f"sizes is {sizes!r}; it is to be ShardSizes(param, grad, optim), each a number of "
             "ranks that share one copy"
         )
+    if not isinstance(schedule, ScheduleConfig):
+        raise ConfigurationError(
+            f"schedule is {schedule!r}; it is to be a ScheduleConfig, as ScheduleConfig('inline')"
+        )
+
+
+def checked_optimizer(optimizer: Any) -> Callable[..., Any]:
+    """`optimizer`, which is to be a function that makes one."""
     if isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
             f"optimizer is a {type(optimizer).__name__}; hand over what makes it of this rank's "
@@ -91,10 +120,7 @@ def refuse_arguments(sizes: Any, optimizer: Any, schedule: Any) -> None:
         raise ConfigurationError(
             f"optimizer is {optimizer!r}; it is to be a function that makes one, as {_OPTIMIZER}"
         )
-    if not isinstance(schedule, ScheduleConfig):
-        raise ConfigurationError(
-            f"schedule is {schedule!r}; it is to be a ScheduleConfig, as ScheduleConfig('inline')"
-        )
+    return optimizer
 
 
 def refuse_sharded(model: nn.Module) -> None:

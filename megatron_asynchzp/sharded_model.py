@@ -25,7 +25,10 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharded_arguments import (
     checked_group,
+    checked_optimizer,
     checked_units,
+    default_sizes,
+    default_units,
     refuse_arguments,
     refuse_different_models,
     refuse_sharded,
@@ -45,9 +48,9 @@ NewOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 def shard(
     model: nn.Module,
-    units: Iterable[nn.Module],
-    sizes: ShardSizes,
-    optimizer: NewOptimizer,
+    units: Iterable[nn.Module] | None = None,
+    sizes: ShardSizes | None = None,
+    optimizer: NewOptimizer | None = None,
     *,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     schedule: ScheduleConfig = ScheduleConfig(),
@@ -60,8 +63,10 @@ def shard(
 
     units: modules whose parameters are gathered together (usually the layers); what is in none of
         them is a unit of its own. A parameter that several modules share (tied weights) is found
-        and becomes a unit too.
-    sizes: ranks that share one copy of parameters, gradients and optimizer states.
+        and becomes a unit too. Where None, the members of the outermost ModuleLists and Sequentials
+        of whose class there are several.
+    sizes: ranks that share one copy of parameters, gradients and optimizer states. Where None, the
+        ranks of a node (torchrun's LOCAL_WORLD_SIZE), of a node, and all.
     optimizer: called with the name and this rank's part of each trained parameter, which is 1-D,
         fp32 and possibly empty; for example `lambda params: torch.optim.AdamW(params, lr=1e-3)`.
     group: the default group where None.
@@ -69,11 +74,14 @@ def shard(
     Raises ConfigurationError for sizes that do not nest or do not divide the group, and for a
     parameter that cannot be sharded.
     """
-    refuse_arguments(sizes, optimizer, schedule)
-    _watch_optimizers()
     group = checked_group(group)
+    sizes = default_sizes(group.size()) if sizes is None else sizes
+    refuse_arguments(sizes, schedule)
+    units = default_units(model) if units is None else units
+    new_optimizer = checked_optimizer(optimizer)
+    _watch_optimizers()
     runtime = new_runtime(model, units, sizes, group, schedule)
-    return ShardedModel(model, runtime, optimizer, group)
+    return ShardedModel(model, runtime, new_optimizer, group)
 
 
 def new_runtime(

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
+from megatron_asynchzp.sharded_arguments import default_units
 from scripts.testbed.ranks import Place, free_port, run_ranks
 from tests.support.engine import build_toy
 from tests.support.selection import slow_unless
@@ -511,6 +512,33 @@ def check_kinds() -> None:
             frozen.load_state_dict(frozen.state_dict())
 
 
+def check_defaults() -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    expected = train_plainly(build_toy(), one, dist.get_world_size())
+    model = build_toy()
+    with shard(model, optimizer=new_adamw) as sharded:
+        layers = {unit.layer for unit in sharded.runtime.units}
+        assert layers == {"", "blocks.0", "blocks.1", "blocks.2"}
+        assert sharded.runtime.units[0].groups.topology.sizes == ShardSizes(2, 2, 4)
+        assert train(sharded, one) == expected
+
+
+def test_without_units_and_sizes_layers_are_units_and_a_node_shares_a_copy():
+    run_ranks(check_defaults, 4)
+
+
+@pytest.mark.parametrize("build, expected", [
+    (lambda: nn.Sequential(nn.Embedding(2, 2), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), "1 3"),
+    (lambda: nn.Transformer(4, 1, 2, 2, 4),
+     "encoder.layers.0 encoder.layers.1 decoder.layers.0 decoder.layers.1"),
+    (lambda: nn.Sequential(nn.ReLU(), nn.ReLU(), nn.Linear(2, 2)), ""),
+])  # fmt: skip
+def test_layers_are_found_in_the_outermost_lists(build, expected):
+    model = build()
+    names = {module: name for name, module in model.named_modules()}
+    assert [names[unit] for unit in default_units(model)] == expected.split()
+
+
 # ---- state dicts of the model
 
 
@@ -678,6 +706,7 @@ WRONG_ARGUMENTS = {
     "a tuple": (arguments(sizes=lambda m: (2, 2, 2)), "ShardSizes.param, grad, optim"),
     "an optimizer": (arguments(optimizer=lambda m: new_adamw(m.parameters())), "hand over what"),
     "no function": (arguments(optimizer=lambda m: "adamw"), "a function that makes one"),
+    "nothing": (arguments(optimizer=lambda m: None), "a function that makes one"),
     "no optimizer": (arguments(optimizer=lambda m: lambda _: 3), "optimizer returned a int"),
     "LBFGS": (
         arguments(optimizer=lambda m: lambda ps: torch.optim.LBFGS([p for _, p in ps])), "AdamW"
