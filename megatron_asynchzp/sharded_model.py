@@ -6,7 +6,7 @@ import atexit
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -325,7 +325,8 @@ class ShardedModel:
 
     def _after_update(self) -> None:
         if not self._makes_state:
-            self.sync_params()
+            self.runtime.sync_params()
+            self.runtime.rest()
             self._await_grads()
 
     @torch.no_grad()
@@ -353,9 +354,12 @@ class ShardedModel:
         with profiler_range("optimizer"):
             self.optimizer.step()
 
-    def sync_params(self) -> None:
-        """Begin to rebuild the parameters from the values of the optimizer's, which were changed
-        (an average of them is put in their place, say). Collective."""
+    @contextmanager
+    def changing_params(self) -> Iterator[None]:
+        """Around writes to the values of the optimizer's parameters (an average of them is put in
+        their place, say), from which the model's are rebuilt then. Collective."""
+        self.runtime.settle()  # what is still read of them
+        yield
         self.runtime.sync_params()
         self.runtime.rest()
 

@@ -421,13 +421,13 @@ def check_average() -> None:
                     averages = [value.clone() for value in values]
                 torch._foreach_lerp_(averages, values, 0.1)
             trained = [value.clone() for value in values]
-            torch._foreach_copy_(values, averages)
-            sharded.sync_params()
+            with sharded.changing_params():
+                torch._foreach_copy_(values, averages)
             with torch.no_grad():
                 found = toy_loss(sharded.model, toy_batch(0, 0, 0)).item()
             assert found == pytest.approx(expected, rel=1e-6), sizes
-            torch._foreach_copy_(values, trained)
-            sharded.sync_params()
+            with sharded.changing_params():
+                torch._foreach_copy_(values, trained)
             usual_step(sharded, one(sharded.model, 0, 0))
 
 
@@ -555,7 +555,8 @@ def check_state_dicts(folder: Path) -> None:
             for _ in range(2):  # the model's values, and those that are trained
                 found = toy_loss(sharded.model, toy_batch(0, 0, 0))
                 assert torch.equal(found, toy_loss(other, toy_batch(0, 0, 0))), sizes
-                sharded.sync_params()
+                with sharded.changing_params():
+                    pass
             usual_step(sharded, [found])
             saved = sharded.model.state_dict()
             expected = params_of(sharded)

@@ -258,6 +258,8 @@ class HZPRuntime(StepScheduler):
         """A gradient has reached an output of the module of `units`."""
         if not self._batch.in_backward:
             self._batch.in_backward = True
+            for unit in self._resting:
+                unit.wake()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # pyright: ignore[reportPrivateUsage]
         for unit in units:
             self._batch.started_backward.add(unit)
