@@ -165,21 +165,23 @@ class _AwaitedParam(nn.Parameter):
     """The class, for now, of an optimizer's parameter whose gradient is on its way: who reads it
     (a GradScaler, torch's clip_grad_norm_) waits for it."""
 
-    await_grads: Callable[[], None]
+    await_grads: Callable[[bool], None]
 
     @property
     def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if sys._getframe(1).f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+        reader = sys._getframe(1).f_globals.get("__name__")
+        if reader == "torch.nn.utils.clip_grad":
             raise ConfigurationError(
                 "torch's gradient clipping sees this rank's part alone; call "
                 "sharded.clip_grad_norm_()"
             )
-        self.await_grads()  # from then on `self` is a plain parameter
+        # From then on `self` is a plain parameter. What else reads may do so on one rank alone.
+        self.await_grads(reader == "torch.amp.grad_scaler")
         return self.grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        self.await_grads()
+        self.await_grads(False)
         self.grad = value
 
 
@@ -269,7 +271,7 @@ class ShardedModel:
         optimizer.register_step_post_hook(lambda *call: sharded._after_update())
         for part in self._trained:
             param: Any = part.param
-            param.await_grads = lambda: sharded._hand_out_grads()
+            param.await_grads = lambda to_scaler: sharded._hand_out_grads(to_scaler)
         return optimizer
 
     # ---- one step
@@ -303,10 +305,12 @@ class ShardedModel:
             part.param.__class__ = _AwaitedParam
 
     @torch.no_grad()
-    def _hand_out_grads(self) -> None:
-        """Somebody else reads gradients, say a GradScaler, which leaves out a step in which one is
-        not finite: where it is so on one rank it becomes so on all."""
+    def _hand_out_grads(self, to_scaler: bool) -> None:
+        """Somebody else reads gradients. A GradScaler leaves out a step in which one is not finite:
+        where it is so on one rank it becomes so on all."""
         self._sync_grads()
+        if not to_scaler:
+            return
         grads = [part.grad for part in self._trained if part.grad.numel()]
         sums = [grad.sum() for grad in grads]
         total = torch.stack(sums).sum() if sums else torch.zeros((), device=self._device)
