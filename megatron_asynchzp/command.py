@@ -26,6 +26,7 @@ COMMANDS = {
     "launch": Command("launch", "start", "train with torchrun and an unmodified Megatron script"),
     "dry-run": Command("launch", "dry_run", "the memory of each rank that launch would start"),
     "plan": Command("planning.plan", "main", "the fastest shard sizes for a model on a cluster"),
+    "calibrate": Command("planning.calibrate", "main", "measure a cluster, within torchrun"),
     "hf": Command("hf.__main__", "main", "checkpoints to Hugging Face directories and back"),
     "inspect": Command("attention.inspect", "main", "whether a model needs PASA attention"),
 }
@@ -58,8 +59,20 @@ def main(argv: list[str] | None = None) -> int:
         print(f"asynchzp: {name}: no such command{hint}", file=sys.stderr)
         return _EXIT_USAGE
     command = COMMANDS[name]
-    function = getattr(import_module(f"megatron_asynchzp.{command.module}"), command.function)
-    return function(rest) or 0
+    try:
+        function = getattr(import_module(f"megatron_asynchzp.{command.module}"), command.function)
+        return function(rest) or 0
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "megatron_asynchzp"):
+            raise
+        project = "megatron-core" if missing == "megatron" else missing
+        print(
+            f"asynchzp {name}: needs the package {project}, which is not installed; pip install "
+            f"{project}",
+            file=sys.stderr,
+        )
+        return _EXIT_USAGE
 
 
 if __name__ == "__main__":

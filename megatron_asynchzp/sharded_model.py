@@ -2,23 +2,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine around a torch module: what a plain training loop needs, in one object."""
 
+import atexit
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.timeline import profiler_range
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.sharded_arguments import (
+    checked_group,
+    checked_optimizer,
+    checked_units,
+    default_sizes,
+    default_units,
+    refuse_arguments,
+    refuse_different_models,
+    refuse_sharded,
+)
+from megatron_asynchzp.sharded_params import ShardedParams
 from megatron_asynchzp.sharded_state import ShardedState
 from megatron_asynchzp.sharding.topology import Range, ShardSizes, ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.guard import SHARDED_AS
 from megatron_asynchzp.zero.params import refuse_params, refuse_shared_memory
 from megatron_asynchzp.zero.plan import plan_units
 from megatron_asynchzp.zero.unit import HZPUnit
@@ -29,11 +48,11 @@ NewOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 def shard(
     model: nn.Module,
-    units: Iterable[nn.Module],
-    sizes: ShardSizes,
-    optimizer: NewOptimizer,
+    units: Iterable[nn.Module] | None = None,
+    sizes: ShardSizes | None = None,
+    optimizer: NewOptimizer | None = None,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     schedule: ScheduleConfig = ScheduleConfig(),
 ) -> "ShardedModel":
     """Shard `model` over the ranks of `group` and return what a training loop needs beside it.
@@ -44,8 +63,10 @@ def shard(
 
     units: modules whose parameters are gathered together (usually the layers); what is in none of
         them is a unit of its own. A parameter that several modules share (tied weights) is found
-        and becomes a unit too.
-    sizes: ranks that share one copy of parameters, gradients and optimizer states.
+        and becomes a unit too. Where None, the members of the outermost ModuleLists and Sequentials
+        of whose class there are several.
+    sizes: ranks that share one copy of parameters, gradients and optimizer states. Where None, the
+        ranks of a node (torchrun's LOCAL_WORLD_SIZE), of a node, and all.
     optimizer: called with the name and this rank's part of each trained parameter, which is 1-D,
         fp32 and possibly empty; for example `lambda params: torch.optim.AdamW(params, lr=1e-3)`.
     group: the default group where None.
@@ -53,25 +74,42 @@ def shard(
     Raises ConfigurationError for sizes that do not nest or do not divide the group, and for a
     parameter that cannot be sharded.
     """
+    group = checked_group(group)
+    sizes = default_sizes(group.size()) if sizes is None else sizes
+    refuse_arguments(sizes, schedule)
+    units = default_units(model) if units is None else units
+    new_optimizer = checked_optimizer(optimizer)
+    _watch_optimizers()
     runtime = new_runtime(model, units, sizes, group, schedule)
-    return ShardedModel(model, runtime, optimizer, group)
+    return ShardedModel(model, runtime, new_optimizer, group)
 
 
 def new_runtime(
     model: nn.Module,
     units: Iterable[nn.Module],
     sizes: ShardSizes,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     schedule: ScheduleConfig = ScheduleConfig(),
 ) -> HZPRuntime:
     """The engine around `model` without an optimizer; as `shard`."""
+    group = checked_group(group)
+    unit_modules = checked_units(model, units)
+    refuse_sharded(model)
     refuse_params(model)
     refuse_shared_memory(model)
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    refuse_different_models(model, group)
+    ranks = dist.get_process_group_ranks(group)
     topology = ShardTopology(len(ranks), ranks.index(dist.get_rank()), sizes)
     groups = ShardGroups.create(topology, ranks, timedelta(seconds=schedule.time_limit_s))
-    plans = plan_units(model, list(units), also_used_by=_find_shared_params(model))
-    return HZPRuntime(model, plans, {"dense": groups}, schedule, grad_scale=1.0 / len(ranks))
+    plans = plan_units(model, unit_modules, also_used_by=_find_shared_params(model))
+    scale = 1.0 / len(ranks)
+    all_groups = {"dense": groups}
+    return HZPRuntime(model, plans, all_groups, schedule, grad_scale=scale, is_compiled=True)
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse_other_optimizers)
 
 
 def _find_shared_params(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
@@ -112,19 +150,39 @@ class _TrainedFragment(_HeldFragment):
 
 def _fragments_of(unit: HZPUnit) -> Iterator[_HeldFragment]:
     buffer = unit.main_param if unit.is_trained else unit.model_param
-    values = buffer.fragment_views()
     for index, piece in enumerate(unit.layout.slices):
-        held = piece.range.intersect(buffer.range)
-        held = held.within(piece.range) if held.numel else Range(0, 0)
+        held, values = buffer.held_of(index)
         if not unit.is_trained:
-            yield _HeldFragment(piece.name, piece.shape, held, values[index])
+            yield _HeldFragment(piece.name, piece.shape, held, values)
             continue
-        param, grad = nn.Parameter(values[index]), unit.main_grad_fragments()[index]
+        param, grad = nn.Parameter(values), unit.main_grad_fragments()[index]
         param.grad = grad
         is_counted = unit.groups.topology.replica_index == 0
-        yield _TrainedFragment(
-            piece.name, piece.shape, held, values[index], param, grad, is_counted
-        )
+        yield _TrainedFragment(piece.name, piece.shape, held, values, param, grad, is_counted)
+
+
+class _AwaitedParam(nn.Parameter):
+    """The class, for now, of an optimizer's parameter whose gradient is on its way: who reads it
+    (a GradScaler, torch's clip_grad_norm_) waits for it."""
+
+    await_grads: Callable[[bool], None]
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        reader = sys._getframe(1).f_globals.get("__name__")
+        if reader == "torch.nn.utils.clip_grad":
+            raise ConfigurationError(
+                "torch's gradient clipping sees this rank's part alone; call "
+                "sharded.clip_grad_norm_()"
+            )
+        # From then on `self` is a plain parameter. What else reads may do so on one rank alone.
+        self.await_grads(reader == "torch.amp.grad_scaler")
+        return self.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.await_grads(False)
+        self.grad = value
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -134,6 +192,28 @@ def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             is_saved = name.rpartition(".")[2] not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
             if is_saved and buffer.numel():
                 yield name, buffer
+
+
+def _refuse_other_optimizers(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Before a step of any optimizer of the process: its parameters are to have gradients."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if (name := getattr(param, SHARDED_AS, None)) is not None:
+                raise ConfigurationError(
+                    f"{name}: an optimizer of model.parameters() trains nothing of a sharded "
+                    "model; hand shard() a function that makes it, as optimizer=lambda params: "
+                    "torch.optim.AdamW(params, lr=1e-3), and step sharded.optimizer"
+                )
+
+
+def _close_at_exit(sharded: "weakref.ref[ShardedModel]") -> None:
+    """A thread that still waits for a collective when the process is torn down would abort it.
+
+    Where it ends with an error the other ranks may be gone."""
+    open_one = sharded()
+    if open_one is not None and not hasattr(sys, "last_exc"):
+        with suppress(Exception):  # the collectives of a group that was destroyed
+            open_one.close()
 
 
 class ShardedModel:
@@ -158,19 +238,50 @@ class ShardedModel:
         group: dist.ProcessGroup | None,
     ):
         self.model, self.runtime = model, runtime
+        self._device = runtime.units[0].device
         self._group = group
+        sharded = weakref.proxy(self)
+        self._params = ShardedParams(model, runtime)
+        self._params.bind(lambda: sharded.zero_grad())
         self._parts = [part for unit in runtime.units for part in _fragments_of(unit)]
         self._trained = [part for part in self._parts if isinstance(part, _TrainedFragment)]
-        self.optimizer = new_optimizer([(part.name, part.param) for part in self._trained])
-        self._is_synced = False
+        self.optimizer = self._new_optimizer(new_optimizer)
+        self._makes_state = False
+        self._await_grads()
+        atexit.register(_close_at_exit, weakref.ref(self))
+
+    def _new_optimizer(self, new_optimizer: NewOptimizer) -> torch.optim.Optimizer:
+        named = [(part.name, part.param) for part in self._trained]
+        if not named:  # a reference or a teacher, which torch's optimizers refuse
+            named = [("nothing", nn.Parameter(torch.zeros(0, device=self._device)))]
+        optimizer = new_optimizer(named)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigurationError(
+                f"optimizer returned a {type(optimizer).__name__}; it is to return an optimizer of "
+                "torch, as lambda params: torch.optim.AdamW(params, lr=1e-3)"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigurationError(
+                "LBFGS calls the model within its step, with this rank's parameters alone; take an "
+                "optimizer that needs gradients only, as torch.optim.AdamW"
+            )
+        sharded = weakref.proxy(self)
+        optimizer.zero_grad = lambda set_to_none=True: sharded.zero_grad()
+        optimizer.register_step_pre_hook(lambda *call: sharded._before_update(*call))
+        optimizer.register_step_post_hook(lambda *call: sharded._after_update())
+        for part in self._trained:
+            param: Any = part.param
+            param.await_grads = lambda to_scaler: sharded._hand_out_grads(to_scaler)
+        return optimizer
 
     # ---- one step
 
     def zero_grad(self) -> None:
-        """Start a step: forget all gradients, and whatever an unfinished backward left."""
+        """Start a step: forget all gradients, and whatever an unfinished backward left. The same as
+        `zero_grad` of the model or of the optimizer."""
         self.runtime.zero_grads()
         self.set_is_last_micro_batch(True)
-        self._is_synced = False
+        self._await_grads()
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
         """Before each forward of a step with several micro-batches: whether it is the last one.
@@ -181,21 +292,46 @@ class ShardedModel:
         self.runtime.is_last_micro_batch = is_last
 
     def _sync_grads(self) -> None:
-        if not self._is_synced:
-            self._refuse_changes()
+        if not self.runtime.are_grads_synced:
+            self._params.refuse_changes()
             self.runtime.sync_grads()
-            self._is_synced = True
+        for part in self._trained:
+            part.param.__class__ = nn.Parameter
+            part.param.grad = part.grad
 
-    def _refuse_changes(self) -> None:
-        for unit in self.runtime.units:
-            for name, param in zip(unit.param_names, unit.params, strict=True):
-                if param.requires_grad is not unit.is_trained:
-                    before = "trained" if unit.is_trained else "not trained"
-                    raise ConfigurationError(
-                        f"{name}: requires_grad is {param.requires_grad}, but it was {before} when "
-                        "the model was sharded; set requires_grad before, and build the sharded "
-                        "model again to change it"
-                    )
+    def _await_grads(self) -> None:
+        """The gradients are not complete: who reads one waits for it."""
+        for part in self._trained:
+            part.param.__class__ = _AwaitedParam
+
+    @torch.no_grad()
+    def _hand_out_grads(self, to_scaler: bool) -> None:
+        """Somebody else reads gradients. A GradScaler leaves out a step in which one is not finite:
+        where it is so on one rank it becomes so on all."""
+        self._sync_grads()
+        if not to_scaler:
+            return
+        grads = [part.grad for part in self._trained if part.grad.numel()]
+        sums = [grad.sum() for grad in grads]
+        total = torch.stack(sums).sum() if sums else torch.zeros((), device=self._device)
+        is_finite = torch.isfinite(total).float()
+        dist.all_reduce(is_finite, dist.ReduceOp.MIN, group=self._group)
+        for grad in grads[:1]:
+            grad[:1].add_(torch.where(is_finite > 0, 0.0, float("nan")))
+
+    def _before_update(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(args) > 1 or kwargs:
+            raise ConfigurationError(
+                "step() of a sharded model's optimizer takes no closure; call backward before it"
+            )
+        if not self._makes_state:
+            self._sync_grads()
+
+    def _after_update(self) -> None:
+        if not self._makes_state:
+            self.runtime.sync_params()
+            self.runtime.rest()
+            self._await_grads()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -206,8 +342,7 @@ class ShardedModel:
         self._sync_grads()
         counted = [part.grad for part in self._trained if part.is_counted]
         norms = [torch.linalg.vector_norm(grad) for grad in counted if grad.numel()]
-        device = self.runtime.units[0].device
-        total = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
+        total = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self._device)
         dist.all_reduce(total, group=self._group)
         norm = total.sqrt()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -220,10 +355,17 @@ class ShardedModel:
 
         Gradients are the mean over the ranks of what each rank's micro-batches added up.
         """
-        self._sync_grads()
         with profiler_range("optimizer"):
             self.optimizer.step()
-            self.runtime.sync_params()
+
+    @contextmanager
+    def changing_params(self) -> Iterator[None]:
+        """Around writes to the values of the optimizer's parameters (an average of them is put in
+        their place, say), from which the model's are rebuilt then. Collective."""
+        self.runtime.settle()  # what is still read of them
+        yield
+        self.runtime.sync_params()
+        self.runtime.rest()
 
     # ---- checkpoints
 
@@ -293,11 +435,15 @@ class ShardedModel:
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for part in self._trained:
             part.grad.zero_()
+            part.param.__class__ = nn.Parameter
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+        self._makes_state = True
         self.optimizer.step()
+        self._makes_state = False
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+        self._await_grads()
         for state in self.optimizer.state.values():
             for key, value in state.items():
                 state[key] = value.zero_() if isinstance(value, torch.Tensor) else type(value)()
@@ -311,6 +457,12 @@ class ShardedModel:
             unit.unshard()
             yield from zip(unit.param_names, unit.params, strict=True)
             unit.reshard()
+        self._params.refuse_writes()
+
+    def register_forward_method(self, module: nn.Module, name: str) -> None:
+        """Let the method `name` of `module`, which is the model or one of its modules, be called
+        like its forward: as torch's register_fsdp_forward_method."""
+        self.runtime.register_forward_method(module, name)
 
     # ---- the end
 

@@ -13,8 +13,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.sharding.boxes import Box, cut_into_boxes
 from megatron_asynchzp.sharding.topology import Range
+
+_ONLY_SAVED = (
+    "a rank has a part of this parameter, for torch.distributed.checkpoint to save and load alone; "
+    "take whole values from sharded.full_params()"
+)
 
 
 class ShardedState(torch.Tensor):
@@ -42,7 +48,13 @@ class ShardedState(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(f"{func}: a ShardedState can only be saved and loaded")
+        raise ConfigurationError(_ONLY_SAVED)
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise ConfigurationError(_ONLY_SAVED)
+
+    def __deepcopy__(self, _memo: Any) -> Any:
+        raise ConfigurationError(_ONLY_SAVED)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ShardedState({tuple(self.shape)}, {self.held})"

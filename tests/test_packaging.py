@@ -67,7 +67,7 @@ def changes(folder: Path, installed: dict[str, str], asked: str) -> list[str]:
     return sorted(re.findall(r"^ ([-+~] \S+)", done.stderr, re.MULTILINE))
 
 
-OF_A_USER = {"megatron_core": "0.19.1", "torch": "2.12.0"}
+OF_A_USER = {"megatron_core": "0.19.1", "torch": "2.12.0", "numpy": "1.26.4"}
 
 
 @pytest.mark.parametrize("extra", ["", "[megatron]"])
@@ -76,9 +76,10 @@ def test_installing_adds_this_package_and_changes_nothing_that_was_there(tmp_pat
     assert [line.partition("==")[0].split("@")[0] for line in found] == ["+ megatron-asynchzp"]
 
 
-def test_the_one_dependency_is_torch_within_the_versions_that_were_tested(metadata):
+def test_the_dependencies_are_torch_within_the_versions_that_were_tested_and_any_numpy(metadata):
     needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
-    (torch,) = needed
+    numpy, torch = sorted(needed)
+    assert numpy == "numpy"
     assert re.fullmatch(r"torch(>=[\d.]+,<[\d.]+|<[\d.]+,>=[\d.]+)", torch)
     locked = re.findall(r"^torch==([\d.]+)$", (ROOT / "requirements/lock.txt").read_text(), re.M)
     above = re.search(r"<2\.(\d+)", torch)
@@ -113,6 +114,17 @@ def test_the_wheel_has_the_command(wheel):
 def test_every_command_is_a_function(name):
     one = command.COMMANDS[name]
     assert callable(getattr(import_module(f"megatron_asynchzp.{one.module}"), one.function))
+
+
+def test_a_package_that_a_command_needs_and_that_is_missing_is_named(monkeypatch, capsys):
+    for module in [name for name in sys.modules if name.startswith("megatron_asynchzp.planning")]:
+        monkeypatch.delitem(sys.modules, module)
+    for module in [name for name in sys.modules if name.startswith("rich")] + ["rich"]:
+        monkeypatch.setitem(sys.modules, module, None)
+    assert command.main(["plan", "--help"]) == 2
+    assert capsys.readouterr().err == (
+        "asynchzp plan: needs the package rich, which is not installed; pip install rich\n"
+    )
 
 
 @pytest.mark.parametrize(

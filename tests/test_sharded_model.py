@@ -17,6 +17,7 @@ from torch.distributed import checkpoint
 from megatron_asynchzp import ScheduleConfig, ShardedModel, ShardSizes, shard
 from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed.ranks import Place, free_port, run_ranks, start_process
+from tests.support.bare_environment import forget_other_packages
 from tests.support.engine import build_toy, nested_sizes
 from tests.support.toy_models import toy_batch, toy_loss
 
@@ -312,10 +313,11 @@ def run_example(folder: Path, place: Place) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
+    forget_other_packages()
     runpy.run_path("example.py", run_name="__main__")
 
 
-def test_the_example_of_the_readme_runs_as_it_stands(tmp_path):
+def test_the_example_of_the_readme_runs_as_it_stands_where_the_package_alone_is_installed(tmp_path):
     page = (Path(__file__).parents[1] / "README.md").read_text()
     (tmp_path / "example.py").write_text(page.split("```python\n")[1].split("```")[0])
     port = free_port()

@@ -154,7 +154,10 @@ def main(argv: list[str]) -> int:
         if not getattr(asked, name) > 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(asked, name)}: give one above 0")
     if "RANK" not in os.environ:
-        parser.error("start it with torchrun on the nodes to measure")
+        parser.error(
+            "start it with torchrun on the nodes to measure: torchrun --nproc-per-node 8 -m "
+            "megatron_asynchzp.planning.calibrate --tflops 989 --memory-gib 80 --output mine.toml"
+        )
     if not asked.output.parent.is_dir():
         parser.error(f"--output {asked.output}: name a file in a folder that exists")
     has_device = torch.accelerator.is_available()

@@ -16,6 +16,7 @@ STEP_COLOURS = {
     "forward": BLUE,
     "backward": GREEN,
     "optimizer": INK,
+    "host": VERMILION,
     "wait": RED,
     "gather": SKY,
     "reduce": ORANGE,

@@ -43,6 +43,15 @@ class FlatBuffer:
         pieces = self.layout.fragments(self.range)
         return [self.view(piece) if piece.numel else self.storage[:0] for piece in pieces]
 
+    def held_of(self, index: int) -> tuple[Range, torch.Tensor]:
+        """What this buffer holds of parameter number `index`: which of its row-major elements, and
+        a 1-D view of them."""
+        piece = self.layout.slices[index].range
+        held = piece.intersect(self.range)
+        if not held.numel:
+            return Range(0, 0), self.storage[:0]
+        return held.within(piece), self.view(held)
+
     def param_views(self) -> list[torch.Tensor]:
         """Each parameter in its own shape; only for a buffer that holds the whole layout."""
         if self.range != Range(0, self.layout.padded_numel):

@@ -6,7 +6,9 @@ micro-batch that runs.
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -21,10 +23,13 @@ from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import LARGE_GRAD_NBYTES
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
 from megatron_asynchzp.zero.construction import Construction
+from megatron_asynchzp.zero.guard import Answer, new_guarded_class
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.saved_views import SavedViews
 from megatron_asynchzp.zero.step import KeepBudgets, StepScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
+
+_NOTHING = nullcontext()
 
 
 @dataclass
@@ -32,7 +37,8 @@ class _MicroBatch:
     """The forward and backward that run now.
 
     calls: of a unit's modules in this forward; depth: how many of them have not returned;
-    started_backward: units whose gradients are not on their way yet; compute_marks: when the
+    started_backward: units whose gradients are not on their way yet; reduced: those whose gradients
+    are, in this backward; compute_marks: when the
     computation of (direction, unit) began, for a captured trace.
     """
 
@@ -40,6 +46,7 @@ class _MicroBatch:
     calls: dict[HZPUnit, int] = field(default_factory=dict[HZPUnit, int])
     depth: dict[HZPUnit, int] = field(default_factory=dict[HZPUnit, int])
     started_backward: set[HZPUnit] = field(default_factory=set[HZPUnit])
+    reduced: set[HZPUnit] = field(default_factory=set[HZPUnit])
     compute_marks: dict[tuple[str, HZPUnit], Any] = field(
         default_factory=dict[tuple[str, HZPUnit], Any]
     )
@@ -58,7 +65,8 @@ class HZPRuntime(StepScheduler):
     groups: communicators by group key of the plans.
     construction: under which `root` was built, if its modules are sharded already.
     fuses_grads: whether layers write weight gradients to main_grad themselves ([Note: fused
-        gradients]); the rest is as in StepScheduler.
+        gradients]); is_compiled: whether torch.compile may trace the calls of modules, which leaves
+        out the hooks; the rest is as in StepScheduler.
     """
 
     def __init__(
@@ -72,14 +80,17 @@ class HZPRuntime(StepScheduler):
         construction: Construction | None = None,
         fuses_grads: bool = False,
         budgets: KeepBudgets | None = None,
+        is_compiled: bool = False,
     ):
         self._fuses_grads = fuses_grads
+        self._around: Callable[[Any], Any] = torch.compiler.disable if is_compiled else _as_it_is  # pyright: ignore[reportUnknownMemberType]
         self.group_keys: dict[HZPUnit, str] = {}
         self._saved_views = SavedViews(on_missing=self._unshard)
         self._has_pushed: list[bool] = []
         self._batch = _MicroBatch()
         self._reduce_last: set[HZPUnit] = set()
         self._handles: list[RemovableHandle] = []
+        self._resting: list[HZPUnit] = []
         self._accumulators: list[Any] = []
         units_of: dict[nn.Module, list[HZPUnit]] = {root: []}
         for plan in plans:
@@ -96,6 +107,7 @@ class HZPRuntime(StepScheduler):
             largest = max(unit.layout.padded_numel for unit in self.group_keys)
             schedule = replace(schedule, grad_slot_nbytes=FP32_NBYTES * largest)
         super().__init__(list(self.group_keys), schedule, driver, grad_scale, budgets)
+        self._root, self._units_of = root, units_of
         self._attach(root, units_of)
 
     def _attach(self, root: nn.Module, units_of: dict[nn.Module, list[HZPUnit]]) -> None:
@@ -103,15 +115,60 @@ class HZPRuntime(StepScheduler):
         runtime = weakref.proxy(self)
         # Registered before the units' own hooks and prepended after them: runs first.
         for module, units in units_of.items():
-            self._handles += _attach_call_hooks(module, units, runtime)
+            self._handles += _attach_call_hooks(module, units, runtime, self._around)
 
         def begin_forward(_root: nn.Module, _args: object) -> None:
             runtime.begin_forward()
 
-        self._handles.append(root.register_forward_pre_hook(begin_forward, prepend=True))
+        def end_forward(_root: nn.Module, _args: object, _output: object) -> None:
+            runtime.end_forward()
+
+        self._handles.append(
+            root.register_forward_pre_hook(self._around(begin_forward), prepend=True)
+        )
+        end = self._around(end_forward)
+        self._handles.append(root.register_forward_hook(end, always_call=True))
         for unit in self.units:
             is_shared = unit in self._reduce_last
             self._handles += _attach_grad_hooks(unit, runtime, takes_all=is_shared)
+
+    def register_forward_method(self, module: nn.Module, name: str) -> None:
+        """Let a call of the method `name` of `module` be a call of the module, as torch's
+        register_fsdp_forward_method does."""
+        method, runtime = getattr(module, name), weakref.proxy(self)
+        before, after = _hooks_of_call(self._units_of.get(module, []), runtime)
+        is_root = module is self._root
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_root:
+                runtime.begin_forward()
+            args, kwargs = before(module, args, kwargs)
+            output = None
+            try:
+                output = method(*args, **kwargs)
+            finally:
+                after(module, args, output)
+                if is_root:
+                    runtime.end_forward()
+            return output
+
+        setattr(module, name, call)
+
+    def guard(self, answer: Answer) -> None:
+        """From now on `answer` is asked for the result of what uses a parameter that is not
+        gathered, or where it always is, between a backward and the next forward."""
+        kinds = {type(param) for unit in self.units for param in unit.params}
+        guarded = {kind: new_guarded_class(kind, answer) for kind in kinds}
+        for unit in self.units:
+            unit.guard([guarded[type(param)] for param in unit.params])
+        self._resting = [unit for unit in self.units if unit.is_always_unsharded]
+        self.rest()
+
+    def rest(self) -> None:
+        """No forward or backward is under way."""
+        for unit in self._resting:
+            unit.rest()
 
     def detach(self) -> None:
         """Close and remove every hook; the parameters stay sharded."""
@@ -144,11 +201,18 @@ class HZPRuntime(StepScheduler):
 
     def begin_forward(self) -> None:
         """The root is called: a new micro-batch, or a recomputation within backward."""
-        if not self._batch.in_backward:
+        if not self._batch.in_backward and not any(self._batch.depth.values()):
+            for unit in self._resting:
+                unit.wake()
             self._batch.calls.clear()
             self._batch.depth.clear()
             if not torch.is_grad_enabled():
                 self.gathers.begin_evaluation()
+
+    def end_forward(self) -> None:
+        """The call of the root has returned, or raised an error."""
+        if not self._batch.in_backward and not torch.is_grad_enabled():
+            self.rest()
 
     def before_forward(self, units: list[HZPUnit]) -> None:
         """A module that needs `units` is called."""
@@ -194,6 +258,8 @@ class HZPRuntime(StepScheduler):
         """A gradient has reached an output of the module of `units`."""
         if not self._batch.in_backward:
             self._batch.in_backward = True
+            for unit in self._resting:
+                unit.wake()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # pyright: ignore[reportPrivateUsage]
         for unit in units:
             self._batch.started_backward.add(unit)
@@ -207,6 +273,9 @@ class HZPRuntime(StepScheduler):
         self._note_compute("backward", units)
         for unit in units:
             self.gathers.release(unit)
+            if unit in self._batch.reduced:
+                # One backward of several forwards: autograd adds up what they give a parameter.
+                self._reduce_last.add(unit)
             if unit not in self._reduce_last:
                 self._reduce(unit)
 
@@ -218,14 +287,19 @@ class HZPRuntime(StepScheduler):
                 self._reduce(unit)
             self.gathers.release(unit)
         self._batch.started_backward.clear()
+        self._batch.reduced.clear()
         self._batch.in_backward = False
+        self.rest()
 
     def _unshard(self, unit: HZPUnit) -> None:
-        self.gathers.use(unit)
+        # What is made here outlives an inference mode, which would mark it.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
+            self.gathers.use(unit)
         self._saved_views.track(unit)
 
     def _reduce(self, unit: HZPUnit) -> None:
         self.reduce(unit)
+        self._batch.reduced.add(unit)
         self._batch.started_backward.discard(unit)
 
     def _mark_compute(self, direction: str, units: list[HZPUnit]) -> None:
@@ -246,6 +320,10 @@ class HZPRuntime(StepScheduler):
 
 
 # ---- hooks
+
+
+def _as_it_is(hook: Any) -> Any:
+    return hook
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -304,9 +382,21 @@ def _tensors_of(output: Any) -> list[torch.Tensor]:
 
 
 def _attach_call_hooks(
-    module: nn.Module, units: list[HZPUnit], runtime: HZPRuntime
+    module: nn.Module, units: list[HZPUnit], runtime: HZPRuntime, around: Callable[[Any], Any]
 ) -> list[RemovableHandle]:
     """Hook `module`, whose call needs the parameters of `units`. Returns the handles."""
+    before, after = _hooks_of_call(units, runtime)
+    return [
+        module.register_forward_pre_hook(around(before), prepend=True, with_kwargs=True),
+        # always_call: an exception in the forward must not leave saved-tensor hooks behind.
+        module.register_forward_hook(around(after), always_call=True),
+    ]
+
+
+def _hooks_of_call(
+    units: list[HZPUnit], runtime: HZPRuntime
+) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """What comes before and after a call that needs the parameters of `units`."""
 
     def pre_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
         runtime.before_forward(units)
@@ -323,11 +413,7 @@ def _attach_call_hooks(
             for tensor in _tensors_of(output):
                 tensor.register_hook(begin_backward)  # pyright: ignore[reportUnknownMemberType]
 
-    return [
-        module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True),
-        # always_call: an exception in the forward must not leave saved-tensor hooks behind.
-        module.register_forward_hook(post_forward, always_call=True),
-    ]
+    return pre_forward, post_forward
 
 
 def _attach_grad_hooks(
@@ -358,4 +444,5 @@ def _accumulators_of(unit: HZPUnit) -> list[Any]:
     its gradients elsewhere, as Megatron's shared experts do.
     """
     trained = [param for param in unit.params if param.requires_grad]
-    return [torch.autograd.graph.get_gradient_edge(param).node for param in trained]
+    with unit.own_uses():
+        return [torch.autograd.graph.get_gradient_edge(param).node for param in trained]

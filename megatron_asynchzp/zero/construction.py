@@ -21,6 +21,7 @@ from megatron_asynchzp.device import return_freed_memory
 from megatron_asynchzp.sharding.buffer import FlatBuffer
 from megatron_asynchzp.sharding.layout import FlatLayout, ParamSlice
 from megatron_asynchzp.sharding.topology import Range
+from megatron_asynchzp.zero.guard import GRAD, Use, new_guarded_class
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -180,7 +181,7 @@ class Construction:
         """Let the parameter be `one` element, expanded, and notice its use."""
         part.param.data = one.detach().expand(part.piece.shape)
         if part.kind not in self._classes:
-            self._classes[part.kind] = _new_guarded_class(part.kind, self._unshard_arguments)
+            self._classes[part.kind] = new_guarded_class(part.kind, self._answer)
         part.param.__class__ = self._classes[part.kind]
 
     # ---- what happens to modules before they are units
@@ -202,12 +203,12 @@ class Construction:
             self._hide(part, part.param.data)
         return module
 
-    def _unshard_arguments(self, arguments: Any) -> None:
-        """A function that is about to read or write parameters has these arguments."""
-        leaves = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, nn.Parameter)]
-        for param in leaves:
-            if param in self._sharded:
+    def _answer(self, use: Use, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What reads or writes parameters makes them whole."""
+        for param in tree_leaves((args, kwargs)) if use != GRAD else ():
+            if isinstance(param, nn.Parameter) and param in self._sharded:
                 self._unshard(self._sharded[param], f"{_caller()} uses its weights")
+        return use(*args, **kwargs)
 
     @torch.no_grad()
     def _unshard(self, sharded: _Sharded, reason: str) -> None:
@@ -277,48 +278,12 @@ def _describe(reason: str, units: Sequence[HZPUnit]) -> str:
     )
 
 
-# ---- parameters that notice their use
-
-# What does not look at the elements of a parameter. Everything else gathers its unit.
-# fmt: off
-_PROPERTIES = ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn",
-               "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "_version")
-_METHODS = ("size", "numel", "nelement", "dim", "ndimension", "stride", "element_size",
-            "storage_offset", "is_contiguous", "is_floating_point", "is_complex", "requires_grad_",
-            "register_hook", "register_post_accumulate_grad_hook", "__len__")
-# fmt: on
-_SETTERS = ("requires_grad", "grad")
-_HARMLESS: set[Any] = {
-    *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
-    *(getattr(torch.Tensor, name) for name in _METHODS),
-    *(getattr(torch.Tensor, name).__set__ for name in _SETTERS),
-    *(torch.is_floating_point, torch.is_complex, torch.numel),
-}
-
-
-def _new_guarded_class(kind: type, before_use: Callable[[Any], None]) -> type:
-    """A class like `kind`, for `__class__` of a parameter: calls `before_use` with the arguments of
-    every function that may look at the parameter's elements, or set them."""
-
-    def guard(
-        _cls: type,
-        func: Callable[..., Any],
-        _types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func not in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-                before_use((args, kwargs))
-        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
-            return func(*args, **(kwargs or {}))
-
-    return type(kind)(kind.__name__, (kind,), {"__torch_function__": classmethod(guard)})
+# ---- the user of a parameter
 
 
 def _caller() -> str:
     """The function that uses a parameter: the innermost one that is neither torch's nor ours."""
-    not_it = (str(Path(torch.__file__).parent), __file__)
+    not_it = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(not_it):
             return f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"

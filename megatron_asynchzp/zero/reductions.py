@@ -111,6 +111,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         self._collected: dict[HZPUnit, _Collected] = {}
         self._last_reduction: dict[HZPUnit, Task] = {}
         self._syncs: dict[HZPUnit, Task] = {}
+        self._updated: set[HZPUnit] = set()  # with this step's gradients, within backward
 
     # ---- one micro-batch
 
@@ -118,6 +119,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         """Collect the gradients of the parameters `indices`, as far as there are any; another one
         of the same parameter is added in fp32."""
         if unit.reduces_in_place:
+            self._reopen(unit)
             unit.write_grads(indices, unit.whole_grads)
             return
         if unit in self._kept and unit.has_grads:
@@ -132,6 +134,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         """The backward of `unit`, which is reduced in one piece, begins: let its layers find the
         places of their gradients."""
         if unit.reduces_in_place:
+            self._reopen(unit)
             unit.point_main_grads_at(unit.whole_grads)
             return
         collected = self._collect(unit)
@@ -173,11 +176,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
 
     def start_reduction(self, unit: HZPUnit) -> None:
         """Reduce the gradients of `unit` over the G axes; the lane adds them to main_grad."""
-        if unit in self._syncs:
-            raise RuntimeError(
-                f"{unit.name}: a gradient came after the one of the last micro-batch; leave the "
-                "no_sync() context only for the last one"
-            )
+        self._reopen(unit)
         if unit.reduces_in_place:
             self.take(unit, range(len(unit.params)))
             return
@@ -193,6 +192,18 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         )
         self.note_started(_Reduction(task, grads), place.extent, has_more=bool(grads))
         self._last_reduction[unit] = task
+
+    def _reopen(self, unit: HZPUnit) -> None:
+        """A gradient comes after the sum over the sharding group was begun, because the micro-batch
+        was not the last one, or has several backwards: it is added to that sum."""
+        if (sync := self._syncs.pop(unit, None)) is not None:
+            if unit in self._updated:
+                raise RuntimeError(
+                    f"{unit.name}: a gradient came after the one of the last micro-batch, with "
+                    "which the unit was updated; leave the no_sync() context only for the last one"
+                )
+            sync.wait()
+            unit.reopen_grads(self._scale)
 
     def _collect_rest(self, unit: HZPUnit) -> tuple[Place, _Grads]:
         """The place with the first piece of the gradients of `unit`, and those that later pieces
@@ -277,6 +288,8 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
             yield from completed(unit.sync_grad_steps(self._scale))
             return update(unit)
 
+        if update is not None:
+            self._updated.add(unit)
         self._syncs[unit] = self._driver.submit(
             Task(
                 "grad-sync",
@@ -312,4 +325,5 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
             self._residency.restart()
         self._await_syncs()
         self._syncs.clear()
+        self._updated.clear()
         self._last_reduction.clear()

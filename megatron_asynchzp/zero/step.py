@@ -112,6 +112,7 @@ class StepScheduler:
             driver = start_driver(config, device_of(self.units[0].model_param.storage))
         self.driver = driver
         self.step = 0
+        self._is_synced = False
         self.is_last_micro_batch = False
         self.update: Update | None = None
         self.memory = memory_in_flight_of(self.units, config)
@@ -151,6 +152,7 @@ class StepScheduler:
         # On a CPU each lane issues by itself. A comparison that is still on its way has the
         # communicators of the gradients, on which one rank must not reduce what another compares.
         self._order_check.wait()
+        self._is_synced = False
         if self.reductions.keep(unit, self.is_last_micro_batch):
             return
         self.reductions.start_reduction(unit)
@@ -184,6 +186,7 @@ class StepScheduler:
         self.gathers.release_all()
         self.reductions.begin_step()
         self.is_last_micro_batch = False
+        self._is_synced = False
         self.step += 1
         self.driver.begin_step(self.step)
         self.gathers.begin_step()
@@ -198,9 +201,13 @@ class StepScheduler:
         """
         self._order_check.wait()
         for unit in self.units:
-            if unit.is_trained and not self.reductions.is_syncing(unit):
-                if self.reductions.is_kept(unit):  # for a micro-batch that did not come
-                    self.reductions.start_reduction(unit)
+            if not unit.is_trained:
+                continue
+            # Kept for a micro-batch that did not come; or of a backward through no module (that of
+            # a gradient's norm).
+            if self.reductions.is_kept(unit) or self.reductions.has_pending(unit):
+                self.reductions.start_reduction(unit)
+            if not self.reductions.is_syncing(unit):
                 self._start_grad_sync(unit)
         if self.update is not None:
             self.gathers.start_syncs()
@@ -210,7 +217,13 @@ class StepScheduler:
             # not use a unit, and what spare gathers read, where it had fewer micro-batches.
             self.gathers.drop_spares()
             self.gathers.join_syncs()
+        self._is_synced = True
         self._check_order()
+
+    @property
+    def are_grads_synced(self) -> bool:
+        """Whether no gradient came since `sync_grads`."""
+        return self._is_synced and not any(map(self.reductions.has_pending, self.units))
 
     def _check_order(self) -> None:
         if not self._checks_order:

@@ -7,6 +7,7 @@ persistent buffers of their states.
 import enum
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -36,6 +37,8 @@ from megatron_asynchzp.sharding.in_flight import (
 from megatron_asynchzp.sharding.layout import FlatLayout
 from megatron_asynchzp.sharding.pieces import GradPiece
 from megatron_asynchzp.sharding.topology import Range
+
+_NOTHING = nullcontext()
 
 
 class Phase(enum.Enum):
@@ -100,6 +103,8 @@ class HZPUnit:
         self.overwrites_main_grads: bool | None = None
         self.phase = Phase.SHARDED
         self._full_param: torch.Tensor | None = None
+        self._kinds = [type(param) for param in self.params]
+        self._guarded_kinds: list[type] | None = None
         self._allocate_and_shard(shard)
 
     # ---- construction
@@ -145,6 +150,33 @@ class HZPUnit:
         for param, tensor in zip(self.params, tensors, strict=True):
             param.data = tensor
 
+    def guard(self, guarded_kinds: Sequence[type]) -> None:
+        """Let parameters that are not gathered notice their use: each is of its guarded kind then.
+
+        Where they are always gathered, `rest` and `wake` say when.
+        """
+        self._guarded_kinds = list(guarded_kinds)
+        if self.phase is Phase.SHARDED:
+            self.rest()
+
+    def rest(self) -> None:
+        """Nothing computes with the parameters: from here on they notice their use."""
+        if self._guarded_kinds is not None:
+            for param, kind in zip(self.params, self._guarded_kinds, strict=True):
+                param.__class__ = kind
+
+    def wake(self) -> None:
+        """What comes now may compute with the parameters."""
+        if self._guarded_kinds is not None:
+            for param, kind in zip(self.params, self._kinds, strict=True):
+                param.__class__ = kind
+
+    def own_uses(self) -> AbstractContextManager[Any]:
+        """Around uses that guarded parameters are not to notice."""
+        if self._guarded_kinds is None:
+            return _NOTHING
+        return torch._C.DisableTorchFunctionSubclass()  # pyright: ignore[reportPrivateUsage]
+
     @cached_property
     def is_always_unsharded(self) -> bool:
         """With a parameter shard size of 1 the shard is the whole: nothing to gather."""
@@ -180,6 +212,7 @@ class HZPUnit:
         parameters."""
         self._enter(Phase.UNSHARDED)
         self._full_param = full
+        self.wake()
         self._point_params_at(views)
 
     def unshard(self) -> None:
@@ -197,6 +230,7 @@ class HZPUnit:
         self._point_params_at(self._placeholders)
         self._full_param = None
         self._enter(Phase.SHARDED)
+        self.rest()
 
     @property
     def full_param_storage(self) -> torch.Tensor:
@@ -245,9 +279,10 @@ class HZPUnit:
     @property
     def has_grads(self) -> bool:
         """Whether a parameter has a gradient that was not taken yet."""
-        for param in self.params:  # noqa: SIM110 (faster than any() of a generator)
-            if param.grad is not None:
-                return True
+        with self.own_uses():
+            for param in self.params:
+                if param.grad is not None:
+                    return True
         return False
 
     def take_grads(self, indices: Iterable[int], taken: dict[int, torch.Tensor]) -> None:
@@ -255,19 +290,20 @@ class HZPUnit:
 
         Another one of the same parameter is added in fp32, in memory of its own.
         """
-        for index in indices:
-            param = self.params[index]
-            if (grad := param.grad) is None:
-                continue
-            if grad.is_sparse:  # nn.Embedding(sparse=True)
-                grad = grad.to_dense()
-            param.grad = None
-            if (before := taken.setdefault(index, grad)) is grad:
-                continue
-            if before.dtype == torch.float32:
-                before.add_(grad)  # as autograd would
-            else:
-                taken[index] = before.float().add_(grad)
+        with self.own_uses():
+            for index in indices:
+                param = self.params[index]
+                if (grad := param.grad) is None:
+                    continue
+                if grad.is_sparse:  # nn.Embedding(sparse=True)
+                    grad = grad.to_dense()
+                param.grad = None
+                if (before := taken.setdefault(index, grad)) is grad:
+                    continue
+                if before.dtype == torch.float32:
+                    before.add_(grad)  # as autograd would
+                else:
+                    taken[index] = before.float().add_(grad)
 
     def write_grads(
         self,
@@ -284,23 +320,24 @@ class HZPUnit:
         is_fused = self.overwrites_main_grads is not None
         new: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         more: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        for index in indices:
-            param = self.params[index]
-            if (grad := param.grad) is None:
-                continue
-            if is_fused and _has_dummy(param):
+        with self.own_uses():
+            for index in indices:
+                param = self.params[index]
+                if (grad := param.grad) is None:
+                    continue
+                if is_fused and _has_dummy(param):
+                    param.grad = None
+                    if written is not None:
+                        written.add(index)
+                    continue
+                if grad.is_sparse:
+                    grad = grad.to_dense()
+                into, grads = more if written is None or index in written else new
+                into.append(places[index])
+                grads.append(grad)
                 param.grad = None
                 if written is not None:
                     written.add(index)
-                continue
-            if grad.is_sparse:
-                grad = grad.to_dense()
-            into, grads = more if written is None or index in written else new
-            into.append(places[index])
-            grads.append(grad)
-            param.grad = None
-            if written is not None:
-                written.add(index)
         if new[0]:
             torch._foreach_copy_(*new)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         if more[0]:
@@ -408,13 +445,23 @@ class HZPUnit:
 
         return and_then(last, end)
 
+    def reopen_grads(self, scale: float) -> None:
+        """Undo sync_grad_steps(scale), so that more gradients can be added to their sum: it counts
+        as what one replica has collected."""
+        own = self.main_grad.view(self.optim_range)
+        total = own / scale
+        self.main_grad.storage.zero_()
+        if self.groups.topology.replica_index == 0:
+            own.copy_(total)
+
     def zero_grads(self) -> None:
         """Forget every gradient of this step."""
         params: list[Any] = self.params
-        for param in params:
-            param.grad = None
-            if self.overwrites_main_grads is not None:
-                param.grad_added_to_main_grad = False
+        with self.own_uses():
+            for param in params:
+                param.grad = None
+                if self.overwrites_main_grads is not None:
+                    param.grad_added_to_main_grad = False
         if self.is_trained:
             self.main_grad.storage.zero_()
 

@@ -1,0 +1,182 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the check of what `shard` is called with: each mistake ends in one line, on every rank."""
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.sharding.topology import ShardSizes
+from megatron_asynchzp.zero.guard import SHARDED_AS
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_OPTIMIZER = "lambda params: torch.optim.AdamW(params, lr=1e-3)"
+
+
+def checked_group(group: Any) -> dist.ProcessGroup:
+    """The process group of `group`: None for all ranks, a process group, or a DeviceMesh of one
+    dimension."""
+    if not dist.is_initialized():
+        raise ConfigurationError(
+            "torch.distributed is not initialized; call torch.distributed.init_process_group() "
+            "first, and start the script with torchrun"
+        )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ConfigurationError(
+                f"group is a mesh of {group.ndim} dimensions; hand over one of them, as "
+                "mesh['dp'], and say with sizes how many ranks share a copy"
+            )
+        return group.get_group()
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ConfigurationError(
+            f"group is a {type(group).__name__}; it is to be a process group, a mesh of one "
+            "dimension, or None for all ranks"
+        )
+    return group or dist.distributed_c10d._get_default_group()
+
+
+def default_units(model: nn.Module) -> list[nn.Module]:
+    """The layers: the members of the outermost ModuleLists and Sequentials of whose class there are
+    several."""
+    if isinstance(model, (nn.ModuleList, nn.Sequential)):
+        count = Counter(type(child) for child in model if any(True for _ in child.parameters()))
+        if layers := [child for child in model if count[type(child)] > 1]:
+            return layers
+    return [unit for child in model.children() for unit in default_units(child)]
+
+
+def default_sizes(num_ranks: int) -> ShardSizes:
+    """Parameters and gradients within a node, as torchrun tells its ranks, and the optimizer's
+    state over all ranks."""
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    if num_ranks % node:
+        node = num_ranks
+    return ShardSizes(node, node, num_ranks)
+
+
+def checked_units(model: nn.Module, units: Any) -> list[nn.Module]:
+    """`units`, which are to be modules within `model` that are called."""
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"model is a {type(model).__name__}; it is to be an nn.Module")
+    if isinstance(units, nn.Module) and not isinstance(units, Iterable):
+        raise ConfigurationError(
+            f"units is one {type(units).__name__}; hand over a list, as units=model.layers"
+        )
+    paths = {module: path for path, module in model.named_modules()}
+    checked: list[nn.Module] = []
+    for unit in units:
+        if not isinstance(unit, nn.Module):
+            found = unit.__name__ if isinstance(unit, type) else repr(unit)
+            raise ConfigurationError(
+                f"units has {found}, which is no module; hand over the modules themselves, as "
+                "[m for m in model.modules() if isinstance(m, Block)]"
+            )
+        if unit not in paths:
+            raise ConfigurationError(
+                f"units has a {type(unit).__name__} that is not a part of the model; take units "
+                "from the model that is sharded"
+            )
+        if isinstance(unit, _CONTAINERS):
+            raise ConfigurationError(
+                f"units has {paths[unit]}, a {type(unit).__name__}, which is never called itself; "
+                f"hand over its members, as units=model.{paths[unit]}"
+            )
+        if unit not in checked:
+            checked.append(unit)
+    return checked
+
+
+def refuse_arguments(sizes: Any, schedule: Any) -> None:
+    """Raise ConfigurationError for what is of another kind than `shard` takes."""
+    if not isinstance(sizes, ShardSizes):
+        raise ConfigurationError(
+            f"sizes is {sizes!r}; it is to be ShardSizes(param, grad, optim), each a number of "
+            "ranks that share one copy"
+        )
+    if not isinstance(schedule, ScheduleConfig):
+        raise ConfigurationError(
+            f"schedule is {schedule!r}; it is to be a ScheduleConfig, as ScheduleConfig('inline')"
+        )
+
+
+def checked_optimizer(optimizer: Any) -> Callable[..., Any]:
+    """`optimizer`, which is to be a function that makes one."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(
+            f"optimizer is a {type(optimizer).__name__}; hand over what makes it of this rank's "
+            f"parts, as {_OPTIMIZER}"
+        )
+    if not callable(optimizer):
+        raise ConfigurationError(
+            f"optimizer is {optimizer!r}; it is to be a function that makes one, as {_OPTIMIZER}"
+        )
+    return optimizer
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise ConfigurationError where a parameter of `model` is sharded already."""
+    for name, param in model.named_parameters():
+        if hasattr(param, SHARDED_AS):
+            raise ConfigurationError(
+                f"{name} is sharded already; call shard once for each model, with all its units, "
+                "and build the model again to shard it otherwise"
+            )
+
+
+@torch.no_grad()
+def refuse_different_models(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise ConfigurationError, on every rank of `group`, where its ranks have not the same model:
+    parameters of the same names, shapes, dtypes and values. Collective over `group`."""
+    lines = {name: _describe(param) for name, param in model.named_parameters()}
+    text = repr(list(lines.items())).encode()
+    mine = int.from_bytes(hashlib.sha256(text).digest()[:7])
+    codes = torch.tensor([mine, -mine], device=next(model.parameters()).device)
+    dist.all_reduce(codes, dist.ReduceOp.MAX, group=group)
+    if codes[0] == -codes[1]:
+        return
+    all_lines: list[dict[str, tuple[str, int]]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(all_lines, lines, group=group)
+    names = dict.fromkeys(name for one in all_lines for name in one)
+    for name in names:
+        found = [one.get(name) for one in all_lines]
+        other = next((rank for rank, line in enumerate(found) if line != found[0]), None)
+        if other is not None:
+            raise ConfigurationError(_difference(name, found[0], found[other], other))
+    raise ConfigurationError(
+        "the ranks have the same parameters in another order; build the model alike on every rank"
+    )
+
+
+def _difference(
+    name: str, first: tuple[str, int] | None, line: tuple[str, int] | None, rank: int
+) -> str:
+    if first is not None and line is not None and first[0] == line[0]:
+        return (
+            f"{name} has other values on rank {rank} than on rank 0; seed all ranks alike before "
+            "the model is built (torch.manual_seed(0)), or load the same values"
+        )
+    here, there = (one[0] if one else "missing" for one in (first, line))
+    return (
+        f"{name} is {here} on rank 0 and {there} on rank {rank}; build the same model on every rank"
+    )
+
+
+def _describe(param: nn.Parameter) -> tuple[str, int]:
+    """What is to be equal, in words, and a sum of the values' bits."""
+    trained = "" if param.requires_grad else ", not trained"
+    bits = torch.int16 if param.element_size() == 2 else torch.int32
+    values = param.detach().contiguous().view(-1)
+    # Each bit pattern counts by its place as well, coarsely: sums of halves.
+    half = values.numel() // 2
+    sums = [int(part.view(bits).sum(dtype=torch.int64)) for part in (values[:half], values[half:])]
+    return f"{param.dtype} of shape {tuple(param.shape)}{trained}", hash(tuple(sums))

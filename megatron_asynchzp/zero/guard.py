@@ -1,0 +1,54 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Classes of parameters that have no values of their own: each use of their elements is noticed."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+
+Use = Callable[..., Any]
+"""A function of torch that may look at the elements of a parameter, or set them."""
+Answer = Callable[[Use, tuple[Any, ...], Mapping[str, Any]], Any]
+"""Gives the result of such a function for its arguments. Runs without noticing uses itself."""
+
+SHARDED_AS = "asynchzp_name"
+"""The attribute of a sharded parameter that has its name in the model."""
+
+# What does not look at the elements of a parameter. Everything else gathers its unit.
+# fmt: off
+_PROPERTIES = ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn",
+               "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "_version")
+_METHODS = ("size", "numel", "nelement", "dim", "ndimension", "stride", "element_size",
+            "storage_offset", "is_contiguous", "is_floating_point", "is_complex", "requires_grad_",
+            "register_hook", "register_post_accumulate_grad_hook", "__len__")
+# fmt: on
+GRAD = cast("Any", torch.Tensor).grad.__get__
+"""The gradient's getter."""
+_SETTERS = ("requires_grad", "grad")
+_HARMLESS: set[Any] = {
+    *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
+    *(getattr(torch.Tensor, name) for name in _METHODS),
+    *(getattr(torch.Tensor, name).__set__ for name in _SETTERS),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
+
+
+def new_guarded_class(kind: type, answer: Answer) -> type:
+    """A class like `kind`, for `__class__` of a parameter: `answer` gives the result of every
+    function that may look at the parameter's elements, or set them. It is handed the gradient's
+    getter as well."""
+
+    def guard(
+        _cls: type,
+        func: Use,
+        _types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            if func in _HARMLESS:
+                return func(*args, **(kwargs or {}))
+            return answer(func, args, kwargs or {})
+
+    return type(kind)(kind.__name__, (kind,), {"__torch_function__": classmethod(guard)})

@@ -1,0 +1,770 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What people do out of habit with `shard`: it trains as in one process, or ends in one line."""
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
+from megatron_asynchzp.sharded_arguments import default_units
+from scripts.testbed.ranks import Place, free_port, run_ranks
+from tests.support.engine import build_toy
+from tests.support.selection import slow_unless
+from tests.support.toy_models import ToyLM, toy_batch, toy_loss
+
+CLIP, STEPS = 0.3, 3
+SIZES = (2, 2, 2), (1, 1, 2)
+SIZES_OF_4 = (4, 4, 4), (2, 2, 4), (1, 2, 4), (1, 1, 1)
+
+
+def new_adamw(params) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+
+
+def sharded_toy(sizes: Sequence[int], model: nn.Module | None = None, **kwargs) -> ShardedModel:
+    model = build_toy() if model is None else model
+    return shard(model, model.blocks, ShardSizes(*sizes), new_adamw, **kwargs)
+
+
+# ---- losses of one rank in one step, each of which is handed to backward in turn
+
+
+def one(model, step, rank):
+    yield toy_loss(model, toy_batch(step, 0, rank))
+
+
+def several_backwards_without_a_word(model, step, rank):
+    for index in range(3):
+        yield toy_loss(model, toy_batch(step, index, rank)) / 3
+
+
+def two_forwards_one_backward(model, step, rank):
+    chosen, rejected = (toy_loss(model, toy_batch(step, index, rank)) for index in range(2))
+    return [torch.nn.functional.softplus(chosen - rejected)]
+
+
+def two_forwards_two_backwards(model, step, rank):
+    return [toy_loss(model, toy_batch(step, index, rank)) for index in range(2)]
+
+
+def a_forward_without_backward(model, step, rank):
+    toy_loss(model, toy_batch(step, 5, rank))
+    yield from one(model, step, rank)
+
+
+def a_gradient_penalty(model, step, rank):
+    noise = torch.Generator().manual_seed(step + 100 * rank)
+    x = torch.randn(4, 16, generator=noise).requires_grad_()
+    (grad,) = torch.autograd.grad(model.blocks[1](x).pow(2).sum(), x, create_graph=True)
+    yield from one(model, step, rank)
+    yield (grad.norm() - 1) ** 2 / 100
+
+
+def a_loss_of_a_frozen_copy(model, step, rank):
+    with torch.no_grad():
+        target = toy_loss(model, toy_batch(step, 1, rank))
+    for loss in one(model, step, rank):
+        yield (loss - target) ** 2
+
+
+LOSSES = {
+    losses.__name__: losses
+    for losses in (
+        several_backwards_without_a_word,
+        two_forwards_one_backward,
+        two_forwards_two_backwards,
+        a_forward_without_backward,
+        a_gradient_penalty,
+        a_loss_of_a_frozen_copy,
+    )
+}  # fmt: skip
+Losses = Callable[[nn.Module, int, int], Iterable[torch.Tensor]]
+
+
+def train_plainly(model: nn.Module, losses: Losses, num_ranks: int, clips: bool = True) -> list:
+    """Losses and norms in one process, over the batches of all ranks."""
+    optimizer, seen = new_adamw(model.parameters()), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for rank in range(num_ranks):
+            for loss in losses(model, step, rank):
+                (loss / num_ranks).backward()
+                total += loss.item() / num_ranks
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP if clips else torch.inf)
+        optimizer.step()
+        seen.append(pytest.approx((total, norm.item() if clips else 0.0), rel=1e-6, abs=1e-7))
+    return seen
+
+
+Step = Callable[[ShardedModel, Iterable[torch.Tensor]], float]
+"""Takes the losses of a step; returns the gradient norm where it clips."""
+
+
+def usual_step(sharded: ShardedModel, losses: Iterable[torch.Tensor]) -> float:
+    sharded.zero_grad()
+    for loss in losses:
+        loss.backward()
+    norm = sharded.clip_grad_norm_(CLIP)
+    sharded.step()
+    return norm.item()
+
+
+def train(sharded: ShardedModel, losses: Losses, take_step: Step = usual_step) -> list:
+    seen = []
+    for step in range(STEPS):
+        total = torch.zeros(())
+
+        def noted(step=step, total=total):
+            for loss in losses(sharded.model, step, dist.get_rank()):
+                total += loss.detach()
+                yield loss
+
+        norm = take_step(sharded, noted())
+        dist.all_reduce(total)
+        seen.append((total.item() / dist.get_world_size(), norm))
+    return seen
+
+
+def check_losses(all_sizes: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+    for name in names:
+        expected = train_plainly(build_toy(), LOSSES[name], dist.get_world_size())
+        for sizes in all_sizes:
+            with sharded_toy(sizes) as sharded:
+                assert train(sharded, LOSSES[name]) == expected, (name, sizes)
+
+
+def test_whatever_is_handed_to_backward_trains_as_in_one_process():
+    run_ranks(check_losses, 2, SIZES, list(LOSSES))
+
+
+def test_two_forwards_and_one_backward_train_as_in_one_process_for_every_kind_of_sizes():
+    run_ranks(check_losses, 4, SIZES_OF_4, ["two_forwards_one_backward", "a_gradient_penalty"])
+
+
+def a_penalty_on_weights(model, step, rank):
+    yield from one(model, step, rank)
+    yield sum(param.square().sum() for param in model.parameters()) / 100
+
+
+def build_tied() -> nn.Module:
+    model = build_toy()
+    model.output.weight = model.embedding.weight
+    return model
+
+
+def check_gradients_beside_modules() -> None:
+    """Of weights that two modules share, and of weights that are always gathered."""
+    for losses, all_sizes, build in (
+        (several_backwards_without_a_word, SIZES, build_tied),
+        (a_penalty_on_weights, [(1, 1, 2), (1, 2, 2)], build_toy),
+    ):
+        expected = train_plainly(build(), losses, dist.get_world_size())
+        for sizes in all_sizes:
+            with sharded_toy(sizes, build()) as sharded:
+                assert train(sharded, losses) == expected, (losses, sizes)
+
+
+def test_gradients_that_come_from_several_modules_or_from_none_are_all_reduced():
+    run_ranks(check_gradients_beside_modules, 2)
+
+
+def check_reductions() -> None:
+    with sharded_toy((2, 2, 2)) as sharded:
+        counts, units = sharded.runtime.driver.counts, len(sharded.runtime.units)
+        train(sharded, LOSSES["two_forwards_one_backward"])
+        before = counts["reduce"]
+        usual_step(sharded, LOSSES["two_forwards_one_backward"](sharded.model, 0, 0))
+        assert counts["reduce"] - before == units
+
+
+def test_two_forwards_are_reduced_once_from_the_second_step_on():
+    run_ranks(check_reductions, 2)
+
+
+# ---- steps of a loop that clips, or not
+
+
+def backward_all(losses: Iterable[torch.Tensor]) -> None:
+    for loss in losses:
+        loss.backward()
+
+
+def zeroed_by(zero: Callable[[ShardedModel], object]) -> Step:
+    def step(sharded, losses):
+        zero(sharded)
+        backward_all(losses)
+        norm = sharded.clip_grad_norm_(CLIP)
+        sharded.step()
+        return norm.item()
+
+    return step
+
+
+def zeroed_at_the_end(sharded, losses):
+    backward_all(losses)
+    norm = sharded.clip_grad_norm_(CLIP)
+    sharded.optimizer.step()
+    sharded.optimizer.zero_grad(set_to_none=True)
+    return norm.item()
+
+
+def of_a_scaler(sharded, losses):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    sharded.zero_grad()
+    backward_all(scaler.scale(loss) for loss in losses)
+    scaler.unscale_(sharded.optimizer)
+    norm = sharded.clip_grad_norm_(CLIP)
+    scaler.step(sharded.optimizer)
+    scaler.update()
+    return norm.item()
+
+
+def of_a_scaler_without_clipping(sharded, losses):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    sharded.optimizer.zero_grad()
+    backward_all(scaler.scale(loss) for loss in losses)
+    scaler.step(sharded.optimizer)
+    scaler.update()
+    return 0.0
+
+
+def the_optimizer_alone(sharded, losses):
+    sharded.optimizer.zero_grad()
+    backward_all(losses)
+    sharded.optimizer.step()
+    return 0.0
+
+
+def with_a_schedule_and_an_evaluation(sharded, losses):
+    torch.optim.lr_scheduler.LambdaLR(sharded.optimizer, lambda _: 1.0)
+    sharded.model.eval()
+    with torch.inference_mode():
+        toy_loss(sharded.model, toy_batch(7, 0, dist.get_rank()))
+    sharded.model.train()
+    return the_optimizer_alone(sharded, losses)
+
+
+def moved_to_where_it_is(sharded, losses):
+    sharded.model.to("cpu").float().requires_grad_(True)
+    return usual_step(sharded, losses)
+
+
+# With the name of each: the step, and whether it clips.
+LOOPS: dict[str, tuple[Step, bool]] = {
+    "optimizer.zero_grad()": (zeroed_by(lambda s: s.optimizer.zero_grad()), True),
+    "zero_grad(set_to_none=False)": (zeroed_by(lambda s: s.optimizer.zero_grad(False)), True),
+    "model.zero_grad()": (zeroed_by(lambda s: s.model.zero_grad(set_to_none=True)), True),
+    "zero_grad at the end": (zeroed_at_the_end, True),
+    "optimizer.step()": (the_optimizer_alone, False),
+    "a GradScaler": (of_a_scaler, True),
+    "a GradScaler without clipping": (of_a_scaler_without_clipping, False),
+    "evaluation, schedule": (with_a_schedule_and_an_evaluation, False),
+    "model.to()": (moved_to_where_it_is, True),
+}
+
+
+def check_loops() -> None:
+    expected = {
+        clips: train_plainly(build_toy(), one, dist.get_world_size(), clips)
+        for clips in (False, True)
+    }
+    for sizes in SIZES:
+        for name, (step, clips) in LOOPS.items():
+            with sharded_toy(sizes) as sharded:
+                assert train(sharded, one, step) == expected[clips], (name, sizes)
+
+
+def test_every_way_to_write_a_step_trains_as_in_one_process():
+    run_ranks(check_loops, 2)
+
+
+def check_accumulation_over_steps() -> None:
+    model = build_toy()
+    optimizer = new_adamw(model.parameters())
+    expected = []
+    for step in range(STEPS):  # never zeroed
+        losses = [toy_loss(model, toy_batch(step, 0, rank)) for rank in range(2)]
+        backward_all(loss / 2 for loss in losses)
+        optimizer.step()
+        expected.append(pytest.approx(sum(loss.item() for loss in losses) / 2, rel=1e-6))
+    for sizes in SIZES:
+        with sharded_toy(sizes) as sharded:
+
+            def step(sharded, losses):
+                backward_all(losses)
+                sharded.step()
+                return 0.0
+
+            assert [loss for loss, _ in train(sharded, one, step)] == expected, sizes
+
+
+def test_without_zero_grad_gradients_add_up_as_in_torch():
+    run_ranks(check_accumulation_over_steps, 2)
+
+
+def params_of(sharded: ShardedModel) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in sharded.full_params()}
+
+
+def check_overflow() -> None:
+    for sizes in SIZES:
+        with sharded_toy(sizes) as sharded:
+            scaler, before = torch.amp.GradScaler("cpu", init_scale=8.0), params_of(sharded)
+            bias = sharded.model.blocks[0].up.bias
+            # An element that one rank alone has in its optimizer's part.
+            overflow = bias.register_hook(
+                lambda grad: grad.index_fill(0, torch.tensor(0), torch.inf)
+            )
+            for is_skipped in (True, False):
+                sharded.zero_grad()
+                scaler.scale(toy_loss(sharded.model, toy_batch(0, 0, 0))).backward()
+                scaler.step(sharded.optimizer)
+                scaler.update()
+                overflow.remove()
+                assert scaler.get_scale() == 4.0
+                same = [
+                    torch.equal(value, before[key]) for key, value in params_of(sharded).items()
+                ]
+                assert all(same) is is_skipped, (sizes, is_skipped)
+
+
+def test_a_gradient_that_overflows_on_one_rank_skips_the_step_of_a_scaler_on_all():
+    run_ranks(check_overflow, 2)
+
+
+# ---- models
+
+
+def check_two_models() -> None:
+    """A model that is trained with another one, and with one that is not."""
+
+    def build_three() -> list[nn.Module]:
+        return [build_toy(), build_toy(depth=2), build_toy(depth=1).requires_grad_(False)]
+
+    def loss_of(models, step: int, rank: int) -> torch.Tensor:
+        first, second, teacher = (toy_loss(model, toy_batch(step, 0, rank)) for model in models)
+        return (
+            first * second + (first - teacher) ** 2 + toy_loss(models[1], toy_batch(step, 1, rank))
+        )
+
+    world, models = dist.get_world_size(), build_three()
+    optimizers = [new_adamw(model.parameters()) for model in models[:2]]
+    expected = []
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses = [loss_of(models, step, rank) / world for rank in range(world)]
+        backward_all(losses)
+        for optimizer in optimizers:
+            optimizer.step()
+        expected.append(pytest.approx(sum(loss.item() for loss in losses), rel=1e-6))
+    for sizes in SIZES_OF_4:
+        models = build_three()
+        all_sharded = [sharded_toy(sizes, model) for model in models]
+        found = []
+        for step in range(STEPS):
+            for sharded in all_sharded:
+                sharded.zero_grad()
+            loss = loss_of(models, step, dist.get_rank())
+            loss.backward()
+            for sharded in all_sharded:
+                sharded.step()
+            total = loss.detach() / world
+            dist.all_reduce(total)
+            found.append(total.item())
+        assert found == expected, sizes
+        for sharded in all_sharded:
+            sharded.close()
+
+
+def test_several_models_in_one_graph_and_a_frozen_one_train_as_in_one_process():
+    run_ranks(check_two_models, 4)
+
+
+def check_average() -> None:
+    """The average of parameters, kept of this rank's part and put in its place."""
+    world, model = dist.get_world_size(), build_toy()
+    optimizer = new_adamw(model.parameters())
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward_all(toy_loss(model, toy_batch(step, 0, rank)) / world for rank in range(world))
+        optimizer.step()
+        average.update_parameters(model)
+    expected = toy_loss(average, toy_batch(0, 0, 0)).item()
+    for sizes in SIZES_OF_4:
+        with sharded_toy(sizes) as sharded:
+            params = [p for group in sharded.optimizer.param_groups for p in group["params"]]
+            averages = []
+            for step in range(STEPS):
+                usual = [toy_loss(sharded.model, toy_batch(step, 0, dist.get_rank()))]
+                sharded.zero_grad()
+                backward_all(usual)
+                sharded.step()
+                values = [param.detach() for param in params]
+                if not averages:
+                    averages = [value.clone() for value in values]
+                torch._foreach_lerp_(averages, values, 0.1)
+            trained = [value.clone() for value in values]
+            with sharded.changing_params():
+                torch._foreach_copy_(values, averages)
+            with torch.no_grad():
+                found = toy_loss(sharded.model, toy_batch(0, 0, 0)).item()
+            assert found == pytest.approx(expected, rel=1e-6), sizes
+            with sharded.changing_params():
+                torch._foreach_copy_(values, trained)
+            usual_step(sharded, one(sharded.model, 0, 0))
+
+
+def test_an_average_of_the_parameters_evaluates_as_in_one_process():
+    run_ranks(check_average, 4)
+
+
+class Encoder(ToyLM):
+    """With methods beside forward."""
+
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.output(self.encode(tokens), None)
+
+
+def of_an_encoding(model, step, rank):
+    encoded = model.encode(toy_batch(step, 1, rank))
+    return [encoded.square().mean() / 10 + toy_loss(model, toy_batch(step, 0, rank))]
+
+
+def build_encoder() -> nn.Module:
+    torch.manual_seed(5)
+    return Encoder()
+
+
+def check_methods() -> None:
+    expected = train_plainly(build_encoder(), of_an_encoding, dist.get_world_size())
+    for sizes in SIZES:
+        with sharded_toy(sizes, build_encoder()) as sharded:
+            sharded.register_forward_method(sharded.model, "encode")
+            assert train(sharded, of_an_encoding) == expected, sizes
+
+
+def test_another_method_than_forward_trains_once_it_is_registered():
+    run_ranks(check_methods, 2)
+
+
+def check_compiled(all_sizes: Sequence[Sequence[int]]) -> None:
+    def compile_before(model):
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        return sharded_toy(sizes, model)
+
+    def compile_after(model):
+        sharded = sharded_toy(sizes, model)
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        return sharded
+
+    expected = train_plainly(build_toy(), one, dist.get_world_size())
+    for sizes in all_sizes:
+        for compile_it in (compile_before, compile_after):
+            with compile_it(build_toy()) as sharded:
+                assert train(sharded, one) == expected, (sizes, compile_it)
+
+
+@pytest.mark.parametrize(
+    "world_size, all_sizes", [(2, SIZES[:1]), slow_unless(False, 4, SIZES_OF_4)]
+)
+def test_compiled_units_train_as_in_one_process(world_size, all_sizes):
+    run_ranks(check_compiled, world_size, all_sizes)
+
+
+def test_a_mesh_for_the_group_an_evaluation_first_and_a_model_without_training():
+    run_ranks(check_kinds, 2)
+
+
+def check_kinds() -> None:
+    for sizes in SIZES:
+        with sharded_toy(sizes, group=init_device_mesh("cpu", (2,))) as sharded:
+            with torch.inference_mode():  # its first gathers
+                toy_loss(sharded.model, toy_batch(0, 0, 0))
+            assert train(sharded, one) == train_plainly(build_toy(), one, 2)
+        with sharded_toy(sizes, build_toy().requires_grad_(False)) as frozen:
+            expected = toy_loss(build_toy(), toy_batch(0, 0, 0))
+            assert torch.equal(toy_loss(frozen.model, toy_batch(0, 0, 0)), expected)
+            frozen.load_state_dict(frozen.state_dict())
+
+
+def check_defaults() -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    expected = train_plainly(build_toy(), one, dist.get_world_size())
+    model = build_toy()
+    with shard(model, optimizer=new_adamw) as sharded:
+        layers = {unit.layer for unit in sharded.runtime.units}
+        assert layers == {"", "blocks.0", "blocks.1", "blocks.2"}
+        assert sharded.runtime.units[0].groups.topology.sizes == ShardSizes(2, 2, 4)
+        assert train(sharded, one) == expected
+
+
+def test_without_units_and_sizes_layers_are_units_and_a_node_shares_a_copy():
+    run_ranks(check_defaults, 4)
+
+
+@pytest.mark.parametrize("build, expected", [
+    (lambda: nn.Sequential(nn.Embedding(2, 2), nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), "1 3"),
+    (lambda: nn.Transformer(4, 1, 2, 2, 4),
+     "encoder.layers.0 encoder.layers.1 decoder.layers.0 decoder.layers.1"),
+    (lambda: nn.Sequential(nn.ReLU(), nn.ReLU(), nn.Linear(2, 2)), ""),
+])  # fmt: skip
+def test_layers_are_found_in_the_outermost_lists(build, expected):
+    model = build()
+    names = {module: name for name, module in model.named_modules()}
+    assert [names[unit] for unit in default_units(model)] == expected.split()
+
+
+# ---- state dicts of the model
+
+
+def check_state_dicts(folder: Path) -> None:
+    torch.manual_seed(6)
+    other = ToyLM().to(torch.bfloat16)
+    values = {name: value.clone() for name, value in other.state_dict().items()}
+    for index, sizes in enumerate(SIZES):
+        with sharded_toy(sizes, build_toy(torch.bfloat16)) as sharded:
+            train(sharded, one)
+            with torch.no_grad():  # what was gathered for it is old after loading
+                toy_loss(sharded.model, toy_batch(0, 0, 0))
+            sharded.model.load_state_dict(values)
+            for _ in range(2):  # the model's values, and those that are trained
+                found = toy_loss(sharded.model, toy_batch(0, 0, 0))
+                assert torch.equal(found, toy_loss(other, toy_batch(0, 0, 0))), sizes
+                with sharded.changing_params():
+                    pass
+            usual_step(sharded, [found])
+            saved = sharded.model.state_dict()
+            expected = params_of(sharded)
+            assert saved.keys() == values.keys()
+            checkpoint.save(saved, checkpoint_id=folder / str(index))
+        full = {name: torch.empty_like(value) for name, value in values.items()}
+        checkpoint.load(full, checkpoint_id=folder / str(index))
+        assert all(torch.equal(full[name], expected[name]) for name in full), sizes
+
+
+def test_the_state_dict_of_the_model_is_saved_in_shards_and_a_whole_one_is_loaded(tmp_path):
+    run_ranks(check_state_dicts, 2, tmp_path)
+
+
+# ---- what is refused
+
+
+class Writing(ToyLM):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.norm.weight.mul_(1.5)
+        return super().forward(tokens)
+
+
+def own_optimizer(sharded: ShardedModel) -> None:
+    optimizer = new_adamw(sharded.model.parameters())
+    backward_all(one(sharded.model, 0, 0))
+    optimizer.step()
+
+
+def torch_clips(of: Callable[[ShardedModel], Iterable[torch.Tensor]]):
+    def check(sharded: ShardedModel) -> None:
+        backward_all(one(sharded.model, 0, 0))
+        nn.utils.clip_grad_norm_(of(sharded), CLIP)
+
+    return check
+
+
+def write(sharded: ShardedModel) -> None:
+    with torch.no_grad():
+        for param in sharded.model.parameters():
+            param.clamp_(-0.01, 0.01)
+    usual_step(sharded, one(sharded.model, 0, 0))
+
+
+def write_whole(sharded: ShardedModel) -> None:
+    with torch.no_grad():
+        for _, value in sharded.full_params():
+            value.mul_(2)
+
+
+def add_layer(sharded: ShardedModel) -> None:
+    sharded.model.extra = nn.Linear(2, 2)
+    usual_step(sharded, one(sharded.model, 0, 0))
+
+
+def replace_weight(sharded: ShardedModel) -> None:
+    sharded.model.norm.weight = nn.Parameter(torch.ones(16))
+    usual_step(sharded, one(sharded.model, 0, 0))
+
+
+def gather_state_dict(sharded: ShardedModel) -> None:
+    full = StateDictOptions(full_state_dict=True)
+    for value in get_model_state_dict(sharded.model, options=full).values():
+        value.clone()
+
+
+Refused = dict[str, tuple[Callable[[ShardedModel], object], str]]
+# With what it says. Where parameters are never in shards (sizes.param 1) ...
+REFUSED: Refused = {
+    "an optimizer of one's own": (own_optimizer, "embedding.weight: .*step sharded.optimizer"),
+    "torch's clipping": (torch_clips(lambda s: s.model.parameters()), "sharded.clip_grad_norm_"),
+    "torch's clipping of parts": (
+        torch_clips(lambda s: s.optimizer.param_groups[0]["params"]), "sharded.clip_grad_norm_"
+    ),
+    "param.grad": (lambda s: next(s.model.parameters()).grad, "gradients of a sharded model"),
+    "a write between steps": (write, "embedding.weight (was written to|is in shards)"),
+    "a write to whole values": (write_whole, "was written to, which is lost"),
+    "a late layer": (add_layer, "extra.weight was added"),
+    "a replaced weight": (replace_weight, "norm.weight was added or replaced"),
+    "sharding twice": (lambda s: sharded_toy((2, 2, 2), s.model), "is sharded already"),
+    "another dtype": (lambda s: s.model.bfloat16(), "convert or move the model before shard"),
+    "a copy": (lambda s: copy.deepcopy(s.model), "cannot be copied or pickled"),
+    "torch.save": (lambda s: torch.save(s.model, "/dev/null"), "sharded.state_dict"),
+    "AveragedModel": (lambda s: AveragedModel(s.model), "cannot be copied"),
+    "DDP": (lambda s: nn.parallel.DistributedDataParallel(s.model), "leave out Distributed"),
+    "a closure": (lambda s: s.optimizer.step(lambda: 0.0), "takes no closure"),
+}  # fmt: skip
+# ... these are right there.
+REFUSED_IN_SHARDS: Refused = {
+    "a value": (lambda s: next(s.model.parameters()).norm(), "full_params.. has whole values"),
+    "model.forward": (lambda s: s.model.forward(toy_batch(0, 0, 0)), "not model.forward"),
+    "torch.save of a state dict": (
+        lambda s: torch.save(s.model.state_dict(), "/dev/null"), "sharded.full_params"
+    ),
+    "full_state_dict": (gather_state_dict, "sharded.full_params"),
+}  # fmt: skip
+
+
+def assert_refused(what: Callable[[], object], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text) as caught:
+        what()
+    assert "\n" not in str(caught.value)
+
+
+def check_refused() -> None:
+    for sizes in SIZES:
+        refused = REFUSED | (REFUSED_IN_SHARDS if sizes[0] > 1 else {})
+        for what, text in refused.values():
+            sharded = sharded_toy(sizes)
+            assert_refused(partial(what, sharded), text)
+            sharded.runtime.driver.close()
+        for model in (Writing(), ToyLM()):
+            model.embedding.max_norm = 0.5 if type(model) is ToyLM else None
+            model.load_state_dict(build_toy().state_dict())
+            sharded = sharded_toy(sizes, model)
+            losses = one(model, 0, 0)
+            assert_refused(partial(usual_step, sharded, losses), "written to")
+    with sharded_toy((2, 2, 2)) as sharded:
+        assert "in shards" in repr(sharded.model.norm.weight)
+
+
+def test_what_would_be_lost_or_train_nothing_is_refused_in_one_line():
+    run_ranks(check_refused, 2)
+
+
+def arguments(**changes) -> Callable[[], object]:
+    def call():
+        model = changes.pop("model", None) or build_toy()
+        usual = {"units": model.blocks, "sizes": ShardSizes(2, 2, 2), "optimizer": new_adamw}
+        usual |= {key: value(model) for key, value in changes.items()}
+        return shard(model, **usual)
+
+    return call
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return ToyLM()
+
+
+WRONG_ARGUMENTS = {
+    "a container": (arguments(units=lambda m: [m.blocks]), "units=model.blocks"),
+    "another model's": (arguments(units=lambda m: [nn.Linear(2, 2)]), "not a part of the model"),
+    "names": (arguments(units=lambda m: ["blocks.0"]), "'blocks.0', which is no module"),
+    "classes": (arguments(units=lambda m: {type(m.norm)}), "LayerNorm, which is no module"),
+    "one module": (arguments(units=lambda m: m.norm), "hand over a list"),
+    "a tuple": (arguments(sizes=lambda m: (2, 2, 2)), "ShardSizes.param, grad, optim"),
+    "an optimizer": (arguments(optimizer=lambda m: new_adamw(m.parameters())), "hand over what"),
+    "no function": (arguments(optimizer=lambda m: "adamw"), "a function that makes one"),
+    "nothing": (arguments(optimizer=lambda m: None), "a function that makes one"),
+    "no optimizer": (arguments(optimizer=lambda m: lambda _: 3), "optimizer returned a int"),
+    "LBFGS": (
+        arguments(optimizer=lambda m: lambda ps: torch.optim.LBFGS([p for _, p in ps])), "AdamW"
+    ),
+    "a schedule's name": (arguments(schedule=lambda m: "inline"), "ScheduleConfig.'inline'"),
+    "a mesh of two": (arguments(group=lambda m: init_device_mesh("cpu", (1, 2))), "2 dimensions"),
+    "a list of ranks": (arguments(group=lambda m: [0, 1]), "a process group, a mesh"),
+    "a meta model": (arguments(model=on_meta()), "allocate and initialize it before"),
+}  # fmt: skip
+
+
+def check_wrong_arguments() -> None:
+    for call, text in WRONG_ARGUMENTS.values():
+        assert_refused(call, text)
+    rank = dist.get_rank()
+    for builds, text in (
+        (lambda: ToyLM(width=16 - 8 * rank), r"\(37, 16\) on rank 0 and .*\(37, 8\) on rank 1"),
+        (lambda: ToyLM(depth=3 - rank), "missing on rank 1; build the same model"),
+        (lambda: ToyLM().to(torch.float16 if rank else torch.float32), "float16 .*on rank 1"),
+        (lambda: ToyLM(), "other values on rank 1 than on rank 0; seed all ranks alike"),
+    ):
+        torch.manual_seed(5 if "values" not in text else rank)
+        assert_refused(partial(sharded_toy, (2, 2, 2), builds()), text)
+
+
+def test_a_wrong_argument_and_different_models_are_refused_in_one_line_on_every_rank():
+    run_ranks(check_wrong_arguments, 2)
+
+
+WITHOUT_AN_END = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from megatron_asynchzp import ShardSizes, shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+sharded = shard(model, list(model), ShardSizes(2, 2, 2), torch.optim.AdamW)
+for step in range(5):
+    sharded.zero_grad()
+    model(torch.randn(4, 64)).sum().backward()
+    sharded.step()
+"""
+
+
+def test_a_run_that_never_closes_what_it_opened_ends_well(tmp_path):
+    (tmp_path / "run.py").write_text(WITHOUT_AN_END)
+    port = free_port()
+    environments = [os.environ | Place(rank, 2, 2, port).environment() for rank in range(2)]
+    root = str(Path(__file__).parents[1])
+    processes = [
+        subprocess.Popen([sys.executable, "run.py"], cwd=tmp_path, env=env | {"PYTHONPATH": root})
+        for env in environments
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+
+
+def test_without_a_process_group_the_remedy_is_named():
+    assert_refused(lambda: sharded_toy((1, 1, 1)), "init_process_group")
