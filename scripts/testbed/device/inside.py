@@ -24,6 +24,7 @@ _runtime.asynchzp_device_set_delays.argtypes = [
     ctypes.c_int,
     ctypes.c_int,
 ]
+_runtime.asynchzp_device_watch.argtypes = [ctypes.c_bool]
 _operations.asynchzp_device_waited.restype = ctypes.c_char_p
 
 num_operations = _operations.asynchzp_device_install_operations()
@@ -33,13 +34,20 @@ torch.backends.cuda.enable_mem_efficient_sdp(False)
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def start(local_rank: int, num_devices: int) -> torch.device:
-    """Take one of the devices; from here on freed memory is poisoned."""
+def start(local_rank: int, num_devices: int, watches: bool = True) -> torch.device:
+    """Take one of the devices; from here on freed memory is poisoned.
+
+    watches: whether accesses that nothing orders end the process. With ASYNCHZP_DEVICE_TRACEBACKS
+    it says where both come from.
+    """
     os.environ["ASYNCHZP_DEVICES"] = str(num_devices)
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     torch.cuda.init()
-    _operations.asynchzp_device_poison_freed()
+    if os.environ.get("ASYNCHZP_DEVICE_TRACEBACKS"):
+        _operations.asynchzp_device_trace()
+    _runtime.asynchzp_device_watch(watches)
+    _operations.asynchzp_device_follow_allocator()
     return device
 
 

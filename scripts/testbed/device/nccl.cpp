@@ -23,6 +23,7 @@
 #include "report.hpp"
 #include "room.hpp"
 #include "stream.hpp"
+#include "watch.hpp"
 
 using namespace device;
 
@@ -167,11 +168,33 @@ void run_messages(Room& room, std::vector<Message> messages) {
 
 // ---- launches: on threads of the host
 
+// What a collective or messages do to the buffers of this rank, for the watch.
+void submit(const Pending& pending, Stream* stream, int num_ranks, int rank) {
+  const Call& call = pending.call;
+  const auto type = ncclDataType_t(call.type);
+  std::string name = kKinds[call.kind];
+  std::vector<Access> accesses;
+  for (const Message& one : pending.messages)
+    accesses.push_back({one.data, one.size, !one.is_send});
+  if (call.kind != messages) {
+    const size_t once = call.count * size_of(type), all = once * num_ranks;
+    const bool sends_all = call.kind == reduce_scatter || call.kind == all_to_all;
+    const bool gets_all = call.kind == all_gather || call.kind == all_to_all;
+    name += " of " + std::to_string(call.count) + " " + name_of(type);
+    if (call.kind != broadcast || rank == call.root)
+      accesses.push_back({pending.in, sends_all ? all : once, false});
+    if (call.kind != reduce_to || rank == call.root)
+      accesses.push_back({pending.out, gets_all ? all : once, true});
+  }
+  watch::submit(stream, watch::Kind::kernel, name, accesses.data(), accesses.size());
+}
+
 // Kernels of one communicator run in the order of their launches, whatever their streams (NCCL,
 // "Using multiple CUDA streams": NCCL enforces a stream dependency).
 void launch(Pending pending) {
   auto room = pending.comm->room;
   auto stream = stream_of(pending.stream);
+  submit(pending, stream, room->num_ranks, room->rank);
   std::lock_guard lock(pending.comm->mutex);
   stream->push_wait(pending.comm->last);
   pending.comm->last = stream->push_kernel([room, pending = std::move(pending)] {
