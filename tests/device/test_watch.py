@@ -5,8 +5,10 @@ delay that would show them; and for nothing that is in order. Each program is a 
 or torch, named where it is."""
 
 import ctypes
+import re
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -31,19 +33,20 @@ def on_side(does: Callable[[], object], *waits_for: torch.cuda.Event) -> torch.c
         side.wait_event(event)
     with torch.cuda.stream(side):
         does()
-    return side.record_event()
+        return now()
 
 
 def now() -> torch.cuda.Event:
-    return torch.cuda.current_stream().record_event()
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def read_what_another_stream_writes(is_ordered: bool) -> None:
     value = new()
     ready = now()
     value.add_(1)
-    # An event holds what its stream had when it was recorded (cudaEventRecord: "captures in event
-    # the contents of stream at the time of this call").
+    # cudaEventRecord: "Captures in event the contents of stream at the time of this call."
     on_side(value.clone, now() if is_ordered else ready).synchronize()
 
 
@@ -71,7 +74,7 @@ def wait_on_the_host(is_ordered: bool) -> None:
     value = new()
     end = on_side(value.clone, now())
     if is_ordered:
-        end.synchronize()  # cudaEventSynchronize: "Waits for an event to complete."
+        end.synchronize()  # cudaEventSynchronize: "Waits for an event to complete"
     value.add_(1)
     torch.cuda.synchronize()
 
@@ -96,7 +99,8 @@ def ask_until_it_has_happened(is_ordered: bool) -> None:
 
 
 def free_what_another_stream_reads(is_ordered: bool) -> None:
-    """record_stream: "Without it, the memory of the tensor may be reused before ..."."""
+    """Tensor.record_stream: "if a tensor is used on a stream different from the stream of origin,
+    the allocator might reuse the memory unexpectedly"."""
     value, side = new(), torch.cuda.Stream()
     side.wait_event(now())
     with torch.cuda.stream(side):
@@ -131,6 +135,7 @@ def read_the_result_of_a_collective(is_ordered: bool) -> None:
     output is safe to use once wait() has returned."""
     value = new()
     work = dist.all_reduce(value, async_op=True)
+    assert work is not None
     if is_ordered:
         work.wait()
     value.clone()
@@ -140,6 +145,7 @@ def read_the_result_of_a_collective(is_ordered: bool) -> None:
 def write_the_input_of_a_collective(is_ordered: bool) -> None:
     value, out = new(), new(1000 * dist.get_world_size())
     work = dist.all_gather_into_tensor(out, value, async_op=True)
+    assert work is not None
     if is_ordered:
         work.wait()
     value.add_(1)
@@ -180,12 +186,16 @@ PROGRAMS: list[tuple[Program, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("program", "line"), PROGRAMS, ids=lambda it: getattr(it, "__name__", ""))
-def test_what_nothing_orders_ends_the_run_without_any_delay(
-    worlds: DeviceWorlds, program: Program, line: str
-):
-    with pytest.raises(DeviceFailure, match=rf"emulated device: .*{line}.*law none, seed 5\)"):
-        worlds.run(program, 1, False, delays=Delays(seed=5), timeout_s=60)
+def out_of_order() -> list[list[str]]:
+    from scripts.testbed.device import inside
+
+    return [inside.unordered(partial(program, False)) for program, _ in PROGRAMS]
+
+
+def test_what_nothing_orders_is_told_without_any_delay(worlds: DeviceWorlds):
+    [told] = worlds.run(out_of_order, 1, timeout_s=60)
+    for (program, line), seen in zip(PROGRAMS, told, strict=True):
+        assert seen and re.search(line, seen[0]), (program.__name__, seen)
 
 
 def in_order() -> None:
@@ -198,7 +208,7 @@ def in_order() -> None:
 def parts_of_one_matrix_on_two_streams() -> None:
     matrix = new(40 * 50).view(40, 50)
     ends = [on_side(matrix[:, part : part + 25].neg_, now()) for part in (0, 25)]
-    ends += [on_side(matrix.t()[part :: 2].neg_, *ends) for part in (0, 1)]
+    ends += [on_side(matrix.t()[part::2].neg_, *ends) for part in (0, 1)]
     for end in ends:
         end.synchronize()
 
@@ -214,15 +224,16 @@ def test_what_is_in_order_passes_also_under_delays(worlds: DeviceWorlds):
         worlds.run(in_order, 1, delays=delays, timeout_s=60)
 
 
-def test_where_asked_both_operations_have_their_tracebacks(worlds: DeviceWorlds):
-    with pytest.raises(DeviceFailure) as failure:
+def test_the_run_ends_in_one_line_with_the_seed_and_where_asked_with_both_tracebacks(
+    worlds: DeviceWorlds,
+):
+    line = r"emulated device: .*add_.* writes .*copy_.* reads, .*\(rank 0, law none, seed 5\)"
+    with pytest.raises(DeviceFailure, match=line) as failure:
         env = {"ASYNCHZP_DEVICE_TRACEBACKS": "1"}
-        worlds.run(write_what_another_stream_reads, 1, False, env=env, timeout_s=60)
+        worlds.run(
+            write_what_another_stream_reads, 1, False, delays=Delays(seed=5), env=env, timeout_s=60
+        )
     read, written = str(failure.value).split("comes from")[1:]
     assert "on_side" in read
     assert "write_what_another_stream_reads" in written
     assert "on_side" not in written
-
-
-def test_nothing_is_said_where_nobody_watches(worlds: DeviceWorlds):
-    worlds.run(write_what_another_stream_reads, 1, False, watches=False, timeout_s=60)

@@ -5,6 +5,7 @@ and says what has run. Importing it installs, so that ranks forked from here nee
 
 import ctypes
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -24,8 +25,10 @@ _runtime.asynchzp_device_set_delays.argtypes = [
     ctypes.c_int,
     ctypes.c_int,
 ]
-_runtime.asynchzp_device_watch.argtypes = [ctypes.c_bool]
+_runtime.asynchzp_device_noted.restype = ctypes.c_char_p
 _operations.asynchzp_device_waited.restype = ctypes.c_char_p
+
+_OFF, _ENDS, _NOTES = range(3)  # what the watch does
 
 num_operations = _operations.asynchzp_device_install_operations()
 # These choose compiled kernels; the one that is left is made of operations.
@@ -46,7 +49,7 @@ def start(local_rank: int, num_devices: int, watches: bool = True) -> torch.devi
     torch.cuda.init()
     if os.environ.get("ASYNCHZP_DEVICE_TRACEBACKS"):
         _operations.asynchzp_device_trace()
-    _runtime.asynchzp_device_watch(watches)
+    _runtime.asynchzp_device_watch(_ENDS if watches else _OFF)
     _operations.asynchzp_device_follow_allocator()
     return device
 
@@ -60,6 +63,15 @@ def set_delays(delays: Delays, rank: int, world_size: int) -> None:
 def ran() -> Ran:
     torch.cuda.synchronize()
     return Ran(_runtime.asynchzp_device_num_kernels(), _runtime.asynchzp_device_digest())
+
+
+def unordered(run: Callable[[], object]) -> list[str]:
+    """Of what `run` does, the accesses that nothing orders: the lines that else end the process."""
+    _runtime.asynchzp_device_watch(_NOTES)
+    run()
+    torch.cuda.synchronize()
+    _runtime.asynchzp_device_watch(_ENDS)
+    return _runtime.asynchzp_device_noted().decode().splitlines()
 
 
 def waited() -> dict[str, int]:

@@ -61,10 +61,10 @@ void wait_for(Stream* stream) {
 size_t in_pages(size_t size) { return (size + kPage) / kPage * kPage; }
 
 void on_fault(int number, siginfo_t* info, void*) {
-  watch::end_for_touching(info->si_addr);
+  if (watch::tell_of_touching(info->si_addr)) return;  // the instruction runs again
   if (holder(freed, info->si_addr) != freed.end())
     end("%p is read or written after cudaFree", info->si_addr);
-  signal(number, SIG_DFL);  // the instruction runs again, and ends as it would have
+  signal(number, SIG_DFL);  // runs again, and ends as it would have
 }
 
 void report_faults() {

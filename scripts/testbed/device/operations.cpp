@@ -3,6 +3,7 @@
 // aten's operations on the emulated device: what has a kernel for CUDA and one for the CPU becomes a
 // kernel of the current stream that runs the CPU's on the same memory, without Python.
 #include <ATen/ATen.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -353,7 +354,10 @@ void run_copy(const OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
   if (from.is_cuda() || is_later) add_bytes(from, false, accesses);
   add_bytes(to, true, accesses);
   submit(stream.stream(), "aten::copy_", accesses);
-  launch(stream.stream(), "aten::copy_", [target, source, to, from] { target.copy_(source); });
+  launch(stream.stream(), "aten::copy_", [target, source] { target.copy_(source); });
+  if (is_later)  // as torch's own copy: the memory is kept until the stream is through
+    at::getHostAllocator(at::kCUDA)->record_event(
+        host.data_ptr(), host.storage().data_ptr().get_context(), stream.unwrap());
   if (!to.is_cuda() && !is_later) asynchzp_device_synchronize(stream.stream());
 }
 

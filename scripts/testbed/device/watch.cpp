@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
+#include <initializer_list>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -59,13 +61,15 @@ using TextOf = std::string (*)(const Traceback&);
 
 // Never destroyed: threads outlive main().
 auto& mutex = *new std::mutex;
-std::atomic<bool> is_on{false};
+enum class Mode { off, ends, notes };
+std::atomic<Mode> mode{Mode::off};
 Gather gather = nullptr;
 TextOf text_of_traceback = nullptr;
 auto& cells = *new Cells;
 auto& lines = *new std::vector<Line>;
 auto& numbers = *new std::unordered_map<Stream*, int>;
 auto& host = *new Clock;
+auto& noted = *new std::string;  // lines
 
 // What only this thread has seen. A thread that does nothing but ask whether something has happened
 // (a watchdog) orders nothing for others: whether it saw it in time is chance.
@@ -218,18 +222,30 @@ void report_traceback(const Operation& operation) {
   }
 }
 
-[[noreturn]] void end_with(const Fault& fault) {
-  auto verb = [](bool writes) { return writes ? "writes" : "reads"; };
-  const std::string now = text_of(*fault.now), before = text_of(*fault.before);
-  report_traceback(*fault.before);
-  report_traceback(*fault.now);
-  const bool is_use_after_free =
-      fault.before->kind == Kind::free && fault.now->kind == Kind::kernel;
-  end("%s %s %zu bytes at %p %s %s %s", now.c_str(), verb(fault.writes), fault.size,
-      reinterpret_cast<void*>(fault.start), is_use_after_free ? "after" : "that", before.c_str(),
-      is_use_after_free    ? "has taken them back"
-      : fault.has_written ? "writes, and nothing orders the two"
-                          : "reads, and nothing orders the two");
+// Ends the process, or notes the line.
+void tell(const std::string& line, std::initializer_list<const Operation*> from) {
+  if (mode == Mode::notes) {
+    std::lock_guard lock(mutex);
+    noted += line + "\n";
+    return;
+  }
+  for (const Operation* operation : from) report_traceback(*operation);
+  end("%s", line.c_str());
+}
+
+void tell(const Fault& fault) {
+  auto verb = [](bool writes) { return writes ? " writes " : " reads "; };
+  char start[32];
+  snprintf(start, sizeof start, "%p", reinterpret_cast<void*>(fault.start));
+  const std::string what = text_of(*fault.now) + verb(fault.writes) + std::to_string(fault.size) +
+                           " bytes at " + start;
+  const std::string before = text_of(*fault.before);
+  if (fault.before->kind == Kind::free && fault.now->kind == Kind::kernel)
+    tell(what + " after " + before + " has taken them back", {&*fault.before, &*fault.now});
+  else
+    tell(what + " that " + before + (fault.has_written ? " writes" : " reads") +
+             ", and nothing orders the two",
+         {&*fault.before, &*fault.now});
 }
 
 Known kept(Clock clock) { return std::make_shared<const Clock>(std::move(clock)); }
@@ -238,7 +254,7 @@ Known kept(Clock clock) { return std::make_shared<const Clock>(std::move(clock))
 
 void submit(Stream* stream, Kind kind, const std::string& name, const Access* accesses,
             size_t count) {
-  if (!is_on) return;
+  if (mode == Mode::off) return;
   // The caching allocator calls with its lock held.
   Traceback traceback = gather ? gather(kind == Kind::kernel) : nullptr;
   std::unique_lock lock(mutex);
@@ -258,7 +274,8 @@ void submit(Stream* stream, Kind kind, const std::string& name, const Access* ac
   }
   if (fault) {
     lock.unlock();
-    end_with(*fault);
+    tell(*fault);
+    lock.lock();
   }
   // Reads first: an operation on its own input leaves a write.
   for (const bool is_write : {false, true})
@@ -274,13 +291,13 @@ void submit(Stream* stream, Kind kind, const std::string& name, const Access* ac
 }
 
 Known end_of(Stream* stream) {
-  if (!is_on) return nullptr;
+  if (mode == Mode::off) return nullptr;
   std::lock_guard lock(mutex);
   return kept(line_of(stream).clock);
 }
 
 Known end_of_all(int device) {
-  if (!is_on) return nullptr;
+  if (mode == Mode::off) return nullptr;
   std::lock_guard lock(mutex);
   Clock all;
   for (const Line& line : lines)
@@ -305,7 +322,7 @@ void order_host(const Known& after) {
 }
 
 void forget(const void* start_of, size_t size) {
-  if (!is_on) return;
+  if (mode == Mode::off) return;
   const auto start = reinterpret_cast<Address>(start_of), end = start + size;
   std::lock_guard lock(mutex);
   split(start);
@@ -314,28 +331,40 @@ void forget(const void* start_of, size_t size) {
   in_use.erase(HostBlock::holder(start_of));
 }
 
-void end_for_touching(const void* address) {
+bool tell_of_touching(const void* address) {
   Shared operation;
   {
     std::lock_guard lock(mutex);
     auto found = in_use.find(HostBlock::holder(address));
-    if (found == in_use.end()) return;
+    if (found == in_use.end()) return false;
     operation = found->second.back().operation;
     for (const Use& use : found->second)
       if (use.writes) operation = use.operation;
+    found->first.allow(Allowed::everything);
+    in_use.erase(found);
   }
-  const std::string text = text_of(*operation);
-  report_traceback(*operation);
-  if (gather) report("the host is at\n%s", text_of_traceback(gather(true)).c_str());
-  end("the host touches page-locked memory at %p of %s, for which it has not waited", address,
-      text.c_str());
+  char text[32];
+  snprintf(text, sizeof text, "%p", address);
+  // The host is where it is: what it runs has its traceback from Python.
+  tell("the host touches page-locked memory at " + std::string(text) + " of " +
+           text_of(*operation) + ", for which it has not waited",
+       {&*operation});
+  return true;
 }
 
 }  // namespace device::watch
 
 using namespace device;
 
-EXPORT void asynchzp_device_watch(bool is_on) { watch::is_on = is_on; }
+EXPORT void asynchzp_device_watch(watch::Mode mode) { watch::mode = mode; }
+
+// What Mode::notes has noted, line by line, since the last call.
+EXPORT const char* asynchzp_device_noted() {
+  static std::string text;
+  std::lock_guard lock(watch::mutex);
+  text = std::exchange(watch::noted, {});
+  return text.c_str();
+}
 
 EXPORT void asynchzp_device_keep_tracebacks(watch::Gather gather, watch::TextOf text_of) {
   watch::text_of_traceback = text_of;

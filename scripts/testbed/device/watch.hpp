@@ -4,8 +4,9 @@
 // them a write, must be ordered by a stream, an event or a wait of the host. Where they are not the
 // process ends with both, also where they came in the right order this time.
 //
-// Programming Guide, "Streams": commands of different streams may execute out of order with respect
-// to one another, or concurrently, and this "should not be relied upon for correctness".
+// Programming Guide, "Streams": different streams "may execute their commands out of order with
+// respect to one another or concurrently; this behavior is not guaranteed and should therefore not be
+// relied upon for correctness".
 //
 // Nobody sees how threads of the host order one another (mutexes, Python), so their calls count as
 // one sequence, that in which they came: what is checked is what devices do later than the call.
@@ -49,8 +50,8 @@ void order_host(const Known& after);  // this thread has waited, or a query has 
 
 void forget(const void* start, size_t size);  // memory that is new or gone
 
-// Ends the process where `address` is in page-locked memory that a stream still uses.
-void end_for_touching(const void* address);
+// Whether `address` is in page-locked memory that a stream still uses: an error too.
+bool tell_of_touching(const void* address);
 
 }  // namespace watch
 }  // namespace device
