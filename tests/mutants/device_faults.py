@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -24,7 +25,8 @@ from megatron_asynchzp import ScheduleConfig, ShardSizes, shard
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.device import StreamDevice
 from megatron_asynchzp.sharding.memory_map import MemoryMap
-from tests.device.programs import CLIP, Seen, new_adamw, new_toy, steps_of
+from tests.device.programs import CLIP, Seen, device_of_rank, new_adamw, new_toy, steps_of
+from tests.support.toy_models import toy_batch, toy_loss
 
 NO_WAIT = "a stream does not wait"
 NO_HOST_WAIT = "the host does not wait"
@@ -32,7 +34,7 @@ NO_COLLECTIVE_WAIT = "a handle is dropped"
 EARLY = "an event is recorded early"
 ELSEWHERE = "an event is recorded on another stream"
 NO_LANE = "a task runs on a stream of its own"
-FOREIGN_MEMORY = "a lane takes memory of the stream that computes"
+FOREIGN_MEMORY = "it takes memory of another stream"
 REUSED = "memory is reused without its last users"
 UNNOTED = "a user of memory is not noted"
 SWAPPED = "rank 1 launches it after the next"
@@ -110,6 +112,15 @@ class Breaker:
         at = Fault(what, place)
         self.places[at] = self.places.get(at, 0) + 1
         return at == self.fault
+
+    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in memory of another stream, for which nobody waits before it is freed."""
+        current, default = torch.cuda.current_stream(), torch.cuda.default_stream()
+        other = default if current != default else self._idle
+        with torch.cuda.stream(other):
+            moved = torch.empty_like(tensor)
+        current.wait_stream(other)
+        return moved.copy_(tensor)
 
     def __enter__(self) -> "Breaker":
         self._patches = ExitStack()
@@ -200,7 +211,8 @@ class Breaker:
 
 
 class _Allocations(TorchFunctionMode):
-    """What a lane allocates, [Note: memory of a task]."""
+    """What the engine allocates comes from the pool of its stream, [Note: memory of a task]; else
+    what other streams freed may still be in use, and what it frees too."""
 
     def __init__(self, breaker: Breaker):
         super().__init__()
@@ -211,23 +223,17 @@ class _Allocations(TorchFunctionMode):
     ) -> Any:
         named = kwargs or {}
         result = func(*args, **named)
-        default = torch.cuda.default_stream()
-        if not isinstance(result, torch.Tensor) or not result.is_cuda:
+        name = getattr(func, "__name__", "")
+        if not isinstance(result, torch.Tensor) or not result.is_cuda or name == "__get__":
             return result
-        if torch.cuda.current_stream() == default or _memory_of(result) in map(
-            _memory_of, (*args, *named.values())
+        if _memory_of(result) in map(_memory_of, (*args, *named.values())):
+            return result
+        caller = _Caller.find(sys._getframe(1))
+        if not caller.functions or not self._breaker.is_broken(
+            FOREIGN_MEMORY, f"{name}, {caller.text}"
         ):
             return result
-        caller, name = _Caller.find(sys._getframe(1)), getattr(func, "__name__", "")
-        if caller.task is None or name in ("__get__", "__getitem__"):
-            return result
-        if not self._breaker.is_broken(FOREIGN_MEMORY, f"{name}, {caller.text}"):
-            return result
-        with torch.cuda.stream(default):
-            moved = torch.empty_like(result)
-            allocated = default.record_event()
-        torch.cuda.current_stream().wait_event(allocated)
-        return moved.copy_(result)
+        return self._breaker.moved(result)
 
 
 def _memory_of(value: Any) -> int | None:
@@ -262,6 +268,8 @@ def train(setting: Setting) -> Seen:
         def end() -> torch.Tensor:
             norm = sharded.clip_grad_norm_(CLIP)
             sharded.step()
+            with torch.no_grad():  # an evaluation
+                toy_loss(model, toy_batch(0, 0, dist.get_rank()).to(device_of_rank()))
             return norm
 
         return steps_of(
@@ -273,7 +281,30 @@ def train(setting: Setting) -> Seen:
         )
 
 
-def train_with(fault: Fault | None) -> tuple[list[Seen], dict[Fault, int]]:
-    """What all settings see, and all places with how often each was passed."""
-    with Breaker(fault) as breaker:
-        return [train(setting) for setting in SETTINGS], breaker.places
+def _train_all(seen: list[Seen]) -> None:
+    for setting in SETTINGS:
+        seen.append(train(setting))
+
+
+class Result(NamedTuple):
+    """Of the program with a fault. told: accesses that nothing orders; seen: by all settings;
+    places: how often each was passed."""
+
+    told: list[str]
+    seen: list[Seen]
+    places: dict[Fault, int]
+
+
+def train_with_each(faults: Sequence[Fault | None], progress: str) -> list[Result]:
+    """One fault after the other. progress: a file in which rank 0 counts those that have begun."""
+    from scripts.testbed.device import inside
+
+    results = []
+    for index, fault in enumerate(faults):
+        if dist.get_rank() == 0:
+            Path(progress).write_text(str(index))
+        seen: list[Seen] = []
+        with Breaker(fault) as breaker:
+            told = inside.unordered(partial(_train_all, seen))
+        results.append(Result(told, seen, breaker.places))
+    return results

@@ -11,16 +11,18 @@ python -m tests.mutants.on_device --write         all, and replaces docs/results
 
 import argparse
 import json
+import re
 import sys
-import time
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import NamedTuple
 
 from scripts.testbed.device.delays import Delays
 from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds
-from tests.mutants.device_faults import Fault, train_with
+from tests.mutants.device_faults import Fault, Result, train_with_each
 from tests.mutants.run import ROOT
 
 COMMAND = "python -m tests.mutants.on_device --write"
@@ -29,7 +31,8 @@ RECORD = ROOT / "docs" / "results" / "records" / "device_mutants.jsonl"
 WATCH = "the watch"
 # Without a delay the watch alone notices; the others are for what it does not.
 LAWS = (Delays(), Delays("on-demand", 1), Delays("uniform", 2), Delays("slow-rank", 3))
-_LONGEST_S = 120.0
+_AT_ONCE = 20  # faults of one world
+_FAULTS = "tests.mutants.device_faults"
 
 EXPLAINED: dict[tuple[str, str], str] = {}
 """Why nothing can notice a fault: by what it is, and a part of its place."""
@@ -49,41 +52,69 @@ class Outcome(NamedTuple):
     fault: Fault
     by: str
     delays: str
-    line: str
-    seconds: float
+    line: str = ""
 
 
-def find_faults(worlds: DeviceWorlds) -> tuple[object, list[Fault]]:
-    """What the program sees unharmed, and every fault that it can have."""
-    seen, places = worlds.run(train_with, 2, None, timeout_s=_LONGEST_S)[0]
-    return seen, list(places)
+class Runner:
+    """Tries faults, as many as it can in one world: a fault that ends it needs another."""
 
+    def __init__(self, worlds: DeviceWorlds, progress: Path):
+        self._worlds, self._progress = worlds, progress
+        [unharmed] = self._run([None], Delays())
+        assert not unharmed.told, unharmed.told
+        self._expected, self.faults = unharmed.seen, list(unharmed.places)
 
-def try_fault(worlds: DeviceWorlds, fault: Fault, expected: object) -> Outcome:
-    start = time.monotonic()
+    def _run(self, faults: Sequence[Fault | None], delays: Delays) -> list[Result]:
+        """What the ranks were told together, and what rank 0 saw."""
+        limit_s = 60.0 + 10 * len(faults)
+        ranks = self._worlds.run(
+            train_with_each, 2, faults, str(self._progress), delays=delays, timeout_s=limit_s
+        )
+        return [first._replace(told=first.told + other.told) for first, other in zip(*ranks)]
 
-    def outcome(by: str, delays: Delays, line: str = "") -> Outcome:
-        return Outcome(fault, by, str(delays), line, time.monotonic() - start)
+    def try_all(self, faults: Sequence[Fault], report: Callable[[Outcome], None]) -> None:
+        """Calls `report` as each is decided."""
+        left = list(faults)
+        for delays in LAWS:
+            missed: list[Fault] = []
+            while left:
+                batch = left[:_AT_ONCE]
+                for fault, outcome in zip(batch, self._try(batch, delays)):
+                    left.remove(fault)
+                    if outcome.by or delays == LAWS[-1]:
+                        report(outcome)
+                    else:
+                        missed.append(fault)
+            left = missed
 
-    for delays in LAWS:
+    def _try(self, faults: Sequence[Fault], delays: Delays) -> list[Outcome]:
+        """Of the first of them, as far as the world lived."""
         try:
-            ranks = worlds.run(train_with, 2, fault, delays=delays, timeout_s=_LONGEST_S)
+            results = self._run(faults, delays)
         except DeviceFailure as failure:
-            return outcome(*_what_noticed(str(failure), delays))
-        if not all(places.get(fault) for _, places in ranks):
+            fault = faults[ended := int(self._progress.read_text())]
+            if ended:  # those before it may have done it
+                return self._try(faults[:ended], delays)
+            return [Outcome(fault, "an error", str(delays), _reason(str(failure)))]
+        return [self._judged(fault, one, delays) for fault, one in zip(faults, results)]
+
+    def _judged(self, fault: Fault, result: Result, delays: Delays) -> Outcome:
+        if not result.places.get(fault):
             raise RuntimeError(f"{fault} was not reached")
-        if any(seen != expected for seen, _ in ranks):
-            return outcome("digits", delays)
-    return outcome("", LAWS[-1])
+        if result.told:
+            return Outcome(fault, WATCH, str(delays), result.told[0])
+        by = "digits" if result.seen != self._expected else ""
+        return Outcome(fault, by, str(delays))
 
 
-def _what_noticed(text: str, delays: Delays) -> tuple[str, Delays, str]:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if own := [line for line in lines if "nothing orders" in line or "page-locked" in line]:
-        return WATCH, delays, own[0].removeprefix("emulated device: ")
-    named = ("OrderMismatch", "CollectiveFailure", "Error", "ranks differ", "time")
-    found = [line for line in lines[1:] if any(name in line for name in named)]
-    return "an error", delays, (found or lines)[-1][:300]
+def _reason(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines()[1:] if line.strip()]
+    named = [
+        line
+        for line in lines
+        if re.match(r"emulated device: |[\w.]+(Error|Mismatch|Failure):", line)
+    ]
+    return (named or lines)[0][:300]
 
 
 def explain(row: dict) -> str:
@@ -97,21 +128,17 @@ def explain(row: dict) -> str:
 
 
 def run_faults(only: str = "") -> list[Outcome]:
-    outcomes = []
-    with DeviceWorlds(preload=["tests.mutants.device_faults"]) as worlds:
-        expected, faults = find_faults(worlds)
-        for fault in faults:
-            if only in f"{fault.what}: {fault.place}":
-                outcomes.append(try_fault(worlds, fault, expected))
-                _report(outcomes[-1])
+    outcomes: list[Outcome] = []
+
+    def report(one: Outcome) -> None:
+        outcomes.append(one)
+        by = one.by or "NOTHING"
+        print(f"{by:9} {one.fault.what}: {one.fault.place} [{one.delays}] {one.line}", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder, DeviceWorlds([_FAULTS]) as worlds:
+        runner = Runner(worlds, Path(folder) / "progress")
+        runner.try_all([one for one in runner.faults if only in f"{one.what}: {one.place}"], report)
     return outcomes
-
-
-def _report(one: Outcome) -> None:
-    print(
-        f"{one.by or 'NOTHING':12} {one.fault.what}: {one.fault.place} [{one.delays}] {one.line}",
-        flush=True,
-    )
 
 
 def rows_of(outcomes: Sequence[Outcome], date: str) -> list[dict]:
@@ -124,7 +151,6 @@ def rows_of(outcomes: Sequence[Outcome], date: str) -> list[dict]:
             "noticed_by": one.by,
             "delays": one.delays,
             "line": one.line,
-            "seconds": round(one.seconds, 1),
         }
         for one in outcomes
     ]
