@@ -114,12 +114,11 @@ class Breaker:
         return at == self.fault
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in memory of another stream, for which nobody waits before it is freed."""
+        """A copy in memory of another stream, which may still be in use there."""
         current, default = torch.cuda.current_stream(), torch.cuda.default_stream()
         other = default if current != default else self._idle
         with torch.cuda.stream(other):
             moved = torch.empty_like(tensor)
-        current.wait_stream(other)
         return moved.copy_(tensor)
 
     def __enter__(self) -> "Breaker":

@@ -5,45 +5,26 @@ device:
 
 python -m tests.mutants.on_device                 all; ends with status 1 where one is not noticed
 python -m tests.mutants.on_device --only TEXT     those whose line contains it
-python -m tests.mutants.on_device --write         all, and replaces docs/results/device_mutants.md
-                                                  and its record
 """
 
 import argparse
-import json
 import re
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
 from scripts.testbed.device.delays import Delays
 from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds
 from tests.mutants.device_faults import Fault, Result, train_with_each
-from tests.mutants.run import ROOT
 
-COMMAND = "python -m tests.mutants.on_device --write"
-TABLE = ROOT / "docs" / "results" / "device_mutants.md"
-RECORD = ROOT / "docs" / "results" / "records" / "device_mutants.jsonl"
 WATCH = "the watch"
 # Without a delay the watch alone notices; the others are for what it does not.
 LAWS = (Delays(), Delays("on-demand", 1), Delays("uniform", 2), Delays("slow-rank", 3))
 _AT_ONCE = 20  # faults of one world
 _FAULTS = "tests.mutants.device_faults"
-
-EXPLAINED: dict[tuple[str, str], str] = {}
-"""Why nothing can notice a fault: by what it is, and a part of its place."""
-
-_INTRODUCTION = """# Faults of the device path, noticed
-
-Each row is one place at which the engine orders streams, records an event, waits, launches, or
-takes or reuses memory. There it is left out or done wrong, on every pass, while the engine trains
-on the emulated device ([test-bed](../testbed.md#cuda-on-a-cpu)). A run notes the places, so no row
-names a line of the code.
-"""
 
 
 class Outcome(NamedTuple):
@@ -66,6 +47,7 @@ class Runner:
 
     def _run(self, faults: Sequence[Fault | None], delays: Delays) -> list[Result]:
         """What the ranks were told together, and what rank 0 saw."""
+        self._progress.write_text("0")
         limit_s = 60.0 + 10 * len(faults)
         ranks = self._worlds.run(
             train_with_each, 2, faults, str(self._progress), delays=delays, timeout_s=limit_s
@@ -117,16 +99,6 @@ def _reason(text: str) -> str:
     return (named or lines)[0][:300]
 
 
-def explain(row: dict) -> str:
-    """Why nothing notices the fault of this row; "" where nobody knows."""
-    texts = [
-        text
-        for (fault, place), text in EXPLAINED.items()
-        if fault == row["fault"] and place in row["place"]
-    ]
-    return texts[0] if texts else ""
-
-
 def run_faults(only: str = "") -> list[Outcome]:
     outcomes: list[Outcome] = []
 
@@ -141,50 +113,13 @@ def run_faults(only: str = "") -> list[Outcome]:
     return outcomes
 
 
-def rows_of(outcomes: Sequence[Outcome], date: str) -> list[dict]:
-    return [
-        {
-            "command": COMMAND,
-            "date": date,
-            "fault": one.fault.what,
-            "place": one.fault.place,
-            "noticed_by": one.by,
-            "delays": one.delays,
-            "line": one.line,
-        }
-        for one in outcomes
-    ]
-
-
-def table_of(rows: Sequence[dict]) -> str:
-    noticed = sum(bool(row["noticed_by"]) for row in rows)
-    by_watch = sum(row["noticed_by"] == WATCH for row in rows)
-    lines = [
-        _INTRODUCTION,
-        f"{rows[0]['date']} · `{COMMAND}` · {noticed} of {len(rows)} noticed, {by_watch} by the "
-        "watch · [record](records/device_mutants.jsonl)\n",
-        "| fault | place | noticed by | under |",
-        "|---|---|---|---|",
-    ]
-    for row in rows:
-        by = row["noticed_by"] or f"nothing: {explain(row)}"
-        lines.append(f"| {row['fault']} | `{row['place']}` | {by} | {row['delays']} |")
-    return "\n".join(lines) + "\n"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutants.on_device", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="faults that contain it")
-    parser.add_argument("--write", action="store_true", help="bring page and record up to date")
     args = parser.parse_args()
     outcomes = run_faults(args.only)
-    if args.write and not args.only:
-        rows = rows_of(outcomes, datetime.now(UTC).date().isoformat())
-        RECORD.parent.mkdir(parents=True, exist_ok=True)
-        RECORD.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        TABLE.write_text(table_of(rows))
     counts = Counter(one.by or "nothing" for one in outcomes)
     print(f"{len(outcomes) - counts['nothing']} of {len(outcomes)} noticed: {dict(counts)}")
     return int(counts["nothing"] > 0)
