@@ -68,9 +68,11 @@ def ran() -> Ran:
 def unordered(run: Callable[[], object]) -> list[str]:
     """Of what `run` does, the accesses that nothing orders: the lines that else end the process."""
     _runtime.asynchzp_device_watch(_NOTES)
-    run()
-    torch.cuda.synchronize()
-    _runtime.asynchzp_device_watch(_ENDS)
+    try:
+        run()
+        torch.cuda.synchronize()
+    finally:
+        _runtime.asynchzp_device_watch(_ENDS)
     return _runtime.asynchzp_device_noted().decode().splitlines()
 
 

@@ -168,8 +168,8 @@ void run_messages(Room& room, std::vector<Message> messages) {
 
 // ---- launches: on threads of the host
 
-// What a collective or messages do to the buffers of this rank, for the watch. It orders the caller's
-// memory by the caller's streams alone, not by the order that NCCL keeps within a communicator.
+// What a collective or messages do to the buffers of this rank, for the watch. The order that NCCL
+// keeps within a communicator is its own: it orders no memory of the caller.
 void submit(const Pending& pending, Stream* stream, int num_ranks, int rank) {
   const Call& call = pending.call;
   const auto type = ncclDataType_t(call.type);

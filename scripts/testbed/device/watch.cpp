@@ -101,8 +101,11 @@ struct Use {
 auto& in_use = *new std::map<HostBlock, std::vector<Use>>;
 
 void protect(const HostBlock& block, const std::vector<Use>& uses) {
-  const bool is_written = std::any_of(uses.begin(), uses.end(), [](auto& one) { return one.writes; });
-  block.allow(is_written ? Allowed::nothing : uses.empty() ? Allowed::everything : Allowed::reading);
+  auto writes = [](const Use& one) { return one.writes; };
+  const bool is_written = std::any_of(uses.begin(), uses.end(), writes);
+  block.allow(is_written      ? Allowed::nothing
+              : uses.empty() ? Allowed::everything
+                             : Allowed::reading);
 }
 
 void note_use_of_host_memory(const Access& access, const Shared& now) {

@@ -5,8 +5,8 @@
 // process ends with both, also where they came in the right order this time.
 //
 // Programming Guide, "Streams": different streams "may execute their commands out of order with
-// respect to one another or concurrently; this behavior is not guaranteed and should therefore not be
-// relied upon for correctness".
+// respect to one another or concurrently; this behavior is not guaranteed and should therefore not
+// be relied upon for correctness".
 //
 // Nobody sees how threads of the host order one another (mutexes, Python), so their calls count as
 // one sequence, that in which they came: what is checked is what devices do later than the call.
