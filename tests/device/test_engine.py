@@ -93,16 +93,6 @@ def train_with_memory_freed_early(case: Case) -> list[tuple[float, float]]:
 
 
 def test_memory_that_a_task_frees_while_its_collective_is_under_way_is_found(worlds: DeviceWorlds):
-    [expected] = run_ranks(train_engine_each, 2, PAIR[:1])[0]
-
-    def is_found(delays: Delays) -> bool:
-        try:
-            run = worlds.run(train_with_memory_freed_early, 2, PAIR[0], delays=delays, timeout_s=60)
-        except DeviceFailure as failure:
-            assert str(failure).startswith(str(delays))
-            assert "OrderMismatch" in str(failure)
-            return True
-        return run[0] != expected
-
-    laws = [Delays(law, seed, 3000) for law in ("slow-rank", "uniform") for seed in (1, 2, 3)]
-    assert any(is_found(delays) for delays in laws)  # the first one, as a rule
+    """Without a delay, where its bits are right."""
+    with pytest.raises(DeviceFailure, match=r"(allocating|freeing) .*default\).*nothing orders"):
+        worlds.run(train_with_memory_freed_early, 2, PAIR[0])

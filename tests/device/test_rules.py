@@ -31,7 +31,8 @@ def test_copies_read_and_write_page_locked_memory_late_and_pageable_memory_at_th
     worlds: DeviceWorlds,
 ):
     for delays in (Delays("slow-rank", longest_us=20_000), Delays("on-demand")):
-        assert worlds.run(copies, 1, delays=delays) == [[0, 2, 1, 2]]
+        # The host reads and writes too early, to see when kernels do.
+        assert worlds.run(copies, 1, delays=delays, watches=False) == [[0, 2, 1, 2]]
 
 
 def events() -> list[bool]:

@@ -26,6 +26,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--law", choices=LAWS, default="none", help="of delay; default: none")
     parser.add_argument("--seed", type=int, default=0, help="of the delays; default: 0")
     parser.add_argument("--longest-us", type=count, default=Delays().longest_us, metavar="US")
+    parser.add_argument(
+        "--no-watch", action="store_true", help="go on where nothing orders two accesses"
+    )
     parser.add_argument("--timeout", type=float, metavar="S", help="seconds; default: no limit")
     args, command = split_command(parser, sys.argv[1:] if argv is None else argv)
     try:
@@ -39,8 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    delays = [args.law, str(args.seed), str(args.longest_us)]
-    rank_of = [sys.executable, "-m", "scripts.testbed.device.rank", *delays, *command]
+    settings = [args.law, str(args.seed), str(args.longest_us), str(int(not args.no_watch))]
+    rank_of = [sys.executable, "-m", "scripts.testbed.device.rank", *settings, *command]
     places = [Place(rank, args.ranks, args.ranks, store.port) for rank in range(args.ranks)]
     commands = [RankCommand(rank_of, env | place.environment()) for place in places]
     return run_as_ranks("testbed.device", commands, args.timeout)

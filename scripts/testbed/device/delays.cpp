@@ -50,6 +50,17 @@ int delay_us(int ordinal, int64_t index) {
   return us;
 }
 
+void report(const char* format, ...) {
+  char text[1024];
+  va_list values;
+  va_start(values, format);
+  vsnprintf(text, sizeof text, format, values);
+  va_end(values);
+  char line[1280];
+  int size = snprintf(line, sizeof line, "emulated device: %s\n", text);
+  (void)!write(STDERR_FILENO, line, size);
+}
+
 void end(const char* format, ...) {
   char text[1024];
   va_list values;

@@ -5,6 +5,7 @@ and says what has run. Importing it installs, so that ranks forked from here nee
 
 import ctypes
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -27,7 +28,10 @@ _runtime.asynchzp_device_set_delays.argtypes = [
 ]
 _runtime.asynchzp_device_state_time.argtypes = [*[ctypes.c_double] * 4, ctypes.c_int]
 _runtime.asynchzp_device_compute.argtypes = [ctypes.c_void_p, ctypes.c_double]
+_runtime.asynchzp_device_noted.restype = ctypes.c_char_p
 _operations.asynchzp_device_waited.restype = ctypes.c_char_p
+
+_OFF, _ENDS, _NOTES = range(3)  # what the watch does
 
 num_operations = _operations.asynchzp_device_install_operations()
 # These choose compiled kernels; the one that is left is made of operations.
@@ -36,13 +40,20 @@ torch.backends.cuda.enable_mem_efficient_sdp(False)
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def start(local_rank: int, num_devices: int) -> torch.device:
-    """Take one of the devices; from here on freed memory is poisoned."""
+def start(local_rank: int, num_devices: int, watches: bool = True) -> torch.device:
+    """Take one of the devices; from here on freed memory is poisoned.
+
+    watches: whether accesses that nothing orders end the process. With ASYNCHZP_DEVICE_TRACEBACKS
+    it says where both come from.
+    """
     os.environ["ASYNCHZP_DEVICES"] = str(num_devices)
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     torch.cuda.init()
-    _operations.asynchzp_device_poison_freed()
+    if os.environ.get("ASYNCHZP_DEVICE_TRACEBACKS"):
+        _operations.asynchzp_device_trace()
+    _runtime.asynchzp_device_watch(_ENDS if watches else _OFF)
+    _operations.asynchzp_device_follow_allocator()
     return device
 
 
@@ -72,6 +83,17 @@ def compute(seconds: float) -> None:
 def ran() -> Ran:
     torch.cuda.synchronize()
     return Ran(_runtime.asynchzp_device_num_kernels(), _runtime.asynchzp_device_digest())
+
+
+def unordered(run: Callable[[], object]) -> list[str]:
+    """Of what `run` does, the accesses that nothing orders: the lines that else end the process."""
+    _runtime.asynchzp_device_watch(_NOTES)
+    try:
+        run()
+        torch.cuda.synchronize()
+    finally:
+        _runtime.asynchzp_device_watch(_ENDS)
+    return _runtime.asynchzp_device_noted().decode().splitlines()
 
 
 def waited() -> dict[str, int]:

@@ -1,7 +1,7 @@
 // SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 // SPDX-License-Identifier: Apache-2.0
-// Memory of the devices and page-locked memory; what is new or freed is poisoned: every byte 0xff,
-// which is NaN in each floating-point type.
+// Memory of the devices; what is new or freed is poisoned: every byte 0xff, which is NaN in each
+// floating-point type.
 #include "memory.hpp"
 
 #include <cuda_runtime_api.h>
@@ -16,8 +16,10 @@
 #include <mutex>
 #include <vector>
 
+#include "host_memory.hpp"
 #include "report.hpp"
 #include "stream.hpp"
+#include "watch.hpp"
 
 namespace device {
 namespace {
@@ -34,7 +36,6 @@ using Blocks = std::map<const char*, Block>;
 std::mutex mutex;
 auto& live = *new Blocks;
 auto& freed = *new Blocks;  // kept without access: whoever touches it is told
-auto& pinned = *new Blocks;
 
 Blocks::iterator holder(Blocks& blocks, const void* address) {
   auto at = static_cast<const char*>(address);
@@ -44,17 +45,26 @@ Blocks::iterator holder(Blocks& blocks, const void* address) {
   return at < found->first + found->second.size ? found : blocks.end();
 }
 
-bool is_in(Blocks& blocks, const void* address) {
-  std::lock_guard lock(mutex);
-  return holder(blocks, address) != blocks.end();
+void submit(Stream* stream, const char* name, const void* read, const void* written, size_t size) {
+  std::vector<Access> accesses;
+  if (read) accesses.push_back({read, size, false});
+  if (written) accesses.push_back({written, size, true});
+  watch::submit(stream, watch::Kind::kernel, name, accesses.data(), accesses.size());
+}
+
+void wait_for(Stream* stream) {
+  const auto done = watch::end_of(stream);
+  stream->end().wait();
+  watch::order_host(done);
 }
 
 size_t in_pages(size_t size) { return (size + kPage) / kPage * kPage; }
 
 void on_fault(int number, siginfo_t* info, void*) {
+  if (watch::tell_of_touching(info->si_addr)) return;  // the instruction runs again
   if (holder(freed, info->si_addr) != freed.end())
     end("%p is read or written after cudaFree", info->si_addr);
-  signal(number, SIG_DFL);  // the instruction runs again, and ends as it would have
+  signal(number, SIG_DFL);  // runs again, and ends as it would have
 }
 
 void report_faults() {
@@ -66,8 +76,10 @@ void report_faults() {
 
 }  // namespace
 
-bool is_on_device(const void* address) { return is_in(live, address); }
-bool is_pinned(const void* address) { return is_in(pinned, address); }
+bool is_on_device(const void* address) {
+  std::lock_guard lock(mutex);
+  return holder(live, address) != live.end();
+}
 
 }  // namespace device
 
@@ -85,6 +97,7 @@ EXPORT cudaError_t cudaMalloc(void** out, size_t size) {
   memset(start, kPoison, size);
   std::lock_guard lock(mutex);
   live[static_cast<char*>(start)] = {size, current_device()};
+  watch::forget(start, size);
   *out = start;
   return cudaSuccess;
 }
@@ -93,10 +106,13 @@ EXPORT cudaError_t cudaMalloc(void** out, size_t size) {
 // caching allocator relies on it).
 EXPORT cudaError_t cudaFree(void* start) {
   if (!start) return cudaSuccess;
+  const auto done = watch::end_of_all(-1);
   Stream::synchronize_all();
+  watch::order_host(done);
   std::lock_guard lock(mutex);
   auto block = live.find(static_cast<char*>(start));
   if (block == live.end()) return cudaErrorInvalidValue;
+  watch::forget(start, block->second.size);
   madvise(start, in_pages(block->second.size), MADV_DONTNEED);
   mprotect(start, in_pages(block->second.size), PROT_NONE);
   freed.insert(*block);
@@ -113,31 +129,6 @@ EXPORT cudaError_t cudaMemGetInfo(size_t* free_size, size_t* total) {
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaHostAlloc(void** out, size_t size, unsigned) {
-  *out = aligned_alloc(kPage, in_pages(size));
-  if (!*out) return cudaErrorMemoryAllocation;
-  memset(*out, kPoison, size);
-  return cudaHostRegister(*out, size, 0);
-}
-
-EXPORT cudaError_t cudaHostRegister(void* start, size_t size, unsigned) {
-  std::lock_guard lock(mutex);
-  pinned[static_cast<char*>(start)] = {size, current_device()};
-  return cudaSuccess;
-}
-
-EXPORT cudaError_t cudaHostUnregister(void* start) {
-  Stream::synchronize_all();
-  std::lock_guard lock(mutex);
-  return pinned.erase(static_cast<char*>(start)) ? cudaSuccess : cudaErrorHostMemoryNotRegistered;
-}
-
-EXPORT cudaError_t cudaFreeHost(void* start) {
-  if (auto error = cudaHostUnregister(start)) return error;
-  free(start);
-  return cudaSuccess;
-}
-
 EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const void* address) {
   *out = {};
   std::lock_guard lock(mutex);
@@ -146,9 +137,9 @@ EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const vo
     out->type = cudaMemoryTypeDevice;
     out->device = found->second.device;
     out->devicePointer = const_cast<void*>(address);
-  } else if (found = holder(pinned, address); found != pinned.end()) {
+  } else if (auto block = HostBlock::holder(address); block.start) {
     out->type = cudaMemoryTypeHost;
-    out->device = found->second.device;
+    out->device = block.device;
     out->devicePointer = out->hostPointer = const_cast<void*>(address);
   }
   return cudaSuccess;  // cudaMemoryTypeUnregistered is 0
@@ -160,21 +151,26 @@ EXPORT cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const vo
 EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind,
                                    cudaStream_t handle) {
   Stream* stream = stream_of(handle);
-  if (is_on_device(from) || is_pinned(from)) {
-    stream->push_kernel([=] { memmove(to, from, size); });
-  } else {
+  const bool reads_later = is_on_device(from) || is_pinned(from);
+  const bool writes_later = is_on_device(to) || is_pinned(to);
+  std::shared_ptr<std::vector<char>> staged;
+  if (!reads_later) {
     auto bytes = static_cast<const char*>(from);
-    auto staged = std::make_shared<std::vector<char>>(bytes, bytes + size);
-    stream->push_kernel([=] { memmove(to, staged->data(), size); });
+    staged = std::make_shared<std::vector<char>>(bytes, bytes + size);
   }
-  if (!is_on_device(to) && !is_pinned(to)) stream->end().wait();
+  submit(stream, "cudaMemcpyAsync", reads_later ? from : nullptr, writes_later ? to : nullptr, size);
+  void* target = for_kernels(to);
+  const void* source = for_kernels(from);
+  stream->push_kernel(
+      [=] { memmove(target, staged ? staged->data() : source, size); });
+  if (!writes_later) wait_for(stream);
   return cudaSuccess;
 }
 
 // As above, on the default stream; with the host on one side it returns when it is complete.
 EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind kind) {
   auto error = cudaMemcpyAsync(to, from, size, kind, nullptr);
-  if (!is_on_device(to) || !is_on_device(from)) stream_of(nullptr)->end().wait();
+  if (!is_on_device(to) || !is_on_device(from)) wait_for(stream_of(nullptr));
   return error;
 }
 
@@ -184,7 +180,9 @@ EXPORT cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, siz
 }
 
 EXPORT cudaError_t cudaMemsetAsync(void* start, int value, size_t size, cudaStream_t stream) {
-  stream_of(stream)->push_kernel([=] { memset(start, value, size); });
+  submit(stream_of(stream), "cudaMemsetAsync", nullptr, start, size);
+  void* target = for_kernels(start);
+  stream_of(stream)->push_kernel([=] { memset(target, value, size); });
   return cudaSuccess;
 }
 
@@ -195,5 +193,7 @@ EXPORT cudaError_t cudaMemset(void* start, int value, size_t size) {
 // What the caching allocator has freed may belong to the next owner on that stream from here on:
 // the strictest such owner overwrites it at once.
 EXPORT void asynchzp_device_poison(void* start, size_t size, void* stream) {
+  const Access access{start, size, true};
+  watch::submit(stream_of(stream), watch::Kind::free, "freeing", &access, 1);
   stream_of(stream)->push_beside([=] { memset(start, kPoison, size); });
 }

@@ -29,6 +29,7 @@
 #include "report.hpp"
 #include "room.hpp"
 #include "stream.hpp"
+#include "watch.hpp"
 
 using namespace device;
 
@@ -241,6 +242,28 @@ ncclResult_t failed(ncclResult_t result, const char* text) {
   return result;
 }
 
+// What a collective or messages do to the buffers of this rank, for the watch. The order that NCCL
+// keeps within a communicator is its own: it orders no memory of the caller.
+void watch_call(const Pending& pending, Stream* stream, int num_ranks, int rank) {
+  const Call& call = pending.call;
+  const auto type = ncclDataType_t(call.type);
+  std::string name = kKinds[call.kind];
+  std::vector<Access> accesses;
+  for (const Message& one : pending.messages)
+    accesses.push_back({one.data, one.size, !one.is_send});
+  if (call.kind != messages) {
+    const size_t once = call.count * size_of(type), all = once * num_ranks;
+    const bool sends_all = call.kind == reduce_scatter || call.kind == all_to_all;
+    const bool gets_all = call.kind == all_gather || call.kind == all_to_all;
+    name += " of " + std::to_string(call.count) + " " + name_of(type);
+    if (call.kind != broadcast || rank == call.root)
+      accesses.push_back({pending.in, sends_all ? all : once, false});
+    if (call.kind != reduce_to || rank == call.root)
+      accesses.push_back({pending.out, gets_all ? all : once, true});
+  }
+  watch::submit(stream, watch::Kind::kernel, name, accesses.data(), accesses.size());
+}
+
 void run(Room& room, const std::vector<Pending>& calls) {
   for (const Pending& pending : calls)
     if (pending.call.kind == messages)
@@ -260,6 +283,9 @@ ncclResult_t launch(std::vector<Pending> calls) {
   std::vector<Stream*> others;
   for (const Pending& pending : calls)
     if (auto other = stream_of(pending.stream); other != stream) others.push_back(other);
+  for (Stream* other : others) watch::order_stream(stream, watch::end_of(other));
+  for (const Pending& pending : calls) watch_call(pending, stream, room->num_ranks, room->rank);
+  for (Stream* other : others) watch::order_stream(other, watch::end_of(stream));
   std::lock_guard lock(comm->mutex);
   LaunchOrder* order = launch_order_of(comm->device);
   if (order) order->launches = std::this_thread::get_id();

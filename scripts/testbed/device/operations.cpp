@@ -3,11 +3,14 @@
 // aten's operations on the emulated device: what has a kernel for CUDA and one for the CPU becomes a
 // kernel of the current stream that runs the CPU's on the same memory, without Python.
 #include <ATen/ATen.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAStream.h>
+#include <torch/csrc/profiler/combined_traceback.h>
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <mutex>
@@ -16,8 +19,18 @@
 #include <vector>
 
 #include "report.hpp"
+#include "watch.hpp"
 
 extern "C" void asynchzp_device_launch(void* stream, std::function<void()>* run);
+extern "C" void asynchzp_device_submit(void* stream, device::watch::Kind kind,
+                                       const std::string& name, const device::Access* accesses,
+                                       size_t count);
+extern "C" bool asynchzp_device_is_pinned(const void* address);
+extern "C" void* asynchzp_device_for_kernels(const void* address);
+extern "C" void asynchzp_device_keep_tracebacks(
+    std::shared_ptr<void> (*gather)(bool may_wait),
+    std::string (*text_of)(const std::shared_ptr<void>&));
+extern "C" __attribute__((weak)) int PyGILState_Check();
 extern "C" void asynchzp_device_synchronize(void* stream);
 extern "C" void asynchzp_device_poison(void* start, size_t size, void* stream);
 
@@ -122,6 +135,60 @@ void refuse_other_devices(const OperatorHandle& op, const Stack& arguments) {
   }
 }
 
+// ---- what an operation reads and writes
+
+using Accesses = std::vector<device::Access>;
+
+// The bytes of a tensor, run by run: what lies between the rows of a slice is not its own.
+void add_bytes(const at::Tensor& tensor, bool is_write, Accesses& accesses) {
+  if (!tensor.defined() || tensor.numel() == 0 || !tensor.has_storage()) return;
+  auto start = static_cast<const char*>(tensor.const_data_ptr());
+  if (!tensor.is_cuda() && !asynchzp_device_is_pinned(start)) return;
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride and size
+  for (int64_t dim = 0; dim < tensor.dim(); dim++)
+    if (tensor.size(dim) > 1 && tensor.stride(dim) > 0)
+      dims.push_back({tensor.stride(dim), tensor.size(dim)});
+  std::sort(dims.begin(), dims.end());
+  int64_t run = 1;  // elements next to one another
+  size_t inner = 0;
+  for (; inner < dims.size() && dims[inner].first <= run; inner++)
+    run = std::max(run, dims[inner].first * (dims[inner].second - 1) + run);
+  const size_t item = tensor.element_size();
+  std::vector<int64_t> index(dims.size() - inner);
+  for (;;) {
+    int64_t offset = 0;
+    for (size_t i = 0; i < index.size(); i++) offset += index[i] * dims[inner + i].first;
+    accesses.push_back({start + offset * item, run * item, is_write});
+    size_t i = 0;
+    while (i < index.size() && ++index[i] == dims[inner + i].second) index[i++] = 0;
+    if (i == index.size()) return;
+  }
+}
+
+void add_bytes_of_all(const IValue& value, bool is_write, Accesses& accesses) {
+  auto add = [&](const at::Tensor& tensor) {
+    add_bytes(tensor, is_write, accesses);
+    return tensor;
+  };
+  each_tensor(value, add, c10::kCUDA);
+}
+
+// The schema says which arguments an operation changes.
+Accesses accesses_of(const OperatorHandle& op, const Stack& arguments, const Stack& outputs) {
+  Accesses accesses;
+  for (size_t i = 0; i < arguments.size(); i++) {
+    auto alias = op.schema().arguments()[i].alias_info();
+    add_bytes_of_all(arguments[i], alias && alias->isWrite(), accesses);
+  }
+  for (const IValue& output : outputs) add_bytes_of_all(output, true, accesses);
+  return accesses;
+}
+
+void submit(void* stream, const std::string& name, const Accesses& accesses) {
+  asynchzp_device_submit(stream, device::watch::Kind::kernel, name, accesses.data(),
+                         accesses.size());
+}
+
 // ---- the two ways to run an operation
 
 void launch(void* stream, const std::string& name, std::function<void()> run) {
@@ -194,6 +261,7 @@ void run_now(const OperatorHandle& op, Stack* stack, const Stack& arguments,
     std::lock_guard lock(waited_mutex);
     waited[name]++;
   }
+  submit(stream.stream(), name, accesses_of(op, arguments, {}));
   asynchzp_device_synchronize(stream.stream());
   Stack values = all_tensors(arguments, as_argument, c10::kCPU);
   {
@@ -206,6 +274,9 @@ void run_now(const OperatorHandle& op, Stack* stack, const Stack& arguments,
     auto result = at::empty_strided(tensor.sizes(), tensor.strides(),
                                     tensor.options().device(c10::kCUDA, stream.device_index()));
     at::Tensor target = converted(result, c10::kCPU);
+    Accesses accesses;
+    add_bytes(result, true, accesses);
+    submit(stream.stream(), name, accesses);
     launch(stream.stream(), name, [target, tensor] { target.copy_(tensor); });
     return result;
   };
@@ -252,10 +323,19 @@ void run_operation(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
     stack->push_back(same < 0 ? outputs[i] : arguments[same]);
     expected.push_back(same < 0 ? each_tensor(outputs[i], as_argument, c10::kCPU) : IValue());
   }
-  launch(stream.stream(), c10::toString(op.operator_name()),
+  const std::string name = c10::toString(op.operator_name());
+  submit(stream.stream(), name, accesses_of(op, arguments, outputs));
+  launch(stream.stream(), name,
          [op, values = all_tensors(arguments, as_argument, c10::kCPU), expected] {
            run_on_cpu(op, values, expected);
          });
+}
+
+// Where kernels find a tensor of the device, or of the host in page-locked memory.
+at::Tensor for_kernels(const at::Tensor& tensor) {
+  if (tensor.is_cuda()) return converted(tensor, c10::kCPU);
+  void* start = asynchzp_device_for_kernels(tensor.data_ptr());
+  return at::from_blob(start, tensor.sizes(), tensor.strides(), tensor.options());
 }
 
 // ---- copies: they follow the rules of cudaMemcpyAsync, with conversion and strides
@@ -268,9 +348,16 @@ void run_copy(const OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
   auto stream = c10::cuda::getCurrentCUDAStream((to.is_cuda() ? to : from).device().index());
   const at::Tensor& host = to.is_cuda() ? from : to;
   const bool is_later = arguments[2].toBool() && !host.is_cuda() && host.is_pinned();
-  at::Tensor target = to.is_cuda() ? converted(to, c10::kCPU) : to;
-  at::Tensor source = from.is_cuda() || !is_later ? as_argument(from) : from;
+  at::Tensor target = for_kernels(to);
+  at::Tensor source = from.is_cuda() || is_later ? for_kernels(from) : as_argument(from);
+  Accesses accesses;
+  if (from.is_cuda() || is_later) add_bytes(from, false, accesses);
+  add_bytes(to, true, accesses);
+  submit(stream.stream(), "aten::copy_", accesses);
   launch(stream.stream(), "aten::copy_", [target, source] { target.copy_(source); });
+  if (is_later)  // as torch's own copy: the memory is kept until the stream is through
+    at::getHostAllocator(at::kCUDA)->record_event(
+        host.data_ptr(), host.storage().data_ptr().get_context(), stream.unwrap());
   if (!to.is_cuda() && !is_later) asynchzp_device_synchronize(stream.stream());
 }
 
@@ -291,6 +378,26 @@ bool is_emulated(const OperatorHandle& op) {
   for (const c10::Argument& one : schema.returns())  // a view
     if (one.alias_info() && !one.alias_info()->isWrite()) return false;
   return true;
+}
+
+// ---- tracebacks
+
+using torch::CapturedTraceback;
+
+// may_wait: for the interpreter's lock.
+std::shared_ptr<void> gather(bool may_wait) {
+  if (!may_wait && !(PyGILState_Check && PyGILState_Check())) return nullptr;
+  return CapturedTraceback::gather(true, false, true);
+}
+
+std::string text_of(const std::shared_ptr<void>& traceback) {
+  auto found = torch::symbolize({static_cast<CapturedTraceback*>(traceback.get())});
+  std::string text;
+  for (uint64_t index : found.tracebacks[0]) {
+    const auto& frame = found.all_frames[index];
+    text += frame.filename + ":" + std::to_string(frame.lineno) + " " + frame.funcname + "\n";
+  }
+  return text;
 }
 
 auto& registrations = *new std::vector<c10::RegistrationHandleRAII>;
@@ -317,13 +424,22 @@ EXPORT int asynchzp_device_install_operations() {
 
 // From here on what the caching allocator takes back is poisoned, on the stream that it belongs to.
 // A block that record_stream holds for another stream counts as freed when it is let go.
-EXPORT void asynchzp_device_poison_freed() {
+EXPORT void asynchzp_device_follow_allocator() {
   using c10::CachingDeviceAllocator::TraceEntry;
   c10::cuda::CUDACachingAllocator::get()->attachAllocatorTraceTracker([](const TraceEntry& entry) {
+    auto start = reinterpret_cast<void*>(entry.addr_);
     if (entry.action_ == TraceEntry::FREE_COMPLETED)
-      asynchzp_device_poison(reinterpret_cast<void*>(entry.addr_), entry.size_, entry.stream_);
+      asynchzp_device_poison(start, entry.size_, entry.stream_);
+    if (entry.action_ == TraceEntry::ALLOC) {
+      const device::Access access{start, size_t(entry.size_), true};
+      asynchzp_device_submit(entry.stream_, device::watch::Kind::allocation, "allocating", &access,
+                             1);
+    }
   });
 }
+
+// The watch keeps where each operation comes from: slower.
+EXPORT void asynchzp_device_trace() { asynchzp_device_keep_tracebacks(gather, text_of); }
 
 // "name count" of each operation that waited for its stream, one a line.
 EXPORT const char* asynchzp_device_waited() {

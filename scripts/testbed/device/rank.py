@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a script on the emulated device; started by `python -m scripts.testbed.device`.
 
-python -m scripts.testbed.device.rank LAW SEED LONGEST_US SCRIPT ...      or      ... -m MODULE ...
+python -m scripts.testbed.device.rank LAW SEED LONGEST_US WATCHES SCRIPT ...  or  ... -m MODULE ...
 """
 
 import os
@@ -15,8 +15,9 @@ from scripts.testbed.rank import end_with_starter, run_script
 
 def main() -> None:
     end_with_starter()
-    law, seed, longest_us, *command = sys.argv[1:]
-    inside.start(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    law, seed, longest_us, watches, *command = sys.argv[1:]
+    num_devices = int(os.environ["LOCAL_WORLD_SIZE"])
+    inside.start(int(os.environ["LOCAL_RANK"]), num_devices, watches == "1")
     delays = Delays(law, int(seed), int(longest_us))
     inside.set_delays(delays, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     run_script(command)

@@ -16,6 +16,7 @@
 #include "clock.hpp"
 #include "report.hpp"
 #include "stream.hpp"
+#include "watch.hpp"
 
 namespace device {
 namespace {
@@ -36,6 +37,7 @@ auto& defaults = *new std::map<int, Stream*>;
 struct Event {
   struct Record {
     Position position;
+    watch::Known known;  // to who has waited for it
     std::atomic<Clock::rep> at{0};
   };
   std::mutex mutex;
@@ -140,7 +142,9 @@ EXPORT cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
 }
 
 EXPORT cudaError_t cudaDeviceSynchronize() {
+  const auto done = watch::end_of_all(current);
   Stream::synchronize_all(current);
+  watch::order_host(done);
   return cudaSuccess;
 }
 
@@ -201,12 +205,19 @@ EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
 }
 
 EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  const auto done = watch::end_of(stream_of(stream));
   stream_of(stream)->end().wait();
+  watch::order_host(done);
   return cudaSuccess;
 }
 
+// Programming Guide, "Explicit Synchronization": a query tells whether all preceding commands in
+// the stream have completed.
 EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  return stream_of(stream)->end().is_reached() ? cudaSuccess : cudaErrorNotReady;
+  const auto done = watch::end_of(stream_of(stream));
+  if (!stream_of(stream)->end().is_reached()) return cudaErrorNotReady;
+  watch::order_host(done);
+  return cudaSuccess;
 }
 
 EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t run, void* argument) {
@@ -251,6 +262,7 @@ EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) {
 EXPORT cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
   Stream* stream = stream_of(stream_handle);
   auto record = std::make_shared<Event::Record>();
+  record->known = watch::end_of(stream);
   record->position = stream->push([record] {
     record->at = is_time_stated() ? Clock::rep(1e9 * moment())
                                   : Clock::now().time_since_epoch().count();
@@ -269,17 +281,26 @@ EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stre
 // cudaStreamWaitEvent).
 EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
   auto record = record_of(event);
-  return !record || record->position.is_reached() ? cudaSuccess : cudaErrorNotReady;
+  if (!record) return cudaSuccess;
+  if (!record->position.is_reached()) return cudaErrorNotReady;
+  watch::order_host(record->known);
+  return cudaSuccess;
 }
 
 EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  if (auto record = record_of(event)) record->position.wait();
+  auto record = record_of(event);
+  if (!record) return cudaSuccess;
+  record->position.wait();
+  watch::order_host(record->known);
   return cudaSuccess;
 }
 
 // Waits for the record of now: one made later does not count (cudaStreamWaitEvent).
 EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  if (auto record = record_of(event)) stream_of(stream)->push_wait(record->position);
+  auto record = record_of(event);
+  if (!record) return cudaSuccess;
+  watch::order_stream(stream_of(stream), record->known);
+  stream_of(stream)->push_wait(record->position);
   return cudaSuccess;
 }
 

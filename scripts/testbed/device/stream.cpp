@@ -13,6 +13,7 @@
 
 #include "delays.hpp"
 #include "report.hpp"
+#include "watch.hpp"
 
 namespace device {
 
@@ -241,4 +242,8 @@ EXPORT void asynchzp_device_launch(void* stream, std::function<void()>* run) {
   device::stream_of(stream)->push_kernel(std::move(*run));
 }
 
-EXPORT void asynchzp_device_synchronize(void* stream) { device::stream_of(stream)->end().wait(); }
+EXPORT void asynchzp_device_synchronize(void* stream) {
+  const auto done = device::watch::end_of(device::stream_of(stream));
+  device::stream_of(stream)->end().wait();
+  device::watch::order_host(done);
+}

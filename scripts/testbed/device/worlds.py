@@ -52,11 +52,14 @@ class DeviceWorlds:
         delays: Delays = Delays(),
         timeout_s: float = 180.0,
         env: dict[str, str] | None = None,
+        watches: bool = True,
     ) -> list[Any]:
         """`fn(*args)` on every rank, with a device each and NCCL as the default group; what they
-        returned. fn, args and results must pickle. Raises DeviceFailure."""
+        returned. fn, args and results must pickle. Raises DeviceFailure.
+
+        watches: whether it fails for accesses that nothing orders."""
         start = self._log.seek(0, os.SEEK_END)
-        self._connection.send((fn, world_size, args, delays, timeout_s, env))
+        self._connection.send((fn, world_size, args, delays, timeout_s, env, watches))
         try:
             has_returned, value = self._connection.recv()
         except EOFError:
@@ -94,10 +97,10 @@ def serve(requests: Connection, preload: Sequence[str]) -> None:
     ranks.preload(["scripts.testbed.device.inside", *preload])
     while True:
         try:
-            fn, world_size, args, delays, timeout_s, env = requests.recv()
+            fn, world_size, args, delays, timeout_s, env, watches = requests.recv()
         except EOFError:
             return
-        join = partial(_join, delays)
+        join = partial(_join, delays, watches)
         try:
             result = ranks.run_ranks(fn, world_size, *args, timeout_s=timeout_s, env=env, join=join)
             requests.send((True, result))
@@ -105,14 +108,14 @@ def serve(requests: Connection, preload: Sequence[str]) -> None:
             requests.send((False, str(error)))
 
 
-def _join(delays: Delays, place: Any) -> tuple[()]:
+def _join(delays: Delays, watches: bool, place: Any) -> tuple[()]:
     from datetime import timedelta
 
     import torch.distributed as dist
 
     from scripts.testbed.device import inside
 
-    inside.start(place.rank, place.world_size)
+    inside.start(place.rank, place.world_size, watches)
     inside.set_delays(delays, place.rank, place.world_size)
     dist.init_process_group(
         "nccl",
