@@ -6,12 +6,20 @@ command knows nothing of the emulation."""
 import json
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
+from megatron_asynchzp.comm import order_check
+from megatron_asynchzp.comm.driver import Task
+from megatron_asynchzp.comm.order_check import OrderMismatch
+from scripts.gpu_check import loopback
 from scripts.gpu_check.table import CHECKS
 from scripts.testbed.device.worlds import DeviceWorlds
+from tests.device.test_engine import AllocatesWhereItComputes
 from tests.support.selection import slow_unless
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,3 +60,46 @@ def test_every_check_passes_on_the_emulated_device(
 ):
     rows = run(tmp_path, num_devices, names)
     assert [row for row in rows.values() if row["status"] != "passed"] == []
+
+
+def _without_wait(lane: str) -> AbstractContextManager:
+    """The thread that computes does not wait for the tasks of `lane`."""
+    wait = Task.wait
+
+    def wait_unless_left_out(task: Task) -> None:
+        if task.lane != lane:
+            wait(task)
+        else:
+            task.await_usable()
+
+    return mock.patch.object(Task, "wait", wait_unless_left_out)
+
+
+FAULTS = {
+    "none": nullcontext,
+    "a wait for a gather": lambda: _without_wait("gather"),
+    "a wait for a reduction": lambda: _without_wait("reduce"),
+    "memory freed early": lambda: mock.patch.object(
+        order_check, "torch", AllocatesWhereItComputes()
+    ),
+}
+
+
+def loopback_finds() -> dict[str, str | None]:
+    """What the loopback world reports of the engine with each fault."""
+    shape, device = loopback.variants(is_large=False)["plain"], torch.device("cuda", 0)
+    case, found = loopback.Case("plain", (2, 4, 8), "main-thread", 1), {}
+    for name, fault in FAULTS.items():
+        with fault():
+            try:
+                pairs = loopback.train_both(case, shape, device, rank=5)
+                found[name] = loopback.first_difference(pairs)
+            except OrderMismatch as error:
+                found[name] = str(error)
+    return found
+
+
+def test_the_loopback_world_finds_faults_that_only_a_device_shows(worlds: DeviceWorlds):
+    [found] = worlds.run(loopback_finds, 1, timeout_s=120)
+    assert found.pop("none") is None
+    assert [name for name, report in found.items() if report is None] == []

@@ -36,6 +36,9 @@ const std::set<std::string> kThroughRuntime = {
     "_local_scalar_dense", "is_pinned", "_pin_memory", "set_data",
 };
 
+// Operations of all devices that choose a kernel by themselves.
+const std::set<std::string> kLaunchesByItself = {"ldexp", "ldexp_"};
+
 std::mutex waited_mutex;
 std::map<std::string, int64_t> waited;  // operations that waited for their stream, with how often
 
@@ -365,10 +368,9 @@ bool is_emulated(const OperatorHandle& op) {
   const auto& schema = op.schema();
   const std::string name = op.operator_name().name.substr(6);
   if (kThroughRuntime.count(name) || name == "copy_") return false;
-  if (!has_kernel(op, DispatchKey::CUDA)) return false;
+  if (!has_kernel(op, DispatchKey::CUDA) && !kLaunchesByItself.count(name)) return false;
   if (!has_kernel(op, DispatchKey::CPU) &&
-      !has_kernel(op, DispatchKey::CompositeExplicitAutograd) &&
-      !has_kernel(op, DispatchKey::CompositeImplicitAutograd))
+      !has_kernel(op, DispatchKey::CompositeExplicitAutograd))
     return false;
   for (const c10::Argument& one : schema.returns())  // a view
     if (one.alias_info() && !one.alias_info()->isWrite()) return false;
