@@ -72,7 +72,7 @@ def test_the_same_seed_delays_the_same_kernels_as_long_and_another_does_not(worl
         assert first == again != other
 
 
-class AllocatesWhereItComputes:
+class _AllocatesWhereItComputes:
     """torch, but for `stack`: its result is memory of the stream that computes, of which a lane's
     collective knows nothing (what the comparison of orders once did)."""
 
@@ -88,7 +88,7 @@ class AllocatesWhereItComputes:
 def train_with_memory_freed_early(case: Case) -> list[tuple[float, float]]:
     from megatron_asynchzp.comm import order_check
 
-    order_check.torch = AllocatesWhereItComputes()  # pyright: ignore[reportAttributeAccessIssue]
+    order_check.torch = _AllocatesWhereItComputes()  # pyright: ignore[reportAttributeAccessIssue]
     return train_engine(case)
 
 

@@ -13,13 +13,11 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_asynchzp.comm import order_check
 from megatron_asynchzp.comm.driver import Task
 from megatron_asynchzp.comm.order_check import OrderMismatch
 from scripts.gpu_check import loopback
 from scripts.gpu_check.table import CHECKS
 from scripts.testbed.device.worlds import DeviceWorlds
-from tests.device.test_engine import AllocatesWhereItComputes
 from tests.support.selection import slow_unless
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,9 +77,6 @@ FAULTS = {
     "none": nullcontext,
     "a wait for a gather": lambda: _without_wait("gather"),
     "a wait for a reduction": lambda: _without_wait("reduce"),
-    "memory freed early": lambda: mock.patch.object(
-        order_check, "torch", AllocatesWhereItComputes()
-    ),
 }
 
 

@@ -24,7 +24,6 @@ from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from scripts.testbed.ranks import run_ranks
 from tests.device.programs import is_emulated
 from tests.support.journal import Attempt, read_journal
-from tests.support.selection import slow_unless
 
 ROOT = Path(__file__).resolve().parents[2]
 Steps = list[tuple[float | None, float | None]]
@@ -113,7 +112,8 @@ def are_close(found: Steps, expected: Steps) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", [slow_unless(name == "data", name, id=name) for name in LAYOUTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_megatron_on_cuda_trains_as_on_gloo_and_no_delay_changes_a_bit(
     worlds: DeviceWorlds, name: str
 ):
