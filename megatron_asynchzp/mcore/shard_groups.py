@@ -60,7 +60,7 @@ def communicator_options(name: str, backend: str, timeout: timedelta) -> Any:
     args: Any = get_args()
     path = args.nccl_communicator_config_path
     entry = (yaml.safe_load(Path(path).read_text()) or {}).get(name, {}) if path else {}
-    options = get_nccl_options(name, {name: {"is_high_priority_stream": True, **entry}})
+    options: Any = get_nccl_options(name, {name: {"is_high_priority_stream": True, **entry}})
     options._timeout = timeout  # torch warns where it is not that of the group
     return options
 
