@@ -44,7 +44,7 @@ def create_shard_groups(
     return groups
 
 
-def communicator_options(name: str, backend: str, timeout: timedelta) -> Any:
+def communicator_options(name: str, backend: str, timeout: timedelta | None) -> Any:
     """For torch's `pg_options`: NCCL's options for a communicator of ours, None for other backends.
 
     name: Megatron's group that ours replace, whose entry in the file of
@@ -61,7 +61,8 @@ def communicator_options(name: str, backend: str, timeout: timedelta) -> Any:
     path = args.nccl_communicator_config_path
     entry = (yaml.safe_load(Path(path).read_text()) or {}).get(name, {}) if path else {}
     options: Any = get_nccl_options(name, {name: {"is_high_priority_stream": True, **entry}})
-    options._timeout = timeout  # torch warns where it is not that of the group
+    if timeout is not None:
+        options._timeout = timeout  # torch warns where it is not that of the group
     return options
 
 
