@@ -39,6 +39,13 @@ class Layout(NamedTuple):
     sizes: tuple[int, int, int]
     is_gloos: bool = False
 
+    @property
+    def env(self) -> dict[str, str]:
+        """Megatron demands one hardware queue of tensor and context parallelism."""
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if self.flags[:1] in _ONE_QUEUE else {}
+
+
+_ONE_QUEUE = (("--tensor-model-parallel-size",), ("--context-parallel-size",))
 
 # fmt: off
 INTERLEAVED = ("--num-layers", "4", "--pipeline-model-parallel-size", "2",
@@ -121,7 +128,9 @@ def test_megatron_on_cuda_trains_as_on_gloo_and_no_delay_changes_a_bit(
     base = gpt_args("--train-iters", "3", *layout.flags)
     lines = [base, [*base, *size_flags(layout.sizes)]]
     on_gloo = run_ranks(pretrain_each, layout.world_size, lines, [], timeout_s=300)[0]
-    seen = worlds.run(pretrain_each, layout.world_size, lines, [Delays(), *laws], timeout_s=500)[0]
+    seen = worlds.run(
+        pretrain_each, layout.world_size, lines, [Delays(), *laws], timeout_s=500, env=layout.env
+    )[0]
     stock, ours = seen[:2]
     assert are_close(ours, stock)
     for found, expected in zip(seen[:2], on_gloo, strict=True):
@@ -148,7 +157,13 @@ def test_a_run_that_is_saved_on_cuda_goes_on_bit_for_bit(
     dropout = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
     base = gpt_args("--train-iters", "4", *layout.flags, *size_flags(layout.sizes), *dropout)
     whole, saving, resumed = worlds.run(
-        saved_and_resumed, layout.world_size, base, str(tmp_path), delays, timeout_s=500
+        saved_and_resumed,
+        layout.world_size,
+        base,
+        str(tmp_path),
+        delays,
+        timeout_s=500,
+        env=layout.env,
     )[0]
     assert saving == whole
     assert resumed == whole[2:]
