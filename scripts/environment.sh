@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 # Sourced by the other scripts: makes or reuses the isolated environment in .venv and sets $PYTHON.
-# ASYNCHZP_PYTHON=/path/to/python uses that environment as it is and installs nothing. Where
+# ASYNCHZP_PYTHON=/path/to/python uses that environment as it is and installs nothing; it has to have
+# the modules in ASYNCHZP_MODULES (default: torch megatron.training). Where
 # PYTHONDONTWRITEBYTECODE is set, bytecode goes to .bytecode/ (or to PYTHONPYCACHEPREFIX).
 
 ASYNCHZP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -87,9 +88,11 @@ _use_environment() {
     if [[ -n "${ASYNCHZP_PYTHON:-}" ]]; then
         _is_python_312 "$ASYNCHZP_PYTHON" ||
             _environment_fail "ASYNCHZP_PYTHON=$ASYNCHZP_PYTHON is not a working Python 3.12 or later"
-        "$ASYNCHZP_PYTHON" -c 'from importlib.util import find_spec as find
-assert find("torch") and find("megatron.training")' >/dev/null 2>&1 || _environment_fail \
-            "ASYNCHZP_PYTHON=$ASYNCHZP_PYTHON has no torch or no megatron.training (install megatron_asynchzp[megatron])"
+        local modules="${ASYNCHZP_MODULES:-torch megatron.training}"
+        "$ASYNCHZP_PYTHON" -c 'import sys
+from importlib.util import find_spec as find
+assert all(map(find, sys.argv[1:]))' $modules >/dev/null 2>&1 || _environment_fail \
+            "ASYNCHZP_PYTHON=$ASYNCHZP_PYTHON does not have ${modules// / and } (install megatron_asynchzp[megatron])"
         PYTHON="$ASYNCHZP_PYTHON"
         export PYTHONPATH="$ASYNCHZP_ROOT${PYTHONPATH:+:$PYTHONPATH}"
         return

@@ -6,5 +6,6 @@
 # or 1 where a check failed, 2 for a wrong command line, 130 after Ctrl-C.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+ASYNCHZP_MODULES=torch # a check that trains Megatron says so itself where it is missing
 source scripts/environment.sh
 exec "$PYTHON" -m scripts.gpu_check "$@"

@@ -97,6 +97,24 @@ def test_a_given_environment_is_used_as_it_is_or_named_where_it_does_not_work(gi
         assert done.returncode == 2 and refusal in done.stderr
 
 
+_NO_MEGATRON = """import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "megatron":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+"""
+
+
+def test_a_given_environment_needs_the_modules_of_its_command_and_no_others(checkout):
+    (checkout / "sitecustomize.py").write_text(_NO_MEGATRON)
+    given = {"ASYNCHZP_PYTHON": sys.executable, "PYTHONPATH": str(checkout)}
+    refused = use_environment(checkout, **given)
+    assert refused.returncode == 2 and "megatron.training" in refused.stderr
+    chosen = use_environment(checkout, ASYNCHZP_MODULES="torch", **given)
+    assert (chosen.returncode, chosen.stdout) == (0, f"chosen: {sys.executable}\n"), chosen.stderr
+
+
 def test_a_finished_environment_is_reused_until_its_inputs_change(checkout):
     (checkout / ".venv/bin").mkdir(parents=True)
     (checkout / ".venv/bin/python").symlink_to(sys.executable)

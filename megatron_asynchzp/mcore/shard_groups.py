@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the communicators of Megatron's sharding groups, and what their ranks begin with."""
 
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def create_shard_groups(
     def over(name: str, group: dist.ProcessGroup, group_sizes: ShardSizes) -> ShardGroups:
         topology = ShardTopology(group.size(), group.rank(), group_sizes)
         ranks = dist.get_process_group_ranks(group)
-        options = partial(communicator_options, name, dist.get_backend(group))
+        options = partial(communicator_options, name, dist.get_backend(group), settings.timeout)
         created = ShardGroups.create(
             topology, ranks, settings.timeout, settings.grad_dtype, options
         )
@@ -43,7 +44,7 @@ def create_shard_groups(
     return groups
 
 
-def communicator_options(name: str, backend: str) -> Any:
+def communicator_options(name: str, backend: str, timeout: timedelta | None) -> Any:
     """For torch's `pg_options`: NCCL's options for a communicator of ours, None for other backends.
 
     name: Megatron's group that ours replace, whose entry in the file of
@@ -59,7 +60,10 @@ def communicator_options(name: str, backend: str) -> Any:
     args: Any = get_args()
     path = args.nccl_communicator_config_path
     entry = (yaml.safe_load(Path(path).read_text()) or {}).get(name, {}) if path else {}
-    return get_nccl_options(name, {name: {"is_high_priority_stream": True, **entry}})
+    options: Any = get_nccl_options(name, {name: {"is_high_priority_stream": True, **entry}})
+    if timeout is not None:
+        options._timeout = timeout  # torch warns where it is not that of the group
+    return options
 
 
 def communication_device(group: dist.ProcessGroup) -> torch.device:

@@ -46,8 +46,8 @@ class Way:
     run: Callable[[AttentionCall], torch.Tensor]
 
 
-def ways(call: AttentionCall) -> Iterator[Way]:
-    """Everything that can compute `call` here."""
+def ways(call: AttentionCall, is_tuned: bool = False) -> Iterator[Way]:
+    """Everything that can compute `call` here. is_tuned: the kernels try their tiles."""
     for vendor in VENDORS:
         if vendor.reason_against(call) is None:
             yield Way(vendor.name, False, vendor.run)
@@ -57,13 +57,14 @@ def ways(call: AttentionCall) -> Iterator[Way]:
                 lambda one, name=vendor.name: delegate_attention(one, name),
             )
     is_fused = call.device.type == "cuda"
+    is_tuned &= is_fused
     suffix = "" if is_fused else " (reference)"
     for shift in reversed(SHIFTS):
         yield Way(
             f"block, shift {shift}{suffix}",
             True,
             lambda one, shift=shift: (
-                block_attention(one, shift=shift, is_fused=is_fused, is_tuned=is_fused).output_BHSE
+                block_attention(one, shift=shift, is_fused=is_fused, is_tuned=is_tuned).output_BHSE
             ),
         )
 
@@ -118,7 +119,7 @@ def bench(options) -> Iterator[dict]:
     errors_of: dict[str, dict[str, float]] = {}  # they do not depend on the length that is timed
     for length in options.lengths:
         call = draw_call(options, length, 0.0, options.heads, options.groups)
-        for way in ways(call):
+        for way in ways(call, options.tune):
             if way.name not in errors_of:
                 errors_of[way.name] = accuracy(way, options)
             errors = errors_of[way.name]
@@ -186,6 +187,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument(
+        "--tune", action="store_true", help="let the kernels try their tiles first: minutes"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--plot", type=Path, metavar="RESULTS", help="draw those instead")
     parser.add_argument("--out", type=Path, help="a file besides the screen, or the picture")

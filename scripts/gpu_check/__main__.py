@@ -37,17 +37,15 @@ def parse_arguments(argv: Sequence[str], checks: Sequence[Check]) -> argparse.Na
         type=float,
         metavar="SECONDS",
         help="for all checks together; default: the sum of their own limits, which is at most 600 "
-        "for those that one GPU can run",
+        "for those that one GPU can run, and five times that on a CPU",
     )
     options = parser.parse_args(argv)
     chosen = names if options.only is None else options.only.split(",")
     if unknown := [name for name in chosen if name not in names]:
         parser.error(f"--only: no check {', '.join(unknown)}; there are {', '.join(names)}")
     options.checks = [check for check in checks if check.name in chosen]
-    if options.time_limit is None:
-        options.time_limit = sum(check.limit_s for check in options.checks)
     options.json, options.markdown = options.json.resolve(), options.markdown.resolve()
-    if options.time_limit <= 0:
+    if options.time_limit is not None and options.time_limit <= 0:
         parser.error("--time-limit: a number of seconds above 0")
     return options
 
@@ -64,7 +62,7 @@ def run_check(check: Check, place: Place, limit_s: float) -> Outcome:
     result.unlink(missing_ok=True)
     # fmt: off
     command = [sys.executable, "-m", "scripts.gpu_check.child", check.name, check.module,
-               place.device, str(place.num_gpus), str(place.folder), *map(str, check.options)]
+               place.as_text(), *map(str, check.options)]
     # fmt: on
     ended = run_command(command, place.folder / f"{check.name}.log", limit_s)
     if ended.status == 0 and result.exists():
@@ -77,15 +75,15 @@ def main(argv: Sequence[str], checks: Sequence[Check] = CHECKS) -> int:
     options = parse_arguments(argv, checks)
     for path in (options.json, options.markdown):
         path.parent.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + options.time_limit
     folder = options.json.parent / "gpu_check_logs"
     folder.mkdir(exist_ok=True)
     place = Place.of_this_machine(folder)
+    limits = [check.limit_at(place) for check in options.checks]
+    deadline = time.monotonic() + (options.time_limit or sum(limits))
     outcomes: list[Outcome] = []
     try:
-        for check in options.checks:
-            limit_s = min(check.limit_s, deadline - time.monotonic())
-            outcomes.append(run_check(check, place, limit_s))
+        for check, limit_s in zip(options.checks, limits, strict=True):
+            outcomes.append(run_check(check, place, min(limit_s, deadline - time.monotonic())))
             print(outcomes[-1].line, flush=True)
     except KeyboardInterrupt:
         print("gpu_check: interrupted; what has ended is in the files", flush=True)

@@ -1,14 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one check: `python -m scripts.gpu_check.child NAME MODULE DEVICE NUM_GPUS FOLDER
-[OPTION ...]` writes FOLDER/NAME.json, an Outcome."""
+"""The process of one check: `python -m scripts.gpu_check.child NAME MODULE PLACE [OPTION ...]`
+writes NAME.json, an Outcome, to the folder of the place."""
 
 import importlib
 import json
 import sys
 import time
 import traceback
-from pathlib import Path
 
 from scripts.gpu_check.outcome import (
     FAILED,
@@ -39,9 +38,11 @@ def run(name: str, module: str, place: Place, options: list[int]) -> Outcome:
 
 
 def main(argv: list[str]) -> int:
-    name, module, device, num_gpus, folder, *options = argv
-    place = Place(device, int(num_gpus), Path(folder))
+    name, module, text, *options = argv
+    place = Place.from_text(text)
     outcome = run(name, module, place, [int(option) for option in options])
+    if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
+        distributed.destroy_process_group()
     (place.folder / f"{name}.json").write_text(json.dumps(outcome.as_dict()))
     return 0
 

@@ -4,11 +4,12 @@
 
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megatron_asynchzp.schedule import ON_STREAMS
 from scripts.gpu_check.outcome import CheckFailed, Place
-from scripts.gpu_check.process import run_command
+from scripts.gpu_check.process import Ended, run_command
 
 LIMIT_S = 3.0
 # From the limit to the end of the process: what the engine allows itself, twice.
@@ -16,16 +17,24 @@ _END_S = 25.0
 _START_S = 60.0
 
 
+_RUN_S = _START_S + LIMIT_S + _END_S
+
+
+def train(place: Place, schedule: str) -> Ended:
+    command = [sys.executable, "-m", "scripts.gpu_check.endless_run"]
+    log = place.folder / f"endless_{schedule}.log"
+    return run_command([*command, schedule, place.device, str(LIMIT_S)], log, _RUN_S)
+
+
 def run(place: Place, schedules: Sequence[str] = ON_STREAMS) -> dict[str, Any]:
     figures: dict[str, Any] = {}
-    for schedule in schedules:
-        command = [sys.executable, "-m", "scripts.gpu_check.endless_run"]
-        log, limit_s = place.folder / f"endless_{schedule}.log", _START_S + LIMIT_S + _END_S
-        ended = run_command([*command, schedule, place.device, str(LIMIT_S)], log, limit_s)
+    with ThreadPoolExecutor() as pool:  # at the same time: they wait most of theirs
+        runs = list(pool.map(lambda schedule: train(place, schedule), schedules))
+    for schedule, ended in zip(schedules, runs, strict=True):
         own = ended.own_lines
         figures[schedule] = own[0] if own else "no line"
         if ended.status != 1:
-            raise CheckFailed(f"{schedule}: {ended.describe(limit_s)}", figures)
+            raise CheckFailed(f"{schedule}: {ended.describe(_RUN_S)}", figures)
         if len(own) != 1 or f"after {LIMIT_S:g} s" not in own[0]:
             raise CheckFailed(f"{schedule}: printed {own or 'no line of ours'}", figures)
         if any(line.startswith("Traceback") for line in ended.lines):

@@ -41,9 +41,9 @@ class Case(NamedTuple):
         return f"{self.variant}, sizes {sizes}, {self.schedule}, depth {self.depth}"
 
 
-def variants(is_cuda: bool) -> dict[str, ToyShape]:
+def variants(is_large: bool) -> dict[str, ToyShape]:
     plain = ToyShape()
-    if is_cuda:
+    if is_large:
         # Kernels that take longer than their launch, and gradients on both sides of the size from
         # which the engine moves each of them by itself.
         plain = ToyShape(width=512, depth=4, vocab=512, sequence=64, batch=4)
@@ -124,6 +124,6 @@ def choose_deterministic_kernels() -> None:
 
 def run(place: Place) -> dict[str, Any]:
     choose_deterministic_kernels()
-    shapes = variants(place.is_cuda)
+    shapes = variants(place.is_large)
     chosen = [(case, shapes[case.variant]) for case in cases(list(shapes))]
     return run_cases(chosen, torch.device(place.device))

@@ -3,9 +3,9 @@
 """A world in one process: it is one rank, and all other ranks are taken to hold the same data.
 
 So the sum over n ranks is n times this rank's tensor, which is exact for a power of two, and what
-the others hold of a parameter is known from a plain process that trains beside this one. As with
-NCCL, each communicator runs its collectives one after the other and beside the computation: on a
-stream of its own, on a CPU in a thread of its own, each after a random delay.
+the others hold of a parameter is known from a plain process that trains beside this one. What a
+collective results in is computed beside the training, after a random delay, and then written: on a
+GPU by NCCL, which gets a communicator of one rank for each of this world; on a CPU by a thread.
 """
 
 import queue
@@ -13,13 +13,13 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.collectives import completed
+from megatron_asynchzp.comm.collectives import all_gather_flat, completed
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.sharding.topology import MeshAxis, ShardSizes, ShardTopology
@@ -56,7 +56,7 @@ class LoopbackWorld:
         def group_of(purpose: str, ranks: tuple[int, ...]) -> "LoopbackGroup":
             key = (purpose, ranks)
             if key not in self._lanes:
-                self._lanes[key] = new_lane(self.device)
+                self._lanes[key] = new_lane(self.device, len(self._lanes))
             return LoopbackGroup(self, axes[ranks], self._lanes[key])
 
         return ShardGroups.of_topology(topology, range(self.size), group_of)
@@ -103,10 +103,13 @@ class LoopbackWorld:
 
     # ---- for the groups
 
-    def issue(self, lane: "_Lane", act: Callable[[], None]) -> dist.Work:
+    def issue(
+        self, lane: "_Lane", output: torch.Tensor, result: Callable[[], torch.Tensor]
+    ) -> dist.Work:
+        """A collective that writes to `output` what `result()` computes."""
         delay_s = self._random.uniform(0.0, self._longest_delay_s)
         with torch.no_grad():
-            return lane.issue(_ENDLESS_S if self.endless else delay_s, act)
+            return lane.issue(_ENDLESS_S if self.endless else delay_s, output, result)
 
     def of_all_ranks(self, axis: MeshAxis, numel: int) -> torch.Tensor:
         """What an all-gather along `axis` makes, 1-D of `numel` elements."""
@@ -146,28 +149,21 @@ class LoopbackGroup(dist.ProcessGroup):
         whole = self._world.of_all_ranks(self._axis, output.numel())
         start = self._axis.coordinate * input.numel()
         stop = start + input.numel()
-        own = output[start:stop]
 
-        def act() -> None:
-            if own.data_ptr() != input.data_ptr():
-                own.copy_(input)
-            output[:start].copy_(whole[:start])
-            output[stop:].copy_(whole[stop:])
+        def result() -> torch.Tensor:
+            return torch.cat([whole[:start], input, whole[stop:]])
 
-        return self._world.issue(self._lane, act)
+        return self._world.issue(self._lane, output, result)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None):
         own = input[self._axis.coordinate * output.numel() :][: output.numel()]
-        return self._world.issue(self._lane, lambda: torch.mul(own, self._axis.size, out=output))
+        return self._world.issue(self._lane, output, lambda: own * self._axis.size)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None):
+        (tensor,) = tensors
         is_sum = opts is None or opts.reduceOp == dist.ReduceOp.SUM
-
-        def act() -> None:
-            for tensor in tensors if is_sum else ():
-                tensor.mul_(self._axis.size)
-
-        return self._world.issue(self._lane, act)
+        factor = self._axis.size if is_sum else 1  # the largest of equal numbers is each of them
+        return self._world.issue(self._lane, tensor, lambda: tensor * factor)
 
     # torch before 2.13
     _allgather_base = all_gather_single
@@ -178,37 +174,42 @@ class LoopbackGroup(dist.ProcessGroup):
 
 
 class _StreamLane:
-    """A stream: each collective comes after what the caller's stream got before it."""
+    """A communicator of NCCL with one rank, and a stream before it: each collective comes after
+    what the caller's stream got before it. What it reads it reads on that stream, what it writes
+    NCCL writes on its own."""
 
-    def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, group: dist.ProcessGroup):
+        self._stream, self._group = torch.cuda.Stream(device), group
+        self._last: tuple[dist.Work, torch.Tensor] | None = None
 
-    def issue(self, delay_s: float, act: Callable[[], None]) -> dist.Work:
+    def issue(
+        self, delay_s: float, output: torch.Tensor, result: Callable[[], torch.Tensor]
+    ) -> dist.Work:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
+            if self._last is not None:
+                # What NCCL read is memory of this stream: it is free when this stream knows so.
+                self._last[0].wait()
+                self._last = None
             sleep_on_stream(delay_s)
-            act()
-            end = torch.cuda.Event()
-            end.record()
-        return _StreamWork(end)
+            source = result()
+            work = all_gather_flat(output, source, group=self._group, async_op=True)
+            self._last = work, source
+            return work
 
     def close(self) -> None:
         pass
 
 
-class _StreamWork(dist.Work):
-    """As NCCL's: `wait` makes the current stream wait, not the host."""
-
-    def __init__(self, end: torch.cuda.Event):
-        super().__init__()
-        self._end = end
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        torch.cuda.current_stream().wait_event(self._end)
-        return True
-
-    def is_completed(self) -> bool:
-        return self._end.query()
+@cache
+def _group_of_one(index: int) -> dist.ProcessGroup:
+    """The communicators of this process, which all its worlds share: to make one takes time."""
+    if not dist.is_initialized():
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    group = dist.new_group([0])
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def sleep_on_stream(seconds: float) -> None:
@@ -225,8 +226,10 @@ class _ThreadLane:
         self._is_closed = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def issue(self, delay_s: float, act: Callable[[], None]) -> dist.Work:
-        work = _ThreadWork(delay_s, act)
+    def issue(
+        self, delay_s: float, output: torch.Tensor, result: Callable[[], torch.Tensor]
+    ) -> dist.Work:
+        work = _ThreadWork(delay_s, lambda: output.copy_(result()))
         self._works.put(work)
         return work
 
@@ -252,7 +255,7 @@ class _ThreadLane:
 class _ThreadWork(dist.Work):
     """As gloo's: `wait` holds the host, and raises where the time is over."""
 
-    def __init__(self, delay_s: float, act: Callable[[], None]):
+    def __init__(self, delay_s: float, act: Callable[[], Any]):
         super().__init__()
         self.delay_s, self._act = delay_s, act
         self._is_done = threading.Event()
@@ -279,5 +282,8 @@ def _nothing() -> None:
 _Lane = _StreamLane | _ThreadLane
 
 
-def new_lane(device: torch.device) -> _Lane:
-    return _StreamLane(device) if device.type == "cuda" else _ThreadLane()
+def new_lane(device: torch.device, index: int) -> _Lane:
+    """The `index`-th lane of a world."""
+    if device.type == "cuda":
+        return _StreamLane(device, _group_of_one(index))
+    return _ThreadLane()

@@ -4,8 +4,10 @@
 what it recorded."""
 
 import json
+import os
 import shutil
 import statistics
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from pathlib import Path
 
 from scripts.gpu_check.measured_pretrain import COUNTED_STEPS
 from scripts.gpu_check.outcome import CheckFailed, Place
-from scripts.gpu_check.process import Ended, run_command
+from scripts.gpu_check.process import ROOT, Ended, run_command
 from scripts.testbed.megatron_flags import flags_of, shape_flags
 
 # fmt: off
@@ -41,8 +43,8 @@ class GptShape:
 
 
 def gpt_shape(place: Place) -> GptShape:
-    """Large enough for a GPU to be busy, small enough to start in seconds."""
-    return GptShape(8, 1024, 16, 1024, 4, 8191) if place.is_cuda else GptShape()
+    """Large enough for a device to be busy, small enough to start in seconds."""
+    return GptShape(8, 1024, 16, 1024, 4, 8191) if place.is_large else GptShape()
 
 
 def training_flags(place: Place, steps: int, global_batch: int, *more: str) -> list[str]:
@@ -101,15 +103,22 @@ def run_pretrain(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                "--nproc-per-node", str(ranks), "-m", "scripts.gpu_check.measured_pretrain", *flags]
     # fmt: on
-    given = {"GPU_CHECK_RECORDS": str(records), **_environment(place), **(env or {})}
+    shipped = shipped_environment(flags) if place.is_cuda else {"GLOO_SOCKET_IFNAME": "lo"}
+    given = {"GPU_CHECK_RECORDS": str(records), **shipped, **(env or {})}
     ended = run_command(command, place.folder / f"{name}.log", limit_s, given)
     if ended.status != 0:
         raise CheckFailed(f"{name}: {_first_words(ended, limit_s)}")
     return _read(records, ranks)
 
 
-def _environment(place: Place) -> dict[str, str]:
-    return {} if place.is_cuda else {"GLOO_SOCKET_IFNAME": "lo"}
+def shipped_environment(flags: Sequence[str]) -> dict[str, str]:
+    """What scripts/train/env_cuda.sh sets for a run with these flags."""
+    script = 'source scripts/train/env_cuda.sh "$@"; env -0'
+    command = ["env", "-i", "bash", "-euc", script, "env_cuda.sh", *flags]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = dict(line.split("=", 1) for line in printed.split("\0") if line)
+    shipped = {name: value for name, value in found.items() if name.startswith(("CUDA", "NCCL"))}
+    return {name: os.environ.get(name, value) for name, value in shipped.items()}
 
 
 def _first_words(ended: Ended, limit_s: float) -> str:

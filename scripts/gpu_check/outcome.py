@@ -2,11 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a check is given, and what it answers."""
 
-from dataclasses import asdict, dataclass, field
+import json
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+
+_LARGE = 16  # multiprocessors
 
 
 class CheckFailed(Exception):
@@ -28,12 +31,15 @@ class CheckSkipped(Exception):
 class Place:
     """Where a check runs.
 
-    device: "cuda" or "cpu"; num_gpus: how many there are; folder: for logs and traces.
+    device: "cuda" or "cpu"; num_gpus: how many there are; folder: for logs and traces; is_large:
+    whether a device has the multiprocessors for models of some size. On a small one, as on a CPU,
+    models are small, and times are reported, not judged.
     """
 
     device: str
     num_gpus: int
     folder: Path
+    is_large: bool = False
 
     @property
     def is_cuda(self) -> bool:
@@ -49,7 +55,18 @@ class Place:
         import torch
 
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return cls("cuda" if num_gpus else "cpu", num_gpus, folder)
+        if not num_gpus:
+            return cls("cpu", 0, folder)
+        is_large = torch.cuda.get_device_properties(0).multi_processor_count >= _LARGE
+        return cls("cuda", num_gpus, folder, is_large)
+
+    def as_text(self) -> str:
+        return json.dumps({**asdict(self), "folder": str(self.folder)})
+
+    @classmethod
+    def from_text(cls, text: str) -> "Place":
+        place = cls(**json.loads(text))
+        return replace(place, folder=Path(place.folder))
 
 
 @dataclass

@@ -3,8 +3,11 @@
 """The checks there are, in the order in which they run."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from scripts.gpu_check.outcome import CheckSkipped, Place
+
+_SMALL = 5  # times as long
 
 
 @dataclass(frozen=True)
@@ -13,8 +16,9 @@ class Check:
 
     The function returns the figures of a check that passed, and raises CheckFailed or CheckSkipped.
 
-    shows: what it proves, for tables; limit_s: seconds after which it is ended; gpus: how many it
-    needs; on_cpu: whether it runs on a machine without any; options: further arguments of `run`.
+    shows: what it proves, for tables; limit_s: seconds that it takes at most on a GPU; gpus: how
+    many it needs; on_cpu: whether it runs on a machine without any; options: further arguments of
+    `run`; trains_megatron: whether it needs megatron.training.
     """
 
     name: str
@@ -24,9 +28,16 @@ class Check:
     gpus: int = 1
     on_cpu: bool = False
     options: tuple[int, ...] = ()
+    trains_megatron: bool = False
+
+    def limit_at(self, place: Place) -> float:
+        """Seconds after which it is ended: what it does is known to fit on a large device alone."""
+        return self.limit_s * (1 if place.is_large else _SMALL)
 
     def need(self, place: Place) -> None:
         """Raise CheckSkipped, with the reason, where it cannot run."""
+        if self.trains_megatron and not _has_megatron():
+            raise CheckSkipped("needs megatron.training: pip install megatron_asynchzp[megatron]")
         if place.is_cuda:
             place.need_gpus(self.gpus)
         elif not self.on_cpu:
@@ -34,35 +45,50 @@ class Check:
             raise CheckSkipped(f"needs {what}, this machine has none")
 
 
-def _check(name: str, shows: str, limit_s: float, gpus: int = 1, on_cpu: bool = False) -> Check:
-    return Check(name, shows, f"scripts.gpu_check.{name}", limit_s, gpus, on_cpu)
+def _has_megatron() -> bool:
+    try:
+        return find_spec("megatron.training") is not None
+    except ModuleNotFoundError:  # there is no megatron either
+        return False
+
+
+def _check(
+    name: str,
+    shows: str,
+    limit_s: float,
+    gpus: int = 1,
+    on_cpu: bool = False,
+    trains_megatron: bool = False,
+) -> Check:
+    module = f"scripts.gpu_check.{name}"
+    return Check(name, shows, module, limit_s, gpus, on_cpu, (), trains_megatron)
 
 
 def _parity(ranks: int) -> Check:
     shows = f"{ranks} ranks print the losses and gradient norms of stock DDP"
     module = "scripts.gpu_check.parity"
-    return Check(f"parity_{ranks}", shows, module, 300.0, ranks, ranks == 2, (ranks,))
+    return Check(f"parity_{ranks}", shows, module, 400.0, ranks, ranks == 2, (ranks,), True)
 
 
 # The limits of what one GPU can run add up to ten minutes at most: a test holds them to it.
 # fmt: off
 CHECKS = (
     _check("loopback", "losses and gradients are bit for bit those of a plain process, whatever is "
-           "late", 130.0, on_cpu=True),
+           "late", 110.0, on_cpu=True),
     _check("side_stream", "the same where gradients appear on a second stream", 40.0),
     _check("pretrain", "pretrain_gpt on one rank in bf16: losses, step time, save, load, exit, "
-           "synchronisations", 130.0, on_cpu=True),
+           "synchronisations", 180.0, on_cpu=True, trains_megatron=True),
     _check("synchronisations", "the engine holds the host no more often than its budget", 30.0),
     _check("host_time", "host time per unit and micro-batch, idle time of the GPU, a trace", 50.0,
            on_cpu=True),
     _check("memory", "nothing grows in 200 steps and 100 evaluations", 50.0, on_cpu=True),
-    _check("endless", "a collective that never ends is one line and status 1", 70.0, on_cpu=True),
-    _check("attention", "the PASA kernels are right, and how fast beside the others", 100.0,
+    _check("endless", "a collective that never ends is one line and status 1", 60.0, on_cpu=True),
+    _check("attention", "the PASA kernels are right, and how fast beside the others", 80.0,
            on_cpu=True),
     _parity(2), _parity(4), _parity(8),
     _check("model_parallel", "TP2 x DP2 and PP2 x DP2 with random launch delays and 1, 8 and 32 "
-           "connections", 600.0, gpus=4),
+           "connections", 900.0, gpus=4, trains_megatron=True),
     _check("node_row", "the 9B row of one node against stock, with channel limits and priorities",
-           1800.0, gpus=8),
+           1800.0, gpus=8, trains_megatron=True),
 )
 # fmt: on

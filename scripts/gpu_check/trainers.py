@@ -36,7 +36,8 @@ class PlainTrainer:
             loss.backward()
             losses.append(loss.detach())
             for name, param in self.model.named_parameters():
-                self.grads[name] += param.grad
+                grad = _read_on_this_stream(param.grad)
+                self.grads[name] += grad
                 param.grad = None
         with torch.no_grad():
             for name, param in self.model.named_parameters():
@@ -47,6 +48,14 @@ class PlainTrainer:
     @torch.no_grad()
     def evaluate(self, tokens: torch.Tensor) -> torch.Tensor:
         return loss_of(self.model, tokens)
+
+
+def _read_on_this_stream(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Memory of a side stream is free when this one has read it, too."""
+    assert tensor is not None
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream())
+    return tensor
 
 
 class LoopbackTrainer:

@@ -3,8 +3,13 @@
 """Megatron's own CUDA path on the emulated device, without the CPU platform: pretrain() with stock
 DDP and with the engine, local layers, NCCL."""
 
-from collections.abc import Iterator
-from typing import Any
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -14,16 +19,54 @@ import torch.distributed as dist
 from scripts.testbed import megatron_runs
 from scripts.testbed.device.delays import Delays
 from scripts.testbed.device.worlds import DeviceWorlds
-from scripts.testbed.megatron_flags import size_flags
+from scripts.testbed.megatron_flags import MIXTURE_OF_EXPERTS, TENSOR_PARALLEL, size_flags
 from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from scripts.testbed.ranks import run_ranks
 from tests.device.programs import is_emulated
+from tests.support.journal import Attempt, read_journal
 
+ROOT = Path(__file__).resolve().parents[2]
 Steps = list[tuple[float | None, float | None]]
+"""Loss and gradient norm of each step."""
+
+
+class Layout(NamedTuple):
+    """flags: of both sides; sizes: of ours; is_gloos: whether a sum never has more than two addends
+    that differ, so that gloo, which adds in another order, has the same bits."""
+
+    world_size: int
+    flags: tuple[str, ...]
+    sizes: tuple[int, int, int]
+    is_gloos: bool = False
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Megatron demands one hardware queue of tensor and context parallelism."""
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if self.flags[:1] in _ONE_QUEUE else {}
+
+
+_ONE_QUEUE = (("--tensor-model-parallel-size",), ("--context-parallel-size",))
+
+# fmt: off
+INTERLEAVED = ("--num-layers", "4", "--pipeline-model-parallel-size", "2",
+               "--num-layers-per-virtual-pipeline-stage", "1")
+CONTEXT = ("--context-parallel-size", "2", "--use-pasa-attention")
+EXPERT = (*MIXTURE_OF_EXPERTS, "--expert-model-parallel-size", "2")
+LAYOUTS = {
+    "data": Layout(2, (), (1, 2, 2), is_gloos=True),
+    "tensor": Layout(4, tuple(TENSOR_PARALLEL), (2, 2, 2)),
+    "pipeline": Layout(4, INTERLEAVED, (2, 2, 2)),
+    "context": Layout(2, CONTEXT, (1, 2, 2)),
+    "expert": Layout(2, EXPERT, (1, 2, 2), is_gloos=True),
+}
+# fmt: on
+# fp32, and sums in another order. Between ours and stock, and to gloo where it is not bit for bit.
+CLOSE = 1e-5
+LAWS = [Delays("uniform", 1), Delays("slow-stream", 2)]
 
 
 def pretrain_each(command_lines: list[list[str]], delays: list[Delays]) -> list[Steps]:
-    """Loss and gradient norm of every step, of each command line under each delay."""
+    """Of each command line under each delay; on gloo once each, without any."""
     if not is_emulated():
         return [_steps(argv) for argv in command_lines]
     from scripts.testbed.device import inside
@@ -59,21 +102,119 @@ def _steps_on_device(argv: list[str]) -> Steps:
         batch = {name: value.cuda() for name, value in next(batches).items()}
         return forward_step(iter([batch]), model)
 
-    with (
-        mock.patch.object(cpu_platform, "install", lambda: None),
-        mock.patch.object(cpu_platform, "apply_cpu_defaults", choose),
-        mock.patch.object(megatron_runs, "_forward_step", forward_on_device),
-    ):
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (cpu_platform, "install", lambda: None),
+            (cpu_platform, "apply_cpu_defaults", choose),
+            (megatron_runs, "_forward_step", forward_on_device),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
         return _steps(argv)
 
 
+def are_close(found: Steps, expected: Steps) -> bool:
+    """Within CLOSE, number by number."""
+    return len(found) == len(expected) and all(
+        ours == pytest.approx(theirs, rel=CLOSE) for ours, theirs in zip(found, expected)
+    )
+
+
 @pytest.mark.slow
-def test_megatron_on_cuda_prints_the_digits_of_gloo_stock_and_sharded_under_delays(
-    worlds: DeviceWorlds,
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_megatron_on_cuda_trains_as_on_gloo_and_no_delay_changes_a_bit(
+    worlds: DeviceWorlds, name: str
 ):
-    lines = [gpt_args("--train-iters", "4"), gpt_args("--train-iters", "4", *size_flags((1, 2, 2)))]
-    expected = run_ranks(pretrain_each, 2, lines, [])[0]
-    delays = [Delays(), Delays("uniform", 1), Delays("slow-stream", 2)]
-    seen = worlds.run(pretrain_each, 2, lines, delays, timeout_s=400)[0]
-    for index, law in enumerate(delays):
-        assert seen[2 * index : 2 * index + 2] == expected, str(law)
+    layout, laws = LAYOUTS[name], LAWS
+    base = gpt_args("--train-iters", "3", *layout.flags)
+    lines = [base, [*base, *size_flags(layout.sizes)]]
+    on_gloo = run_ranks(pretrain_each, layout.world_size, lines, [], timeout_s=300)[0]
+    seen = worlds.run(
+        pretrain_each, layout.world_size, lines, [Delays(), *laws], timeout_s=500, env=layout.env
+    )[0]
+    stock, ours = seen[:2]
+    assert are_close(ours, stock)
+    for found, expected in zip(seen[:2], on_gloo, strict=True):
+        assert found == expected if layout.is_gloos else are_close(found, expected)
+    for index, law in enumerate(laws, 1):
+        assert seen[2 * index : 2 * index + 2] == [stock, ours], str(law)
+
+
+def saved_and_resumed(base: list[str], folder: str, delays: Delays) -> list[Steps]:
+    """Steps of a run, of one that saves after two, and of one that goes on from there."""
+    save = ["--save", folder, "--save-interval", "2", "--ckpt-format", "torch_dist"]
+    load = ["--load", folder, "--ckpt-step", "2"]
+    return pretrain_each([base, [*base, *save], [*base, *load]], [delays])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["data", "tensor"])
+@pytest.mark.parametrize("delays", LAWS, ids=lambda delays: delays.law)
+def test_a_run_that_is_saved_on_cuda_goes_on_bit_for_bit(
+    worlds: DeviceWorlds, tmp_path: Path, name: str, delays: Delays
+):
+    """With dropout: the states of the device's generators are in the checkpoint too."""
+    layout = LAYOUTS[name]
+    dropout = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+    base = gpt_args("--train-iters", "4", *layout.flags, *size_flags(layout.sizes), *dropout)
+    whole, saving, resumed = worlds.run(
+        saved_and_resumed,
+        layout.world_size,
+        base,
+        str(tmp_path),
+        delays,
+        timeout_s=500,
+        env=layout.env,
+    )[0]
+    assert saving == whole
+    assert resumed == whole[2:]
+
+
+# ---- processes of their own
+
+
+_LAST = 6
+_LINE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
+    "--max-position-embeddings 16 --tokenizer-type NullTokenizer --vocab-size 63 "
+    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --lr-decay-iters 100 --eval-iters 0 "
+    "--eval-interval 100 --log-interval 1 --mock-data --num-workers 0 --transformer-impl local "
+    "--no-persist-layer-norm --no-masked-softmax-fusion --no-gradient-accumulation-fusion "
+    f"--no-bias-gelu-fusion --no-bias-dropout-fusion --train-iters {_LAST}"
+).split()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., Attempt]:
+    """Runs two ranks of Megatron, through the launcher, to their end with status 0."""
+
+    def run(name: str, interrupt: str, *flags: str) -> Attempt:
+        journal = tmp_path / name
+        journal.mkdir()
+        # fmt: off
+        command = [sys.executable, "-m", "scripts.testbed.device", "--ranks", "2", "--law",
+                   "uniform", "--seed", "3", "--timeout", "240", "--", "-m",
+                   "megatron_asynchzp.launch", "tests/support/interrupted_pretrain.py", *_LINE,
+                   *size_flags((1, 2, 2)), *flags]
+        # fmt: on
+        env = os.environ | {"INTERRUPT": interrupt, "JOURNAL": str(journal)}
+        ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+        assert "_timeout was specified" not in ended.stderr  # torch's warning about our groups
+        return read_journal(journal)[0]
+
+    return run
+
+
+@pytest.mark.slow
+def test_sigterm_on_cuda_saves_the_step_in_progress_and_the_run_goes_on_from_it(
+    worlds: DeviceWorlds, tmp_path: Path, start: Callable[..., Attempt]
+):
+    place = str(tmp_path / "checkpoints")
+    saving = ("--save", place, "--save-interval", "100")
+    whole = start("whole", "")
+    assert list(whole.losses) == list(range(1, _LAST + 1))
+    first = start("first", "SIGTERM 1 forward 5", *saving)
+    assert (first.struck, first.last_step) == (["forward"], 3)
+    second = start("second", "", *saving, "--load", place)
+    assert second.began == 3
+    assert first.losses | second.losses == whole.losses

@@ -4,6 +4,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,20 @@ def test_every_check_is_a_row_and_what_cannot_run_here_has_its_reason(tmp_path, 
     assert last.startswith("gpu_check: nothing failed; ")
     for name in names:
         assert f"| {name} | " in markdown
+
+
+def test_without_megatron_only_the_checks_that_train_it_are_skipped(tmp_path, monkeypatch):
+    def find_nothing(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr("scripts.gpu_check.table.find_spec", find_nothing)
+    trains = replace(double("trains", doubles.PASSES), trains_megatron=True)
+    _, rows, _ = run(tmp_path, checks=[trains, double("passes", doubles.PASSES)])
+    assert rows["trains"]["status"] == "skipped"
+    assert "needs megatron.training" in rows["trains"]["reason"]
+    assert rows["passes"]["status"] == "passed"
+    wanted = {check.name for check in CHECKS if check.trains_megatron}
+    assert wanted == {"pretrain", "parity_2", "parity_4", "parity_8", "model_parallel", "node_row"}
 
 
 def test_a_check_that_fails_is_named_and_the_others_run(tmp_path, capsys):

@@ -50,9 +50,11 @@ def test_streams_of_ours_have_priority_and_megatrons_file_holds_for_them(
     args = SimpleNamespace(nccl_communicator_config_path=path and str(path))
     monkeypatch.setattr(global_vars, "get_args", lambda: args)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    options = communicator_options(name, "nccl")
+    limit = timedelta(seconds=7)
+    options = communicator_options(name, "nccl", limit)
     assert (options.is_high_priority_stream, options.config.max_ctas) == expected
-    assert communicator_options(name, "gloo") is None
+    assert options._timeout == limit
+    assert communicator_options(name, "gloo", limit) is None
 
 
 def connect_all() -> bool:

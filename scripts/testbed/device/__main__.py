@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a Python script on emulated CUDA devices: one process and one device per rank.
+"""Runs a Python script on emulated CUDA devices.
 
 python -m scripts.testbed.device --ranks 2 --law uniform --seed 7 -- SCRIPT ...
+python -m scripts.testbed.device --devices 4 -- -m scripts.gpu_check
 """
 
 import argparse
@@ -22,7 +23,13 @@ def main(argv: list[str] | None = None) -> int:
         usage="python -m scripts.testbed.device [options] -- SCRIPT ... (or -m MODULE ...)",
         description=(__doc__ or "").split("\n\n")[0],
     )
-    parser.add_argument("--ranks", type=count, default=2, help="default: 2")
+    number = parser.add_mutually_exclusive_group()
+    number.add_argument(
+        "--ranks", type=count, help="processes, each with a device of its own; default: 2"
+    )
+    number.add_argument(
+        "--devices", type=count, help="of one process, which starts what it likes on them"
+    )
     parser.add_argument("--law", choices=LAWS, default="none", help="of delay; default: none")
     parser.add_argument("--seed", type=int, default=0, help="of the delays; default: 0")
     parser.add_argument("--longest-us", type=count, default=Delays().longest_us, metavar="US")
@@ -31,21 +38,21 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--timeout", type=float, metavar="S", help="seconds; default: no limit")
     args, command = split_command(parser, sys.argv[1:] if argv is None else argv)
+    ranks = args.ranks or 2
     try:
-        preloaded = environment()
+        delays = Delays(args.law, args.seed, args.longest_us)
+        env = environment(args.devices or ranks, delays)
     except CompileError as error:
         parser.error(f"no emulated device: {error}")
+    env["ASYNCHZP_DEVICE_WATCH"] = str(int(not args.no_watch))
+    env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # processes share the cores
+    words = [sys.executable, *command]
+    if args.devices:
+        return run_as_ranks("testbed.device", [RankCommand(words, env)], args.timeout)
     store = new_store()
-    env = preloaded | {
-        "ASYNCHZP_DEVICES": str(args.ranks),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # ranks share the cores
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
-    settings = [args.law, str(args.seed), str(args.longest_us), str(int(not args.no_watch))]
-    rank_of = [sys.executable, "-m", "scripts.testbed.device.rank", *settings, *command]
-    places = [Place(rank, args.ranks, args.ranks, store.port) for rank in range(args.ranks)]
-    commands = [RankCommand(rank_of, env | place.environment()) for place in places]
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    places = [Place(rank, ranks, ranks, store.port) for rank in range(ranks)]
+    commands = [RankCommand(words, env | place.environment()) for place in places]
     return run_as_ranks("testbed.device", commands, args.timeout)
 
 

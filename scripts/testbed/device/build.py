@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts.testbed.compiler import CompileError, compiled_once, find_compiler, run_compiler
+from scripts.testbed.device.delays import Delays
 
 _HERE = Path(__file__).parent
 _OPERATIONS = "operations.cpp"
@@ -25,17 +26,24 @@ _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden")
 
 
 class Libraries(NamedTuple):
-    """runtime: preloaded, below torch; operations: loaded by a process that has torch."""
+    """runtime: preloaded, below torch; operations: beside it; it loads them when torch is there."""
 
     runtime: Path
     operations: Path
 
 
-def environment() -> dict[str, str]:
-    """Variables of a process on the emulated device. Raises CompileError."""
+def environment(num_devices: int = 1, delays: Delays = Delays()) -> dict[str, str]:
+    """Variables of a process on the emulated devices; what it starts is on them too.
+
+    Raises CompileError.
+    """
     return {
         "LD_PRELOAD": str(built_libraries().runtime),
-        "TORCHDYNAMO_DISABLE": "1",  # kernels that are compiled for a device cannot run here
+        "ASYNCHZP_DEVICES": str(num_devices),
+        "ASYNCHZP_DEVICE_DELAYS": f"{delays.law} {delays.seed} {delays.longest_us}",
+        # Kernels that are compiled for a device cannot run here; Triton's are interpreted.
+        "TORCHDYNAMO_DISABLE": "1",
+        "TRITON_INTERPRET": "1",
     }
 
 

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 
 #include "report.hpp"
 #include "stream.hpp"
@@ -20,7 +21,31 @@ const char* const kNames[] = {"none", "uniform", "slow-stream", "slow-rank", "on
 // Of how many streams the slow one is chosen: a rank of the engine uses about so many.
 constexpr int kStreams = 6;
 
-Delays chosen;
+int number_of(const char* variable, int otherwise) {
+  const char* text = getenv(variable);
+  return text ? atoi(text) : otherwise;
+}
+
+// "LAW SEED LONGEST_US", of a process that nobody tells otherwise.
+Delays from_environment() {
+  Delays found;
+  const char* text = getenv("ASYNCHZP_DEVICE_DELAYS");
+  if (!text) return found;
+  char law[32] = {};
+  unsigned long long seed = 0;
+  if (sscanf(text, "%31s %llu %d", law, &seed, &found.longest_us) != 3)
+    end("ASYNCHZP_DEVICE_DELAYS is not LAW SEED MICROSECONDS: %s", text);
+  int number = 0;
+  while (number < int(std::size(kNames)) && strcmp(law, kNames[number])) number++;
+  if (number == int(std::size(kNames))) end("there is no law of delay %s", law);
+  found.law = Law(number);
+  found.seed = seed;
+  found.rank = number_of("RANK", 0);
+  found.world_size = number_of("WORLD_SIZE", 1);
+  return found;
+}
+
+Delays chosen = from_environment();
 std::atomic<int64_t> num_kernels{0};
 std::atomic<uint64_t> digest{0};
 

@@ -25,6 +25,12 @@ EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* is_ac
   return CUDA_SUCCESS;
 }
 
+// Tables of functions that NVIDIA's own tools ask for by number: the profiler then sees no device.
+EXPORT CUresult cuGetExportTable(const void** table, const CUuuid*) {
+  *table = nullptr;
+  return CUDA_ERROR_NOT_FOUND;
+}
+
 EXPORT CUresult cuGetErrorString(CUresult, const char** text) {
   *text = "an error of the emulated driver";
   return CUDA_SUCCESS;

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The emulated device from inside a process that runs on it: installs the operations, sets delays,
-and says what has run. Importing it installs, so that ranks forked from here need not."""
+"""The emulated device from inside a process that runs on it: sets delays, and says what has run.
+Importing it installs the operations, so that ranks forked from here need not."""
 
 import ctypes
 import os
@@ -16,6 +16,7 @@ from scripts.testbed.profile import NetworkProfile
 _runtime = ctypes.CDLL(None)  # preloaded
 if not hasattr(_runtime, "asynchzp_device_set_delays"):
     raise RuntimeError("the emulated device is not preloaded: see scripts.testbed.device.worlds")
+_runtime.cudaGetDeviceCount(ctypes.byref(ctypes.c_int()))  # installs the operations
 _operations = ctypes.CDLL(str(built_libraries().operations))
 _runtime.asynchzp_device_num_kernels.restype = ctypes.c_int64
 _runtime.asynchzp_device_digest.restype = ctypes.c_uint64
@@ -33,15 +34,9 @@ _operations.asynchzp_device_waited.restype = ctypes.c_char_p
 
 _OFF, _ENDS, _NOTES = range(3)  # what the watch does
 
-num_operations = _operations.asynchzp_device_install_operations()
-# These choose compiled kernels; the one that is left is made of operations.
-torch.backends.cuda.enable_flash_sdp(False)
-torch.backends.cuda.enable_mem_efficient_sdp(False)
-torch.backends.cuda.enable_cudnn_sdp(False)
-
 
 def start(local_rank: int, num_devices: int, watches: bool = True) -> torch.device:
-    """Take one of the devices; from here on freed memory is poisoned.
+    """Take one of the devices.
 
     watches: whether accesses that nothing orders end the process. With ASYNCHZP_DEVICE_TRACEBACKS
     it says where both come from.
@@ -50,10 +45,7 @@ def start(local_rank: int, num_devices: int, watches: bool = True) -> torch.devi
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     torch.cuda.init()
-    if os.environ.get("ASYNCHZP_DEVICE_TRACEBACKS"):
-        _operations.asynchzp_device_trace()
     _runtime.asynchzp_device_watch(_ENDS if watches else _OFF)
-    _operations.asynchzp_device_follow_allocator()
     return device
 
 

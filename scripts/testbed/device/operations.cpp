@@ -4,9 +4,11 @@
 // kernel of the current stream that runs the CPU's on the same memory, without Python.
 #include <ATen/ATen.h>
 #include <ATen/core/CachingHostAllocator.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/csrc/profiler/combined_traceback.h>
 
@@ -46,6 +48,9 @@ const std::set<std::string> kThroughRuntime = {
     "empty",      "empty_strided",       "resize_",     "set_",   "is_set_to", "record_stream",
     "_local_scalar_dense", "is_pinned", "_pin_memory", "set_data",
 };
+
+// Operations of all devices that choose a kernel by themselves.
+const std::set<std::string> kLaunchesByItself = {"ldexp", "ldexp_"};
 
 std::mutex waited_mutex;
 std::map<std::string, int64_t> waited;  // operations that waited for their stream, with how often
@@ -189,13 +194,64 @@ void submit(void* stream, const std::string& name, const Accesses& accesses) {
                          accesses.size());
 }
 
+// ---- random numbers
+
+// As a kernel takes them: at the call, from the state of the device's generator, which moves on
+// (CUDAGeneratorImpl.h, "Philox engine"). The numbers are those of a CPU's generator.
+at::Generator drawn_generator(const Stack& arguments, c10::Device device) {
+  at::Generator of_device = at::globalContext().defaultGenerator(device);
+  for (const IValue& value : arguments)
+    if (value.isGenerator()) of_device = value.toGenerator();
+  std::lock_guard lock(of_device.mutex());
+  const uint64_t seed = of_device.current_seed(), offset = of_device.get_offset();
+  of_device.set_offset(offset + 4);  // as few as CUDA allows
+  return at::make_generator<at::CPUGeneratorImpl>((seed + 1) * 0x9e3779b97f4a7c15 + offset);
+}
+
+std::optional<size_t> generator_argument(const OperatorHandle& op) {
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); i++)
+    if (arguments[i].name() == "generator") return i;
+  return std::nullopt;
+}
+
+// An operation that asks the CPU's default generator gets these numbers from it.
+template <typename Run>
+void with_numbers_of(const at::Generator& generator, const Run& run) {
+  at::Generator own = at::globalContext().defaultGenerator(c10::kCPU);
+  const at::Tensor before = own.get_state();
+  own.set_state(generator.get_state());
+  run();
+  own.set_state(before);
+}
+
 // ---- the two ways to run an operation
 
+// From here on what the caching allocator takes back is poisoned, on the stream that it belongs to.
+// A block that record_stream holds for another stream counts as freed when it is let go.
+void follow_allocator() {
+  using c10::CachingDeviceAllocator::TraceEntry;
+  c10::cuda::CUDACachingAllocator::get()->attachAllocatorTraceTracker([](const TraceEntry& entry) {
+    auto start = reinterpret_cast<void*>(entry.addr_);
+    if (entry.action_ == TraceEntry::FREE_COMPLETED)
+      asynchzp_device_poison(start, entry.size_, entry.stream_);
+    if (entry.action_ == TraceEntry::ALLOC) {
+      const device::Access access{start, size_t(entry.size_), true};
+      asynchzp_device_submit(entry.stream_, device::watch::Kind::allocation, "allocating", &access,
+                             1);
+    }
+  });
+}
+
 void launch(void* stream, const std::string& name, std::function<void()> run) {
+  static std::once_flag once;
+  std::call_once(once, follow_allocator);  // torch has made its allocator by now
   std::function<void()> kernel = [name, run = std::move(run)] {
     c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
     try {
       run();
+    } catch (const c10::Error& error) {
+      device::end("%s failed: %.600s", name.c_str(), error.what_without_backtrace());
     } catch (const std::exception& error) {
       device::end("%s failed: %.600s", name.c_str(), error.what());
     }
@@ -240,8 +296,28 @@ void resize_empty_outputs(const OperatorHandle& op, const Stack& arguments) {
   for (size_t i : empty) arguments[i].toTensor().resize_(on_meta[i].toTensor().sizes());
 }
 
+// Where the CPU's kernel takes other types than CUDA's: its layer norm keeps mean and deviation in
+// the type of the input or, beside weights of another type, in fp32 (layer_norm.cpp), and its
+// softmax does not convert (SoftMax.cpp).
+void adapt_types(const OperatorHandle& op, Stack& values) {
+  const std::string& name = op.operator_name().name;
+  if (name == "aten::native_layer_norm_backward") {
+    const auto type = values[1].toTensor().scalar_type();
+    const auto weight = values[5].toOptional<at::Tensor>();
+    const bool is_mixed = weight && weight->defined() && weight->scalar_type() != type;
+    for (int i : {3, 4}) values[i] = values[i].toTensor().to(is_mixed ? at::kFloat : type);
+  }
+  if ((name == "aten::_softmax" || name == "aten::_log_softmax") && values[2].toBool()) {
+    values[0] = values[0].toTensor().to(at::kFloat);
+    values[2] = false;
+  }
+  if (name == "aten::_softmax_backward_data" || name == "aten::_log_softmax_backward_data")
+    values[3] = values[0].toTensor().scalar_type();
+}
+
 // Of the stream's memory, as the CPU sees it; results are copied to where the caller expects them.
 void run_on_cpu(const OperatorHandle& op, Stack values, const std::vector<IValue>& outputs) {
+  adapt_types(op, values);
   op.callBoxed(values);
   for (size_t i = 0; i < outputs.size(); i++) {
     std::vector<at::Tensor> expected, got;
@@ -253,20 +329,30 @@ void run_on_cpu(const OperatorHandle& op, Stack values, const std::vector<IValue
   }
 }
 
-// Results whose shape depends on values, and values for the host: these wait on a device too.
+// Results whose shape depends on values, and values for the host: these wait on a device too, and
+// torch says so where it is asked to (torch.cuda.set_sync_debug_mode). generator: of an operation
+// that takes none as an argument, so that its numbers have to be drawn at the call.
 void run_now(const OperatorHandle& op, Stack* stack, const Stack& arguments,
-             const c10::cuda::CUDAStream& stream) {
+             const c10::cuda::CUDAStream& stream, const at::Generator& generator) {
   const std::string name = c10::toString(op.operator_name());
   {
     std::lock_guard lock(waited_mutex);
     waited[name]++;
   }
   submit(stream.stream(), name, accesses_of(op, arguments, {}));
-  asynchzp_device_synchronize(stream.stream());
+  if (generator.defined())
+    asynchzp_device_synchronize(stream.stream());
+  else
+    c10::cuda::stream_synchronize(stream.stream());
   Stack values = all_tensors(arguments, as_argument, c10::kCPU);
   {
     c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
-    op.callBoxed(values);
+    const auto argument = generator_argument(op);
+    if (generator.defined() && argument) values[*argument] = generator;
+    if (generator.defined() && !argument)
+      with_numbers_of(generator, [&] { op.callBoxed(values); });
+    else
+      op.callBoxed(values);
   }
   const Returns returns = returns_of(op.schema());
   auto on_device = [&](const at::Tensor& tensor) {
@@ -312,11 +398,15 @@ void run_operation(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
   const auto stream = stream_for(arguments);
   const Returns returns = returns_of(op.schema());
   Stack outputs(returns.argument.size());
-  const bool is_random = op.hasTag(at::Tag::nondeterministic_seeded);
-  if (!returns.are_tensors || is_random ||
+  at::Generator generator;
+  if (op.hasTag(at::Tag::nondeterministic_seeded))
+    generator = drawn_generator(arguments, stream.device());
+  if (!returns.are_tensors || (generator.defined() && !generator_argument(op)) ||
       (returns.has_new && !new_outputs(op, arguments, stream.device(), outputs)))
-    return run_now(op, stack, arguments, stream);
+    return run_now(op, stack, arguments, stream, generator);
   resize_empty_outputs(op, arguments);
+  Stack values = all_tensors(arguments, as_argument, c10::kCPU);
+  if (generator.defined()) values[*generator_argument(op)] = generator;
   std::vector<IValue> expected;
   for (size_t i = 0; i < outputs.size(); i++) {
     const int same = returns.argument[i];
@@ -325,10 +415,7 @@ void run_operation(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
   }
   const std::string name = c10::toString(op.operator_name());
   submit(stream.stream(), name, accesses_of(op, arguments, outputs));
-  launch(stream.stream(), name,
-         [op, values = all_tensors(arguments, as_argument, c10::kCPU), expected] {
-           run_on_cpu(op, values, expected);
-         });
+  launch(stream.stream(), name, [op, values, expected] { run_on_cpu(op, values, expected); });
 }
 
 // Where kernels find a tensor of the device, or of the host in page-locked memory.
@@ -358,7 +445,9 @@ void run_copy(const OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
   if (is_later)  // as torch's own copy: the memory is kept until the stream is through
     at::getHostAllocator(at::kCUDA)->record_event(
         host.data_ptr(), host.storage().data_ptr().get_context(), stream.unwrap());
-  if (!to.is_cuda() && !is_later) asynchzp_device_synchronize(stream.stream());
+  // As aten/src/ATen/native/cuda/Copy.cu: it waits unless it was asked not to.
+  if (!to.is_cuda() && !is_later)
+    c10::cuda::stream_synchronize(stream.stream());
 }
 
 // ---- installation
@@ -371,7 +460,7 @@ bool is_emulated(const OperatorHandle& op) {
   const auto& schema = op.schema();
   const std::string name = op.operator_name().name.substr(6);
   if (kThroughRuntime.count(name) || name == "copy_") return false;
-  if (!has_kernel(op, DispatchKey::CUDA)) return false;
+  if (!has_kernel(op, DispatchKey::CUDA) && !kLaunchesByItself.count(name)) return false;
   if (!has_kernel(op, DispatchKey::CPU) &&
       !has_kernel(op, DispatchKey::CompositeExplicitAutograd))
     return false;
@@ -409,8 +498,8 @@ void install(const c10::OperatorName& name, c10::KernelFunction kernel) {
 
 }  // namespace
 
-// The number of operations that have a kernel from here on.
-EXPORT int asynchzp_device_install_operations() {
+// Called once, by the runtime.
+EXPORT void asynchzp_device_install_operations() {
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
@@ -419,27 +508,13 @@ EXPORT int asynchzp_device_install_operations() {
       install(name, c10::KernelFunction::makeFromBoxedFunction<&run_operation>());
   }
   install({"aten::copy_", ""}, c10::KernelFunction::makeFromBoxedFunction<&run_copy>());
-  return registrations.size();
+  // These choose compiled kernels; the one that is left is made of operations.
+  at::globalContext().setSDPUseFlash(false);
+  at::globalContext().setSDPUseMemEfficient(false);
+  at::globalContext().setSDPUseCuDNN(false);
+  if (getenv("ASYNCHZP_DEVICE_TRACEBACKS"))  // slower
+    asynchzp_device_keep_tracebacks(gather, text_of);
 }
-
-// From here on what the caching allocator takes back is poisoned, on the stream that it belongs to.
-// A block that record_stream holds for another stream counts as freed when it is let go.
-EXPORT void asynchzp_device_follow_allocator() {
-  using c10::CachingDeviceAllocator::TraceEntry;
-  c10::cuda::CUDACachingAllocator::get()->attachAllocatorTraceTracker([](const TraceEntry& entry) {
-    auto start = reinterpret_cast<void*>(entry.addr_);
-    if (entry.action_ == TraceEntry::FREE_COMPLETED)
-      asynchzp_device_poison(start, entry.size_, entry.stream_);
-    if (entry.action_ == TraceEntry::ALLOC) {
-      const device::Access access{start, size_t(entry.size_), true};
-      asynchzp_device_submit(entry.stream_, device::watch::Kind::allocation, "allocating", &access,
-                             1);
-    }
-  });
-}
-
-// The watch keeps where each operation comes from: slower.
-EXPORT void asynchzp_device_trace() { asynchzp_device_keep_tracebacks(gather, text_of); }
 
 // "name count" of each operation that waited for its stream, one a line.
 EXPORT const char* asynchzp_device_waited() {

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 
 #include "clock.hpp"
 #include "report.hpp"
@@ -27,6 +28,25 @@ static_assert(std::is_same_v<Clock::period, std::nano>);
 int num_devices() {
   const char* text = getenv("ASYNCHZP_DEVICES");
   return text ? atoi(text) : 1;
+}
+
+// The operations need torch, which is there when it asks how many devices there are. They lie
+// beside this library.
+void install_operations() {
+  static std::once_flag once;
+  static thread_local bool is_inside = false;  // they ask too
+  if (is_inside) return;
+  is_inside = true;
+  std::call_once(once, [] {
+    Dl_info here;
+    dladdr(reinterpret_cast<void*>(&install_operations), &here);
+    std::string path = here.dli_fname;
+    path.replace(path.rfind('/') + 1, std::string::npos, "operations.so");
+    void* library = dlopen(path.c_str(), RTLD_NOW);
+    if (!library) end("%s", dlerror());
+    reinterpret_cast<void (*)()>(dlsym(library, "asynchzp_device_install_operations"))();
+  });
+  is_inside = false;
 }
 
 thread_local int current = 0;
@@ -74,6 +94,7 @@ using namespace device;
 // ---- devices
 
 EXPORT cudaError_t cudaGetDeviceCount(int* count) {
+  install_operations();
   *count = num_devices();
   return cudaSuccess;
 }
@@ -104,7 +125,7 @@ EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* out, int) {
   snprintf(out->name, sizeof out->name, "emulated CUDA device");
   out->major = 9;
   out->totalGlobalMem = size_t(8) << 30;
-  out->multiProcessorCount = 132;
+  out->multiProcessorCount = 1;  // as slow as it is: programs may choose sizes by it
   out->warpSize = 32;
   out->maxThreadsPerBlock = 1024;
   out->maxThreadsPerMultiProcessor = 2048;
@@ -124,7 +145,7 @@ EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
   switch (attribute) {
     case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
     case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
-    case cudaDevAttrMultiProcessorCount: *value = 132; break;
+    case cudaDevAttrMultiProcessorCount: *value = 1; break;
     case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
     default: end("cudaDeviceGetAttribute(%d) is not emulated", attribute);
   }

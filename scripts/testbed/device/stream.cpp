@@ -69,7 +69,7 @@ Queue* next_queue() {
   static std::mutex mutex;
   static auto& queues = *new std::map<int, Queue>;
   static int num_streams = 0;
-  const char* text = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+  static const char* text = getenv("CUDA_DEVICE_MAX_CONNECTIONS");  // once, as the driver does
   if (!text) return nullptr;
   std::lock_guard lock(mutex);
   return &queues[num_streams++ % std::max(1, atoi(text))];

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstdio>
 #include <initializer_list>
 #include <map>
@@ -62,7 +63,12 @@ using TextOf = std::string (*)(const Traceback&);
 // Never destroyed: threads outlive main().
 auto& mutex = *new std::mutex;
 enum class Mode { off, ends, notes };
-std::atomic<Mode> mode{Mode::off};
+Mode from_environment() {
+  const char* text = getenv("ASYNCHZP_DEVICE_WATCH");
+  return text && *text == '0' ? Mode::off : Mode::ends;
+}
+
+std::atomic<Mode> mode{from_environment()};
 Gather gather = nullptr;
 TextOf text_of_traceback = nullptr;
 auto& cells = *new Cells;

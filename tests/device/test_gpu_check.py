@@ -1,0 +1,100 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of scripts/gpu_check on the emulated device, started as on a machine with GPUs: the
+command knows nothing of the emulation."""
+
+import json
+import subprocess
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_asynchzp.comm.driver import Task
+from megatron_asynchzp.comm.order_check import OrderMismatch
+from scripts.gpu_check import loopback
+from scripts.gpu_check.table import CHECKS
+from scripts.testbed.device.worlds import DeviceWorlds
+from tests.support.selection import slow_unless
+
+ROOT = Path(__file__).resolve().parents[2]
+ON_ONE = [check.name for check in CHECKS if check.gpus == 1]
+FAST = ["side_stream", "synchronisations"]
+
+
+def run(folder: Path, num_devices: int, names: list[str], *laws: str) -> dict[str, dict]:
+    """The rows of the result, by check."""
+    result = folder / "result.json"
+    # fmt: off
+    command = [sys.executable, "-m", "scripts.testbed.device", "--devices", str(num_devices), *laws,
+               "--", "-m", "scripts.gpu_check", "--only", ",".join(names),
+               "--json", str(result), "--markdown", str(folder / "result.md")]
+    # fmt: on
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.exists(), ended.stderr[-3000:]
+    found = json.loads(result.read_text())
+    assert found["machine"]["gpus"] == ["emulated CUDA device"] * num_devices
+    rows = {row["check"]: row for row in found["checks"]}
+    assert list(rows) == names
+    assert ended.returncode == any(row["status"] == "failed" for row in rows.values())
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "names"),
+    [
+        slow_unless(True, 1, FAST, id="1, fast"),
+        slow_unless(False, 1, [name for name in ON_ONE if name not in FAST], id="1"),
+        slow_unless(False, 2, ["parity_2"], id="2"),
+        slow_unless(False, 4, ["parity_4"], id="4"),
+        slow_unless(False, 4, ["model_parallel"], id="4, model parallel"),
+    ],
+)
+def test_every_check_passes_on_the_emulated_device(
+    worlds: DeviceWorlds, tmp_path: Path, num_devices: int, names: list[str]
+):
+    rows = run(tmp_path, num_devices, names)
+    assert [row for row in rows.values() if row["status"] != "passed"] == []
+
+
+def _without_wait(lane: str) -> AbstractContextManager:
+    """The thread that computes does not wait for the tasks of `lane`."""
+    wait = Task.wait
+
+    def wait_unless_left_out(task: Task) -> None:
+        if task.lane != lane:
+            wait(task)
+        else:
+            task.await_usable()
+
+    return mock.patch.object(Task, "wait", wait_unless_left_out)
+
+
+FAULTS = {
+    "none": nullcontext,
+    "a wait for a gather": lambda: _without_wait("gather"),
+    "a wait for a reduction": lambda: _without_wait("reduce"),
+}
+
+
+def loopback_finds() -> dict[str, str | None]:
+    """What the loopback world reports of the engine with each fault."""
+    shape, device = loopback.variants(is_large=False)["plain"], torch.device("cuda", 0)
+    case, found = loopback.Case("plain", (2, 4, 8), "main-thread", 1), {}
+    for name, fault in FAULTS.items():
+        with fault():
+            try:
+                pairs = loopback.train_both(case, shape, device, rank=5)
+                found[name] = loopback.first_difference(pairs)
+            except OrderMismatch as error:
+                found[name] = str(error)
+    return found
+
+
+def test_the_loopback_world_finds_faults_that_only_a_device_shows(worlds: DeviceWorlds):
+    [found] = worlds.run(loopback_finds, 1, timeout_s=120)
+    assert found.pop("none") is None
+    assert [name for name, report in found.items() if report is None] == []
