@@ -26,5 +26,5 @@ def test_a_step_of_the_default_schedule_takes_at_most_a_tenth_longer_than_its_co
     cluster = Cluster(nodes, ranks)
     given = (nodes, ranks), SIZE, cluster.network(SIZE, 0.8), ["main-thread"]
     for seen in worlds.run(measure, nodes * ranks, *given, env=env)[0].values():
-        assert seen["floor_ms"] == pytest.approx(6 * 4 * 3 * 10)
+        assert seen["floor_ms"] == pytest.approx(6 * 4 * 3 * 10, abs=0.1)
         assert seen["step_ms"] <= MOST * seen["floor_ms"]

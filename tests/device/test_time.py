@@ -142,6 +142,7 @@ def two_communicators() -> list[float]:
     groups = [dist.new_group(), dist.new_group()]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     values = [torch.ones(2 * NUMEL, device=device_of_rank()) for _ in groups]
+    torch.cuda.synchronize()
     for value, group, stream in zip(values, groups, streams):
         with torch.cuda.stream(stream):
             dist.all_reduce(value, group=group)

@@ -45,6 +45,7 @@ def start(local_rank: int, num_devices: int, watches: bool = True) -> torch.devi
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     torch.cuda.init()
+    _operations.asynchzp_device_trace()
     _runtime.asynchzp_device_watch(_ENDS if watches else _OFF)
     return device
 

@@ -498,6 +498,11 @@ void install(const c10::OperatorName& name, c10::KernelFunction kernel) {
 
 }  // namespace
 
+// With the variable set the watch keeps where each operation comes from: slower.
+EXPORT void asynchzp_device_trace() {
+  if (getenv("ASYNCHZP_DEVICE_TRACEBACKS")) asynchzp_device_keep_tracebacks(gather, text_of);
+}
+
 // Called once, by the runtime.
 EXPORT void asynchzp_device_install_operations() {
   auto& dispatcher = c10::Dispatcher::singleton();
@@ -512,8 +517,7 @@ EXPORT void asynchzp_device_install_operations() {
   at::globalContext().setSDPUseFlash(false);
   at::globalContext().setSDPUseMemEfficient(false);
   at::globalContext().setSDPUseCuDNN(false);
-  if (getenv("ASYNCHZP_DEVICE_TRACEBACKS"))  // slower
-    asynchzp_device_keep_tracebacks(gather, text_of);
+  asynchzp_device_trace();
 }
 
 // "name count" of each operation that waited for its stream, one a line.
