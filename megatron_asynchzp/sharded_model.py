@@ -74,13 +74,13 @@ def shard(
     Raises ConfigurationError for sizes that do not nest or do not divide the group, and for a
     parameter that cannot be sharded.
     """
+    unit_modules = _checked_units(model, default_units(model) if units is None else units)
+    new_optimizer = checked_optimizer(optimizer)
     group = checked_group(group)
     sizes = default_sizes(group.size()) if sizes is None else sizes
     refuse_arguments(sizes, schedule)
-    units = default_units(model) if units is None else units
-    new_optimizer = checked_optimizer(optimizer)
     _watch_optimizers()
-    runtime = new_runtime(model, units, sizes, group, schedule)
+    runtime = _runtime_of(model, unit_modules, sizes, group, schedule)
     return ShardedModel(model, runtime, new_optimizer, group)
 
 
@@ -92,11 +92,26 @@ def new_runtime(
     schedule: ScheduleConfig = ScheduleConfig(),
 ) -> HZPRuntime:
     """The engine around `model` without an optimizer; as `shard`."""
-    group = checked_group(group)
+    unit_modules = _checked_units(model, units)
+    return _runtime_of(model, unit_modules, sizes, checked_group(group), schedule)
+
+
+def _checked_units(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
+    """All that can be said without a process group."""
     unit_modules = checked_units(model, units)
     refuse_sharded(model)
     refuse_params(model)
     refuse_shared_memory(model)
+    return unit_modules
+
+
+def _runtime_of(
+    model: nn.Module,
+    unit_modules: list[nn.Module],
+    sizes: ShardSizes,
+    group: dist.ProcessGroup,
+    schedule: ScheduleConfig,
+) -> HZPRuntime:
     refuse_different_models(model, group)
     ranks = dist.get_process_group_ranks(group)
     topology = ShardTopology(len(ranks), ranks.index(dist.get_rank()), sizes)

@@ -28,10 +28,9 @@ class Version(NamedTuple):
 
 
 def nearest_tested(found: str, tested: tuple[str, ...]) -> str:
-    """The tested version whose interface `found` should have: itself, else the newest that is not
-    newer, else the oldest."""
-    not_newer = [one for one in tested if Version.of(one) <= Version.of(found)]
-    return max(not_newer or tested[:1], key=Version.of)
+    """The tested version whose interface `found` should have: the newest that is not newer. `found`
+    is not older than all of them."""
+    return max((one for one in tested if Version.of(one) <= Version.of(found)), key=Version.of)
 
 
 def untested(found: Mapping[str, str]) -> Iterator[str]:

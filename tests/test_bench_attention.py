@@ -37,7 +37,7 @@ def test_every_way_there_is_is_measured_and_drawn(capsys, tmp_path):
 def test_what_is_not_accurate_gets_no_time_and_fails_the_run(capsys, monkeypatch):
     vendor = bench.VENDORS[-1]
     wrong = bench.Way("wrong", True, lambda call: 1.01 * vendor.run(call))
-    monkeypatch.setattr(bench, "ways", lambda call: [wrong])
+    monkeypatch.setattr(bench, "ways", lambda call, tune: [wrong])
     assert bench.main(_SMALL) == 1
     (line,) = _lines(capsys.readouterr().out)
     assert not line["is_right"] and not [key for key in line if key.endswith(("_s", "tflops"))]

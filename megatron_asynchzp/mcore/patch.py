@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.replacements import Replacements
-from megatron_asynchzp.versions import MEGATRON, nearest_tested
+from megatron_asynchzp.versions import MEGATRON, Version, nearest_tested
 
 _REMEDY = f'install "megatron-core[training]=={MEGATRON[-1]}.*"'
 
@@ -87,11 +87,18 @@ def run_args(flag: str = "use_asynchzp") -> Namespace | None:
 
 
 def found_version() -> str:
-    """Of megatron-core. Raises ConfigurationError where it is missing."""
+    """Of megatron-core. Raises ConfigurationError where it is missing, or older than any version
+    that was tested."""
     try:
-        return importlib.import_module("megatron.core.package_info").__version__
+        info = importlib.import_module("megatron.core.package_info")
     except ImportError as error:
         raise ConfigurationError(f"megatron-core is not installed; {_REMEDY}") from error
+    if Version.of(info.__version__) < Version.of(MEGATRON[0]):
+        raise ConfigurationError(
+            f"megatron-core {info.__version__} was found at {info.__file__}, and this version of "
+            f"megatron_asynchzp needs {MEGATRON[0]} or later; {_REMEDY}"
+        )
+    return info.__version__
 
 
 def _mismatch(patch: Patch, found: str) -> ConfigurationError:

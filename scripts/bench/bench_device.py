@@ -17,10 +17,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
+from scripts.bench.device_steps import measure
 from scripts.report.device_table import device_table
 from scripts.report.records import append
 from scripts.testbed.contenders.delayed_model import ModelSize
@@ -29,10 +26,8 @@ from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.machine import machine_record
 from scripts.testbed.profile import NetworkProfile
 
-FLOOR = "compute only"
 CONTENDERS = ("main-thread", "hsdp")
 QUEUES = ("1", "8", "32")
-STEPS = 3  # the last one is measured: ours knows from the first what follows what
 
 
 @dataclass(frozen=True)
@@ -117,48 +112,5 @@ def _check(records: Sequence[dict]) -> None:
             sys.exit(f"{record['contender']}: losses {record['losses']}, not {first['losses']}")
 
 
-# ---- on the ranks
-
-
-def measure(
-    shape: tuple[int, int], size: ModelSize, network: NetworkProfile, contenders: Sequence[str]
-) -> dict[tuple[str, bool], dict]:
-    """By contender, and by whether the host waits for each step."""
-    mesh = init_device_mesh("cuda", shape, mesh_dim_names=("inter", "intra"))
-    floor_ms = _measured(FLOOR, size, mesh, network, False)["step_ms"]
-    return {
-        (name, synchronizes): _measured(name, size, mesh, network, synchronizes)
-        | {"floor_ms": floor_ms}
-        for name, synchronizes in product(contenders, (False, True))
-    }
-
-
-def _measured(
-    name: str, size: ModelSize, mesh: DeviceMesh, network: NetworkProfile, synchronizes: bool
-) -> dict:
-    from scripts.testbed.device import inside
-
-    inside.state_time(network)
-    system = SYSTEMS[name](size, mesh)
-    ends, losses = [], []
-    for _ in range(STEPS):
-        loss = system.step_on_device()
-        dist.all_reduce(loss)  # as Megatron does for its log
-        losses.append(loss)
-        ends.append(torch.cuda.Event(enable_timing=True))
-        ends[-1].record()
-        if synchronizes:
-            torch.cuda.synchronize()
-    torch.cuda.synchronize()
-    step_ms = torch.tensor(ends[-2].elapsed_time(ends[-1]), device="cuda")
-    means = [round(loss.item() / dist.get_world_size(), 6) for loss in losses]
-    system.drain()
-    dist.all_reduce(step_ms, dist.ReduceOp.MAX)
-    system.close()
-    return {"step_ms": round(step_ms.item(), 3), "losses": means}
-
-
 if __name__ == "__main__":
-    from scripts.bench import bench_device  # ranks know `measure` by the name of its module
-
-    bench_device.main()
+    main()

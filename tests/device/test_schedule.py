@@ -5,7 +5,8 @@ computation, by the emulated device's own clock, which is the same in every run.
 
 import pytest
 
-from scripts.bench.bench_device import Cluster, measure
+from scripts.bench.bench_device import Cluster
+from scripts.bench.device_steps import measure
 from scripts.testbed.contenders.delayed_model import ModelSize
 from scripts.testbed.device.worlds import DeviceWorlds
 from tests.support.selection import slow_unless

@@ -92,7 +92,9 @@ def test_a_check_that_hangs_is_ended_with_all_that_it_started(tmp_path):
     checks = [double("hangs", doubles.HANGS, limit_s=2.0), double("passes", doubles.PASSES)]
     status, rows, _ = run(tmp_path, checks=checks)
     assert status == 1
-    assert rows["hangs"]["reason"].startswith("not finished after 2 s")
+    assert rows["hangs"]["reason"].startswith(
+        "not finished after 10 s"
+    )  # five times as long on a CPU
     assert rows["passes"]["status"] == "passed"
     below = int(next(tmp_path.rglob("below")).read_text())
     deadline = time.monotonic() + 5.0

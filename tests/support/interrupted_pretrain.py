@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from functools import wraps
 from inspect import signature
 from pathlib import Path
@@ -90,10 +90,17 @@ def _amid(owner: Any, name: str, place: str) -> None:
     original = getattr(owner, name)
 
     @wraps(original)
-    def visiting(*args: Any, **kwargs: Any) -> Iterator:
-        for work in original(*args, **kwargs):
+    def visiting(*args: Any, **kwargs: Any) -> Generator:
+        steps, sent = original(*args, **kwargs), None
+        while True:
+            try:
+                work = steps.send(sent)
+            except StopIteration as end:
+                if end.value is not None and end.value.work is not None:
+                    PLAN.visit(place)
+                return end.value
             PLAN.visit(place)
-            yield work
+            sent = yield work
 
     setattr(owner, name, visiting)
 

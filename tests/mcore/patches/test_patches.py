@@ -78,6 +78,18 @@ def test_a_patch_that_does_not_fit_is_refused_naming_both_versions_and_nothing_i
     assert not any(_is_applied(patch) for patch in PATCHES)
 
 
+@pytest.mark.parametrize("version", ["0.17.1", "0.9.0"])
+def test_a_megatron_older_than_any_that_was_tested_is_refused_before_anything_is_patched(
+    monkeypatch, unpatched, version
+):
+    monkeypatch.setattr(package_info, "__version__", version)
+    with pytest.raises(
+        ConfigurationError, match=f"megatron-core {version} was found .* needs 0.18"
+    ):
+        apply_patches(PATCHES)
+    assert not any(_is_applied(patch) for patch in PATCHES)
+
+
 def test_a_parameter_of_some_versions_alone_is_expected_in_those_alone():
     patch = replaces("a.b", "x old[0.18] new[0.19] y", why="a test", drop_when="never")(_Recorder())
     assert patch.parameters_in("0.18") == ("x", "old", "y")
