@@ -327,7 +327,9 @@ class RecordingDevice:
     def _all_reduce(self, tensor, op=None, group=None, async_op=False):
         return self._issue("all-reduce", group, tensor, tensor)
 
-    def _all_to_all(self, received, sent, received_splits, sent_splits, group=None, async_op=False):
+    def _all_to_all(
+        self, received, sent, received_splits=(), sent_splits=(), group=None, async_op=False
+    ):
         return self._issue("all-to-all", group, sent, received)
 
 
