@@ -123,11 +123,13 @@ def test_on_a_device_what_reads_a_result_is_issued_when_the_next_of_that_lane_is
 
 
 def test_a_lane_issues_its_tasks_in_the_order_of_submission():
-    """Also those that read nothing, behind one that has to wait for what it reads."""
+    """Also behind one that waits for a lane of which nothing more comes."""
     streams = Streams()
     sync = streams.submit("param-sync", "u0")
     streams.submit("gather", "u0", after=(sync,))
-    streams.submit("gather", "u1").wait()
+    grad_sync = streams.submit("grad-sync", "u1")
+    streams.submit("gather", "u1", after=(grad_sync,))
+    streams.submit("grad-sync", "u0")  # the task above is due
     gathers = [name for name in streams.issued if name.startswith("gather")]
     assert gathers == ["gather u0", "gather u1"]
     streams.driver.close()
