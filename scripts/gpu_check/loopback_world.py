@@ -187,18 +187,22 @@ class _StreamLane:
     ) -> dist.Work:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            if self._last is not None:
-                # What NCCL read is memory of this stream: it is free when this stream knows so.
-                self._last[0].wait()
-                self._last = None
+            self._let_go_of_source()
             sleep_on_stream(delay_s)
             source = result()
             work = all_gather_flat(output, source, group=self._group, async_op=True)
             self._last = work, source
             return work
 
+    def _let_go_of_source(self) -> None:
+        """What NCCL read is memory of this stream: it is free when this stream knows so."""
+        if self._last is not None:
+            self._last[0].wait()
+            self._last = None
+
     def close(self) -> None:
-        pass
+        with torch.cuda.stream(self._stream):
+            self._let_go_of_source()
 
 
 @cache

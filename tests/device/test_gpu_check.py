@@ -95,6 +95,7 @@ def loopback_finds() -> dict[str, str | None]:
 
 
 def test_the_loopback_world_finds_faults_that_only_a_device_shows(worlds: DeviceWorlds):
-    [found] = worlds.run(loopback_finds, 1, timeout_s=120)
+    # The watch of the emulated device would end the process before the check says anything.
+    [found] = worlds.run(loopback_finds, 1, timeout_s=120, watches=False)
     assert found.pop("none") is None
     assert [name for name, report in found.items() if report is None] == []

@@ -115,9 +115,10 @@ def check_calls_of_one_group() -> None:
     with dist._coalescing_manager(device=device):  # pyright: ignore
         for value in values[:2]:
             dist.all_reduce(value)
-    with torch.cuda.stream(torch.cuda.Stream()), dist._coalescing_manager(other, device):  # pyright: ignore
-        for value in values[2:]:
-            dist.all_reduce(value, group=other)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        with dist._coalescing_manager(other, device):  # pyright: ignore
+            for value in values[2:]:
+                dist.all_reduce(value, group=other)
         torch.cuda.current_stream().synchronize()
     assert [value[0].item() for value in values] == [0, world, 2 * world, 3 * world]
 
