@@ -94,7 +94,8 @@ def serve(requests: Connection, preload: Sequence[str]) -> None:
     from scripts.testbed import ranks
 
     end_with_starter()
-    ranks.preload(["scripts.testbed.device.inside", *preload])
+    # torch imports its compiler with the first operation of a rank, for some seconds.
+    ranks.preload(["scripts.testbed.device.inside", "torch._dynamo", *preload])
     while True:
         try:
             fn, world_size, args, delays, timeout_s, env, watches = requests.recv()
