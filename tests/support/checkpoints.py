@@ -6,9 +6,10 @@ configuration."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed.checkpoint as dist_cp
 
 from scripts.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 from tests.support.parity import Sizes, size_flags
@@ -73,13 +74,15 @@ def state_of(chunks: Sequence, optimizer) -> list[torch.Tensor]:
 
 
 def read_tensors(directory: Path, iteration: int = SAVED_AT) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole. Collective."""
-    from megatron.core import dist_checkpointing
-
-    path = directory / f"iter_{iteration:07d}"
-    plain = dist_checkpointing.load_plain_tensors(str(path))
-    dist.barrier()
-    return {key: value for key, value in plain.items() if torch.is_tensor(value)}
+    """Every tensor of a checkpoint, whole; each rank reads them for itself."""
+    reader = dist_cp.FileSystemReader(directory / f"iter_{iteration:07d}")
+    tensors: dict[str, Any] = {
+        key: torch.empty(kind.size, dtype=kind.properties.dtype)
+        for key, kind in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(kind, dist_cp.TensorStorageMetadata)
+    }
+    dist_cp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 def find_differences(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
