@@ -10,7 +10,9 @@ import torch
 
 from megatron_asynchzp.sharding.memory_map import Extent, MemoryMap, overlap
 
-_VIEW_CHECKS, _VIEW_CHECK_PAUSE_S = 5, 0.002
+# Half a second together: the other thread may not get a core at once. It is paid where a view is
+# really kept, once for a kind of unit.
+_VIEW_CHECK_PAUSES_S = [0.002 * 2**index for index in range(8)]
 
 
 class Place:
@@ -49,12 +51,11 @@ class Place:
 
         patiently: ask again after a moment, in which a backend's thread may drop its handle.
         """
-        for _ in range(_VIEW_CHECKS if patiently else 1):
+        for pause_s in _VIEW_CHECK_PAUSES_S if patiently else ():
             if self._count_owners() <= self._num_owners:
                 return False
-            if patiently:
-                time.sleep(_VIEW_CHECK_PAUSE_S)
-        return True
+            time.sleep(pause_s)
+        return self._count_owners() > self._num_owners
 
 
 class Arena(MemoryMap[Any]):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from scripts.testbed import megatron_runs
+from scripts.testbed.device.delays import LAWS as LAW_NAMES
 from scripts.testbed.device.delays import Delays
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.megatron_flags import MIXTURE_OF_EXPERTS, TENSOR_PARALLEL, size_flags
@@ -137,6 +138,25 @@ def test_megatron_on_cuda_trains_as_on_gloo_and_no_delay_changes_a_bit(
         assert found == expected if layout.is_gloos else are_close(found, expected)
     for index, law in enumerate(laws, 1):
         assert seen[2 * index : 2 * index + 2] == [stock, ours], str(law)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", LAW_NAMES[1:])
+@pytest.mark.parametrize("name", ["data", "tensor"])
+def test_megatron_on_cuda_has_the_same_bits_with_20_seeds_of_every_law(
+    worlds: DeviceWorlds, name: str, law: str
+):
+    layout, delays = LAYOUTS[name], [Delays(law, seed) for seed in range(20)]
+    line = [*gpt_args("--train-iters", "3", *layout.flags), *size_flags(layout.sizes)]
+    first, *others = worlds.run(
+        pretrain_each,
+        layout.world_size,
+        [line],
+        [Delays(), *delays],
+        timeout_s=1500,
+        env=layout.env,
+    )[0]
+    assert [str(law) for law, seen in zip(delays, others, strict=True) if seen != first] == []
 
 
 def saved_and_resumed(base: list[str], folder: str, delays: Delays) -> list[Steps]:

@@ -35,3 +35,14 @@ EXPORT CUresult cuGetErrorString(CUresult, const char** text) {
   *text = "an error of the emulated driver";
   return CUDA_SUCCESS;
 }
+
+#if CUDA_VERSION >= 12090  // that has these types
+// "Register a callback function to receive error log messages" (cuda.h): an error of this device
+// ends the process with a line of its own, so there are none.
+EXPORT CUresult cuLogsRegisterCallback(CUlogsCallback, void*, CUlogsCallbackHandle* out) {
+  if (out) *out = nullptr;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuLogsUnregisterCallback(CUlogsCallbackHandle) { return CUDA_SUCCESS; }
+#endif

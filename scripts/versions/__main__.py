@@ -1,0 +1,99 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a fast set of tests beside other versions of torch, Megatron and Python.
+
+    ./scripts/test_versions.sh                      all cells
+    ./scripts/test_versions.sh --torch 2.15.0 --megatron 0.18.2 --python 3.13
+
+With --out the results are added to a file of records, a line a cell.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+from scripts.report.records import append
+from scripts.versions.cells import CELLS, TESTS, Cell
+from scripts.versions.environments import FOLDER, ROOT, NoEnvironment, python_of
+
+
+def run(cell: Cell) -> dict:
+    """The tests of a cell: how many passed, and the names of those that did not."""
+    line = {"kind": "cell", **cell._asdict(), "date": time.strftime("%Y-%m-%d")}
+    try:
+        python = python_of(cell)
+    except NoEnvironment as error:
+        return line | {"passed": 0, "failed": [], "reason": str(error)}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        # fmt: off
+        command = [str(python), "-m", "pytest", "-q", "-m", "not slow", "-n", "2",
+                   "--dist", "worksteal", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS]
+        # fmt: on
+        log = FOLDER / f"{cell.name}.log"
+        with log.open("w") as out:
+            subprocess.run(command, cwd=ROOT, env=_env(cell), stdout=out, stderr=subprocess.STDOUT)
+        if not report.is_file():
+            return line | {"passed": 0, "failed": [], "reason": f"no report: see {log.name}"}
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    failed = [_name(case) for case in cases if _has(case, "failure", "error")]
+    skipped = [case for case in cases if _has(case, "skipped")]
+    num_passed = len(cases) - len(failed) - len(skipped)
+    return line | {"passed": num_passed, "skipped": len(skipped), "failed": failed}
+
+
+def _env(cell: Cell) -> dict[str, str]:
+    # Bytecode of its own: two environments have other files of one name and date.
+    bytecode = str(FOLDER / "bytecode" / cell.name)
+    return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": bytecode}
+
+
+def _has(case: ElementTree.Element, *kinds: str) -> bool:
+    return any(case.find(kind) is not None for kind in kinds)
+
+
+def _name(case: ElementTree.Element) -> str:
+    return f"{case.get('classname')}::{case.get('name')}"
+
+
+def cells_of(args: argparse.Namespace) -> Sequence[Cell]:
+    """All of them, or the one that is asked for."""
+    asked = {name: getattr(args, name) for name in Cell._fields if getattr(args, name)}
+    return [Cell(**asked)] if asked else CELLS
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="test_versions.sh", description=(__doc__ or "").partition("\n\n")[0]
+    )
+    for name in Cell._fields:
+        parser.add_argument(f"--{name}", type=_version, metavar="VERSION")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file of records to add to")
+    args = parser.parse_args(argv)
+    is_wrong = False
+    for index, cell in enumerate(cells := cells_of(args), 1):
+        print(f"{index} of {len(cells)}: {cell.name}", flush=True)
+        line = run(cell)
+        is_wrong |= bool(line["failed"] or "reason" in line)
+        said = line.get("reason") or f"{line['passed']} passed, {len(line['failed'])} failed"
+        print("\n".join([f"    {said}", *(f"    FAILED {name}" for name in line["failed"])]))
+        if args.out:
+            append(args.out, line)
+    return int(is_wrong)
+
+
+def _version(text: str) -> str:
+    if not re.fullmatch(r"\d+(\.\d+)*\w*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version such as 2.15.0")
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

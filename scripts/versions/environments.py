@@ -1,0 +1,44 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""An environment for a cell: made once, with uv, and kept."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from scripts.versions.cells import Cell
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".versions"
+_STAMP = "complete"
+# What the tests need beside what is tested.
+_TOOLS = ("pytest", "pytest-xdist", "hypothesis", "packaging", "rich", "safetensors", "einops")
+
+
+class NoEnvironment(Exception):
+    """The environment of a cell cannot be made; the message is uv's last lines."""
+
+
+def python_of(cell: Cell) -> Path:
+    """The interpreter of the cell's environment, which is made where it is missing.
+
+    Raises NoEnvironment.
+    """
+    folder = FOLDER / cell.name
+    python = folder / "bin" / "python"
+    wanted = "\n".join([*cell.requirements, (ROOT / "pyproject.toml").read_text()])
+    stamp = folder / _STAMP
+    if not (stamp.is_file() and stamp.read_text() == wanted):
+        _uv("venv", "--quiet", "--clear", "--python", cell.python, str(folder))
+        # The package itself is found by PYTHONPATH: an editable install would leave files here.
+        installed = ["pip", "install", "--quiet", "--python", str(python)]
+        _uv(*installed, *cell.requirements, *_TOOLS)
+        stamp.write_text(wanted)
+    return python
+
+
+def _uv(*words: str) -> None:
+    command = [sys.executable, "-m", "uv", *words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if ended.returncode:
+        raise NoEnvironment(" ".join(ended.stderr.split())[-500:])
