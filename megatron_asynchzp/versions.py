@@ -27,12 +27,6 @@ class Version(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
-def nearest_tested(found: str, tested: tuple[str, ...]) -> str:
-    """The tested version whose interface `found` should have: the newest that is not newer. `found`
-    is not older than all of them."""
-    return max((one for one in tested if Version.of(one) <= Version.of(found)), key=Version.of)
-
-
 def untested(found: Mapping[str, str]) -> Iterator[str]:
     """One line for each package of `found` (name -> version) whose version was not tested."""
     for name, tested in (("torch", TORCH), ("megatron-core", MEGATRON)):

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.replacements import Replacements
-from megatron_asynchzp.versions import MEGATRON, Version, nearest_tested
+from megatron_asynchzp.versions import MEGATRON, Version
 
 _REMEDY = f'install "megatron-core[training]=={MEGATRON[-1]}.*"'
 
@@ -27,7 +27,8 @@ class Patch:
 
     target: module and name, where Megatron looks the function up when it calls it.
     parameters: names of its parameters, with spaces between them; anything else is refused. One
-        that only some versions of megatron-core have is followed by one of them: "dp_group[0.19]".
+        that older versions of megatron-core lack is followed by the first with it: "new[0.19]"; one
+        that newer versions lack by the last with it: "old[-0.19]".
     why: what the replacement adds.
     drop_when: what makes this patch superfluous.
     call: what runs instead, with the original before the caller's arguments.
@@ -48,9 +49,15 @@ class Patch:
         return self.target.rpartition(".")[2]
 
     def parameters_in(self, version: str) -> tuple[str, ...]:
-        """version: of megatron-core, one of `versions.MEGATRON`."""
+        """version: of megatron-core."""
+        found = Version.of(version)
+
+        def is_in(limit: str) -> bool:
+            last = limit.removeprefix("-")
+            return found <= Version.of(last) if last != limit else found >= Version.of(limit)
+
         split = [text.rstrip("]").partition("[") for text in self.parameters.split()]
-        return tuple(name for name, _, only in split if not only or only == version)
+        return tuple(name for name, _, limit in split if not limit or is_in(limit))
 
     def make(self, original: Callable) -> Callable:
         """The replacement of `original`, which it keeps as `__wrapped__`."""
@@ -123,7 +130,7 @@ def _load(patch: Patch) -> tuple[ModuleType, Callable]:
 
 def _check_signature(patch: Patch, original: Callable) -> None:
     found = tuple(inspect.signature(original).parameters)
-    wanted = patch.parameters_in(nearest_tested(found_version(), MEGATRON))
+    wanted = patch.parameters_in(found_version())
     if found != wanted:
         raise _mismatch(patch, f"takes ({', '.join(found)}), not ({', '.join(wanted)}) as expected")
 

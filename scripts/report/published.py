@@ -24,6 +24,7 @@ from scripts.report import (
     planner_table,
     schedule_bars,
     schedule_grid,
+    versions_table,
 )
 from scripts.report.compare_rows import NO_NETWORK, Comparison, comparisons
 from scripts.report.compare_table import networks_table
@@ -205,6 +206,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peaks": lambda: peak_table.table(read_record("peaks").lines),
     "real size": lambda: peak_table.table(read_record("real_size").lines),
     "census": lambda: census_table.table(read_record("census").lines),
+    "versions": lambda: versions_table.versions_table(read_record("versions").lines),
     "clusters": lambda: cluster_table.table(read_record("clusters").lines),
 }
 

@@ -11,6 +11,7 @@ With --out the results are added to a file of records, a line a cell.
 import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from scripts.report.records import append
+from scripts.testbed.machine import machine_record
 from scripts.versions.cells import CELLS, TESTS, Cell
 from scripts.versions.environments import FOLDER, ROOT, NoEnvironment, python_of
 
@@ -78,6 +80,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="file of records to add to")
     args = parser.parse_args(argv)
     is_wrong = False
+    if args.out:
+        append(args.out, machine_record(shlex.join(["./scripts/test_versions.sh", *argv])))
     for index, cell in enumerate(cells := cells_of(args), 1):
         print(f"{index} of {len(cells)}: {cell.name}", flush=True)
         line = run(cell)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An environment for a cell: made once, with uv, and kept."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ def python_of(cell: Cell) -> Path:
     wanted = "\n".join([*cell.requirements, (ROOT / "pyproject.toml").read_text()])
     stamp = folder / _STAMP
     if not (stamp.is_file() and stamp.read_text() == wanted):
-        _uv("venv", "--quiet", "--clear", "--python", cell.python, str(folder))
+        _uv("venv", "--quiet", "--clear", "--python", _interpreter(cell.python), str(folder))
         # The package itself is found by PYTHONPATH: an editable install would leave files here.
         installed = ["pip", "install", "--quiet", "--python", str(python)]
         _uv(*installed, *cell.requirements, *_TOOLS)
@@ -37,8 +38,16 @@ def python_of(cell: Cell) -> Path:
     return python
 
 
+def _interpreter(version: str) -> str:
+    """Of `version`, such as "3.13": this one, one of pyenv, or what uv finds on this machine."""
+    if ".".join(map(str, sys.version_info[:2])) == version:
+        return sys.executable
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    return next(map(str, pyenv.glob(f"versions/{version}*/bin/python")), version)
+
+
 def _uv(*words: str) -> None:
-    command = [sys.executable, "-m", "uv", *words]
+    command = [sys.executable, "-m", "uv", "--no-python-downloads", *words]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if ended.returncode:
         raise NoEnvironment(" ".join(ended.stderr.split())[-500:])

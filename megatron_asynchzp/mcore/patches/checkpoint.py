@@ -42,7 +42,7 @@ save_checkpoint = replaces(
 
 save = replaces(
     "megatron.core.dist_checkpointing.serialization.save",
-    "sharded_state_dict checkpoint_dir sharded_strategy common_strategy[0.18] "
+    "sharded_state_dict checkpoint_dir sharded_strategy common_strategy[-0.18] "
     "validate_access_integrity async_sharded_save preprocess_common_before_consistancy_check "
     "content_metadata async_strategy verify_integrity",
     why="what an earlier save left in the directory is removed before, and a manifest that makes "

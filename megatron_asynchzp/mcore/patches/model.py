@@ -17,7 +17,8 @@ from megatron_asynchzp.mcore.patch import replaces, run_args
     "megatron.training.models.dist_utils.unimodal_build_distributed_models",
     "build_model_func transformer_config pg_collection ddp_config "
     "overlap_param_gather_with_optimizer_step use_megatron_fsdp use_torch_fsdp2 wrap_with_ddp "
-    "data_parallel_random_init mixed_precision_wrapper pre_wrap_hook model_type",
+    "data_parallel_random_init mixed_precision_wrapper pre_wrap_hook model_type "
+    "use_layer_wise_distributed_optimizer[0.20] use_layer_wise_param_layout[0.20]",
     why="model builders build models here: each layer is sharded as soon as it is complete",
     drop_when="a builder calls back when a layer is complete",
 )
@@ -61,7 +62,8 @@ def _process_groups() -> Any:
 @replaces(
     "megatron.training.models.dist_utils._ddp_wrap",
     "model data_parallel_random_init ddp_config overlap_param_gather_with_optimizer_step "
-    "use_megatron_fsdp use_torch_fsdp2 pg_collection",
+    "use_megatron_fsdp use_torch_fsdp2 pg_collection use_layer_wise_distributed_optimizer[0.20] "
+    "use_layer_wise_param_layout[0.20]",
     why="model builders (pretrain_gpt.py, pretrain_hybrid.py) choose the wrapper here",
     drop_when="build_distributed_models takes the wrapper's class",
 )
