@@ -55,13 +55,15 @@ def test_megatron_fsdp_v1_has_the_bits_of_ddp_with_each_strategy_and_under_every
 # ---- found in Megatron-FSDP v1
 
 
-def test_found_optimizer_states_alone_sharded_count_the_first_micro_batch_twice(
+def test_found_with_optimizer_states_alone_sharded_it_adds_to_gradients_that_are_reduced_in_part(
     worlds: DeviceWorlds, expected: dict[str, peers.Losses]
 ):
-    """With strategy 1 and `sync_model_each_microbatch`, the default, each backward reduces the
-    gradients into a part of the buffer in which they are added up. The next micro-batch is added to
-    that sum on this rank, and to what was there before the reduction on the others: without a word
-    a first micro-batch of n counts more than the others. The strategies 0, 2 and 3 are right."""
+    """With strategy 1 and `sync_model_each_microbatch`, the default, each backward reduces within
+    the buffer in which gradients are added up (`reduce_scatter_tensor` of a bucket into its own
+    part). The next micro-batch is added to what that leaves: the mean where a rank owns the part,
+    its own gradients elsewhere. So with two micro-batches the gradients are wrong, without a word;
+    with `set_model_auto_sync` before each of them, and with strategies 0, 2 and 3, they are right.
+    """
     runs = [(peers.megatron_fsdp, (strategy, "sgd", False)) for strategy in range(4)]
     [seen] = worlds.run(peers.train_each, 2, runs, env=LATE)[0]
     assert [losses == expected["sgd"] for losses in seen] == [True, False, True, True]
