@@ -124,7 +124,7 @@ def test_all_collectives_have_one_order_on_all_ranks_and_no_number_of_queues_clo
     worlds: DeviceWorlds, num_queues: str
 ):
     env = NOTES | {"CUDA_DEVICE_MAX_CONNECTIONS": num_queues}
-    laws = [Delays(), Delays("uniform", 1, 200), Delays("slow-rank", 2, 200)]
+    laws = [Delays(), Delays("uniform", 1, 100)]
     ranks = worlds.run(train_between_foreign, 4, laws, env=env)
     _, order = ranks[0][0]
     foreign = [index for index, launch in enumerate(order) if launch[1:] == _FOREIGN]
