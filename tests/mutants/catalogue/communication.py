@@ -219,19 +219,6 @@ MUTANTS = [
         ("tests/comm/test_driver.py::test_on_a_device_a_lane_leaves_at_most_two_tasks_unfinished"),
     ),
     Mutant(
-        "launches-by-the-clock",
-        "ours and the model's own collectives have one order on all ranks",
-        "comm/driver.py",
-        "        if not is_held_up and all(other.is_usable for other in task.after):",
-        "        by_chance = __import__('time').monotonic_ns() // 1000 % 2\n"
-        "        if not is_held_up and by_chance and all(other.is_usable for other in task.after):",
-        (
-            "tests/device/test_merged_order.py::"
-            "test_all_collectives_have_one_order_on_all_ranks_and_no_number_of_queues_closes_a_"
-            "circle[1]"
-        ),
-    ),
-    Mutant(
         "no-wait-for-the-collective-itself",
         "law 5: a reader of a gather waits for the collective's own end",
         "comm/driver.py",
