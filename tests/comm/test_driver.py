@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_asynchzp.comm.collectives import Last, Steps
 from megatron_asynchzp.comm.driver import Driver, Task, hash_of
@@ -16,8 +17,7 @@ from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.timeline import LANES
 from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.schedule import ScheduleConfig
-from tests.support.device_queues import CommandLog
-from tests.support.recording_device import Group
+from tests.support.recording_device import Clock, CountingDevice, Group
 
 # How long a submission that waits for the network would take before it gives up.
 LIMIT_S = 3.0
@@ -72,11 +72,22 @@ def test_submit_issues_but_does_not_wait_in_the_main_thread_schedule():
     assert all(task.is_usable for task in tasks)
 
 
+class CountsWaits(CountingDevice):
+    """num_waits: how often a stream was made to wait for what it had not waited for yet."""
+
+    num_waits = 0
+
+    def order(self, event: Clock, stream: str) -> None:
+        known = self._clock(stream)
+        self.num_waits += any(count > known.get(other, 0) for other, count in event.items())
+        super().order(event, stream)
+
+
 class Streams:
     """A device with streams whose collectives the test issues: what the host has put into them."""
 
     def __init__(self):
-        self.device = CommandLog()
+        self.device = CountsWaits()
         self.driver = start_driver(ScheduleConfig("main-thread"), self.device)
         self.issued: list[str] = []  # by unit and lane, and what comes behind
 
@@ -86,25 +97,23 @@ class Streams:
         def steps() -> Steps:
             yield from ()
             self.issued.append(name)
-            work = self.device.collective("all-reduce", group, torch.zeros(1))
+            with self.device.recording():
+                work = dist.all_reduce(torch.zeros(1), group=group, async_op=True)
             return Last(work, (lambda: self.issued.append(f"add {name}")) if then else None)
 
         return self.driver.submit(Task(lane, unit, (), steps, after=after))
-
-    @property
-    def num_waits(self) -> int:
-        return len(self.device.commands) - len(self.device.launches)
 
 
 def test_on_a_device_nothing_waits_for_a_collective_until_its_result_is_needed():
     streams = Streams()
     reduction, gather = streams.submit("reduce", "u0"), streams.submit("gather", "u0", then=False)
-    assert streams.issued == ["reduce u0", "gather u0"] and streams.num_waits == 0
+    assert streams.issued == ["reduce u0", "gather u0"] and streams.device.num_waits == 0
     gather.wait()
-    assert streams.num_waits == 1 and "add reduce u0" not in streams.issued
+    assert streams.device.num_waits == 1 and "add reduce u0" not in streams.issued
     reduction.wait()
     assert streams.issued[2:] == ["add reduce u0"]
-    assert streams.num_waits == 3  # the lane for the collective, and then this thread for the lane
+    # The lane for the collective, and then this thread for the lane.
+    assert streams.device.num_waits == 3
     streams.driver.close()
 
 

@@ -20,7 +20,13 @@ from scripts.testbed import megatron_runs
 from scripts.testbed.device.delays import LAWS as LAW_NAMES
 from scripts.testbed.device.delays import Delays
 from scripts.testbed.device.worlds import DeviceWorlds
-from scripts.testbed.megatron_flags import MIXTURE_OF_EXPERTS, TENSOR_PARALLEL, size_flags
+from scripts.testbed.megatron_flags import (
+    DISTRIBUTED_OPTIMIZER,
+    MEGATRON_FSDP,
+    MIXTURE_OF_EXPERTS,
+    TENSOR_PARALLEL,
+    size_flags,
+)
 from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from scripts.testbed.ranks import run_ranks
 from tests.device.programs import is_emulated
@@ -157,6 +163,23 @@ def test_megatron_on_cuda_has_the_same_bits_with_20_seeds_of_every_law(
         env=layout.env,
     )[0]
     assert [str(law) for law, seen in zip(delays, others, strict=True) if seen != first] == []
+
+
+@pytest.mark.slow
+def test_stocks_distributed_optimizer_and_megatron_fsdp_train_on_cuda_as_stock_ddp_on_gloo(
+    worlds: DeviceWorlds,
+):
+    """The distributed optimizer has its bits of gloo. Both free memory before its stream waits."""
+    base = gpt_args("--train-iters", "3")
+    lines = [base, [*base, *DISTRIBUTED_OPTIMIZER]]
+    ddp, sharded = run_ranks(pretrain_each, 2, lines, [], timeout_s=300)[0]
+    lines = [[*base, *DISTRIBUTED_OPTIMIZER], [*base, *MEGATRON_FSDP]]
+    late = {"ASYNCHZP_DEVICE_FREES": "late"}
+    laws = [Delays(), *LAWS]
+    seen = worlds.run(pretrain_each, 2, lines, laws, timeout_s=500, env=late)[0]
+    for law, found, fsdp in zip(laws, seen[::2], seen[1::2], strict=True):
+        assert found == sharded, str(law)
+        assert fsdp == seen[1] and are_close(fsdp, ddp), str(law)
 
 
 def saved_and_resumed(base: list[str], folder: str, delays: Delays) -> list[Steps]:

@@ -120,7 +120,7 @@ def shard_model(
 
 
 class EngineTrainer:
-    """AdamW on the fragments, averaged gradients, one loss per step; backward: of a loss."""
+    """AdamW on the fragments, averaged gradients, one loss per step."""
 
     def __init__(
         self,
@@ -134,9 +134,8 @@ class EngineTrainer:
         fuses_grads: bool = False,
         budgets: KeepBudgets | None = None,
         groups: ShardGroups | None = None,
-        backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
     ):
-        self.model, self._backward = model, backward
+        self.model = model
         self.runtime = shard_model(
             model, sizes, schedule, driver, memory, fuses_grads, budgets, groups
         )
@@ -185,7 +184,7 @@ class EngineTrainer:
         vocab = self.model.embedding.num_embeddings
         batch = toy_batch(step, index, self._topology.rank, vocab)
         loss = toy_loss(self.model, batch) / micro_batches
-        self._backward(loss)
+        loss.backward()
         return loss.detach()
 
     def full_params(self) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ what other streams do, in any order, with memory that this stream's was and that
 import threading
 import time
 from bisect import bisect, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from tests.support.engine import on_submit
 Clock = dict[str, int]
 """How many accesses of each stream have happened."""
 
-DEFAULT_STREAM = "main"
+_DEFAULT_STREAM = "main"
 # These do not look at a tensor's elements.
 # fmt: off
 _SHAPE_ONLY = {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros",
@@ -69,13 +69,11 @@ class Group:
 
 
 class _Owned(NamedTuple):
-    """A storage that torch has not freed yet, so far as it was seen: what allocated it, where, and
-    the streams whose work the allocator waits for before it hands the memory out again."""
+    """A storage that torch has not freed yet, so far as seen: what allocated it, and where."""
 
     storage: StorageWeakRef
     what: str
     stream: str
-    recorded: set[str]
 
 
 class Collective(NamedTuple):
@@ -145,23 +143,6 @@ class RecordingDevice:
         """Note what this thread does, too."""
         self._noting().__enter__()  # to the end of the thread
 
-    def run_on_thread(self, run: Callable[[], object]) -> None:
-        """Run on a thread of its own, as autograd does on a device, and note what it does."""
-        errors: list[BaseException] = []
-
-        def bound() -> None:
-            self.bind_thread()
-            try:
-                run()
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=bound)
-        thread.start()
-        thread.join()
-        if errors:
-            raise errors[0]
-
     def mark(self) -> float:
         return time.perf_counter()
 
@@ -172,7 +153,7 @@ class RecordingDevice:
 
     def _current(self) -> str:
         # As with cuda, a new thread is on the same default stream as all others.
-        return getattr(self._thread, "stream", DEFAULT_STREAM)
+        return getattr(self._thread, "stream", _DEFAULT_STREAM)
 
     def _clock(self, stream: str) -> Clock:
         return self._clocks.setdefault(stream, {})
@@ -221,7 +202,7 @@ class RecordingDevice:
         self._notice_frees()
         with self._lock:
             self._take_freed(self._current())
-            self._owned[start] = _Owned(StorageWeakRef(storage), what, self._current(), set())
+            self._owned[start] = _Owned(StorageWeakRef(storage), what, self._current())
             for memory, end in [one for one in self._allocations if one[0] < stop]:
                 if start < end:
                     self._allocations.remove((memory, end))
@@ -244,19 +225,12 @@ class RecordingDevice:
         """`stream` allocates: it may get all that it has allocated before and that was freed."""
         clock = self._clock(stream)
         for owned, accesses in self._freed.pop(stream, []):
-            waited_for = {stream, *owned.recorded}
             for access in accesses:
-                if access.stream not in waited_for and access.count > clock.get(access.stream, 0):
+                if access.stream != stream and access.count > clock.get(access.stream, 0):
                     self.races.append(
                         f"memory that {owned.what} took on {stream} is free for the next there, "
                         f"{access.what} still uses it on {access.stream}"
                     )
-
-    def record_stream(self, tensor: torch.Tensor, stream: str) -> None:
-        """As Tensor.record_stream, which autograd calls on gradients that change streams."""
-        owned = self._owned.get(tensor.untyped_storage().data_ptr())
-        if owned is not None:
-            owned.recorded.add(stream)
 
     def _extent(self, tensor: torch.Tensor) -> tuple[int, int, int]:
         """The allocation it lies in, and the bytes from its first to its last element.
@@ -281,10 +255,6 @@ class RecordingDevice:
         ]
         name = self._labels.get(memory, "unnamed memory")
         return f"{name}: {does[0]}, {does[1]}, and neither waits for the other"
-
-    def latest_accesses(self) -> Iterator[Access]:
-        """Of every stream and place in memory."""
-        return (access for known in self._accesses.values() for access in known.values())
 
     def attend(self, driver: Driver) -> None:
         """`driver` runs on this device: what orders its threads is recorded from now on."""

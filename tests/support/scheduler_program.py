@@ -5,7 +5,7 @@ The units, their generators and the drivers are the engine's own; only the colle
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -90,12 +90,10 @@ class Execution:
         return self.device.collectives
 
 
-def recorded_groups(
-    sizes: tuple[int, int, int], rank: int, sharding_group: Sequence[int] = range(WORLD_SIZE)
-) -> ShardGroups:
-    """The communicators of global rank `rank`, which lies in `sharding_group`, without ranks."""
-    topology = ShardTopology(len(sharding_group), sharding_group.index(rank), ShardSizes(*sizes))
-    return ShardGroups.of_topology(topology, sharding_group, Group)
+def recorded_groups(sizes: tuple[int, int, int], rank: int) -> ShardGroups:
+    """The communicators of `rank` without ranks."""
+    topology = ShardTopology(WORLD_SIZE, rank, ShardSizes(*sizes))
+    return ShardGroups.of_topology(topology, range(WORLD_SIZE), Group)
 
 
 def new_unit(

@@ -190,10 +190,14 @@ EXPORT cudaError_t cudaMemset(void* start, int value, size_t size) {
   return cudaMemsetAsync(start, value, size, nullptr);  // asynchronous for memory of a device
 }
 
+EXPORT void asynchzp_device_poison(void* start, size_t size, void* stream) {
+  stream_of(stream)->push_beside([=] { memset(start, kPoison, size); });
+}
+
 // What the caching allocator has freed may belong to the next owner on that stream from here on:
 // the strictest such owner overwrites it at once.
-EXPORT void asynchzp_device_poison(void* start, size_t size, void* stream) {
+EXPORT void asynchzp_device_freed(void* start, size_t size, void* stream) {
   const Access access{start, size, true};
   watch::submit(stream_of(stream), watch::Kind::free, "freeing", &access, 1);
-  stream_of(stream)->push_beside([=] { memset(start, kPoison, size); });
+  asynchzp_device_poison(start, size, stream);
 }

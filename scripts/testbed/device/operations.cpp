@@ -14,6 +14,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
@@ -34,6 +36,7 @@ extern "C" void asynchzp_device_keep_tracebacks(
     std::string (*text_of)(const std::shared_ptr<void>&));
 extern "C" __attribute__((weak)) int PyGILState_Check();
 extern "C" void asynchzp_device_synchronize(void* stream);
+extern "C" void asynchzp_device_freed(void* start, size_t size, void* stream);
 extern "C" void asynchzp_device_poison(void* start, size_t size, void* stream);
 
 namespace {
@@ -229,18 +232,27 @@ void with_numbers_of(const at::Generator& generator, const Run& run) {
 
 // From here on what the caching allocator takes back is poisoned, on the stream that it belongs to.
 // A block that record_stream holds for another stream counts as freed when it is let go.
+//
+// Tensor.record_stream asks of who frees without it "that any non-creation stream uses of a tensor
+// are synced back to the creation stream before you deallocate the tensor". The allocator itself
+// overwrites nothing before it hands the block out again: with ASYNCHZP_DEVICE_FREES=late that is
+// when it is checked and poisoned, for programs that order the stream in between.
 void follow_allocator() {
   using c10::CachingDeviceAllocator::TraceEntry;
-  c10::cuda::CUDACachingAllocator::get()->attachAllocatorTraceTracker([](const TraceEntry& entry) {
+  const char* text = getenv("ASYNCHZP_DEVICE_FREES");
+  const bool is_late = text && !strcmp(text, "late");
+  auto note = [is_late](const TraceEntry& entry) {
     auto start = reinterpret_cast<void*>(entry.addr_);
-    if (entry.action_ == TraceEntry::FREE_COMPLETED)
-      asynchzp_device_poison(start, entry.size_, entry.stream_);
+    if (entry.action_ == TraceEntry::FREE_COMPLETED && !is_late)
+      asynchzp_device_freed(start, entry.size_, entry.stream_);
     if (entry.action_ == TraceEntry::ALLOC) {
       const device::Access access{start, size_t(entry.size_), true};
       asynchzp_device_submit(entry.stream_, device::watch::Kind::allocation, "allocating", &access,
                              1);
+      if (is_late) asynchzp_device_poison(start, entry.size_, entry.stream_);
     }
-  });
+  };
+  c10::cuda::CUDACachingAllocator::get()->attachAllocatorTraceTracker(note);
 }
 
 void launch(void* stream, const std::string& name, std::function<void()> run) {

@@ -131,7 +131,7 @@ MUTANTS = [
         "[node for unit in self.units for node in _accumulators_of(unit)]",
         "[None]",
         (
-            "tests/zero/test_side_streams.py::"
+            "tests/device/test_side_streams.py::"
             "test_gradients_from_a_side_stream_are_neither_reduced_too_early_nor_overwritten"
         ),
     ),
