@@ -1,0 +1,178 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What two ranks train on the emulated device while one thing is broken: together these programs
+pass every place at which the engine waits, records an event, launches or takes memory."""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_asynchzp import ScheduleConfig, ShardedModel, ShardSizes, shard
+from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.sharding.topology import ShardTopology
+from megatron_asynchzp.zero.unit import HZPUnit
+from tests.device.programs import CLIP, Seen, device_of_rank, new_adamw, steps_of
+from tests.support.engine import shard_model
+from tests.support.toy_models import Block, ToyLM, toy_batch, toy_loss
+
+
+class Program(NamedTuple):
+    """name: what is special about it; train: on every rank, returns what it has seen."""
+
+    name: str
+    train: Callable[[], Seen]
+
+
+class _SideBlock(Block):
+    """A part is computed on a stream of its own, as Megatron's shared experts are."""
+
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.shared = nn.Linear(width, width)
+        self._side: torch.cuda.Stream | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        main = torch.cuda.current_stream()
+        self._side = side = self._side or torch.cuda.Stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            shared = self.shared(x)
+        x.record_stream(side)
+        main.wait_stream(side)
+        shared.record_stream(main)
+        return super().forward(x) + shared
+
+
+class _ViewingBlock(Block):
+    """Keeps a view of a weight where neither autograd nor the engine sees it."""
+
+    kept: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.up.weight.data[0]
+        return super().forward(x)
+
+
+def _new_model(block: type[Block] = Block, recomputes: bool = False, depth: int = 3) -> ToyLM:
+    torch.manual_seed(0)
+    model = ToyLM(depth=depth, recompute=recomputes)
+    if block is not Block:
+        model.blocks = nn.ModuleList(block(16) for _ in model.blocks)
+    return model.to(device_of_rank())
+
+
+def _evaluate(model: nn.Module) -> None:
+    with torch.no_grad():
+        toy_loss(model, toy_batch(0, 0, dist.get_rank()).to(device_of_rank()))
+
+
+def _clip_step_and_evaluate(sharded: ShardedModel) -> torch.Tensor:
+    norm = sharded.clip_grad_norm_(CLIP)
+    sharded.step()
+    _evaluate(sharded.model)
+    return norm
+
+
+def _save_and_load(sharded: ShardedModel) -> torch.Tensor:
+    norm = sharded.clip_grad_norm_(CLIP)
+    sharded.step()
+    sharded.load_state_dict(sharded.state_dict())
+    with sharded.changing_params():
+        pass
+    for _, values in sharded.full_params():
+        norm = norm + 1e-3 * values.float().norm()
+    return norm
+
+
+def _library(
+    name: str,
+    sizes: tuple[int, int, int],
+    num_micro_batches: int = 2,
+    block: type[Block] = Block,
+    recomputes: bool = False,
+    depth: int = 3,
+    end: Callable[[ShardedModel], torch.Tensor] = _clip_step_and_evaluate,
+    **schedule: object,
+) -> Program:
+    """The library, as a training loop of torch uses it."""
+
+    def train() -> Seen:
+        model = _new_model(block, recomputes, depth)
+        config = ScheduleConfig(**schedule)  # pyright: ignore[reportArgumentType]
+        with shard(model, model.blocks, ShardSizes(*sizes), new_adamw, schedule=config) as sharded:
+            return steps_of(
+                model,
+                num_micro_batches,
+                sharded.zero_grad,
+                sharded.set_is_last_micro_batch,
+                lambda: end(sharded),
+            )
+
+    return Program(f"{name}, sizes {sizes}", train)
+
+
+def _engine(
+    name: str, sizes: tuple[int, int, int], wire: torch.dtype, updates_in_backward: bool
+) -> Program:
+    """The engine below the library, as Megatron's plugin uses it, with parameters in bf16."""
+
+    def train() -> Seen:
+        topology = ShardTopology(dist.get_world_size(), dist.get_rank(), ShardSizes(*sizes))
+        everyone = list(range(dist.get_world_size()))
+        groups = ShardGroups.create(topology, everyone, grad_dtype=wire)
+        model = _new_model().to(torch.bfloat16)
+        runtime = shard_model(model, sizes, groups=groups)
+        owned = {unit: unit.owned_params() for unit in runtime.units}
+        optimizers = {unit: new_adamw(params) for unit, params in owned.items() if params}
+
+        def update(unit: HZPUnit) -> None:
+            if unit in optimizers:
+                optimizers[unit].step()
+
+        def mark(is_last: bool) -> None:
+            runtime.is_last_micro_batch = is_last
+
+        def end() -> torch.Tensor:
+            runtime.sync_grads()
+            if not updates_in_backward:
+                for unit in runtime.units:
+                    update(unit)
+            runtime.sync_params()
+            return _norm_of(param.detach() for params in owned.values() for param in params)
+
+        if updates_in_backward:
+            runtime.update_in_backward(update)
+        try:
+            return steps_of(model, 2, runtime.zero_grads, mark, end)
+        finally:
+            runtime.close()
+
+    return Program(f"{name}, sizes {sizes}", train)
+
+
+def _norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([tensor.norm() for tensor in tensors]).norm()
+
+
+PROGRAMS = (
+    _library("every step timed", (1, 2, 2), timed_every=1),
+    _library("recomputation, two units ahead", (2, 2, 2), recomputes=True, prefetch_depth=2),
+    _library("parameters kept", (2, 2, 2), 3, keep_params_nbytes=1 << 14),
+    _library(
+        "gradients kept and cut", (2, 2, 2), 3, keep_grads_nbytes=1 << 14, grad_slot_nbytes=2048
+    ),
+    _library("a side stream", (2, 2, 2), block=_SideBlock),
+    _library("views kept", (2, 2, 2), block=_ViewingBlock),
+    _library("saved and loaded", (1, 1, 2), end=_save_and_load),
+    _library("nothing beside the computation", (2, 2, 2), kind="inline"),
+    _library("nothing beside the computation", (1, 1, 2), kind="inline"),
+    _engine("gradients travel in bf16", (2, 2, 2), torch.bfloat16, False),
+    _engine("gradients travel in bf16", (1, 1, 2), torch.bfloat16, False),
+    _engine("replicas, gradients travel in bf16", (1, 1, 1), torch.bfloat16, False),
+    _engine("updates within backward", (1, 2, 2), torch.float32, True),
+    _engine("updates within backward", (1, 1, 2), torch.float32, True),
+    _engine("replicas, updates within backward", (1, 1, 1), torch.float32, True),
+)
