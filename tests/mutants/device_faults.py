@@ -110,8 +110,9 @@ class _Caller(NamedTuple):
     @property
     def waiting(self) -> str:
         """Who waits for the innermost task: the task that is issued, or the function that reads."""
-        if len(self.tasks) > 1 and self.tasks[-1][0] == "issue":
-            return self.tasks[-1][1].lane
+        for function, task in self.tasks[1:]:
+            if function == "issue":
+                return task.lane
         return " in ".join(self.outside[:2])
 
     def count(self, what: str) -> int:

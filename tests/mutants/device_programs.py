@@ -3,6 +3,7 @@
 """What two ranks train on the emulated device while one thing is broken: together these programs
 pass every place at which the engine waits, records an event, launches or takes memory."""
 
+import zlib
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from megatron_asynchzp import ScheduleConfig, ShardedModel, ShardSizes, shard
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.comm.order_check import OrderMismatch
 from megatron_asynchzp.sharding.topology import ShardTopology
 from megatron_asynchzp.zero.unit import HZPUnit
 from tests.device.programs import CLIP, Seen, device_of_rank, new_adamw, steps_of
@@ -56,9 +58,9 @@ class _ViewingBlock(Block):
         return super().forward(x)
 
 
-def _new_model(block: type[Block] = Block, recomputes: bool = False, depth: int = 3) -> ToyLM:
+def _new_model(block: type[Block] = Block, recomputes: bool = False) -> ToyLM:
     torch.manual_seed(0)
-    model = ToyLM(depth=depth, recompute=recomputes)
+    model = ToyLM(depth=3, recompute=recomputes)
     if block is not Block:
         model.blocks = nn.ModuleList(block(16) for _ in model.blocks)
     return model.to(device_of_rank())
@@ -87,20 +89,56 @@ def _save_and_load(sharded: ShardedModel) -> torch.Tensor:
     return norm
 
 
+def _submit_in_another_order(sharded: ShardedModel) -> torch.Tensor:
+    """Rank 1 has submitted something else, which every rank must be told."""
+    if dist.get_rank() == 1:
+        sharded.runtime.driver.submitted.append("nothing that rank 0 knows")
+    try:
+        sharded.clip_grad_norm_(CLIP)
+        sharded.runtime.settle()
+    except OrderMismatch as mismatch:
+        raise _Told(str(mismatch)) from None
+    raise AssertionError("nobody has noticed the other order")
+
+
+class _Told(Exception):
+    """What the comparison of orders said."""
+
+
+def _differing_order() -> Program:
+    def train() -> Seen:
+        model = _new_model()
+        try:
+            sizes = ShardSizes(2, 2, 2)
+            with shard(model, model.blocks, sizes, new_adamw) as sharded:
+                steps_of(
+                    model,
+                    1,
+                    sharded.zero_grad,
+                    sharded.set_is_last_micro_batch,
+                    lambda: _submit_in_another_order(sharded),
+                )
+        except _Told as told:
+            return [(float(zlib.crc32(str(told).encode())), 0.0)]
+        raise AssertionError("not reached")
+
+    return Program("an order that differs", train)
+
+
 def _library(
     name: str,
     sizes: tuple[int, int, int],
     num_micro_batches: int = 2,
     block: type[Block] = Block,
     recomputes: bool = False,
-    depth: int = 3,
+    dtype: torch.dtype = torch.float32,
     end: Callable[[ShardedModel], torch.Tensor] = _clip_step_and_evaluate,
     **schedule: object,
 ) -> Program:
     """The library, as a training loop of torch uses it."""
 
     def train() -> Seen:
-        model = _new_model(block, recomputes, depth)
+        model = _new_model(block, recomputes).to(dtype)
         config = ScheduleConfig(**schedule)  # pyright: ignore[reportArgumentType]
         with shard(model, model.blocks, ShardSizes(*sizes), new_adamw, schedule=config) as sharded:
             return steps_of(
@@ -167,6 +205,8 @@ PROGRAMS = (
     _library("a side stream", (2, 2, 2), block=_SideBlock),
     _library("views kept", (2, 2, 2), block=_ViewingBlock),
     _library("saved and loaded", (1, 1, 2), end=_save_and_load),
+    _library("saved and loaded, bf16", (2, 2, 2), dtype=torch.bfloat16, end=_save_and_load),
+    _differing_order(),
     _library("nothing beside the computation", (2, 2, 2), kind="inline"),
     _library("nothing beside the computation", (1, 1, 2), kind="inline"),
     _engine("gradients travel in bf16", (2, 2, 2), torch.bfloat16, False),
