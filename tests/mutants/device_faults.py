@@ -7,11 +7,14 @@ A place is what asks: which wait of a task of which lane, which function. A run 
 and each is broken in a run of its own; so code that moves needs no new mutant.
 """
 
+import faulthandler
+import pickle
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -24,6 +27,7 @@ from megatron_asynchzp.comm.driver import Driver, MainThreadDriver, Task
 from megatron_asynchzp.device import StreamDevice
 from megatron_asynchzp.sharding.memory_map import MemoryMap
 from megatron_asynchzp.zero.reductions import Reductions
+from scripts.testbed.device.delays import Delays
 from tests.device.programs import Seen
 from tests.mutants.device_programs import PROGRAMS
 
@@ -372,11 +376,42 @@ class Result(NamedTuple):
     places: dict[Fault, int]
 
 
-def train_with(fault: Fault | None, program: int) -> Result:
-    """program: its index among PROGRAMS."""
+class Attempt(NamedTuple):
+    """A fault, or none, in a program: its index among PROGRAMS."""
+
+    fault: Fault | None
+    program: int
+
+
+def train_with_each(
+    attempts: Sequence[Attempt], delays: Delays, limit_s: float, folder: str
+) -> None:
+    """One after the other; what came of each is written at once, for the next may end this rank.
+    A rank that takes longer than `limit_s` seconds for one ends itself."""
     from scripts.testbed.device import inside
 
-    seen: list[Seen] = []
-    with Breaker(fault) as breaker:
-        told = inside.unordered(lambda: seen.append(PROGRAMS[program].train()))
-    return Result(told, seen[0], breaker.places)
+    for number, (fault, program) in enumerate(attempts):
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+        inside.set_delays(delays, dist.get_rank(), dist.get_world_size())
+        seen: list[Seen] = []
+        with Breaker(fault) as breaker:
+            told = inside.unordered(lambda: seen.append(PROGRAMS[program].train()))  # noqa: B023
+        faulthandler.cancel_dump_traceback_later()
+        result = Result(told, seen[0], breaker.places)
+        _path(folder, number, dist.get_rank()).write_bytes(pickle.dumps(result))
+
+
+def results_of(num_attempts: int, num_ranks: int, folder: str) -> list[Result]:
+    """What all ranks have written: what they were told together, and what rank 0 saw."""
+    results: list[Result] = []
+    for number in range(num_attempts):
+        paths = [_path(folder, number, rank) for rank in range(num_ranks)]
+        if not all(path.is_file() for path in paths):
+            break
+        ranks: list[Result] = [pickle.loads(path.read_bytes()) for path in paths]
+        results.append(ranks[0]._replace(told=[line for one in ranks for line in one.told]))
+    return results
+
+
+def _path(folder: str, number: int, rank: int) -> Path:
+    return Path(folder) / f"{number}-{rank}"

@@ -125,6 +125,14 @@ def _differing_order() -> Program:
     return Program("an order that differs", train)
 
 
+def _begin_twice(sharded: ShardedModel) -> None:
+    """A step is given up after its backward: the gradients that are on their way are of no use."""
+    sharded.zero_grad()
+    sharded.set_is_last_micro_batch(True)
+    toy_loss(sharded.model, toy_batch(7, 0, dist.get_rank()).to(device_of_rank())).backward()
+    sharded.zero_grad()
+
+
 def _library(
     name: str,
     sizes: tuple[int, int, int],
@@ -132,6 +140,7 @@ def _library(
     block: type[Block] = Block,
     recomputes: bool = False,
     dtype: torch.dtype = torch.float32,
+    begin: Callable[[ShardedModel], None] = ShardedModel.zero_grad,
     end: Callable[[ShardedModel], torch.Tensor] = _clip_step_and_evaluate,
     **schedule: object,
 ) -> Program:
@@ -144,7 +153,7 @@ def _library(
             return steps_of(
                 model,
                 num_micro_batches,
-                sharded.zero_grad,
+                lambda: begin(sharded),
                 sharded.set_is_last_micro_batch,
                 lambda: end(sharded),
             )
@@ -206,6 +215,8 @@ PROGRAMS = (
     _library("views kept", (2, 2, 2), block=_ViewingBlock),
     _library("saved and loaded", (1, 1, 2), end=_save_and_load),
     _library("saved and loaded, bf16", (2, 2, 2), dtype=torch.bfloat16, end=_save_and_load),
+    _library("steps given up", (1, 2, 2), begin=_begin_twice),
+    _library("steps given up", (2, 2, 2), begin=_begin_twice),
     _differing_order(),
     _library("nothing beside the computation", (2, 2, 2), kind="inline"),
     _library("nothing beside the computation", (1, 1, 2), kind="inline"),

@@ -13,16 +13,17 @@ import argparse
 import json
 import re
 import sys
+import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import cycle, islice
 from typing import NamedTuple
 
 from scripts.testbed.device.delays import Delays
 from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds
-from tests.mutants.device_faults import KINDS, Fault, Result, train_with
+from tests.mutants.device_faults import KINDS, Attempt, Fault, Result, results_of, train_with_each
 from tests.mutants.device_programs import PROGRAMS
 from tests.mutants.harmless_faults import HARMLESS
 from tests.mutants.run import ROOT
@@ -41,9 +42,10 @@ WATCH, DIGITS, ORDER_CHECK, ERROR, HANG = NOTICED_BY = (
 # Without a delay the watch notices, whatever comes first; the others are for what it cannot watch.
 AT_ONCE = Delays()
 PUT_OFF = (Delays("on-demand", 1), Delays("uniform", 2), Delays("slow-rank", 3))
-# A world that takes so many times as long as the unharmed one hangs; and some seconds, for machines
-# that are busy with something else.
+# A program hangs where it takes so many times as long as without a fault; and some seconds, for
+# machines that are busy.
 _HANGS_AFTER, _AND_S = 10, 10.0
+_RANKS, _AT_ONCE = 2, 20
 _FAULTS = "tests.mutants.device_faults"
 
 
@@ -58,76 +60,127 @@ class Outcome(NamedTuple):
     line: str = ""
 
 
-class Unharmed(NamedTuple):
-    """A program without a fault. limit_s: how long it may take with one."""
+class Run(NamedTuple):
+    """A program, its place among PROGRAMS, and delays."""
 
-    index: int
-    result: Result
-    limit_s: float
+    program: int
+    delays: Delays
 
 
 class Runner:
-    """Tries faults, each in a world of its own: what is broken does not reach the next one."""
+    """Tries faults, many in one world: what is found to end it is tried again as the first of the
+    next one, and a world in which a program without a fault is disturbed afterwards counts for the
+    first alone."""
 
     def __init__(self, worlds: DeviceWorlds, programs: Sequence[int] = range(len(PROGRAMS))):
-        self._worlds = worlds
-        # The first run of a process imports more than the others do.
-        self._measured(programs[0])
-        self._unharmed = [self._measured(index) for index in programs]
-
-    def _measured(self, index: int) -> Unharmed:
+        self._worlds, self._programs = worlds, programs
         start_s = time.monotonic()
-        result = self._run(None, index, AT_ONCE, 300.0)
-        if result.told:
-            raise RuntimeError(f"{PROGRAMS[index].name}, without a fault: {result.told[0]}")
-        return Unharmed(index, result, _AND_S + _HANGS_AFTER * (time.monotonic() - start_s))
-
-    def _run(self, fault: Fault | None, index: int, delays: Delays, limit_s: float) -> Result:
-        """What the ranks were told together, and what rank 0 saw."""
-        env = {} if fault is None else fault.environment
-        first, *others = self._worlds.run(
-            train_with, 2, fault, index, delays=delays, timeout_s=limit_s, env=env
-        )
-        return first._replace(told=[line for one in (first, *others) for line in one.told])
+        unharmed = [Attempt(None, program) for program in programs]
+        results, failure = self._run(unharmed, AT_ONCE, 300.0, {})
+        if failure:
+            raise RuntimeError(f"without a fault: {failure}")
+        for attempt, result in zip(unharmed, results):
+            if result.told:
+                raise RuntimeError(f"{PROGRAMS[attempt.program].name}: {result.told[0]}")
+        self._unharmed = dict(zip(programs, results))
+        # The world has started in that time, too.
+        mean_s = (time.monotonic() - start_s) / len(programs)
+        self._limit_s = _AND_S + _HANGS_AFTER * mean_s
 
     @property
     def faults(self) -> list[Fault]:
         """One at each place that a program passes, by kind."""
-        places = {fault: None for one in self._unharmed for fault in one.result.places}
+        places = {fault: None for one in self._unharmed.values() for fault in one.places}
         return sorted(places, key=lambda fault: (KINDS.index(fault.what), fault.place))
 
-    def try_fault(self, fault: Fault) -> Outcome:
-        """In every program that passes its place, until it is noticed."""
-        outcome = Outcome(fault, "")
-        for unharmed, delays in self._runs_of(fault):
-            outcome = self._try(fault, unharmed, delays)
-            if outcome.by:
-                break
-        return outcome
+    def try_all(
+        self, faults: Iterable[Fault], report: Callable[[Outcome], None] = lambda _: None
+    ) -> list[Outcome]:
+        """Each in every program that passes its place, until it is noticed; `report` is called as
+        each is decided."""
+        left = {fault: deque(self._runs_of(fault)) for fault in faults}
+        outcomes: dict[Fault, Outcome] = dict.fromkeys(left, None)  # pyright: ignore[reportAssignmentType]
+        while left:
+            for fault, outcome in self._try(self._batch(left)).items():
+                left[fault].popleft()
+                if outcome.by or not left[fault]:
+                    del left[fault]
+                    outcomes[fault] = outcome
+                    report(outcome)
+        return list(outcomes.values())
 
-    def _runs_of(self, fault: Fault) -> Iterator[tuple[Unharmed, Delays]]:
-        passing = [one for one in self._unharmed if fault in one.result.places]
-        yield from ((one, AT_ONCE) for one in passing)
+    def _runs_of(self, fault: Fault) -> Iterator[Run]:
+        passes = {
+            program: self._unharmed[program].places.get(fault, 0) for program in self._programs
+        }
+        passing = sorted(filter(passes.get, passes), key=lambda program: -passes[program])
+        yield from (Run(program, AT_ONCE) for program in passing)
         count = max(len(passing), len(PUT_OFF))
-        yield from islice(zip(cycle(passing), cycle(PUT_OFF)), count)
+        yield from map(Run, islice(cycle(passing), count), cycle(PUT_OFF))
 
-    def _try(self, fault: Fault, unharmed: Unharmed, delays: Delays) -> Outcome:
-        name = PROGRAMS[unharmed.index].name
-        try:
-            result = self._run(fault, unharmed.index, delays, unharmed.limit_s)
-        except DeviceFailure as failure:
-            by, line = _read(str(failure))
-            return Outcome(fault, by, name, delays, line)
+    @staticmethod
+    def _batch(left: Mapping[Fault, Sequence[Run]]) -> dict[Fault, Run]:
+        """The next run of the first fault, and of those that can be tried in the same world."""
+        first = next(iter(left))
+        same = (left[first][0].delays, first.environment)
+        alike = ((one, runs[0]) for one, runs in left.items())
+        chosen = ((one, run) for one, run in alike if (run.delays, one.environment) == same)
+        return dict(islice(chosen, _AT_ONCE))
+
+    def _try(self, batch: Mapping[Fault, Run]) -> dict[Fault, Outcome]:
+        """Of the first of them, as far as the world lived."""
+        first, run = next(iter(batch.items()))
+        attempts = [Attempt(fault, run.program) for fault, run in batch.items()]
+        is_alone = len(batch) == 1
+        check = [] if is_alone else [Attempt(None, run.program)]
+        results, failure = self._run(
+            [*attempts, *check], run.delays, self._limit_s, first.environment
+        )
+        if not results:
+            by, line = noticed_in(failure)
+            return {first: Outcome(first, by, PROGRAMS[run.program].name, run.delays, line)}
+        is_disturbed = len(results) >= len(batch) and bool(
+            failure or (check and self._noticed(run.program, results[-1]))
+        )
+        if is_disturbed and not is_alone:
+            return self._try({first: run})
+        return {
+            fault: self._judged(fault, one, result)
+            for (fault, one), result in zip(batch.items(), results)
+        }
+
+    def _noticed(self, program: int, result: Result) -> str:
         if result.told:
-            return Outcome(fault, WATCH, name, delays, result.told[0])
-        by = DIGITS if result.seen != unharmed.result.seen else ""
-        return Outcome(fault, by, name, delays)
+            return WATCH
+        return DIGITS if result.seen != self._unharmed[program].seen else ""
+
+    def _judged(self, fault: Fault, run: Run, result: Result) -> Outcome:
+        by = self._noticed(run.program, result)
+        line = result.told[0] if result.told else ""
+        return Outcome(fault, by, PROGRAMS[run.program].name, run.delays, line)
+
+    def _run(
+        self, attempts: Sequence[Attempt], delays: Delays, limit_s: float, env: dict[str, str]
+    ) -> tuple[list[Result], str]:
+        """What came of the first of them, as far as the world lived, and of what it died."""
+        failure = ""
+        with tempfile.TemporaryDirectory() as folder:
+            given = attempts, delays, limit_s, folder
+            most_s = limit_s * (1 + len(attempts))  # the ranks end themselves before
+            try:
+                self._worlds.run(train_with_each, _RANKS, *given, timeout_s=most_s, env=env)
+            except DeviceFailure as error:
+                failure = str(error)
+            return results_of(len(attempts), _RANKS, folder), failure
 
 
 _ENDED_BY_WATCH = ("nothing orders", "taken them back", "touches page-locked memory")
 
 
-def _read(text: str) -> tuple[str, str]:
+_END_OF_TIME = "Timeout ("  # a rank's last words when it ends itself
+
+
+def noticed_in(text: str) -> tuple[str, str]:
     """Of a run that failed: what ended it, and its words."""
     lines = [line.strip() for line in text.splitlines()[1:] if line.strip()]
     named = [
@@ -135,28 +188,20 @@ def _read(text: str) -> tuple[str, str]:
         for line in lines
         if re.match(r"emulated device: |[\w.]+(Error|Mismatch|Failure):", line)
     ]
-    line = (named or lines)[0][:300]
+    late = [line for line in lines if line.startswith(_END_OF_TIME)]
+    line = (named or late or lines)[0][:300]
     if "OrderMismatch" in line:
         return ORDER_CHECK, line
     if any(words in line for words in _ENDED_BY_WATCH):
         return WATCH, line
-    late = all("not finished after" in one for one in lines if not one.startswith("---"))
-    return (HANG if late else ERROR), line
+    return (HANG if line in late else ERROR), line
 
 
-def run_faults(
-    chosen: Callable[[Fault], bool],
-    report: Callable[[Outcome], None] = lambda _: None,
-    programs: Sequence[int] = range(len(PROGRAMS)),
-) -> list[Outcome]:
-    """Try those at the places of `programs` that are chosen."""
-    outcomes: list[Outcome] = []
+def run_faults(chosen: Callable[[Fault], bool], report: Callable[[Outcome], None]) -> list[Outcome]:
+    """Try those that are chosen; `report` is called as each is decided."""
     with DeviceWorlds([_FAULTS]) as worlds:
-        runner = Runner(worlds, programs)
-        for fault in filter(chosen, runner.faults):
-            outcomes.append(runner.try_fault(fault))
-            report(outcomes[-1])
-    return outcomes
+        runner = Runner(worlds)
+        return runner.try_all(filter(chosen, runner.faults), report)
 
 
 # ---- the record
@@ -193,7 +238,8 @@ def table_of(rows: Sequence[dict]) -> str:
     lines = [
         "# Faults of the device path\n",
         "What the engine asks of streams, events, memory and collectives is left out or done wrong "
-        "at one place at a time, on two ranks of the [emulated device](../testbed.md#cuda-on-a-cpu). "
+        "at one place at a time, on two ranks of the "
+        "[emulated device](../testbed.md#cuda-on-a-cpu). "
         "The places are found by running the programs of `tests/mutants/device_programs.py`. "
         "The record has each fault's place, program, law and seed, and what noticed it: the watch, "
         "digits that differ, the engine's comparison of orders, an error, or a run that does not "
