@@ -6,7 +6,7 @@ device:
 python -m tests.mutants.on_device                 all; ends with status 1 below 95 in 100 noticed
 python -m tests.mutants.on_device --only TEXT     those whose line contains it
 python -m tests.mutants.on_device --harmless      those that other orders are said to cover
-python -m tests.mutants.on_device --write         all, and replaces docs/results/device_faults.md
+python -m tests.mutants.on_device --write         and brings its record and page up to date
 """
 
 import argparse
@@ -230,6 +230,10 @@ def rows_of(outcomes: Sequence[Outcome], date: str) -> list[dict]:
     return tried + left_out
 
 
+def _text_of(what: str, place: str) -> str:
+    return f"{what}: {place}"
+
+
 def table_of(rows: Sequence[dict]) -> str:
     """The Markdown page of a record."""
     tried = [row for row in rows if "harmless" not in row]
@@ -244,7 +248,8 @@ def table_of(rows: Sequence[dict]) -> str:
         "The record has each fault's place, program, law and seed, and what noticed it: the watch, "
         "digits that differ, the engine's comparison of orders, an error, or a run that does not "
         "end.\n",
-        f"{rows[0]['date']} · `{COMMAND}` · {len(tried) - len(missed)} of {len(tried)} noticed · "
+        f"{max(row['date'] for row in rows)} · `{COMMAND}` · "
+        f"{len(tried) - len(missed)} of {len(tried)} noticed · "
         "[record](records/device_faults.jsonl)\n",
         f"| fault | places | noticed by {' | '.join(NOTICED_BY)} | not noticed |",
         f"|---|---:|{'---:|' * len(NOTICED_BY)}---:|",
@@ -267,16 +272,23 @@ def table_of(rows: Sequence[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(outcomes: Sequence[Outcome]) -> None:
-    """Replace the record and its page."""
-    rows = rows_of(outcomes, datetime.now(UTC).date().isoformat())
+def write(outcomes: Sequence[Outcome], only: str = "") -> None:
+    """Replace the record, of the faults that contain `only`, and its page."""
+    old = RECORD.read_text().splitlines() if RECORD.is_file() else []
+    kept = [
+        row
+        for row in map(json.loads, old)
+        if "harmless" not in row and only not in _text_of(row["fault"], row["place"])
+    ]
+    rows = kept + rows_of(outcomes, datetime.now(UTC).date().isoformat())
+    rows.sort(key=lambda row: ("harmless" in row, KINDS.index(row["fault"]), row["place"]))
     RECORD.write_text("".join(json.dumps(row) + "\n" for row in rows))
     TABLE.write_text(table_of(rows))
 
 
 def print_outcome(one: Outcome) -> None:
     found = f"{one.program} [{one.delays}] {one.line}" if one.by else ""
-    print(f"{one.by or 'NOTHING':15} {one.fault.what}: {one.fault.place} {found}", flush=True)
+    print(f"{one.by or 'NOTHING':15} {_text_of(*one.fault)} {found}", flush=True)
 
 
 def main() -> int:
@@ -285,18 +297,17 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="faults that contain it")
     parser.add_argument("--harmless", action="store_true", help="those that are left out otherwise")
-    parser.add_argument("--write", action="store_true", help="replace the record and its page")
+    parser.add_argument("--write", action="store_true", help="bring the record and page up to date")
     args = parser.parse_args()
-    if args.write and (args.only or args.harmless):
-        parser.error("--write is for all faults")
+    if args.write and args.harmless:
+        parser.error("what is harmless has no outcome to write")
 
     def is_chosen(fault: Fault) -> bool:
-        is_harmless = fault in HARMLESS
-        return is_harmless == args.harmless and args.only in f"{fault.what}: {fault.place}"
+        return (fault in HARMLESS) == args.harmless and args.only in _text_of(*fault)
 
     outcomes = run_faults(is_chosen, print_outcome)
     if args.write:
-        write(outcomes)
+        write(outcomes, args.only)
     noticed = [one for one in outcomes if one.by]
     counts = dict(Counter(one.by for one in noticed))
     print(f"{len(noticed)} of {len(outcomes)} noticed: {counts}")
