@@ -4,7 +4,7 @@
 pass every place at which the engine waits, records an event, launches or takes memory."""
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,11 @@ from torch import nn
 from megatron_asynchzp import ScheduleConfig, ShardedModel, ShardSizes, shard
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.order_check import OrderMismatch
+from megatron_asynchzp.comm.schedules import start_driver
+from megatron_asynchzp.device import device_of
 from megatron_asynchzp.sharding.topology import ShardTopology
+from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.step import KeepBudgets
 from megatron_asynchzp.zero.unit import HZPUnit
 from tests.device.programs import CLIP, Seen, device_of_rank, new_adamw, steps_of
 from tests.support.engine import shard_model
@@ -26,6 +30,9 @@ class Program(NamedTuple):
 
     name: str
     train: Callable[[], Seen]
+
+
+_WIDTH = 16  # of a ToyLM
 
 
 class _SideBlock(Block):
@@ -58,11 +65,10 @@ class _ViewingBlock(Block):
         return super().forward(x)
 
 
-def _new_model(block: type[Block] = Block, recomputes: bool = False) -> ToyLM:
+def _new_model(blocks: Sequence[type[Block]] = 3 * (Block,), recomputes: bool = False) -> ToyLM:
     torch.manual_seed(0)
-    model = ToyLM(depth=3, recompute=recomputes)
-    if block is not Block:
-        model.blocks = nn.ModuleList(block(16) for _ in model.blocks)
+    model = ToyLM(depth=0, recompute=recomputes)
+    model.blocks.extend(block(_WIDTH) for block in blocks)
     return model.to(device_of_rank())
 
 
@@ -137,7 +143,7 @@ def _library(
     name: str,
     sizes: tuple[int, int, int],
     num_micro_batches: int = 2,
-    block: type[Block] = Block,
+    blocks: Sequence[type[Block]] = 3 * (Block,),
     recomputes: bool = False,
     dtype: torch.dtype = torch.float32,
     begin: Callable[[ShardedModel], None] = ShardedModel.zero_grad,
@@ -147,7 +153,7 @@ def _library(
     """The library, as a training loop of torch uses it."""
 
     def train() -> Seen:
-        model = _new_model(block, recomputes).to(dtype)
+        model = _new_model(blocks, recomputes).to(dtype)
         config = ScheduleConfig(**schedule)  # pyright: ignore[reportArgumentType]
         with shard(model, model.blocks, ShardSizes(*sizes), new_adamw, schedule=config) as sharded:
             return steps_of(
@@ -167,11 +173,8 @@ def _engine(
     """The engine below the library, as Megatron's plugin uses it, with parameters in bf16."""
 
     def train() -> Seen:
-        topology = ShardTopology(dist.get_world_size(), dist.get_rank(), ShardSizes(*sizes))
-        everyone = list(range(dist.get_world_size()))
-        groups = ShardGroups.create(topology, everyone, grad_dtype=wire)
         model = _new_model().to(torch.bfloat16)
-        runtime = shard_model(model, sizes, groups=groups)
+        runtime = shard_model(model, sizes, groups=_groups_of(sizes, wire))
         owned = {unit: unit.owned_params() for unit in runtime.units}
         optimizers = {unit: new_adamw(params) for unit, params in owned.items() if params}
 
@@ -200,6 +203,69 @@ def _engine(
     return Program(f"{name}, sizes {sizes}", train)
 
 
+def _two_chunks(name: str, sizes: tuple[int, int, int]) -> Program:
+    """Two models of one rank, as the chunks of a pipeline: they share a driver and the memory of
+    what they keep, and the one that was built last is used first."""
+
+    def train() -> Seen:
+        device = device_of_rank()
+        config = ScheduleConfig(keep_params_nbytes=1 << 14)
+        driver = start_driver(config, device_of(torch.zeros((), device=device)))
+        budgets = KeepBudgets.of(config, driver, device)
+        groups = _groups_of(sizes, torch.float32)
+        models = [_new_model(), _new_model()]
+        runtimes = [
+            shard_model(model, sizes, config, driver, budgets=budgets, groups=groups)
+            for model in models
+        ]
+        optimizers = [
+            new_adamw([param for unit in runtime.units for param in unit.owned_params()])
+            for runtime in runtimes
+        ]
+
+        def each(call: Callable[[HZPRuntime], object]) -> None:
+            for runtime in reversed(runtimes):
+                call(runtime)
+
+        def mark(is_last: bool) -> None:
+            for runtime in runtimes:
+                runtime.is_last_micro_batch = is_last
+
+        def end() -> torch.Tensor:
+            each(HZPRuntime.sync_grads)
+            for optimizer in optimizers:
+                optimizer.step()
+            each(HZPRuntime.sync_params)
+            groups_of_params = (one.param_groups[0]["params"] for one in optimizers)
+            return _norm_of(param.detach() for params in groups_of_params for param in params)
+
+        try:
+            both = _Both(*reversed(models))
+            return steps_of(both, 2, lambda: each(HZPRuntime.zero_grads), mark, end)
+        finally:
+            each(HZPRuntime.close)
+            driver.close()
+
+    return Program(f"{name}, sizes {sizes}", train)
+
+
+class _Both(nn.Module):
+    """The sum of what two models say."""
+
+    def __init__(self, first: ToyLM, second: ToyLM):
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.first(tokens) + self.second(tokens)
+
+
+def _groups_of(sizes: tuple[int, int, int], wire: torch.dtype) -> ShardGroups:
+    topology = ShardTopology(dist.get_world_size(), dist.get_rank(), ShardSizes(*sizes))
+    everyone = list(range(dist.get_world_size()))
+    return ShardGroups.create(topology, everyone, grad_dtype=wire)
+
+
 def _norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack([tensor.norm() for tensor in tensors]).norm()
 
@@ -211,8 +277,9 @@ PROGRAMS = (
     _library(
         "gradients kept and cut", (2, 2, 2), 3, keep_grads_nbytes=1 << 14, grad_slot_nbytes=2048
     ),
-    _library("a side stream", (2, 2, 2), block=_SideBlock),
-    _library("views kept", (2, 2, 2), block=_ViewingBlock),
+    _library("a side stream", (2, 2, 2), blocks=3 * (_SideBlock,)),
+    _library("views kept", (2, 2, 2), blocks=3 * (_ViewingBlock,)),
+    _library("views kept by one layer", (2, 2, 2), blocks=(_ViewingBlock, _SideBlock, _SideBlock)),
     _library("saved and loaded", (1, 1, 2), end=_save_and_load),
     _library("saved and loaded, bf16", (2, 2, 2), dtype=torch.bfloat16, end=_save_and_load),
     _library("steps given up", (1, 2, 2), begin=_begin_twice),
@@ -220,6 +287,7 @@ PROGRAMS = (
     _differing_order(),
     _library("nothing beside the computation", (2, 2, 2), kind="inline"),
     _library("nothing beside the computation", (1, 1, 2), kind="inline"),
+    _two_chunks("two chunks", (2, 2, 2)),
     _engine("gradients travel in bf16", (2, 2, 2), torch.bfloat16, False),
     _engine("gradients travel in bf16", (1, 1, 2), torch.bfloat16, False),
     _engine("replicas, gradients travel in bf16", (1, 1, 1), torch.bfloat16, False),

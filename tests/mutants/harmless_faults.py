@@ -3,14 +3,7 @@
 """Faults of the device path that break nothing, each with the reason: what is left out there is
 covered by another order, or is for a CPU alone."""
 
-from tests.mutants.device_faults import (
-    EARLY,
-    ELSEWHERE,
-    NO_WAIT,
-    UNNOTED,
-    UNWRITTEN,
-    Fault,
-)
+from tests.mutants.device_faults import EARLY, ELSEWHERE, NO_WAIT, UNNOTED, UNWRITTEN, Fault
 
 _ORDER_READS_NOTHING = (
     "The comparison reads nothing of theirs; a communicator runs its collectives in the order of "
