@@ -55,6 +55,14 @@ class _SideBlock(Block):
         return super().forward(x) + shared
 
 
+class _PartlyUsedBlock(Block):
+    """Has a parameter that nothing computes with, and which gets no gradient."""
+
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.unused = nn.Parameter(torch.ones(width, width))
+
+
 class _ViewingBlock(Block):
     """Keeps a view of a weight where neither autograd nor the engine sees it."""
 
@@ -278,6 +286,13 @@ PROGRAMS = (
         "gradients kept and cut", (2, 2, 2), 3, keep_grads_nbytes=1 << 14, grad_slot_nbytes=2048
     ),
     _library("a side stream", (2, 2, 2), blocks=3 * (_SideBlock,)),
+    _library("a part is not used", (2, 2, 2), blocks=3 * (_PartlyUsedBlock,)),
+    _library(
+        "a part is not used, gradients cut",
+        (2, 2, 2),
+        blocks=3 * (_PartlyUsedBlock,),
+        grad_slot_nbytes=2048,
+    ),
     _library("views kept", (2, 2, 2), blocks=3 * (_ViewingBlock,)),
     _library("views kept by one layer", (2, 2, 2), blocks=(_ViewingBlock, _SideBlock, _SideBlock)),
     _library("saved and loaded", (1, 1, 2), end=_save_and_load),

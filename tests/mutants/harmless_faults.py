@@ -3,7 +3,7 @@
 """Faults of the device path that break nothing, each with the reason: what is left out there is
 covered by another order, or is for a CPU alone."""
 
-from tests.mutants.device_faults import EARLY, ELSEWHERE, NO_WAIT, UNNOTED, UNWRITTEN, Fault
+from tests.mutants.device_faults import EARLY, ELSEWHERE, FREED, NO_WAIT, UNNOTED, UNWRITTEN, Fault
 
 _ORDER_READS_NOTHING = (
     "The comparison reads nothing of theirs; a communicator runs its collectives in the order of "
@@ -14,8 +14,18 @@ _NEXT_IS_A_GATHER = (
     "Nobody has read what was gathered, and what is written there next is another gather, on the "
     "same stream"
 )
-_NAN_EITHER_WAY = "New memory of the emulated device is NaN, which is what is written there"
-_WRITTEN_LATER = "All of it is written before it is read"
+_PLACEHOLDER = (
+    "What stands for a parameter that is not gathered is read by nobody but a program that is wrong"
+)
+_FOR_THE_WATCHDOG = (
+    "Who computes waits for it once, and then by its handle; the event tells the watchdog that the "
+    "task has ended"
+)
+_OWN_OPERANDS = (
+    "The task makes what it compares, on its own stream; the event is for the comparison that "
+    "describes a difference, which has a place of its own"
+)
+_CUT_OFF = "What lies behind the gradients is cut off again"
 
 HARMLESS: dict[Fault, str] = {
     Fault(NO_WAIT, "order: after reduce"): _ORDER_READS_NOTHING,
@@ -26,5 +36,15 @@ HARMLESS: dict[Fault, str] = {
     Fault(EARLY, "gathers.abandon_gather in decisions._drop_spare"): _NEXT_IS_A_GATHER,
     Fault(ELSEWHERE, "gathers.abandon_gather in decisions._drop_spare"): _NEXT_IS_A_GATHER,
     Fault(UNNOTED, "memory_map.give_back in decisions._drop_spare"): _NEXT_IS_A_GATHER,
-    Fault(UNWRITTEN, "full, unit._make_placeholders in unit._allocate_and_shard"): _NAN_EITHER_WAY,
+    Fault(EARLY, "gather: order_stream"): _FOR_THE_WATCHDOG,
+    Fault(ELSEWHERE, "gather: order_stream"): _FOR_THE_WATCHDOG,
+    Fault(EARLY, "param-sync: order_stream"): _FOR_THE_WATCHDOG,
+    Fault(ELSEWHERE, "param-sync: order_stream"): _FOR_THE_WATCHDOG,
+    Fault(EARLY, "order: order_stream"): _FOR_THE_WATCHDOG,
+    Fault(ELSEWHERE, "order: order_stream"): _FOR_THE_WATCHDOG,
+    Fault(EARLY, "order_check._submit in order_check.start"): _OWN_OPERANDS,
+    Fault(ELSEWHERE, "order_check._submit in order_check.start"): _OWN_OPERANDS,
+    Fault(FREED, "full, unit._make_placeholders in unit._allocate_and_shard"): _PLACEHOLDER,
+    Fault(UNWRITTEN, "full, unit._make_placeholders in unit._allocate_and_shard"): _PLACEHOLDER,
+    Fault(UNWRITTEN, "new_zeros, grad-sync: collectives.rounded_all_reduce_steps"): _CUT_OFF,
 }
