@@ -10,7 +10,7 @@ import pytest
 from scripts.testbed.device.worlds import DeviceWorlds
 from tests.mutants.device_faults import (
     EARLY,
-    FREED,
+    FOREIGN_MEMORY,
     KINDS,
     NO_COLLECTIVE_WAIT,
     NO_WAIT,
@@ -37,7 +37,7 @@ A_HANDFUL = {
     Fault(NO_WAIT, "reduce: ready[0]"): WATCH,
     Fault(NO_COLLECTIVE_WAIT, "reduce: collective 0, finish"): WATCH,
     Fault(EARLY, "gathers.end_use in decisions._drop"): WATCH,
-    Fault(FREED, "stack, order: order_check.steps"): WATCH,
+    Fault(FOREIGN_MEMORY, "stack, order: order_check.steps"): WATCH,
     Fault(REUSED, "arena.place_at in gathers.start_gather"): WATCH,
     Fault(SWAPPED, "gather: gathers.start_gather"): ORDER_CHECK,
 }

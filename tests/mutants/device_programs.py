@@ -56,11 +56,12 @@ class _SideBlock(Block):
 
 
 class _PartlyUsedBlock(Block):
-    """Has a parameter that nothing computes with, and which gets no gradient."""
+    """Nothing computes with its first and its last parameters, which get no gradient."""
 
     def __init__(self, width: int):
         super().__init__(width)
-        self.unused = nn.Parameter(torch.ones(width, width))
+        self.first = nn.Parameter(torch.ones(width, width))
+        self.last = nn.Linear(width, width)
 
 
 class _ViewingBlock(Block):
@@ -299,6 +300,13 @@ PROGRAMS = (
     _library("saved and loaded, bf16", (2, 2, 2), dtype=torch.bfloat16, end=_save_and_load),
     _library("steps given up", (1, 2, 2), begin=_begin_twice),
     _library("steps given up", (2, 2, 2), begin=_begin_twice),
+    _library(
+        "saved and loaded, nothing gathered ahead",
+        (2, 2, 2),
+        dtype=torch.bfloat16,
+        prefetch_depth=0,
+        end=_save_and_load,
+    ),
     _differing_order(),
     _library("nothing beside the computation", (2, 2, 2), kind="inline"),
     _library("nothing beside the computation", (1, 1, 2), kind="inline"),
