@@ -298,6 +298,7 @@ PROGRAMS = (
     _library("views kept by one layer", (2, 2, 2), blocks=(_ViewingBlock, _SideBlock, _SideBlock)),
     _library("saved and loaded", (1, 1, 2), end=_save_and_load),
     _library("saved and loaded, bf16", (2, 2, 2), dtype=torch.bfloat16, end=_save_and_load),
+    _library("one layer", (1, 2, 2), 3, blocks=(Block,)),
     _library("steps given up", (1, 2, 2), begin=_begin_twice),
     _library("steps given up", (2, 2, 2), begin=_begin_twice),
     _library(

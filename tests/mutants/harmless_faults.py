@@ -3,7 +3,17 @@
 """Faults of the device path that break nothing, each with the reason: what is left out there is
 covered by another order, or is for a CPU alone."""
 
-from tests.mutants.device_faults import EARLY, ELSEWHERE, FREED, NO_WAIT, UNNOTED, UNWRITTEN, Fault
+from tests.mutants.device_faults import (
+    EARLY,
+    ELSEWHERE,
+    FREED,
+    NO_LANE,
+    NO_WAIT,
+    REUSED,
+    UNNOTED,
+    UNWRITTEN,
+    Fault,
+)
 
 _ORDER_READS_NOTHING = (
     "The comparison reads nothing of theirs; a communicator runs its collectives in the order of "
@@ -25,6 +35,13 @@ _OWN_OPERANDS = (
     "The task makes what it compares, on its own stream; the event is for the comparison that "
     "describes a difference, which has a place of its own"
 )
+_WRITER_HAS_WAITED = (
+    "The stream that computes writes there first, and it has waited for the reduction before"
+)
+_ONLY_A_HANDLE = (
+    "What is left to do then is a wait for a handle and an event behind it, on whichever stream"
+)
+_PADDING = "The parameters are copied over it, and nobody reads the padding between them"
 _CUT_OFF = "What lies behind the gradients is cut off again"
 
 HARMLESS: dict[Fault, str] = {
@@ -44,7 +61,11 @@ HARMLESS: dict[Fault, str] = {
     Fault(ELSEWHERE, "order: order_stream"): _FOR_THE_WATCHDOG,
     Fault(EARLY, "order_check._submit in order_check.start"): _OWN_OPERANDS,
     Fault(ELSEWHERE, "order_check._submit in order_check.start"): _OWN_OPERANDS,
+    Fault(REUSED, "arena.place_at in reductions._acquire_place"): _WRITER_HAS_WAITED,
+    Fault(NO_LANE, "gather: is completed"): _ONLY_A_HANDLE,
+    Fault(NO_LANE, "param-sync: is completed"): _ONLY_A_HANDLE,
     Fault(FREED, "full, unit._make_placeholders in unit._allocate_and_shard"): _PLACEHOLDER,
     Fault(UNWRITTEN, "full, unit._make_placeholders in unit._allocate_and_shard"): _PLACEHOLDER,
+    Fault(UNWRITTEN, "zero_, buffer.copy_params in unit._allocate_and_shard"): _PADDING,
     Fault(UNWRITTEN, "new_zeros, grad-sync: collectives.rounded_all_reduce_steps"): _CUT_OFF,
 }
