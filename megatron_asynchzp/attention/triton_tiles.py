@@ -19,6 +19,9 @@ import triton.language as tl
 
 # Keys that share a shift; a multiple of every BLOCK_N, so that a tile has one shift.
 SHIFT_BLOCK = 128
+# Numbers of q's dtype whose sum is one channel of a shift (see shift_parts): in bf16 three hold the
+# 24 bits of fp32. The matrix unit multiplies rows by powers of two.
+SHIFT_PARTS = 4
 
 
 class TileConfig(NamedTuple):
@@ -95,6 +98,13 @@ def autotuned(kernel, config: TileConfig):
 
 
 @triton.jit
+def first_query(BLOCK_M: tl.constexpr):
+    """Of this program's tile. Programs start in the order of their index, and a causal tile is the
+    longer the later it is: longest first, so that the last programs to start are short ones."""
+    return (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+
+
+@triton.jit
 def key_tiles(start_ptr, stop_ptr, rows, num_queries, num_keys, BLOCK_N: tl.constexpr):
     """first, inner begin, inner end, last (keys, multiples of BLOCK_N but for the last), and the
     ranges of the rows. All rows attend all inner keys, which need no mask. Rows past the end attend
@@ -113,40 +123,39 @@ def key_tiles(start_ptr, stop_ptr, rows, num_queries, num_keys, BLOCK_N: tl.cons
 
 
 @triton.jit
-def load_rows(ptr, rows, stride, limit, channels, DIM: tl.constexpr):
-    """[rows, channels] of a matrix whose channels lie together; zeros outside of it."""
-    is_in = (rows < limit)[:, None] & (channels < DIM)[None, :]
+def load_rows(ptr, first, stride, limit, channels, BLOCK: tl.constexpr, DIM: tl.constexpr):
+    """Rows first <= i < first + BLOCK of a matrix whose channels lie together; zeros outside of it.
+
+    The address of the first row is of 64 bits, those within a tile are of 32 (see within_tiles).
+    """
+    rows = tl.arange(0, BLOCK)
+    is_in = (rows < limit - first)[:, None] & (channels < DIM)[None, :]
+    ptr += tl.cast(first, tl.int64) * stride
     return tl.load(ptr + rows[:, None] * stride + channels[None, :], mask=is_in, other=0.0)
 
 
 @triton.jit
-def store_rows(ptr, rows, stride, limit, channels, value, DIM: tl.constexpr):
-    is_in = (rows < limit)[:, None] & (channels < DIM)[None, :]
+def store_rows(ptr, first, limit, channels, value, BLOCK: tl.constexpr, DIM: tl.constexpr):
+    """Writes `value` into a matrix of `limit` rows of DIM channels that lie together."""
+    rows = tl.arange(0, BLOCK)
+    is_in = (rows < limit - first)[:, None] & (channels < DIM)[None, :]
+    ptr += tl.cast(first, tl.int64) * DIM
     value = value.to(ptr.dtype.element_ty)
-    tl.store(ptr + rows[:, None] * stride + channels[None, :], value, mask=is_in)
+    tl.store(ptr + rows[:, None] * DIM + channels[None, :], value, mask=is_in)
 
 
 @triton.jit
-def tile_scores(
-    q,
-    k,
-    psi_ptr,
-    rows,
-    first_key,
-    num_queries,
-    scale_log2,
-    SHIFT_BLOCK: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
-    PRECISION: tl.constexpr,
+def load_parts(
+    ptr, key, channels, DIM: tl.constexpr, SHIFT_BLOCK: tl.constexpr, SHIFT_PARTS: tl.constexpr
 ):
-    """[queries, keys] in base 2, unmasked. The backward repeats what the forward computed: lse is
-    that of these very numbers."""
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-    if HAS_SHIFT:
-        psi = tl.load(
-            psi_ptr + first_key // SHIFT_BLOCK * num_queries + rows,
-            mask=rows < num_queries,
-            other=0.0,
-        )
-        score += psi[:, None]
-    return score
+    """[parts, channels] of the shift of the block that holds `key`."""
+    first = key // SHIFT_BLOCK * SHIFT_PARTS
+    limit = first + SHIFT_PARTS
+    return load_rows(ptr, first, DIM, limit, channels, SHIFT_PARTS, DIM)
+
+
+@triton.jit
+def score_offsets(q, parts, scale_log2, PRECISION: tl.constexpr):
+    """psi in base 2: what each query must add to its scores to undo the shift of a block of keys.
+    The products are exact in fp32, as those of the scores are."""
+    return tl.sum(tl.dot(q, tl.trans(parts), input_precision=PRECISION), 1) * scale_log2

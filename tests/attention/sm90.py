@@ -20,6 +20,7 @@ from megatron_asynchzp.attention.triton_tiles import (
     BACKWARD_Q,
     FORWARD,
     SHIFT_BLOCK,
+    SHIFT_PARTS,
     as_options,
     padded_dim,
 )
@@ -29,7 +30,7 @@ KERNELS = {
     "dk and dv": (backward_kv_kernel, BACKWARD_KV),
     "dq": (backward_q_kernel, BACKWARD_Q),
 }
-_FP32 = {"psi_ptr", "lse_ptr", "delta_ptr", "shift_ptr"}
+_FP32 = {"lse_ptr", "delta_ptr", "shift_ptr"}
 _INT32 = {"start_ptr", "stop_ptr", "row_first_ptr", "row_last_ptr"}
 
 
@@ -45,7 +46,8 @@ def compile_for_sm90(kernel: str, dim: int, *, has_shift: bool, dtype: str = "fp
     constants = {
         "DIM": dim, "VALUE_DIM": dim, "PADDED_DIM": padded_dim(dim),
         "PADDED_VALUE_DIM": padded_dim(dim), "SHIFT_BLOCK": SHIFT_BLOCK, "HAS_SHIFT": has_shift,
-        "PRECISION": "tf32", "BLOCK_M": options["BLOCK_M"], "BLOCK_N": options["BLOCK_N"],
+        "SHIFT_PARTS": SHIFT_PARTS, "PRECISION": "tf32",
+        "BLOCK_M": options["BLOCK_M"], "BLOCK_N": options["BLOCK_N"],
     }
     # fmt: on
     signature, divisible = {}, {}
