@@ -85,14 +85,13 @@ def _query_tiles(
     dv,
     k,
     v,
-    parts,
+    shift,
     q_ptr,
     d_output_ptr,
     lse_ptr,
     delta_ptr,
-    start_ptr,
-    stop_ptr,
-    keys,
+    row_first,
+    row_last,
     begin,
     end,
     q_row,
@@ -119,12 +118,13 @@ def _query_tiles(
         delta = tl.load(delta_ptr + rows, mask=is_row, other=0.0)
         score = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale_log2
         if HAS_SHIFT:
-            lse -= score_offsets(q, parts, scale_log2, PRECISION)
+            # One shift for all queries: a dot product of each, in fp32.
+            lse -= tl.sum(q.to(tl.float32) * shift[None, :], 1) * scale_log2
         p = tl.exp2(score - lse[None, :])
         if IS_MASKED:
-            start = tl.load(start_ptr + rows, mask=is_row, other=0)
-            stop = tl.load(stop_ptr + rows, mask=is_row, other=0)
-            is_attended = (start[None, :] <= keys[:, None]) & (keys[:, None] < stop[None, :])
+            is_attended = (row_first[:, None] <= rows[None, :]) & (
+                rows[None, :] < row_last[:, None]
+            )
             p = tl.where(is_attended, p, 0.0)
         dv = tl.dot(p.to(d_output.dtype), d_output, dv, input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(d_output), input_precision=PRECISION)
@@ -144,8 +144,6 @@ def backward_kv_kernel(
     parts_ptr,
     dk_ptr,
     dv_ptr,
-    start_ptr,
-    stop_ptr,
     row_first_ptr,
     row_last_ptr,
     q_batch,
@@ -165,7 +163,6 @@ def backward_kv_kernel(
     num_queries,
     num_keys,
     num_blocks,
-    range_batch,
     row_range_batch,
     scale,
     scale_log2,
@@ -186,8 +183,6 @@ def backward_kv_kernel(
     first_key = tl.program_id(0) * BLOCK_N
     keys = first_key + tl.arange(0, BLOCK_N)
     channels, value_channels = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
-    start_ptr += batch.to(tl.int64) * range_batch
-    stop_ptr += batch.to(tl.int64) * range_batch
     row_first_ptr += batch.to(tl.int64) * row_range_batch
     row_last_ptr += batch.to(tl.int64) * row_range_batch
     # Queries of the first and of the last key; those that attend both attend all between.
@@ -196,6 +191,9 @@ def backward_kv_kernel(
     inner_begin, end = tl.load(row_first_ptr + end_key), tl.load(row_last_ptr + end_key)
     inner_begin = tl.minimum(inner_begin, end)
     inner_end = tl.maximum(inner_begin, tl.minimum(inner_end, end))
+    # A key is attended by these queries and by no other: both ends of a query's range only rise.
+    row_first = tl.load(row_first_ptr + keys, mask=keys < num_keys, other=0)
+    row_last = tl.load(row_last_ptr + keys, mask=keys < num_keys, other=0)
     bounds = begin, inner_begin, inner_end, end
     k_ptr += batch.to(tl.int64) * k_batch + group.to(tl.int64) * k_head
     v_ptr += batch.to(tl.int64) * v_batch + group.to(tl.int64) * v_head
@@ -204,6 +202,7 @@ def backward_kv_kernel(
     k = load_rows(k_ptr, first_key, k_row, num_keys, channels, BLOCK_N, DIM)
     v = load_rows(v_ptr, first_key, v_row, num_keys, value_channels, BLOCK_N, VALUE_DIM)
     parts = load_parts(parts_ptr, first_key, channels, DIM, SHIFT_BLOCK, SHIFT_PARTS)
+    shift = tl.sum(parts.to(tl.float32), 0)
     dk = tl.zeros([BLOCK_N, PADDED_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, PADDED_VALUE_DIM], tl.float32)
     for repeat in range(repeats):
@@ -218,14 +217,13 @@ def backward_kv_kernel(
                 dv,
                 k,
                 v,
-                parts,
+                shift,
                 q_at,
                 do_at,
                 lse_at,
                 delta_at,
-                start_ptr,
-                stop_ptr,
-                keys,
+                row_first,
+                row_last,
                 bounds[part],
                 bounds[part + 1],
                 q_row,
@@ -465,11 +463,9 @@ def fused_backward(
         *inputs,
         dk,
         dv,
-        *ranges,
         *rows_of_keys,
         *strides,
         *sizes,
-        range_stride(ranges),
         range_stride(rows_of_keys),
         *scales,
     )

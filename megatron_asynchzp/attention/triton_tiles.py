@@ -19,9 +19,12 @@ import triton.language as tl
 
 # Keys that share a shift; a multiple of every BLOCK_N, so that a tile has one shift.
 SHIFT_BLOCK = 128
-# Numbers of q's dtype whose sum is one channel of a shift (see shift_parts): in bf16 three hold the
-# 24 bits of fp32. The matrix unit multiplies rows by powers of two.
-SHIFT_PARTS = 4
+# Numbers of the keys' dtype whose sum is one channel of a shift: in bf16 three hold the 24 bits of
+# fp32.
+SHIFT_PARTS = 3
+# Rows of the matrix that they make up, the rest zeros: with fewer Triton 3.7 does not use sm_90's
+# matrix unit, which reads the queries from shared memory, but an older one that needs registers.
+PART_ROWS = tl.constexpr(16)
 
 
 class TileConfig(NamedTuple):
@@ -148,10 +151,10 @@ def store_rows(ptr, first, limit, channels, value, BLOCK: tl.constexpr, DIM: tl.
 def load_parts(
     ptr, key, channels, DIM: tl.constexpr, SHIFT_BLOCK: tl.constexpr, SHIFT_PARTS: tl.constexpr
 ):
-    """[parts, channels] of the shift of the block that holds `key`."""
+    """[PART_ROWS, channels] of the shift of the block that holds `key`."""
     first = key // SHIFT_BLOCK * SHIFT_PARTS
     limit = first + SHIFT_PARTS
-    return load_rows(ptr, first, DIM, limit, channels, SHIFT_PARTS, DIM)
+    return load_rows(ptr, first, DIM, limit, channels, PART_ROWS, DIM)
 
 
 @triton.jit
