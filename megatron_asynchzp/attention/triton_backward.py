@@ -93,6 +93,8 @@ def _query_tiles(
     row_first,
     row_last,
     begin,
+    inner_begin,
+    inner_end,
     end,
     q_row,
     do_row,
@@ -106,13 +108,25 @@ def _query_tiles(
     PRECISION: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Adds what the queries begin <= i < end give; scores are transposed: [keys, queries]."""
-    for first_row in range(begin, end, BLOCK_M):
+    """Adds what the inner queries give, which attend all keys, or (masked) those before and after
+    them, in one loop: a third loop costs registers. Scores are transposed: [keys, queries].
+    """
+    num_before = tl.cdiv(inner_begin - begin, BLOCK_M)
+    num_tiles = tl.cdiv(inner_end - inner_begin, BLOCK_M)
+    if IS_MASKED:
+        num_tiles = num_before + tl.cdiv(end - inner_end, BLOCK_M)
+    for tile in range(num_tiles):
+        first_row, stop_row = inner_begin + tile * BLOCK_M, inner_end
+        if IS_MASKED:
+            is_before = tile < num_before
+            after = inner_end + (tile - num_before) * BLOCK_M
+            first_row = tl.where(is_before, begin + tile * BLOCK_M, after)
+            stop_row = tl.where(is_before, inner_begin, end)
         rows = first_row + tl.arange(0, BLOCK_M)
-        is_row = rows < end
-        q = load_rows(q_ptr, first_row, q_row, end, channels, BLOCK_M, DIM)
+        is_row = rows < stop_row
+        q = load_rows(q_ptr, first_row, q_row, stop_row, channels, BLOCK_M, DIM)
         d_output = load_rows(
-            d_output_ptr, first_row, do_row, end, value_channels, BLOCK_M, VALUE_DIM
+            d_output_ptr, first_row, do_row, stop_row, value_channels, BLOCK_M, VALUE_DIM
         )
         lse = tl.load(lse_ptr + rows, mask=is_row, other=float("inf"))
         delta = tl.load(delta_ptr + rows, mask=is_row, other=0.0)
@@ -194,7 +208,6 @@ def backward_kv_kernel(
     # A key is attended by these queries and by no other: both ends of a query's range only rise.
     row_first = tl.load(row_first_ptr + keys, mask=keys < num_keys, other=0)
     row_last = tl.load(row_last_ptr + keys, mask=keys < num_keys, other=0)
-    bounds = begin, inner_begin, inner_end, end
     k_ptr += batch.to(tl.int64) * k_batch + group.to(tl.int64) * k_head
     v_ptr += batch.to(tl.int64) * v_batch + group.to(tl.int64) * v_head
     flat_group = tl.program_id(1).to(tl.int64)
@@ -211,7 +224,7 @@ def backward_kv_kernel(
         q_at = q_ptr + batch.to(tl.int64) * q_batch + head * q_head
         do_at = d_output_ptr + batch.to(tl.int64) * do_batch + head * do_head
         lse_at, delta_at = lse_ptr + flat_head * num_queries, delta_ptr + flat_head * num_queries
-        for part in tl.static_range(3):  # before, within and after the inner tiles
+        for is_masked in tl.static_range(2):
             dk, dv = _query_tiles(
                 dk,
                 dv,
@@ -224,8 +237,10 @@ def backward_kv_kernel(
                 delta_at,
                 row_first,
                 row_last,
-                bounds[part],
-                bounds[part + 1],
+                begin,
+                inner_begin,
+                inner_end,
+                end,
                 q_row,
                 do_row,
                 scale_log2,
@@ -236,7 +251,7 @@ def backward_kv_kernel(
                 BLOCK_M,
                 HAS_SHIFT,
                 PRECISION,
-                part != 1,
+                is_masked == 1,
             )
     dk_ptr += flat_group * num_keys * DIM
     dv_ptr += flat_group * num_keys * VALUE_DIM
