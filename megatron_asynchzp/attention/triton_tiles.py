@@ -44,12 +44,12 @@ FORWARD = {
 }
 BACKWARD_KV = {
     64: TileConfig(32, 128, 8, 2),
-    128: TileConfig(32, 128, 8, 2),
+    128: TileConfig(32, 64, 8, 2),
     256: TileConfig(64, 32, 8, 1),
 }
 BACKWARD_Q = {
     64: TileConfig(128, 64, 8, 2),
-    128: TileConfig(128, 64, 8, 2),
+    128: TileConfig(64, 64, 8, 3),
     256: TileConfig(32, 64, 8, 1),
 }
 # Where every operand takes twice the memory, and for other GPUs: small and safe.
