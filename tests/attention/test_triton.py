@@ -119,7 +119,7 @@ def _saved_bytes(length: int, shift: str) -> int:
     """What autograd keeps for the backward of `length` queries and keys."""
     mask = AttentionMask(length, length, is_causal=True)
     inputs = biased(mask, torch.float16, heads=2, groups=1, dim=16)
-    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
     kept = {}
 
     def remember(x: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _saved_bytes(length: int, shift: str) -> int:
     from megatron_asynchzp.attention.pasa import block_attention
 
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda x: x):
-        result = block_attention(AttentionCall(*leaves, mask, SCALE), is_fused=True, shift=shift)
+        result = block_attention(AttentionCall(q, k, v, mask, SCALE), is_fused=True, shift=shift)
     assert result.output_BHSE.requires_grad
     return sum(kept.values())
 
