@@ -24,12 +24,12 @@ from megatron_asynchzp.attention.triton_forward import (
     shift_parts,
 )
 from megatron_asynchzp.attention.triton_tiles import (
-    BACKWARD_KV,
     BACKWARD_Q,
     SHIFT_BLOCK,
     SHIFT_PARTS,
     as_options,
     autotuned,
+    backward_kv_table,
     first_query,
     key_tiles,
     load_parts,
@@ -465,6 +465,9 @@ def fused_backward(
     scales = [call.scale, call.scale * LOG2_E]
     inputs = [q, k, v, d_output_BHSE, saved.lse_BHS, delta, shift_parts(shifted)]
 
+    # Triton's interpreter, on a CPU, has no stages.
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
+
     def launch(kernel, table, grid, *arguments):
         config = tile_config(table, max(dim, value_dim), q.dtype)
         options = {} if is_tuned else as_options(config)
@@ -473,7 +476,7 @@ def fused_backward(
 
     launch(
         backward_kv_kernel,
-        BACKWARD_KV,
+        backward_kv_table(capability),
         lambda meta: (triton.cdiv(keys, meta["BLOCK_N"]), batch * groups),
         *inputs,
         dk,

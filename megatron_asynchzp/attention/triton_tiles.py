@@ -36,7 +36,7 @@ class TileConfig(NamedTuple):
     num_stages: int
 
 
-# By padded head dimension. Chosen so that nothing spills on sm_90, see test_triton_compiled.
+# By padded head dimension. Chosen so that nothing spills, see test_triton_compiled.
 FORWARD = {
     64: TileConfig(128, 64, 8, 3),
     128: TileConfig(128, 64, 8, 3),
@@ -46,6 +46,12 @@ BACKWARD_KV = {
     64: TileConfig(32, 128, 8, 2),
     128: TileConfig(32, 64, 8, 2),
     256: TileConfig(64, 32, 8, 1),
+}
+# Elsewhere than on sm_90, where a tile that is loaded ahead would spill.
+BACKWARD_KV_ELSEWHERE = {
+    64: TileConfig(32, 128, 8, 1),
+    128: TileConfig(32, 64, 8, 1),
+    256: TileConfig(32, 32, 8, 1),
 }
 BACKWARD_Q = {
     64: TileConfig(128, 64, 8, 2),
@@ -62,6 +68,11 @@ _TRIED = [
     for warps in (4, 8)
     for stages in (2, 3)
 ]
+
+
+def backward_kv_table(capability: tuple[int, int]) -> dict[int, TileConfig]:
+    """Tiles of dK and dV on a GPU of this compute capability."""
+    return BACKWARD_KV if capability[0] == 9 else BACKWARD_KV_ELSEWHERE
 
 
 def tile_config(table: dict[int, TileConfig], dim: int, dtype: torch.dtype) -> TileConfig:
