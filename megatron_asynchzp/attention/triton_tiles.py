@@ -56,7 +56,7 @@ BACKWARD_KV_ELSEWHERE = {
 BACKWARD_Q = {
     64: TileConfig(128, 64, 8, 2),
     128: TileConfig(64, 64, 8, 3),
-    256: TileConfig(32, 64, 8, 1),
+    256: TileConfig(32, 32, 8, 1),
 }
 # Where every operand takes twice the memory, and for other GPUs: small and safe.
 WIDE = TileConfig(32, 32, 4, 1)
