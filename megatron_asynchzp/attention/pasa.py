@@ -147,18 +147,17 @@ def _fused_forward(call: AttentionCall, shifted: ShiftedKeys, how: _How):
     from megatron_asynchzp.attention.triton_forward import LOG2_E, fused_forward
 
     ranges = call.mask.key_ranges(call.device)
-    output, lse, psi = fused_forward(call, shifted, ranges, is_tuned=how.is_tuned)
+    output, lse = fused_forward(call, shifted, ranges, is_tuned=how.is_tuned)
     repeats = call.q_BHSD.shape[1] // shifted.keys_BGTD.shape[1]
     frame_BH1D = shifted.frame_BG1D.repeat_interleave(repeats, 1)
     frame_BHS = call.scale * (call.q_BHSD.float() @ frame_BH1D.mT)[..., 0]
     true_lse = torch.where(lse.isposinf(), -torch.inf, lse / LOG2_E + frame_BHS)
-    return output, true_lse, [lse] if psi is None else [lse, psi]
+    return output, true_lse, [lse]
 
 
 def _fused_backward(d_output, call: AttentionCall, shifted, output, kept, how: _How):
     from megatron_asynchzp.attention.triton_backward import SavedForward, fused_backward
 
-    lse, psi = kept if len(kept) == 2 else (*kept, None)
     ranges = call.mask.key_ranges(call.device)
-    saved = SavedForward(output, lse, psi)
+    saved = SavedForward(output, *kept)
     return fused_backward(d_output, call, shifted, saved, ranges, is_tuned=how.is_tuned)

@@ -17,19 +17,27 @@ from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.heads import AttentionGradients
 from megatron_asynchzp.attention.key_shift import ShiftedKeys
 from megatron_asynchzp.attention.mask import KeyRanges
-from megatron_asynchzp.attention.triton_forward import LOG2_E, precision_of, range_stride
+from megatron_asynchzp.attention.triton_forward import (
+    LOG2_E,
+    precision_of,
+    range_stride,
+    shift_parts,
+)
 from megatron_asynchzp.attention.triton_tiles import (
-    BACKWARD_KV,
     BACKWARD_Q,
     SHIFT_BLOCK,
+    SHIFT_PARTS,
     as_options,
     autotuned,
+    backward_kv_table,
+    first_query,
     key_tiles,
+    load_parts,
     load_rows,
     padded_dim,
+    score_offsets,
     store_rows,
     tile_config,
-    tile_scores,
 )
 
 
@@ -38,7 +46,6 @@ class SavedForward(NamedTuple):
 
     output_BHSE: torch.Tensor
     lse_BHS: torch.Tensor
-    psi_BHJS: torch.Tensor | None
 
 
 @triton.jit
@@ -60,12 +67,13 @@ def delta_kernel(
 ):
     """D = rowsum(dO o O), in fp32."""
     batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_row = tl.program_id(0) * BLOCK_M
+    rows = first_row + tl.arange(0, BLOCK_M)
     channels = tl.arange(0, PADDED_VALUE_DIM)
     d_output_ptr += batch.to(tl.int64) * do_batch + head.to(tl.int64) * do_head
     output_ptr += batch.to(tl.int64) * o_batch + head.to(tl.int64) * o_head
-    d_output = load_rows(d_output_ptr, rows, do_row, num_queries, channels, VALUE_DIM)
-    output = load_rows(output_ptr, rows, o_row, num_queries, channels, VALUE_DIM)
+    d_output = load_rows(d_output_ptr, first_row, do_row, num_queries, channels, BLOCK_M, VALUE_DIM)
+    output = load_rows(output_ptr, first_row, o_row, num_queries, channels, BLOCK_M, VALUE_DIM)
     delta = tl.sum(d_output.to(tl.float32) * output.to(tl.float32), 1)
     delta_ptr += tl.program_id(1).to(tl.int64) * num_queries
     tl.store(delta_ptr + rows, delta, mask=rows < num_queries)
@@ -77,19 +85,19 @@ def _query_tiles(
     dv,
     k,
     v,
+    shift,
     q_ptr,
     d_output_ptr,
     lse_ptr,
     delta_ptr,
-    psi_ptr,
-    start_ptr,
-    stop_ptr,
-    keys,
+    row_first,
+    row_last,
     begin,
+    inner_begin,
+    inner_end,
     end,
     q_row,
     do_row,
-    num_queries,
     scale_log2,
     channels,
     value_channels,
@@ -100,22 +108,37 @@ def _query_tiles(
     PRECISION: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Adds what the queries begin <= i < end give; scores are transposed: [keys, queries]."""
-    for first_row in range(begin, end, BLOCK_M):
+    """Adds what the inner queries give, which attend all keys, or (masked) those before and after
+    them, in one loop: a third loop costs registers. Scores are transposed: [keys, queries].
+    """
+    num_before = tl.cdiv(inner_begin - begin, BLOCK_M)
+    num_tiles = tl.cdiv(inner_end - inner_begin, BLOCK_M)
+    if IS_MASKED:
+        num_tiles = num_before + tl.cdiv(end - inner_end, BLOCK_M)
+    for tile in range(num_tiles):
+        first_row, stop_row = inner_begin + tile * BLOCK_M, inner_end
+        if IS_MASKED:
+            is_before = tile < num_before
+            after = inner_end + (tile - num_before) * BLOCK_M
+            first_row = tl.where(is_before, begin + tile * BLOCK_M, after)
+            stop_row = tl.where(is_before, inner_begin, end)
         rows = first_row + tl.arange(0, BLOCK_M)
-        is_row = rows < end
-        q = load_rows(q_ptr, rows, q_row, end, channels, DIM)
-        d_output = load_rows(d_output_ptr, rows, do_row, end, value_channels, VALUE_DIM)
+        is_row = rows < stop_row
+        q = load_rows(q_ptr, first_row, q_row, stop_row, channels, BLOCK_M, DIM)
+        d_output = load_rows(
+            d_output_ptr, first_row, do_row, stop_row, value_channels, BLOCK_M, VALUE_DIM
+        )
         lse = tl.load(lse_ptr + rows, mask=is_row, other=float("inf"))
         delta = tl.load(delta_ptr + rows, mask=is_row, other=0.0)
         score = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale_log2
         if HAS_SHIFT:
-            score += tl.load(psi_ptr + rows, mask=is_row, other=0.0)[None, :]
+            # One shift for all queries: a dot product of each, in fp32.
+            lse -= tl.sum(q.to(tl.float32) * shift[None, :], 1) * scale_log2
         p = tl.exp2(score - lse[None, :])
         if IS_MASKED:
-            start = tl.load(start_ptr + rows, mask=is_row, other=0)
-            stop = tl.load(stop_ptr + rows, mask=is_row, other=0)
-            is_attended = (start[None, :] <= keys[:, None]) & (keys[:, None] < stop[None, :])
+            is_attended = (row_first[:, None] <= rows[None, :]) & (
+                rows[None, :] < row_last[:, None]
+            )
             p = tl.where(is_attended, p, 0.0)
         dv = tl.dot(p.to(d_output.dtype), d_output, dv, input_precision=PRECISION)
         dp = tl.dot(v, tl.trans(d_output), input_precision=PRECISION)
@@ -132,11 +155,9 @@ def backward_kv_kernel(
     d_output_ptr,
     lse_ptr,
     delta_ptr,
-    psi_ptr,
+    parts_ptr,
     dk_ptr,
     dv_ptr,
-    start_ptr,
-    stop_ptr,
     row_first_ptr,
     row_last_ptr,
     q_batch,
@@ -156,7 +177,6 @@ def backward_kv_kernel(
     num_queries,
     num_keys,
     num_blocks,
-    range_batch,
     row_range_batch,
     scale,
     scale_log2,
@@ -167,6 +187,7 @@ def backward_kv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHIFT_BLOCK: tl.constexpr,
+    SHIFT_PARTS: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -176,21 +197,25 @@ def backward_kv_kernel(
     first_key = tl.program_id(0) * BLOCK_N
     keys = first_key + tl.arange(0, BLOCK_N)
     channels, value_channels = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
-    start_ptr += batch * range_batch
-    stop_ptr += batch * range_batch
-    row_first_ptr += batch * row_range_batch
-    row_last_ptr += batch * row_range_batch
+    row_first_ptr += batch.to(tl.int64) * row_range_batch
+    row_last_ptr += batch.to(tl.int64) * row_range_batch
     # Queries of the first and of the last key; those that attend both attend all between.
     end_key = tl.minimum(first_key + BLOCK_N, num_keys) - 1
     begin, inner_end = tl.load(row_first_ptr + first_key), tl.load(row_last_ptr + first_key)
     inner_begin, end = tl.load(row_first_ptr + end_key), tl.load(row_last_ptr + end_key)
     inner_begin = tl.minimum(inner_begin, end)
     inner_end = tl.maximum(inner_begin, tl.minimum(inner_end, end))
-    bounds = begin, inner_begin, inner_end, end
+    # A key is attended by these queries and by no other: both ends of a query's range only rise.
+    row_first = tl.load(row_first_ptr + keys, mask=keys < num_keys, other=0)
+    row_last = tl.load(row_last_ptr + keys, mask=keys < num_keys, other=0)
     k_ptr += batch.to(tl.int64) * k_batch + group.to(tl.int64) * k_head
     v_ptr += batch.to(tl.int64) * v_batch + group.to(tl.int64) * v_head
-    k = load_rows(k_ptr, keys, k_row, num_keys, channels, DIM)
-    v = load_rows(v_ptr, keys, v_row, num_keys, value_channels, VALUE_DIM)
+    flat_group = tl.program_id(1).to(tl.int64)
+    parts_ptr += flat_group * num_blocks * SHIFT_PARTS * DIM
+    k = load_rows(k_ptr, first_key, k_row, num_keys, channels, BLOCK_N, DIM)
+    v = load_rows(v_ptr, first_key, v_row, num_keys, value_channels, BLOCK_N, VALUE_DIM)
+    parts = load_parts(parts_ptr, first_key, channels, DIM, SHIFT_BLOCK, SHIFT_PARTS)
+    shift = tl.sum(parts.to(tl.float32), 0)
     dk = tl.zeros([BLOCK_N, PADDED_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, PADDED_VALUE_DIM], tl.float32)
     for repeat in range(repeats):
@@ -199,26 +224,25 @@ def backward_kv_kernel(
         q_at = q_ptr + batch.to(tl.int64) * q_batch + head * q_head
         do_at = d_output_ptr + batch.to(tl.int64) * do_batch + head * do_head
         lse_at, delta_at = lse_ptr + flat_head * num_queries, delta_ptr + flat_head * num_queries
-        psi_at = psi_ptr + (flat_head * num_blocks + first_key // SHIFT_BLOCK) * num_queries
-        for part in tl.static_range(3):  # before, within and after the inner tiles
+        for is_masked in tl.static_range(2):
             dk, dv = _query_tiles(
                 dk,
                 dv,
                 k,
                 v,
+                shift,
                 q_at,
                 do_at,
                 lse_at,
                 delta_at,
-                psi_at,
-                start_ptr,
-                stop_ptr,
-                keys,
-                bounds[part],
-                bounds[part + 1],
+                row_first,
+                row_last,
+                begin,
+                inner_begin,
+                inner_end,
+                end,
                 q_row,
                 do_row,
-                num_queries,
                 scale_log2,
                 channels,
                 value_channels,
@@ -227,13 +251,12 @@ def backward_kv_kernel(
                 BLOCK_M,
                 HAS_SHIFT,
                 PRECISION,
-                part != 1,
+                is_masked == 1,
             )
-    flat_group = tl.program_id(1).to(tl.int64)
     dk_ptr += flat_group * num_keys * DIM
     dv_ptr += flat_group * num_keys * VALUE_DIM
-    store_rows(dk_ptr, keys, DIM, num_keys, channels, dk * scale, DIM)
-    store_rows(dv_ptr, keys, VALUE_DIM, num_keys, value_channels, dv, VALUE_DIM)
+    store_rows(dk_ptr, first_key, num_keys, channels, dk * scale, BLOCK_N, DIM)
+    store_rows(dv_ptr, first_key, num_keys, value_channels, dv, BLOCK_N, VALUE_DIM)
 
 
 @triton.jit
@@ -246,16 +269,14 @@ def _key_tiles(
     delta,
     k_ptr,
     v_ptr,
-    psi_ptr,
+    parts_ptr,
     shift_ptr,
-    rows,
     start,
     stop,
     begin,
     end,
     k_row,
     v_row,
-    num_queries,
     num_keys,
     scale_log2,
     channels,
@@ -264,6 +285,7 @@ def _key_tiles(
     VALUE_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHIFT_BLOCK: tl.constexpr,
+    SHIFT_PARTS: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_MASKED: tl.constexpr,
@@ -273,24 +295,17 @@ def _key_tiles(
     for first_key in range(begin, end, BLOCK_N):
         first_key = tl.multiple_of(first_key, BLOCK_N)
         keys = first_key + tl.arange(0, BLOCK_N)
-        k = load_rows(k_ptr, keys, k_row, num_keys, channels, DIM)
-        score = tile_scores(
-            q,
-            k,
-            psi_ptr,
-            rows,
-            first_key,
-            num_queries,
-            scale_log2,
-            SHIFT_BLOCK,
-            HAS_SHIFT,
-            PRECISION,
-        )
-        p = tl.exp2(score - lse[:, None])
+        k = load_rows(k_ptr, first_key, k_row, num_keys, channels, BLOCK_N, DIM)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        shifted_lse = lse
+        if HAS_SHIFT:
+            parts = load_parts(parts_ptr, first_key, channels, DIM, SHIFT_BLOCK, SHIFT_PARTS)
+            shifted_lse -= score_offsets(q, parts, scale_log2, PRECISION)
+        p = tl.exp2(score - shifted_lse[:, None])
         if IS_MASKED:
             is_attended = (start[:, None] <= keys[None, :]) & (keys[None, :] < stop[:, None])
             p = tl.where(is_attended, p, 0.0)
-        v = load_rows(v_ptr, keys, v_row, num_keys, value_channels, VALUE_DIM)
+        v = load_rows(v_ptr, first_key, v_row, num_keys, value_channels, BLOCK_N, VALUE_DIM)
         dp = tl.dot(d_output, tl.trans(v), input_precision=PRECISION)
         ds = (p * (dp - delta[:, None])).to(k.dtype)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
@@ -315,7 +330,7 @@ def backward_q_kernel(
     d_output_ptr,
     lse_ptr,
     delta_ptr,
-    psi_ptr,
+    parts_ptr,
     shift_ptr,
     dq_ptr,
     start_ptr,
@@ -347,6 +362,7 @@ def backward_q_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHIFT_BLOCK: tl.constexpr,
+    SHIFT_PARTS: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -354,12 +370,13 @@ def backward_q_kernel(
     batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
     group = head // (num_heads // num_groups)
     flat_head = tl.program_id(1).to(tl.int64)
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_row = first_query(BLOCK_M)
+    rows = first_row + tl.arange(0, BLOCK_M)
     is_row = rows < num_queries
     channels, value_channels = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
     bounds, start, stop = key_tiles(  # pyright: ignore[reportGeneralTypeIssues]
-        start_ptr + batch * range_batch,
-        stop_ptr + batch * range_batch,
+        start_ptr + batch.to(tl.int64) * range_batch,
+        stop_ptr + batch.to(tl.int64) * range_batch,
         rows,
         num_queries,
         num_keys,
@@ -369,11 +386,13 @@ def backward_q_kernel(
     k_ptr += batch.to(tl.int64) * k_batch + group.to(tl.int64) * k_head
     v_ptr += batch.to(tl.int64) * v_batch + group.to(tl.int64) * v_head
     d_output_ptr += batch.to(tl.int64) * do_batch + head.to(tl.int64) * do_head
-    psi_ptr += flat_head * num_blocks * num_queries
     flat_group = batch.to(tl.int64) * num_groups + group
-    shift_ptr += flat_group * tl.maximum(num_blocks, 1) * DIM
-    q = load_rows(q_ptr, rows, q_row, num_queries, channels, DIM)
-    d_output = load_rows(d_output_ptr, rows, do_row, num_queries, value_channels, VALUE_DIM)
+    parts_ptr += flat_group * num_blocks * SHIFT_PARTS * DIM
+    shift_ptr += flat_group * num_blocks * DIM
+    q = load_rows(q_ptr, first_row, q_row, num_queries, channels, BLOCK_M, DIM)
+    d_output = load_rows(
+        d_output_ptr, first_row, do_row, num_queries, value_channels, BLOCK_M, VALUE_DIM
+    )
     lse = tl.load(lse_ptr + flat_head * num_queries + rows, mask=is_row, other=float("inf"))
     delta = tl.load(delta_ptr + flat_head * num_queries + rows, mask=is_row, other=0.0)
     dq = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
@@ -388,16 +407,14 @@ def backward_q_kernel(
             delta,
             k_ptr,
             v_ptr,
-            psi_ptr,
+            parts_ptr,
             shift_ptr,
-            rows,
             start,
             stop,
             bounds[part],
             bounds[part + 1],
             k_row,
             v_row,
-            num_queries,
             num_keys,
             scale_log2,
             channels,
@@ -406,6 +423,7 @@ def backward_q_kernel(
             VALUE_DIM,
             BLOCK_N,
             SHIFT_BLOCK,
+            SHIFT_PARTS,
             HAS_SHIFT,
             PRECISION,
             part != 1,
@@ -414,7 +432,7 @@ def backward_q_kernel(
         shift = tl.load(shift_ptr + channels, mask=channels < DIM, other=0.0)
         dq += r[:, None] * shift[None, :]
     dq_ptr += flat_head * num_queries * DIM
-    store_rows(dq_ptr, rows, DIM, num_queries, channels, dq * scale, DIM)
+    store_rows(dq_ptr, first_row, num_queries, channels, dq * scale, BLOCK_M, DIM)
 
 
 def fused_backward(
@@ -435,18 +453,20 @@ def fused_backward(
     dq, dk, dv = (x.new_full(x.shape, float("nan")) for x in (q, k, v))
     rows_of_keys = ranges.transposed(keys)
     strides = [s for x in (q, k, v, d_output_BHSE) for s in x.stride()[:3]]
-    psi = saved.psi_BHJS
-    sizes = [heads, groups, queries, keys, 0 if psi is None else psi.shape[2]]
+    sizes = [heads, groups, queries, keys, shifted.shift_BGJD.shape[2]]
     # fmt: off
     constants = {
         "DIM": dim, "VALUE_DIM": value_dim, "PADDED_DIM": padded_dim(dim),
         "PADDED_VALUE_DIM": padded_dim(value_dim), "SHIFT_BLOCK": SHIFT_BLOCK,
-        "HAS_SHIFT": psi is not None, "PRECISION": precision_of(q.dtype),
+        "SHIFT_PARTS": SHIFT_PARTS, "HAS_SHIFT": not shifted.is_global,
+        "PRECISION": precision_of(q.dtype),
     }
     # fmt: on
-    lse, psi = saved.lse_BHS, delta if psi is None else psi
     scales = [call.scale, call.scale * LOG2_E]
-    inputs = [q, k, v, d_output_BHSE, lse, delta, psi]
+    inputs = [q, k, v, d_output_BHSE, saved.lse_BHS, delta, shift_parts(shifted)]
+
+    # Triton's interpreter, on a CPU, has no stages.
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
 
     def launch(kernel, table, grid, *arguments):
         config = tile_config(table, max(dim, value_dim), q.dtype)
@@ -456,16 +476,14 @@ def fused_backward(
 
     launch(
         backward_kv_kernel,
-        BACKWARD_KV,
+        backward_kv_table(capability),
         lambda meta: (triton.cdiv(keys, meta["BLOCK_N"]), batch * groups),
         *inputs,
         dk,
         dv,
-        *ranges,
         *rows_of_keys,
         *strides,
         *sizes,
-        range_stride(ranges),
         range_stride(rows_of_keys),
         *scales,
     )

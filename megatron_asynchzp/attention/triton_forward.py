@@ -16,14 +16,17 @@ from megatron_asynchzp.attention.mask import KeyRanges
 from megatron_asynchzp.attention.triton_tiles import (
     FORWARD,
     SHIFT_BLOCK,
+    SHIFT_PARTS,
     as_options,
     autotuned,
+    first_query,
     key_tiles,
+    load_parts,
     load_rows,
     padded_dim,
+    score_offsets,
     store_rows,
     tile_config,
-    tile_scores,
 )
 
 LOG2_E = 1.4426950408889634
@@ -37,15 +40,13 @@ def _tiles(
     q,
     k_ptr,
     v_ptr,
-    psi_ptr,
-    rows,
+    parts_ptr,
     start,
     stop,
     begin,
     end,
     k_row,
     v_row,
-    num_queries,
     num_keys,
     scale_log2,
     channels,
@@ -54,6 +55,7 @@ def _tiles(
     VALUE_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHIFT_BLOCK: tl.constexpr,
+    SHIFT_PARTS: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
     IS_MASKED: tl.constexpr,
@@ -62,19 +64,11 @@ def _tiles(
     for first_key in range(begin, end, BLOCK_N):
         first_key = tl.multiple_of(first_key, BLOCK_N)
         keys = first_key + tl.arange(0, BLOCK_N)
-        k = load_rows(k_ptr, keys, k_row, num_keys, channels, DIM)
-        score = tile_scores(
-            q,
-            k,
-            psi_ptr,
-            rows,
-            first_key,
-            num_queries,
-            scale_log2,
-            SHIFT_BLOCK,
-            HAS_SHIFT,
-            PRECISION,
-        )
+        k = load_rows(k_ptr, first_key, k_row, num_keys, channels, BLOCK_N, DIM)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        if HAS_SHIFT:
+            parts = load_parts(parts_ptr, first_key, channels, DIM, SHIFT_BLOCK, SHIFT_PARTS)
+            score += score_offsets(q, parts, scale_log2, PRECISION)[:, None]
         if IS_MASKED:
             is_attended = (start[:, None] <= keys[None, :]) & (keys[None, :] < stop[:, None])
             score = tl.where(is_attended, score, float("-inf"))
@@ -85,7 +79,7 @@ def _tiles(
         p = tl.exp2(score - finite[:, None])
         keep = tl.exp2(maximum - finite)
         total = total * keep + tl.sum(p, 1)
-        v = load_rows(v_ptr, keys, v_row, num_keys, value_channels, VALUE_DIM)
+        v = load_rows(v_ptr, first_key, v_row, num_keys, value_channels, BLOCK_N, VALUE_DIM)
         output = tl.dot(p.to(v.dtype), v, output * keep[:, None], input_precision=PRECISION)
         maximum = new_maximum
     return output, total, maximum
@@ -96,7 +90,7 @@ def forward_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    psi_ptr,
+    parts_ptr,
     output_ptr,
     lse_ptr,
     start_ptr,
@@ -124,6 +118,7 @@ def forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHIFT_BLOCK: tl.constexpr,
+    SHIFT_PARTS: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -131,10 +126,11 @@ def forward_kernel(
     where nothing is attended: exp2(score - lse) is then zero in backward."""
     batch, head = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
     group = head // (num_heads // num_groups)
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_row = first_query(BLOCK_M)
+    rows = first_row + tl.arange(0, BLOCK_M)
     channels, value_channels = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
-    start_ptr += batch * range_batch
-    stop_ptr += batch * range_batch
+    start_ptr += batch.to(tl.int64) * range_batch
+    stop_ptr += batch.to(tl.int64) * range_batch
     bounds, start, stop = key_tiles(  # pyright: ignore[reportGeneralTypeIssues]
         start_ptr, stop_ptr, rows, num_queries, num_keys, BLOCK_N
     )
@@ -142,8 +138,8 @@ def forward_kernel(
     k_ptr += batch.to(tl.int64) * k_batch + group.to(tl.int64) * k_head
     v_ptr += batch.to(tl.int64) * v_batch + group.to(tl.int64) * v_head
     flat_head = tl.program_id(1).to(tl.int64)
-    psi_ptr += flat_head * num_blocks * num_queries
-    q = load_rows(q_ptr, rows, q_row, num_queries, channels, DIM)
+    parts_ptr += (batch.to(tl.int64) * num_groups + group) * num_blocks * SHIFT_PARTS * DIM
+    q = load_rows(q_ptr, first_row, q_row, num_queries, channels, BLOCK_M, DIM)
     output = tl.zeros([BLOCK_M, PADDED_VALUE_DIM], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -155,15 +151,13 @@ def forward_kernel(
             q,
             k_ptr,
             v_ptr,
-            psi_ptr,
-            rows,
+            parts_ptr,
             start,
             stop,
             bounds[part],
             bounds[part + 1],
             k_row,
             v_row,
-            num_queries,
             num_keys,
             scale_log2,
             channels,
@@ -172,6 +166,7 @@ def forward_kernel(
             VALUE_DIM,
             BLOCK_N,
             SHIFT_BLOCK,
+            SHIFT_PARTS,
             HAS_SHIFT,
             PRECISION,
             part != 1,
@@ -181,22 +176,25 @@ def forward_kernel(
     lse = tl.where(is_empty, float("inf"), maximum + tl.log2(tl.where(is_empty, 1.0, total)))
     tl.store(lse_ptr + flat_head * num_queries + rows, lse, mask=rows < num_queries)
     output_ptr += flat_head * num_queries * VALUE_DIM
-    store_rows(output_ptr, rows, VALUE_DIM, num_queries, value_channels, output, VALUE_DIM)
+    store_rows(output_ptr, first_row, num_queries, value_channels, output, BLOCK_M, VALUE_DIM)
 
 
-def score_offsets(call: AttentionCall, shifted: ShiftedKeys) -> torch.Tensor | None:
-    """psi of every query and block in base 2, [B, H, J, S] fp32; None for one global shift."""
-    if shifted.is_global:
-        return None
-    repeats = call.q_BHSD.shape[1] // call.k_BGTD.shape[1]
-    shift_BHJD = shifted.score_shift_BGJD().repeat_interleave(repeats, 1)
-    return (call.scale * LOG2_E) * (shift_BHJD @ call.q_BHSD.float().mT)
+def shift_parts(shifted: ShiftedKeys) -> torch.Tensor:
+    """score_shift_BGJD as sums of SHIFT_PARTS numbers of the dtype of the keys, [B, G, J, P, D]:
+    what a matrix unit takes. No part overflows where the sum does not fit."""
+    dtype = shifted.keys_BGTD.dtype
+    largest = torch.finfo(dtype).max
+    rest_BGJD, parts = shifted.score_shift_BGJD(), []
+    for _ in range(SHIFT_PARTS):
+        parts.append(rest_BGJD.clamp(-largest, largest).to(dtype))
+        rest_BGJD = rest_BGJD - parts[-1]
+    return torch.stack(parts, 3)
 
 
 def fused_forward(
     call: AttentionCall, shifted: ShiftedKeys, ranges: KeyRanges, *, is_tuned: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Output [B, H, S, E], base-2 LSE of the shifted scores [B, H, S], psi (for the backward).
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [B, H, S, E], and base-2 LSE of the shifted scores [B, H, S].
 
     shifted: blocks of SHIFT_BLOCK keys, or one global shift. Channels of q, k and v must lie
         together.
@@ -208,7 +206,6 @@ def fused_forward(
     # Poisoned: whatever the kernel forgets to write is seen.
     output = q.new_full((batch, heads, queries, value_dim), float("nan"))
     lse = q.new_full((batch, heads, queries), float("nan"), dtype=torch.float32)
-    psi = score_offsets(call, shifted)
     config = tile_config(FORWARD, max(dim, value_dim), q.dtype)
     kernel, options = forward_kernel, as_options(config)
     if is_tuned:
@@ -217,7 +214,7 @@ def fused_forward(
         q,
         k,
         v,
-        lse if psi is None else psi,
+        shift_parts(shifted),
         output,
         lse,
         ranges.start_BS,
@@ -229,7 +226,7 @@ def fused_forward(
         groups,
         queries,
         keys,
-        0 if psi is None else psi.shape[2],
+        shifted.shift_BGJD.shape[2],
         range_stride(ranges),
         call.scale * LOG2_E,
         DIM=dim,
@@ -237,11 +234,12 @@ def fused_forward(
         PADDED_DIM=padded_dim(dim),
         PADDED_VALUE_DIM=padded_dim(value_dim),
         SHIFT_BLOCK=SHIFT_BLOCK,
-        HAS_SHIFT=psi is not None,
+        SHIFT_PARTS=SHIFT_PARTS,
+        HAS_SHIFT=not shifted.is_global,
         PRECISION=precision_of(q.dtype),
         **options,
     )
-    return output, lse, psi
+    return output, lse
 
 
 def range_stride(ranges: KeyRanges) -> int:

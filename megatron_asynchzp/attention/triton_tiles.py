@@ -19,6 +19,12 @@ import triton.language as tl
 
 # Keys that share a shift; a multiple of every BLOCK_N, so that a tile has one shift.
 SHIFT_BLOCK = 128
+# Numbers of the keys' dtype whose sum is one channel of a shift: in bf16 three hold the 24 bits of
+# fp32.
+SHIFT_PARTS = 3
+# Rows of the matrix that they make up, the rest zeros: with fewer Triton 3.7 does not use sm_90's
+# matrix unit, which reads the queries from shared memory, but an older one that needs registers.
+PART_ROWS = tl.constexpr(16)
 
 
 class TileConfig(NamedTuple):
@@ -30,21 +36,27 @@ class TileConfig(NamedTuple):
     num_stages: int
 
 
-# By padded head dimension. Chosen so that nothing spills on sm_90, see test_triton_compiled.
+# By padded head dimension. Chosen so that nothing spills, see test_triton_compiled.
 FORWARD = {
-    64: TileConfig(128, 64, 4, 3),
+    64: TileConfig(128, 64, 8, 3),
     128: TileConfig(128, 64, 8, 3),
     256: TileConfig(64, 32, 8, 2),
 }
 BACKWARD_KV = {
     64: TileConfig(32, 128, 8, 2),
-    128: TileConfig(32, 128, 8, 2),
+    128: TileConfig(32, 64, 8, 2),
     256: TileConfig(64, 32, 8, 1),
+}
+# Elsewhere than on sm_90, where a tile that is loaded ahead would spill.
+BACKWARD_KV_ELSEWHERE = {
+    64: TileConfig(32, 128, 8, 1),
+    128: TileConfig(32, 64, 8, 1),
+    256: TileConfig(32, 32, 8, 1),
 }
 BACKWARD_Q = {
     64: TileConfig(128, 64, 8, 2),
-    128: TileConfig(128, 64, 8, 2),
-    256: TileConfig(32, 64, 8, 1),
+    128: TileConfig(64, 64, 8, 3),
+    256: TileConfig(32, 32, 8, 1),
 }
 # Where every operand takes twice the memory, and for other GPUs: small and safe.
 WIDE = TileConfig(32, 32, 4, 1)
@@ -56,6 +68,11 @@ _TRIED = [
     for warps in (4, 8)
     for stages in (2, 3)
 ]
+
+
+def backward_kv_table(capability: tuple[int, int]) -> dict[int, TileConfig]:
+    """Tiles of dK and dV on a GPU of this compute capability."""
+    return BACKWARD_KV if capability[0] == 9 else BACKWARD_KV_ELSEWHERE
 
 
 def tile_config(table: dict[int, TileConfig], dim: int, dtype: torch.dtype) -> TileConfig:
@@ -95,6 +112,13 @@ def autotuned(kernel, config: TileConfig):
 
 
 @triton.jit
+def first_query(BLOCK_M: tl.constexpr):
+    """Of this program's tile. Programs start in the order of their index, and a causal tile is the
+    longer the later it is: longest first, so that the last programs to start are short ones."""
+    return (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+
+
+@triton.jit
 def key_tiles(start_ptr, stop_ptr, rows, num_queries, num_keys, BLOCK_N: tl.constexpr):
     """first, inner begin, inner end, last (keys, multiples of BLOCK_N but for the last), and the
     ranges of the rows. All rows attend all inner keys, which need no mask. Rows past the end attend
@@ -113,40 +137,39 @@ def key_tiles(start_ptr, stop_ptr, rows, num_queries, num_keys, BLOCK_N: tl.cons
 
 
 @triton.jit
-def load_rows(ptr, rows, stride, limit, channels, DIM: tl.constexpr):
-    """[rows, channels] of a matrix whose channels lie together; zeros outside of it."""
-    is_in = (rows < limit)[:, None] & (channels < DIM)[None, :]
+def load_rows(ptr, first, stride, limit, channels, BLOCK: tl.constexpr, DIM: tl.constexpr):
+    """Rows first <= i < first + BLOCK of a matrix whose channels lie together; zeros outside of it.
+
+    The address of the first row is of 64 bits, those within a tile are of 32 (see within_tiles).
+    """
+    rows = tl.arange(0, BLOCK)
+    is_in = (rows < limit - first)[:, None] & (channels < DIM)[None, :]
+    ptr += tl.cast(first, tl.int64) * stride
     return tl.load(ptr + rows[:, None] * stride + channels[None, :], mask=is_in, other=0.0)
 
 
 @triton.jit
-def store_rows(ptr, rows, stride, limit, channels, value, DIM: tl.constexpr):
-    is_in = (rows < limit)[:, None] & (channels < DIM)[None, :]
+def store_rows(ptr, first, limit, channels, value, BLOCK: tl.constexpr, DIM: tl.constexpr):
+    """Writes `value` into a matrix of `limit` rows of DIM channels that lie together."""
+    rows = tl.arange(0, BLOCK)
+    is_in = (rows < limit - first)[:, None] & (channels < DIM)[None, :]
+    ptr += tl.cast(first, tl.int64) * DIM
     value = value.to(ptr.dtype.element_ty)
-    tl.store(ptr + rows[:, None] * stride + channels[None, :], value, mask=is_in)
+    tl.store(ptr + rows[:, None] * DIM + channels[None, :], value, mask=is_in)
 
 
 @triton.jit
-def tile_scores(
-    q,
-    k,
-    psi_ptr,
-    rows,
-    first_key,
-    num_queries,
-    scale_log2,
-    SHIFT_BLOCK: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
-    PRECISION: tl.constexpr,
+def load_parts(
+    ptr, key, channels, DIM: tl.constexpr, SHIFT_BLOCK: tl.constexpr, SHIFT_PARTS: tl.constexpr
 ):
-    """[queries, keys] in base 2, unmasked. The backward repeats what the forward computed: lse is
-    that of these very numbers."""
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-    if HAS_SHIFT:
-        psi = tl.load(
-            psi_ptr + first_key // SHIFT_BLOCK * num_queries + rows,
-            mask=rows < num_queries,
-            other=0.0,
-        )
-        score += psi[:, None]
-    return score
+    """[PART_ROWS, channels] of the shift of the block that holds `key`."""
+    first = key // SHIFT_BLOCK * SHIFT_PARTS
+    limit = first + SHIFT_PARTS
+    return load_rows(ptr, first, DIM, limit, channels, PART_ROWS, DIM)
+
+
+@triton.jit
+def score_offsets(q, parts, scale_log2, PRECISION: tl.constexpr):
+    """psi in base 2: what each query must add to its scores to undo the shift of a block of keys.
+    The products are exact in fp32, as those of the scores are."""
+    return tl.sum(tl.dot(q, tl.trans(parts), input_precision=PRECISION), 1) * scale_log2

@@ -3,9 +3,12 @@
 """The fused kernels in triton's interpreter: right in fp32, and as accurate as the reference in
 fp16. (The interpreter computes bf16 products wrongly without saying so: that needs a GPU.)"""
 
+import mmap
+
 import pytest
 import torch
 
+from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.mask import AttentionMask
 from scripts.testbed.attention.paper_data import Inputs, normal_inputs, relative_rmse
 from tests.attention.cases import exact, growth_of_dq_error, largest_error, masks
@@ -110,3 +113,64 @@ def test_layout_and_repetition_change_no_bit(interpreted):
         interpreted(_strided, inputs, mask),
     ):
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+def _saved_bytes(length: int, shift: str) -> int:
+    """What autograd keeps for the backward of `length` queries and keys."""
+    mask = AttentionMask(length, length, is_causal=True)
+    inputs = biased(mask, torch.float16, heads=2, groups=1, dim=16)
+    q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
+    kept = {}
+
+    def remember(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    from megatron_asynchzp.attention.pasa import block_attention
+
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda x: x):
+        result = block_attention(AttentionCall(q, k, v, mask, SCALE), is_fused=True, shift=shift)
+    assert result.output_BHSE.requires_grad
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("shift", ["block", "none"])
+def test_what_is_kept_for_backward_grows_by_the_same_bytes_with_every_key(interpreted, shift):
+    kept = [interpreted(_saved_bytes, length, shift) for length in (256, 512, 1024)]
+    assert kept[2] - kept[1] == 2 * (kept[1] - kept[0]) > 0
+
+
+def _far_apart(inputs: Inputs, row_stride: int) -> Inputs:
+    """The same tensors, each in address space of its own with `row_stride` elements from one row to
+    the next. Only the pages that hold a row take memory."""
+    spread = []
+    for x in inputs:
+        _, _, rows, channels = x.shape
+        size = (rows - 1) * row_stride + channels
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        space = torch.frombuffer(mmap.mmap(-1, 2 * size, flags), dtype=x.dtype)
+        far = space.as_strided(x.shape, (0, 0, row_stride, 1))
+        far.copy_(x)
+        spread.append(far)
+    return Inputs(*spread)
+
+
+def _attend_far_apart(inputs: Inputs, mask: AttentionMask, row_stride: int) -> list[torch.Tensor]:
+    """O, dQ, dK, dV. Calls what autograd calls, which would make its inputs contiguous."""
+    from megatron_asynchzp.attention.key_shift import centred_only
+    from megatron_asynchzp.attention.triton_backward import SavedForward, fused_backward
+    from megatron_asynchzp.attention.triton_forward import fused_forward
+
+    q, k, v, d_output = _far_apart(inputs, row_stride) if row_stride else inputs
+    call, ranges = AttentionCall(q, k, v, mask, SCALE), mask.key_ranges()
+    saved = SavedForward(*fused_forward(call, centred_only(k), ranges))
+    gradients = fused_backward(d_output, call, centred_only(k), saved, ranges)
+    return [saved.output_BHSE, *gradients]
+
+
+def test_rows_more_than_2_to_31_elements_apart_are_found(interpreted):
+    mask = AttentionMask(260, 260, is_causal=True)
+    inputs = biased(mask, torch.float16, heads=1, groups=1, dim=16)
+    near = interpreted(_attend_far_apart, inputs, mask, 0)
+    far = interpreted(_attend_far_apart, inputs, mask, 2**23 + 2**10)
+    assert all(torch.equal(one, other) for one, other in zip(near, far, strict=True))
