@@ -83,8 +83,8 @@ def shard(
         fp32 and possibly empty; for example `lambda params: torch.optim.AdamW(params, lr=1e-3)`.
     group: the default group where None.
     param_dtype: torch.bfloat16 or float16: parameters are gathered and computed with in it, and
-        the model's floating-point inputs are cast to it; the fp32 main parameters start from the
-        fp32 values that the model has. None: the dtypes that the model has.
+        fp32 inputs of the model and of its units are cast to it; the fp32 main parameters start
+        from the fp32 values that the model has. None: the dtypes that the model has.
     device: where a model on the meta device gets its values, from the reset_parameters() of its
         modules, of which no rank holds more than a unit at a time beside its part. None: torch's
         accelerator, or the CPU without one.
@@ -152,7 +152,7 @@ def _runtime_of(
     all_groups = {"dense": groups}
     if is_meta(model):
         construction = _construct(model, unit_modules, all_groups, group, device)
-    whole = {} if param_dtype is None else _cast_params(model, param_dtype)
+    whole = {} if param_dtype is None else _cast_params(model, unit_modules, param_dtype)
     plans = plan_units(model, unit_modules, also_used_by=_find_shared_params(model))
     runtime = HZPRuntime(
         model,
@@ -193,9 +193,11 @@ def _construct(
     return construction
 
 
-def _cast_params(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, torch.Tensor]:
-    """Let the floating-point parameters of `model`, and what it is called with, be of `dtype`.
-    Returns the values of those that are trained."""
+def _cast_params(
+    model: nn.Module, unit_modules: list[nn.Module], dtype: torch.dtype
+) -> dict[nn.Parameter, torch.Tensor]:
+    """Let the floating-point parameters of `model`, and what it and its units are called with, be
+    of `dtype`. Returns the values of those that are trained."""
     whole: dict[nn.Parameter, torch.Tensor] = {}
     for param in model.parameters():
         if param.requires_grad:
@@ -209,7 +211,8 @@ def _cast_params(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, tor
     def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return tree_map(cast, args), tree_map(cast, kwargs)
 
-    model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    for module in dict.fromkeys((model, *unit_modules)):
+        module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
     return whole
 
 

@@ -50,8 +50,8 @@ class Model(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [batch, 11] of weights of the 11 words."""
-        x = x @ self.embedding.weight
+        """x: [batch] of words."""
+        x = self.embedding(x)
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
@@ -73,7 +73,7 @@ def plain() -> Model:
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, 11, generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randint(11, (4,), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def new_adamw(params) -> torch.optim.Optimizer:
@@ -208,11 +208,17 @@ def check_values_of_one_rank(all_sizes) -> None:
                     sharded.load_full_params(values)
 
 
+def without_buffers() -> nn.Sequential:
+    torch.manual_seed(3)
+    layers = [nn.Linear(16, 16) for _ in range(3)]
+    return nn.Sequential(nn.Embedding(11, 16), *layers, nn.LayerNorm(16), nn.Linear(16, 11))
+
+
 def check_exact_main_params(all_sizes) -> None:
     for sizes in all_sizes:
-        exact = dict(plain().named_parameters())
-        model = plain()
-        layers = model.layers
+        exact = dict(without_buffers().named_parameters())
+        model = without_buffers()
+        layers = [model[1], model[2], model[3]]
         with shard(
             model, layers, ShardSizes(*sizes), new_adamw, param_dtype=torch.bfloat16
         ) as sharded:
@@ -222,8 +228,8 @@ def check_exact_main_params(all_sizes) -> None:
                 assert torch.equal(values, whole[held.start : held.stop]), name
             for name, value in sharded.full_params():
                 assert torch.equal(value, exact[name].bfloat16()), name
-            output = model(batch(0, 0))
-            assert output.dtype == torch.bfloat16
+            assert model(batch(0, 0)).dtype == torch.bfloat16
+            assert layers[0](torch.randn(2, 16)).dtype == torch.bfloat16  # its inputs are cast
             # A rate that bf16 alone would round away: the exact values move by it.
             for group in sharded.optimizer.param_groups:
                 group["lr"] = 1e-5

@@ -104,6 +104,7 @@ MISTAKES = {
     "nodes in words": (f"launch --nnodes two {SCRIPT}", "--nnodes two: give a number of nodes"),
     "a cluster that is not known": (
         uses("--asynchzp-param-shard-size auto --asynchzp-cluster h1000"), "h1000: No such file"),
+    "two dtypes": (uses("--bf16 --fp16"), "--bf16 and --fp16 exclude each other"),
     "quantised weights": (uses("--fp8-format hybrid"), "--fp8-format is not supported"),
     "a flag without its value": (
         uses("--asynchzp-param-shard-size"), "--asynchzp-param-shard-size: expected one"),

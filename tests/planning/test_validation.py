@@ -29,7 +29,7 @@ def check() -> Iterator[Callable[..., Ended]]:
     "more, line",
     [
         ("--num-layrs 2", "unrecognized arguments: --num-layrs"),
-        ("--use-asynchzp --bf16 --fp16", "fp16"),
+        ("--use-asynchzp --bf16 --fp16", "bf16"),
         ("--hidden-size 65", "hidden_size"),
         ("--use-asynchzp --seq-length 64", "max_position_embeddings"),
         ("--use-asynchzp --lr abc", "--lr: invalid float value: 'abc'"),
