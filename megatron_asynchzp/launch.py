@@ -6,6 +6,7 @@ with `--use-asynchzp` available.
 
 import os
 import runpy
+import subprocess
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
@@ -54,8 +55,8 @@ def main(argv: list[str]) -> None:
 
 def start(argv: list[str]) -> None:
     """`asynchzp launch [options of torchrun] SCRIPT [arguments of SCRIPT]`: check the command line
-    once, here, then become torchrun, whose ranks run `main`. Within a rank (torchrun --no-python)
-    it is `main`.
+    once, here, by itself and then by Megatron; then become torchrun, whose ranks run `main`. Within
+    a rank (torchrun --no-python) it is `main`.
 
     SCRIPT is the first word that ends in .py.
     """
@@ -69,9 +70,14 @@ def start(argv: list[str]) -> None:
     if not Path(script).is_file():
         report(ConfigurationError(f"{script}: no such script"))
         sys.exit(EXIT_USAGE)
-    check_or_exit(arguments, _world_size(options))
-    _prepare_restarts(_torchrun_options(options))
-    run = ["-m", "torch.distributed.run", *options, "-m", __name__, script, *arguments]
+    known = _torchrun_options(options)
+    _refuse_counts(known)
+    ranks = _world_size(options)
+    check_or_exit(arguments, ranks)
+    _prepare_restarts(known)
+    if ranks is not None:
+        _let_megatron_check(script, arguments, ranks, int(known.nproc_per_node))
+    run = ["-m", "megatron_asynchzp.torchrun", *options, "-m", __name__, script, *arguments]
     os.execv(sys.executable, [sys.executable, *run])
 
 
@@ -83,6 +89,7 @@ def dry_run(argv: list[str]) -> None:
         print(usage(), end="")
         return
     options, script, arguments = _parts(argv)
+    _refuse_counts(_torchrun_options(options))
     ranks = _world_size(options) if options else None
     check_or_exit(arguments, ranks)
     per_node = _torchrun_options(options).nproc_per_node
@@ -117,6 +124,48 @@ def _torchrun_options(options: list[str]) -> Namespace:
     parser.add_argument("--rdzv-backend", "--rdzv_backend", default="static")
     parser.add_argument("--standalone", action="store_true")
     return parser.parse_known_args(options)[0]
+
+
+def _refuse_counts(options: Namespace) -> None:
+    """End the process with one line for numbers of ranks or nodes that torchrun cannot read."""
+    per_node, nodes = options.nproc_per_node, options.nnodes
+    line = None
+    if per_node not in _COUNTED_BY_TORCHRUN and not _is_count(per_node):
+        others = ", ".join(_COUNTED_BY_TORCHRUN)
+        line = f"--nproc-per-node {per_node}: give a number of ranks above 0, or one of {others}"
+    elif not all(map(_is_count, nodes.split(":"))) or nodes.count(":") > 1:
+        line = f"--nnodes {nodes}: give a number of nodes above 0, or a range MIN:MAX"
+    if line is not None:
+        report(ConfigurationError(line))
+        sys.exit(EXIT_USAGE)
+
+
+_COUNTED_BY_TORCHRUN = ("auto", "gpu", "cpu", "xpu")
+
+
+def _is_count(word: str) -> bool:
+    return word.isdecimal() and int(word) > 0
+
+
+def _let_megatron_check(script: str, arguments: list[str], ranks: int, per_node: int) -> None:
+    """End the process with one line for a command line that Megatron, or what we make of it,
+    refuses: here within seconds, and once; the ranks would each end in torchrun's table."""
+    print("megatron_asynchzp: Megatron checks the command line before torchrun starts", flush=True)
+    words = [str(ranks), str(min(per_node, ranks)), script, *arguments]
+    command = [sys.executable, "-m", "megatron_asynchzp.planning.validation", *words]
+    try:
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=_CHECKED_S)
+    except subprocess.TimeoutExpired:
+        return  # it waits for something that torchrun may give it
+    except KeyboardInterrupt:
+        sys.exit(_EXIT_INTERRUPTED)
+    if done.returncode == EXIT_USAGE:
+        print(done.stderr.strip().splitlines()[-1], file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+
+
+_CHECKED_S = 300.0
+_EXIT_INTERRUPTED = 130  # a shell's status for SIGINT
 
 
 def _prepare_restarts(options: Namespace) -> None:

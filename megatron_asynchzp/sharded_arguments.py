@@ -5,7 +5,8 @@
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -101,12 +102,34 @@ def refuse_arguments(sizes: Any, schedule: Any) -> None:
     if not isinstance(sizes, ShardSizes):
         raise ConfigurationError(
             f"sizes is {sizes!r}; it is to be ShardSizes(param, grad, optim), each a number of "
-            "ranks that share one copy"
+            "ranks that share one copy, or a mesh"
         )
     if not isinstance(schedule, ScheduleConfig):
         raise ConfigurationError(
             f"schedule is {schedule!r}; it is to be a ScheduleConfig, as ScheduleConfig('inline')"
         )
+
+
+def refuse_param_dtype(dtype: Any, model: nn.Module) -> None:
+    """Raise ConfigurationError for a dtype in which no fp32 model computes."""
+    if dtype is None:
+        return
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ConfigurationError(
+            f"param_dtype is {dtype!r}; it is to be torch.bfloat16, torch.float16, or None for the "
+            "dtypes that the model has"
+        )
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            raise ConfigurationError(
+                f"{name} is on the meta device, where param_dtype has no fp32 values to start "
+                "from; build the model in that dtype, and give exact values with load_full_params()"
+            )
+        if param.requires_grad and param.dtype != torch.float32:
+            raise ConfigurationError(
+                f"{name} is {param.dtype}; param_dtype is for models whose trained parameters are "
+                "fp32, leave it out"
+            )
 
 
 def checked_optimizer(optimizer: Any) -> Callable[..., Any]:
@@ -133,18 +156,46 @@ def refuse_sharded(model: nn.Module) -> None:
             )
 
 
+def sizes_of_mesh(mesh: DeviceMesh) -> ShardSizes:
+    """All three states over the last dimension of `mesh`, copies of them over the one before:
+    ZeRO-3 of a mesh of one dimension, HSDP of one of two.
+
+    Raises ConfigurationError for another mesh."""
+    ranks = mesh.mesh.flatten().tolist()
+    if mesh.ndim > 2 or ranks != list(range(dist.get_world_size())):
+        raise ConfigurationError(
+            f"sizes is a mesh of {mesh.ndim} dimensions over ranks {ranks}; hand over one of all "
+            "ranks in order, of one dimension or of two (replicate, shard), or ShardSizes"
+        )
+    size = mesh.size(mesh.ndim - 1)
+    return ShardSizes(size, size, size)
+
+
+Description = tuple[str, int]
+"""What is to be equal of a parameter on all ranks, in words, and a sum of its values' bits."""
+
+
 @torch.no_grad()
-def refuse_different_models(model: nn.Module, group: dist.ProcessGroup) -> None:
+def refuse_different_models(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    known: Mapping[nn.Parameter, Description] = MappingProxyType({}),
+) -> None:
     """Raise ConfigurationError, on every rank of `group`, where its ranks have not the same model:
-    parameters of the same names, shapes, dtypes and values. Collective over `group`."""
-    lines = {name: _describe(param) for name, param in model.named_parameters()}
+    parameters of the same names, shapes, dtypes and values. Collective over `group`.
+
+    known: of parameters of which a rank has only a part by now."""
+    lines = {
+        name: known[param] if param in known else describe(param)
+        for name, param in model.named_parameters()
+    }
     text = repr(list(lines.items())).encode()
     mine = int.from_bytes(hashlib.sha256(text).digest()[:7])
     codes = torch.tensor([mine, -mine], device=next(model.parameters()).device)
     dist.all_reduce(codes, dist.ReduceOp.MAX, group=group)
     if codes[0] == -codes[1]:
         return
-    all_lines: list[dict[str, tuple[str, int]]] = [{}] * dist.get_world_size(group)
+    all_lines: list[dict[str, Description]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(all_lines, lines, group=group)
     names = dict.fromkeys(name for one in all_lines for name in one)
     for name in names:
@@ -157,9 +208,7 @@ def refuse_different_models(model: nn.Module, group: dist.ProcessGroup) -> None:
     )
 
 
-def _difference(
-    name: str, first: tuple[str, int] | None, line: tuple[str, int] | None, rank: int
-) -> str:
+def _difference(name: str, first: Description | None, line: Description | None, rank: int) -> str:
     if first is not None and line is not None and first[0] == line[0]:
         return (
             f"{name} has other values on rank {rank} than on rank 0; seed all ranks alike before "
@@ -171,8 +220,8 @@ def _difference(
     )
 
 
-def _describe(param: nn.Parameter) -> tuple[str, int]:
-    """What is to be equal, in words, and a sum of the values' bits."""
+def describe(param: nn.Parameter) -> Description:
+    """Of a parameter that is whole."""
     trained = "" if param.requires_grad else ", not trained"
     bits = torch.int16 if param.element_size() == 2 else torch.int32
     values = param.detach().contiguous().view(-1)

@@ -5,11 +5,12 @@
 import atexit
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,25 +19,33 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map
 
 from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.comm.timeline import profiler_range
+from megatron_asynchzp.comm.report import CommReport, CommReports
+from megatron_asynchzp.comm.timeline import captured_trace, profiler_range
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.meta_model import is_meta, materialize
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharded_arguments import (
+    Description,
     checked_group,
     checked_optimizer,
     checked_units,
     default_sizes,
     default_units,
+    describe,
     refuse_arguments,
     refuse_different_models,
+    refuse_param_dtype,
     refuse_sharded,
+    sizes_of_mesh,
 )
 from megatron_asynchzp.sharded_params import ShardedParams
 from megatron_asynchzp.sharded_state import ShardedState
 from megatron_asynchzp.sharding.topology import Range, ShardSizes, ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.guard import SHARDED_AS
 from megatron_asynchzp.zero.params import refuse_params, refuse_shared_memory
 from megatron_asynchzp.zero.plan import plan_units
@@ -49,11 +58,13 @@ NewOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 def shard(
     model: nn.Module,
     units: Iterable[nn.Module] | None = None,
-    sizes: ShardSizes | None = None,
+    sizes: ShardSizes | DeviceMesh | None = None,
     optimizer: NewOptimizer | None = None,
     *,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     schedule: ScheduleConfig = ScheduleConfig(),
+    param_dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
 ) -> "ShardedModel":
     """Shard `model` over the ranks of `group` and return what a training loop needs beside it.
 
@@ -66,22 +77,37 @@ def shard(
         and becomes a unit too. Where None, the members of the outermost ModuleLists and Sequentials
         of whose class there are several.
     sizes: ranks that share one copy of parameters, gradients and optimizer states. Where None, the
-        ranks of a node (torchrun's LOCAL_WORLD_SIZE), of a node, and all.
+        ranks of a node (torchrun's LOCAL_WORLD_SIZE), of a node, and all. A mesh of all ranks with
+        one dimension is ZeRO-3, one with two (replicate, shard) is HSDP.
     optimizer: called with the name and this rank's part of each trained parameter, which is 1-D,
         fp32 and possibly empty; for example `lambda params: torch.optim.AdamW(params, lr=1e-3)`.
     group: the default group where None.
+    param_dtype: torch.bfloat16 or float16: parameters are gathered and computed with in it, and
+        fp32 inputs of the model and of its units are cast to it; the fp32 main parameters start
+        from the fp32 values that the model has. None: the dtypes that the model has.
+    device: where a model on the meta device gets its values, from the reset_parameters() of its
+        modules, of which no rank holds more than a unit at a time beside its part. None: torch's
+        accelerator, or the CPU without one.
 
     Raises ConfigurationError for sizes that do not nest or do not divide the group, and for a
     parameter that cannot be sharded.
     """
-    unit_modules = _checked_units(model, default_units(model) if units is None else units)
+    unit_modules = _checked_units(model, default_units(model) if units is None else units, True)
     new_optimizer = checked_optimizer(optimizer)
     group = checked_group(group)
+    if isinstance(sizes, DeviceMesh):
+        sizes = sizes_of_mesh(sizes)
     sizes = default_sizes(group.size()) if sizes is None else sizes
     refuse_arguments(sizes, schedule)
+    refuse_param_dtype(param_dtype, model)
     _watch_optimizers()
-    runtime = _runtime_of(model, unit_modules, sizes, group, schedule)
+    where = torch.device(device) if device is not None else _usual_device()
+    runtime = _runtime_of(model, unit_modules, sizes, group, schedule, where, param_dtype)
     return ShardedModel(model, runtime, new_optimizer, group)
+
+
+def _usual_device() -> torch.device:
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def new_runtime(
@@ -91,17 +117,20 @@ def new_runtime(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     schedule: ScheduleConfig = ScheduleConfig(),
 ) -> HZPRuntime:
-    """The engine around `model` without an optimizer; as `shard`."""
-    unit_modules = _checked_units(model, units)
+    """The engine around `model` without an optimizer; as `shard`, but for a model with values."""
+    unit_modules = _checked_units(model, units, False)
     return _runtime_of(model, unit_modules, sizes, checked_group(group), schedule)
 
 
-def _checked_units(model: nn.Module, units: Iterable[nn.Module]) -> list[nn.Module]:
+def _checked_units(
+    model: nn.Module, units: Iterable[nn.Module], allows_meta: bool
+) -> list[nn.Module]:
     """All that can be said without a process group."""
     unit_modules = checked_units(model, units)
     refuse_sharded(model)
-    refuse_params(model)
-    refuse_shared_memory(model)
+    refuse_params(model, allows_meta)
+    if not is_meta(model):
+        refuse_shared_memory(model)
     return unit_modules
 
 
@@ -111,15 +140,89 @@ def _runtime_of(
     sizes: ShardSizes,
     group: dist.ProcessGroup,
     schedule: ScheduleConfig,
+    device: torch.device = torch.device("cpu"),
+    param_dtype: torch.dtype | None = None,
 ) -> HZPRuntime:
-    refuse_different_models(model, group)
+    construction = None
+    if not is_meta(model):
+        refuse_different_models(model, group)
     ranks = dist.get_process_group_ranks(group)
     topology = ShardTopology(len(ranks), ranks.index(dist.get_rank()), sizes)
     groups = ShardGroups.create(topology, ranks, timedelta(seconds=schedule.time_limit_s))
-    plans = plan_units(model, unit_modules, also_used_by=_find_shared_params(model))
-    scale = 1.0 / len(ranks)
     all_groups = {"dense": groups}
-    return HZPRuntime(model, plans, all_groups, schedule, grad_scale=scale, is_compiled=True)
+    if is_meta(model):
+        construction = _construct(model, unit_modules, all_groups, group, device)
+    whole = {} if param_dtype is None else _cast_params(model, unit_modules, param_dtype)
+    plans = plan_units(model, unit_modules, also_used_by=_find_shared_params(model))
+    runtime = HZPRuntime(
+        model,
+        plans,
+        all_groups,
+        schedule,
+        grad_scale=1.0 / len(ranks),
+        construction=construction,
+        is_compiled=True,
+    )
+    if construction is not None:
+        construction.close()
+    for unit in runtime.units:
+        _restore_main_params(unit, whole)
+    return runtime
+
+
+def _construct(
+    model: nn.Module,
+    unit_modules: list[nn.Module],
+    groups: dict[str, ShardGroups],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Construction:
+    """Give a model on the meta device its values, of which this rank keeps its part."""
+    seen: dict[nn.Parameter, Description] = {}
+
+    def note(param: nn.Parameter) -> None:
+        seen[param] = describe(param)
+
+    construction = Construction(groups, prepare=note)
+
+    def cut(unit: nn.Module) -> None:
+        construction.shard(unit, alone=_find_shared_params(model))
+
+    materialize(model, unit_modules, device, cut)
+    refuse_different_models(model, group, seen)
+    return construction
+
+
+def _cast_params(
+    model: nn.Module, unit_modules: list[nn.Module], dtype: torch.dtype
+) -> dict[nn.Parameter, torch.Tensor]:
+    """Let the floating-point parameters of `model`, and what it and its units are called with, be
+    of `dtype`. Returns the values of those that are trained."""
+    whole: dict[nn.Parameter, torch.Tensor] = {}
+    for param in model.parameters():
+        if param.requires_grad:
+            whole[param] = param.detach()
+        param.data = param.detach().to(dtype)
+
+    def cast(value: Any) -> Any:
+        is_cast = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        return value.to(dtype) if is_cast else value
+
+    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+    for module in dict.fromkeys((model, *unit_modules)):
+        module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    return whole
+
+
+@torch.no_grad()
+def _restore_main_params(unit: HZPUnit, whole: dict[nn.Parameter, torch.Tensor]) -> None:
+    """Let the fp32 main parameters have the values that were there before they were rounded."""
+    for index, param in enumerate(unit.params):
+        if param in whole and unit.is_trained:
+            held, main = unit.main_param.held_of(index)
+            main.copy_(whole[param].reshape(-1)[held.start : held.stop])
 
 
 @cache
@@ -209,6 +312,23 @@ def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, buffer
 
 
+def _problem_of_values(
+    named: list[tuple[str, torch.Tensor]], values: Mapping[str, torch.Tensor] | None
+) -> str | None:
+    """Why `values` are not those of the model."""
+    if values is None:
+        return "the source rank has no values; hand over the model's whole state_dict() there"
+    shapes = {name: tensor.shape for name, tensor in named}
+    for name, shape in shapes.items():
+        if name not in values:
+            return f"{name} is not among the values; hand over the model's whole state_dict()"
+        if values[name].shape != shape:
+            return (
+                f"{name} has shape {tuple(values[name].shape)} there, {tuple(shape)} in the model"
+            )
+    return None
+
+
 def _refuse_other_optimizers(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Before a step of any optimizer of the process: its parameters are to have gradients."""
     for group in optimizer.param_groups:
@@ -263,6 +383,7 @@ class ShardedModel:
         self.optimizer = self._new_optimizer(new_optimizer)
         self._makes_state = False
         self._await_grads()
+        self._reports = CommReports(runtime.driver)
         atexit.register(_close_at_exit, weakref.ref(self))
 
     def _new_optimizer(self, new_optimizer: NewOptimizer) -> torch.optim.Optimizer:
@@ -474,10 +595,54 @@ class ShardedModel:
             unit.reshard()
         self._params.refuse_writes()
 
+    @torch.no_grad()
+    def load_full_params(self, values: Mapping[str, torch.Tensor] | None, source: int = 0) -> None:
+        """Take over whole values of all parameters and persistent buffers, by the names of the
+        model's state_dict, from one rank: tensor by tensor, so that no other rank holds more than
+        one whole. Between two steps; the optimizer's state stays. Collective.
+
+        values: on rank `source` of the group; any dtype and device. Not looked at elsewhere.
+        Raises ConfigurationError, on all ranks, for a name that lacks or is not the model's, and
+        for another shape.
+        """
+        self.runtime.settle()
+        named: list[tuple[str, torch.Tensor]] = list(self.model.named_parameters())
+        named += _saved_buffers(self.model)
+        is_source = dist.get_rank(self._group) == source
+        problem = [_problem_of_values(named, values) if is_source else None]
+        place = dist.get_global_rank(self._group, source) if self._group else source
+        dist.broadcast_object_list(problem, place, group=self._group)
+        if problem[0] is not None:
+            raise ConfigurationError(problem[0])
+        for name, target in named:
+            # fp32 holds what main parameters hold.
+            dtype = torch.float32 if target.is_floating_point() else target.dtype
+            whole = torch.empty(target.shape, dtype=dtype, device=self._device)
+            if is_source and values is not None:
+                whole.copy_(values[name])
+            dist.broadcast(whole, place, group=self._group)
+            if isinstance(target, nn.Parameter):
+                self._params.load(target, whole)
+            else:
+                target.copy_(whole)
+
     def register_forward_method(self, module: nn.Module, name: str) -> None:
         """Let the method `name` of `module`, which is the model or one of its modules, be called
         like its forward: as torch's register_fsdp_forward_method."""
         self.runtime.register_forward_method(module, name)
+
+    # ---- what it costs
+
+    def take_report(self) -> CommReport:
+        """The communication of the steps since the last call; what Megatron's log line has."""
+        return self._reports.take()
+
+    @contextmanager
+    def trace(self, file: str | Path) -> Iterator[None]:
+        """What happens inside becomes a trace of this rank in `file` (JSON, for Perfetto), as with
+        --asynchzp-trace: spans of computation and of each lane of communication."""
+        with captured_trace(self.runtime.driver.timeline, Path(file), dist.get_rank(self._group)):
+            yield
 
     # ---- the end
 

@@ -126,6 +126,11 @@ class ShardedParams:
             "sharded.register_forward_method(); sharded.full_params() has whole values"
         )
 
+    def load(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Take this rank's part of `values`, the whole of a parameter of the model, while nothing
+        is in flight."""
+        self._load(*self._places[param], values)
+
     def _load(self, unit: HZPUnit, index: int, values: torch.Tensor) -> None:
         """Take this rank's part of `values`, which is whole, or its part already."""
         held, own = unit.model_param.held_of(index)

@@ -47,9 +47,11 @@ def _losses(ended: list[Ended]) -> list[tuple[str, str]]:
 
 
 @contextmanager
-def torchrun(folder: Path, ranks: int, words: list[str], **env: str) -> Iterator[subprocess.Popen]:
+def torchrun(
+    folder: Path, ranks: int, words: list[str], module: str = "torch.distributed.run", **env: str
+) -> Iterator[subprocess.Popen]:
     """torchrun with these words, the leader of a group; its output goes to folder/log."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [sys.executable, "-m", module, "--standalone"]
     command += ["--nproc-per-node", str(ranks), *words]
     env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"} | env
     env = os.environ | {"PYTHONPATH": str(_ROOT)} | env

@@ -9,18 +9,34 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
-from megatron_asynchzp import command
+from megatron_asynchzp import command, launch
 
 SCRIPT = "train.py"
+
+
+class Checked(NamedTuple):
+    """How Megatron's check of a command line ended."""
+
+    returncode: int = 0
+    stderr: str = ""
+
+
+def let_megatron_say(monkeypatch: pytest.MonkeyPatch, checked: Checked) -> None:
+    fake = SimpleNamespace(run=lambda *_, **__: checked, PIPE=subprocess.PIPE)
+    monkeypatch.setattr(launch, "subprocess", fake)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the command is given: with a script, a dataset, broken datasets and a file."""
     monkeypatch.chdir(tmp_path)
+    # Megatron's own check takes seconds; tests/planning/test_validation.py has it.
+    let_megatron_say(monkeypatch, Checked())
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 0, 0)
@@ -79,6 +95,17 @@ MISTAKES = {
         uses("--asynchzp-cluster h100"), "--asynchzp-cluster h100 has no effect"),
     "a budget that is no number": (
         uses("--asynchzp-keep-params-gb some"), "some is neither a number of GiB nor auto"),
+    "a budget below 0": (
+        uses("--asynchzp-keep-params-gb -1"), "--asynchzp-keep-params-gb -1: give the GiB"),
+    "no ranks": (trains("--use-asynchzp", 0), "--nproc-per-node 0: give a number of ranks"),
+    "ranks in words": (f"launch --nproc_per_node=four {SCRIPT}", "--nproc-per-node four: give"),
+    "ranks in words for a dry run": (
+        f"dry-run --nproc-per-node four {SCRIPT}", "--nproc-per-node four: give"),
+    "nodes in words": (f"launch --nnodes two {SCRIPT}", "--nnodes two: give a number of nodes"),
+    "a cluster that is not known": (
+        uses("--asynchzp-param-shard-size auto --asynchzp-cluster h1000"), "h1000: No such file"),
+    "two dtypes": (uses("--bf16 --fp16"), "--bf16 and --fp16 exclude each other"),
+    "quantised weights": (uses("--fp8-format hybrid"), "--fp8-format is not supported"),
     "a flag without its value": (
         uses("--asynchzp-param-shard-size"), "--asynchzp-param-shard-size: expected one"),
     "a size that does not divide": (
@@ -107,6 +134,9 @@ MISTAKES = {
         trains("--use-pasa-attention --yaml-cfg=run.yaml"), "--yaml-cfg is not"),
     "saving without an interval": (uses("--save runs"), "add --save-interval"),
     "saving into a file": (uses("--save file --save-interval 5"), "--save file is a file"),
+    "saving below a file": (
+        uses("--save file/runs --save-interval 5"), "file is no folder; name another one"),
+    "scalars into a file": (uses("--tensorboard-dir file"), "file is no folder"),
     "saving beside training nowhere": (uses("--async-save"), "--async-save without --save"),
     "saving beside training without the writer": (
         uses("--save runs --save-interval 5 --async-save --use-persistent-ckpt-worker"),
@@ -156,12 +186,30 @@ def test_a_mistake_ends_in_one_line_and_not_with_0(folder, monkeypatch, capfd, m
     assert len(lines) == 1 and fragment in lines[0], lines
 
 
+@pytest.mark.parametrize("flag", ["--save-interval 5 --save", "--tensorboard-dir"])
+def test_a_folder_that_cannot_be_written_to_is_named(folder, monkeypatch, capfd, flag):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(SystemExit):
+        command.main(uses(f"{flag} runs/new").split())
+    assert f"{folder / 'runs'} cannot be written to; name" in capfd.readouterr().err
+
+
+def test_what_megatron_refuses_is_one_line_before_torchrun(folder, monkeypatch, capfd):
+    refused = Checked(2, "a warning\nmegatron_asynchzp: unrecognized arguments: --num-layrs\n")
+    let_megatron_say(monkeypatch, refused)
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("torchrun was started"))
+    with pytest.raises(SystemExit) as ended:
+        command.main(uses("--num-layrs 2").split())
+    assert ended.value.code == 2
+    assert capfd.readouterr().err == "megatron_asynchzp: unrecognized arguments: --num-layrs\n"
+
+
 def test_a_command_line_without_a_mistake_becomes_torchrun(folder, monkeypatch):
     started: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
     command.main(uses("--data-path 0.3 good 0.7 good --asynchzp-param-shard-size 2").split())
     (words,) = started
-    assert words[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    assert words[1:5] == ["-m", "megatron_asynchzp.torchrun", "--nproc-per-node", "4"]
     assert words[5:8] == ["-m", "megatron_asynchzp.launch", SCRIPT]
 
 
@@ -198,8 +246,6 @@ def test_a_refusal_takes_less_than_5_seconds_from_the_shell_on(folder, words):
 def test_torchrun_gets_the_line_for_the_table_that_it_ends_with(folder, monkeypatch, capfd):
     """Read back by torch's own class for the error of a rank."""
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-    from megatron_asynchzp import launch
 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
     monkeypatch.setenv("WORLD_SIZE", "2")

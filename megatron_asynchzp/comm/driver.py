@@ -56,6 +56,9 @@ _LONG_RECORD = 1000
 # torch appends the C++ frames to some of its messages, behind these words.
 _CPP_TRACE = "Exception raised from"
 
+# How gloo and NCCL say that the process at the other end is gone.
+_PEER_ENDED = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+
 
 class Task:
     """Collectives that a driver runs once, and their results.
@@ -119,6 +122,8 @@ class Task:
         if isinstance(error, CollectiveFailure):
             return error
         reason = " ".join(str(error).partition(_CPP_TRACE)[0].split())
+        if any(words in reason for words in _PEER_ENDED):
+            reason = f"a peer has ended ({reason})"
         if not reason or not isinstance(error, (RuntimeError, TimeoutError)):
             reason = f"{type(error).__name__} {reason}".rstrip()
         failure = CollectiveFailure(f"{self.title} failed: {reason}")

@@ -16,6 +16,7 @@ from megatron_asynchzp.hf.shape import LLAMA3_SCALING, ModelShape
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 
@@ -26,6 +27,7 @@ _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 _PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
     "llama": {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
     "qwen2": {"hidden_act": ("silu",), "use_sliding_window": (False,)},
+    "qwen3": {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)},
     "gpt2": {
         "activation_function": ("gelu", *_GELU_TANH),
         "scale_attn_weights": (True,),
@@ -37,7 +39,7 @@ _PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
 
 def write_config(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
     """Write the config.json of this model into `folder`."""
-    from transformers import GPT2Config, LlamaConfig, Qwen2Config
+    from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
     common: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[shape.family]],
@@ -61,9 +63,10 @@ def write_config(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
         )
         config.save_pretrained(folder)
         return
-    if shape.family == "llama":
+    if shape.family in ("llama", "qwen3"):
         common["head_dim"] = shape.head_dim
-    config = {"llama": LlamaConfig, "qwen2": Qwen2Config}[shape.family](
+    kinds = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+    config = kinds[shape.family](
         num_hidden_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.ffn_hidden_size,
@@ -104,7 +107,10 @@ def read_config(folder: Path, vocab_multiple: int) -> ModelShape:
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigurationError(f"{folder} has no config.json, so it is not a Hugging Face model")
-    family = json.loads(path.read_text()).get("model_type")
+    try:
+        family = json.loads(path.read_text()).get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise ConfigurationError(f"{path} is not a model's configuration: {error}") from error
     if family not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
         raise ConfigurationError(f"model_type = {family} does not map (only {known} do)")

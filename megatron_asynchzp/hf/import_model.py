@@ -14,7 +14,7 @@ from megatron_asynchzp.checkpoint_files.choice import RELEASE, TRACKER
 from megatron_asynchzp.checkpoint_files.small_files import replace_file
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.config import read_config
-from megatron_asynchzp.hf.mapping import LAYERS, STATEFUL_MODULES, TensorRule, rules_of
+from megatron_asynchzp.hf.mapping import LAYERS, TensorRule, rules_of, stateful_modules
 from megatron_asynchzp.hf.megatron_arguments import write_arguments
 from megatron_asynchzp.hf.output_folder import complete_or_absent, refuse_occupied
 from megatron_asynchzp.hf.progress import Progress, no_progress
@@ -129,7 +129,7 @@ def _objects(shape: ModelShape) -> Iterator[tuple[str, Any]]:
             },
         },
     )
-    for module in STATEFUL_MODULES:
+    for module in stateful_modules(shape):
         num_states = shape.num_layers if module.startswith(LAYERS) else 1
         for index in range(num_states):
             yield f"{module}._extra_state/shard_{index}_{num_states}", None

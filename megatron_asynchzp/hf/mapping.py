@@ -148,6 +148,14 @@ _QWEN2 = (
 )
 # fmt: on
 
+_Q_NORM = f"{LAYERS}self_attention.q_layernorm"
+_K_NORM = f"{LAYERS}self_attention.k_layernorm"
+_QWEN3 = (
+    *_LLAMA,
+    _rule(f"{_Q_NORM}.weight", f"{_ATTN}q_norm.weight", "head"),
+    _rule(f"{_K_NORM}.weight", f"{_ATTN}k_norm.weight", "head"),
+)
+
 _H = "transformer.h.{}."
 _CONV = (_transpose, _transpose_back)
 _CONV_QKV = (_to_conv_qkv, _from_conv_qkv)
@@ -175,7 +183,12 @@ _GPT2 = (
 
 _OUTPUT = _rule("output_layer.weight", "lm_head.weight", "vocab hidden", *_VOCABULARY)
 
-_TABLES: dict[Family, tuple[TensorRule, ...]] = {"llama": _LLAMA, "qwen2": _QWEN2, "gpt2": _GPT2}
+_TABLES: dict[Family, tuple[TensorRule, ...]] = {
+    "llama": _LLAMA,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+    "gpt2": _GPT2,
+}
 
 # Where a checkpoint keeps a norm by itself instead of with the matrix that follows it.
 OTHER_KEYS = {
@@ -184,13 +197,17 @@ OTHER_KEYS = {
     for kind in ("weight", "bias")
 }
 
-# Modules that keep a state beside their tensors; for one of our families it is always empty, but
-# Megatron asks for it. Those of core_attention and the final norm are Transformer Engine's.
-STATEFUL_MODULES = (
+_STATEFUL = (
     *(where.removesuffix(".") for where in (_QKV, _PROJ, _FC1, _FC2)),
     f"{LAYERS}self_attention.core_attention",
     "decoder.final_layernorm",
 )
+
+
+def stateful_modules(shape: ModelShape) -> tuple[str, ...]:
+    """Modules that keep a state beside their tensors; for one of our families it is always empty,
+    but Megatron asks for it. Those of core_attention and the norms are Transformer Engine's."""
+    return (*_STATEFUL, _Q_NORM, _K_NORM) if shape.family == "qwen3" else _STATEFUL
 
 
 def rules_of(shape: ModelShape) -> tuple[TensorRule, ...]:

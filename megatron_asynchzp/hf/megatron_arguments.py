@@ -25,7 +25,6 @@ _PLAIN: dict[str, tuple[tuple[Any, ...], str]] = {
     "linear_attention_freq": (_NOTHING, "linear attention"),
     "mtp_num_layers": (_NOTHING, "multi-token prediction"),
     "spec": (_NOTHING, "a layer specification of its own"),
-    "qk_layernorm": (_NOTHING, "norms of queries and keys"),
     "qk_l2_norm": (_NOTHING, "norms of queries and keys"),
     "attention_output_gate": (_NOTHING, "gated attention"),
     "window_size": (_NOTHING, "sliding windows"),
@@ -92,6 +91,12 @@ def read_arguments(args: Namespace, vocab_size: int | None = None) -> ModelShape
 def _family(args: Namespace) -> Family:
     has_biases = args.add_bias_linear
     has_qkv_bias = has_biases or getattr(args, "add_qkv_bias", False)
+    has_norms = bool(getattr(args, "qk_layernorm", False))
+    if has_norms and has_qkv_bias:
+        raise ConfigurationError(
+            "the model has norms of queries and keys (qk_layernorm = True) beside biases, which "
+            "does not map"
+        )
     spelled = {
         "normalization": args.normalization,
         "position_embedding_type": args.position_embedding_type,
@@ -104,6 +109,8 @@ def _family(args: Namespace) -> Family:
         "swiglu": True,
         "add_bias_linear": False,
     }:
+        if has_norms:
+            return "qwen3"
         return "qwen2" if has_qkv_bias else "llama"
     if spelled == {
         "normalization": "LayerNorm",
@@ -150,7 +157,8 @@ def write_arguments(shape: ModelShape) -> Namespace:
         squared_relu=False,
         bias_gelu_fusion=shape.is_gelu_tanh,
         add_bias_linear=is_gpt2,
-        add_qkv_bias=shape.family != "llama",
+        add_qkv_bias=shape.family in ("qwen2", "gpt2"),
+        qk_layernorm=shape.family == "qwen3",
         untie_embeddings_and_output_weights=not shape.is_tied,
         vocab_size=shape.vocab_size,
         padded_vocab_size=shape.padded_vocab_size,
@@ -185,6 +193,8 @@ def command_line(shape: ModelShape) -> list[str]:
             flags += ["--use-rope-scaling"]
         if shape.family == "qwen2":
             flags += ["--add-qkv-bias"]
+        if shape.family == "qwen3":
+            flags += ["--qk-layernorm"]
     if not shape.is_tied:
         flags += ["--untie-embeddings-and-output-weights"]
     return flags

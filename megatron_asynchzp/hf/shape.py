@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron_asynchzp.errors import ConfigurationError
 
-Family = Literal["llama", "qwen2", "gpt2"]
+Family = Literal["llama", "qwen2", "qwen3", "gpt2"]
 
 # The one scaling of rotary frequencies that Megatron 0.19 computes (Llama 3.1). Its
 # --rope-scaling-factor does not reach the model, which always uses this factor.
@@ -21,14 +21,15 @@ LLAMA3_SCALING = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model of one of three families.
+    """A model of one of four families.
 
     llama: RMSNorm, SwiGLU, rotary positions, no biases. qwen2: the same with biases on q, k and v.
+    qwen3: as llama, with an RMSNorm on each head of q and k.
     gpt2: LayerNorm, GELU, learned positions, biases everywhere.
 
     vocab_size, padded_vocab_size: rows of the embedding in transformers and in Megatron.
     is_gelu_tanh: gpt2 only; the tanh approximation in place of the exact function.
-    rotary_base, is_rope_scaled: llama and qwen2 only; scaled by LLAMA3_SCALING.
+    rotary_base, is_rope_scaled: not gpt2; scaled by LLAMA3_SCALING.
     """
 
     family: Family
@@ -55,8 +56,11 @@ class ModelShape:
             )
         if self.family == "gpt2" and self.num_query_groups != self.num_heads:
             raise ConfigurationError("GPT-2 in transformers has no grouped queries")
-        # Only Llama has a head size of its own; its hidden size must be a multiple of the heads.
-        is_free = self.family == "llama" and self.hidden_size % self.num_heads == 0
+        # Llama and Qwen3 have a head size of their own; Llama's hidden size must be a multiple of
+        # the heads all the same.
+        is_free = self.family == "qwen3" or (
+            self.family == "llama" and self.hidden_size % self.num_heads == 0
+        )
         if self.head_dim * self.num_heads != self.hidden_size and not is_free:
             raise ConfigurationError(
                 f"heads of size {self.head_dim} x {self.num_heads} are not the hidden size "
@@ -77,6 +81,7 @@ class ModelShape:
         """The size of a dimension of one of Megatron's tensors, by the name mapping.py gives it."""
         return {
             "hidden": self.hidden_size,
+            "head": self.head_dim,
             "heads": self.num_heads * self.head_dim,
             "qkv": (self.num_heads + 2 * self.num_query_groups) * self.head_dim,
             "ffn": self.ffn_hidden_size,

@@ -7,14 +7,14 @@ the process groups do, and what the log and the trace report of it.
 import atexit
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.driver import Driver
+from megatron_asynchzp.comm.report import CommReport, CommReports
 from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.timeline import stop_trace
 from megatron_asynchzp.device import Device
@@ -26,17 +26,6 @@ from megatron_asynchzp.mcore.process.stop_signal import StopSignal
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.step import KeepBudgets
-
-
-class CommReport(NamedTuple):
-    """Communication of some steps: milliseconds per step that computation waited for it, and in %
-    the part that it did not wait for, of the steps that were timed, None where none was; gathers of
-    parameters and reductions of gradients per step, of all steps and units."""
-
-    exposed_ms: float | None
-    overlap_percent: float | None
-    gathers_per_step: float
-    reductions_per_step: float
 
 
 class Communication:
@@ -61,7 +50,7 @@ class Communication:
         self.stop_signal = StopSignal(device, schedule.time_limit_s)
         self.runtimes: list[HZPRuntime] = []
         self.budgets = KeepBudgets()
-        self._reported_step, self._reported = 0, Counter[str]()
+        self._reports = CommReports(self.driver)
         # A model that is dropped takes its threads with it.
         self._end = weakref.finalize(self, _end_quietly, self.runtimes, self.driver)
         self._end.atexit = False
@@ -91,16 +80,7 @@ class Communication:
 
     def take_report(self) -> CommReport:
         """What the steps since the last call cost. Called when a step is over."""
-        times, driver = self.driver.timeline.take_times(), self.driver
-        steps, counts = max(1, driver.step - self._reported_step), driver.counts - self._reported
-        self._reported_step, self._reported = driver.step, driver.counts.copy()
-        overlap = times.overlap
-        return CommReport(
-            exposed_ms=1e3 * times.exposed_s / times.steps if times.steps else None,
-            overlap_percent=None if overlap is None else 100 * overlap,
-            gathers_per_step=counts["gather"] / steps,
-            reductions_per_step=counts["reduce"] / steps,
-        )
+        return self._reports.take()
 
     def nbytes_in_flight(self) -> int:
         """Of the memory for parameters and gradients in flight, which is allocated once."""

@@ -6,7 +6,8 @@ opened on its last rank (--tensorboard-dir, --wandb-project), whenever it logs a
 
 from typing import Any
 
-from megatron_asynchzp.mcore.communication import CommReport, Communication
+from megatron_asynchzp.comm.report import CommReport
+from megatron_asynchzp.mcore.communication import Communication
 
 
 def write_scalars(communication: Communication, report: CommReport) -> None:

@@ -144,3 +144,22 @@ def format_start_table(
         _units_table(units),
     )
     return "\n".join(tables)
+
+
+def budget_hint(chunks: Sequence[AsyncHZPDataParallel], num_micro_batches: int) -> str:
+    """One line where each micro-batch of a step will gather parameters again although the device
+    has room for them now; "" elsewhere, and where nobody can tell what a device has (a CPU)."""
+    communication = chunks[0].communication
+    schedule, left = communication.schedule, communication.driver.device.left_nbytes()
+    is_budgeted = schedule.keep_params_nbytes or schedule.keeps_params_in_free_memory
+    gathered = [unit for chunk in chunks for unit in chunk.units if not unit.is_always_unsharded]
+    if left is None or is_budgeted or num_micro_batches == 1 or not gathered:
+        return ""
+    smallest = min(unit.layout.padded_numel * unit.dtype.itemsize for unit in gathered)
+    if left < smallest:
+        return ""
+    return (
+        f"each of {num_micro_batches} micro-batches gathers the parameters again, and "
+        f"{_format_nbytes(left)} are free before the first step: --asynchzp-keep-params-gb auto "
+        "keeps what there is room for"
+    )

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns why a plan was chosen: what limits it, and how far plainer ones are behind."""
 
+from math import ceil
+
 from megatron_asynchzp.planner.cluster import GIB
 from megatron_asynchzp.planner.search import FLAT, PLAIN, Candidate, Outcome, Space, scheme_sizes
 from megatron_asynchzp.planner.traffic import BETWEEN, INSIDE
@@ -91,10 +93,17 @@ def missed(outcome: Outcome, space: Space) -> str:
     if outcome.out_of_memory is None or outcome.best is None:
         return ""
     one, bound_s = outcome.out_of_memory
-    more = (one.costing.memory.total - space.cluster.device.usable_nbytes) / GIB
+    more = _amount(one.costing.memory.total - space.cluster.device.usable_nbytes)
     sizes = one.plan.sizes
     return (
-        f"with {more:.1f} GiB more per device ({sizes.param}, {sizes.grad}, {sizes.optim}), "
+        f"with {more} more per device ({sizes.param}, {sizes.grad}, {sizes.optim}), "
         f"micro-batches of {one.plan.batch.size} and recomputation "
         f"{one.plan.recompute.granularity} could take {bound_s:.3g} s or more"
     )
+
+
+def _amount(nbytes: float) -> str:
+    """Rounded up: so much is enough."""
+    if nbytes >= 0.1 * GIB:
+        return f"{ceil(10 * nbytes / GIB) / 10:.1f} GiB"
+    return f"{ceil(nbytes / 2**20)} MiB"

@@ -20,6 +20,9 @@ from megatron_asynchzp.sharding.topology import ShardSizes
 
 PLAIN = 0.005
 """A plan whose sizes have a name (ZeRO-3, ...) is preferred to one that is faster by less."""
+LIGHT = 1.25
+"""Of plans that differ by less than PLAIN, one is chosen that sends at most this many times the
+least of them off a node: the planner does not know who else uses the network."""
 RESERVE = 0.5
 """The part of a step for which a plain plan's links may be busy where the fastest plan's are less:
 what the planner does not know of, such as switches of many nodes, finds some room then."""
@@ -259,16 +262,17 @@ class Outcome:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest, or one of other systems' that is as good as that, with no busier links."""
+        """Of those as good as the fastest that send little off a node: one of other systems', with
+        no busier links than the fastest, or else the fastest of them."""
         if not self.ranked:
             return None
         fastest = self.ranked[0]
         busiest = max(RESERVE, fastest.busiest_link)
-        for one in self.ranked:
-            is_as_fast = one.step_s <= (1 + PLAIN) * fastest.step_s
-            if one.scheme in FLAT and is_as_fast and one.busiest_link <= busiest:
-                return one
-        return fastest
+        as_good = [one for one in self.ranked if one.step_s <= (1 + PLAIN) * fastest.step_s]
+        least = min(one.costing.node_nbytes for one in as_good)
+        light = [one for one in as_good if one.costing.node_nbytes <= LIGHT * least]
+        plain = (one for one in light if one.scheme in FLAT and one.busiest_link <= busiest)
+        return next(plain, light[0])
 
 
 class _Bounds:

@@ -4,11 +4,13 @@
 
 import io
 from collections.abc import Sequence
+from math import ceil
 
 from megatron_asynchzp.planner.memory import Memory
 from megatron_asynchzp.planning.stages import DryRun
 
 GIB = 2**30
+_STAYS_FREE = 0.1  # of a device, as with --asynchzp-keep-params-gb auto
 
 
 def describe_run(found: DryRun) -> str:
@@ -70,8 +72,8 @@ def _states_table(found: DryRun) -> str:
 def memory_table(found: DryRun) -> str:
     """Peaks by pipeline stage, and what they consist of."""
     # fmt: off
-    columns = ("stage", "start", "at rest", "in flight", "activations", "logits", "or a layer",
-               "total")
+    columns = ("stage", "start", "at rest", "in flight", "activations", "logits",
+               "a layer's backward", "total")
     # fmt: on
     rows = [
         (str(stage.index), *(_amount(nbytes) for nbytes in memory_columns(stage.memory)))
@@ -125,6 +127,30 @@ def verdict(found: DryRun, device_nbytes: float) -> str:
         f"fits: {where}; {there - total:.1f} GiB are left for temporaries, fragmentation and the "
         "libraries, of which no estimate is included"
     )
+
+
+def budgets_to_keep(found: DryRun, device_nbytes: float) -> str:
+    """The memory budgets that a device has room for, and what they save, in one sentence; "" where
+    there is no room or nothing to save. A tenth of the device stays free."""
+    asked = found.asked_budgets
+    room = found.fullest.memory.left_of(device_nbytes) - _STAYS_FREE * device_nbytes
+    flags: list[str] = []
+    saved: list[str] = []
+    kinds = [("params", "keep_params_nbytes", "gathers")]
+    if not found.args.gradient_accumulation_fusion:  # those layers write over what is kept
+        kinds.append(("grads", "keep_grads_nbytes", "reductions"))
+    for what, budget, operations in kinds:
+        rows = [(getattr(one, operations), getattr(one, budget)) for one in found.savings]
+        now = next((count for count, nbytes in rows if nbytes == asked[what]), 0)
+        count, nbytes = min((row for row in rows if row[1] - asked[what] <= room), default=(now, 0))
+        if count >= now:
+            continue
+        room -= nbytes - asked[what]
+        flags.append(f"--asynchzp-keep-{what}-gb {ceil(100 * nbytes / GIB) / 100:g}")
+        saved.append(f"{count} {operations} a step in place of {now}")
+    if not flags:
+        return ""
+    return f"a device has room to keep more: with {' '.join(flags)} {' and '.join(saved)}"
 
 
 def _amount(nbytes: float) -> str:

@@ -34,6 +34,10 @@ _WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _OURS = "megatron_asynchzp: "
 
 
+class NotValidated(ConfigurationError):
+    """A script that did not come to Megatron's validation."""
+
+
 @contextlib.contextmanager
 def _answers_of_a_gpu() -> Iterator[None]:
     """What Megatron asks torch.cuda while it validates."""
@@ -70,7 +74,7 @@ def _one_line(error: BaseException, printed: str) -> str:
     if text := " ".join(str(error).split()):
         return text
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__} in {os.path.basename(frame.filename)}: {frame.line}"
+    return f"Megatron refuses it in {os.path.basename(frame.filename)}: {frame.line}"
 
 
 def patch_megatron() -> None:
@@ -115,7 +119,7 @@ def parse_script(
             runpy.run_path(str(script), run_name="__main__")
         except DryRunStop as stop:
             return stop.validated
-        raise ConfigurationError(f"{script} ended before Megatron validated its arguments")
+        raise NotValidated(f"{script} ended before Megatron validated its arguments")
 
     return _parse(validated, [str(script), *flags], world_size, ranks_per_node)
 
@@ -131,7 +135,7 @@ def _parse(
         mock.patch.object(sys, "argv", argv),
         mock.patch.object(platform, "is_on_cpu", lambda: is_cpu),
         mock.patch("megatron_asynchzp.mcore.startup.choose_platform", lambda _: None),
-        _answers_of_a_gpu(),
+        contextlib.nullcontext() if torch.cuda.is_available() else _answers_of_a_gpu(),
         _silence() as printed,
     ):
         try:

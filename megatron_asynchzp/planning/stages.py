@@ -8,6 +8,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
 from megatron_asynchzp.mcore.planned import costing_of, moments_nbytes, naming_the_flag, shard_sizes
 from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.memory import Memory, stage_activations
@@ -51,6 +52,12 @@ class DryRun:
     kinds: list[GroupKind]
     stages: list[StageBytes]
     savings: list[Saving]
+
+    @property
+    def asked_budgets(self) -> dict[str, int]:
+        """Bytes of "params" and "grads" that the flags let a rank keep."""
+        schedule = resolve_schedule(self.args)
+        return {"params": schedule.keep_params_nbytes, "grads": schedule.keep_grads_nbytes}
 
     @property
     def fullest(self) -> StageBytes:

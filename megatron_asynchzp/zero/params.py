@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from megatron_asynchzp.errors import ConfigurationError
@@ -27,12 +28,12 @@ def titled_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield f"{name} (in a {type(module).__name__})", param
 
 
-def refuse_params(model: nn.Module) -> None:
+def refuse_params(model: nn.Module, allows_meta: bool = False) -> None:
     """Raise ConfigurationError for a parameter of `model` that no unit can hold. Looks at no
-    element."""
+    element. allows_meta: whether values come later."""
     devices: dict[torch.device, str] = {}
     for title, param in titled_params(model):
-        if (problem := _problem_of(param)) is not None:
+        if (problem := _problem_of(param, allows_meta)) is not None:
             raise ConfigurationError(f"{title}: {problem}")
         devices.setdefault(param.device, title)
     if not devices:
@@ -42,11 +43,18 @@ def refuse_params(model: nn.Module) -> None:
         raise ConfigurationError(f"{where}; move the whole model to one device")
 
 
-def _problem_of(param: nn.Parameter) -> str | None:
+def _problem_of(param: nn.Parameter, allows_meta: bool) -> str | None:
     """Why it cannot be sharded, and the remedy."""
     kind, plain = type(param), torch.Tensor
     if is_lazy(param):
         return "it has no shape yet; run one forward of the model before"
+    if isinstance(param, DTensor):
+        dims = ", ".join(param.device_mesh.mesh_dim_names or ("without names",))
+        return (
+            f"it is a DTensor (mesh dimensions {dims}), whose placement the engine's flat shards "
+            "would lose; shard the model before it is distributed, and for tensor parallelism use "
+            "Megatron's layers with --use-asynchzp"
+        )
     if getattr(kind, _OWN_OPERATIONS) is not getattr(plain, _OWN_OPERATIONS):
         return (
             f"it is a {kind.__name__}, which is no plain tensor; hand over the model before it is "
@@ -54,7 +62,7 @@ def _problem_of(param: nn.Parameter) -> str | None:
         )
     if param.layout != torch.strided:
         return f"it is stored as {param.layout}; make it dense with to_dense()"
-    if param.is_meta:
+    if param.is_meta and not allows_meta:
         return "it is on the meta device, without values; allocate and initialize it before"
     if param.is_complex():
         return (

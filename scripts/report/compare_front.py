@@ -46,15 +46,23 @@ def draw(records: Iterable[dict], file: Path) -> None:
     panels = figure.subplots(len(found), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     for comparison, axes in zip(found, panels, strict=True):
         _draw_study(comparison, axes)
+    shown = [row for comparison in found for row in measured(comparison)]
+    families = {row.family for row in shown}
     handles: list[Any] = [
         Line2D([], [], marker=mark, color=colour, linestyle="", markersize=8, label=MEANING[family])
         for family, (mark, colour) in _MARKS.items()
+        if family in families
     ]
     label = "no other is faster with as little memory"
-    handles.append(Line2D([], [], color=INK, linestyle=":", label=label))
+    has_line = any(len(front(measured(comparison))) > 1 for comparison in found)
+    if has_line:
+        handles.append(Line2D([], [], color=INK, linestyle=":", label=label))
     styles.add_legend(figure, handles, ncols=2)
-    threaded = "AsyncHZP runs threaded where no other schedule is named; bold: on the dotted line"
-    styles.add_caption(figure, SIZES_MEANING, threaded)
+    threaded = "AsyncHZP runs threaded where no other schedule is named; bold: " + (
+        "on the dotted line" if has_line else label
+    )
+    has_sizes = any("(" in row.name for row in shown)
+    styles.add_caption(figure, *[SIZES_MEANING] * has_sizes, threaded)
     figure.draw_without_rendering()  # places the panels, which names need to be placed themselves
     for comparison, axes in zip(found, panels, strict=True):
         _name_points(axes, measured(comparison))

@@ -33,6 +33,7 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
             **_LLAMA_SIZES, num_key_value_heads=1, head_dim=32, rms_norm_eps=1e-3
         ),
         "qwen2": transformers.Qwen2Config(**_LLAMA_SIZES, num_key_value_heads=2),
+        "qwen3": transformers.Qwen3Config(**_LLAMA_SIZES, num_key_value_heads=2, head_dim=32),
         "gpt2": transformers.GPT2Config(**_GPT2_SIZES, activation_function="gelu"),
         "gpt2-untied": transformers.GPT2Config(
             **_GPT2_SIZES, activation_function="gelu", n_inner=80, tie_word_embeddings=False
@@ -84,6 +85,9 @@ def shapes() -> dict[str, ModelShape]:
             **{**llama, "head_dim": 32, "norm_eps": 1e-3}, num_query_groups=1, is_tied=False
         ),
         "qwen2": ModelShape(**{**llama, "family": "qwen2"}, num_query_groups=2, is_tied=False),
+        "qwen3": ModelShape(
+            **{**llama, "family": "qwen3", "head_dim": 32}, num_query_groups=2, is_tied=False
+        ),
         "gpt2": ModelShape(**{**gpt2, "ffn_hidden_size": 256}, is_tied=True),
         "gpt2-untied": ModelShape(**{**gpt2, "ffn_hidden_size": 80}, is_tied=False),
     }

@@ -18,7 +18,14 @@ from tests.support.selection import slow_unless
 # fp32 sums in another order, of logits up to 3. Two swapped rows show at 3e-3 at least.
 TOLERANCE = 1e-5
 
-_FAST = ("llama, grouped queries, untied, TP 2", "gpt2, tied, TP 2", "llama", "gpt2", "qwen2")
+_FAST = (
+    "llama, grouped queries, untied, TP 2",
+    "gpt2, tied, TP 2",
+    "llama",
+    "gpt2",
+    "qwen2",
+    "qwen3",
+)
 
 
 @pytest.fixture(scope="module")

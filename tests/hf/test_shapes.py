@@ -55,7 +55,7 @@ def test_transformers_4_finds_the_base_of_the_rotary_positions_too(tmp_path):
         ("llama", {"hybrid_layer_pattern": "M*-"}, "hybrid"),
         ("llama", {"rotary_interleaved": True}, "rotary_interleaved"),
         ("llama", {"rotary_percent": 0.5}, "rotary_percent = 0.5"),
-        ("llama", {"qk_layernorm": True}, "qk_layernorm"),
+        ("qwen2", {"qk_layernorm": True}, "norms of queries and keys"),
         ("llama", {"window_size": (128, 0)}, "window"),
         ("llama", {"mtp_num_layers": 1}, "mtp_num_layers"),
         ("llama", {"layernorm_zero_centered_gamma": True}, "centred at zero"),
@@ -81,6 +81,8 @@ def test_a_megatron_model_of_no_family_is_refused_in_one_line(name, changes, out
     "name, changes, output",
     [
         ("llama", {"model_type": "mixtral"}, "model_type = mixtral"),
+        ("llama", {"model_type": "qwen3_moe"}, "model_type = qwen3_moe"),
+        ("qwen3", {"attention_bias": True}, "attention_bias = True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = gelu"),
         ("llama", {"attention_bias": True}, "attention_bias = True"),
         (
@@ -105,6 +107,14 @@ def test_a_model_of_transformers_that_megatron_does_not_compute_is_refused_in_on
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(ConfigurationError, match=output) as refusal:
+        read_config(tmp_path, 128)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"model_type": '])
+def test_a_broken_config_is_refused_in_one_line(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigurationError, match="is not a model's configuration") as refusal:
         read_config(tmp_path, 128)
     assert "\n" not in str(refusal.value)
 

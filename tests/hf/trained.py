@@ -34,6 +34,9 @@ TRAINED: dict[str, list[str]] = {
     "gpt2, tied, TP 2": [*_TENSOR_PARALLEL],
     "gpt2, untied, distributed optimizer": [*UNTIED, "--use-distributed-optimizer"],
     "qwen2, grouped queries, untied": [*_LLAMA, *_GROUPED, *UNTIED, "--add-qkv-bias"],
+    "qwen3, grouped queries, tied, TP 2": [
+        *_LLAMA, *_GROUPED, *_TENSOR_PARALLEL, "--qk-layernorm", "--kv-channels", "32",
+    ],
 }
 # fmt: on
 

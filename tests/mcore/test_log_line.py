@@ -4,8 +4,8 @@
 
 import pytest
 
+from megatron_asynchzp.comm.report import CommReport
 from megatron_asynchzp.mcore import scalars
-from megatron_asynchzp.mcore.communication import CommReport
 from megatron_asynchzp.mcore.patches import process
 
 MESSAGE = " iteration 1/ 2 | elapsed time per iteration (ms): 171.7 |"

@@ -64,6 +64,24 @@ def test_it_shows_what_budgets_would_save_and_counts_the_one_that_is_asked_for(r
     assert found[(), "in flight"] != found[budget, "in flight"]
 
 
+def test_it_names_the_budgets_for_which_a_device_has_room(run):
+    flags = ("--pipeline-model-parallel-size", "2", "--asynchzp-device-gb")
+    advised = [run(*flags, gib)[1] for gib in ("40", "1e-4")]
+    assert "has room to keep more" in advised[0] and "has room" not in advised[1]
+    line = advised[0].splitlines()[-1]
+    budgets = re.findall(r"(--asynchzp-keep-\w+-gb) (\S+)", line)
+    assert [flag for flag, _ in budgets] == [
+        "--asynchzp-keep-params-gb",
+        "--asynchzp-keep-grads-gb",
+    ]
+    saved = [int(number) for number in re.findall(r"(\d+) (?:gathers|reductions)", line)]
+    status, out, _ = run(*flags, "40", *(word for pair in budgets for word in pair))
+    assert status == 0 and "has room" not in out  # nothing more is to be saved
+    table = out.split("by memory budgets")[1].splitlines()
+    rows = [re.findall(r"[\d.]+", line) for line in table if "iB" in line]
+    assert all(str(count) in [row[place] for row in rows] for count, place in zip(saved, (1, 3)))
+
+
 @pytest.mark.parametrize("ranks, expected", [("", "8 ranks"), ("4", "4 ranks"), ("2", "2 ranks")])
 def test_it_pretends_the_ranks_that_are_asked_for_or_the_fewest_that_can_run(run, ranks, expected):
     status, out, _ = run(ranks=ranks)

@@ -72,30 +72,31 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         type=float,
         default=None,
         metavar="GIB",
-        help="At most so much memory on a rank for gathered parameters and for gradients that are "
-        "reduced; its model chunks share it equally. With less, gathers start later. Default: as "
-        "much as two layers of each size need (in the start table).",
+        help="Upper bound on a rank's memory for gathered parameters and for gradients that are "
+        "being reduced, shared equally by its model chunks. A lower bound makes gathers start "
+        "later. Default: what two layers of each size need (in the start table).",
     )
     group.add_argument(
         "--asynchzp-grad-slot-mb",
         type=float,
         default=DEFAULT_GRAD_SLOT_NBYTES / _MIB,
         metavar="MIB",
-        help="Gradients of a unit that are larger than this in fp32 are reduced in pieces of at "
-        "most this size; with gradient accumulation fusion always in one. Default: "
+        help="The largest piece of a unit's fp32 gradients that one collective reduces; with "
+        "gradient accumulation fusion a unit is always one piece. Default: "
         f"{DEFAULT_GRAD_SLOT_NBYTES // _MIB}.",
     )
     for what, saved, kind, rest in (
-        ("params", "parameters gathered", _GIB_OR_AUTO, " auto: what the device has left."),
-        ("grads", "gradients unreduced", float, ""),
+        ("params", "parameters that stay gathered", _GIB_OR_AUTO, " auto: what is free."),
+        ("grads", "gradients that stay unreduced", float, ""),
     ):
         group.add_argument(
             f"--asynchzp-keep-{what}-gb",
             type=kind,
             default=0.0,
             metavar="GIB",
-            help=f"So much more memory on a rank to keep {saved} from one micro-batch to a later "
-            f"one, with pipelines and with gradient accumulation.{rest} Default: 0.",
+            help=f"Memory budget of a rank, beside what is in flight, for {saved} from one "
+            f"micro-batch to a later one, with pipelines and gradient accumulation.{rest} "
+            "Default: 0.",
         )
     group.add_argument(
         "--no-asynchzp-check-order",
@@ -144,6 +145,7 @@ def _or_auto(number: type[int] | type[float], unit: str) -> Callable[[str], floa
     return read
 
 
+_KEPT = ("params", "grads")
 _GIB_OR_AUTO, _RANKS_OR_AUTO = _or_auto(float, "GiB"), _or_auto(int, "ranks")
 
 
@@ -217,6 +219,7 @@ def resolve_schedule(args: Namespace) -> ScheduleConfig:
         # Megatron's validation sets it.
         chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
         budget = _nbytes("--asynchzp-memory-in-flight-gb", budget, 2**30) // chunks
+    kept = {what: _kept_nbytes(what, getattr(args, f"asynchzp_keep_{what}_gb")) for what in _KEPT}
     try:
         return ScheduleConfig(
             args.asynchzp_schedule,
@@ -226,8 +229,8 @@ def resolve_schedule(args: Namespace) -> ScheduleConfig:
             time_limit_s=60.0 * args.distributed_timeout_minutes,
             checks_order=args.asynchzp_check_order,
             timed_every=args.log_interval,
-            keep_params_nbytes=_kept_nbytes("params", args.asynchzp_keep_params_gb),
-            keep_grads_nbytes=_kept_nbytes("grads", args.asynchzp_keep_grads_gb),
+            keep_params_nbytes=kept["params"],
+            keep_grads_nbytes=kept["grads"],
             keeps_params_in_free_memory=args.asynchzp_keep_params_gb == AUTO,
         )
     except ValueError as error:
@@ -247,7 +250,10 @@ def _kept_nbytes(what: str, gib: float | str) -> int:
     """As _nbytes, where 0 stands for no memory, and AUTO for none before the first update."""
     if isinstance(gib, str) or not gib:
         return 0
-    return _nbytes(f"--asynchzp-keep-{what}-gb", gib, 2**30)
+    flag = f"--asynchzp-keep-{what}-gb"
+    if not 0 <= gib < float("inf"):
+        raise ConfigurationError(f"{flag} {gib:g}: give the GiB that may be used, or 0 for none")
+    return _nbytes(flag, gib, 2**30)
 
 
 def resolve_trace(args: Namespace) -> TraceRequest | None:

@@ -4,6 +4,7 @@
 Importing this file loads no torch and no Megatron.
 """
 
+import os
 import re
 from argparse import Namespace
 from collections.abc import Iterable
@@ -166,6 +167,24 @@ def refuse_useless_saves(args: Namespace) -> None:
             "--async-save: its writer is not installed; install nvidia-resiliency-ext, or add "
             "--async-strategy mcore"
         )
+
+
+def refuse_unwritable_folders(args: Namespace) -> None:
+    """Raise ConfigurationError for a folder into which this process, on its machine, may not write:
+    Megatron makes it when the model has been built, or at the first checkpoint."""
+    for name in ("save", "tensorboard_dir"):
+        if not (word := getattr(args, name)) or "://" in word:
+            continue
+        path = Path(word).absolute()
+        there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+        if not there.is_dir():
+            raise ConfigurationError(
+                f"{_flag(name)} {word}: {there} is no folder; name another one"
+            )
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigurationError(
+                f"{_flag(name)} {word}: {there} cannot be written to; name another folder"
+            )
 
 
 def refuse_useless_load(args: Namespace) -> None:

@@ -11,7 +11,11 @@ from difflib import get_close_matches
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags import checks
-from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments, refuse_trace_path
+from megatron_asynchzp.mcore.flags.asynchzp import (
+    add_asynchzp_arguments,
+    refuse_trace_path,
+    resolve_schedule,
+)
 from megatron_asynchzp.mcore.flags.pasa import PASA_REFUSALS, add_pasa_arguments
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS, Refusal, argument_of
 from megatron_asynchzp.mcore.flags.shard_sizes import (
@@ -25,6 +29,8 @@ _STAND_ALONE = (
     "--use-asynchzp",
     "--use-pasa-attention",
     "--asynchzp-device",
+    "--asynchzp-device-gb",
+    "--asynchzp-dry-run",
     "--asynchzp-capture-attention",
 )
 # How alike a flag that is not ours must be to one that is; no flag of Megatron's comes near it.
@@ -35,14 +41,17 @@ _MEGATRON_INTEGERS = {
     "expert-model-parallel-size": 1, "micro-batch-size": None, "global-batch-size": None,
     "eval-micro-batch-size": None, "eval-global-batch-size": None,
     "num-distributed-optimizer-instances": 1, "save-interval": None, "train-iters": None,
+    "distributed-timeout-minutes": 10, "log-interval": 100,
 }
 _MEGATRON_SWITCHES = (
-    "use-tp-pp-dp-mapping", "use-torch-fsdp2", "use-megatron-fsdp", "sft", "async-save",
+    "bf16", "fp16", "use-tp-pp-dp-mapping",
+    "use-torch-fsdp2", "use-megatron-fsdp", "sft", "async-save",
     "use-persistent-ckpt-worker", "use-checkpoint-args", "decrease-batch-size-if-needed",
 )
 _MEGATRON_WORDS = {
     "data-parallel-sharding-strategy": "optim_grads_params",
     "outer-dp-sharding-strategy": "no_shard", "async-strategy": "nvrx", "save": None, "load": None,
+    "tensorboard-dir": None,
     "pretrained-checkpoint": None, "data-args-path": None, "per-split-data-args-path": None,
     "per-dataset-sequences-path": None,
 }
@@ -71,10 +80,14 @@ def check_command_line(argv: Sequence[str], world_size: int | None = None) -> No
     if not args.use_asynchzp:
         return
     _refuse_given(REFUSALS, argv)
+    if args.bf16 and args.fp16:
+        raise ConfigurationError("--bf16 and --fp16 exclude each other; give one of them")
+    resolve_schedule(args)
     refuse_trace_path(args)
     refuse_cluster(args)
     checks.refuse_missing_data(args)
     checks.refuse_useless_saves(args)
+    checks.refuse_unwritable_folders(args)
     checks.refuse_useless_load(args)
     if world_size is not None and not args.use_checkpoint_args:
         args.world_size = world_size

@@ -55,12 +55,13 @@ def refuse_unsupported(args: Namespace) -> None:
 def given(example: str, name: str | None = None) -> Refusal:
     """Refused where the argument holds anything but None, False, 0 and the empty list.
 
-    name: of the argument, where it is not the flag's.
+    name: of the argument that Megatron's parser makes of it, where that is not the flag's.
     """
-    own = argument_of(example)
-    read = name or own
+    names = {argument_of(example), name or argument_of(example)}
     return Refusal(
-        example, lambda args: bool(getattr(args, read, None)), is_decided_by_flag=read == own
+        example,
+        lambda args: any(getattr(args, name, None) for name in names),
+        is_decided_by_flag=True,
     )
 
 

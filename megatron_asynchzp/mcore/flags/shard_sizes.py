@@ -9,6 +9,7 @@ from math import gcd
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import AUTO
+from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.sharding.topology import ShardSizes
 
 STATES = ("param", "grad", "optim")
@@ -119,6 +120,11 @@ def refuse_cluster(args: Namespace) -> None:
             f"--asynchzp-cluster {args.asynchzp_cluster} has no effect without a shard size that "
             "is auto; add --asynchzp-param-shard-size auto, or leave it out"
         )
+    if automatic:
+        try:
+            load_cluster(args.asynchzp_cluster)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--asynchzp-cluster {error}") from error
 
 
 def _nested_default(default: int, other: int | None) -> int:

@@ -122,12 +122,15 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
             print(f"megatron_asynchzp: {line}", flush=True)
     if args.rank == 0:
         from megatron_asynchzp.mcore.planned import moments_nbytes
-        from megatron_asynchzp.mcore.start_table import format_start_table
+        from megatron_asynchzp.mcore.start_table import budget_hint, format_start_table
 
         whole_nbytes = None if construction is None else construction.peak_whole_nbytes
         moments = moments_nbytes(args)
         table = format_start_table(chunks, node_size(args), moments, whole_nbytes)
         print(table, flush=True)
+        batch = args.micro_batch_size * args.data_parallel_size
+        if hint := budget_hint(chunks, args.global_batch_size // batch):
+            print(f"megatron_asynchzp: {hint}", flush=True)
     return chunks
 
 

@@ -26,7 +26,7 @@ def choose_platform(argv: list[str]) -> None:
 
     Raises ConfigurationError, one line, for a machine whose accelerator torch does not see.
     """
-    if (reason := _reason_for_cpu(argv)) is None:
+    if (reason := reason_for_cpu(argv)) is None:
         return
     from megatron_asynchzp import cpu_platform
 
@@ -94,8 +94,9 @@ def are_dataset_helpers_ready() -> bool:
     return is_on_cpu() or not has_makefile
 
 
-def _reason_for_cpu(argv: list[str]) -> str | None:
-    """Why this process runs on the CPU platform; None where an accelerator is used."""
+def reason_for_cpu(argv: list[str]) -> str | None:
+    """Why a process with these arguments runs on the CPU platform; None where an accelerator is
+    used. Raises ConfigurationError for a machine whose accelerator torch does not see."""
     if is_cpu_asked(argv):
         return "--asynchzp-device cpu"
     if _has_accelerator():

@@ -1,0 +1,63 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Whether Megatron and --use-asynchzp take a command line, before any rank is started. In a process
+of its own: a script that runs up to Megatron's validation may change its environment.
+
+    python -m megatron_asynchzp.planning.validation RANKS RANKS_PER_NODE SCRIPT [arguments]
+
+Exit status: 0; 2 with one line where the command line is refused.
+"""
+
+import sys
+import traceback
+from pathlib import Path
+
+from megatron_asynchzp.errors import ConfigurationError
+
+EXIT_REFUSED = 2
+# What Megatron's own validation raises for a wrong command line; a parser exits, and so does the
+# check of a script that imports the adaptor.
+_REFUSALS = (AssertionError, ValueError, SystemExit)
+_VALIDATES = (("megatron", "training", "arguments.py"), ("argparse.py",), ("process", "refusal.py"))
+
+
+def refusal(script: Path, flags: list[str], ranks: int, ranks_per_node: int) -> str | None:
+    """One line for what every rank of the run on this machine would refuse; None where it would
+    train, and where that is not known: a script that fails here before Megatron has read its
+    arguments may need what only torchrun gives it."""
+    sys.path.insert(0, str(script.resolve().parent))  # a Megatron checkout beside the script counts
+    try:
+        # Only now: it imports Megatron, which that may be.
+        from megatron_asynchzp.mcore.process.platform import reason_for_cpu
+        from megatron_asynchzp.planning import pretended_world
+
+        on_cpu = ["--asynchzp-device", "cpu"] if reason_for_cpu(flags) else []
+        stop = ["--asynchzp-dry-run", str(ranks)]
+        pretended_world.parse_script(script, [*flags, *on_cpu, *stop], ranks, ranks_per_node)
+    except ConfigurationError as error:
+        return str(error) if _is_of_the_command_line(error) else None
+    return None
+
+
+def _is_of_the_command_line(error: ConfigurationError) -> bool:
+    cause = error.__cause__ or error
+    if isinstance(cause, ConfigurationError):
+        from megatron_asynchzp.planning.pretended_world import NotValidated
+
+        return not isinstance(cause, NotValidated)
+    paths = [Path(frame.filename).parts for frame in traceback.extract_tb(cause.__traceback__)]
+    is_validated = any(path[-len(end) :] == end for path in paths for end in _VALIDATES)
+    return isinstance(cause, _REFUSALS) and is_validated
+
+
+def main(argv: list[str]) -> int:
+    ranks, per_node, script, *flags = argv
+    line = refusal(Path(script), flags, int(ranks), int(per_node))
+    if line is None:
+        return 0
+    print(f"megatron_asynchzp: {line}", file=sys.stderr)
+    return EXIT_REFUSED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

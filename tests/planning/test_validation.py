@@ -1,0 +1,64 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What Megatron refuses is known before torchrun starts; what cannot be known stops nothing."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_asynchzp.planning import validation
+from tests.support.command_server import Ended, serving
+
+_SCRIPT = str(Path(__file__).parents[2] / "scripts" / "train" / "pretrain_gpt.py")
+_MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --train-iters 2 "
+    "--max-position-embeddings 32 --tokenizer-type NullTokenizer --vocab-size 63 --lr 1e-3 "
+    "--micro-batch-size 1 --global-batch-size 8 --mock-data"
+)
+
+
+@pytest.fixture(scope="module")
+def check() -> Iterator[Callable[..., Ended]]:
+    """Call with the words after the model's flags."""
+    with serving(validation.main) as run:
+        yield lambda more, script=_SCRIPT: run("4", "4", script, *_MODEL.split(), *more.split())
+
+
+@pytest.mark.parametrize(
+    "more, line",
+    [
+        ("--num-layrs 2", "unrecognized arguments: --num-layrs"),
+        ("--use-asynchzp --bf16 --fp16", "bf16"),
+        ("--hidden-size 65", "hidden_size"),
+        ("--use-asynchzp --seq-length 64", "max_position_embeddings"),
+        ("--use-asynchzp --lr abc", "--lr: invalid float value: 'abc'"),
+        ("--use-asynchzp --fp8-format hybrid", "--fp8-format is not supported"),
+    ],
+)
+def test_what_megatron_or_we_refuse_is_one_line(check, more, line):
+    status, out, err = check(more)
+    assert (status, out) == (2, "")
+    (printed,) = err.splitlines()
+    assert printed.startswith("megatron_asynchzp: ") and line in printed
+
+
+@pytest.mark.parametrize("more", ["", "--use-asynchzp --bf16"])
+def test_a_command_line_that_trains_passes(check, more):
+    assert check(more) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch; torch.distributed.init_process_group('gloo')",
+        "raise SystemExit(3)",
+        "assert False, 'of the script'",
+        "import no_such_module",
+        "print('no Megatron at all')",
+    ],
+)
+def test_a_script_that_does_not_come_to_megatrons_arguments_stops_nothing(check, tmp_path, text):
+    script = tmp_path / "train.py"
+    script.write_text(text + "\n")
+    assert check("--num-layrs 2", str(script)) == (0, "", "")

@@ -1,0 +1,55 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The status of `asynchzp launch` after a SIGTERM is that of its ranks."""
+
+import signal
+import sys
+
+import pytest
+
+from megatron_asynchzp import torchrun
+
+
+class Ended:
+    """A rank's process that has ended."""
+
+    def __init__(self, status: int):
+        self._status = status
+
+    def poll(self) -> int:
+        return self._status
+
+
+@pytest.mark.parametrize(
+    "statuses, number, status",
+    [
+        ((0, 0), signal.SIGTERM, 0),
+        ((0, 1), signal.SIGTERM, None),
+        ((0, -9), signal.SIGTERM, None),
+        ((), signal.SIGTERM, None),
+        ((0, 0), signal.SIGINT, None),
+    ],
+)
+def test_it_is_0_where_sigterm_ended_every_rank_well(monkeypatch, statuses, number, status):
+    def end(argv):
+        raise torchrun.SignalException("", number)
+
+    ranks = {place: Ended(one) for place, one in enumerate(statuses)}
+    monkeypatch.setattr(torchrun, "watch_ranks", lambda: ranks)
+    monkeypatch.setattr(torchrun.run, "main", end)
+    if status is None:
+        with pytest.raises(torchrun.SignalException):
+            torchrun.main([])
+    else:
+        assert torchrun.main([]) == status
+
+
+def test_of_each_place_the_process_counts_that_was_started_last(monkeypatch):
+    """As torch starts it, with its own class."""
+    kind = torchrun.subprocess_handler.SubprocessHandler
+    monkeypatch.setattr(kind, "__init__", kind.__init__)
+    started = torchrun.watch_ranks()
+    for status in (3, 0):  # the second is a restart
+        words = ("-c", f"raise SystemExit({status})")
+        kind(sys.executable, words, {}, None, None, 0, None).proc.wait()
+    assert [one.poll() for one in started.values()] == [0]
