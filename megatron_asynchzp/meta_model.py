@@ -16,15 +16,8 @@ Fill = Callable[[], object]
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Whether all parameters of `model` are on the meta device. Raises ConfigurationError where
-    some are, and others are not."""
-    found = {param.is_meta: name for name, param in model.named_parameters()}
-    if len(found) > 1:
-        raise ConfigurationError(
-            f"{found[True]} is on the meta device and {found[False]} is not; build the whole model "
-            "under one torch.device"
-        )
-    return True in found
+    """Whether the parameters of `model`, which are on one device, are on the meta device."""
+    return any(param.is_meta for param in model.parameters())
 
 
 @torch.no_grad()
@@ -37,13 +30,13 @@ def materialize(
     """Allocate the parameters and buffers of `model` on `device`, and let each module's own
     reset_parameters() fill them, in the order of model.modules(). Tied parameters stay tied.
 
-    complete: called with each of `units` when the last of its modules is filled.
+    complete: called with each of `units` when all modules that have its parameters are filled.
     Raises ConfigurationError, by name, for a module that cannot fill its own tensors.
     """
     names = {module: name for name, module in model.named_modules()}
     fills = {module: _fill_of(module, name) for module, name in names.items()}
     order = list(names)
-    last = {unit: max(order.index(part) for part in unit.modules()) for unit in units}
+    last = {unit: _completed_at(unit, order) for unit in units}
     made: dict[torch.Tensor, torch.Tensor] = {}
     for index, module in enumerate(order):
         if (fill := fills[module]) is not None:
@@ -52,6 +45,17 @@ def materialize(
             _refuse_unfilled(module, names[module])
         for unit in (unit for unit, end in last.items() if end == index):
             complete(unit)
+
+
+def _completed_at(unit: nn.Module, order: Sequence[nn.Module]) -> int:
+    """The index of the last module that fills something of `unit`, which may be a module elsewhere
+    that has a tied parameter."""
+    own, parts = set(unit.parameters()), set(unit.modules())
+    return max(
+        index
+        for index, module in enumerate(order)
+        if module in parts or not own.isdisjoint(module.parameters(recurse=False))
+    )
 
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -90,7 +94,8 @@ def _allocate(
                     value.fill_(float("nan"))
                 if isinstance(tensor, nn.Parameter):
                     value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-                    value.__dict__.update(tensor.__dict__)
+                    for key, attribute in vars(tensor).items():
+                        setattr(value, key, attribute)
                 made[tensor] = value
             slots[name] = made[tensor]
         tensors.update(slots)

@@ -693,11 +693,6 @@ def arguments(**changes) -> Callable[[], object]:
     return call
 
 
-def on_meta() -> nn.Module:
-    with torch.device("meta"):
-        return ToyLM()
-
-
 WRONG_ARGUMENTS = {
     "a container": (arguments(units=lambda m: [m.blocks]), "units=model.blocks"),
     "another model's": (arguments(units=lambda m: [nn.Linear(2, 2)]), "not a part of the model"),
@@ -715,7 +710,6 @@ WRONG_ARGUMENTS = {
     "a schedule's name": (arguments(schedule=lambda m: "inline"), "ScheduleConfig.'inline'"),
     "a mesh of two": (arguments(group=lambda m: init_device_mesh("cpu", (1, 2))), "2 dimensions"),
     "a list of ranks": (arguments(group=lambda m: [0, 1]), "a process group, a mesh"),
-    "a meta model": (arguments(model=on_meta()), "allocate and initialize it before"),
 }  # fmt: skip
 
 

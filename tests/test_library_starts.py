@@ -48,6 +48,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Scaled() for _ in range(3))
         self.head = nn.Linear(16, 11, bias=False)
         self.head.weight = self.embedding.weight
+        self.layers[0].linear.weight = self.layers[2].linear.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [batch] of words."""
@@ -64,8 +65,8 @@ def on_meta() -> Model:
 
 def plain() -> Model:
     """As FSDP2's users start one: allocated, then each module resets its own."""
-    torch.manual_seed(3)
     model = Model()
+    torch.manual_seed(3)
     for module in model.modules():
         if callable(reset := getattr(module, "reset_parameters", None)):
             reset()
@@ -157,7 +158,7 @@ def check_refused_meta() -> None:
             shard(model, model.layers, ShardSizes(2, 2, 2), new_adamw, device="cpu")
     half = on_meta()
     half.head = nn.Linear(16, 11)
-    with pytest.raises(ConfigurationError, match="is on the meta device and .* is not"):
+    with pytest.raises(ConfigurationError, match="is on meta and .* is on cpu; move the whole"):
         shard(half, half.layers, ShardSizes(2, 2, 2), new_adamw)
     torch.manual_seed(dist.get_rank())
     with pytest.raises(ConfigurationError, match="other values on rank 1 than on rank 0"):
@@ -175,8 +176,8 @@ def check_refused_meta() -> None:
         shard(other, other.layers, ShardSizes(2, 2, 2), new_adamw, param_dtype=torch.bfloat16)
     placed = plain()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    weight = distribute_tensor(placed.layers[0].linear.weight.detach(), mesh, [Shard(0)])
-    placed.layers[0].linear.weight = nn.Parameter(weight)
+    weight = distribute_tensor(placed.layers[1].linear.weight.detach(), mesh, [Shard(0)])
+    placed.layers[1].linear.weight = nn.Parameter(weight)
     with pytest.raises(ConfigurationError, match=r"DTensor \(mesh dimensions tp\).*Megatron's"):
         shard(placed, placed.layers, ShardSizes(2, 2, 2), new_adamw)
 
@@ -264,8 +265,8 @@ def check_reports(folder: Path) -> None:
         sharded.take_report()
         train(sharded, 2)
         report = sharded.take_report()
-        # Three layers, the tied weight: once for each use of two, and the last layer stays.
-        assert report.reductions_per_step == 4 and 4 <= report.gathers_per_step <= 8
+        units = len(sharded.runtime.units)
+        assert report.reductions_per_step == units <= report.gathers_per_step <= 2 * units
         assert report.exposed_ms is not None and 0 <= report.overlap_percent <= 100
         file = folder / f"{dist.get_rank()}.json"
         with sharded.trace(file):

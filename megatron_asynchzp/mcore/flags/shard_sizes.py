@@ -120,7 +120,7 @@ def refuse_cluster(args: Namespace) -> None:
             f"--asynchzp-cluster {args.asynchzp_cluster} has no effect without a shard size that "
             "is auto; add --asynchzp-param-shard-size auto, or leave it out"
         )
-    if automatic:
+    if args.asynchzp_cluster is not None:
         try:
             load_cluster(args.asynchzp_cluster)
         except ConfigurationError as error:
