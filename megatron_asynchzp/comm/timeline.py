@@ -27,8 +27,9 @@ LANES = {
 """Kinds of operation, each with its name in messages. A lane has a stream, and completes its tasks
 one after the other."""
 
-COMPUTE, WAIT, CAPTURE = "compute", "wait", "capture"
-"""Lanes of the main thread: what it computed, what it waited for, and how long a capture lasted."""
+COMPUTE, WAIT, BETWEEN, CAPTURE = "compute", "wait", "between", "capture"
+"""Lanes of the main thread: what it computed, what it waited for, the time from the end of a step's
+computation to the begin of the next step, and how long a capture lasted."""
 
 
 class Span(NamedTuple):
@@ -74,12 +75,18 @@ class Timeline:
     every: on a device that runs ahead, where a mark is an event in a stream, one step in so many is
     timed; a CPU's marks cost nothing, and all its steps are. An evaluation is not, nor what is
     waited for between two steps.
+
+    On a device a step is timed from the end of the computation of the one before, whose updated
+    parameters travel from there on: a host that waits for the device there, or a queue that they
+    hold up, hides them from every wait.
     """
 
     def __init__(self, device: Device, every: int = 1):
         self.device = device
         self._every = every if device.runs_ahead else 1
         self._is_timing, self._is_in_step = False, False
+        self._step = 0
+        self._computed: Any = None  # where the computation of the step before ended
         self._spans: list[Span] = []
         self._folding: list[list[Span]] = []
         self._captured: list[Span] | None = None
@@ -106,19 +113,34 @@ class Timeline:
 
     def begin_step(self, step: int) -> None:
         """`step` begins, and the one before is over, if it was not."""
+        is_over = not self._is_in_step
         self._end_step()
-        self._is_in_step = True
-        self._is_timing = step % self._every == 0 or self.is_capturing
+        self._is_in_step, self._step = True, step
+        self._is_timing = self._is_timed(step)
+        if is_over and self._is_timing and self._computed is not None:
+            self.note(BETWEEN, "steps", self._computed)
+        self._computed = None
+
+    def end_computation(self) -> None:
+        """All that the step computes was issued: what travels from here on, the next one reads."""
+        if self.device.runs_ahead and self._is_in_step:
+            self._end_step()
+            self._is_timing = self._is_timed(self._step + 1)
+            self._computed = self.mark()
+
+    def _is_timed(self, step: int) -> bool:
+        return step % self._every == 0 or self.is_capturing
 
     def _end_step(self) -> None:
         """The spans of timed steps that are over become times and are forgotten.
 
         Where the device runs ahead nothing is waited for: what it has not done yet is left.
         """
-        if self._is_in_step and self._spans:
-            self._folding.append(self._spans)
-            self._spans = []
-        self._is_in_step = False
+        if self._is_in_step:
+            if self._spans and self._is_timed(self._step):
+                self._folding.append(self._spans)
+            self._spans = []  # with what a timed step has begun that ends after it
+            self._is_in_step = False
         while self._folding and all(self.device.has_passed(s.end) for s in self._folding[0]):
             spans = self.in_seconds(self._folding.pop(0))
             self._times += replace(measure_comm(spans), steps=1)
@@ -126,11 +148,13 @@ class Timeline:
     def pause(self) -> None:
         """Nothing is timed until the next step begins."""
         self._is_timing = self.is_capturing
+        self._computed = None
 
     def take_times(self) -> CommTimes:
         """What was timed and is over, since the last call. The step is over, too."""
         self._end_step()
-        if self.device.runs_ahead:  # on a CPU what the step has submitted may begin later
+        if self.device.runs_ahead and self._computed is None:
+            # On a CPU what the step has submitted may begin later.
             self.pause()
         times, self._times = self._times, CommTimes()
         return times
@@ -183,11 +207,13 @@ def union_s(spans: Iterable[Span]) -> float:
 
 
 def measure_comm(spans: Sequence[Span]) -> CommTimes:
-    """How long collectives were on their way and how long computation waited; in seconds."""
-    return CommTimes(
-        busy_s=union_s(span for span in spans if span.lane not in (COMPUTE, WAIT, CAPTURE)),
-        exposed_s=union_s(span for span in spans if span.lane == WAIT),
-    )
+    """How long collectives were on their way and how long computation waited; in seconds. Between
+    two steps it has waited while something was on its way."""
+    busy = [span for span in spans if span.lane in LANES]
+    between = [span for span in spans if span.lane == BETWEEN]
+    waits = [span for span in spans if span.lane == WAIT]
+    idle_s = union_s(between) + union_s(busy) - union_s([*between, *busy])  # what they share
+    return CommTimes(busy_s=union_s(busy), exposed_s=union_s(waits) + idle_s)
 
 
 def chrome_trace(spans: Iterable[Span], rank: int, began_s: float = 0.0) -> dict[str, Any]:
@@ -195,7 +221,7 @@ def chrome_trace(spans: Iterable[Span], rank: int, began_s: float = 0.0) -> dict
 
     began_s: the time of day at which the span of CAPTURE begins, see Timeline.capture_began_s.
     """
-    tracks = {lane: track for track, lane in enumerate((CAPTURE, COMPUTE, WAIT, *LANES))}
+    tracks = {lane: track for track, lane in enumerate((CAPTURE, COMPUTE, WAIT, BETWEEN, *LANES))}
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     ]

@@ -240,6 +240,7 @@ class StepScheduler:
         """After the optimizer: rebuild the parameter shards from main_param, in the background, and
         gather the first units again. Where units are updated in backward, `sync_grads` has done it.
         """
+        self.driver.timeline.end_computation()
         if self.update is None:
             self.gathers.start_syncs()
 

@@ -1,19 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Host time of the engine per unit and micro-batch, without a device: its streams and collectives
-do nothing, so what is left is what Python costs.
+"""Host time of the engine and of FSDP2 per unit and micro-batch, without a device: streams and
+collectives do nothing, so what is left is what Python and torch's dispatcher cost.
 
     python -m scripts.bench.host_cost --out host_cost.jsonl [--beside CHECKOUT]
 
-Each row: a schedule and a number of parameters per unit; microseconds that the engine adds to
-forward and to backward, in all threads together (CPU time of the process, less that of the plain
-model in the same process), and calls of the device per unit and micro-batch. Medians and spread
-over the repetitions, each in a process of its own. --beside measures the engine of another checkout
-in turn with this one.
+Each row: a system and a number of parameters per unit; microseconds that it adds to forward and to
+backward, in all threads together (CPU time of the process, less that of the plain model in the same
+process), and the engine's calls of the device per unit and micro-batch. Both shard over the same
+ranks of torch's fake process group. Medians and spread over the repetitions, each in a process of
+its own, in turns. --beside measures the engine of another checkout in turn with this one.
 """
 
 import argparse
-import itertools
 import json
 import os
 import statistics
@@ -21,15 +20,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
-from unittest import mock
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.schedules import start_driver
@@ -41,18 +43,16 @@ from megatron_asynchzp.zero.plan import plan_units
 from scripts.testbed.machine import machine_record
 
 _ROOT = Path(__file__).parents[2]
-_NUM_UNITS, _STEPS = 16, 40
+_NUM_UNITS, _WARM_UP, _STEPS = 16, 2, 40
 _WORLD, _RANK, _SIZES = 8, 3, ShardSizes(2, 4, 8)
+FSDP2 = "FSDP2 HSDP"
 
 
-class _Done:
-    """The handle of a collective that has completed."""
+class Added(NamedTuple):
+    """CPU microseconds per unit and micro-batch."""
 
-    def __init__(self, calls: Counter[str]):
-        self._calls = calls
-
-    def wait(self) -> None:
-        self._calls["wait for collective"] += 1
+    forward_us: float
+    backward_us: float
 
 
 class _Event:
@@ -165,65 +165,85 @@ def _train_step(model: nn.Module) -> tuple[float, float]:
     return 1e6 * (middle - start) / _NUM_UNITS, 1e6 * (end - middle) / _NUM_UNITS
 
 
-def _medians(times: list[tuple[float, float]]) -> tuple[float, float]:
+def _train_beside(model: nn.Module, plain: nn.Module, begin_step: Callable[[], object]) -> Added:
+    """What forward and backward of `model` take more than those of the plain one, whose steps are
+    between its own."""
+    times: list[tuple[float, float]] = []
+    for _ in range(_STEPS):
+        begin_step()
+        forward, backward = _train_step(model)
+        plain_forward, plain_backward = _train_step(plain)
+        times.append((forward - plain_forward, backward - plain_backward))
     forward, backward = zip(*times, strict=True)
-    return statistics.median(forward), statistics.median(backward)
+    return Added(statistics.median(forward), statistics.median(backward))
 
 
-def _measure_added(kind: str, num_params: int) -> tuple[tuple[float, float], Counter[str]]:
-    """Microseconds that forward and backward take more than those of the plain model, whose steps
-    are between the engine's, and all calls of the device."""
+def _of_engine(kind: str, num_params: int) -> tuple[Added, Counter[str]]:
+    """And all calls of the device. kind: the schedule."""
     plain, model, module = _Model(num_params), _Model(num_params), _Module()
     device = StreamDevice(cast("ModuleType", module), torch.device("cuda"))
-    topology = ShardTopology(_WORLD, _RANK, _SIZES)
     groups = ShardGroups.of_topology(
-        topology, range(_WORLD), lambda _purpose, _ranks: cast("dist.ProcessGroup", object())
+        ShardTopology(_WORLD, _RANK, _SIZES), range(_WORLD), lambda _, ranks: dist.new_group(ranks)
     )
     config = ScheduleConfig(kind, checks_order=False)
     driver = start_driver(config, device)
     plans = plan_units(model, list(model.layers))
     runtime = HZPRuntime(model, plans, {"dense": groups}, config, driver)
-    done = _Done(module.calls)
-    times: list[tuple[float, float]] = []
-    collectives = "megatron_asynchzp.comm.collectives."
-    with (
-        mock.patch(f"{collectives}all_gather_flat", lambda *_, **__: done),
-        mock.patch(f"{collectives}reduce_scatter_flat", lambda *_, **__: done),
-        mock.patch("torch.distributed.all_reduce", lambda *_, **__: done),
-    ):
-        for step in range(2 + _STEPS):
-            runtime.zero_grads()
-            runtime.is_last_micro_batch = False
-            if step == 2:
-                module.calls.clear()
-            forward, backward = _train_step(model)
-            plain_forward, plain_backward = _train_step(plain)
-            times.append((forward - plain_forward, backward - plain_backward))
-        calls = module.calls.copy()
-        runtime.close()
-        driver.close()
-    return _medians(times[2:]), calls
+
+    def begin_step() -> None:
+        runtime.zero_grads()
+        runtime.is_last_micro_batch = False
+
+    for _ in range(_WARM_UP):
+        begin_step()
+        _train_step(model)
+    module.calls.clear()
+    added = _train_beside(model, plain, begin_step)
+    calls = module.calls.copy()
+    runtime.close()
+    driver.close()
+    return added, calls
 
 
-def measure(kind: str, num_params: int) -> dict[str, Any]:
-    """Once, in this process."""
+def _of_fsdp2(num_params: int) -> Added:
+    """HSDP: parameters and gradients over as many ranks as the engine's parameters."""
+    plain, model = _Model(num_params), _Model(num_params)
+    replicas = _WORLD // _SIZES.param
+    mesh = init_device_mesh("cpu", (replicas, _SIZES.param), mesh_dim_names=("replicate", "shard"))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+    sharded = cast("FSDPModule", model)
+    sharded.set_requires_all_reduce(False)
+    for _ in range(_WARM_UP):
+        _train_step(model)
+    return _train_beside(model, plain, lambda: None)
+
+
+def measure(system: str, num_params: int) -> dict[str, Any]:
+    """Once, in this process. system: a schedule of the engine, or FSDP2."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    (forward, backward), calls = _measure_added(kind, num_params)
+    dist.init_process_group("fake", store=FakeStore(), rank=_RANK, world_size=_WORLD)
+    calls: Counter[str] = Counter()
+    if system == FSDP2:
+        added = _of_fsdp2(num_params)
+    else:
+        added, calls = _of_engine(system, num_params)
+    dist.destroy_process_group()
     per_unit = _NUM_UNITS * _STEPS
     return {
-        "forward_us": forward,
-        "backward_us": backward,
-        "total_us": forward + backward,
+        **added._asdict(),
+        "total_us": sum(added),
         "device_calls": sum(calls.values()) / per_unit,
         "calls": {name: round(count / per_unit, 2) for name, count in sorted(calls.items())},
     }
 
 
-def _measure_in_child(kind: str, num_params: int, checkout: Path) -> dict[str, Any]:
+def _measure_in_child(system: str, num_params: int, checkout: Path) -> dict[str, Any]:
     """The same with the engine of `checkout`, in a process of its own."""
     paths = os.pathsep.join((str(checkout), str(_ROOT)))
-    command = [sys.executable, "-P", "-m", "scripts.bench.host_cost", "--once", kind]
+    command = [sys.executable, "-P", "-m", "scripts.bench.host_cost", "--once", system]
     ended = subprocess.run(
         [*command, "--params", str(num_params)],
         env=os.environ | {"PYTHONPATH": paths},
@@ -234,7 +254,7 @@ def _measure_in_child(kind: str, num_params: int, checkout: Path) -> dict[str, A
     return json.loads(ended.stdout)
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Medians of the repetitions, and the spread of their totals."""
     totals = [row["total_us"] for row in rows]
     medians = {
@@ -252,28 +272,30 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--schedules", nargs="+", default=["main-thread"])
+    parser.add_argument("--systems", nargs="+", default=["main-thread", FSDP2])
     parser.add_argument("--params", nargs="+", type=int, default=[12, 256])
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--beside", type=Path, help="another checkout of this project")
     parser.add_argument("--out", type=Path, help="append records to this file")
-    parser.add_argument("--once", metavar="SCHEDULE", help="one measurement, as JSON")
+    parser.add_argument("--once", metavar="SYSTEM", help="one measurement, as JSON")
     options = parser.parse_args()
     if options.once is not None:
         print(json.dumps(measure(options.once, options.params[0])))
         return
-    checkouts = {"this": _ROOT}
+    measured = [(system, _ROOT) for system in options.systems]
     if options.beside is not None:
-        checkouts = {"before": options.beside.resolve(), **checkouts}
+        own = [system for system in options.systems if system != FSDP2]
+        measured += [(system, options.beside.resolve()) for system in own]
     records: list[dict[str, Any]] = [machine_record()]
-    for kind, num_params in itertools.product(options.schedules, options.params):
-        rows: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
-        for _ in range(options.repetitions):
-            for name, checkout in checkouts.items():
-                rows[name].append(_measure_in_child(kind, num_params, checkout))
-        for name, measured in rows.items():
-            what = {"engine": name, "schedule": kind, "params": num_params}
-            records.append({"kind": "host_cost", **what, **summary(measured)})
+    for num_params in options.params:
+        rows = [
+            [_measure_in_child(system, num_params, checkout) for system, checkout in measured]
+            for _ in range(options.repetitions)
+        ]
+        for (system, checkout), of_system in zip(measured, zip(*rows, strict=True), strict=True):
+            name = system if checkout == _ROOT else f"{system}, {checkout.name}"
+            what = {"system": name, "params": num_params}
+            records.append({"kind": "host_cost", **what, **summary(of_system)})
             print(json.dumps(records[-1]), flush=True)
     if options.out is not None:
         with options.out.open("a") as file:

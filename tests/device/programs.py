@@ -52,7 +52,10 @@ def steps_of(
     mark: Callable[[bool], object],
     end: Callable[[], torch.Tensor],
 ) -> Seen:
-    """A plain training loop. end: clips, updates and returns the norm."""
+    """A plain training loop, in which the host waits for nothing before the end.
+
+    end: clips, updates and returns the norm.
+    """
     rank, device, seen = dist.get_rank(), device_of_rank(), []
     for step in range(STEPS):
         begin()
@@ -65,8 +68,8 @@ def steps_of(
             total += loss.detach()
         norm = end()
         dist.all_reduce(total)
-        seen.append((total.item(), norm.item()))
-    return seen
+        seen.append((total, norm))
+    return [(total.item(), norm.item()) for total, norm in seen]
 
 
 # ---- the engine

@@ -64,9 +64,10 @@ def entry(name: str):
 
     pretrain = training.pretrain
 
-    def pretrain_with_provider(config, *args):
-        config.model = None
-        return pretrain(config, *args, model_provider=legacy_pretrain.provide_model)
+    def pretrain_with_provider(cfg_container, **arguments):
+        cfg_container.model = None
+        arguments["model_provider"] = legacy_pretrain.provide_model
+        return pretrain(cfg_container=cfg_container, **arguments)
 
     if name == "hybrid":
         hybrid = argument_utils.hybrid_config_from_args

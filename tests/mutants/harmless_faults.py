@@ -42,6 +42,14 @@ _ONLY_A_HANDLE = (
     "What is left to do then is a wait for a handle and an event behind it, on whichever stream"
 )
 _PADDING = "The parameters are copied over it, and nobody reads the padding between them"
+_INITIAL = (
+    "Parameters are copied over it, gradients are set to zero when a step begins, and nobody reads "
+    "the padding"
+)
+_ORDER_OF_LAUNCH = (
+    "A communicator runs its collectives in the order of their launch, from whichever stream, and "
+    "what follows waits for handles and events"
+)
 _CUT_OFF = "What lies behind the gradients is cut off again"
 
 HARMLESS: dict[Fault, str] = {
@@ -64,6 +72,10 @@ HARMLESS: dict[Fault, str] = {
     Fault(REUSED, "arena.place_at in reductions._acquire_place"): _WRITER_HAS_WAITED,
     Fault(NO_LANE, "gather: is completed"): _ONLY_A_HANDLE,
     Fault(NO_LANE, "param-sync: is completed"): _ONLY_A_HANDLE,
+    Fault(NO_LANE, "gather: is issued"): _ORDER_OF_LAUNCH,
+    Fault(NO_LANE, "reduce: is issued"): _ORDER_OF_LAUNCH,
+    Fault(NO_LANE, "reduce: is completed"): _ORDER_OF_LAUNCH,
+    Fault(UNWRITTEN, "zeros, unit._new_buffer in unit._allocate_and_shard"): _INITIAL,
     Fault(FREED, "full, unit._make_placeholders in unit._allocate_and_shard"): _PLACEHOLDER,
     Fault(UNWRITTEN, "full, unit._make_placeholders in unit._allocate_and_shard"): _PLACEHOLDER,
     Fault(UNWRITTEN, "zero_, buffer.copy_params in unit._allocate_and_shard"): _PADDING,

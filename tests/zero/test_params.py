@@ -57,7 +57,7 @@ ODD: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "whole numbers": (lambda: Holder(torch.arange(3), False), "make it a buffer"),
     "bool": (lambda: Holder(torch.ones(3, dtype=torch.bool), False), "make it a buffer"),
     "float8": (lambda: Holder(torch.ones(3).to(torch.float8_e4m3fn)), "convert it to bfloat16"),
-    "meta": (lambda: Holder(torch.ones(3, device="meta")), "is on meta; move the whole model to one"),
+    "meta": (lambda: Holder(torch.ones(3, device="meta")), "is on meta; move the whole model to"),
     "sparse": (lambda: Holder(torch.eye(3).to_sparse()), r"to_dense\(\)"),
     "a wrapper": (lambda: Holder(Wrapper(torch.ones(3))), "it is a Wrapper.*plain tensor"),
     "without a shape": (lambda: Holder(nn.UninitializedParameter()), "run one forward"),

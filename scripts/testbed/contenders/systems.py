@@ -187,9 +187,9 @@ class Baseline(System):
 
 class Engine(System):
     """Our engine: parameters and gradients over a node's ranks, optimizer state over all. kind: of
-    its schedule."""
+    its schedule; timed_every: on a device one step in so many is timed."""
 
-    kind = "threaded"
+    kind, timed_every = "threaded", 10
     volume = staticmethod(hierarchical_volume)
 
     def build(self) -> None:
@@ -197,7 +197,8 @@ class Engine(System):
         blocks: list[Any] = list(self.model.blocks)
         units = blocks + [block.down for block in blocks if self.halves]
         sizes = ShardSizes(in_node, in_node, world_size)
-        self.runtime = new_runtime(self.model, units, sizes, schedule=ScheduleConfig(self.kind))
+        schedule = ScheduleConfig(self.kind, timed_every=self.timed_every)
+        self.runtime = new_runtime(self.model, units, sizes, schedule=schedule)
         self.optimizers = {unit: new_adamw(unit.owned_params()) for unit in self.runtime.units}
         if self.updates_in_backward:
             self.runtime.update_in_backward(lambda unit: self.optimizers[unit].step())
