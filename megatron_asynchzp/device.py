@@ -33,6 +33,9 @@ class CpuDevice:
     def on_stream(self, stream: None) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def on_default_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
     def record_event(self) -> None:
         """An event after everything issued so far on the current stream."""
         return
@@ -117,6 +120,9 @@ class StreamDevice:
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         return self._module.stream(stream)
+
+    def on_default_stream(self) -> AbstractContextManager[Any]:
+        return self._module.stream(self._module.default_stream(self._device))
 
     def record_event(self) -> Any:
         event = self._module.Event()

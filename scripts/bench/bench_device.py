@@ -17,16 +17,15 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
-from scripts.bench.device_steps import measure
+from scripts.bench.device_steps import BESIDE_TP, CONTENDERS, MEGATRON_FSDP_2, measure
 from scripts.report.device_table import device_table
 from scripts.report.records import append
 from scripts.testbed.contenders.delayed_model import ModelSize
-from scripts.testbed.contenders.systems import SYSTEMS
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.machine import machine_record
 from scripts.testbed.profile import NetworkProfile
 
-CONTENDERS = ("main-thread", "hsdp")
+SHARDED = ("main-thread", "hsdp", MEGATRON_FSDP_2)
 QUEUES = ("1", "8", "32")
 
 
@@ -40,6 +39,10 @@ class Cluster:
     @property
     def sizes(self) -> tuple[int, int, int]:
         return self.ranks_per_node, self.ranks_per_node, self.nodes * self.ranks_per_node
+
+    def sizes_of(self, contender: str) -> tuple[int, int, int]:
+        """Beside tensor parallelism in a node all are sharded over the nodes."""
+        return 3 * (self.nodes,) if contender == BESIDE_TP else self.sizes
 
     def network(self, size: ModelSize, comm: float) -> NetworkProfile:
         """On which gathering a block over the ranks of a node, or what a rank has of it over the
@@ -64,13 +67,15 @@ def main(argv: list[str] | None = None) -> None:
             cluster = Cluster(*shape)
             size = ModelSize(args.hidden, args.blocks, 2, args.block_ms, args.micro_batches)
             env = {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
+            # FSDP2 frees gradients before their stream is ordered; it is when they are reused.
+            env |= {"ASYNCHZP_DEVICE_FREES": "late"}
             env |= {"NCCL_LAUNCH_ORDER_IMPLICIT": str(int(in_order))}
             network, world_size = cluster.network(size, args.comm), cluster.sizes[2]
             given = (shape, size, network, args.contenders)
             seen = worlds.run(measure, world_size, *given, env=env, timeout_s=args.time_limit)[0]
             # fmt: off
             records += [{
-                "kind": "step", "nodes": cluster.nodes, "sizes": cluster.sizes,
+                "kind": "step", "nodes": cluster.nodes, "sizes": cluster.sizes_of(name),
                 "queues": int(queues), "in_order": in_order, "synchronizes": synchronizes,
                 "comm": args.comm, "model": asdict(size), "contender": name + args.label, **result,
             } for (name, synchronizes), result in seen.items()]
@@ -87,7 +92,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--clusters", type=_shape, nargs="+", default=[(1, 4), (2, 2)], metavar="NODESxRANKS"
     )
     parser.add_argument("--queues", nargs="+", default=QUEUES)
-    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=SYSTEMS)
+    parser.add_argument("--contenders", nargs="+", default=SHARDED, choices=CONTENDERS)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--block-ms", type=float, default=10.0, help="stated time of a forward")

@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank of bench_device measures."""
+"""What a rank of bench_device and of device_cost measures."""
 
+import statistics
+import time
 from collections.abc import Sequence
 from itertools import product
 
@@ -10,11 +12,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from scripts.testbed.contenders.delayed_model import ModelSize
-from scripts.testbed.contenders.systems import SYSTEMS
+from scripts.testbed.contenders.systems import SYSTEMS, BesideTensorParallel, MegatronFSDP2
 from scripts.testbed.profile import NetworkProfile
 
 FLOOR = "compute only"
+BESIDE_TP = "main-thread, TP in a node"
+MEGATRON_FSDP_2 = "Megatron-FSDP v2, HSDP"
+CONTENDERS = SYSTEMS | {BESIDE_TP: BesideTensorParallel, MEGATRON_FSDP_2: MegatronFSDP2}
 STEPS = 3  # the last one is measured: ours knows from the first what follows what
+_SMALL = ModelSize(hidden=32, blocks=6, rows=2, block_ms=0.0, micro_batches=2)
+_WARM_UP, _REPEATED = 3, 10
 
 
 def measure(
@@ -36,7 +43,7 @@ def _measured(
     from scripts.testbed.device import inside
 
     inside.state_time(network)
-    system = SYSTEMS[name](size, mesh)
+    system = CONTENDERS[name](size, mesh)
     ends, losses = [], []
     for _ in range(STEPS):
         loss = system.step_on_device()
@@ -53,3 +60,18 @@ def _measured(
     dist.all_reduce(step_ms, dist.ReduceOp.MAX)
     system.close()
     return {"step_ms": round(step_ms.item(), 3), "losses": means}
+
+
+def host_ms(device: str) -> float:
+    """The median time of some steps of the engine, by the host's clock; all states over all ranks.
+    device: "cpu" or "cuda"."""
+    mesh = init_device_mesh(device, (1, dist.get_world_size()), mesh_dim_names=("inter", "intra"))
+    system = SYSTEMS["main-thread"](_SMALL, mesh)
+    times = []
+    for _ in range(_WARM_UP + _REPEATED):
+        start = time.perf_counter()
+        system.step()
+        times.append(1e3 * (time.perf_counter() - start))
+    system.drain()
+    system.close()
+    return statistics.median(times[_WARM_UP:])

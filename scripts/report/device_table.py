@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from scripts.report.records import markdown_table, print_table
 
-_HEAD = ["sizes", "hardware queues", "launch order", "host waits for each step"]
+_HEAD = ["blocks", "sizes", "hardware queues", "launch order", "host waits for each step"]
 
 
 def device_table(lines: Sequence[dict]) -> str:
@@ -18,6 +18,7 @@ def device_table(lines: Sequence[dict]) -> str:
     for line in steps:
         p, g, o = line["sizes"]
         setting = (
+            str(line["model"]["blocks"]),
             f"P{p} G{g} O{o}",
             str(line["queues"]),
             "implicit" if line["in_order"] else "none",
@@ -28,7 +29,7 @@ def device_table(lines: Sequence[dict]) -> str:
     cells = [
         [*setting, *(row.get(name, "") for name in contenders)] for setting, row in rows.items()
     ]
-    return markdown_table([*_HEAD, *contenders], cells, num_left=4)
+    return markdown_table([*_HEAD, *contenders], cells, num_left=5)
 
 
 if __name__ == "__main__":

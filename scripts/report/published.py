@@ -83,17 +83,27 @@ def parity() -> str:
 
 
 def host_cost() -> str:
-    """Before and after, with the spread of the totals."""
-    rows = ["| schedule | parameters of a unit | engine | forward | backward | both | calls |"]
-    rows.append("|---|---:|---|---:|---:|---:|---:|")
+    """The engine beside FSDP2, with the spread of the totals."""
+    rows = ["| parameters of a unit | system | forward | backward | both | calls |"]
+    rows.append("|---:|---|---:|---:|---:|---:|")
     for line in read_record("host_cost").lines:
         spread = f"{line['fastest_us']:.0f} to {line['slowest_us']:.0f}"
+        calls = f"{line['device_calls']:.1f}" if line["device_calls"] else ""
         rows.append(
-            f"| {line['schedule']} | {line['params']} | {line['engine']} "
+            f"| {line['params']} | {line['system']} "
             f"| {line['forward_us']:.0f} | {line['backward_us']:.0f} "
-            f"| {line['total_us']:.0f} ({spread}) | {line['device_calls']:.1f} |"
+            f"| {line['total_us']:.0f} ({spread}) | {calls} |"
         )
     return "\n".join([*rows, "", provenance("host_cost")])
+
+
+def device_cost() -> str:
+    """A step on the emulated device beside gloo, by ranks."""
+    rows = ["| ranks | system | step (ms): median, fastest and slowest |", "|---:|---|---:|"]
+    for line in read_record("device_cost").lines:
+        spread = f"{line['fastest_ms']:.0f} to {line['slowest_ms']:.0f}"
+        rows.append(f"| {line['ranks']} | {line['system']} | {line['step_ms']:.0f} ({spread}) |")
+    return "\n".join([*rows, "", provenance("device_cost")])
 
 
 def muon() -> str:
@@ -195,6 +205,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "shrunk models": lambda: shrunk_table(read_record("shrunk_models").lines),
     "grad wire": lambda: wire_table(read_record("grad_wire").lines),
     "host cost": host_cost,
+    "device cost": device_cost,
     "muon": muon,
     "pipeline": pipeline,
     "quickstart": quickstart,

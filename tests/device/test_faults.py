@@ -34,18 +34,20 @@ from tests.mutants.on_device import (
 
 RECOMPUTATION = 1  # its place among the programs
 A_HANDFUL = {
-    Fault(NO_WAIT, "reduce: ready[0]"): WATCH,
-    Fault(NO_COLLECTIVE_WAIT, "reduce: collective 0, finish"): WATCH,
-    Fault(EARLY, "gathers.end_use in decisions._drop"): WATCH,
-    Fault(FOREIGN_MEMORY, "stack, order: order_check.steps"): WATCH,
-    Fault(REUSED, "arena.place_at in gathers.start_gather"): WATCH,
-    Fault(SWAPPED, "gather: gathers.start_gather"): ORDER_CHECK,
+    Fault(NO_WAIT, "reduce: ready[0]"): {WATCH},
+    Fault(NO_COLLECTIVE_WAIT, "reduce: collective 0, finish"): {WATCH},
+    Fault(EARLY, "gathers.end_use in decisions._drop"): {WATCH},
+    Fault(FOREIGN_MEMORY, "stack, order: order_check.steps"): {WATCH},
+    Fault(REUSED, "arena.place_at in gathers.start_gather"): {WATCH},
+    # Of two collectives that differ the device says so, where it comes first.
+    Fault(SWAPPED, "gather: gathers.start_gather"): {ORDER_CHECK, ERROR},
 }
 
 
 def test_a_fault_of_the_device_path_is_noticed_and_by_whom_it_is_to_be(worlds: DeviceWorlds):
     runner = Runner(worlds, [RECOMPUTATION])
-    assert {one.fault: one.by for one in runner.try_all(A_HANDFUL)} == A_HANDFUL
+    for one in runner.try_all(A_HANDFUL):
+        assert one.by in A_HANDFUL[one.fault], one
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,7 @@ def _capture(model_chunks: Sequence) -> None:
 
 
 def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collection: Any) -> list:
+    from megatron_asynchzp.device import device_of
     from megatron_asynchzp.mcore.checkpoint.guard import claim_save_directory
     from megatron_asynchzp.mcore.construction import current_construction
     from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
@@ -116,7 +117,10 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
     claim_save_directory(args)
     construction = current_construction()
     settings = Settings.of(args, pg_collection.dp_cp.size())
-    chunks = wrap_model_chunks(model_chunks, ddp_config, pg_collection, settings, construction)
+    # Megatron wraps on a stream of its own, which has waited for the default one. Parameters are
+    # memory of the default stream: freed while another one still copies them they could be reused.
+    with device_of(next(model_chunks[0].parameters())).on_default_stream():
+        chunks = wrap_model_chunks(model_chunks, ddp_config, pg_collection, settings, construction)
     if construction is not None and pg_collection.dp_cp.rank() == pg_collection.tp.rank() == 0:
         for line in construction.describe_whole([u for chunk in chunks for u in chunk.units]):
             print(f"megatron_asynchzp: {line}", flush=True)

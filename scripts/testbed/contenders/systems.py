@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharded_model import new_runtime
 from megatron_asynchzp.sharding.topology import ShardSizes
+from megatron_asynchzp.zero.autograd import HZPRuntime
 from scripts.testbed.contenders.adam import new_adamw
 from scripts.testbed.contenders.delayed_model import DelayedModel, ModelSize, batch_of
 from scripts.testbed.contenders.fsdp2 import SHARDINGS, Sharding, shard_fully
@@ -193,17 +194,20 @@ class Engine(System):
     volume = staticmethod(hierarchical_volume)
 
     def build(self) -> None:
-        world_size, in_node = self.mesh.size(), self.mesh.size(1)
         blocks: list[Any] = list(self.model.blocks)
         units = blocks + [block.down for block in blocks if self.halves]
-        sizes = ShardSizes(in_node, in_node, world_size)
         schedule = ScheduleConfig(self.kind, timed_every=self.timed_every)
-        self.runtime = new_runtime(self.model, units, sizes, schedule=schedule)
+        self.runtime = self.new_runtime(units, schedule)
         self.optimizers = {unit: new_adamw(unit.owned_params()) for unit in self.runtime.units}
         if self.updates_in_backward:
             self.runtime.update_in_backward(lambda unit: self.optimizers[unit].step())
         self.drain = self.runtime.settle
         self.close = self.runtime.close
+
+    def new_runtime(self, units: list[Any], schedule: ScheduleConfig) -> HZPRuntime:
+        world_size, in_node = self.mesh.size(), self.mesh.size(1)
+        sizes = ShardSizes(in_node, in_node, world_size)
+        return new_runtime(self.model, units, sizes, schedule=schedule)
 
     def begin(self) -> None:
         self.runtime.zero_grads()
@@ -219,6 +223,74 @@ class Engine(System):
             for optimizer in self.optimizers.values():
                 optimizer.step()
         self.runtime.sync_params()
+
+
+class _Mean(torch.autograd.Function):
+    """Over a tensor-parallel group, in forward or in backward alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, in_forward: bool
+    ) -> torch.Tensor:
+        ctx.group, ctx.in_forward = group, in_forward
+        return _mean(x, group) if in_forward else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grads[0] if ctx.in_forward else _mean(grads[0], ctx.group), None, None
+
+
+def _mean(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    x = x.clone()
+    dist.all_reduce(x, dist.ReduceOp.AVG, group=group)
+    return x
+
+
+class BesideTensorParallel(Engine):
+    """The engine over the nodes, while the ranks of a node reduce what enters and leaves each
+    block, as the layers of Megatron's tensor parallelism do."""
+
+    kind = "main-thread"
+
+    def build(self) -> None:
+        group = self.mesh.get_group(1)
+        for block in cast("list[Any]", list(self.model.blocks)):
+            block.norm.register_forward_hook(lambda *given: _Mean.apply(given[2], group, False))
+            block.down.register_forward_hook(lambda *given: _Mean.apply(given[2], group, True))
+        super().build()
+
+    def new_runtime(self, units: list[Any], schedule: ScheduleConfig) -> HZPRuntime:
+        nodes = self.mesh.size(0)
+        sizes, group = ShardSizes(nodes, nodes, nodes), self.mesh.get_group(0)
+        return new_runtime(self.model, units, sizes, group, schedule)
+
+
+class MegatronFSDP2(WithOptimizer):
+    """Megatron-FSDP v2, `experimental` in its wheel: HSDP. For CUDA alone."""
+
+    is_last = False
+
+    def build(self) -> None:
+        from megatron.core.distributed.fsdp.src.megatron_fsdp import experimental
+        from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import placement
+
+        mesh = self.mesh
+        whole, flat, partial = placement.Replicate(), placement.Flat(), placement.Partial()
+        placements = experimental.Placements([0, 1], [whole, flat], [partial, flat], [whole, flat])
+        for block in self.model.blocks:
+            experimental.fully_shard(block, mesh, placements)
+        experimental.fully_shard(self.model, mesh, placements)
+        self.add_optimizer(self.model.parameters())
+        experimental.fully_shard_optimizer(self.optimizer)
+        model = self.forward
+        self.forward = lambda x: self._in_micro_batch(model, experimental.microbatch, x)
+
+    def mark(self, is_last: bool) -> None:
+        self.is_last = is_last
+
+    def _in_micro_batch(self, model: Any, microbatch: Any, x: torch.Tensor) -> torch.Tensor:
+        with microbatch(self.model, self.is_last):
+            return model(x)
 
 
 class CommunicationOnly(Engine):
