@@ -45,8 +45,10 @@ class Block(nn.Module):
         self.gate, self.out = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        beside = self.side(self.second_norm(x))
+        # In the order of the block below: autograd adds up the gradients of x in that order.
         y = self.down(F.gelu(self.up(self.norm(x))))
-        return x + y + self.side(self.second_norm(x))
+        return x + y + beside
 
     def side(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(torch.tanh(self.gate(x)))

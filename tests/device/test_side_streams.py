@@ -100,5 +100,4 @@ def test_gradients_from_a_side_stream_are_neither_reduced_too_early_nor_overwrit
     )
     for rank in ranks:
         for seed, (beside, alone) in zip(seeds, rank, strict=True):
-            # One of 92 seeds differs in the last digit of a loss, without delays too.
-            assert beside == pytest.approx(alone, rel=1e-6), seed
+            assert beside == alone, seed

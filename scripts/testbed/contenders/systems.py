@@ -275,8 +275,8 @@ class MegatronFSDP2(WithOptimizer):
         from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import placement
 
         mesh = self.mesh
-        whole, flat, partial = placement.Replicate(), placement.Flat(), placement.Partial()
-        placements = experimental.Placements([0, 1], [whole, flat], [partial, flat], [whole, flat])
+        states = [placement.Replicate(), placement.Flat()]  # gradients add up over nodes at the end
+        placements = experimental.Placements([0, 1], states, states, states)
         for block in self.model.blocks:
             experimental.fully_shard(block, mesh, placements)
         experimental.fully_shard(self.model, mesh, placements)
