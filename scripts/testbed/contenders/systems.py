@@ -6,6 +6,7 @@ Every one trains the same model on the same data with the same optimizer in fp32
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
 
@@ -268,29 +269,31 @@ class BesideTensorParallel(Engine):
 class MegatronFSDP2(WithOptimizer):
     """Megatron-FSDP v2, `experimental` in its wheel: HSDP. For CUDA alone."""
 
-    is_last = False
-
     def build(self) -> None:
         from megatron.core.distributed.fsdp.src.megatron_fsdp import experimental
         from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import placement
 
         mesh = self.mesh
-        states = [placement.Replicate(), placement.Flat()]  # gradients add up over nodes at the end
-        placements = experimental.Placements([0, 1], states, states, states)
+        states = [placement.Replicate(), placement.Flat()]
+        # Gradients add up over the nodes after the last micro-batch.
+        grads = [placement.Partial(dist.ReduceOp.AVG), placement.Flat()]
+        placements = experimental.Placements([0, 1], states, grads, states)
         for block in self.model.blocks:
             experimental.fully_shard(block, mesh, placements)
         experimental.fully_shard(self.model, mesh, placements)
         self.add_optimizer(self.model.parameters())
         experimental.fully_shard_optimizer(self.optimizer)
-        model = self.forward
-        self.forward = lambda x: self._in_micro_batch(model, experimental.microbatch, x)
+        self._new_micro_batch = experimental.microbatch
+        self._micro_batch = ExitStack()
 
     def mark(self, is_last: bool) -> None:
-        self.is_last = is_last
+        self._micro_batch.close()
+        self._micro_batch.enter_context(self._new_micro_batch(self.model, is_last))
 
-    def _in_micro_batch(self, model: Any, microbatch: Any, x: torch.Tensor) -> torch.Tensor:
-        with microbatch(self.model, self.is_last):
-            return model(x)
+    def update(self) -> None:
+        self._micro_batch.close()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 class CommunicationOnly(Engine):
