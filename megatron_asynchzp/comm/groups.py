@@ -13,6 +13,8 @@ import torch.distributed as dist
 from megatron_asynchzp.comm.collectives import AxisGroup
 from megatron_asynchzp.sharding.topology import MeshAxis, ShardTopology
 
+_REAL_NBYTES = 1 << 24
+
 
 @dataclass(frozen=True)
 class ShardGroups:
@@ -44,14 +46,23 @@ class ShardGroups:
         return {axis.group for axis in axes}
 
     def connect(self, device: torch.device) -> None:
-        """Use every communicator once. Collective over the sharding group.
+        """Use every communicator once for each of its operations. Collective over the sharding
+        group.
 
-        NCCL makes a communicator, and takes its memory, in its first collective: now, rather than
-        in the middle of the first step.
+        NCCL makes a communicator in its first collective, and connects and takes memory in the
+        first of a kind and of a size: now, rather than in the middle of the first step.
         """
-        axes = (*self.unshard, *self.param_sync, *self.all_reduce_axes)  # in one order on all ranks
-        for group in dict.fromkeys(axis.group for axis in axes):
-            dist.all_reduce(torch.zeros(1, device=device), group=group)  # pyright: ignore[reportUnknownMemberType]
+        gathers = dict.fromkeys(axis.group for axis in (*self.unshard, *self.param_sync))
+        reductions = dict.fromkeys(axis.group for axis in self.all_reduce_axes)
+        for group in gathers:  # in one order on all ranks
+            whole, part = _of_real_size(group, device)
+            dist.all_gather_into_tensor(whole, part, group=group)  # pyright: ignore[reportUnknownMemberType]
+        for group in reductions:
+            whole, part = _of_real_size(group, device)
+            dist.reduce_scatter_tensor(part, whole, group=group)  # pyright: ignore[reportUnknownMemberType]
+            dist.all_reduce(part, group=group)  # pyright: ignore[reportUnknownMemberType]
+            if self.grad_dtype != torch.float32:
+                dist.all_to_all_single(torch.empty_like(whole), whole, group=group)  # pyright: ignore[reportUnknownMemberType]
 
     @classmethod
     def create(
@@ -114,6 +125,16 @@ class ShardGroups:
             replica_sync=along("reduce", topology.replica_axes),
             grad_dtype=grad_dtype,
         )
+
+
+def _of_real_size(
+    group: dist.ProcessGroup, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the ranks of a group have together, and the part of one: enough that NCCL takes none of
+    its protocols for short messages."""
+    numel = _REAL_NBYTES // 4 // group.size()
+    whole = torch.zeros(numel * group.size(), device=device)
+    return whole, torch.zeros(numel, device=device)
 
 
 def _axis_groups(
