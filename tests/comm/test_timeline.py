@@ -123,6 +123,19 @@ def test_a_device_that_runs_ahead_is_timed_in_one_step_of_so_many_and_never_in_e
     assert timed == [step for step in range(1, 31) if step % every == 0]
 
 
+def test_what_a_timed_step_begins_and_a_later_one_ends_is_no_step_of_its_own():
+    device = LateDevice()
+    device.has_caught_up = True
+    timeline, begun = Timeline(device, 2), None
+    for step in range(1, 7):
+        timeline.begin_step(step)
+        timeline.note("param-sync", "u", begun)
+        timeline.note("gather", "u", timeline.mark())
+        timeline.end_computation()
+        begun = timeline.mark()
+    assert timeline.take_times().steps == 3
+
+
 def test_times_are_folded_when_the_device_has_caught_up_and_not_waited_for():
     device = LateDevice()
     timeline = Timeline(device)
