@@ -131,8 +131,8 @@ def test_what_a_timed_step_begins_and_a_later_one_ends_is_no_step_of_its_own():
         timeline.begin_step(step)
         timeline.note("param-sync", "u", begun)
         timeline.note("gather", "u", timeline.mark())
-        timeline.end_computation()
         begun = timeline.mark()
+        timeline.end_computation()
     assert timeline.take_times().steps == 3
 
 
