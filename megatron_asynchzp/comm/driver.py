@@ -386,16 +386,8 @@ class MainThreadDriver(Driver):
         self._postponed: set[Task] = set()
 
     def _start(self, task: Task) -> None:
-        if not self.device.runs_ahead:
-            self._issue_due(task)
-            return
-        # On streams of their own the tasks hold nothing up; in one queue of the device they do.
-        start = self.timeline.mark()
-        self._complete_older(task.lane)
-        self._issue_due(task)
-        self.timeline.note(WAIT, f"queue of {task.name}", start)
-
-    def _issue_due(self, task: Task) -> None:
+        if self.device.runs_ahead:
+            self._complete_older(task.lane)
         for other in self._unfinished:
             is_due = any(before.lane == task.lane for before in other.after)
             if is_due and other in self._postponed:

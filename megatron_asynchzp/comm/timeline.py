@@ -77,8 +77,8 @@ class Timeline:
     waited for between two steps.
 
     On a device a step is timed from the end of the computation of the one before, whose updated
-    parameters travel from there on: a host that waits for the device there, or a queue that they
-    hold up, hides them from every wait.
+    parameters travel from there on: a host that waits for the device there, or a collective that
+    waits for its turn, hides them from every wait.
     """
 
     def __init__(self, device: Device, every: int = 1):
