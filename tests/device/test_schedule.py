@@ -73,7 +73,7 @@ def test_exposed_communication_is_what_a_step_takes_more_than_its_computation(
     worlds: DeviceWorlds, nodes: int, ranks: int, queues: str, synchronizes: bool
 ):
     """Also where the implicit order or the host that waits hides it from every wait. With one queue
-    a kernel behind a collective that has not begun is held up unseen: a seventh of what is exposed."""
+    a kernel behind a collective that has not begun is held up unseen: a seventh of it all."""
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": queues, "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
     given = (nodes, ranks), Cluster(nodes, ranks).network(SIZE, 0.8), synchronizes
     for added_ms, exposed_ms in worlds.run(added_and_exposed, nodes * ranks, *given, env=env):
