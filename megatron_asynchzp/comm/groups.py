@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.collectives import AxisGroup
+from megatron_asynchzp.comm.collectives import AxisGroup, all_gather_flat, reduce_scatter_flat
 from megatron_asynchzp.sharding.topology import MeshAxis, ShardTopology
 
 _REAL_NBYTES = 1 << 24
@@ -56,10 +56,10 @@ class ShardGroups:
         reductions = dict.fromkeys(axis.group for axis in self.all_reduce_axes)
         for group in gathers:  # in one order on all ranks
             whole, part = _of_real_size(group, device)
-            dist.all_gather_into_tensor(whole, part, group=group)  # pyright: ignore[reportUnknownMemberType]
+            all_gather_flat(whole, part, group=group)
         for group in reductions:
             whole, part = _of_real_size(group, device)
-            dist.reduce_scatter_tensor(part, whole, group=group)  # pyright: ignore[reportUnknownMemberType]
+            reduce_scatter_flat(part, whole, group=group)
             dist.all_reduce(part, group=group)  # pyright: ignore[reportUnknownMemberType]
             if self.grad_dtype != torch.float32:
                 dist.all_to_all_single(torch.empty_like(whole), whole, group=group)  # pyright: ignore[reportUnknownMemberType]

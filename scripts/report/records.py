@@ -20,7 +20,7 @@ EXPECTED = {
     *("census", "checkpoints", "clusters", "compare", "compare unlimited", "host_cost"),
     *("mutants", "parity"),
     *("pasa_accuracy", "pasa_training", "peaks", "pipeline", "planner_published", "quickstart"),
-    *("planner_testbed", "device_schedules", "device_cost", "versions"),
+    *("planner_testbed", "device_schedules", "device_cost", "device_faults", "versions"),
     *("real_size", "schedules", "stock_noise", "timeline", "grad_wire"),
     *("shrunk_models", "muon", "compare_pipelines"),
 }

@@ -37,7 +37,7 @@ A_HANDFUL = {
     Fault(NO_WAIT, "reduce: ready[0]"): {WATCH},
     Fault(NO_COLLECTIVE_WAIT, "reduce: collective 0, finish"): {WATCH},
     Fault(EARLY, "gathers.end_use in decisions._drop"): {WATCH},
-    Fault(FOREIGN_MEMORY, "stack, order: order_check.steps"): {WATCH},
+    Fault(FOREIGN_MEMORY, "zeros, unit._new_buffer in unit._allocate_and_shard"): {WATCH},
     Fault(REUSED, "arena.place_at in gathers.start_gather"): {WATCH},
     # Of two collectives that differ the device says so, where it comes first.
     Fault(SWAPPED, "gather: gathers.start_gather"): {ORDER_CHECK, ERROR},
