@@ -3,6 +3,7 @@
 """Small models of transformers with random weights, and the shapes they have."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -13,12 +14,15 @@ VOCABULARY, POSITIONS = 101, 32
 
 _SIZES = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None}
 # fmt: off
-_LLAMA_SIZES = {
+_LLAMA_SIZES: dict[str, Any] = {
     **_SIZES, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": POSITIONS,
 }
+_EXPERTS: dict[str, Any] = {"num_key_value_heads": 2, "num_experts_per_tok": 2}
+_QWEN3_EXPERTS = {
+    **_LLAMA_SIZES, **_EXPERTS, "num_experts": 4, "moe_intermediate_size": 48, "head_dim": 32,
+}
 # fmt: on
-_EXPERTS = {"num_key_value_heads": 2, "num_experts_per_tok": 2}
 _GPT2_SIZES = {**_SIZES, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}
 _SCALED = {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3_SCALING}
 
@@ -36,19 +40,9 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
         "qwen2": transformers.Qwen2Config(**_LLAMA_SIZES, num_key_value_heads=2),
         "qwen3": transformers.Qwen3Config(**_LLAMA_SIZES, num_key_value_heads=2, head_dim=32),
         "mixtral": transformers.MixtralConfig(**_LLAMA_SIZES, **_EXPERTS, num_local_experts=4),
-        "qwen3_moe": transformers.Qwen3MoeConfig(
-            **_LLAMA_SIZES,
-            **_EXPERTS,
-            head_dim=32,
-            moe_intermediate_size=48,
-            num_experts=4,
-            norm_topk_prob=True,
-        ),
+        "qwen3_moe": transformers.Qwen3MoeConfig(**_QWEN3_EXPERTS, norm_topk_prob=True),
         "qwen3_moe-tied-softmax-of-all": transformers.Qwen3MoeConfig(
-            **{**_LLAMA_SIZES, **_EXPERTS, "num_experts_per_tok": 3},
-            head_dim=16,
-            moe_intermediate_size=48,
-            num_experts=8,
+            **{**_QWEN3_EXPERTS, "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 16},
             norm_topk_prob=False,
             tie_word_embeddings=True,
         ),

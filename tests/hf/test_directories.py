@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_an_import_keeps_the_norm_before_experts_where_either_layer_of_megatron_
 
 
 def test_gpt2_directories_without_the_outer_module_are_read(tmp_path):
-    model = random_model("gpt2")
+    model: Any = random_model("gpt2")
     model.save_pretrained(tmp_path / "hf")
     bare = {name: tensor.clone() for name, tensor in model.transformer.state_dict().items()}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)  # the causal mask, as old directories have it

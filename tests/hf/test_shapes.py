@@ -68,7 +68,7 @@ def test_what_no_expert_computes_with_does_not_change_the_shape(changes):
         ("mixtral", {"swiglu": False}, "without SwiGLU"),
         ("mixtral", {"moe_layer_freq": [0, 1]}, r"layers without experts .*\[0, 1\]"),
         ("mixtral", {"moe_layer_freq": 2}, "layers without experts"),
-        ("mixtral", {"moe_grouped_gemm": True}, "grouped GEMMs"),
+        ("mixtral", {"moe_single_grouped_weight": True}, "experts in one parameter"),
         ("qwen3_moe", {"moe_shared_expert_intermediate_size": 64}, "shared experts"),
         ("qwen3_moe", {"moe_latent_size": 32}, "moe_latent_size = 32"),
         ("mixtral", {"moe_router_score_function": "sigmoid"}, "score_function = sigmoid"),

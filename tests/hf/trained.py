@@ -81,7 +81,7 @@ def _logits(model: list, optimizer: Any) -> torch.Tensor | None:
     """[2, POSITIONS, VOCABULARY] of the test's tokens, on the last pipeline stage."""
     from megatron.core import parallel_state
 
-    group = parallel_state.get_pipeline_model_parallel_group()
+    group: Any = parallel_state.get_pipeline_model_parallel_group()
     stage, num_stages = group.rank(), group.size()
     chunk = model[0].eval()
     positions = torch.arange(POSITIONS).expand(2, POSITIONS)
