@@ -21,10 +21,12 @@ TOLERANCE = 1e-5
 _FAST = (
     "llama, grouped queries, untied, TP 2",
     "gpt2, tied, TP 2",
+    "mixtral, grouped queries, untied, EP 2",
     "llama",
     "gpt2",
     "qwen2",
     "qwen3",
+    "qwen3_moe",
 )
 
 
