@@ -44,7 +44,7 @@ _PLAIN: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # The same of a model with experts. What only the losses of training depend on is not here.
 _PLAIN_EXPERTS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "moe_layer_freq": ((1,), "layers without experts"),
+    "moe_layer_freq": ((1,), "experts by a pattern of layers"),
     "moe_single_grouped_weight": (_NOTHING, "its experts in one parameter"),
     "moe_shared_expert_intermediate_size": (_NOTHING, "shared experts"),
     "moe_latent_size": (_NOTHING, "experts of a smaller hidden size"),

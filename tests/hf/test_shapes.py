@@ -47,9 +47,12 @@ def test_transformers_4_finds_the_base_of_the_rotary_positions_too(tmp_path):
     assert entries["rope_scaling"]["rope_type"] == "llama3"
 
 
-def test_transformers_4_finds_the_number_of_experts_too(tmp_path):
+def test_the_number_of_experts_is_also_written_and_read_as_transformers_4_calls_it(tmp_path):
     write_config(shapes()["qwen3_moe"], tmp_path, torch.float32)
-    assert json.loads((tmp_path / "config.json").read_text())["num_experts"] == 4
+    entries = json.loads((tmp_path / "config.json").read_text())
+    assert entries["num_experts"] == entries.pop("num_local_experts") == 4
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    assert read_config(tmp_path, 128) == shapes()["qwen3_moe"]
 
 
 @pytest.mark.parametrize("changes", [{"ffn_hidden_size": 500}, {"moe_aux_loss_coeff": 0.01}])
@@ -66,8 +69,8 @@ def test_what_no_expert_computes_with_does_not_change_the_shape(changes):
         ("qwen2", {"num_experts": 8}, r"experts \(num_experts = 8\) beside biases"),
         ("gpt2", {"num_experts": 8}, r"experts \(num_experts = 8\) beside biases"),
         ("mixtral", {"swiglu": False}, "without SwiGLU"),
-        ("mixtral", {"moe_layer_freq": [0, 1]}, r"layers without experts .*\[0, 1\]"),
-        ("mixtral", {"moe_layer_freq": 2}, "layers without experts"),
+        ("mixtral", {"moe_layer_freq": [0, 1]}, r"by a pattern of layers .*\[0, 1\]"),
+        ("mixtral", {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
         ("mixtral", {"moe_single_grouped_weight": True}, "experts in one parameter"),
         ("qwen3_moe", {"moe_shared_expert_intermediate_size": 64}, "shared experts"),
         ("qwen3_moe", {"moe_latent_size": 32}, "moe_latent_size = 32"),
