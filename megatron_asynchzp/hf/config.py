@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.hf.shape import LLAMA3_SCALING, ModelShape
+from megatron_asynchzp.hf.shape import LLAMA3_SCALING, Experts, Family, ModelShape
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 
@@ -28,6 +30,14 @@ _PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
     "llama": {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
     "qwen2": {"hidden_act": ("silu",), "use_sliding_window": (False,)},
     "qwen3": {"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)},
+    "mixtral": {"hidden_act": ("silu",), "sliding_window": (None,)},
+    "qwen3_moe": {
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "use_sliding_window": (False,),
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+    },
     "gpt2": {
         "activation_function": ("gelu", *_GELU_TANH),
         "scale_attn_weights": (True,),
@@ -39,7 +49,14 @@ _PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
 
 def write_config(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
     """Write the config.json of this model into `folder`."""
-    from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import (
+        GPT2Config,
+        LlamaConfig,
+        MixtralConfig,
+        Qwen2Config,
+        Qwen3Config,
+        Qwen3MoeConfig,
+    )
 
     common: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[shape.family]],
@@ -63,9 +80,17 @@ def write_config(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
         )
         config.save_pretrained(folder)
         return
-    if shape.family in ("llama", "qwen3"):
+    if shape.family != "qwen2":
         common["head_dim"] = shape.head_dim
-    kinds = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+    if shape.experts is not None:
+        common |= _experts_entries(shape.family, shape.experts)
+    kinds = {
+        "llama": LlamaConfig,
+        "qwen2": Qwen2Config,
+        "qwen3": Qwen3Config,
+        "mixtral": MixtralConfig,
+        "qwen3_moe": Qwen3MoeConfig,
+    }
     config = kinds[shape.family](
         num_hidden_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -78,7 +103,18 @@ def write_config(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
         **common,
     )
     config.save_pretrained(folder)
-    _spell_rope_twice(folder / "config.json", shape)
+    _spell_for_transformers_4(folder / "config.json", shape)
+
+
+def _experts_entries(family: Family, experts: Experts) -> dict[str, Any]:
+    entries: dict[str, Any] = {
+        "num_local_experts": experts.num,
+        "num_experts_per_tok": experts.per_token,
+    }
+    if family == "qwen3_moe":
+        entries["moe_intermediate_size"] = experts.ffn_hidden_size
+        entries["norm_topk_prob"] = experts.is_normalised
+    return entries
 
 
 def _rope_parameters(shape: ModelShape) -> dict[str, Any]:
@@ -87,12 +123,14 @@ def _rope_parameters(shape: ModelShape) -> dict[str, Any]:
     return {"rope_theta": float(shape.rotary_base), **kind}
 
 
-def _spell_rope_twice(path: Path, shape: ModelShape) -> None:
+def _spell_for_transformers_4(path: Path, shape: ModelShape) -> None:
     """Add the entries of transformers 4, which would take its defaults without a word."""
     entries = json.loads(path.read_text())
     entries["rope_theta"] = float(shape.rotary_base)
     if shape.is_rope_scaled:
         entries["rope_scaling"] = {"rope_type": "llama3", **LLAMA3_SCALING}
+    if shape.family == "qwen3_moe":
+        entries["num_experts"] = entries["num_local_experts"]
     path.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
 
 
@@ -143,6 +181,17 @@ def read_config(folder: Path, vocab_multiple: int) -> ModelShape:
             **common,
         )
     base, is_scaled = _read_rope(config.rope_parameters)
+    experts = None
+    if family in ("mixtral", "qwen3_moe"):
+        is_mixtral = family == "mixtral"
+        experts = Experts(
+            num=config.num_local_experts,
+            per_token=config.num_experts_per_tok,
+            ffn_hidden_size=(
+                config.intermediate_size if is_mixtral else config.moe_intermediate_size
+            ),
+            is_normalised=is_mixtral or config.norm_topk_prob,
+        )
     return ModelShape(
         family=family,
         ffn_hidden_size=config.intermediate_size,
@@ -151,6 +200,7 @@ def read_config(folder: Path, vocab_multiple: int) -> ModelShape:
         norm_eps=config.rms_norm_eps,
         rotary_base=base,
         is_rope_scaled=is_scaled,
+        experts=experts,
         **common,
     )
 

@@ -52,22 +52,22 @@ def export_model(
     shape = read_arguments(read_arguments_of(checkpoint), vocab_size)
     reader = TensorReader(checkpoint)
     keys = _match_keys(reader, shape)
-    jobs = list(_in_order(shape))
+    jobs = _in_order(shape)
 
     def target_dtype(rule: TensorRule) -> torch.dtype:
         return dtype or reader.tensors[keys[rule.key]].properties.dtype
 
     infos = {
         name: TensorInfo(size, target_dtype(rule))
-        for rule, layer in jobs
-        for name, size in zip(rule.names_of(layer), rule.hf_sizes(shape), strict=True)
+        for rule, place in jobs
+        for name, size in zip(rule.names_of(place), rule.hf_sizes(shape), strict=True)
     }
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for rule, layer in progress(jobs, len(jobs)):
-            whole = reader.read(keys[rule.key], layer if rule.is_per_layer else None)
+        for rule, place in progress(jobs, len(jobs)):
+            whole = reader.read(keys[rule.key], place)
             pieces = rule.to_hf(whole.to(target_dtype(rule)), shape)
-            yield from zip(rule.names_of(layer), pieces, strict=True)
+            yield from zip(rule.names_of(place), pieces, strict=True)
 
     with complete_or_absent(output) as folder:
         write_config(shape, folder, target_dtype(rules_of(shape)[0]))
@@ -75,12 +75,10 @@ def export_model(
     return shape
 
 
-def _in_order(shape: ModelShape) -> Iterator[tuple[TensorRule, int]]:
-    """Every rule with every layer, so that a layer's tensors come together."""
-    rules = rules_of(shape)
-    yield from ((rule, 0) for rule in rules if not rule.is_per_layer)
-    for layer in range(shape.num_layers):
-        yield from ((rule, layer) for rule in rules if rule.is_per_layer)
+def _in_order(shape: ModelShape) -> list[tuple[TensorRule, tuple[int, ...]]]:
+    """Every rule with every place, so that a layer's tensors come together."""
+    jobs = [(rule, place) for rule in rules_of(shape) for place in rule.places(shape)]
+    return sorted(jobs, key=lambda job: job[1][:1])
 
 
 def _match_keys(reader: TensorReader, shape: ModelShape) -> dict[str, str]:
@@ -99,12 +97,13 @@ def _match_keys(reader: TensorReader, shape: ModelShape) -> dict[str, str]:
             continue
         found[rule.key] = here[0]
         size = rule.megatron_size(shape)
-        wanted = torch.Size([shape.num_layers, *size]) if rule.is_per_layer else size
+        wanted = torch.Size([*rule.stack(shape), *size])
         if stored[here[0]] != wanted:
             raise ConfigurationError(
                 f"{here[0]} has size {list(stored[here[0]])}, but {list(wanted)} by the arguments"
             )
-    foreign = sorted(set(stored) - set(found.values()))
+    twins = {rule.twin for rule in rules_of(shape)}
+    foreign = sorted(set(stored) - set(found.values()) - twins)
     if missing or foreign:
         raise ConfigurationError(describe_difference("the checkpoint", shape, missing, foreign))
     return found

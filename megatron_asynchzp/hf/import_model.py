@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the way from a Hugging Face directory to a Megatron checkpoint."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from megatron_asynchzp.checkpoint_files.choice import RELEASE, TRACKER
 from megatron_asynchzp.checkpoint_files.small_files import replace_file
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.config import read_config
-from megatron_asynchzp.hf.mapping import LAYERS, TensorRule, rules_of, stateful_modules
+from megatron_asynchzp.hf.mapping import TensorRule, rules_of, state_keys
 from megatron_asynchzp.hf.megatron_arguments import write_arguments
 from megatron_asynchzp.hf.output_folder import complete_or_absent, refuse_occupied
 from megatron_asynchzp.hf.progress import Progress, no_progress
@@ -48,25 +49,28 @@ def import_model(
     shape = read_config(load, vocab_multiple)
     reader = FolderReader(load)
     prefix = _match_names(reader, shape, is_cast=dtype is not None)
-    num_tensors = sum(shape.num_layers if r.is_per_layer else 1 for r in rules_of(shape))
+    keys = [
+        (key, rule) for rule in rules_of(shape) for key in (rule.key, rule.twin) if key is not None
+    ]
+    num_tensors = sum(math.prod(rule.stack(shape)) for _, rule in keys)
     ticks = iter(progress(range(num_tensors), num_tensors))
 
-    def make(rule: TensorRule, layer: int) -> Tensor:
+    def make(rule: TensorRule, place: tuple[int, ...]) -> Tensor:
         next(ticks, None)
-        parts = tuple(reader.read(prefix(name)) for name in rule.names_of(layer))
+        parts = tuple(reader.read(prefix(name)) for name in rule.names_of(place))
         whole = rule.to_megatron(parts, shape)
         return whole.to(dtype or whole.dtype)
 
     tensors = [
         TensorToWrite(
-            rule.key,
+            key,
             rule.megatron_size(shape),
             # _match_names has refused a directory with other dtypes.
-            dtype or reader.info(prefix(rule.names_of(0)[0])).dtype,  # pyright: ignore[reportArgumentType]
-            shape.num_layers if rule.is_per_layer else None,
+            dtype or reader.info(prefix(rule.names_of((0, 0))[0])).dtype,  # pyright: ignore[reportArgumentType]
+            rule.stack(shape),
             partial(make, rule),
         )
-        for rule in rules_of(shape)
+        for key, rule in keys
     ]
     with complete_or_absent(save) as folder:
         write_checkpoint(folder / RELEASE, tensors, dict(_objects(shape)))
@@ -88,8 +92,8 @@ def _match_names(reader: FolderReader, shape: ModelShape, is_cast: bool) -> Call
     wanted = {
         prefix(name): size
         for rule in rules_of(shape)
-        for layer in range(shape.num_layers if rule.is_per_layer else 1)
-        for name, size in zip(rule.names_of(layer), rule.hf_sizes(shape), strict=True)
+        for place in rule.places(shape)
+        for name, size in zip(rule.names_of(place), rule.hf_sizes(shape), strict=True)
     }
     there = {name for name in reader.names if not name.endswith(_COMPUTED)}
     if shape.is_tied:
@@ -129,7 +133,4 @@ def _objects(shape: ModelShape) -> Iterator[tuple[str, Any]]:
             },
         },
     )
-    for module in stateful_modules(shape):
-        num_states = shape.num_layers if module.startswith(LAYERS) else 1
-        for index in range(num_states):
-            yield f"{module}._extra_state/shard_{index}_{num_states}", None
+    yield from ((key, None) for key in state_keys(shape))

@@ -4,8 +4,9 @@
 turn one into the other without changing a bit.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -13,16 +14,20 @@ from torch import Tensor
 from megatron_asynchzp.hf.shape import Family, ModelShape
 
 LAYERS = "decoder.layers."
+EXPERTS = f"{LAYERS}mlp.experts.experts."
 
 
 @dataclass(frozen=True)
 class TensorRule:
     """One tensor of Megatron and what it is made of in transformers.
 
-    key: in a torch_dist checkpoint; those below LAYERS hold all layers, stacked in dimension 0.
-    names: in a Hugging Face directory; "{}" stands for the layer.
-    dims: names of the dimensions of one layer's tensor in Megatron, see ModelShape.size_of.
+    key: in a torch_dist checkpoint; those below LAYERS hold all layers, stacked in dimension 0, and
+    those below EXPERTS all experts of each too, in dimension 1.
+    names: in a Hugging Face directory; the first "{}" stands for the layer, the second for the
+    expert.
+    dims: names of the dimensions of one layer's (expert's) tensor, see ModelShape.size_of.
     to_hf, to_megatron: inverse of each other; both also take meta tensors.
+    twin: another key under which an import writes the tensor too.
     """
 
     key: str
@@ -30,22 +35,36 @@ class TensorRule:
     dims: tuple[str, ...]
     to_hf: Callable[[Tensor, ModelShape], tuple[Tensor, ...]]
     to_megatron: Callable[[tuple[Tensor, ...], ModelShape], Tensor]
+    twin: str | None = None
 
-    @property
-    def is_per_layer(self) -> bool:
-        return self.key.startswith(LAYERS)
+    def stack(self, shape: ModelShape) -> tuple[int, ...]:
+        """How many tensors the key holds: (), (layers,) or (layers, experts)."""
+        return _stack_below(self.key, shape)
 
-    def names_of(self, layer: int) -> tuple[str, ...]:
-        return tuple(name.format(layer) for name in self.names)
+    def places(self, shape: ModelShape) -> Iterator[tuple[int, ...]]:
+        """Where those tensors lie: (), (layer,) or (layer, expert) of each, in order."""
+        return product(*map(range, self.stack(shape)))
+
+    def names_of(self, place: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(name.format(*place) for name in self.names)
 
     def megatron_size(self, shape: ModelShape) -> torch.Size:
-        """Size of the tensor, of one layer's where there are layers."""
+        """Size of the tensor, of one layer's where there are layers, of one expert's where there
+        are experts."""
         return torch.Size(shape.size_of(dim) for dim in self.dims)
 
     def hf_sizes(self, shape: ModelShape) -> list[torch.Size]:
         """Sizes of the tensors `names`."""
         whole = torch.empty(self.megatron_size(shape), device="meta")
         return [piece.shape for piece in self.to_hf(whole, shape)]
+
+
+def _stack_below(key: str, shape: ModelShape) -> tuple[int, ...]:
+    if not key.startswith(LAYERS):
+        return ()
+    if not key.startswith(EXPERTS):
+        return (shape.num_layers,)
+    return (shape.num_layers, shape.size_of("experts"))
 
 
 def split_qkv(qkv: Tensor, shape: ModelShape) -> tuple[Tensor, ...]:
@@ -125,18 +144,24 @@ _VOCABULARY = (_drop_padding, _pad)
 _ATTN, _MLP = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
 
 # fmt: off
-_LLAMA = (
+_WITHOUT_MLP = (
     _rule("embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab hidden",
           *_VOCABULARY),
     _rule(f"{_QKV}layer_norm_weight", "model.layers.{}.input_layernorm.weight", "hidden"),
     _rule(f"{_QKV}weight", f"{_ATTN}q_proj.weight {_ATTN}k_proj.weight {_ATTN}v_proj.weight",
           "qkv hidden", split_qkv, join_qkv),
     _rule(f"{_PROJ}weight", f"{_ATTN}o_proj.weight", "hidden heads"),
-    _rule(f"{_FC1}layer_norm_weight", "model.layers.{}.post_attention_layernorm.weight", "hidden"),
+    _rule("decoder.final_layernorm.weight", "model.norm.weight", "hidden"),
+)
+_MLP_NORM = _rule(
+    f"{_FC1}layer_norm_weight", "model.layers.{}.post_attention_layernorm.weight", "hidden"
+)
+_LLAMA = (
+    *_WITHOUT_MLP,
+    _MLP_NORM,
     _rule(f"{_FC1}weight", f"{_MLP}gate_proj.weight {_MLP}up_proj.weight",
           "gate_up hidden", _split_gate_up, _join_gate_up),
     _rule(f"{_FC2}weight", f"{_MLP}down_proj.weight", "hidden ffn"),
-    _rule("decoder.final_layernorm.weight", "model.norm.weight", "hidden"),
 )
 # fmt: on
 
@@ -150,10 +175,40 @@ _QWEN2 = (
 
 _Q_NORM = f"{LAYERS}self_attention.q_layernorm"
 _K_NORM = f"{LAYERS}self_attention.k_layernorm"
-_QWEN3 = (
-    *_LLAMA,
+_QK_NORMS = (
     _rule(f"{_Q_NORM}.weight", f"{_ATTN}q_norm.weight", "head"),
     _rule(f"{_K_NORM}.weight", f"{_ATTN}k_norm.weight", "head"),
+)
+_QWEN3 = (*_LLAMA, *_QK_NORMS)
+
+# Before experts, Megatron's own layers keep the norm under the first key and those of Transformer
+# Engine under the second; each finds no other when it loads.
+_EXPERTS_NORM = replace(_MLP_NORM, twin=f"{LAYERS}pre_mlp_layernorm.weight")
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
+    """block: what transformers calls the MLP of a layer with experts on disk; then its matrices."""
+    block = f"model.layers.{{}}.{block}"
+    expert = f"{block}.experts.{{}}"
+    return (
+        _EXPERTS_NORM,
+        _rule(f"{LAYERS}mlp.router.weight", f"{block}.gate.weight", "experts hidden"),
+        _rule(
+            f"{EXPERTS}linear_fc1.weight",
+            f"{expert}.{gate}.weight {expert}.{up}.weight",
+            "expert_gate_up hidden",
+            _split_gate_up,
+            _join_gate_up,
+        ),
+        _rule(f"{EXPERTS}linear_fc2.weight", f"{expert}.{down}.weight", "hidden expert_ffn"),
+    )
+
+
+_MIXTRAL = (*_WITHOUT_MLP, *_experts("block_sparse_moe", gate="w1", up="w3", down="w2"))
+_QWEN3_MOE = (
+    *_WITHOUT_MLP,
+    *_QK_NORMS,
+    *_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
 )
 
 _H = "transformer.h.{}."
@@ -187,6 +242,8 @@ _TABLES: dict[Family, tuple[TensorRule, ...]] = {
     "llama": _LLAMA,
     "qwen2": _QWEN2,
     "qwen3": _QWEN3,
+    "mixtral": _MIXTRAL,
+    "qwen3_moe": _QWEN3_MOE,
     "gpt2": _GPT2,
 }
 
@@ -198,16 +255,29 @@ OTHER_KEYS = {
 }
 
 _STATEFUL = (
-    *(where.removesuffix(".") for where in (_QKV, _PROJ, _FC1, _FC2)),
+    _QKV.removesuffix("."),
+    _PROJ.removesuffix("."),
     f"{LAYERS}self_attention.core_attention",
     "decoder.final_layernorm",
 )
+_STATEFUL_MLP = (_FC1.removesuffix("."), _FC2.removesuffix("."))
+_STATEFUL_EXPERTS = (f"{EXPERTS}linear_fc1", f"{EXPERTS}linear_fc2", f"{LAYERS}pre_mlp_layernorm")
 
 
-def stateful_modules(shape: ModelShape) -> tuple[str, ...]:
-    """Modules that keep a state beside their tensors; for one of our families it is always empty,
+def state_keys(shape: ModelShape) -> Iterator[str]:
+    """Keys of what modules keep beside their tensors; for one of our families it is always empty,
     but Megatron asks for it. Those of core_attention and the norms are Transformer Engine's."""
-    return (*_STATEFUL, _Q_NORM, _K_NORM) if shape.family == "qwen3" else _STATEFUL
+    modules = (*_STATEFUL, *(_STATEFUL_EXPERTS if shape.experts else _STATEFUL_MLP))
+    if shape.family in ("qwen3", "qwen3_moe"):
+        modules = (*modules, _Q_NORM, _K_NORM)
+    for module in modules:
+        stack = _stack_below(module, shape) or (1,)
+        for place in product(*map(range, stack)):
+            yield f"{module}._extra_state/shard_{_dotted(place)}_{_dotted(stack)}"
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
 
 
 def rules_of(shape: ModelShape) -> tuple[TensorRule, ...]:

@@ -8,14 +8,13 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.hf.shape import LLAMA3_SCALING, Family, ModelShape
+from megatron_asynchzp.hf.shape import LLAMA3_SCALING, Experts, Family, ModelShape
 
 _NOTHING = (None, False, 0)
 
 # Argument of Megatron -> values with which the model is one of the families, and the words for
 # every other. Arguments a checkpoint does not know count as the first value.
 _PLAIN: dict[str, tuple[tuple[Any, ...], str]] = {
-    "num_experts": (_NOTHING, "a mixture of experts"),
     "multi_latent_attention": (_NOTHING, "multi-latent attention"),
     "is_hybrid_model": (_NOTHING, "a hybrid model"),
     "hybrid_layer_pattern": (_NOTHING, "a hybrid model"),
@@ -43,6 +42,28 @@ _PLAIN: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_mup": (_NOTHING, "muP scaling"),
 }
 
+# The same of a model with experts. What only the losses of training depend on is not here.
+_PLAIN_EXPERTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "moe_layer_freq": ((1,), "experts by a pattern of layers"),
+    "moe_single_grouped_weight": (_NOTHING, "its experts in one parameter"),
+    "moe_shared_expert_intermediate_size": (_NOTHING, "shared experts"),
+    "moe_latent_size": (_NOTHING, "experts of a smaller hidden size"),
+    "moe_router_score_function": (("softmax",), "another score function in its router"),
+    "moe_router_enable_expert_bias": (_NOTHING, "a bias on the choice of experts"),
+    "moe_router_topk_scaling_factor": ((*_NOTHING, 1.0), "scaled weights of experts"),
+    "moe_router_group_topk": (_NOTHING, "experts that are chosen by group"),
+    "moe_router_topk_limited_devices": (_NOTHING, "experts that are chosen by group"),
+    "moe_router_force_load_balancing": (_NOTHING, "a router with random scores"),
+    "moe_router_force_biased": (_NOTHING, "a router with random scores"),
+    "moe_input_jitter_eps": (_NOTHING, "noise in its router"),
+    "moe_expert_capacity_factor": (_NOTHING, "experts that drop tokens"),
+    "moe_apply_probs_on_input": (_NOTHING, "weights on the input of its experts"),
+    "moe_mlp_glu_interleave_size": (_NOTHING, "interleaved halves in the MLPs of its experts"),
+}
+
+# Ways of balancing that choose other experts than those with the highest scores.
+_OTHER_CHOICES = ("sinkhorn", "quantile_balancing")
+
 
 def read_arguments(args: Namespace, vocab_size: int | None = None) -> ModelShape:
     """The shape of a model that was trained with these arguments (as Megatron's validation left
@@ -51,12 +72,7 @@ def read_arguments(args: Namespace, vocab_size: int | None = None) -> ModelShape
     vocab_size: true size of the vocabulary, needed where the arguments lack it.
     Raises ConfigurationError for a model of no family, naming the argument.
     """
-    for name, (allowed, words) in _PLAIN.items():
-        value = getattr(args, name, allowed[0])
-        if value not in allowed:
-            raise ConfigurationError(
-                f"the model has {words} ({name} = {value}), which does not map"
-            )
+    _refuse_others(args, _PLAIN)
     is_scaled = bool(getattr(args, "use_rope_scaling", False))
     factor = getattr(args, "rope_scaling_factor", LLAMA3_SCALING["factor"])
     if is_scaled and factor != LLAMA3_SCALING["factor"]:
@@ -65,12 +81,16 @@ def read_arguments(args: Namespace, vocab_size: int | None = None) -> ModelShape
             "same"
         )
     family = _family(args)
+    experts = _experts(args) if family in ("mixtral", "qwen3_moe") else None
     is_rotary = family != "gpt2"
     return ModelShape(
         family=family,
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
+        # Mixtral's configuration holds one size, and only that of the experts computes anything.
+        ffn_hidden_size=(
+            experts.ffn_hidden_size if experts and family == "mixtral" else args.ffn_hidden_size
+        ),
         num_heads=args.num_attention_heads,
         num_query_groups=(
             args.num_query_groups if args.group_query_attention else args.num_attention_heads
@@ -85,6 +105,33 @@ def read_arguments(args: Namespace, vocab_size: int | None = None) -> ModelShape
         is_rope_scaled=is_rotary and is_scaled,
         # Megatron's fused kernel is the approximation, its unfused function is not.
         is_gelu_tanh=not is_rotary and bool(args.bias_gelu_fusion),
+        experts=experts,
+    )
+
+
+def _refuse_others(args: Namespace, plain: dict[str, tuple[tuple[Any, ...], str]]) -> None:
+    for name, (allowed, words) in plain.items():
+        value = getattr(args, name, allowed[0])
+        if value not in allowed:
+            raise ConfigurationError(
+                f"the model has {words} ({name} = {value}), which does not map"
+            )
+
+
+def _experts(args: Namespace) -> Experts:
+    _refuse_others(args, _PLAIN_EXPERTS)
+    balancing = getattr(args, "moe_router_load_balancing_type", "none")
+    for kind in [balancing] if isinstance(balancing, str) else balancing:
+        if kind in _OTHER_CHOICES:
+            raise ConfigurationError(
+                "the model has experts that are not those with the highest scores "
+                f"(moe_router_load_balancing_type = {kind}), which does not map"
+            )
+    return Experts(
+        num=args.num_experts,
+        per_token=getattr(args, "moe_router_topk", 2),
+        ffn_hidden_size=getattr(args, "moe_ffn_hidden_size", None) or args.ffn_hidden_size,
+        is_normalised=not getattr(args, "moe_router_pre_softmax", False),
     )
 
 
@@ -92,10 +139,16 @@ def _family(args: Namespace) -> Family:
     has_biases = args.add_bias_linear
     has_qkv_bias = has_biases or getattr(args, "add_qkv_bias", False)
     has_norms = bool(getattr(args, "qk_layernorm", False))
+    has_experts = bool(getattr(args, "num_experts", None))
     if has_norms and has_qkv_bias:
         raise ConfigurationError(
             "the model has norms of queries and keys (qk_layernorm = True) beside biases, which "
             "does not map"
+        )
+    if has_experts and (has_qkv_bias or not args.swiglu):
+        raise ConfigurationError(
+            f"the model has experts (num_experts = {args.num_experts}) beside biases or without "
+            "SwiGLU, which does not map"
         )
     spelled = {
         "normalization": args.normalization,
@@ -110,7 +163,9 @@ def _family(args: Namespace) -> Family:
         "add_bias_linear": False,
     }:
         if has_norms:
-            return "qwen3"
+            return "qwen3_moe" if has_experts else "qwen3"
+        if has_experts:
+            return "mixtral"
         return "qwen2" if has_qkv_bias else "llama"
     if spelled == {
         "normalization": "LayerNorm",
@@ -132,8 +187,19 @@ def write_arguments(shape: ModelShape) -> Namespace:
     Megatron's --use-checkpoint-args finds all it looks for, but does not look for the epsilon of
     the norms nor for scaled rotary positions.
     """
-    is_gpt2 = shape.family == "gpt2"
+    is_gpt2, experts = shape.family == "gpt2", shape.experts
+    of_experts: dict[str, Any] = {"num_experts": None}
+    if experts is not None:
+        of_experts = {
+            "num_experts": experts.num,
+            "moe_layer_freq": 1,
+            "moe_ffn_hidden_size": experts.ffn_hidden_size,
+            "moe_router_topk": experts.per_token,
+            "moe_router_score_function": "softmax",
+            "moe_router_pre_softmax": not experts.is_normalised,
+        }
     return Namespace(
+        **of_experts,
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
@@ -158,7 +224,7 @@ def write_arguments(shape: ModelShape) -> Namespace:
         bias_gelu_fusion=shape.is_gelu_tanh,
         add_bias_linear=is_gpt2,
         add_qkv_bias=shape.family in ("qwen2", "gpt2"),
-        qk_layernorm=shape.family == "qwen3",
+        qk_layernorm=shape.family in ("qwen3", "qwen3_moe"),
         untie_embeddings_and_output_weights=not shape.is_tied,
         vocab_size=shape.vocab_size,
         padded_vocab_size=shape.padded_vocab_size,
@@ -193,8 +259,16 @@ def command_line(shape: ModelShape) -> list[str]:
             flags += ["--use-rope-scaling"]
         if shape.family == "qwen2":
             flags += ["--add-qkv-bias"]
-        if shape.family == "qwen3":
+        if shape.family in ("qwen3", "qwen3_moe"):
             flags += ["--qk-layernorm"]
+    if shape.experts is not None:
+        flags += [
+            f"--num-experts {shape.experts.num}",
+            f"--moe-ffn-hidden-size {shape.experts.ffn_hidden_size}",
+            f"--moe-router-topk {shape.experts.per_token}",
+        ]
+        if not shape.experts.is_normalised:
+            flags += ["--moe-router-pre-softmax"]
     if not shape.is_tied:
         flags += ["--untie-embeddings-and-output-weights"]
     return flags

@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron_asynchzp.errors import ConfigurationError
 
-Family = Literal["llama", "qwen2", "qwen3", "gpt2"]
+Family = Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2"]
 
 # The one scaling of rotary frequencies that Megatron 0.19 computes (Llama 3.1). Its
 # --rope-scaling-factor does not reach the model, which always uses this factor.
@@ -20,13 +20,31 @@ LLAMA3_SCALING = {
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The experts that every layer has in place of its MLP, gated as that is.
+
+    num, per_token: how many there are, and how many the router chooses for a token.
+    ffn_hidden_size: of each.
+    is_normalised: the weights of the chosen are the softmax over their scores, and sum to 1; else
+    they are what the softmax over the scores of all gives them.
+    """
+
+    num: int
+    per_token: int
+    ffn_hidden_size: int
+    is_normalised: bool
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """A model of one of four families.
+    """A model of one of six families.
 
     llama: RMSNorm, SwiGLU, rotary positions, no biases. qwen2: the same with biases on q, k and v.
     qwen3: as llama, with an RMSNorm on each head of q and k.
+    mixtral: as llama, with experts. qwen3_moe: as qwen3, with experts.
     gpt2: LayerNorm, GELU, learned positions, biases everywhere.
 
+    ffn_hidden_size: of the MLP; with experts no layer has one, and mixtral has that of an expert.
     vocab_size, padded_vocab_size: rows of the embedding in transformers and in Megatron.
     is_gelu_tanh: gpt2 only; the tanh approximation in place of the exact function.
     rotary_base, is_rope_scaled: not gpt2; scaled by LLAMA3_SCALING.
@@ -47,6 +65,7 @@ class ModelShape:
     rotary_base: int = 10000
     is_rope_scaled: bool = False
     is_gelu_tanh: bool = False
+    experts: Experts | None = None
 
     def __post_init__(self):
         if self.num_heads % self.num_query_groups:
@@ -56,10 +75,10 @@ class ModelShape:
             )
         if self.family == "gpt2" and self.num_query_groups != self.num_heads:
             raise ConfigurationError("GPT-2 in transformers has no grouped queries")
-        # Llama and Qwen3 have a head size of their own; Llama's hidden size must be a multiple of
-        # the heads all the same.
-        is_free = self.family == "qwen3" or (
-            self.family == "llama" and self.hidden_size % self.num_heads == 0
+        # All but Qwen2 and GPT-2 have a head size of their own; Llama's and Mixtral's hidden size
+        # must be a multiple of the heads all the same.
+        is_free = self.family in ("qwen3", "qwen3_moe") or (
+            self.family in ("llama", "mixtral") and self.hidden_size % self.num_heads == 0
         )
         if self.head_dim * self.num_heads != self.hidden_size and not is_free:
             raise ConfigurationError(
@@ -71,6 +90,21 @@ class ModelShape:
                 f"a vocabulary of {self.vocab_size} is larger than the {self.padded_vocab_size} "
                 "rows of the embedding"
             )
+        assert (self.experts is not None) == (self.family in ("mixtral", "qwen3_moe"))
+        if self.experts is not None:
+            self._check(self.experts)
+
+    def _check(self, experts: Experts) -> None:
+        if self.family == "mixtral" and not experts.is_normalised:
+            raise ConfigurationError(
+                "the softmax before the choice of experts (moe_router_pre_softmax = True) does not "
+                "map: Mixtral in transformers takes it over the chosen"
+            )
+        if experts.per_token == 1 and experts.is_normalised:
+            raise ConfigurationError(
+                "one expert per token, with a weight of 1, does not map: Megatron's router refuses "
+                "it"
+            )
 
     @property
     def heads_per_group(self) -> int:
@@ -79,7 +113,7 @@ class ModelShape:
 
     def size_of(self, dim: str) -> int:
         """The size of a dimension of one of Megatron's tensors, by the name mapping.py gives it."""
-        return {
+        sizes = {
             "hidden": self.hidden_size,
             "head": self.head_dim,
             "heads": self.num_heads * self.head_dim,
@@ -88,7 +122,12 @@ class ModelShape:
             "gate_up": 2 * self.ffn_hidden_size,
             "vocab": self.padded_vocab_size,
             "positions": self.max_positions,
-        }[dim]
+        }
+        if self.experts is not None:
+            sizes["experts"] = self.experts.num
+            sizes["expert_ffn"] = self.experts.ffn_hidden_size
+            sizes["expert_gate_up"] = 2 * self.experts.ffn_hidden_size
+        return sizes[dim]
 
 
 def describe_difference(

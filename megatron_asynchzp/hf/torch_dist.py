@@ -10,6 +10,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,14 @@ class TensorReader:
         entries = self._metadata.state_dict_metadata
         return {key: it for key, it in entries.items() if isinstance(it, TensorStorageMetadata)}
 
-    def read(self, key: str, layer: int | None = None) -> Tensor:
-        """The tensor `key`, or [layer] of it, in the dtype it was saved in.
+    def read(self, key: str, place: tuple[int, ...] = ()) -> Tensor:
+        """The tensor `key`, or [place] of it, in the dtype it was saved in.
 
         Other pieces of the tensor than those that overlap are not read.
         """
         stored = self.tensors[key]
         size, offsets = list(stored.size), [0] * len(stored.size)
-        if layer is not None:
-            size[0], offsets[0] = 1, layer
+        size[: len(place)], offsets[: len(place)] = [1] * len(place), place
         target = torch.empty(size, dtype=stored.properties.dtype)
         chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(size))
         items = create_read_items_for_chunk_list(key, stored, [chunk])
@@ -100,7 +100,7 @@ class TensorReader:
         if num_read != target.numel():
             raise ConfigurationError(f"the checkpoint holds only a part of {key}")
         self._reader.read_data(LoadPlan(items), _IntoTensor(target)).wait()
-        return target if layer is None else target[0]
+        return target.view(stored.size[len(place) :])
 
 
 class _IntoTensor(DefaultLoadPlanner):
@@ -125,28 +125,27 @@ class _IntoTensor(DefaultLoadPlanner):
 class TensorToWrite:
     """One tensor of a new checkpoint.
 
-    size: of one layer's tensor where num_layers is given, for then the key holds all, stacked.
-    make: makes the tensor of a layer (of layer 0 where there are none), called once for each.
+    stack: how many tensors of `size` the key holds, stacked in as many leading dimensions; () for
+    one.
+    make: makes the tensor at a place in the stack, called once for each.
     """
 
     key: str
     size: torch.Size
     dtype: torch.dtype
-    num_layers: int | None
-    make: Callable[[int], Tensor]
+    stack: tuple[int, ...]
+    make: Callable[[tuple[int, ...]], Tensor]
 
     def write_items(self) -> Iterator[tuple[WriteItem, Callable[[], Tensor]]]:
         properties = TensorProperties(dtype=self.dtype)
-        if self.num_layers is None:
-            whole = size = self.size
-        else:
-            whole, size = torch.Size([self.num_layers, *self.size]), torch.Size([1, *self.size])
-        for layer in range(self.num_layers or 1):
-            offsets = torch.Size([layer, *[0] * (len(size) - 1)])
+        whole = torch.Size([*self.stack, *self.size])
+        size = torch.Size([*[1] * len(self.stack), *self.size])
+        for place in product(*map(range, self.stack)):
+            offsets = torch.Size([*place, *[0] * len(self.size)])
             data = TensorWriteData(ChunkStorageMetadata(offsets, size), properties, whole)
             index = MetadataIndex(self.key, offsets)
             item = WriteItem(index, WriteItemType.SHARD, tensor_data=data)
-            yield item, lambda layer=layer, size=size: self.make(layer).view(size)
+            yield item, lambda place=place: self.make(place).view(size)
 
 
 def write_checkpoint(

@@ -3,19 +3,24 @@
 """Small models of transformers with random weights, and the shapes they have."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
-from megatron_asynchzp.hf.shape import LLAMA3_SCALING, ModelShape
+from megatron_asynchzp.hf.shape import LLAMA3_SCALING, Experts, ModelShape
 
 VOCABULARY, POSITIONS = 101, 32
 
 _SIZES = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None}
 # fmt: off
-_LLAMA_SIZES = {
+_LLAMA_SIZES: dict[str, Any] = {
     **_SIZES, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": POSITIONS,
+}
+_EXPERTS: dict[str, Any] = {"num_key_value_heads": 2, "num_experts_per_tok": 2}
+_QWEN3_EXPERTS = {
+    **_LLAMA_SIZES, **_EXPERTS, "num_experts": 4, "moe_intermediate_size": 48, "head_dim": 32,
 }
 # fmt: on
 _GPT2_SIZES = {**_SIZES, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}
@@ -34,6 +39,13 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
         ),
         "qwen2": transformers.Qwen2Config(**_LLAMA_SIZES, num_key_value_heads=2),
         "qwen3": transformers.Qwen3Config(**_LLAMA_SIZES, num_key_value_heads=2, head_dim=32),
+        "mixtral": transformers.MixtralConfig(**_LLAMA_SIZES, **_EXPERTS, num_local_experts=4),
+        "qwen3_moe": transformers.Qwen3MoeConfig(**_QWEN3_EXPERTS, norm_topk_prob=True),
+        "qwen3_moe-tied-softmax-of-all": transformers.Qwen3MoeConfig(
+            **{**_QWEN3_EXPERTS, "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 16},
+            norm_topk_prob=False,
+            tie_word_embeddings=True,
+        ),
         "gpt2": transformers.GPT2Config(**_GPT2_SIZES, activation_function="gelu"),
         "gpt2-untied": transformers.GPT2Config(
             **_GPT2_SIZES, activation_function="gelu", n_inner=80, tie_word_embeddings=False
@@ -87,6 +99,25 @@ def shapes() -> dict[str, ModelShape]:
         "qwen2": ModelShape(**{**llama, "family": "qwen2"}, num_query_groups=2, is_tied=False),
         "qwen3": ModelShape(
             **{**llama, "family": "qwen3", "head_dim": 32}, num_query_groups=2, is_tied=False
+        ),
+        "mixtral": ModelShape(
+            **{**llama, "family": "mixtral", "norm_eps": 1e-5},
+            num_query_groups=2,
+            is_tied=False,
+            rotary_base=1000000,
+            experts=Experts(4, 2, 96, is_normalised=True),
+        ),
+        "qwen3_moe": ModelShape(
+            **{**llama, "family": "qwen3_moe", "head_dim": 32},
+            num_query_groups=2,
+            is_tied=False,
+            experts=Experts(4, 2, 48, is_normalised=True),
+        ),
+        "qwen3_moe-tied-softmax-of-all": ModelShape(
+            **{**llama, "family": "qwen3_moe"},
+            num_query_groups=2,
+            is_tied=True,
+            experts=Experts(8, 3, 48, is_normalised=False),
         ),
         "gpt2": ModelShape(**{**gpt2, "ffn_hidden_size": 256}, is_tied=True),
         "gpt2-untied": ModelShape(**{**gpt2, "ffn_hidden_size": 80}, is_tied=False),

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,9 +85,7 @@ def write_again(folder: Path, rename: Callable[[str], str], change: dict[str, ob
     reader, args = TensorReader(folder / "megatron" / "release"), write_arguments(shapes()["llama"])
     vars(args).update(change)
     tensors = [
-        TensorToWrite(
-            rename(key), one.size, torch.float32, None, lambda _, key=key: reader.read(key)
-        )
+        TensorToWrite(rename(key), one.size, torch.float32, (), lambda _, key=key: reader.read(key))
         for key, one in reader.tensors.items()
     ]
     objects = {"common_state/shard_0_1": {"args": args}}
@@ -99,8 +98,17 @@ def test_norms_that_a_checkpoint_keeps_by_themselves_are_found(llama):
     assert_same_bits(weights_of(llama / "again"), weights_of(llama / "hf"))
 
 
+def test_an_import_keeps_the_norm_before_experts_where_either_layer_of_megatron_looks(tmp_path):
+    random_model("mixtral").save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "megatron")
+    reader = TensorReader(tmp_path / "megatron" / "release")
+    own = reader.read("decoder.layers.mlp.linear_fc1.layer_norm_weight")
+    of_transformer_engine = reader.read("decoder.layers.pre_mlp_layernorm.weight")
+    assert own.std() > 0.1 and torch.equal(own, of_transformer_engine)
+
+
 def test_gpt2_directories_without_the_outer_module_are_read(tmp_path):
-    model = random_model("gpt2")
+    model: Any = random_model("gpt2")
     model.save_pretrained(tmp_path / "hf")
     bare = {name: tensor.clone() for name, tensor in model.transformer.state_dict().items()}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)  # the causal mask, as old directories have it
@@ -140,7 +148,7 @@ def test_a_directory_with_other_tensors_is_refused_and_nothing_is_written(change
         ({"num_layers": 3}, r"\[2, 64\].*\[3, 64\]"),
         ({"untie_embeddings_and_output_weights": False}, r"no rule maps, output_layer\.weight"),
         ({"add_qkv_bias": True}, r"lacks decoder\.layers\.self_attention\.linear_qkv\.bias"),
-        ({"num_experts": 4}, "mixture of experts"),
+        ({"num_experts": 4}, r"lacks decoder\.layers\.mlp\.router\.weight"),
     ],
 )
 def test_a_checkpoint_with_other_tensors_is_refused_and_nothing_is_written(change, output, llama):

@@ -4,6 +4,7 @@
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from megatron_asynchzp.hf.mapping import join_qkv, rules_of, split_qkv
 from tests.hf.models import NAMES, configs, random_model, shapes
@@ -23,16 +24,19 @@ def test_every_rule_there_and_back_gives_the_same_bits(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_rules_name_the_parameters_of_the_model_in_transformers_and_no_others(name):
+def test_the_rules_name_the_parameters_of_the_model_in_transformers_and_no_others(name, tmp_path):
     shape, model = shapes()[name], random_model(name)
     assert model.config.model_type == configs()[name].model_type == shape.family
     sizes = {
         hf_name: size
         for rule in rules_of(shape)
-        for layer in range(shape.num_layers if rule.is_per_layer else 1)
-        for hf_name, size in zip(rule.names_of(layer), rule.hf_sizes(shape), strict=True)
+        for place in rule.places(shape)
+        for hf_name, size in zip(rule.names_of(place), rule.hf_sizes(shape), strict=True)
     }
-    assert sizes == {key: param.shape for key, param in model.named_parameters()}
+    model.save_pretrained(tmp_path)  # transformers holds experts otherwise than directories do
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as tensors:
+        stored = {key: torch.Size(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+    assert sizes == stored
 
 
 def test_queries_keys_and_values_lie_group_by_group_in_megatron():

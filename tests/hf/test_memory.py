@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,25 +23,14 @@ from scripts.testbed.ranks import run_ranks
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def make_directory(folder: Path, num_layers: int, hidden_size: int) -> int:
-    """A Llama in bf16 whose weight file is one hole of the file system; returns its bytes."""
-    config = transformers.LlamaConfig(
-        vocab_size=1000,
-        hidden_size=hidden_size,
-        intermediate_size=3 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    config.architectures = ["LlamaForCausalLM"]
+def make_directory(folder: Path, config: transformers.PretrainedConfig) -> int:
+    """A model in bf16 whose weight file is one hole of the file system; returns its bytes."""
     config.save_pretrained(folder)
     shape = read_config(folder, 8)
     header, end = {}, 0
     for rule in rules_of(shape):
-        for layer in range(num_layers if rule.is_per_layer else 1):
-            for name, size in zip(rule.names_of(layer), rule.hf_sizes(shape), strict=True):
+        for place in rule.places(shape):
+            for name, size in zip(rule.names_of(place), rule.hf_sizes(shape), strict=True):
                 start, end = end, end + 2 * size.numel()
                 header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
@@ -61,9 +51,28 @@ def beyond_of(convert: Callable[[], object]) -> int:
     return memory.peak().beyond_nbytes
 
 
-def test_both_ways_take_less_than_the_model(tmp_path):
-    nbytes = make_directory(tmp_path / "hf", num_layers=24, hidden_size=768)
-    largest = 2 * 2 * 3 * 768 * 768  # the gated half of an MLP and the other, bf16
+_SIZES: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 768,
+    "intermediate_size": 3 * 768,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.LlamaConfig(**_SIZES, num_hidden_layers=24),
+        transformers.MixtralConfig(**_SIZES, num_hidden_layers=4, num_local_experts=8),
+    ],
+    ids=["llama", "mixtral"],
+)
+def test_both_ways_take_less_than_the_model(config, tmp_path):
+    nbytes = make_directory(tmp_path / "hf", config)
+    largest = 2 * 2 * 3 * 768 * 768  # the gated half of an MLP, or of an expert, and the other
     for convert in (
         partial(import_model, tmp_path / "hf", tmp_path / "megatron"),
         partial(export_model, tmp_path / "megatron", tmp_path / "again"),

@@ -47,10 +47,51 @@ def test_transformers_4_finds_the_base_of_the_rotary_positions_too(tmp_path):
     assert entries["rope_scaling"]["rope_type"] == "llama3"
 
 
+def test_the_number_of_experts_is_also_written_and_read_as_transformers_4_calls_it(tmp_path):
+    write_config(shapes()["qwen3_moe"], tmp_path, torch.float32)
+    entries = json.loads((tmp_path / "config.json").read_text())
+    assert entries["num_experts"] == entries.pop("num_local_experts") == 4
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    assert read_config(tmp_path, 128) == shapes()["qwen3_moe"]
+
+
+@pytest.mark.parametrize("changes", [{"ffn_hidden_size": 500}, {"moe_aux_loss_coeff": 0.01}])
+def test_what_no_expert_computes_with_does_not_change_the_shape(changes):
+    shape = shapes()["mixtral"]
+    args = Namespace(**(vars(write_arguments(shape)) | changes))
+    args.moe_router_load_balancing_type = ["seq_aux_loss", "aux_loss"]
+    assert read_arguments(args) == shape
+
+
 @pytest.mark.parametrize(
     "name, changes, output",
     [
-        ("llama", {"num_experts": 8}, "mixture of experts"),
+        ("qwen2", {"num_experts": 8}, r"experts \(num_experts = 8\) beside biases"),
+        ("gpt2", {"num_experts": 8}, r"experts \(num_experts = 8\) beside biases"),
+        ("mixtral", {"swiglu": False}, "without SwiGLU"),
+        ("mixtral", {"moe_layer_freq": [0, 1]}, r"by a pattern of layers .*\[0, 1\]"),
+        ("mixtral", {"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        ("mixtral", {"moe_single_grouped_weight": True}, "experts in one parameter"),
+        ("qwen3_moe", {"moe_shared_expert_intermediate_size": 64}, "shared experts"),
+        ("qwen3_moe", {"moe_latent_size": 32}, "moe_latent_size = 32"),
+        ("mixtral", {"moe_router_score_function": "sigmoid"}, "score_function = sigmoid"),
+        ("mixtral", {"moe_router_enable_expert_bias": True}, "bias on the choice"),
+        ("mixtral", {"moe_router_topk_scaling_factor": 2.5}, "scaled weights"),
+        ("mixtral", {"moe_router_num_groups": 2, "moe_router_group_topk": 1}, "by group"),
+        ("mixtral", {"moe_router_topk_limited_devices": 2}, "by group"),
+        ("mixtral", {"moe_router_force_load_balancing": True}, "random scores"),
+        ("mixtral", {"moe_router_force_biased": 0.5}, "random scores"),
+        ("mixtral", {"moe_router_load_balancing_type": "sinkhorn"}, "type = sinkhorn"),
+        (
+            "mixtral",
+            {"moe_router_load_balancing_type": ["aux_loss", "quantile_balancing"]},
+            "type = quantile_balancing",
+        ),
+        ("mixtral", {"moe_input_jitter_eps": 0.01}, "noise in its router"),
+        ("mixtral", {"moe_expert_capacity_factor": 1.0}, "drop tokens"),
+        ("mixtral", {"moe_apply_probs_on_input": True}, "on the input of its experts"),
+        ("mixtral", {"moe_mlp_glu_interleave_size": 32}, "interleaved halves"),
+        ("mixtral", {"moe_router_pre_softmax": True}, "moe_router_pre_softmax = True"),
         ("llama", {"multi_latent_attention": True}, "multi-latent"),
         ("llama", {"hybrid_layer_pattern": "M*-"}, "hybrid"),
         ("llama", {"rotary_interleaved": True}, "rotary_interleaved"),
@@ -80,8 +121,13 @@ def test_a_megatron_model_of_no_family_is_refused_in_one_line(name, changes, out
 @pytest.mark.parametrize(
     "name, changes, output",
     [
-        ("llama", {"model_type": "mixtral"}, "model_type = mixtral"),
-        ("llama", {"model_type": "qwen3_moe"}, "model_type = qwen3_moe"),
+        ("llama", {"model_type": "qwen2_moe"}, "model_type = qwen2_moe"),
+        ("mixtral", {"sliding_window": 16}, "sliding_window = 16"),
+        ("mixtral", {"num_experts_per_tok": 1}, "one expert per token"),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, "one expert per token"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\]"),
+        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen3", {"attention_bias": True}, "attention_bias = True"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = gelu"),
         ("llama", {"attention_bias": True}, "attention_bias = True"),

@@ -20,7 +20,11 @@ _LLAMA = ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--
           "96", "--position-embedding-type", "rope"]
 # fmt: on
 _GROUPED = ["--group-query-attention", "--num-query-groups", "2"]
+_EXPERTS = ["--num-experts", "4", "--moe-router-topk", "2"]
+_EXPERT_PARALLEL = ["--expert-model-parallel-size", "2"]
 _TENSOR_PARALLEL = ["--tensor-model-parallel-size", "2"]
+# Experts train beside tensor parallelism only with it.
+_EXPERTS_TENSOR_PARALLEL = [*_TENSOR_PARALLEL, "--sequence-parallel"]
 # Large steps, so that norms and biases are far from what they start as.
 _TRAIN = ["--train-iters", "3", "--lr", "3e-2", "--min-lr", "1e-2", "--lr-warmup-iters", "0"]
 
@@ -37,6 +41,19 @@ TRAINED: dict[str, list[str]] = {
     "qwen3, grouped queries, tied, TP 2": [
         *_LLAMA, *_GROUPED, *_TENSOR_PARALLEL, "--qk-layernorm", "--kv-channels", "32",
     ],
+    "mixtral, grouped queries, untied, EP 2": [
+        *_LLAMA, *_GROUPED, *UNTIED, *_EXPERTS, *_EXPERT_PARALLEL,
+    ],
+    "mixtral, tied, TP 2": [*_LLAMA, *_EXPERTS, *_EXPERTS_TENSOR_PARALLEL],
+    "qwen3_moe, grouped queries, untied, TP 2": [
+        *_LLAMA, *_GROUPED, *UNTIED, *_EXPERTS, *_EXPERTS_TENSOR_PARALLEL, "--qk-layernorm",
+        "--kv-channels", "32", "--moe-ffn-hidden-size", "48",
+    ],
+    "qwen3_moe, tied, softmax of all, TP 2, EP 2": [
+        *_LLAMA, *_EXPERTS, *_EXPERTS_TENSOR_PARALLEL, *_EXPERT_PARALLEL,
+        "--expert-tensor-parallel-size", "1", "--qk-layernorm", "--moe-ffn-hidden-size", "48",
+        "--moe-router-pre-softmax",
+    ],
 }
 # fmt: on
 
@@ -49,9 +66,12 @@ def train_and_save(name: str, folder: Path) -> torch.Tensor | None:
 
 def load_imported(name: str, folder: Path) -> torch.Tensor | None:
     """The logits of an imported model, loaded with the flags that the import prints."""
-    flags = " ".join(command_line(shapes()[name])).split()
-    if shapes()[name].num_query_groups > 1:
-        flags += _TENSOR_PARALLEL
+    shape = shapes()[name]
+    flags = " ".join(command_line(shape)).split()
+    if shape.family == "mixtral":
+        flags += _EXPERT_PARALLEL
+    elif shape.num_query_groups > 1:
+        flags += _EXPERTS_TENSOR_PARALLEL if shape.experts else _TENSOR_PARALLEL
     load = ["--load", str(folder), "--finetune", "--ckpt-format", "torch_dist"]
     still = ["--train-iters", "1", "--lr", "0", "--min-lr", "0", "--lr-warmup-iters", "0"]
     return run_pretrain(gpt_args(*_SIZES, *flags, *load, *still), _logits).inspected
@@ -61,7 +81,7 @@ def _logits(model: list, optimizer: Any) -> torch.Tensor | None:
     """[2, POSITIONS, VOCABULARY] of the test's tokens, on the last pipeline stage."""
     from megatron.core import parallel_state
 
-    group = parallel_state.get_pipeline_model_parallel_group()
+    group: Any = parallel_state.get_pipeline_model_parallel_group()
     stage, num_stages = group.rank(), group.size()
     chunk = model[0].eval()
     positions = torch.arange(POSITIONS).expand(2, POSITIONS)
