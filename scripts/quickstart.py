@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Trains one small GPT twice over the same batches, with stock Megatron DDP and with AsyncHZP,
-and shows both side by side: a table, loss.png and a sample of text. Run by quickstart.sh."""
+and shows both side by side: a table and loss.png. Run by quickstart.sh."""
 
 import argparse
 import json
@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
-from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -78,9 +77,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=120, help="training steps of each run")
     parser.add_argument("--ranks", type=int, help="default: 4 on CPU, else the number of GPUs")
     parser.add_argument("--text", nargs="+", type=Path, help="train on these files or folders")
-    parser.add_argument(
-        "--prompt", default="    def __init__(self, ", help="what the trained model continues"
-    )
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "quickstart")
     parser.add_argument("--seed", type=int, default=1234)
     args = parser.parse_args(argv)
@@ -310,7 +306,7 @@ def show_results(
     output: Path,
     console: Console,
 ) -> None:
-    """The table, the picture and the sample; raises when the losses do not agree."""
+    """The table and the picture; raises when the losses do not agree."""
     shown = f"P={sizes['param']} G={sizes['grad']} O={sizes['optim']}"
     picture = output / "loss.png"
     runs = (
@@ -320,9 +316,6 @@ def show_results(
     write_record(runs, title, output / "record.jsonl")
     loss_picture.draw(*runs, title, picture)
     console.print(result_table(stock, asynchzp))
-    sample = asynchzp.report["sample"]
-    text = f"[bold]{escape(sample['prompt'])}[/bold]{escape(sample['text'].rstrip())}"
-    console.print(Panel(text, title="The AsyncHZP model writes (greedy)", title_align="left"))
     apart = worst_difference(stock, asynchzp)
     equal = sum(a == b for a, b in zip(stock.losses, asynchzp.losses, strict=True))
     console.print(
@@ -356,7 +349,7 @@ def run(args: argparse.Namespace, console: Console) -> None:
     )
     flags = training_flags(args, platform, data)
     stock = train("ddp", flags, platform, args.output, args.steps, console)
-    own = ["--use-asynchzp", "--sample-prompt", args.prompt, "--sample-tokens", "200"]
+    own = ["--use-asynchzp"]
     for state, size in sizes.items():
         own += [f"--asynchzp-{state}-shard-size", str(size)]
     asynchzp = train(

@@ -57,12 +57,11 @@ def test_other_lines_and_skipped_steps_are_no_steps():
     assert len(parse_log([skipped, validation])) == 0
 
 
-def result(losses: list[float], nbytes: int, sample="main():", more="") -> quickstart.Result:
+def result(losses: list[float], nbytes: int, more="") -> quickstart.Result:
     lines = [a_line(i + 1, len(losses), loss) + more for i, loss in enumerate(losses)]
     rank = dict.fromkeys(loss_picture.STATES, nbytes) | {"peak_rss": 1}
     less = dict.fromkeys(loss_picture.STATES, nbytes // 2) | {"peak_rss": 1}
-    report = {"state_bytes_per_rank": [less, rank], "sample": {"prompt": "def ", "text": sample}}
-    return quickstart.Result(parse_log(lines), report)
+    return quickstart.Result(parse_log(lines), {"state_bytes_per_rank": [less, rank]})
 
 
 def show(stock, asynchzp, folder: Path) -> str:
@@ -72,12 +71,12 @@ def show(stock, asynchzp, folder: Path) -> str:
     return console.file.getvalue()
 
 
-def test_the_end_shows_table_sample_and_a_picture(tmp_path):
+def test_the_end_shows_a_table_and_a_picture(tmp_path):
     waited = " exposed comm (ms): 17.0 | overlap (%): 91.0 |"
     ours = result([5.5, 3.0, 2.000001], 2**19, more=waited)
     output = show(result([5.5, 3.0, 2.0], 2**20), ours, tmp_path)
     numbers = ("2.000001", "1.00 MiB", "0.50 MiB", "17 ms")
-    for expected in (*numbers, "def main():", "2 of 3"):
+    for expected in (*numbers, "2 of 3"):
         assert expected in output
     for label, stock_mib, our_mib in (
         ("state at rest", 4, 2),
@@ -123,12 +122,12 @@ def test_a_run_is_followed_line_by_line_and_its_log_is_kept(tmp_path, monkeypatc
     lines = "\n".join(["starting", *(a_line(i, 20, 5 - i / 10) for i in range(1, 21))])
     script = (
         f"import sys; print({lines!r})\n"
-        "open(sys.argv[sys.argv.index('--report-json') + 1], 'w').write('{\"sample\": 1}')"
+        "open(sys.argv[sys.argv.index('--report-json') + 1], 'w').write('{\"ranks\": 1}')"
     )
     fake_training(monkeypatch, script)
     found, output = train(tmp_path, 20)
     assert found.losses == pytest.approx([5 - i / 10 for i in range(1, 21)])
-    assert found.report == {"sample": 1}
+    assert found.report == {"ranks": 1}
     assert output.count("\n") == 10 and "step 20/20  loss 3.000" in output
     assert (tmp_path / "ddp.log").read_text().rstrip() == lines
 
@@ -173,5 +172,4 @@ def test_the_whole_quickstart_in_a_few_steps(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert (out / "loss.png").stat().st_size > 10_000
     report = json.loads((out / "asynchzp.json").read_text())
-    assert report["world_size"] == 2 and report["sample"]["text"]
-    assert json.loads((out / "ddp.json").read_text())["sample"] is None
+    assert report["world_size"] == 2

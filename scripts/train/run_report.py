@@ -1,8 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run reports when it ends: the bytes of state that every rank holds,
-and a greedy sample of text, as one JSON file.
-"""
+"""What a training run reports when it ends: the bytes of state that every rank holds, as JSON."""
 
 import functools
 import json
@@ -14,13 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
-
-BYTE_EOD = 256  # scripts/train/prepare_data.py: ids below it are bytes
-STUCK_AFTER = 24  # the same token so many times in a row: a greedy sample will not leave it
 
 
 def add_report_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -29,14 +23,8 @@ def add_report_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--report-json",
         type=Path,
         metavar="FILE",
-        help="at the end rank 0 writes what the run held and sampled",
+        help="at the end rank 0 writes what the run held",
     )
-    group.add_argument(
-        "--sample-prompt",
-        metavar="TEXT",
-        help="continue this text greedily at the end, into --report-json",
-    )
-    group.add_argument("--sample-tokens", type=int, default=200, metavar="N")
     return parser
 
 
@@ -82,48 +70,6 @@ def state_bytes(
     return held
 
 
-def encode_text(text: str, tokenizer: Any) -> list[int]:
-    """Ids of `text`; NullTokenizer means the byte ids of scripts/train/prepare_data.py."""
-    return list(text.encode()) if tokenizer is None else list(tokenizer.tokenize(text))
-
-
-def decode_ids(ids: Sequence[int], tokenizer: Any) -> str:
-    if tokenizer is not None:
-        return tokenizer.detokenize(list(ids))
-    return bytes(i for i in ids if i < BYTE_EOD).decode(errors="replace")
-
-
-@torch.no_grad()
-def greedy_sample(
-    model: torch.nn.Module, ids: Sequence[int], new_tokens: int, seq_length: int, stop_id: int
-) -> list[int]:
-    """`ids` continued by the likeliest token, `new_tokens` times, or until `stop_id` or
-    `STUCK_AFTER` equal tokens.
-
-    A plain forward of the wrapped model over the last `seq_length` tokens for each new token.
-    Every rank must call it with the same arguments: the wrapper gathers parameters by
-    collectives. The ranks hold equal logits, so they choose and stop alike.
-    """
-    device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    ids = list(ids)
-    for _ in range(new_tokens):
-        window = torch.tensor([ids[-seq_length:]], device=device)
-        length = window.shape[1]
-        positions = torch.arange(length, device=device).unsqueeze(0)
-        future = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
-        logits = model(window, positions, future)
-        # Broadcast the choice: two nearly equal logits may round differently on another device.
-        choice = logits[0, -1].argmax().reshape(1)
-        dist.broadcast(choice, src=0)
-        ids.append(int(choice))
-        if ids[-1] == stop_id or ids[-STUCK_AFTER:] == [ids[-1]] * STUCK_AFTER:
-            break
-    model.train(was_training)
-    return ids
-
-
 class RunReport:
     """Remembers the model and the optimizers of one pretrain() call, which returns neither.
 
@@ -163,25 +109,7 @@ class RunReport:
         own["peak_rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         per_rank: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(per_rank, own)
-        report = {
-            "world_size": dist.get_world_size(),
-            "state_bytes_per_rank": per_rank,
-            "sample": self._sample(args),
-        }
+        report = {"world_size": dist.get_world_size(), "state_bytes_per_rank": per_rank}
         if dist.get_rank() == 0:
             args.report_json.parent.mkdir(parents=True, exist_ok=True)
             args.report_json.write_text(json.dumps(report, indent=1) + "\n")
-
-    def _sample(self, args: Namespace) -> dict[str, str] | None:
-        if args.sample_prompt is None:
-            return None
-        if args.tensor_model_parallel_size > 1 or args.pipeline_model_parallel_size > 1:
-            return {"prompt": args.sample_prompt, "refused": "no sampling with TP or PP above 1"}
-        tokenizer, stop_id = None, BYTE_EOD
-        if args.tokenizer_type != "NullTokenizer":
-            tokenizer = build_tokenizer(args)
-            stop_id = tokenizer.eod
-        prompt = encode_text(args.sample_prompt, tokenizer)
-        ids = greedy_sample(self._chunks[0], prompt, args.sample_tokens, args.seq_length, stop_id)
-        text = decode_ids(ids[len(prompt) :], tokenizer)
-        return {"prompt": args.sample_prompt, "text": text}

@@ -64,7 +64,7 @@ def added_and_exposed(
     return ends[-2].elapsed_time(ends[-1]) - floor_ms, 1e3 * exposed_s
 
 
-@pytest.mark.parametrize("synchronizes", [False, True])
+@pytest.mark.parametrize("synchronizes", [slow_unless(False, False), slow_unless(True, True)])
 @pytest.mark.parametrize(
     ("nodes", "ranks", "queues"),
     [slow_unless(False, 2, 2, "1"), slow_unless(True, 1, 4, "1"), slow_unless(False, 2, 2, "32")],
