@@ -45,7 +45,7 @@ FORWARD = {
 BACKWARD_KV = {
     64: TileConfig(32, 128, 8, 2),
     128: TileConfig(32, 64, 8, 2),
-    256: TileConfig(64, 32, 8, 1),
+    256: TileConfig(32, 32, 8, 1),
 }
 # Elsewhere than on sm_90, where a tile that is loaded ahead would spill.
 BACKWARD_KV_ELSEWHERE = {
