@@ -18,6 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+STAYS_FREE = 0.1
+"""The part of a device's memory that no budget takes: for fragments, and for what needs more than
+the steps so far."""
+
 
 class CpuDevice:
     """Operations are complete when they return; only collectives run beside the host."""
@@ -108,7 +112,6 @@ class StreamDevice:
 
     runs_ahead = True
     _POLL_S = 0.001
-    _MARGIN = 0.1  # of the device's memory
 
     def __init__(self, module: ModuleType, device: torch.device):
         self._module = module
@@ -154,10 +157,9 @@ class StreamDevice:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def left_nbytes(self) -> int:
-        # What torch's allocator has reserved is not free: it is what the steps so far needed. The
-        # margin is for fragments, and for steps and evaluations that need more than those.
+        # What torch's allocator has reserved is not free: it is what the steps so far needed.
         free, total = self._module.mem_get_info(self._device)
-        return max(0, free - int(self._MARGIN * total))
+        return max(0, free - int(STAYS_FREE * total))
 
     def bind_thread(self) -> None:
         self._module.set_device(self._device)

@@ -212,8 +212,9 @@ def measure_comm(spans: Sequence[Span]) -> CommTimes:
     busy = [span for span in spans if span.lane in LANES]
     between = [span for span in spans if span.lane == BETWEEN]
     waits = [span for span in spans if span.lane == WAIT]
-    idle_s = union_s(between) + union_s(busy) - union_s([*between, *busy])  # what they share
-    return CommTimes(busy_s=union_s(busy), exposed_s=union_s(waits) + idle_s)
+    busy_s = union_s(busy)
+    idle_s = union_s(between) + busy_s - union_s([*between, *busy])  # what they share
+    return CommTimes(busy_s, exposed_s=union_s(waits) + idle_s)
 
 
 def chrome_trace(spans: Iterable[Span], rank: int, began_s: float = 0.0) -> dict[str, Any]:

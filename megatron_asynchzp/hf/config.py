@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.hf.shape import LLAMA3_SCALING, Experts, Family, ModelShape
+from megatron_asynchzp.hf.shape import LLAMA3_SCALING, WITH_EXPERTS, Experts, Family, ModelShape
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -182,7 +182,7 @@ def read_config(folder: Path, vocab_multiple: int) -> ModelShape:
         )
     base, is_scaled = _read_rope(config.rope_parameters)
     experts = None
-    if family in ("mixtral", "qwen3_moe"):
+    if family in WITH_EXPERTS:
         is_mixtral = family == "mixtral"
         experts = Experts(
             num=config.num_local_experts,

@@ -11,7 +11,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from megatron_asynchzp.hf.shape import Family, ModelShape
+from megatron_asynchzp.hf.shape import WITH_QK_NORMS, Family, ModelShape
 
 LAYERS = "decoder.layers."
 EXPERTS = f"{LAYERS}mlp.experts.experts."
@@ -268,7 +268,7 @@ def state_keys(shape: ModelShape) -> Iterator[str]:
     """Keys of what modules keep beside their tensors; for one of our families it is always empty,
     but Megatron asks for it. Those of core_attention and the norms are Transformer Engine's."""
     modules = (*_STATEFUL, *(_STATEFUL_EXPERTS if shape.experts else _STATEFUL_MLP))
-    if shape.family in ("qwen3", "qwen3_moe"):
+    if shape.family in WITH_QK_NORMS:
         modules = (*modules, _Q_NORM, _K_NORM)
     for module in modules:
         stack = _stack_below(module, shape) or (1,)

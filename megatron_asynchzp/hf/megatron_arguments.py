@@ -8,7 +8,14 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.hf.shape import LLAMA3_SCALING, Experts, Family, ModelShape
+from megatron_asynchzp.hf.shape import (
+    LLAMA3_SCALING,
+    WITH_EXPERTS,
+    WITH_QK_NORMS,
+    Experts,
+    Family,
+    ModelShape,
+)
 
 _NOTHING = (None, False, 0)
 
@@ -81,7 +88,7 @@ def read_arguments(args: Namespace, vocab_size: int | None = None) -> ModelShape
             "same"
         )
     family = _family(args)
-    experts = _experts(args) if family in ("mixtral", "qwen3_moe") else None
+    experts = _experts(args) if family in WITH_EXPERTS else None
     is_rotary = family != "gpt2"
     return ModelShape(
         family=family,
@@ -224,7 +231,7 @@ def write_arguments(shape: ModelShape) -> Namespace:
         bias_gelu_fusion=shape.is_gelu_tanh,
         add_bias_linear=is_gpt2,
         add_qkv_bias=shape.family in ("qwen2", "gpt2"),
-        qk_layernorm=shape.family in ("qwen3", "qwen3_moe"),
+        qk_layernorm=shape.family in WITH_QK_NORMS,
         untie_embeddings_and_output_weights=not shape.is_tied,
         vocab_size=shape.vocab_size,
         padded_vocab_size=shape.padded_vocab_size,
@@ -259,7 +266,7 @@ def command_line(shape: ModelShape) -> list[str]:
             flags += ["--use-rope-scaling"]
         if shape.family == "qwen2":
             flags += ["--add-qkv-bias"]
-        if shape.family in ("qwen3", "qwen3_moe"):
+        if shape.family in WITH_QK_NORMS:
             flags += ["--qk-layernorm"]
     if shape.experts is not None:
         flags += [

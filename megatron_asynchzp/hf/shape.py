@@ -8,6 +8,8 @@ from typing import Literal
 from megatron_asynchzp.errors import ConfigurationError
 
 Family = Literal["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2"]
+WITH_QK_NORMS: tuple[Family, ...] = ("qwen3", "qwen3_moe")
+WITH_EXPERTS: tuple[Family, ...] = ("mixtral", "qwen3_moe")
 
 # The one scaling of rotary frequencies that Megatron 0.19 computes (Llama 3.1). Its
 # --rope-scaling-factor does not reach the model, which always uses this factor.
@@ -77,7 +79,7 @@ class ModelShape:
             raise ConfigurationError("GPT-2 in transformers has no grouped queries")
         # All but Qwen2 and GPT-2 have a head size of their own; Llama's and Mixtral's hidden size
         # must be a multiple of the heads all the same.
-        is_free = self.family in ("qwen3", "qwen3_moe") or (
+        is_free = self.family in WITH_QK_NORMS or (
             self.family in ("llama", "mixtral") and self.hidden_size % self.num_heads == 0
         )
         if self.head_dim * self.num_heads != self.hidden_size and not is_free:
@@ -90,7 +92,7 @@ class ModelShape:
                 f"a vocabulary of {self.vocab_size} is larger than the {self.padded_vocab_size} "
                 "rows of the embedding"
             )
-        assert (self.experts is not None) == (self.family in ("mixtral", "qwen3_moe"))
+        assert (self.experts is not None) == (self.family in WITH_EXPERTS)
         if self.experts is not None:
             self._check(self.experts)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import add_dry_run_arguments
 
-EXIT_TOO_LARGE, EXIT_REFUSED = 1, 2
+EXIT_TOO_LARGE = 1
 _RANKS_PER_NODE = 8
 
 

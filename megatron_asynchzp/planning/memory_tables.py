@@ -6,11 +6,11 @@ import io
 from collections.abc import Sequence
 from math import ceil
 
+from megatron_asynchzp.device import STAYS_FREE
 from megatron_asynchzp.planner.memory import Memory
 from megatron_asynchzp.planning.stages import DryRun
 
 GIB = 2**30
-_STAYS_FREE = 0.1  # of a device, as with --asynchzp-keep-params-gb auto
 
 
 def describe_run(found: DryRun) -> str:
@@ -133,7 +133,7 @@ def budgets_to_keep(found: DryRun, device_nbytes: float) -> str:
     """The memory budgets that a device has room for, and what they save, in one sentence; "" where
     there is no room or nothing to save. A tenth of the device stays free."""
     asked = found.asked_budgets
-    room = found.fullest.memory.left_of(device_nbytes) - _STAYS_FREE * device_nbytes
+    room = found.fullest.memory.left_of(device_nbytes) - STAYS_FREE * device_nbytes
     flags: list[str] = []
     saved: list[str] = []
     kinds = [("params", "keep_params_nbytes", "gathers")]

@@ -21,6 +21,7 @@ from unittest import mock
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags import checks
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
+from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE
 from megatron_asynchzp.planner import explain
 from megatron_asynchzp.planner.activations import Recompute, Setting
 from megatron_asynchzp.planner.cluster import GIB, Cluster
@@ -28,7 +29,7 @@ from megatron_asynchzp.planner.cluster_files import cluster_names, load_cluster
 from megatron_asynchzp.planner.search import VARIED, Outcome, Progress, Space
 from megatron_asynchzp.planning import plan_table
 
-EXIT_TOO_LARGE, EXIT_REFUSED = 1, 2
+EXIT_TOO_LARGE = 1
 _DEFAULT_SCRIPT = "pretrain_gpt.py"
 _OURS = ("--use-asynchzp",)  # what is planned is a run with it, of a stock command line too
 _STOP = ("--asynchzp-dry-run", "0")  # a script stops where Megatron has validated its arguments
@@ -187,7 +188,7 @@ def main(argv: list[str]) -> int:
         return run(argv)
     except ConfigurationError as error:
         print(f"megatron_asynchzp: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_REFUSED
+        return EXIT_USAGE
 
 
 if __name__ == "__main__":

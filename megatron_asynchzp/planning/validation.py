@@ -13,8 +13,8 @@ import traceback
 from pathlib import Path
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE
 
-EXIT_REFUSED = 2
 # What Megatron's own validation raises for a wrong command line; a parser exits, and so does the
 # check of a script that imports the adaptor.
 _REFUSALS = (AssertionError, ValueError, SystemExit)
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     if line is None:
         return 0
     print(f"megatron_asynchzp: {line}", file=sys.stderr)
-    return EXIT_REFUSED
+    return EXIT_USAGE
 
 
 if __name__ == "__main__":
