@@ -5,7 +5,10 @@ no other test has, by the row's first column, and that each row of the page has 
 
 import copy
 import inspect
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -25,9 +28,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
-from scripts.testbed.ranks import run_ranks
+from scripts.testbed.ranks import Place, free_port, run_ranks
 from tests import test_habits, test_library_starts
 from tests.support.engine import build_toy
+from tests.support.selection import slow_unless
 from tests.support.toy_models import toy_batch, toy_loss
 from tests.test_habits import (
     CLIP,
@@ -46,7 +50,7 @@ from tests.test_habits import (
 )
 
 Sizes = tuple[int, int, int]
-PAGE = (Path(__file__).parents[1] / "docs" / "habits.md").read_text()
+PAGE = Path(__file__).parents[1] / "docs" / "habits.md"
 
 
 def trains_alike(
@@ -650,8 +654,8 @@ def wrong_wrappers_and_optimizers() -> None:
 AT_START = ("parameters of one's own in the optimizer", "a list of optimizers")
 
 
-def check_all() -> None:
-    for sizes in SIZES:
+def check_all(all_sizes: Iterable[Sizes]) -> None:
+    for sizes in all_sizes:
         for row, check in RIGHT.items():
             try:
                 check(sizes)
@@ -673,11 +677,12 @@ def check_all() -> None:
     wrong_wrappers_and_optimizers()
 
 
+@pytest.mark.parametrize("all_sizes", [SIZES[:1], slow_unless(False, SIZES[1:])], ids=str)
 @pytest.mark.habit(*RIGHT, *REFUSED, *REFUSED_IN_SHARDS, *AT_START)
 @pytest.mark.habit("`shard(DistributedDataParallel(model))`", "using a model after `close()`")
 @pytest.mark.habit("dropping what `shard` returned", "`sharded.parameters()`, `sharded.train()`")
-def test_habits_train_as_in_one_process_or_are_refused_in_one_line():
-    run_ranks(check_all, 2)
+def test_habits_train_as_in_one_process_or_are_refused_in_one_line(all_sizes):
+    run_ranks(check_all, 2, all_sizes)
 
 
 def check_compiled_model() -> None:
@@ -700,11 +705,118 @@ def test_a_compiled_model_trains_as_in_one_process():
     run_ranks(check_compiled_model, 2)
 
 
+# ---- accelerate and transformers
+
+
+def new_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=37,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+def check_accelerate(folder: Path) -> None:
+    from accelerate import Accelerator
+    from transformers import Trainer, TrainingArguments
+
+    def halves(model, step, rank):
+        for index in range(2):
+            yield toy_loss(model, toy_batch(step, index, rank)) / 2
+
+    expected = train_plainly(build_toy(), halves, 2)
+    for sizes in SIZES:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        with sharded_toy(sizes) as sharded:
+            optimizer = accelerator.prepare(sharded.optimizer)
+            for step in range(STEPS):
+                total, norm = torch.zeros(()), 0.0
+                for index in range(2):
+                    with accelerator.accumulate(sharded.model):
+                        loss = toy_loss(sharded.model, toy_batch(step, index, dist.get_rank()))
+                        accelerator.backward(loss)
+                        if accelerator.sync_gradients:
+                            norm = sharded.clip_grad_norm_(CLIP).item()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    total += loss.detach() / 4
+                dist.all_reduce(total)
+                assert (total.item(), norm) == expected[step], (sizes, step)
+            assert_refused(partial(accelerator.prepare, sharded.model), "leave out Distributed")
+        check_llama(sizes, folder / str(sizes[0]))
+    model = new_llama()
+    sharded = shard(model, model.model.layers, ShardSizes(2, 2, 2), new_adamw)
+    arguments = TrainingArguments(str(folder), use_cpu=True, report_to=[], max_steps=1)
+    rows = [{"input_ids": torch.arange(9), "labels": torch.arange(9)}] * 16
+    optimizers = (sharded.optimizer, torch.optim.lr_scheduler.LambdaLR(sharded.optimizer, float))
+    trainer = Trainer(model, arguments, train_dataset=rows, optimizers=optimizers)
+    assert_refused(trainer.train, "leave out DistributedDataParallel")
+
+
+def check_llama(sizes: Sizes, folder: Path) -> None:
+    model, plain = new_llama(), new_llama()
+    prompt = torch.arange(5)[None]
+    with shard(model, model.model.layers, ShardSizes(*sizes), new_adamw) as sharded:
+        texts = [
+            each.generate(prompt, max_new_tokens=4, do_sample=False) for each in (model, plain)
+        ]
+        assert torch.equal(*texts)
+        if sizes[0] > 1:
+            assert_refused(lambda: model.save_pretrained(folder), "sharded.full_params")
+        model.save_pretrained(folder, state_dict=params_of(sharded))
+    dist.barrier()  # the first rank writes it
+    loaded = type(model).from_pretrained(folder).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.habit(
+    "`accelerator.prepare(sharded.optimizer)`, `accumulate(model)`",
+    "`accelerator.prepare(model)`, `Trainer(model)`",
+    "`model.save_pretrained(folder)`",
+    "`model.generate()`",
+)
+def test_accelerate_and_transformers_work_with_a_sharded_model_or_are_refused(tmp_path):
+    run_ranks(check_accelerate, 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_example_with_accelerate_runs_as_it_stands(tmp_path):
+    page = (PAGE.parent / "library.md").read_text()
+    (tmp_path / "example.py").write_text(page.split("```python\n")[1].split("```")[0])
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "example.py"],
+            cwd=tmp_path,
+            env=os.environ
+            | Place(rank, 2, 2, port).environment()
+            | {"PYTHONPATH": str(PAGE.parents[1]), "ACCELERATE_USE_CPU": "true"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    ended = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], ended[0][1][-3000:]
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+),", ended[0][0])]
+    assert len(losses) == 2 and (tmp_path / "trained" / "model.safetensors").exists()
+
+
 # ---- the page
 
 
 def rows_of_the_page() -> list[str]:
-    lines = [line for line in PAGE.splitlines() if line.startswith("| ")]
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     return [
         line.split(" | ")[0].removeprefix("| ")
         for line in lines
@@ -723,5 +835,7 @@ def test_each_row_of_the_page_of_habits_has_a_test_and_there_are_60():
     assert len(rows) >= 60 and len(set(rows)) == len(rows) and len(set(tested)) == len(tested)
     assert sorted(rows) == sorted(tested)
     assert all(
-        len(re.findall(r" \| ", line)) == 2 for line in PAGE.splitlines() if line[:2] == "| "
+        len(re.findall(r" \| ", line)) == 2
+        for line in PAGE.read_text().splitlines()
+        if line[:2] == "| "
     )
