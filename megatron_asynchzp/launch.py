@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
         sys.exit(EXIT_USAGE)
     script = Path(argv[0])
     if not script.is_file():
-        print(f"megatron_asynchzp: {script}: no such script\n\n{usage()}", end="", file=sys.stderr)
+        report(ConfigurationError(f"{script}: no such script"))
         sys.exit(EXIT_USAGE)
     check_or_exit(argv[1:], world_size())
     run_script(script, argv[1:])

@@ -19,6 +19,7 @@ from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.zero.guard import SHARDED_AS
 
+_REPLICATING = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _OPTIMIZER = "lambda params: torch.optim.AdamW(params, lr=1e-3)"
 
@@ -147,7 +148,14 @@ def checked_optimizer(optimizer: Any) -> Callable[..., Any]:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise ConfigurationError where a parameter of `model` is sharded already."""
+    """Raise ConfigurationError where a parameter of `model` is sharded already, or replicated."""
+    for path, module in model.named_modules():
+        if isinstance(module, _REPLICATING):
+            kind = type(module).__name__
+            raise ConfigurationError(
+                f"{path or 'the model'} is a {kind}, which reduces gradients itself; hand over the "
+                "module in it, before it is wrapped"
+            )
     for name, param in model.named_parameters():
         if hasattr(param, SHARDED_AS):
             raise ConfigurationError(

@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ from megatron_asynchzp.sharded_arguments import (
     refuse_sharded,
     sizes_of_mesh,
 )
-from megatron_asynchzp.sharded_params import ShardedParams
+from megatron_asynchzp.sharded_params import ShardedParams, refuse_copies
 from megatron_asynchzp.sharded_state import ShardedState
 from megatron_asynchzp.sharding.topology import Range, ShardSizes, ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
@@ -288,7 +288,10 @@ class _AwaitedParam(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         reader = sys._getframe(1).f_globals.get("__name__")
-        if reader == "torch.nn.utils.clip_grad":
+        if reader == _WHOLE_STATES:
+            _refuse_whole_states()
+        function = sys._getframe(1).f_code.co_name
+        if reader == "torch.nn.utils.clip_grad" and function != "clip_grad_value_":
             raise ConfigurationError(
                 "torch's gradient clipping sees this rank's part alone; call "
                 "sharded.clip_grad_norm_()"
@@ -299,6 +302,11 @@ class _AwaitedParam(nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        if value is None:
+            raise ConfigurationError(
+                "the gradients of a sharded model are collected elsewhere, and add up; forget them "
+                "with zero_grad()"
+            )
         self.await_grads(False)
         self.grad = value
 
@@ -341,6 +349,58 @@ def _refuse_other_optimizers(optimizer: torch.optim.Optimizer, *_: object) -> No
                 )
 
 
+_WHOLE_STATES = "torch.distributed.checkpoint.state_dict"
+_HELD = "asynchzp_held"
+"""Where an optimizer's state_dict() says of which elements it is: (parameter, start, stop)."""
+
+
+def _refuse_whole_states(*_: object) -> None:
+    """Before an optimizer's state_dict(): torch's get_state_dict looks for whole parameters."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != _WHOLE_STATES:
+        frame = frame.f_back
+    if frame is not None:
+        raise ConfigurationError(
+            "the optimizer of a sharded model has this rank's parts, which torch's functions for "
+            "state dicts do not know; sharded.state_dict() has model and optimizer for "
+            "torch.distributed.checkpoint"
+        )
+
+
+def _refuse_other_parts(state: Mapping[str, Any], held: list[tuple[str, int, int]]) -> None:
+    """Before an optimizer's load_state_dict()."""
+    found = [tuple(part) for part in state.get(_HELD, ())]
+    if found != held:
+        whose = "of another rank or other sizes" if found else "of a model that is not sharded"
+        raise ConfigurationError(
+            f"this state of the optimizer is {whose}: each rank has its own part; save "
+            "sharded.state_dict() with torch.distributed.checkpoint, which loads into any sizes"
+        )
+
+
+def _refuse_new_group(_group: object) -> None:
+    raise ConfigurationError(
+        "add_param_group: the optimizer has the parameters that the model had when it was sharded; "
+        "make all groups in the function that shard() gets"
+    )
+
+
+def _owner(sharded: "ShardedModel") -> "Callable[[], ShardedModel]":
+    """Gives `sharded`, which it does not keep alive."""
+    ref = weakref.ref(sharded)
+
+    def owner() -> ShardedModel:
+        found = ref()
+        if found is None:
+            raise ConfigurationError(
+                "what shard() returned is gone; keep it as long as the model is trained, as in "
+                "sharded = shard(...)"
+            )
+        return found
+
+    return owner
+
+
 def _close_at_exit(sharded: "weakref.ref[ShardedModel]") -> None:
     """A thread that still waits for a collective when the process is torn down would abort it.
 
@@ -375,9 +435,9 @@ class ShardedModel:
         self.model, self.runtime = model, runtime
         self._device = runtime.units[0].device
         self._group = group
-        sharded = weakref.proxy(self)
+        owner = _owner(self)
         self._params = ShardedParams(model, runtime)
-        self._params.bind(lambda: sharded.zero_grad())
+        self._params.bind(lambda: owner().zero_grad(), lambda: owner().no_sync())
         self._parts = [part for unit in runtime.units for part in _fragments_of(unit)]
         self._trained = [part for part in self._parts if isinstance(part, _TrainedFragment)]
         self.optimizer = self._new_optimizer(new_optimizer)
@@ -401,14 +461,38 @@ class ShardedModel:
                 "LBFGS calls the model within its step, with this rank's parameters alone; take an "
                 "optimizer that needs gradients only, as torch.optim.AdamW"
             )
-        sharded = weakref.proxy(self)
-        optimizer.zero_grad = lambda set_to_none=True: sharded.zero_grad()
-        optimizer.register_step_pre_hook(lambda *call: sharded._before_update(*call))
-        optimizer.register_step_post_hook(lambda *call: sharded._after_update())
+        known = {param for _, param in named}
+        if any(param not in known for group in optimizer.param_groups for param in group["params"]):
+            raise ConfigurationError(
+                "the optimizer has parameters that shard() did not hand over; make it of the pairs "
+                "that its function is called with, and another one for what is not in the model"
+            )
+        owner, attributes = _owner(self), cast("Any", optimizer)
+        attributes.zero_grad = lambda set_to_none=True: owner().zero_grad()
+        attributes.add_param_group = _refuse_new_group
+        attributes.__reduce_ex__ = refuse_copies
+        optimizer.register_step_pre_hook(lambda *call: owner()._before_update(*call))
+        optimizer.register_step_post_hook(lambda *call: owner()._after_update())
+        held = [(part.name, part.held.start, part.held.stop) for part in self._trained]
+        optimizer.register_state_dict_pre_hook(_refuse_whole_states)
+        optimizer.register_state_dict_post_hook(lambda _, state: state.update({_HELD: held}))
+        optimizer.register_load_state_dict_pre_hook(
+            lambda _, state: _refuse_other_parts(state, held)
+        )
         for part in self._trained:
             param: Any = part.param
-            param.await_grads = lambda to_scaler: sharded._hand_out_grads(to_scaler)
+            param.await_grads = lambda to_scaler: owner()._hand_out_grads(to_scaler)
         return optimizer
+
+    def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
+        raise ConfigurationError(
+            "call the model that was sharded, as model(x), not what shard() returned"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        kind = type(self).__name__
+        of_model = f"; the model has it: sharded.model.{name}" if hasattr(nn.Module, name) else ""
+        raise AttributeError(f"a {kind} has no {name}{of_model}", name=name, obj=self)
 
     # ---- one step
 
@@ -427,13 +511,25 @@ class ShardedModel:
         """
         self.runtime.is_last_micro_batch = is_last
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around all micro-batches of a step but the last one, as with DistributedDataParallel: in
+        place of set_is_last_micro_batch(). The model's attribute `no_sync` is the same."""
+        self.set_is_last_micro_batch(False)
+        try:
+            yield
+        finally:
+            self.set_is_last_micro_batch(True)
+
     def _sync_grads(self) -> None:
         if not self.runtime.are_grads_synced:
             self._params.refuse_changes()
             self.runtime.sync_grads()
         for part in self._trained:
-            part.param.__class__ = nn.Parameter
-            part.param.grad = part.grad
+            param: Any = part.param
+            if type(param) is not nn.Parameter:
+                param.__class__ = nn.Parameter
+                param.grad = part.grad
 
     def _await_grads(self) -> None:
         """The gradients are not complete: who reads one waits for it."""
@@ -456,7 +552,7 @@ class ShardedModel:
             grad[:1].add_(torch.where(is_finite > 0, 0.0, float("nan")))
 
     def _before_update(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if len(args) > 1 or kwargs:
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise ConfigurationError(
                 "step() of a sharded model's optimizer takes no closure; call backward before it"
             )
@@ -476,14 +572,18 @@ class ShardedModel:
         Returns the norm before that, a 0-dim fp32 tensor, the same on all ranks. Collective.
         """
         self._sync_grads()
-        counted = [part.grad for part in self._trained if part.is_counted]
-        norms = [torch.linalg.vector_norm(grad) for grad in counted if grad.numel()]
+        # Not part.grad: somebody may have put another one in its place.
+        counted = [part.param.grad for part in self._trained if part.is_counted]
+        norms = [
+            torch.linalg.vector_norm(grad) for grad in counted if grad is not None and grad.numel()
+        ]
         total = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self._device)
         dist.all_reduce(total, group=self._group)
         norm = total.sqrt()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for part in self._trained:
-            part.grad.mul_(scale)
+            if part.param.grad is not None:
+                part.param.grad.mul_(scale)
         return norm
 
     def step(self) -> None:
@@ -518,7 +618,7 @@ class ShardedModel:
         it; optim.NAME.KEY: the optimizer's state of a parameter; param_groups: the optimizer's
         settings; grad_record: see KeepBudgets. Nothing is gathered, and hardly anything copied:
         save before the next step. It can be loaded into other sizes and numbers of ranks. An
-        optimizer that has not stepped yet gets zeros for its state, and gradients are forgotten.
+        optimizer that has not stepped yet gets zeros for its state.
         """
         self.runtime.settle()
         self._create_optimizer_state()
@@ -550,6 +650,12 @@ class ShardedModel:
         """Take over `state`: a state_dict() of this object into which
         torch.distributed.checkpoint.load has read. Collective.
         """
+        if missing := {"param_groups", "grad_record"} - state.keys():
+            raise ConfigurationError(
+                f"the state has no {sorted(missing)[0]}: it is to be a state_dict() of this object "
+                "into which torch.distributed.checkpoint.load has read; a whole state dict of the "
+                "model goes into sharded.model.load_state_dict()"
+            )
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
             group.update(saved)
         for part in self._trained:
@@ -569,9 +675,12 @@ class ShardedModel:
         if self.optimizer.state or not self._trained:
             return
         rates = [group["lr"] for group in self.optimizer.param_groups]
+        before: list[tuple[type, torch.Tensor | None]] = []
         for part in self._trained:
-            part.grad.zero_()
-            part.param.__class__ = nn.Parameter
+            param: Any = part.param
+            kind, param.__class__ = type(param), nn.Parameter
+            before.append((kind, param.grad))
+            param.grad = torch.zeros_like(part.grad)
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
         self._makes_state = True
@@ -579,7 +688,9 @@ class ShardedModel:
         self._makes_state = False
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        self._await_grads()
+        for part, (kind, grad) in zip(self._trained, before, strict=True):
+            param = part.param
+            param.grad, param.__class__ = grad, kind
         for state in self.optimizer.state.values():
             for key, value in state.items():
                 state[key] = value.zero_() if isinstance(value, torch.Tensor) else type(value)()
@@ -591,8 +702,10 @@ class ShardedModel:
         self.runtime.settle()
         for unit in self.runtime.units:
             unit.unshard()
-            yield from zip(unit.param_names, unit.params, strict=True)
-            unit.reshard()
+            try:
+                yield from zip(unit.param_names, unit.params, strict=True)
+            finally:
+                unit.reshard()
         self._params.refuse_writes()
 
     @torch.no_grad()

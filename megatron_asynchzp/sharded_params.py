@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns what a parameter of a sharded model answers while nothing computes with it."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.sharded_state import ShardedState
 from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.guard import GRAD, SHARDED_AS, Use
+from megatron_asynchzp.zero.guard import DATA, GRAD, SET_GRAD, SHARDED_AS, Use
 from megatron_asynchzp.zero.unit import HZPUnit
 
 _COPIES = {torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__}
@@ -21,9 +23,14 @@ NO_COPIES = (
     "a sharded model cannot be copied or pickled; save sharded.state_dict() with "
     "torch.distributed.checkpoint, or take the values of sharded.full_params()"
 )
+# What other packages would do with a parameter, by the start of the name of the module that asks.
+_OTHERS = {
+    "torch.distributed.fsdp": "is sharded by shard() already; leave out FSDP",
+    "torch.nn.utils.parametrize": "is sharded already; parametrize it before shard()",
+}
 
 
-def _refuse_copies(_protocol: int) -> Any:
+def refuse_copies(_protocol: int) -> Any:
     raise ConfigurationError(NO_COPIES)
 
 
@@ -43,6 +50,16 @@ def _convert(
         for key, buffer in module._buffers.items():
             module._buffers[key] = None if buffer is None else fn(buffer)
     return model
+
+
+def _refuse_others(name: str) -> None:
+    """Raise ConfigurationError where another package is about to take over the parameter `name`."""
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:
+        asking = str(frame.f_globals.get("__name__"))
+        for start, problem in _OTHERS.items():
+            if asking.startswith(start):
+                raise ConfigurationError(f"{name} {problem}")
 
 
 class _NoDDP:
@@ -76,18 +93,21 @@ class ShardedParams:
         }
         self._versions = {param: param._version for param in self._places}
 
-    def bind(self, zero_grad: Callable[[], None]) -> None:
+    def bind(
+        self, zero_grad: Callable[[], None], no_sync: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         """From now on what people do out of habit with the model is right, or refused.
 
-        zero_grad: what the model's own is to do.
+        zero_grad: what the model's own is to do; no_sync: see ShardedModel.
         """
         self._runtime.guard(self.answer)
         for param in self._places:
             setattr(param, SHARDED_AS, self.name_of(param))
         model: Any = self._model
         model.zero_grad = lambda set_to_none=True: zero_grad()
+        model.no_sync = no_sync
         model._apply = partial(_convert, model)
-        model.__reduce_ex__ = _refuse_copies
+        model.__reduce_ex__ = refuse_copies
         model._ddp_params_and_buffers_to_ignore = _NoDDP()
 
     def name_of(self, param: nn.Parameter) -> str:
@@ -101,6 +121,14 @@ class ShardedParams:
         param = next(x for x in leaves if isinstance(x, nn.Parameter) and x in self._places)
         unit, index = self._places[param]
         name = self.name_of(param)
+        _refuse_others(name)
+        if use is torch.Tensor.is_contiguous:
+            return True
+        if use == SET_GRAD:
+            raise ConfigurationError(
+                f"{name}: the gradients of a sharded model are in shards; forget them all with "
+                "zero_grad(), and set those of sharded.optimizer's parameters"
+            )
         if use == GRAD:
             raise ConfigurationError(
                 f"{name}: the gradients of a sharded model are in shards; clip them with "
@@ -108,12 +136,22 @@ class ShardedParams:
             )
         if use in _COPIES:
             raise ConfigurationError(f"{name}: {NO_COPIES}")
-        if use is torch.Tensor.__repr__:
+        if use in (torch.autograd.grad, torch.Tensor.backward, torch.autograd.backward):
+            raise ConfigurationError(
+                f"{name}: gradients with respect to parameters in shards come from loss.backward() "
+                "alone, for sharded.optimizer; with sizes.param 1 torch.autograd.grad has them"
+            )
+        if use in (torch.Tensor.__repr__, torch.Tensor.__format__) and not unit.is_always_unsharded:
             return f"Parameter {name} of shape {tuple(param.shape)}, in shards"
         if use is torch.Tensor.copy_ and args[0] is param:
             self._runtime.settle()
             self._load(unit, index, args[1])
             return param
+        if use in DATA:
+            raise ConfigurationError(
+                f"{name}: what is written to param.data is lost where it is in shards; read "
+                "sharded.full_params(), and change values with model.load_state_dict()"
+            )
         if unit.is_always_unsharded:
             self._runtime.settle()
             return use(*args, **kwargs)
@@ -123,7 +161,8 @@ class ShardedParams:
         raise ConfigurationError(
             f"{name} is in shards, and not gathered here: call a module that contains it "
             "(model(x), not model.forward(x)), or name the method that uses it to "
-            "sharded.register_forward_method(); sharded.full_params() has whole values"
+            "sharded.register_forward_method(); sharded.full_params() has whole values, each until "
+            "the next is taken"
         )
 
     def load(self, param: nn.Parameter, values: torch.Tensor) -> None:
@@ -149,12 +188,20 @@ class ShardedParams:
 
     def refuse_changes(self) -> None:
         """Raise ConfigurationError for a parameter that is not what it was when it was sharded."""
+        found: set[nn.Parameter] = set()
         for name, param in self._model.named_parameters():
+            found.add(param)
             if param not in self._places:
                 raise ConfigurationError(
                     f"{name} was added or replaced after the model was sharded, and would not be "
                     "trained; build the model whole, then shard it"
                 )
+        if len(found) < len(self._places):
+            removed = next(param for param in self._places if param not in found)
+            raise ConfigurationError(
+                f"{self.name_of(removed)} was removed from the model, or tied to another one, "
+                "after it was sharded; build the model as it is to be trained, then shard it"
+            )
         self.refuse_writes()
         for param, (unit, _) in self._places.items():
             if param.requires_grad is not unit.is_trained:

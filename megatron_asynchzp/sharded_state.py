@@ -56,6 +56,11 @@ class ShardedState(torch.Tensor):
     def __deepcopy__(self, _memo: Any) -> Any:
         raise ConfigurationError(_ONLY_SAVED)
 
+    def untyped_storage(self) -> Any:
+        raise ConfigurationError(_ONLY_SAVED)
+
+    data_ptr = untyped_storage
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ShardedState({tuple(self.shape)}, {self.held})"
 

@@ -148,10 +148,12 @@ def check_losses(all_sizes: Sequence[Sequence[int]], names: Sequence[str]) -> No
                 assert train(sharded, LOSSES[name]) == expected, (name, sizes)
 
 
+@pytest.mark.habit("several backwards in a step", "a forward whose backward never comes")
 def test_whatever_is_handed_to_backward_trains_as_in_one_process():
     run_ranks(check_losses, 2, SIZES, list(LOSSES))
 
 
+@pytest.mark.habit("two forwards and one backward", "a gradient penalty")
 def test_two_forwards_and_one_backward_train_as_in_one_process_for_every_kind_of_sizes():
     run_ranks(check_losses, 4, SIZES_OF_4, ["two_forwards_one_backward", "a_gradient_penalty"])
 
@@ -289,6 +291,13 @@ def check_loops() -> None:
                 assert train(sharded, one, step) == expected[clips], (name, sizes)
 
 
+@pytest.mark.habit(
+    "`optimizer.zero_grad()`, `model.zero_grad()`",
+    "`optimizer.step()`",
+    "`torch.amp.GradScaler` on `sharded.optimizer`",
+    "`model.eval()` and an evaluation before the first step or between steps",
+    "`model.to()`, `.float()` that change nothing",
+)
 def test_every_way_to_write_a_step_trains_as_in_one_process():
     run_ranks(check_loops, 2)
 
@@ -313,6 +322,7 @@ def check_accumulation_over_steps() -> None:
             assert [loss for loss, _ in train(sharded, one, step)] == expected, sizes
 
 
+@pytest.mark.habit("no `zero_grad` at all")
 def test_without_zero_grad_gradients_add_up_as_in_torch():
     run_ranks(check_accumulation_over_steps, 2)
 
@@ -343,6 +353,7 @@ def check_overflow() -> None:
                 assert all(same) is is_skipped, (sizes, is_skipped)
 
 
+@pytest.mark.habit("a gradient that overflows on one rank, with a `GradScaler`")
 def test_a_gradient_that_overflows_on_one_rank_skips_the_step_of_a_scaler_on_all():
     run_ranks(check_overflow, 2)
 
@@ -392,6 +403,7 @@ def check_two_models() -> None:
             sharded.close()
 
 
+@pytest.mark.habit("several models in one graph")
 def test_several_models_in_one_graph_and_a_frozen_one_train_as_in_one_process():
     run_ranks(check_two_models, 4)
 
@@ -431,6 +443,7 @@ def check_average() -> None:
             usual_step(sharded, one(sharded.model, 0, 0))
 
 
+@pytest.mark.habit("an average of weights")
 def test_an_average_of_the_parameters_evaluates_as_in_one_process():
     run_ranks(check_average, 4)
 
@@ -466,6 +479,7 @@ def check_methods() -> None:
             assert train(sharded, of_an_encoding) == expected, sizes
 
 
+@pytest.mark.habit("`model.encode(x)`, `model.forward(x)`")
 def test_another_method_than_forward_trains_once_it_is_registered():
     run_ranks(check_methods, 2)
 
@@ -492,10 +506,14 @@ def check_compiled(all_sizes: Sequence[Sequence[int]]) -> None:
 @pytest.mark.parametrize(
     "world_size, all_sizes", [(2, SIZES[:1]), slow_unless(False, 4, SIZES_OF_4)]
 )
+@pytest.mark.habit("`torch.compile` of units, before or after `shard`")
 def test_compiled_units_train_as_in_one_process(world_size, all_sizes):
     run_ranks(check_compiled, world_size, all_sizes)
 
 
+@pytest.mark.habit(
+    "a `DeviceMesh` of one dimension as `group`", "a model without trained parameters"
+)
 def test_a_mesh_for_the_group_an_evaluation_first_and_a_model_without_training():
     run_ranks(check_kinds, 2)
 
@@ -567,6 +585,7 @@ def check_state_dicts(folder: Path) -> None:
         assert all(torch.equal(full[name], expected[name]) for name in full), sizes
 
 
+@pytest.mark.habit("`model.state_dict()`", "`model.load_state_dict(whole)`")
 def test_the_state_dict_of_the_model_is_saved_in_shards_and_a_whole_one_is_loaded(tmp_path):
     run_ranks(check_state_dicts, 2, tmp_path)
 
@@ -679,6 +698,17 @@ def check_refused() -> None:
         assert "in shards" in repr(sharded.model.norm.weight)
 
 
+@pytest.mark.habit(
+    "`torch.nn.utils.clip_grad_norm_`",
+    "an optimizer of `model.parameters()`",
+    "LBFGS, a closure",
+    "`param.grad`, `param.norm()` between steps",
+    "a layer that is added, a weight that is replaced later",
+    "writing to a weight in a forward or between steps, `nn.Embedding(max_norm=...)`",
+    "sharding twice, `DistributedDataParallel` around it",
+    "`get_model_state_dict(full_state_dict=True)`",
+    "`AveragedModel`, `copy.deepcopy(model)`, `torch.save(model)`",
+)
 def test_what_would_be_lost_or_train_nothing_is_refused_in_one_line():
     run_ranks(check_refused, 2)
 
@@ -727,6 +757,10 @@ def check_wrong_arguments() -> None:
         assert_refused(partial(sharded_toy, (2, 2, 2), builds()), text)
 
 
+@pytest.mark.habit(
+    "ranks with other shapes or other values",
+    "a wrong kind of `units`, `sizes`, `optimizer`, `schedule` or `group`",
+)
 def test_a_wrong_argument_and_different_models_are_refused_in_one_line_on_every_rank():
     run_ranks(check_wrong_arguments, 2)
 
@@ -748,6 +782,7 @@ for step in range(5):
 """
 
 
+@pytest.mark.habit("the process ends without `close()`")
 def test_a_run_that_never_closes_what_it_opened_ends_well(tmp_path):
     (tmp_path / "run.py").write_text(WITHOUT_AN_END)
     port = free_port()
@@ -760,5 +795,6 @@ def test_a_run_that_never_closes_what_it_opened_ends_well(tmp_path):
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
 
 
+@pytest.mark.habit("`shard` before `init_process_group`")
 def test_without_a_process_group_the_remedy_is_named():
     assert_refused(lambda: sharded_toy((1, 1, 1)), "init_process_group")

@@ -122,6 +122,7 @@ def check_meta(all_sizes) -> None:
 @pytest.mark.parametrize(
     "ranks, all_sizes", [(2, SIZES), slow_unless(False, 4, SIZES_OF_4)], ids=["2", "4"]
 )
+@pytest.mark.habit("a model on the meta device")
 def test_a_model_on_the_meta_device_trains_as_one_that_was_allocated_and_reset(ranks, all_sizes):
     run_ranks(check_meta, ranks, all_sizes)
 
@@ -284,11 +285,18 @@ def check_two(folder: Path) -> None:
     check_reports(folder)
 
 
+@pytest.mark.habit(
+    "a whole state dict that one rank has",
+    "bf16 computation of a model in fp32",
+    "tensor parallelism by DTensor parameters",
+    "what communication costs, and a trace",
+)
 def test_values_come_from_one_rank_main_parameters_stay_exact_and_steps_are_reported(tmp_path):
     run_ranks(check_two, 2, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.habit("a `DeviceMesh` of one or two dimensions as `sizes`")
 def test_meshes_and_values_of_one_rank_on_four_ranks():
     run_ranks(partial(check_values_of_one_rank, SIZES_OF_4), 4)
     run_ranks(check_meshes, 4)

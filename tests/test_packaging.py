@@ -149,6 +149,32 @@ def test_every_command_helps_or_names_what_it_lacks_where_this_package_alone_is_
         assert "usage" in done.stdout
 
 
+def commands_of_pages() -> list[str]:
+    """Each command line of the package that a block of a page shows, without what is optional."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found: dict[str, None] = {}
+    for page in pages:
+        for block in re.findall(r"^```(?:sh|bash)?\n(.*?)^```", page.read_text(), re.M | re.S):
+            for line in block.replace("\\\n", " ").splitlines():
+                if line.startswith("asynchzp "):
+                    plain = re.sub(r"\[[^]]*\]|\.\.\.|#.*", " ", line)
+                    found[" ".join(plain.split())] = None
+    return list(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", commands_of_pages())
+def test_each_command_of_a_page_runs_or_ends_in_one_line_where_this_package_alone_is_installed(
+    installed, tmp_path, line
+):
+    """In an empty folder, where its files and Megatron are missing."""
+    words = line.replace("$(cat train.flags)", "").split()
+    done = run_alone(installed, tmp_path, *words)
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert done.returncode in (0, 2), done.stderr[-2000:]
+    assert done.returncode == 0 or len(lines) == 1, lines
+
+
 def test_the_dependencies_are_numpy_and_torch_without_upper_bounds(metadata):
     needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     numpy, torch = sorted(needed)
@@ -156,6 +182,11 @@ def test_the_dependencies_are_numpy_and_torch_without_upper_bounds(metadata):
     assert re.fullmatch(r"torch>=[\d.]+", torch)
     (locked,) = re.findall(r"^torch==([\d.]+)$", (ROOT / "requirements/lock.txt").read_text(), re.M)
     assert not list(untested({"torch": locked}))
+
+
+def test_the_pages_show_commands():
+    """So that the test above has something to run."""
+    assert len(commands_of_pages()) >= 7
 
 
 def test_there_is_one_version_number(metadata):

@@ -333,7 +333,10 @@ class Driver:
 
     def _refuse(self, task: Task) -> None:
         self.raise_failure()
-        raise RuntimeError(f"{task.title}: submitted after the communication was closed")
+        raise RuntimeError(
+            f"{task.title}: submitted after the communication was closed; use the "
+            "model before its close()"
+        )
 
     def _start(self, task: Task) -> None:
         start = self.timeline.mark()

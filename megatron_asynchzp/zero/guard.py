@@ -18,18 +18,21 @@ SHARDED_AS = "asynchzp_name"
 # What does not look at the elements of a parameter. Everything else gathers its unit.
 # fmt: off
 _PROPERTIES = ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn",
-               "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "_version")
+               "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "_version",
+               "nbytes", "itemsize", "is_xpu", "is_mps", "is_nested", "retains_grad")
 _METHODS = ("size", "numel", "nelement", "dim", "ndimension", "stride", "element_size",
-            "storage_offset", "is_contiguous", "is_floating_point", "is_complex", "requires_grad_",
+            "storage_offset", "is_floating_point", "get_device", "is_complex", "requires_grad_",
             "register_hook", "register_post_accumulate_grad_hook", "__len__")
 # fmt: on
 GRAD = cast("Any", torch.Tensor).grad.__get__
 """The gradient's getter."""
-_SETTERS = ("requires_grad", "grad")
+SET_GRAD = cast("Any", torch.Tensor).grad.__set__
+DATA = (cast("Any", torch.Tensor).data.__get__, cast("Any", torch.Tensor).data.__set__)
+"""Getter and setter of the elements that no version counts."""
 _HARMLESS: set[Any] = {
     *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
     *(getattr(torch.Tensor, name) for name in _METHODS),
-    *(getattr(torch.Tensor, name).__set__ for name in _SETTERS),
+    cast("Any", torch.Tensor).requires_grad.__set__,
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
 
@@ -37,7 +40,7 @@ _HARMLESS: set[Any] = {
 def new_guarded_class(kind: type, answer: Answer) -> type:
     """A class like `kind`, for `__class__` of a parameter: `answer` gives the result of every
     function that may look at the parameter's elements, or set them. It is handed the gradient's
-    getter as well."""
+    getter and setter as well."""
 
     def guard(
         _cls: type,

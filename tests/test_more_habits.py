@@ -1,0 +1,841 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What people do out of habit, as docs/habits.md has it: one check for each row of that page that
+no other test has, by the row's first column, and that each row of the page has a test."""
+
+import copy
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+
+from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
+from scripts.testbed.ranks import Place, free_port, run_ranks
+from tests import test_habits, test_library_starts
+from tests.support.engine import build_toy
+from tests.support.selection import slow_unless
+from tests.support.toy_models import toy_batch, toy_loss
+from tests.test_habits import (
+    CLIP,
+    SIZES,
+    STEPS,
+    Step,
+    assert_refused,
+    backward_all,
+    new_adamw,
+    one,
+    params_of,
+    sharded_toy,
+    train,
+    train_plainly,
+    usual_step,
+)
+
+Sizes = tuple[int, int, int]
+PAGE = Path(__file__).parents[1] / "docs" / "habits.md"
+
+
+def trains_alike(
+    sizes: Sizes,
+    build: Callable[[], nn.Module] = build_toy,
+    losses: Callable = one,
+    step: Step = usual_step,
+    after: Callable[[nn.Module], object] = lambda model: None,
+    expected: list | None = None,
+) -> None:
+    """after: what is done to the model once it is sharded, and to the plain one."""
+    plain = build()
+    after(plain)
+    with sharded_toy(sizes, build()) as sharded:
+        after(sharded.model)
+        found = train(sharded, losses, step)
+        assert found == (expected or train_plainly(plain, losses, dist.get_world_size()))
+
+
+def trains_alike_with(sizes: Sizes, new_optimizer: Callable, plain: Callable | None = None) -> None:
+    """With another optimizer than AdamW over all parameters."""
+    model, world = build_toy(), dist.get_world_size()
+    optimizer, expected = (plain or new_optimizer)(list(model.named_parameters())), []
+    for step in range(STEPS):
+        model.zero_grad()
+        losses = [toy_loss(model, toy_batch(step, 0, rank)) / world for rank in range(world)]
+        backward_all(losses)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        total = sum(loss.item() for loss in losses)
+        expected.append(pytest.approx((total, norm.item()), rel=1e-6))
+    model = build_toy()
+    with shard(model, model.blocks, ShardSizes(*sizes), new_optimizer) as sharded:
+        assert train(sharded, one) == expected
+
+
+# ---- what is right
+
+
+def rates_that_change(sizes: Sizes) -> None:
+    def with_schedule(named):
+        optimizer = new_adamw(named)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=10)
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+        return optimizer
+
+    trains_alike_with(sizes, with_schedule)
+
+
+def rates_as_tensors(sizes: Sizes) -> None:
+    rate = partial(torch.optim.AdamW, weight_decay=0.1)
+    trains_alike_with(sizes, partial(rate, lr=torch.tensor(1e-2)))
+    trains_alike_with(sizes, partial(rate, lr=1e-2, fused=True))
+
+
+def groups_by_name(sizes: Sizes) -> None:
+    def new(named):
+        biases = [pair for pair in named if "bias" in pair[0]]
+        rest = [pair for pair in named if "bias" not in pair[0]]
+        groups = [{"params": rest, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+    trains_alike_with(sizes, new)
+
+
+class Both(torch.optim.Optimizer):
+    """Two optimizers, which a loop steps as one."""
+
+    def __init__(self, named):
+        norms = [param for name, param in named if "norm" in name]
+        rest = [param for name, param in named if "norm" not in name]
+        self.both = [torch.optim.AdamW(rest, lr=1e-2), torch.optim.SGD(norms, lr=1e-2)]
+        super().__init__([*norms, *rest], {})
+
+    def step(self, closure=None):
+        for optimizer in self.both:
+            optimizer.step()
+
+
+def an_optimizer_of_some(sizes: Sizes) -> None:
+    def new(named):
+        return torch.optim.AdamW([pair for pair in named if "norm" in pair[0]], lr=1e-2)
+
+    trains_alike_with(sizes, new)
+
+
+def micro_batches(model, step, rank):
+    for index in range(3):
+        is_last = index == 2 or not hasattr(model, "no_sync")
+        with nullcontext() if is_last else model.no_sync():
+            yield toy_loss(model, toy_batch(step, index, rank)) / 3
+
+
+def never_the_last(sharded, losses):
+    sharded.zero_grad()
+    sharded.set_is_last_micro_batch(False)
+    backward_all(losses)
+    norm = sharded.clip_grad_norm_(CLIP)
+    sharded.step()
+    return norm.item()
+
+
+def no_backward(sizes: Sizes) -> None:
+    with sharded_toy(sizes) as sharded:
+        before = params_of(sharded)
+        sharded.step()
+        for name, value in params_of(sharded).items():
+            assert torch.allclose(value, before[name] * (1 - 1e-2 * 0.1), rtol=1e-6), name
+
+
+def twice_through_a_graph(sizes: Sizes) -> None:
+    def halves(model, step, rank):
+        loss = toy_loss(model, toy_batch(step, 0, rank))
+        (loss / 2 / (1 if hasattr(model, "no_sync") else 2)).backward(retain_graph=True)
+        yield loss / 2
+
+    trains_alike(sizes, losses=halves)
+
+
+def a_graph_that_is_gone(sizes: Sizes) -> None:
+    with sharded_toy(sizes) as sharded:
+        loss = toy_loss(sharded.model, toy_batch(0, 0, 0))
+        loss.backward()
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second"):
+            loss.backward()
+
+
+def caught_errors(sizes: Sizes) -> None:
+    for error in (ValueError, KeyboardInterrupt):
+
+        def fails(*_, error=error):
+            raise error
+
+        def interrupted(model, fails=fails, error=error):
+            for hook_on in ("register_forward_pre_hook", "register_full_backward_hook"):
+                handle = getattr(model.blocks[1].up, hook_on)(fails)
+                with pytest.raises(error):
+                    toy_loss(model, toy_batch(0, 0, 0)).backward()
+                handle.remove()
+
+        trains_alike(sizes, after=interrupted)
+
+
+def rounded_losses(model, step, rank):
+    with torch.autocast("cpu", torch.bfloat16):
+        yield toy_loss(model, toy_batch(step, 0, rank))
+
+
+def watched_losses(model, step, rank):
+    with torch.autograd.set_detect_anomaly(True):
+        yield from one(model, step, rank)
+
+
+def of_nothing_on_one_rank(model, step, rank):
+    tokens = toy_batch(step, 0, rank)[: 0 if rank else None]
+    yield model(tokens).square().sum() / 100
+
+
+def build_with_dropout() -> nn.Module:
+    model = build_toy()
+    model.blocks[1].down = nn.Sequential(model.blocks[1].down, nn.Dropout(0.3))
+    return model
+
+
+def seeded_losses(model, step, rank):
+    torch.manual_seed(100 * step + rank)
+    yield from one(model, step, rank)
+
+
+def hook_modules(model: nn.Module) -> None:
+    first, second, third = model.blocks
+    first.register_forward_hook(lambda module, args, output: output * 1.5)
+    second.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+    second.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 0.7,))
+    third.register_full_backward_hook(lambda module, of_input, of_output: (of_input[0] * 2,))
+
+
+def build_hooked() -> nn.Module:
+    model = build_toy()
+    hook_modules(model)
+    return model
+
+
+def hooked_modules(sizes: Sizes) -> None:
+    trains_alike(sizes, build_hooked)
+    trains_alike(sizes, after=hook_modules)
+
+
+def optimizer_params(sharded: ShardedModel) -> list[nn.Parameter]:
+    return [param for group in sharded.optimizer.param_groups for param in group["params"]]
+
+
+def changed_grads(sizes: Sizes) -> None:
+    def doubled(sharded, losses):
+        sharded.zero_grad()
+        backward_all(losses)
+        for param in optimizer_params(sharded):
+            assert param.grad is not None
+            param.grad = param.grad * 2
+        norm = sharded.clip_grad_norm_(CLIP)
+        sharded.step()
+        return norm.item()
+
+    def twice(model, step, rank):
+        for loss in one(model, step, rank):
+            (loss / 2).backward(retain_graph=True)  # of 2 ranks
+            yield loss
+
+    plain = train_plainly(build_toy(), twice, 2)
+    trains_alike(sizes, step=doubled, expected=plain)
+
+
+def clipped_values(sizes: Sizes) -> None:
+    model, expected = build_toy(), []
+    optimizer = new_adamw(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = [toy_loss(model, toy_batch(step, 0, rank)) / 2 for rank in range(2)]
+        backward_all(losses)
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        optimizer.step()
+        total = sum(loss.item() for loss in losses)
+        expected.append(pytest.approx((total, 0.0), rel=1e-6))
+
+    def clipped(sharded, losses):
+        sharded.zero_grad()
+        backward_all(losses)
+        nn.utils.clip_grad_value_(optimizer_params(sharded), 1e-3)
+        sharded.step()
+        return 0.0
+
+    trains_alike(sizes, step=clipped, expected=expected)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and a trained one of low rank beside it."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.randn(4, base.in_features) / 10)
+        self.up = nn.Parameter(torch.randn(base.out_features, 4) / 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + nn.functional.linear(nn.functional.linear(x, self.down), self.up)
+
+
+def build_adapted() -> nn.Module:
+    model = build_toy().requires_grad_(False)
+    torch.manual_seed(3)
+    for block in model.blocks:
+        block.up = Adapted(block.up)
+    return model
+
+
+def build_normed() -> nn.Module:
+    model = build_toy()
+    nn.utils.parametrizations.weight_norm(model.blocks[1].up)
+    nn.utils.parametrizations.orthogonal(model.blocks[2].up)
+    return model
+
+
+def build_recomputing() -> nn.Module:
+    model = build_toy()
+    model.recompute = True
+    return model
+
+
+class Transposed(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.transpose(1, 2)).transpose(1, 2)
+
+
+def build_with_batch_norm() -> nn.Module:
+    model = build_toy()
+    model.blocks[1].norm = Transposed(16)
+    return model
+
+
+def late_buffer(sizes: Sizes) -> None:
+    with sharded_toy(sizes) as sharded:
+        sharded.model.register_buffer("late", torch.ones(3))
+        assert "model.late" in sharded.state_dict()
+        usual_step(sharded, one(sharded.model, 0, 0))
+
+
+def questions(sizes: Sizes) -> None:
+    plain = build_toy()
+    with sharded_toy(sizes) as sharded:
+        for (name, param), own in zip(
+            sharded.model.named_parameters(), plain.parameters(), strict=True
+        ):
+            for asked in ("shape", "dtype", "device", "ndim", "nbytes", "is_cuda", "is_sparse"):
+                assert getattr(param, asked) == getattr(own, asked), (name, asked)
+            for asked in ("numel", "size", "dim", "element_size", "is_floating_point"):
+                assert getattr(param, asked)() == getattr(own, asked)(), (name, asked)
+            assert param.is_contiguous() and len(param) == len(own) and param in {param}
+        assert "ToyLM" in repr(sharded.model)
+        for shown in (str(param), f"{param}", repr(param)):
+            assert ("in shards" in shown) is (sizes[0] > 1)
+
+
+def generation(sizes: Sizes) -> None:
+    plain, prompt = build_toy(), toy_batch(0, 0, 0)[:, :3]
+    with sharded_toy(sizes) as sharded:
+        for mode in (torch.no_grad, torch.inference_mode):
+            texts = [prompt, prompt]
+            for _ in range(4):
+                with mode():
+                    texts = [
+                        torch.cat([text, model(text)[:, -1:].argmax(-1)], 1)
+                        for text, model in zip(texts, (sharded.model, plain), strict=True)
+                    ]
+            assert torch.equal(*texts)
+        assert train(sharded, one) == train_plainly(plain, one, 2)
+
+
+def some_values(sizes: Sizes) -> None:
+    values = {"norm.weight": torch.full((16,), 3.0)}
+    with sharded_toy(sizes) as sharded:
+        result = sharded.model.load_state_dict(values, strict=False)
+        assert len(result.missing_keys) == 21 and not result.unexpected_keys
+        with sharded.changing_params():  # the main parameters have them too
+            pass
+        expected = build_toy().state_dict() | values
+        found = params_of(sharded)
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+        for wrong in ({"norm.weight": torch.ones(3)}, {"norm.width": torch.ones(16)}, {}):
+            with pytest.raises(RuntimeError, match="loading state_dict for ToyLM"):
+                sharded.model.load_state_dict(wrong)
+
+
+def values_by_torch(sizes: Sizes) -> None:
+    values = {name: value + 1 for name, value in build_toy().state_dict().items()}
+    whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for options, mine in ((None, values), (whole, {} if dist.get_rank() else values)):
+        with sharded_toy(sizes) as sharded:
+            set_model_state_dict(sharded.model, mine, options=options)
+            found = params_of(sharded)
+            assert all(torch.equal(found[name], values[name]) for name in found)
+
+
+def own_optimizer_state(sizes: Sizes) -> None:
+    with sharded_toy(sizes) as first, sharded_toy(sizes) as second:
+        train(first, one)
+        second.model.load_state_dict(params_of(first))
+        second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+        norms = [usual_step(each, one(each.model, 5, 0)) for each in (first, second)]
+        assert norms[0] == norms[1]
+        pairs = zip(params_of(first).items(), params_of(second).values(), strict=True)
+        assert [name for (name, one), other in pairs if not torch.equal(one, other)] == []
+
+
+def saved_before_the_first_step(sharded, losses):
+    sharded.zero_grad()
+    backward_all(losses)
+    sharded.state_dict()
+    norm = sharded.clip_grad_norm_(CLIP)
+    sharded.state_dict()
+    sharded.step()
+    return norm.item()
+
+
+def left_early(sizes: Sizes) -> None:
+    with sharded_toy(sizes) as sharded:
+        for _ in sharded.full_params():
+            break
+        assert train(sharded, one) == train_plainly(build_toy(), one, 2)
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return toy_batch(0, 0, 0)[index]
+
+
+def loaded_by_workers(model, step, rank):
+    loader = torch.utils.data.DataLoader(
+        Tokens(), batch_size=4, num_workers=1, multiprocessing_context="fork"
+    )
+    for tokens in loader:
+        yield toy_loss(model, tokens)
+
+
+RIGHT: dict[str, Callable[[Sizes], None]] = {
+    "a scheduler that writes `lr`": rates_that_change,
+    "`lr` as a tensor, `fused=True`": rates_as_tensors,
+    "parameter groups by name": groups_by_name,
+    "two optimizers in one class": lambda sizes: trains_alike_with(sizes, Both),
+    "an optimizer of some of the parameters": an_optimizer_of_some,
+    "`model.no_sync()`": partial(trains_alike, losses=micro_batches),
+    "`set_is_last_micro_batch(True)` forgotten": partial(trains_alike, step=never_the_last),
+    "a step without a backward": no_backward,
+    "`retain_graph=True`, and backward again": twice_through_a_graph,
+    "backward again without it": a_graph_that_is_gone,
+    "an error or Ctrl-C in a forward or backward, caught on all ranks": caught_errors,
+    "`torch.autocast`": partial(trains_alike, losses=rounded_losses),
+    "`detect_anomaly`": partial(trains_alike, losses=watched_losses),
+    "`torch.utils.checkpoint`": partial(trains_alike, build=build_recomputing),
+    "an empty batch on one rank": partial(trains_alike, losses=of_nothing_on_one_rank),
+    "dropout after `torch.manual_seed`": partial(
+        trains_alike, build=build_with_dropout, losses=seeded_losses
+    ),
+    "hooks of modules, set before or after `shard`": hooked_modules,
+    "`param.register_hook`": partial(
+        trains_alike,
+        after=lambda model: model.blocks[1].up.weight.register_hook(lambda grad: grad * 2),
+    ),
+    "reading or replacing `.grad` of `sharded.optimizer`'s parameters": changed_grads,
+    "`clip_grad_value_`": clipped_values,
+    "adapters (LoRA) in a frozen model": partial(trains_alike, build=build_adapted),
+    "`weight_norm`, `orthogonal` before `shard`": partial(trains_alike, build=build_normed),
+    "`BatchNorm`": partial(trains_alike, build=build_with_batch_norm),
+    "a buffer that is added later": late_buffer,
+    "`numel()`, `shape`, `device`, `dtype` of parameters, `print(model)`": questions,
+    "generating under `no_grad` or `inference_mode`": generation,
+    "`load_state_dict(strict=False)`, wrong names or shapes": some_values,
+    "`set_model_state_dict`": values_by_torch,
+    "`optimizer.state_dict()` of this rank and back": own_optimizer_state,
+    "`sharded.state_dict()` between backward and step": partial(
+        trains_alike, step=saved_before_the_first_step
+    ),
+    "leaving `full_params()` early": left_early,
+    "a `DataLoader` with workers": partial(trains_alike, losses=loaded_by_workers),
+}
+
+
+# ---- what is refused
+
+
+def set_grads(to: torch.Tensor | None, of: Callable[[ShardedModel], Iterable[nn.Parameter]]):
+    def check(sharded: ShardedModel) -> None:
+        for param in of(sharded):
+            param.grad = to
+
+    return check
+
+
+def model_params(sharded: ShardedModel) -> Iterable[nn.Parameter]:
+    return sharded.model.parameters()
+
+
+def step_in_hooks(sharded: ShardedModel) -> None:
+    for param in sharded.model.parameters():
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        param.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    backward_all(one(sharded.model, 0, 0))
+
+
+def remove_layer(sharded: ShardedModel) -> None:
+    del sharded.model.blocks[2]
+    usual_step(sharded, one(sharded.model, 0, 0))
+
+
+def tie(sharded: ShardedModel) -> None:
+    sharded.model.output.weight = sharded.model.embedding.weight
+    usual_step(sharded, one(sharded.model, 0, 0))
+
+
+def initialize(sharded: ShardedModel) -> None:
+    for module in sharded.model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+    usual_step(sharded, one(sharded.model, 0, 0))
+
+
+def assign(sharded: ShardedModel) -> None:
+    sharded.model.load_state_dict(build_toy().state_dict(), assign=True)
+    usual_step(sharded, one(sharded.model, 0, 0))
+
+
+def state_of_another_rank(sharded: ShardedModel) -> None:
+    usual_step(sharded, one(sharded.model, 0, 0))
+    all_states: list = [None, None]
+    dist.all_gather_object(all_states, sharded.optimizer.state_dict())
+    sharded.optimizer.load_state_dict(all_states[1 - dist.get_rank()])
+
+
+def state_of_a_plain_optimizer(sharded: ShardedModel) -> None:
+    sharded.optimizer.load_state_dict(new_adamw(build_toy().parameters()).state_dict())
+
+
+def optimizer_and_model(sharded: ShardedModel) -> None:
+    usual_step(sharded, one(sharded.model, 0, 0))
+    get_state_dict(sharded.model, sharded.optimizer)
+
+
+def save_in_background(sharded: ShardedModel) -> None:
+    checkpoint.async_save(sharded.state_dict(), checkpoint_id="/dev/null/none")
+
+
+def unfreeze(sharded: ShardedModel) -> None:
+    sharded.model.norm.requires_grad_(False)
+    usual_step(sharded, one(sharded.model, 0, 0))
+
+
+def read_data(sharded: ShardedModel) -> None:
+    for param in sharded.model.parameters():
+        param.data.mul_(0.5)
+
+
+def use_after_loss(sizes: Sizes) -> None:
+    optimizer = sharded_toy(sizes).optimizer
+    optimizer.zero_grad()
+
+
+Refusal = tuple[Callable[[ShardedModel], object], str]
+REFUSED: dict[str, list[Refusal]] = {
+    "`param.grad = None`, `param.grad = ...`": [
+        (set_grads(None, model_params), "forget them all with zero_grad"),
+        (set_grads(torch.ones(37, 16), model_params), "set those of sharded.optimizer"),
+        (set_grads(None, optimizer_params), "forget them with zero_grad"),
+    ],
+    "a step of an optimizer in a hook of a parameter": [
+        (step_in_hooks, "an optimizer of model.parameters")
+    ],
+    "`add_param_group`": [
+        (lambda s: s.optimizer.add_param_group({"params": []}), "make all groups in the function")
+    ],
+    "`weight_norm` after `shard`": [
+        (lambda s: nn.utils.parametrizations.weight_norm(s.model.blocks[1].up), "before shard")
+    ],
+    "`param.data`": [(read_data, "what is written to param.data is lost")],
+    "a layer that is removed, weights that are tied later": [
+        (remove_layer, "blocks.2.norm.weight was removed"),
+        (tie, "output.weight was removed from the model, or tied"),
+    ],
+    "weights that are initialized after `shard`": [
+        (initialize, "norm.weight (was written to|is in shards)")
+    ],
+    "`load_state_dict(assign=True)`": [(assign, "embedding.weight was added or replaced")],
+    "`requires_grad_()` after `shard`": [(unfreeze, "norm.weight: requires_grad is False")],
+    "`model.half()`, `.to(torch.bfloat16)` after `shard`": [
+        (lambda s: s.model.half(), "convert or move the model before shard"),
+        (lambda s: s.model.to(torch.bfloat16), "convert or move the model before shard"),
+    ],
+    "`fully_shard` after `shard`": [(lambda s: fully_shard(s.model), "leave out FSDP")],
+    "`optimizer.state_dict()` of another rank or system": [
+        (state_of_another_rank, "of another rank or other sizes"),
+        (state_of_a_plain_optimizer, "of a model that is not sharded"),
+    ],
+    "`get_optimizer_state_dict`, `get_state_dict`": [
+        (lambda s: get_optimizer_state_dict(s.model, s.optimizer), "sharded.state_dict"),
+        (optimizer_and_model, "sharded.state_dict.. has model and optimizer"),
+    ],
+    "`torch.save(optimizer)`, a copy of it": [
+        (lambda s: torch.save(s.optimizer, "/dev/null"), "cannot be copied or pickled"),
+        (lambda s: copy.deepcopy(s.optimizer), "cannot be copied or pickled"),
+    ],
+    "`torch.save(sharded.state_dict())`, `async_save`": [
+        (lambda s: torch.save(s.state_dict(), "/dev/null"), "sharded.full_params"),
+        (save_in_background, "sharded.full_params"),
+    ],
+    "a state dict of another kind in `sharded.load_state_dict`": [
+        (lambda s: s.load_state_dict(build_toy().state_dict()), "sharded.model.load_state_dict")
+    ],
+    "`sharded(x)`": [(lambda s: s(toy_batch(0, 0, 0)), r"call the model that was sharded")],
+}
+REFUSED_IN_SHARDS: dict[str, list[Refusal]] = {
+    "`torch.autograd.grad` of parameters, `backward(inputs=...)`": [
+        (
+            lambda s: torch.autograd.grad(
+                toy_loss(s.model, toy_batch(0, 0, 0)), list(s.model.parameters())
+            ),
+            "come from loss.backward",
+        ),
+        (
+            lambda s: toy_loss(s.model, toy_batch(0, 0, 0)).backward(inputs=[s.model.norm.weight]),
+            "come from loss.backward",
+        ),
+    ],
+    "`dict(sharded.full_params())`": [
+        (lambda s: dict(s.full_params())["norm.weight"].sum(), "each until the next is taken")
+    ],
+}
+
+
+def wrong_wrappers_and_optimizers() -> None:
+    """What `shard` itself refuses."""
+
+    def sharded_with(new_optimizer: Callable) -> None:
+        model = build_toy()
+        shard(model, model.blocks, ShardSizes(2, 2, 2), new_optimizer)
+
+    extra = ("temperature", nn.Parameter(torch.ones(1)))
+    handed = "parameters that shard.. did not hand over"
+    assert_refused(lambda: sharded_with(lambda named: new_adamw([*named, extra])), handed)
+    own = build_toy()
+    assert_refused(lambda: sharded_with(lambda named: new_adamw(own.parameters())), handed)
+    two = "optimizer returned a list"
+    assert_refused(lambda: sharded_with(lambda n: [new_adamw(n[:3]), new_adamw(n[3:])]), two)
+    replicated = nn.parallel.DistributedDataParallel(build_toy())
+    assert_refused(
+        lambda: shard(replicated, replicated.module.blocks, ShardSizes(2, 2, 2), new_adamw),
+        "is a DistributedDataParallel, which reduces gradients itself",
+    )
+
+
+AT_START = ("parameters of one's own in the optimizer", "a list of optimizers")
+
+
+def check_all(all_sizes: Iterable[Sizes]) -> None:
+    for sizes in all_sizes:
+        for row, check in RIGHT.items():
+            try:
+                check(sizes)
+            except Exception as error:
+                raise AssertionError(f"{row}, sizes {sizes}") from error
+        refused = REFUSED | (REFUSED_IN_SHARDS if sizes[0] > 1 else {})
+        for what, text in (pair for pairs in refused.values() for pair in pairs):
+            sharded = sharded_toy(sizes)
+            assert_refused(partial(what, sharded), text)
+            sharded.runtime.driver.close()
+        with pytest.raises(ConfigurationError, match="keep it as long as the model is trained"):
+            use_after_loss(sizes)
+        with pytest.raises(AttributeError, match="the model has it: sharded.model.parameters"):
+            sharded_toy(sizes).parameters()
+    with sharded_toy((2, 2, 2)) as sharded:
+        pass  # it is closed now
+    with pytest.raises(RuntimeError, match="use the model before its close"):
+        usual_step(sharded, one(sharded.model, 0, 0))
+    wrong_wrappers_and_optimizers()
+
+
+@pytest.mark.parametrize("all_sizes", [SIZES[:1], slow_unless(False, SIZES[1:])], ids=str)
+@pytest.mark.habit(*RIGHT, *REFUSED, *REFUSED_IN_SHARDS, *AT_START)
+@pytest.mark.habit("`shard(DistributedDataParallel(model))`", "using a model after `close()`")
+@pytest.mark.habit("dropping what `shard` returned", "`sharded.parameters()`, `sharded.train()`")
+def test_habits_train_as_in_one_process_or_are_refused_in_one_line(all_sizes):
+    run_ranks(check_all, 2, all_sizes)
+
+
+def check_compiled_model() -> None:
+    for sizes in SIZES:
+        for is_before in (True, False):
+            model = build_toy()
+            compiled = torch.compile(model, backend="aot_eager")
+            whole = compiled if is_before else model
+            with shard(whole, model.blocks, ShardSizes(*sizes), new_adamw) as sharded:
+
+                def losses(_, step, rank, compiled=compiled):
+                    yield toy_loss(compiled, toy_batch(step, 0, rank))
+
+                assert train(sharded, losses) == train_plainly(build_toy(), one, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.habit("`torch.compile` of the model, before or after `shard`")
+def test_a_compiled_model_trains_as_in_one_process():
+    run_ranks(check_compiled_model, 2)
+
+
+# ---- accelerate and transformers
+
+
+def new_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=37,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+def check_accelerate(folder: Path) -> None:
+    from accelerate import Accelerator
+    from transformers import Trainer, TrainingArguments
+
+    def halves(model, step, rank):
+        for index in range(2):
+            yield toy_loss(model, toy_batch(step, index, rank)) / 2
+
+    expected = train_plainly(build_toy(), halves, 2)
+    for sizes in SIZES:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        with sharded_toy(sizes) as sharded:
+            optimizer = accelerator.prepare(sharded.optimizer)
+            for step in range(STEPS):
+                total, norm = torch.zeros(()), 0.0
+                for index in range(2):
+                    with accelerator.accumulate(sharded.model):
+                        loss = toy_loss(sharded.model, toy_batch(step, index, dist.get_rank()))
+                        accelerator.backward(loss)
+                        if accelerator.sync_gradients:
+                            norm = sharded.clip_grad_norm_(CLIP).item()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    total += loss.detach() / 4
+                dist.all_reduce(total)
+                assert (total.item(), norm) == expected[step], (sizes, step)
+            assert_refused(partial(accelerator.prepare, sharded.model), "leave out Distributed")
+        check_llama(sizes, folder / str(sizes[0]))
+    model = new_llama()
+    sharded = shard(model, model.model.layers, ShardSizes(2, 2, 2), new_adamw)
+    arguments = TrainingArguments(str(folder), use_cpu=True, report_to=[], max_steps=1)
+    rows = [{"input_ids": torch.arange(9), "labels": torch.arange(9)}] * 16
+    optimizers = (sharded.optimizer, torch.optim.lr_scheduler.LambdaLR(sharded.optimizer, float))
+    trainer = Trainer(model, arguments, train_dataset=rows, optimizers=optimizers)
+    assert_refused(trainer.train, "leave out DistributedDataParallel")
+
+
+def check_llama(sizes: Sizes, folder: Path) -> None:
+    model, plain = new_llama(), new_llama()
+    prompt = torch.arange(5)[None]
+    with shard(model, model.model.layers, ShardSizes(*sizes), new_adamw) as sharded:
+        texts = [
+            each.generate(prompt, max_new_tokens=4, do_sample=False) for each in (model, plain)
+        ]
+        assert torch.equal(*texts)
+        if sizes[0] > 1:
+            assert_refused(lambda: model.save_pretrained(folder), "sharded.full_params")
+        model.save_pretrained(folder, state_dict=params_of(sharded))
+    dist.barrier()  # the first rank writes it
+    loaded = type(model).from_pretrained(folder).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.habit(
+    "`accelerator.prepare(sharded.optimizer)`, `accumulate(model)`",
+    "`accelerator.prepare(model)`, `Trainer(model)`",
+    "`model.save_pretrained(folder)`",
+    "`model.generate()`",
+)
+def test_accelerate_and_transformers_work_with_a_sharded_model_or_are_refused(tmp_path):
+    run_ranks(check_accelerate, 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_example_with_accelerate_runs_as_it_stands(tmp_path):
+    page = (PAGE.parent / "library.md").read_text()
+    (tmp_path / "example.py").write_text(page.split("```python\n")[1].split("```")[0])
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "example.py"],
+            cwd=tmp_path,
+            env=os.environ
+            | Place(rank, 2, 2, port).environment()
+            | {"PYTHONPATH": str(PAGE.parents[1]), "ACCELERATE_USE_CPU": "true"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    ended = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], ended[0][1][-3000:]
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+),", ended[0][0])]
+    assert len(losses) == 2 and (tmp_path / "trained" / "model.safetensors").exists()
+
+
+# ---- the page
+
+
+def rows_of_the_page() -> list[str]:
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    return [
+        line.split(" | ")[0].removeprefix("| ")
+        for line in lines
+        if not line.startswith("| what one does")
+    ]
+
+
+def test_each_row_of_the_page_of_habits_has_a_test_and_there_are_60():
+    tested: list[str] = []
+    for module in (test_habits, test_library_starts, __import__(__name__, fromlist=["x"])):
+        for _, function in inspect.getmembers(module, inspect.isfunction):
+            if function.__module__ == module.__name__:
+                marks = [m for m in getattr(function, "pytestmark", []) if m.name == "habit"]
+                tested += [row for mark in marks for row in mark.args]
+    rows = rows_of_the_page()
+    assert len(rows) >= 60 and len(set(rows)) == len(rows) and len(set(tested)) == len(tested)
+    assert sorted(rows) == sorted(tested)
+    assert all(
+        len(re.findall(r" \| ", line)) == 2
+        for line in PAGE.read_text().splitlines()
+        if line[:2] == "| "
+    )
