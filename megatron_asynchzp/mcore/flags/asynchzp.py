@@ -11,11 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.schedule import AUTO, DEFAULT_GRAD_SLOT_NBYTES, SCHEDULES, ScheduleConfig
+from megatron_asynchzp.schedule import (
+    AUTO,
+    DEFAULT_GRAD_SLOT_NBYTES,
+    EARLY_UPDATES,
+    SCHEDULES,
+    ScheduleConfig,
+)
 
 if TYPE_CHECKING:
     import torch
 
+EARLY_UPDATE_FLAG = "--asynchzp-early-update"
 _MIB = 2**20
 
 # Late enough for the order of units to be known and for allocations to be over.
@@ -98,6 +105,15 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
             f"micro-batch to a later one, with pipelines and gradient accumulation.{rest} "
             "Default: 0.",
         )
+    group.add_argument(
+        EARLY_UPDATE_FLAG,
+        choices=EARLY_UPDATES,
+        default=AUTO,
+        help="Send updated parameters while backward goes on, before the norm of the gradients is "
+        "known; a step that is clipped or skipped sends them again. The results are the same. auto: "
+        "as many as backward has room for, while steps are not clipped; on: all; off: none. "
+        "Default: auto.",
+    )
     group.add_argument(
         "--no-asynchzp-check-order",
         action="store_false",
@@ -232,6 +248,7 @@ def resolve_schedule(args: Namespace) -> ScheduleConfig:
             keep_params_nbytes=kept["params"],
             keep_grads_nbytes=kept["grads"],
             keeps_params_in_free_memory=args.asynchzp_keep_params_gb == AUTO,
+            early_update=args.asynchzp_early_update,
         )
     except ValueError as error:
         raise ConfigurationError(

@@ -1,0 +1,126 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Units that are sent before the norm of all gradients is known: the bits are those of the update
+after it, whatever becomes of a step.
+"""
+
+import random
+from collections.abc import Iterable, Sequence
+from itertools import product
+
+import pytest
+import torch
+
+from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
+from scripts.testbed.ranks import run_ranks
+from tests.support.engine import EngineTrainer, build_toy, toy_batch, toy_loss
+
+PASSES, IS_CLIPPED, IS_SKIPPED, IS_BEGUN_AGAIN, IS_USED_AGAIN, EVALUATES = range(6)
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+TIED, RECOMPUTED = {"is_tied": True}, {"recompute": True}
+WAYS = list(product(SCHEDULES, (False, True)))
+
+
+def fates(num_steps: int, share_clipped: float, seed: int = 0) -> list[int]:
+    """What becomes of each step. Of those that are not clipped a few are skipped or disturbed."""
+    chance = random.Random(seed)
+    others = [PASSES] * 12 + [IS_SKIPPED, IS_BEGUN_AGAIN, EVALUATES]
+    return [
+        IS_CLIPPED if chance.random() < share_clipped else chance.choice(others)
+        for _ in range(num_steps)
+    ]
+
+
+def take_step(trainer: EngineTrainer, step: int, fate: int) -> float:
+    """Returns the loss of this rank."""
+    runtime = trainer.runtime
+    micro_batches = 1 + step % 2
+    if fate == IS_BEGUN_AGAIN:  # as a rerun of Megatron's does it
+        trainer.backward(step, micro_batches)
+        runtime.zero_grads()
+    loss = trainer.backward(step, micro_batches)
+    if fate == IS_USED_AGAIN:
+        runtime.is_last_micro_batch = True
+        loss += trainer.backward(step, 1, begins=False)
+    runtime.sync_grads()
+    if fate == EVALUATES:
+        with torch.no_grad():
+            loss += toy_loss(trainer.model, toy_batch(step, 7, 0))
+    if fate == IS_SKIPPED:
+        runtime.skip_update() if step % 2 else None
+    else:
+        trainer.update(0.9 if fate == IS_CLIPPED else 1.0)
+    return loss.item()
+
+
+def train(
+    kind: str,
+    sends_early: bool | None,
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    toy: dict,
+    chosen: Iterable[int],
+) -> tuple[list[float], list[torch.Tensor], int]:
+    """Losses, all that this rank owns at the end, and how many units were sent early."""
+    schedule = ScheduleConfig(kind, grad_slot_nbytes=2048)
+    model = build_toy(dtype, depth=5, **toy)
+    trainer = EngineTrainer(model, sizes, schedule=schedule, sends_early=sends_early)
+    sent = []
+    start_preview = trainer.runtime.gathers.start_preview
+    trainer.runtime.gathers.start_preview = lambda unit: (sent.append(unit), start_preview(unit))
+    losses = [take_step(trainer, step, fate) for step, fate in enumerate(chosen)]
+    trainer.runtime.settle()
+    state = trainer.optimizer.state.values()
+    owned = [unit.model_param.storage.clone() for unit in trainer.runtime.units]
+    owned += [unit.main_param.storage.clone() for unit in trainer.runtime.units]
+    owned += [value for one in state for value in one.values()]
+    trainer.runtime.close()
+    trainer.runtime.detach()
+    return losses, owned, len(sent)
+
+
+def compare_with_late(cases: Iterable[tuple], chosen: Sequence[int], ways: Sequence = WAYS) -> int:
+    """cases: sizes, dtype and toy. Returns how many units were sent early."""
+    total = 0
+    for sizes, dtype, toy in cases:
+        losses, owned, none = train("inline", None, sizes, dtype, toy, chosen)
+        assert none == 0
+        for kind, is_forced in ways:
+            found, others, num_sent = train(kind, is_forced, sizes, dtype, toy, chosen)
+            total += num_sent
+            assert found == losses, (kind, is_forced, sizes, dtype, toy)
+            for one, other in zip(owned, others, strict=True):
+                assert torch.equal(one, other), (kind, is_forced, sizes, dtype, toy)
+    return total
+
+
+FAST_CASES = [((2, 2, 4), FP32, TIED), ((1, 2, 4), BF16, {}), ((1, 1, 2), FP32, RECOMPUTED)]
+FAST_WAYS = [("threaded", True), ("main-thread", False), ("threaded", False), ("inline", True)]
+FAST_FATES = [PASSES, IS_CLIPPED, PASSES, EVALUATES, IS_SKIPPED, IS_SKIPPED, IS_BEGUN_AGAIN, PASSES]
+
+
+def test_the_bits_are_those_of_an_update_after_the_norm_whatever_becomes_of_a_step():
+    assert all(run_ranks(compare_with_late, 4, FAST_CASES, FAST_FATES, FAST_WAYS))
+
+
+def test_a_model_that_is_used_again_after_its_last_micro_batch_is_no_longer_sent_early():
+    chosen = [PASSES, IS_USED_AGAIN, IS_CLIPPED, PASSES, PASSES]
+    cases, ways = [((2, 2, 4), FP32, {}), ((1, 2, 4), BF16, {})], [("threaded", True)]
+    in_all = run_ranks(compare_with_late, 4, cases, chosen, ways)
+    in_two = run_ranks(compare_with_late, 4, cases, chosen[:2], ways)
+    assert in_all == in_two and all(in_all)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share_clipped", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("num_ranks, sizes", [(4, (2, 2, 4)), (4, (1, 2, 2)), (8, (2, 4, 8))])
+def test_200_steps_have_the_bits_of_an_update_after_the_norm(share_clipped, num_ranks, sizes):
+    cases = [(sizes, dtype, {}) for dtype in (FP32, BF16, FP16)]
+    chosen = fates(200, share_clipped)
+    assert all(run_ranks(compare_with_late, num_ranks, cases, chosen, timeout_s=1500.0))
+
+
+@pytest.mark.slow
+def test_10000_steps_have_the_bits_of_an_update_after_the_norm():
+    cases, ways = [((1, 1, 2), BF16, {})], [("threaded", True)]
+    assert all(run_ranks(compare_with_late, 2, cases, fates(10_000, 0.1), ways, timeout_s=1500.0))
