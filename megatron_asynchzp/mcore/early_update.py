@@ -36,8 +36,8 @@ def build_early_update(
         return None
     kinds = ", ".join(type(one).__name__ for one in optimizers)
     reason = None
-    if config.calculate_per_token_loss:
-        reason = "--calculate-per-token-loss scales the gradients when backward is over"
+    if config.calculate_per_token_loss:  # set without the flag
+        reason = "the loss per token scales the gradients when backward is over"
     elif len(optimizers) > 1 or not is_elementwise(optimizers[0]):
         reason = f"{kinds} is not known to update each element from that element alone"
     early = {
@@ -47,10 +47,7 @@ def build_early_update(
         if (params := params_of.get(unit)) is not None and not any(_changed_later(chunk, unit))
     }
     if reason is None and not early:
-        reason = (
-            "with sequence parallelism Megatron sums gradients of every layer over the "
-            "tensor-parallel ranks when backward is over"
-        )
+        reason = "Megatron changes gradients of every unit when backward is over"
     if reason is None:
         return EarlyUpdate(optimizers[0], early, schedule.early_update == "on", inverse_scale)
     if schedule.early_update == "on":

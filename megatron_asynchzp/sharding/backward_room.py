@@ -4,7 +4,8 @@
 
 from typing import NamedTuple
 
-from megatron_asynchzp.sharding.topology import ShardTopology
+from megatron_asynchzp.sharding.layout import FP32_NBYTES
+from megatron_asynchzp.sharding.topology import ShardSizes
 
 
 class OuterTraffic(NamedTuple):
@@ -15,11 +16,11 @@ class OuterTraffic(NamedTuple):
 
     @classmethod
     def of(
-        cls, numel: int, param_itemsize: int, grad_itemsize: int, topology: ShardTopology
+        cls, numel: int, param_itemsize: int, grad_itemsize: int, sizes: ShardSizes, ranks: int
     ) -> "OuterTraffic":
-        """Of a unit of `numel` elements, padding included."""
-        param, optim = numel / topology.sizes.param, numel / topology.sizes.optim
-        replicas = topology.world_size / topology.sizes.optim
+        """Of a unit of `numel` elements, padding included, in a sharding group of `ranks`."""
+        param, optim = numel / sizes.param, numel / sizes.optim
+        replicas = ranks / sizes.optim
         grads = param - optim + 2 * optim * (1 - 1 / replicas)
         return cls(param_itemsize * (param - optim), grad_itemsize * grads)
 
@@ -38,13 +39,20 @@ class BackwardRoom:
     def __init__(self) -> None:
         self._left = 0.0
 
-    def add(self, traffic: OuterTraffic) -> None:
-        """The gradient of a unit is complete."""
-        self._left += 2 * traffic.params - traffic.grads
+    def sends(self, traffic: OuterTraffic, may_send: bool, is_forced: bool) -> bool:
+        """Whether a unit, whose gradient is complete, is sent now; called for every unit.
 
-    def takes(self, traffic: OuterTraffic) -> bool:
-        """Whether the unit's parameters find room; then they have it."""
-        if not 0 < 3 * traffic.params <= self._left:
+        may_send: whether it can be. is_forced: even where there is no room.
+        """
+        self._left += 2 * traffic.params - traffic.grads
+        has_room = 3 * traffic.params <= self._left
+        if not (may_send and traffic.params and (is_forced or has_room)):
             return False
         self._left -= 3 * traffic.params
         return True
+
+
+def preview_nbytes(numel: float, moments_nbytes: float, is_scaled: bool = False) -> float:
+    """Bytes of the copies with which an update of `numel` elements of an optimizer shard is
+    computed ahead. moments_nbytes: of an element; is_scaled: by a loss scale, as in fp16."""
+    return (FP32_NBYTES * (1 + is_scaled) + moments_nbytes) * numel

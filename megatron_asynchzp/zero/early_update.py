@@ -123,13 +123,6 @@ class EarlyUpdate:
         if groups:
             _step_on(self._optimizer, list(groups.values()), states)
 
-    def nbytes(self, unit: HZPUnit, moment_nbytes: float) -> float:
-        """Of the copies that a preview of `unit` makes, while it is computed."""
-        of_element = FP32_NBYTES + moment_nbytes
-        if self._inverse_scale() is not None:
-            of_element += FP32_NBYTES
-        return of_element * unit.optim_range.numel
-
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
     return {

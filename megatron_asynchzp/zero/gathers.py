@@ -254,16 +254,13 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
         if unit in self._sent:
             self._outdated.add(unit)
 
-    def has_room_for(self, unit: HZPUnit) -> bool:
-        """Whether backward has room for the parameters of `unit`, whose gradient is complete."""
-        traffic = OuterTraffic.of(
-            unit.layout.padded_numel,
-            unit.dtype.itemsize,
-            unit.groups.grad_dtype.itemsize,
-            unit.groups.topology,
-        )
-        self._room.add(traffic)
-        return self._room.takes(traffic)
+    def is_to_send(self, unit: HZPUnit, may_send: bool, is_forced: bool) -> bool:
+        """Whether `unit`, whose gradient is complete, is sent now. See BackwardRoom.sends."""
+        groups, numel = unit.groups, unit.layout.padded_numel
+        itemsizes = unit.dtype.itemsize, groups.grad_dtype.itemsize
+        sizes, ranks = groups.topology.sizes, groups.topology.world_size
+        traffic = OuterTraffic.of(numel, *itemsizes, sizes, ranks)
+        return self._room.sends(traffic, may_send, is_forced)
 
     def await_previews(self) -> None:
         """Return when the states of what was sent early may be written."""
@@ -313,8 +310,8 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
 
     def begin_step(self) -> None:
         """A step begins, or begins again: what updated the shards in the last one has ended."""
-        not_updated = [*self._to_rebuild, *self._sent]
+        self.take_back()
         self._forget_previews()
         self._used.clear()
         self.restart()
-        self.rebuild(not_updated)
+        self.prefetch()

@@ -170,8 +170,7 @@ class StepScheduler:
         early = self.early
         if early is None or self.gathers.was_used_early or self.gathers.was_sent(unit):
             return
-        has_room = self.gathers.has_room_for(unit)
-        if early.may_send(unit) and (early.is_forced or has_room):
+        if self.gathers.is_to_send(unit, early.may_send(unit), early.is_forced):
             preview = self.gathers.preview(unit, grads, early.preview_of(unit))
             self.reductions.note_preview(unit, preview)
 

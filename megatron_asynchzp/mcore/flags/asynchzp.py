@@ -110,8 +110,8 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         choices=EARLY_UPDATES,
         default=AUTO,
         help="Send updated parameters while backward goes on, before the norm of the gradients is "
-        "known; a step that is clipped or skipped sends them again. The results are the same. auto: "
-        "as many as backward has room for, while steps are not clipped; on: all; off: none. "
+        "known; a step that is clipped or skipped sends them again. The results are the same. "
+        "auto: as many as backward has room for, while steps are not clipped; on: all; off: none. "
         "Default: auto.",
     )
     group.add_argument(
@@ -248,12 +248,30 @@ def resolve_schedule(args: Namespace) -> ScheduleConfig:
             keep_params_nbytes=kept["params"],
             keep_grads_nbytes=kept["grads"],
             keeps_params_in_free_memory=args.asynchzp_keep_params_gb == AUTO,
-            early_update=args.asynchzp_early_update,
+            early_update=_early_update(args),
         )
     except ValueError as error:
         raise ConfigurationError(
             f"--asynchzp-prefetch-depth {args.asynchzp_prefetch_depth}: {error}"
         ) from error
+
+
+def _early_update(args: Namespace) -> str:
+    """--asynchzp-early-update, or off where Megatron changes all gradients after backward. Raises
+    ConfigurationError for on there."""
+    asked, reason = args.asynchzp_early_update, None
+    if args.calculate_per_token_loss:
+        reason = "--calculate-per-token-loss scales the gradients when backward is over"
+    elif args.sequence_parallel and args.tensor_model_parallel_size > 1:
+        reason = (
+            "with --sequence-parallel the gradients of every layer's norms are summed over the "
+            "tensor-parallel ranks when backward is over"
+        )
+    elif "muon" in args.optimizer:
+        reason = f"--optimizer {args.optimizer} needs whole matrices"
+    if reason is not None and asked == "on":
+        raise ConfigurationError(f"{EARLY_UPDATE_FLAG} on: {reason}; leave the flag out")
+    return asked if reason is None else "off"
 
 
 def _nbytes(flag: str, value: float, unit: int) -> int:
