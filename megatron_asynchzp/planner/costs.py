@@ -305,10 +305,9 @@ class Costing:
 
     def _preview_nbytes(self, unit: Unit) -> float:
         """What computing the update of `unit` ahead takes, 0 where that does not happen."""
-        schedule, traffic = self.plan.schedule, self._outer_traffic(unit)
-        has_room = schedule.early_update == "on" or 2 * traffic.params > traffic.grads
-        is_sent = schedule.may_send_early and traffic.params and has_room
-        if not (is_sent and self._may_be_early(unit)):
+        schedule = self.plan.schedule
+        has_room = self._outer_traffic(unit).may_have_room(schedule.early_update == "on")
+        if not (schedule.may_send_early and has_room and self._may_be_early(unit)):
             return 0.0
         moments = self.plan.moments.mean(unit.numel, unit.matrix_numel)
         return preview_nbytes(self.padded(unit) / self.groups[unit.group].sizes.optim, moments)

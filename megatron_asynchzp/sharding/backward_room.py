@@ -24,6 +24,10 @@ class OuterTraffic(NamedTuple):
         grads = param - optim + 2 * optim * (1 - 1 / replicas)
         return cls(param_itemsize * (param - optim), grad_itemsize * grads)
 
+    def may_have_room(self, is_forced: bool) -> bool:
+        """Whether among many such units one is sent. is_forced: see BackwardRoom.sends."""
+        return self.params > 0 and (is_forced or 2 * self.params > self.grads)
+
 
 class BackwardRoom:
     """What is left for parameters on the links outside a parameter shard, in one backward.

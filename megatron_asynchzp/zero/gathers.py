@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_asynchzp.comm.arena import Arena, Place
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharding.backward_room import BackwardRoom, OuterTraffic
+from megatron_asynchzp.sharding.backward_room import BackwardRoom
 from megatron_asynchzp.sharding.decisions import ParamsInFlight
 from megatron_asynchzp.sharding.in_flight import aligned
 from megatron_asynchzp.sharding.memory_map import Extent
@@ -256,11 +256,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
 
     def is_to_send(self, unit: HZPUnit, may_send: bool, is_forced: bool) -> bool:
         """Whether `unit`, whose gradient is complete, is sent now. See BackwardRoom.sends."""
-        groups, numel = unit.groups, unit.layout.padded_numel
-        itemsizes = unit.dtype.itemsize, groups.grad_dtype.itemsize
-        sizes, ranks = groups.topology.sizes, groups.topology.world_size
-        traffic = OuterTraffic.of(numel, *itemsizes, sizes, ranks)
-        return self._room.sends(traffic, may_send, is_forced)
+        return self._room.sends(unit.outer_traffic, may_send, is_forced)
 
     def await_previews(self) -> None:
         """Return when the states of what was sent early may be written."""

@@ -28,6 +28,7 @@ from megatron_asynchzp.comm.collectives import (
     run_steps,
 )
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.sharding.backward_room import OuterTraffic
 from megatron_asynchzp.sharding.buffer import FlatBuffer
 from megatron_asynchzp.sharding.in_flight import (
     UnitInFlight,
@@ -186,6 +187,14 @@ class HZPUnit:
     def gathered_nbytes(self) -> int:
         """Of its full parameters."""
         return self.layout.padded_numel * self.dtype.itemsize
+
+    @cached_property
+    def outer_traffic(self) -> OuterTraffic:
+        """Of a step, in bytes."""
+        topology = self.groups.topology
+        itemsizes = self.dtype.itemsize, self.groups.grad_dtype.itemsize
+        numel, ranks = self.layout.padded_numel, topology.world_size
+        return OuterTraffic.of(numel, *itemsizes, topology.sizes, ranks)
 
     @property
     def is_main_param_aliased(self) -> bool:

@@ -259,16 +259,19 @@ def resolve_schedule(args: Namespace) -> ScheduleConfig:
 def _early_update(args: Namespace) -> str:
     """--asynchzp-early-update, or off where Megatron changes all gradients after backward. Raises
     ConfigurationError for on there."""
+    # Before Megatron is imported `args` has our flags alone.
+    given = vars(args)
+    optimizer = given.get("optimizer", "adam")
     asked, reason = args.asynchzp_early_update, None
-    if args.calculate_per_token_loss:
+    if given.get("calculate_per_token_loss"):
         reason = "--calculate-per-token-loss scales the gradients when backward is over"
-    elif args.sequence_parallel and args.tensor_model_parallel_size > 1:
+    elif given.get("sequence_parallel") and args.tensor_model_parallel_size > 1:
         reason = (
             "with --sequence-parallel the gradients of every layer's norms are summed over the "
             "tensor-parallel ranks when backward is over"
         )
-    elif "muon" in args.optimizer:
-        reason = f"--optimizer {args.optimizer} needs whole matrices"
+    elif "muon" in optimizer:
+        reason = f"--optimizer {optimizer} needs whole matrices"
     if reason is not None and asked == "on":
         raise ConfigurationError(f"{EARLY_UPDATE_FLAG} on: {reason}; leave the flag out")
     return asked if reason is None else "off"

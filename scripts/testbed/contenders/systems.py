@@ -26,8 +26,6 @@ from scripts.testbed.contenders.delayed_model import DelayedModel, ModelSize, ba
 from scripts.testbed.contenders.fsdp2 import SHARDINGS, Sharding, shard_fully
 from scripts.testbed.contenders.hierarchical_baseline import HierarchicalBaseline
 
-_MAX_NORM = 1e6  # that no step reaches
-
 
 class System:
     """A system that trains: `update` runs after each backward.
@@ -42,6 +40,7 @@ class System:
     trains = True
     halves = False
     is_early = False
+    max_norm = 1e6  # of gradients, which no step reaches
 
     def __init__(self, size: ModelSize, mesh: DeviceMesh):
         self.size, self.mesh = size, mesh
@@ -192,9 +191,10 @@ class Baseline(System):
 
 class Engine(System):
     """Our engine: parameters and gradients over a node's ranks, optimizer state over all. kind: of
-    its schedule; timed_every: on a device one step in so many is timed."""
+    its schedule; timed_every: on a device one step in so many is timed; is_forced: where it is
+    early, every unit is sent early, whatever became of the steps before."""
 
-    kind, timed_every = "threaded", 10
+    kind, timed_every, is_forced = "threaded", 10, False
     volume = staticmethod(hierarchical_volume)
 
     def build(self) -> None:
@@ -205,7 +205,7 @@ class Engine(System):
         owned = {unit: unit.owned_params() for unit in self.runtime.units}
         self.optimizer = new_adamw([param for params in owned.values() for param in params])
         if self.is_early:
-            self.runtime.early = EarlyUpdate(self.optimizer, owned)
+            self.runtime.early = EarlyUpdate(self.optimizer, owned, self.is_forced)
         self.drain = self.runtime.settle
         self.close = self.runtime.close
 
@@ -236,7 +236,7 @@ class Engine(System):
         grads = [param.grad for param in self.optimizer.param_groups[0]["params"]]
         squares = torch.stack([grad.square().sum() for grad in grads]).sum()
         dist.all_reduce(squares)  # pyright: ignore[reportUnknownMemberType]
-        factor = min(1.0, _MAX_NORM / (squares.sqrt().item() + 1e-6))
+        factor = min(1.0, self.max_norm / (squares.sqrt().item() + 1e-6))
         if factor < 1.0:
             for grad in grads:
                 grad.mul_(factor)
@@ -322,6 +322,12 @@ class CommunicationOnly(Engine):
         super().__init__(replace(size, block_ms=0.0, rows=1), mesh)
 
 
+class ClippedAfterSending(Engine):
+    """Every step is clipped after its units were sent."""
+
+    trains, halves, is_early, is_forced, max_norm = False, True, True, True, 1e-4
+
+
 def _variants(name: str, system: type[System], **attributes: Any) -> dict[str, type[System]]:
     """`system` with these attributes, with units of whole and of half blocks; their parameters sent
     after the update and, where the system can, before."""
@@ -341,6 +347,8 @@ def _all_systems() -> dict[str, type[System]]:
     systems = {"compute only": ComputeOnly, "communication only": CommunicationOnly}
     for kind in ("threaded", "main-thread", "inline"):
         systems |= _variants(kind, Engine, kind=kind)
+    # A step whose early units are sent again, to be looked at.
+    systems["early and clipped"] = ClippedAfterSending
     systems |= _variants("baseline", Baseline)
     for name, sharding in SHARDINGS.items():
         systems |= _variants(name.replace("-", " "), FSDP2, sharding=sharding)
