@@ -20,9 +20,10 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-PLACES = ("start", "load", "forward", "gather", "reduce", "write", "manifest", "tracker")
+PLACES = ("start", "load", "forward", "gather", "reduce", "preview", "write", "manifest", "tracker")
 """Before anything; before the states are filled in; before a module computes; with a collective
-issued and not completed (parameters, gradients); in a data file; before the manifest; after it."""
+issued and not completed (parameters, gradients, parameters before their update); in a data file;
+before the manifest; after it."""
 
 _RANK, _RESTART = os.environ["RANK"], int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 _PID = os.getpid()
@@ -150,6 +151,7 @@ def prepare() -> None:
     from megatron_asynchzp.zero.unit import HZPUnit
 
     for place in ("gather", "reduce"):
+    for place in ("gather", "preview"):
         _amid(HZPUnit, f"{place}_steps", place)
     _before(ChunkCheckpoint, "load_state_dict", "load")
     _before(filesystem_async, "_write_item", "write")

@@ -236,6 +236,7 @@ def resolve_schedule(args: Namespace) -> ScheduleConfig:
         chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
         budget = _nbytes("--asynchzp-memory-in-flight-gb", budget, 2**30) // chunks
     kept = {what: _kept_nbytes(what, getattr(args, f"asynchzp_keep_{what}_gb")) for what in _KEPT}
+    early_update = _early_update(args)
     try:
         return ScheduleConfig(
             args.asynchzp_schedule,
@@ -248,7 +249,7 @@ def resolve_schedule(args: Namespace) -> ScheduleConfig:
             keep_params_nbytes=kept["params"],
             keep_grads_nbytes=kept["grads"],
             keeps_params_in_free_memory=args.asynchzp_keep_params_gb == AUTO,
-            early_update=_early_update(args),
+            early_update=early_update,
         )
     except ValueError as error:
         raise ConfigurationError(
