@@ -150,9 +150,9 @@ def prepare() -> None:
     from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
     from megatron_asynchzp.zero.unit import HZPUnit
 
-    for place in ("gather", "reduce"):
-    for place in ("gather", "preview"):
-        _amid(HZPUnit, f"{place}_steps", place)
+    steps = {"gather": "gather_steps", "reduce": "reduce_steps", "preview": "preview_param_steps"}
+    for place, name in steps.items():
+        _amid(HZPUnit, name, place)
     _before(ChunkCheckpoint, "load_state_dict", "load")
     _before(filesystem_async, "_write_item", "write")
     _noting_saves(guard)
