@@ -506,7 +506,6 @@ class ShardedModel:
             if (early := self.runtime.early) is not None:
                 is_complete = self._are_grads_complete()
                 self._is_as_sent = early.decide(is_complete, self._is_so_everywhere)
-            self.runtime.await_previews()
 
     def _after_update(self) -> None:
         if not self._makes_state:

@@ -174,12 +174,6 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
     def _inverse_scale(self) -> torch.Tensor | None:
         return self.grad_scaler.inv_scale if self.grad_scaler else None
 
-    @override
-    def step_with_ready_grads(self) -> bool:
-        for chunk in self.model_chunks:
-            chunk.runtime.await_previews()
-        return super().step_with_ready_grads()
-
     def _share_stop_signal(self) -> None:
         chunk = self.model_chunks[0]
         chunk.communication.stop_signal.share(chunk.units[0].device)

@@ -258,12 +258,6 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
         """Whether `unit`, whose gradient is complete, is sent now. See BackwardRoom.sends."""
         return self._room.sends(unit.outer_traffic, may_send, is_forced)
 
-    def await_previews(self) -> None:
-        """Return when the states of what was sent early may be written."""
-        for preview in self._previews.values():
-            if preview.task is not None:
-                preview.task.wait()
-
     def start_syncs(self, is_as_sent: bool = False) -> None:
         """Rebuild the shards in the order in which this step first used them, and gather the first
         units again. is_as_sent: the update has made what was sent early."""
@@ -281,13 +275,14 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
         self._outdated.clear()
 
     def join_syncs(self) -> None:
-        """Return when every parameter shard is up to date, but for those that were sent early."""
+        """Return when every parameter shard is up to date, or was sent early, and nothing reads the
+        states for that."""
         self.rebuild_rest()
-        done = [unit for unit in self._syncs if unit not in self._sent]
-        if not done:
+        if not self._syncs:
             return
-        for unit in done:
-            self._syncs.pop(unit).wait()
+        for sync in self._syncs.values():
+            sync.wait()
+        self._syncs.clear()
         # From here on a gather cannot wait for the tasks themselves any more.
         self.note_written()
 
@@ -305,7 +300,10 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
         self.restart(is_training=False)
 
     def begin_step(self) -> None:
-        """A step begins, or begins again: what updated the shards in the last one has ended."""
+        """A step begins, or begins again."""
+        for preview in self._previews.values():  # of a backward that was given up
+            if preview.task is not None:
+                preview.task.wait()
         self.take_back()
         self._forget_previews()
         self._used.clear()

@@ -181,7 +181,6 @@ class StepScheduler:
         self.driver.raise_failure()
         self._order_check.send_answer()
         self.gathers.release_all()
-        self.gathers.await_previews()
         self.reductions.begin_step()
         self.is_last_micro_batch = False
         self._is_synced = False
@@ -208,8 +207,9 @@ class StepScheduler:
             if not self.reductions.is_syncing(unit):
                 self._start_grad_sync(unit)
         self.reductions.finish()
-        # The optimizer writes next what the syncs of the last step read, where this step did not
-        # use a unit, and what spare gathers read, where it had fewer micro-batches.
+        # Gradients are written next, and main parameters: by clipping and by the optimizer. What
+        # was sent early reads both, the syncs of the last step read the latter, where this step did
+        # not use a unit, and so do spare gathers, where it had fewer micro-batches.
         self.gathers.drop_spares()
         self.gathers.join_syncs()
         self._is_synced = True
@@ -235,13 +235,8 @@ class StepScheduler:
         """Whether units of this step were sent before its update."""
         return any(map(self.gathers.was_sent, self.units))
 
-    def await_previews(self) -> None:
-        """Before the optimizer: return when nothing that was sent early reads the states."""
-        self.gathers.await_previews()
-
     def skip_update(self) -> None:
         """In place of the optimizer and of `sync_params`: this step has no update."""
-        self.gathers.await_previews()
         self.gathers.take_back()
 
     def sync_params(self, is_as_sent: bool = False) -> None:

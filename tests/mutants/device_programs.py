@@ -203,7 +203,6 @@ def _engine(
         def end() -> torch.Tensor:
             runtime.sync_grads()
             is_as_sent = early.decide(is_factor_1=runtime.step % 2 == 1)
-            runtime.await_previews()
             optimizer.step()
             runtime.sync_params(is_as_sent)
             return _norm_of(param.detach() for params in owned.values() for param in params)

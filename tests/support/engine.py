@@ -176,7 +176,6 @@ class EngineTrainer:
         """What comes after the gradients are complete. factor: of the gradients, as in clipping."""
         early = self.runtime.early
         is_as_sent = early is not None and early.decide(factor == 1.0)
-        self.runtime.await_previews()
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 if factor != 1.0 and param.grad is not None:

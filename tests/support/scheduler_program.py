@@ -221,7 +221,6 @@ class Runner:
         if self.step.is_applied:
             early = self.scheduler.early
             is_as_sent = early is not None and early.decide(not self.step.is_clipped)
-            self.scheduler.await_previews()
             self._optimizer_step()
             self.scheduler.sync_params(is_as_sent)
 

@@ -227,7 +227,6 @@ class Engine(System):
         early, is_as_sent = self.runtime.early, False
         if early is not None:
             is_as_sent = early.decide(self._clip() == 1.0)
-            self.runtime.await_previews()
         self.optimizer.step()
         self.runtime.sync_params(is_as_sent)
 

@@ -74,8 +74,9 @@ MUTANTS = [
         "states-written-while-a-preview-reads",
         "the optimizer waits for what reads its states",
         "zero/gathers.py",
-        "            if preview.task is not None:\n                preview.task.wait()",
-        "            pass",
+        "        for sync in self._syncs.values():\n            sync.wait()",
+        "        for unit, sync in self._syncs.items():\n"
+        "            unit in self._sent or sync.wait()",
         _RACES,
     ),
     Mutant(
