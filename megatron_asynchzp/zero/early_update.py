@@ -7,7 +7,7 @@ nothing changes the gradients any more, computed on copies.
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -21,6 +21,7 @@ _OF_OTHERS = {
     ("apex", "FusedAdam"),
     ("apex", "FusedSGD"),
 }
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _REMEMBERED = 3
 _UNTIL_NEXT_TRIAL = 64
 
@@ -109,19 +110,17 @@ class EarlyUpdate:
             found: torch.Tensor = torch.zeros(1, device=grads.device)
             torch._amp_foreach_non_finite_check_and_unscale_([grads], found, inverse)  # pyright: ignore
         groups: dict[int, dict[str, Any]] = {}
-        states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        copy_of: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         for param in self._params_of[unit]:
             start = (param.data_ptr() - main.data_ptr()) // FP32_NBYTES
-            copy = torch.nn.Parameter(values[start : start + param.numel()])
+            copy = copy_of[param] = torch.nn.Parameter(values[start : start + param.numel()])
             copy.grad = grads[start : start + param.numel()]
             index = settings.group_of[param]
             if index not in groups:
                 groups[index] = {**_copied(settings.groups[index]), "params": []}
             groups[index]["params"].append(copy)
-            if state := self._optimizer.state.get(param):
-                states[copy] = _copied(state)
         if groups:
-            _step_on(self._optimizer, list(groups.values()), states)
+            _step_on(self._optimizer, list(groups.values()), copy_of)
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,17 +147,26 @@ class _Settings(NamedTuple):
 
 
 def _step_on(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], states: Mapping[Any, Any]
+    optimizer: torch.optim.Optimizer,
+    groups: list[dict[str, Any]],
+    copy_of: Mapping[torch.nn.Parameter, torch.nn.Parameter],
 ) -> None:
-    """A step of `optimizer` on other parameters, without the hooks that were put on it."""
+    """A step of `optimizer` on copies of some of its parameters, without the hooks that were put on
+    it. groups: of the copies."""
     kind = type(optimizer)
     other = object.__new__(kind)
     other.__dict__.update(optimizer.__dict__)
     other.__dict__.pop("step", None)  # a learning rate scheduler counts calls there
-    other.__dict__.update(
-        param_groups=groups,
-        state=states,
-        _optimizer_step_pre_hooks=OrderedDict(),
-        _optimizer_step_post_hooks=OrderedDict(),
-    )
+    # Beside the state Transformer Engine has the scales of moments that are not fp32.
+    for name, table in vars(optimizer).items():
+        if isinstance(table, dict) and any(param in table for param in copy_of):
+            by_param = cast("dict[Any, dict[str, Any]]", table)
+            found = {
+                copy: _copied(by_param[one]) for one, copy in copy_of.items() if one in by_param
+            }
+            other.__dict__[name] = defaultdict[Any, dict[str, Any]](dict, found)
+    if other.state is optimizer.state:  # before the first step
+        other.state = defaultdict(dict)
+    other.param_groups = groups
+    other.__dict__ |= {hooks: OrderedDict[int, Any]() for hooks in _HOOKS}
     kind.step(other)

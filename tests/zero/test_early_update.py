@@ -12,8 +12,31 @@ import pytest
 import torch
 
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.zero.early_update import EarlyUpdate, is_elementwise
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy, toy_batch, toy_loss
+
+
+class ScaledAdam(torch.optim.AdamW):
+    """As Transformer Engine's with moments of 16 bits: it has more by parameter than its state, and
+    a count of steps in its groups."""
+
+    is_elementwise = True
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        every = [param for group in self.param_groups for param in group["params"]]
+        self._scales = {param: {"exp_avg": torch.ones(1)} for param in every}
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for param in group["params"]:
+                self._scales[param]["exp_avg"] *= 1.5
+                if param.grad is not None:
+                    param.grad = param.grad * self._scales[param]["exp_avg"] / group["steps"]
+        super().step(closure)
+
 
 PASSES, IS_CLIPPED, IS_SKIPPED, IS_BEGUN_AGAIN, IS_USED_AGAIN, EVALUATES = range(6)
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -123,6 +146,39 @@ def add_a_gradient_late(sends_early: bool | None) -> list[list]:
     found = [param.tolist() for param in trainer.full_params().values()]
     trainer.runtime.detach()
     return found
+
+
+def train_with_scales(sends_early: bool | None) -> tuple[list[list], int]:
+    trainer = EngineTrainer(build_toy(BF16), (1, 2, 2))
+    owned = {unit: unit.owned_params() for unit in trainer.runtime.units}
+    params = [param for params in owned.values() for param in params]
+    trainer.optimizer = ScaledAdam(params, lr=1e-2)
+    if sends_early:
+        trainer.runtime.early = EarlyUpdate(trainer.optimizer, owned, is_forced=True)
+    for step in range(4):
+        trainer.backward(step, 1)
+        trainer.runtime.sync_grads()
+        for unit, params in owned.items():
+            grads = [grad for grad in unit.main_grad_fragments() if grad.numel()]
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+        trainer.update(0.5 if step == 2 else 1.0)
+    found = [param.tolist() for param in trainer.full_params().values()]
+    trainer.runtime.detach()
+    return found, trainer.optimizer.param_groups[0]["steps"]
+
+
+def test_what_an_optimizer_has_by_parameter_beside_its_state_is_copied_too():
+    early, late = (run_ranks(train_with_scales, 2, way) for way in (True, None))
+    assert early == late and all(steps == 4 for _, steps in early)
+
+
+def test_an_optimizer_is_elementwise_where_that_is_known_of_its_very_class():
+    param = [torch.nn.Parameter(torch.zeros(1))]
+    assert is_elementwise(torch.optim.AdamW(param)) and is_elementwise(ScaledAdam(param))
+    own = type("Own", (torch.optim.AdamW,), {})
+    assert not is_elementwise(own(param))
+    assert not is_elementwise(torch.optim.LBFGS(param))
 
 
 def test_a_gradient_that_comes_after_a_unit_was_sent_counts():

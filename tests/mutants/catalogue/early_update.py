@@ -33,8 +33,8 @@ MUTANTS = [
         "moments-updated-twice",
         "a preview works on copies of the optimizer's states",
         "zero/early_update.py",
-        "states[copy] = _copied(state)",
-        "states[copy] = state",
+        "copy: _copied(by_param[one]) for",
+        "copy: by_param[one] for",
         _BITS,
     ),
     Mutant(
