@@ -14,6 +14,7 @@ NOT_ON_STREAMS = "is for a CPU; leave it out, or take main-thread: a device has 
 AUTO = "auto"
 """The schedule of the device: main-thread where there are streams, else threaded."""
 DEFAULT_GRAD_SLOT_NBYTES = 256 * 2**20
+EARLY_UPDATES = (AUTO, "on", "off")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class ScheduleConfig:
         gathered, and for gradients that are added up, from one micro-batch to a later one.
     keeps_params_in_free_memory: for parameters also what the device has left after the first
         update.
+    early_update: one of EARLY_UPDATES, see zero/early_update.py: whether units are sent before the
+        norm of all gradients is known: as many as backward has room for while steps are not
+        clipped, all of them, or none.
     """
 
     kind: str = AUTO
@@ -45,10 +49,15 @@ class ScheduleConfig:
     keep_params_nbytes: int = 0
     keep_grads_nbytes: int = 0
     keeps_params_in_free_memory: bool = False
+    early_update: str = AUTO
 
     def __post_init__(self) -> None:
         if self.kind not in (AUTO, *SCHEDULES):
             raise ValueError(f"schedule {self.kind!r} is not one of {', '.join(SCHEDULES)}")
+        if self.early_update not in EARLY_UPDATES:
+            raise ValueError(
+                f"early update {self.early_update!r} is not one of {', '.join(EARLY_UPDATES)}"
+            )
         if self.prefetch_depth < 0:
             raise ValueError("the prefetch depth must be at least 0")
         if self.keep_params_nbytes < 0 or self.keep_grads_nbytes < 0:
@@ -58,6 +67,12 @@ class ScheduleConfig:
     def is_inline(self) -> bool:
         """Whether nothing runs beside the computation."""
         return self.kind == "inline"
+
+    @property
+    def may_send_early(self) -> bool:
+        """Whether units may be sent before the update; where nothing runs beside the computation
+        only if that was asked for."""
+        return self.early_update == "on" or (self.early_update == AUTO and not self.is_inline)
 
     @property
     def depth(self) -> int:

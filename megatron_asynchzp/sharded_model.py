@@ -46,6 +46,7 @@ from megatron_asynchzp.sharded_state import ShardedState
 from megatron_asynchzp.sharding.topology import Range, ShardSizes, ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.construction import Construction
+from megatron_asynchzp.zero.early_update import EarlyUpdate, is_elementwise
 from megatron_asynchzp.zero.guard import SHARDED_AS
 from megatron_asynchzp.zero.params import refuse_params, refuse_shared_memory
 from megatron_asynchzp.zero.plan import plan_units
@@ -261,6 +262,7 @@ class _TrainedFragment(_HeldFragment):
     """param: `values` for the optimizer; grad: its gradient, 1-D fp32; is_counted: whether sums
     over the ranks take this part from this rank, not from a replica of it."""
 
+    unit: HZPUnit
     param: nn.Parameter
     grad: torch.Tensor
     is_counted: bool
@@ -276,7 +278,7 @@ def _fragments_of(unit: HZPUnit) -> Iterator[_HeldFragment]:
         param, grad = nn.Parameter(values), unit.main_grad_fragments()[index]
         param.grad = grad
         is_counted = unit.groups.topology.replica_index == 0
-        yield _TrainedFragment(piece.name, piece.shape, held, values, param, grad, is_counted)
+        yield _TrainedFragment(piece.name, piece.shape, held, values, unit, param, grad, is_counted)
 
 
 class _AwaitedParam(nn.Parameter):
@@ -442,6 +444,9 @@ class ShardedModel:
         self._trained = [part for part in self._parts if isinstance(part, _TrainedFragment)]
         self.optimizer = self._new_optimizer(new_optimizer)
         self._makes_state = False
+        self.runtime.early = self._new_early_update()
+        self._grads_seen: list[int] = []
+        self._is_as_sent = False
         self._await_grads()
         self._reports = CommReports(runtime.driver)
         atexit.register(_close_at_exit, weakref.ref(self))
@@ -494,6 +499,23 @@ class ShardedModel:
         of_model = f"; the model has it: sharded.model.{name}" if hasattr(nn.Module, name) else ""
         raise AttributeError(f"a {kind} has no {name}{of_model}", name=name, obj=self)
 
+    def _new_early_update(self) -> EarlyUpdate | None:
+        schedule = self.runtime.schedule
+        if not schedule.may_send_early or not self._trained:
+            return None
+        if is_elementwise(self.optimizer):
+            params_of: dict[HZPUnit, list[nn.Parameter]] = {}
+            for part in self._trained:
+                params_of.setdefault(part.unit, []).append(part.param)
+            return EarlyUpdate(self.optimizer, params_of, schedule.early_update == "on")
+        if schedule.early_update == "on":
+            raise ConfigurationError(
+                f"early_update='on': {type(self.optimizer).__name__} is not known to update each "
+                "element from that element alone; take torch.optim.AdamW, Adam or SGD, or leave "
+                "early_update out"
+            )
+        return None
+
     # ---- one step
 
     def zero_grad(self) -> None:
@@ -525,6 +547,7 @@ class ShardedModel:
         if not self.runtime.are_grads_synced:
             self._params.refuse_changes()
             self.runtime.sync_grads()
+            self._grads_seen = self._grad_versions()
         for part in self._trained:
             param: Any = part.param
             if type(param) is not nn.Parameter:
@@ -551,6 +574,23 @@ class ShardedModel:
         for grad in grads[:1]:
             grad[:1].add_(torch.where(is_finite > 0, 0.0, float("nan")))
 
+    def _grad_versions(self) -> list[int]:
+        """Numbers that torch raises whenever the gradients are written."""
+        return [unit.main_grad.storage._version for unit in self.runtime.units if unit.is_trained]
+
+    def _are_grads_complete(self) -> bool:
+        """Whether the optimizer gets the gradients as the engine completed them."""
+        is_written = self._grads_seen != self._grad_versions()
+        is_other = any(part.param.grad is not part.grad for part in self._trained)
+        # Another one of these comes after this.
+        is_hooked = len(self.optimizer._optimizer_step_pre_hooks) > 1  # pyright: ignore
+        return not (is_written or is_other or is_hooked)
+
+    def _is_so_everywhere(self, mine: bool) -> bool:
+        everywhere = torch.tensor(int(mine), device=self._device)
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=self._group)
+        return bool(everywhere)
+
     def _before_update(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise ConfigurationError(
@@ -558,10 +598,13 @@ class ShardedModel:
             )
         if not self._makes_state:
             self._sync_grads()
+            if (early := self.runtime.early) is not None:
+                is_complete = self._are_grads_complete()
+                self._is_as_sent = early.decide(is_complete, self._is_so_everywhere)
 
     def _after_update(self) -> None:
         if not self._makes_state:
-            self.runtime.sync_params()
+            self.runtime.sync_params(self._is_as_sent)
             self.runtime.rest()
             self._await_grads()
 
@@ -581,9 +624,13 @@ class ShardedModel:
         dist.all_reduce(total, group=self._group)
         norm = total.sqrt()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        is_as_seen = self._grads_seen == self._grad_versions()
         for part in self._trained:
             if part.param.grad is not None:
                 part.param.grad.mul_(scale)
+        # Where nothing was sent early the host does not wait for it.
+        if self.runtime.has_sent_early and is_as_seen and bool(scale == 1.0):
+            self._grads_seen = self._grad_versions()
         return norm
 
     def step(self) -> None:

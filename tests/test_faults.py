@@ -23,18 +23,24 @@ _LINE = (
     "--use-asynchzp --asynchzp-device cpu"
 )
 
+_EARLY = "--asynchzp-param-shard-size 1 --asynchzp-early-update on"
+
 # How often the process has been at a place when it is killed there, at most: within a few steps.
 _AT_MOST = {"forward": 10, "gather": 40, "reduce": 20, "write": 60, "manifest": 2, "tracker": 2}
 _AT_MOST |= {"load": 1, "time": 1500}
 
 
-def make_plan(num_faults: int, seed: int) -> list[str]:
+_SENT_EARLY = {kind: most for kind, most in _AT_MOST.items() if kind != "gather"}
+_SENT_EARLY |= {"preview": 12}
+
+
+def make_plan(num_faults: int, seed: int, at_most: dict[str, int] = _AT_MOST) -> list[str]:
     """A random rank at a random moment each time, and every kind of moment about as often."""
     numbers = random.Random(seed)
-    kinds = (list(_AT_MOST) * num_faults)[: num_faults - 1]
+    kinds = (list(at_most) * num_faults)[: num_faults - 1]
     numbers.shuffle(kinds)
     # There is something to load once the first has run to its fifth step.
-    moments = [("forward", 9)] + [(kind, numbers.randint(1, _AT_MOST[kind])) for kind in kinds]
+    moments = [("forward", 9)] + [(kind, numbers.randint(1, at_most[kind])) for kind in kinds]
     ranks = [numbers.randrange(_WORLD_SIZE) for _ in moments]
     return [f"SIGKILL {rank} {kind} {at}" for rank, (kind, at) in zip(ranks, moments)]
 
@@ -93,13 +99,14 @@ def _processes_with(words: str) -> list[str]:
     return found
 
 
-def run_job(folder: Path, plan: list[str], train_iters: int) -> Job:
+def run_job(folder: Path, plan: list[str], train_iters: int, flags: str = "") -> Job:
     """Train under torchrun, and be killed according to `plan`."""
     journal, place = folder / "journal", folder / "checkpoints"
     journal.mkdir()
     (folder / "plan").write_text("\n".join(plan))
     words = ["--max-restarts", str(len(plan) + 5), "-m", "megatron_asynchzp.launch", str(_SCRIPT)]
-    words += f"{_LINE} --train-iters {train_iters} --load {place} --save {place}".split()
+    words += f"{_LINE} {flags} --train-iters {train_iters}".split()
+    words += f"--load {place} --save {place}".split()
     words += ["--save-interval", str(_INTERVAL)]
     env = {"JOURNAL": str(journal), "INTERRUPT": str(folder / "plan")}
     # Else ranks that are started again meet, in the store of torchrun, their dead predecessors.
@@ -136,3 +143,11 @@ def test_random_kills_change_no_bit_of_the_losses(tmp_path, num_faults, steps):
     plan = make_plan(num_faults, seed=1234)
     assert num_faults < 30 or {line.split()[2] for line in plan} == set(_AT_MOST)
     check_job(run_job(tmp_path, plan, steps), plan, run_undisturbed(tmp_path, steps))
+
+
+@pytest.mark.slow
+def test_random_kills_between_sending_and_updating_change_no_bit_of_the_losses(tmp_path):
+    """Beside a run without early updates."""
+    plan = [*make_plan(8, 5678, _SENT_EARLY), "SIGKILL 0 preview 3", "SIGKILL 1 preview 9"]
+    job = run_job(tmp_path, plan, 40, _EARLY)
+    check_job(job, plan, run_undisturbed(tmp_path, 40))

@@ -39,6 +39,7 @@ from megatron_asynchzp.mcore.differences import (
     count_zeros,
     is_counted_once,
 )
+from megatron_asynchzp.mcore.early_update import build_early_update
 from megatron_asynchzp.mcore.rounded_adam import MomentDtypes, build_rounded_adam
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -80,6 +81,12 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         self._has_grad_norm_group_cache = dict.fromkeys(GRAD_NORM_GROUPS, False)
         self._parameters = parameters
         self._optimizers = optimizers
+        self._early = build_early_update(
+            self.model_chunks, optimizers, parameters.by_unit, self._inverse_scale
+        )
+        self._is_as_sent = False
+        for chunk in self.model_chunks:
+            chunk.runtime.early = self._early
         self._checkpoint = OptimizerCheckpoint(
             optimizers, joined.state, grad_scaler, parameters.places
         )
@@ -140,11 +147,32 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         with profiler_range("optimizer"):
             if self.prepare_grads():
                 self._share_stop_signal()
+                self._skip_update()
                 return False, None, None
             grad_norm = self.clip_grad_norm(self.config.clip_grad)
             num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else 0
             self._share_stop_signal()
+            # Not in megatron-core 0.18.
+            if grad_norm > getattr(self.config, "grad_norm_skip_threshold", float("inf")):
+                self._skip_update()
+                return False, grad_norm, num_zeros
+            if self._early is not None:
+                self._is_as_sent = self._early.decide(not self._is_clipped(grad_norm))
             return self.step_with_ready_grads(), grad_norm, num_zeros
+
+    def _is_clipped(self, grad_norm: float) -> bool:
+        """As Megatron's clip_grad_by_total_norm_fp32 has it."""
+        limit = self.config.clip_grad
+        return limit > 0.0 and limit / (grad_norm + 1.0e-6) < 1.0
+
+    def _skip_update(self) -> None:
+        if self._early is not None:
+            self._early.decide(False)
+        for chunk in self.model_chunks:
+            chunk.runtime.skip_update()
+
+    def _inverse_scale(self) -> torch.Tensor | None:
+        return self.grad_scaler.inv_scale if self.grad_scaler else None
 
     def _share_stop_signal(self) -> None:
         chunk = self.model_chunks[0]
@@ -153,7 +181,8 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
     def _copy_main_params_to_model_params(self) -> None:
         self.model_chunks[0].communication.take_free_memory()
         for chunk in self.model_chunks:
-            chunk.runtime.sync_params()
+            chunk.runtime.sync_params(self._is_as_sent)
+        self._is_as_sent = False
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         if state_dict is not None:
@@ -236,6 +265,7 @@ class ShardedParameters:
         attributes norms and groups look at), for those of which this rank owns at least one
         element.
     places: fragment -> where it comes from.
+    by_unit: the fragments of each trained unit.
     """
 
     def __init__(self, model_chunks: Sequence[AsyncHZPDataParallel]):
@@ -243,6 +273,7 @@ class ShardedParameters:
         self._grads: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._counted: set[torch.nn.Parameter] = set()
         self.places: dict[torch.nn.Parameter, FragmentPlace] = {}
+        self.by_unit: dict[HZPUnit, list[torch.nn.Parameter]] = {}
         for chunk in model_chunks:
             for unit in chunk.units:
                 if unit.is_trained:
@@ -252,6 +283,7 @@ class ShardedParameters:
         fragments = zip(
             unit.params, unit.main_param_fragments(), unit.main_grad_fragments(), strict=True
         )
+        owned = self.by_unit[unit] = []
         for index, (model_param, values, grad) in enumerate(fragments):
             if values.numel() == 0:
                 continue
@@ -261,6 +293,7 @@ class ShardedParameters:
             model_param.main_param = fragment  # pyright: ignore[reportAttributeAccessIssue]
             self.by_model_param[model_param] = fragment
             self._grads[fragment] = grad
+            owned.append(fragment)
             self.places[fragment] = FragmentPlace(chunk.checkpoint, unit, index)
             if unit.groups.topology.replica_index == 0:
                 self._counted.add(fragment)

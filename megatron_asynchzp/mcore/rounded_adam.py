@@ -46,6 +46,8 @@ class RoundedAdam(torch.optim.AdamW):
     """torch's fused Adam, or AdamW, with moments in `moments`. Takes the parameter groups and the
     hyperparameters of torch.optim.AdamW; parameters are fp32."""
 
+    is_elementwise = True
+
     def __init__(self, params: Any, moments: MomentDtypes, is_decoupled: bool, **rest: Any):
         super().__init__(params, **rest)
         self._moments, self._is_decoupled = moments, is_decoupled

@@ -11,8 +11,14 @@ import torch.distributed as dist
 from megatron_asynchzp.comm.collectives import AxisGroup
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
-from megatron_asynchzp.mcore.state_bytes import state_nbytes_allocated, state_nbytes_by_formula
+from megatron_asynchzp.mcore.state_bytes import (
+    mean_moment_nbytes,
+    state_nbytes_allocated,
+    state_nbytes_by_formula,
+)
 from megatron_asynchzp.planner.memory import MomentBytes
+from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.sharding.backward_room import preview_nbytes
 from megatron_asynchzp.sharding.topology import spans_nodes
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -89,7 +95,7 @@ def _states_table(
 
 
 def _beside_states(
-    chunks: Sequence[AsyncHZPDataParallel], whole_nbytes: int | None
+    chunks: Sequence[AsyncHZPDataParallel], whole_nbytes: int | None, moments: MomentBytes
 ) -> list[tuple[str, float, int | None]]:
     """What is held beside the states: its name, bytes by formula and as allocated."""
     formula: Counter[str] = Counter()
@@ -102,11 +108,30 @@ def _beside_states(
     rows.append(("in flight, together", formula.total(), allocated.total()))
     own_grads = max(chunk.runtime.memory.own_grads for chunk in chunks)
     rows.append(("autograd's own gradients, at most", own_grads, None))
+    units = [unit for chunk in chunks for unit in chunk.units]
+    if preview := max(_preview_nbytes(chunks[0].communication.schedule, units, moments)):
+        rows.append(("preview of an update, at most", preview, None))
     if whole_nbytes is not None:
-        units = [unit for chunk in chunks for unit in chunk.units]
         largest = max(unit.layout.numel * unit.dtype.itemsize for unit in units)
         rows.append(("whole at most, while the model was built", largest, whole_nbytes))
     return rows
+
+
+def _preview_nbytes(
+    schedule: ScheduleConfig, units: Sequence[HZPUnit], moments: MomentBytes
+) -> list[float]:
+    """Of each unit, 0 where it is not sent before the update."""
+    is_forced = schedule.early_update == "on"
+    return [
+        preview_nbytes(
+            unit.optim_range.numel,
+            mean_moment_nbytes(unit, moments),
+            is_scaled=unit.dtype == torch.float16,
+        )
+        if schedule.may_send_early and unit.outer_traffic.may_have_room(is_forced)
+        else 0.0
+        for unit in units
+    ]
 
 
 def _units_table(units: Sequence[HZPUnit]) -> str:
@@ -140,7 +165,7 @@ def format_start_table(
     groups = {key: group for key, group in chunks[0].groups.items() if key in used}
     tables = (
         _groups_table(groups, ranks_per_node),
-        _states_table(units, groups, moments, _beside_states(chunks, whole_nbytes)),
+        _states_table(units, groups, moments, _beside_states(chunks, whole_nbytes, moments)),
         _units_table(units),
     )
     return "\n".join(tables)

@@ -44,6 +44,7 @@ from megatron_asynchzp.planner.traffic import (
     unit_collectives,
 )
 from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.sharding.backward_room import OuterTraffic, preview_nbytes
 from megatron_asynchzp.sharding.in_flight import (
     FP32_NBYTES,
     MemoryInFlight,
@@ -172,7 +173,19 @@ class Costing:
             sizes.grad > 1,
             reduces_at_end=at_end,
             sum_nbytes=FP32_NBYTES * self.padded(unit),
+            traffic=self._outer_traffic(unit),
+            may_be_early=self._may_be_early(unit),
         )
+
+    def _outer_traffic(self, unit: Unit) -> OuterTraffic:
+        group, wire = self.groups[unit.group], self.plan.wire
+        numel = self.padded(unit) if unit.numel else 0
+        itemsizes = self.model.itemsize, wire.grad_itemsize if wire.is_exchanged else FP32_NBYTES
+        return OuterTraffic.of(numel, *itemsizes, group.sizes, group.ranks)
+
+    def _may_be_early(self, unit: Unit) -> bool:
+        """Pipeline stages sum gradients of tied embeddings after backward."""
+        return self.plan.parallel.pp == 1 or unit.kind not in ("embedding", "output")
 
     def in_flight(self, unit: Unit) -> UnitInFlight:
         """What the unit needs beside its states, by the engine's own formula."""
@@ -287,7 +300,17 @@ class Costing:
         key = ("activations", plan.parallel, plan.batch, plan.recompute, stage)
         kept = self._once(key, lambda: stage_activations(self.setting, stage))
         copies = self._copies(stage) if plan.is_on_cpu else None
-        return Memory.of_rank(at_rest, flying, whole, kept, schedule, copies)
+        preview = max(map(self._preview_nbytes, self.units[stage]), default=0.0)
+        return Memory.of_rank(at_rest, flying, whole, kept, schedule, copies, preview)
+
+    def _preview_nbytes(self, unit: Unit) -> float:
+        """What computing the update of `unit` ahead takes, 0 where that does not happen."""
+        schedule = self.plan.schedule
+        has_room = self._outer_traffic(unit).may_have_room(schedule.early_update == "on")
+        if not (schedule.may_send_early and has_room and self._may_be_early(unit)):
+            return 0.0
+        moments = self.plan.moments.mean(unit.numel, unit.matrix_numel)
+        return preview_nbytes(self.padded(unit) / self.groups[unit.group].sizes.optim, moments)
 
     def _states(self, stage: int) -> tuple[dict[str, float], int]:
         """By state, and the bytes of the largest unit, whole."""

@@ -215,9 +215,11 @@ class Memory:
         active: Activations,
         schedule: ScheduleConfig,
         copies: Copies | None = None,
+        preview: float = 0.0,
     ) -> "Memory":
         """in_flight: of each model chunk.
         copies: on a CPU.
+        preview: of an update that is computed ahead.
         """
         total = Counter[str]()
         for chunk in in_flight:
@@ -225,7 +227,11 @@ class Memory:
         more = copies or Copies()
         return cls(
             at_rest,
-            {**total, **kept(schedule.keep_params_nbytes, schedule.keep_grads_nbytes)},
+            {
+                **total,
+                **kept(schedule.keep_params_nbytes, schedule.keep_grads_nbytes),
+                **({"preview of an update": preview} if preview else {}),
+            },
             whole_unit,
             active,
             copied_params=more.params,

@@ -21,6 +21,7 @@ from megatron_asynchzp.planner.program import (
     in_use_order,
 )
 from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.sharding.backward_room import BackwardRoom
 from megatron_asynchzp.sharding.decisions import GradsInFlight, ParamsInFlight
 from megatron_asynchzp.sharding.in_flight import MemoryInFlight, aligned, memory_in_flight
 from megatron_asynchzp.sharding.memory_map import Extent, MemoryMap
@@ -28,13 +29,14 @@ from megatron_asynchzp.sharding.residency import Residency
 
 
 class StepOrder:
-    """The actions of one step in the steady state, from the optimizer on.
+    """The actions of one step in the steady state, from the optimizer on, where no step is clipped.
 
         param-sync   | u0 | u1 | u2 |
         gather            | u0 | u1 | ...
         compute                | F u0 | F u1 | ... | B u1 | B u0 |
         reduce                                          | u1 | u0 |
         grad-sync                                            | u1 | u0 |
+        param-sync                                                | u1 |  [Note: early update]
 
     units: of all chunks.
     visits: of each chunk, in the order of the forward.
@@ -77,7 +79,7 @@ class StepOrder:
             if residency is not None:
                 residency.restart()
         for chunk in self._chunks:
-            chunk.params.start_syncs()
+            chunk.params.start_syncs(chunk.early_units())
         self.waited: tuple[int, ...] = ()  # by the main thread, before it computes again
         if not overlaps_params:
             for chunk in self._chunks:
@@ -91,6 +93,7 @@ class StepOrder:
                 if units[unit].is_trained and unit not in self._grad_syncs:
                     self.start_grad_sync(unit)
         self.waits = list(self._last_reduction.values()) + list(self._grad_syncs.values())
+        self.waits += [preview for chunk in self._chunks for preview in chunk.params.previews]
 
     # ---- for the chunks
 
@@ -118,10 +121,15 @@ class StepOrder:
             self._last_reduction[unit] = reduction
         if is_last:
             self.start_grad_sync(unit)
+            if unit in chunk.params.early:
+                chunk.params.send_early(unit)
 
     def start_grad_sync(self, unit: int) -> None:
         after = (self._last_compute, self._last_reduction.get(unit))
         self._grad_syncs[unit] = self.submit(GRAD_SYNC, unit, after)
+
+    def grad_sync_of(self, unit: int) -> int:
+        return self._grad_syncs[unit]
 
     @property
     def last_compute(self) -> int | None:
@@ -149,6 +157,8 @@ class _Params(ParamsInFlight[int, int]):
         self._gathers: dict[int, int] = {}
         self._used_at: dict[int, int] = {}
         self._syncs: dict[int, int] = {}
+        self.early: set[int] = set()
+        self.previews: list[int] = []
         super().__init__(
             {unit: order.units[unit].memory for unit in sorted(units)},
             {unit: order.units[unit].size for unit in units},
@@ -158,9 +168,12 @@ class _Params(ParamsInFlight[int, int]):
             order.kept_params,
         )
 
-    def start_syncs(self) -> None:
+    def start_syncs(self, early: set[int]) -> None:
+        """early: units that each step sends before its update."""
+        self.early = early
+        trained = [unit for unit in self._units if self._order.units[unit].is_trained]
         self.restart()
-        self.rebuild(unit for unit in self._units if self._order.units[unit].is_trained)
+        self.rebuild(unit for unit in trained if unit not in early)
 
     def compute(self, unit: int) -> int:
         """The index of the action."""
@@ -190,6 +203,10 @@ class _Params(ParamsInFlight[int, int]):
 
     def start_sync(self, unit: int) -> None:
         self._syncs[unit] = self._order.submit(PARAM_SYNC, unit, ())
+
+    def start_preview(self, unit: int) -> None:
+        after = (self._order.grad_sync_of(unit), self._gathers.get(unit))
+        self.previews.append(self._order.submit(PARAM_SYNC, unit, after))
 
 
 class _Grads(GradsInFlight[int, int]):
@@ -233,11 +250,29 @@ class _Chunk:
         kept_grads = self._order.kept_grads
         if kept_grads is None or phase.is_forward:
             return
-        completed = list(in_completion_order(self._visits))
-        at_end = [unit for unit in completed if self._all[unit].reduces_at_end]
-        for unit in [unit for unit in completed if unit not in at_end] + sorted(at_end):
-            if self._all[unit].is_trained and self._all[unit].is_reduced:
+        for unit in self._completed():
+            if self._all[unit].is_reduced:
                 kept_grads.visit(unit)
+
+    def _completed(self) -> list[int]:
+        """Trained units in the order in which a backward completes their gradients."""
+        completed = [
+            unit for unit in in_completion_order(self._visits) if self._all[unit].is_trained
+        ]
+        at_end = [unit for unit in completed if self._all[unit].reduces_at_end]
+        return [unit for unit in completed if unit not in at_end] + sorted(at_end)
+
+    def early_units(self) -> set[int]:
+        """Those that each step sends before its update."""
+        schedule, room = self._order.schedule, BackwardRoom()
+        if not schedule.may_send_early:
+            return set()
+        is_forced = schedule.early_update == "on"
+        return {
+            unit
+            for unit in self._completed()
+            if room.sends(self._all[unit].traffic, self._all[unit].may_be_early, is_forced)
+        }
 
     def run(self, phase: Phase) -> None:
         if phase.is_forward:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_asynchzp.sharding.backward_room import OuterTraffic
 from megatron_asynchzp.sharding.in_flight import UnitInFlight
 
 
@@ -22,6 +23,8 @@ class OrderUnit:
     reduces_at_end: only the end of backward completes its gradient (units of several modules, and
         those around others).
     sum_nbytes: of its whole gradient in fp32.
+    traffic: what it sends outside its parameter shard.
+    may_be_early: whether nothing changes its gradient between its reduction and the clipping.
     """
 
     size: object
@@ -31,6 +34,8 @@ class OrderUnit:
     is_trained: bool = True
     reduces_at_end: bool = False
     sum_nbytes: int = 0
+    traffic: OuterTraffic = OuterTraffic(0.0, 0.0)
+    may_be_early: bool = True
 
 
 @dataclass(frozen=True)

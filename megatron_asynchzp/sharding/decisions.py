@@ -37,6 +37,8 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
     memory: for gathered parameters.
     chunks: of the rank that share `memory`, to which this one is added.
     residency: decides what stays gathered for a later micro-batch, None for nothing.
+
+    was_used_early: whether a shard that was sent early was needed before the update.
     """
 
     def __init__(
@@ -66,6 +68,8 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
         self._kept: dict[Unit, None] = {}
         self._to_rebuild: dict[Unit, None] = {}  # shards, in the order of their use
         self._rebuilt_ahead: dict[Unit, None] = {}  # or being rebuilt, and not used yet
+        self._sent: dict[Unit, None] = {}  # before the update that makes them
+        self.was_used_early = False
 
     # ---- what carries the decisions out
 
@@ -88,6 +92,10 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
     @abstractmethod
     def start_sync(self, unit: Unit) -> None:
         """Begin to rebuild the parameter shard of `unit`."""
+
+    @abstractmethod
+    def start_preview(self, unit: Unit) -> None:
+        """Begin to send what the update is going to make of `unit` into its parameter shards."""
 
     def note_growth(self, unit: Unit) -> None:  # noqa: B027 (the planner has no log)
         """There was no memory for `unit`: more is taken."""
@@ -167,6 +175,26 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
         self._rebuild_ahead()
         self.prefetch()
 
+    def send_early(self, unit: Unit) -> None:
+        """Send `unit`, whose gradient is complete, before the update. Until that has come its
+        shards hold what belongs to the next step."""
+        if unit not in self._sent:
+            self._sent[unit] = None
+            self.start_preview(unit)
+
+    def use_shard(self, unit: Unit) -> None:
+        """The shard of `unit` is needed as it is before the update: all that was sent early is
+        rebuilt."""
+        if unit in self._sent:
+            self.was_used_early |= self.is_training
+            self.take_back()
+
+    def take_back(self) -> None:
+        """The update of what was sent early does not come, or not now."""
+        sent, self._sent = self._sent, {}
+        for unit in sent:
+            self.start_sync(unit)
+
     def rebuild_rest(self) -> None:
         """Begin with all shards that are yet to be rebuilt."""
         for unit in list(self._to_rebuild):
@@ -214,6 +242,7 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
     # ---- gathers
 
     def _start(self, unit: Unit, extent: Extent) -> None:
+        self.use_shard(unit)
         self._spans[unit] = extent
         self._ahead[unit] = None
         self.rebuild_now(unit)
@@ -222,11 +251,11 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
     def prefetch(self) -> None:
         """Gather what is used next, in that order, as far as it fits and the depth allows it, which
         is counted for each size of unit: a small one does not hold up a layer. A unit whose shard
-        is yet to be rebuilt has to wait."""
+        is yet to be rebuilt, or was sent early, has to wait."""
         for unit in self._upcoming():
             if unit in self._active or unit in self._ahead:
                 continue
-            if unit in self._to_rebuild or not self._try_gather_ahead(unit):
+            if unit in self._to_rebuild or unit in self._sent or not self._try_gather_ahead(unit):
                 return
 
     def _try_gather_ahead(self, unit: Unit) -> bool:

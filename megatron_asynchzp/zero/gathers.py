@@ -6,6 +6,7 @@ are rebuilt after the optimizer.
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from megatron_asynchzp.comm.arena import Arena, Place
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.sharding.backward_room import BackwardRoom
 from megatron_asynchzp.sharding.decisions import ParamsInFlight
 from megatron_asynchzp.sharding.in_flight import aligned
 from megatron_asynchzp.sharding.memory_map import Extent
@@ -58,6 +60,15 @@ class ParamBudget:
             self.residency.enlarge(nbytes)
 
 
+@dataclass
+class _Preview:
+    """What is sent early. grads: what it reads; update: as for preview_param_steps."""
+
+    grads: Task
+    update: Callable[[torch.Tensor], None]
+    task: Task | None = None
+
+
 class Gathers(ParamsInFlight[HZPUnit, Any]):
     """Gathers units ahead of their use, and rebuilds their shards after the optimizer.
 
@@ -90,9 +101,9 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
         self._outside: set[str] = set()  # sizes of units that do not use the arena's memory
         self._gathers: dict[HZPUnit, Task] = {}  # of units that are not in use yet
         self._syncs: dict[HZPUnit, Task] = {}
-        self._updates: dict[HZPUnit, Task] = {}
-        self._synced_early: set[HZPUnit] = set()
-        self._room_in_backward = 0.0
+        self._previews: dict[HZPUnit, _Preview] = {}
+        self._outdated: set[HZPUnit] = set()  # sent early, and a gradient came after it
+        self._room = BackwardRoom()
         self._shards_written: dict[str, Any] = {}
         self.note_written()
         if shared is None:
@@ -116,6 +127,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
         if self.is_training:
             self._used.setdefault(unit)
         if unit.is_always_unsharded:
+            self.use_shard(unit)
             self.rebuild_now(unit)
             if (sync := self._syncs.pop(unit, None)) is not None:
                 sync.wait()
@@ -152,7 +164,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
                 lambda: unit.gather_steps(place.storage),
                 # The last write, and the last readers.
                 ready=(self._shards_written.pop("gather", None), *place.ready),
-                after=(self._syncs.get(unit), self._updates.get(unit)),
+                after=(self._syncs.get(unit),),
             )
         )
 
@@ -199,7 +211,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
                 unit.groups.param_sync,
                 unit.sync_param_steps,
                 ready=(self._shards_written.pop("param-sync", None),),
-                after=(self._updates.get(unit),),
+                after=(self._syncs.get(unit),),  # a preview
             )
         )
 
@@ -212,46 +224,59 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
 
     # ---- shards
 
-    def readers_of_shard(self, unit: HZPUnit) -> tuple[Task | None, ...]:
-        """What an update of `unit` within backward must not overtake."""
-        return self._gathers.get(unit), self._syncs.get(unit)
+    def start_preview(self, unit: HZPUnit) -> None:
+        preview = self._previews[unit]
+        self._syncs[unit] = preview.task = self._driver.submit(
+            Task(
+                "param-sync",
+                unit.name,
+                unit.groups.param_sync,
+                lambda: unit.preview_param_steps(preview.update),
+                ready=(self._shards_written.pop("param-sync", None),),
+                # The gradients, and what else may still read the shard.
+                after=(preview.grads, self._gathers.get(unit), self._syncs.get(unit)),
+            )
+        )
 
-    def note_update(self, unit: HZPUnit, update: Task) -> None:
-        """`update` writes main_param of `unit` within backward; what reads the shard waits."""
-        self._updates[unit] = update
-        if self._takes_room_in_backward(unit):
-            self._synced_early.add(unit)
-            self.start_sync(unit)
+    def preview(self, unit: HZPUnit, grads: Task, update: Callable[[torch.Tensor], None]) -> Task:
+        """Send early what `update` makes of main_param of `unit` when `grads` has ended."""
+        preview = self._previews[unit] = _Preview(grads, update)
+        self.send_early(unit)
+        assert preview.task is not None  # it was not sent before
+        return preview.task
 
-    def _takes_room_in_backward(self, unit: HZPUnit) -> bool:
-        """Whether the shard of `unit`, just updated in backward, is to be rebuilt there as well.
+    def was_sent(self, unit: HZPUnit) -> bool:
+        """Whether `unit` was sent before the update."""
+        return unit in self._sent
 
-        Backward takes two thirds of the computation, and sees all gradients on the links outside a
-        parameter shard; forward a third, and all param-syncs. So where both take as long as the
-        computation, backward has room for two thirds of the sum less the gradients: a third of
-        param-sync in fp32, nothing in bf16, whose gradients are twice as long. Spread over
-        backward: what is left then comes as evenly through the next forward as its computation.
-        """
-        params, grads = _outer_traffic(unit)
-        self._room_in_backward += 2 * params - grads
-        if 3 * params > self._room_in_backward:
-            return False
-        self._room_in_backward -= 3 * params
-        return True
+    def note_grads(self, unit: HZPUnit) -> None:
+        """The gradient of `unit` is complete; if it was before, then with less in it."""
+        if unit in self._sent:
+            self._outdated.add(unit)
 
-    def start_syncs(self) -> None:
+    def is_to_send(self, unit: HZPUnit, may_send: bool, is_forced: bool) -> bool:
+        """Whether `unit`, whose gradient is complete, is sent now. See BackwardRoom.sends."""
+        return self._room.sends(unit.outer_traffic, may_send, is_forced)
+
+    def start_syncs(self, is_as_sent: bool = False) -> None:
         """Rebuild the shards in the order in which this step first used them, and gather the first
-        units again."""
+        units again. is_as_sent: the update has made what was sent early."""
         self.drop_spares()
         self.restart()
         self.note_written()
         in_order = dict.fromkeys([*self._used, *self._units])
-        early = self._synced_early
-        self.rebuild(unit for unit in in_order if unit.is_trained and unit not in early)
-        self._synced_early.clear()
+        done = self._sent.keys() - self._outdated if is_as_sent else ()
+        self._forget_previews()
+        self.rebuild(unit for unit in in_order if unit.is_trained and unit not in done)
+
+    def _forget_previews(self) -> None:
+        self._sent, self._room = {}, BackwardRoom()
+        self._previews.clear()
+        self._outdated.clear()
 
     def join_syncs(self) -> None:
-        """Return when every parameter shard is up to date."""
+        """Return when every parameter shard is up to date, or was sent early, and nothing reads the
+        states for that."""
         self.rebuild_rest()
         if not self._syncs:
             return
@@ -275,20 +300,12 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
         self.restart(is_training=False)
 
     def begin_step(self) -> None:
-        """A step begins, or begins again: what updated the shards in the last one has ended."""
-        self._updates.clear()
+        """A step begins, or begins again."""
+        for preview in self._previews.values():  # of a backward that was given up
+            if preview.task is not None:
+                preview.task.wait()
+        self.take_back()
+        self._forget_previews()
         self._used.clear()
-        self._synced_early.clear()
-        self._room_in_backward = 0.0
         self.restart()
         self.prefetch()
-
-
-def _outer_traffic(unit: HZPUnit) -> tuple[float, float]:
-    """Bytes that this rank sends in a step outside its parameter shard: parameters, gradients."""
-    topology, numel = unit.groups.topology, unit.layout.padded_numel
-    param, optim = numel / topology.sizes.param, numel / topology.sizes.optim
-    replicas = topology.world_size / topology.sizes.optim
-    grads = param - optim + 2 * optim * (1 - 1 / replicas)
-    grads *= unit.groups.grad_dtype.itemsize
-    return unit.dtype.itemsize * (param - optim), grads

@@ -4,7 +4,7 @@
 reduced piece by piece, and what waits for that.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_asynchzp.comm.arena import Arena, Place
-from megatron_asynchzp.comm.collectives import Steps, completed, completed_last, split_for_reduction
+from megatron_asynchzp.comm.collectives import Steps, completed_last, split_for_reduction
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.sharding.decisions import GradsInFlight
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES
@@ -20,7 +20,6 @@ from megatron_asynchzp.sharding.pieces import GradPiece
 from megatron_asynchzp.sharding.residency import Residency
 from megatron_asynchzp.zero.unit import HZPUnit
 
-Update = Callable[[HZPUnit], None]
 _Grads = dict[int, torch.Tensor]
 """Gradients of a unit in this micro-batch, by index of the parameter."""
 
@@ -111,7 +110,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         self._collected: dict[HZPUnit, _Collected] = {}
         self._last_reduction: dict[HZPUnit, Task] = {}
         self._syncs: dict[HZPUnit, Task] = {}
-        self._updated: set[HZPUnit] = set()  # with this step's gradients, within backward
+        self._previews: dict[HZPUnit, Task] = {}
 
     # ---- one micro-batch
 
@@ -197,12 +196,9 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         """A gradient comes after the sum over the sharding group was begun, because the micro-batch
         was not the last one, or has several backwards: it is added to that sum."""
         if (sync := self._syncs.pop(unit, None)) is not None:
-            if unit in self._updated:
-                raise RuntimeError(
-                    f"{unit.name}: a gradient came after the one of the last micro-batch, with "
-                    "which the unit was updated; leave the no_sync() context only for the last one"
-                )
             sync.wait()
+            if (preview := self._previews.pop(unit, None)) is not None:
+                preview.wait()
             unit.reopen_grads(self._scale)
 
     def _collect_rest(self, unit: HZPUnit) -> tuple[Place, _Grads]:
@@ -273,34 +269,23 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         """Whether this step's reduction over the whole sharding group was submitted."""
         return unit in self._syncs
 
-    def start_sync(
-        self, unit: HZPUnit, update: Update | None = None, after: Sequence[Task | None] = ()
-    ) -> Task:
-        """Reduce what all micro-batches added up over the whole sharding group.
-
-        update: called with the unit when that is done, and with it after `after`.
-        """
-
-        def steps() -> Steps:
-            if update is None:
-                return (yield from unit.sync_grad_steps(self._scale))
-            # Nobody may need it before the end of backward, within which it is to happen.
-            yield from completed(unit.sync_grad_steps(self._scale))
-            return update(unit)
-
-        if update is not None:
-            self._updated.add(unit)
+    def start_sync(self, unit: HZPUnit) -> Task:
+        """Reduce what all micro-batches added up over the whole sharding group."""
         self._syncs[unit] = self._driver.submit(
             Task(
                 "grad-sync",
                 unit.name,
                 (*unit.groups.grad_sync, *unit.groups.replica_sync),
-                steps,
+                lambda: unit.sync_grad_steps(self._scale),
                 ready=(self._driver.device.record_event(),),
-                after=(self._last_reduction.get(unit), *after),
+                after=(self._last_reduction.get(unit),),
             )
         )
         return self._syncs[unit]
+
+    def note_preview(self, unit: HZPUnit, preview: Task) -> None:
+        """`preview` reads the gradients of `unit` once they are complete."""
+        self._previews[unit] = preview
 
     # ---- the step
 
@@ -325,5 +310,5 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
             self._residency.restart()
         self._await_syncs()
         self._syncs.clear()
-        self._updated.clear()
+        self._previews.clear()
         self._last_reduction.clear()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_asynchzp.comm.collectives import run_steps
-from megatron_asynchzp.comm.driver import Driver
+from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.comm.order_check import OrderCheck
 from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.device import device_of
@@ -20,8 +20,9 @@ from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES, MemoryInFlight, memory_in_flight
 from megatron_asynchzp.sharding.pieces import grad_pieces
 from megatron_asynchzp.sharding.residency import Residency
+from megatron_asynchzp.zero.early_update import EarlyUpdate
 from megatron_asynchzp.zero.gathers import Gathers, ParamBudget
-from megatron_asynchzp.zero.reductions import Reductions, Update
+from megatron_asynchzp.zero.reductions import Reductions
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -95,7 +96,7 @@ class StepScheduler:
     step: how many have begun.
     is_last_micro_batch: whether the gradients of the one that runs are reduced over the whole
         sharding group, see `no_sync`.
-    update: see `update_in_backward`.
+    early: which units are sent before the update, None for none.
     """
 
     def __init__(
@@ -114,7 +115,8 @@ class StepScheduler:
         self.step = 0
         self._is_synced = False
         self.is_last_micro_batch = False
-        self.update: Update | None = None
+        self.early: EarlyUpdate | None = None
+        self.schedule = config
         self.memory = memory_in_flight_of(self.units, config)
         self.budgets = budgets or KeepBudgets.of(config, driver, self.units[0].device)
         self.gathers = Gathers(self.units, config, self.memory.params, driver, self.budgets.params)
@@ -157,27 +159,22 @@ class StepScheduler:
             return
         self.reductions.start_reduction(unit)
         if self.is_last_micro_batch:
-            self._start_grad_sync(unit)
+            self._send_early(unit, self._start_grad_sync(unit))
 
-    def _start_grad_sync(self, unit: HZPUnit) -> None:
-        if self.update is None:
-            self.reductions.start_sync(unit)
-        else:
-            readers = self.gathers.readers_of_shard(unit)
-            update = self.reductions.start_sync(unit, self.update, readers)
-            self.gathers.note_update(unit, update)
+    def _start_grad_sync(self, unit: HZPUnit) -> Task:
+        self.gathers.note_grads(unit)
+        return self.reductions.start_sync(unit)
+
+    def _send_early(self, unit: HZPUnit, grads: Task) -> None:
+        """[Note: early update] `grads` completes the gradient of `unit`, while backward goes on."""
+        early = self.early
+        if early is None or self.gathers.was_used_early or self.gathers.was_sent(unit):
+            return
+        if self.gathers.is_to_send(unit, early.may_send(unit), early.is_forced):
+            preview = self.gathers.preview(unit, grads, early.preview_of(unit))
+            self.reductions.note_preview(unit, preview)
 
     # ---- one step
-
-    def update_in_backward(self, update: Update) -> None:
-        """Call `update(unit)` as soon as a unit's main_grad fragments are complete.
-
-        It is to apply an optimizer to the unit's `owned_params`, and runs on a background thread
-        while backward goes on; a third of the parameter shards is rebuilt there too. For
-        optimizers that need no norm over all gradients, and steps that are never taken back. Call
-        `sync_grads` and `sync_params` as without it.
-        """
-        self.update = update
 
     def zero_grads(self) -> None:
         """Start a step, or start it again: nothing of the last one is in flight any more."""
@@ -209,14 +206,12 @@ class StepScheduler:
                 self.reductions.start_reduction(unit)
             if not self.reductions.is_syncing(unit):
                 self._start_grad_sync(unit)
-        if self.update is not None:
-            self.gathers.start_syncs()
         self.reductions.finish()
-        if self.update is None:
-            # The optimizer writes next what the syncs of the last step read, where this step did
-            # not use a unit, and what spare gathers read, where it had fewer micro-batches.
-            self.gathers.drop_spares()
-            self.gathers.join_syncs()
+        # Gradients are written next, and main parameters: by clipping and by the optimizer. What
+        # was sent early reads both, the syncs of the last step read the latter, where this step did
+        # not use a unit, and so do spare gathers, where it had fewer micro-batches.
+        self.gathers.drop_spares()
+        self.gathers.join_syncs()
         self._is_synced = True
         self._check_order()
 
@@ -230,19 +225,28 @@ class StepScheduler:
             self.driver.submitted.clear()
             return
         self._order_check.start()
-        # Where units are updated in backward the gradients are used already, and this comparison
-        # would queue behind the parameters of the next step; on a device the host would have to
-        # wait. Then the next comparison raises, or `settle`, before a checkpoint is written.
-        if self.update is None and not self.driver.device.runs_ahead:
+        # On a device the host would have to wait. Then the next comparison raises, or `settle`,
+        # before a checkpoint is written.
+        if not self.driver.device.runs_ahead:
             self._order_check.finish()
 
-    def sync_params(self) -> None:
+    @property
+    def has_sent_early(self) -> bool:
+        """Whether units of this step were sent before its update."""
+        return any(map(self.gathers.was_sent, self.units))
+
+    def skip_update(self) -> None:
+        """In place of the optimizer and of `sync_params`: this step has no update."""
+        self.gathers.take_back()
+
+    def sync_params(self, is_as_sent: bool = False) -> None:
         """After the optimizer: rebuild the parameter shards from main_param, in the background, and
-        gather the first units again. Where units are updated in backward, `sync_grads` has done it.
+        gather the first units again.
+
+        is_as_sent: the update has made what was sent early, which is not sent again then.
         """
         self.driver.timeline.end_computation()
-        if self.update is None:
-            self.gathers.start_syncs()
+        self.gathers.start_syncs(is_as_sent)
 
     # ---- between steps
 
@@ -251,6 +255,7 @@ class StepScheduler:
         self.driver.raise_failure()
         self.gathers.drop_spares()
         self.reductions.finish()
+        self.gathers.take_back()
         self.gathers.join_syncs()
         self._order_check.finish()
 

@@ -6,7 +6,7 @@ persistent buffers of their states.
 
 import enum
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -28,6 +28,7 @@ from megatron_asynchzp.comm.collectives import (
     run_steps,
 )
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.sharding.backward_room import OuterTraffic
 from megatron_asynchzp.sharding.buffer import FlatBuffer
 from megatron_asynchzp.sharding.in_flight import (
     UnitInFlight,
@@ -186,6 +187,14 @@ class HZPUnit:
     def gathered_nbytes(self) -> int:
         """Of its full parameters."""
         return self.layout.padded_numel * self.dtype.itemsize
+
+    @cached_property
+    def outer_traffic(self) -> OuterTraffic:
+        """Of a step, in bytes."""
+        topology = self.groups.topology
+        itemsizes = self.dtype.itemsize, self.groups.grad_dtype.itemsize
+        numel, ranks = self.layout.padded_numel, topology.world_size
+        return OuterTraffic.of(numel, *itemsizes, topology.sizes, ranks)
 
     @property
     def is_main_param_aliased(self) -> bool:
@@ -496,6 +505,21 @@ class HZPUnit:
         if not self.is_main_param_aliased:
             self.model_param.view(self.optim_range).copy_(self.main_param.storage)
         return (yield from self.complete_param_steps())
+
+    def preview_param_steps(self, update: Callable[[torch.Tensor], None]) -> Steps:
+        """Gather into the P shard what `update` makes of main_param, which stays as it is.
+
+        update: called with this rank's main parameters, 1-D fp32, or with a copy of them.
+        """
+        own = self.model_param.view(self.optim_range)
+        copy = self.main_param.storage.clone()
+        if not self.is_main_param_aliased:
+            update(copy)
+            own.copy_(copy)
+            return (yield from self.complete_param_steps())
+        update(own)
+        last = yield from self.complete_param_steps()
+        return and_then(last, lambda: own.copy_(copy))
 
     def complete_param_steps(self) -> Steps:
         """Gather the P shard from what the ranks hold of it in their O ranges."""

@@ -72,7 +72,9 @@ class PublishedPoint:
             ShardSizes(has["param"], has["grad"], has["optim"]),
             parallel,
             Batch(has["micro_batch"], has["seq_length"], count),
-            ScheduleConfig(prefetch_depth=depth) if depth else ScheduleConfig("inline"),
+            ScheduleConfig(
+                "auto" if depth else "inline", prefetch_depth=depth or 1, early_update="off"
+            ),
             Recompute(has.get("recompute", "none")),
             Wire(has.get("grad_itemsize", 4), sums_rounded=True, pieces=has.get("pieces", 1)),
             expert_sizes=ShardSizes(expert, expert, expert) if expert else None,

@@ -28,6 +28,7 @@ from scripts.report import (
 )
 from scripts.report.compare_rows import NO_NETWORK, Comparison, comparisons
 from scripts.report.compare_table import networks_table
+from scripts.report.early_table import early_table
 from scripts.report.loss_picture import RINGS
 from scripts.report.parity_table import parity_table, shrunk_table
 from scripts.report.plot_timeline import write_picture
@@ -217,6 +218,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peaks": lambda: peak_table.table(read_record("peaks").lines),
     "real size": lambda: peak_table.table(read_record("real_size").lines),
     "census": lambda: census_table.table(read_record("census").lines),
+    "early update": lambda: early_table(read_record("early_update").lines),
     "versions": lambda: versions_table.versions_table(read_record("versions").lines),
     "clusters": lambda: cluster_table.table(read_record("clusters").lines),
 }
@@ -261,6 +263,7 @@ PICTURES: dict[str, Picture] = {
     ),
     "schedules.png": Picture("schedules", lambda r, file: schedule_bars.draw(r.lines, file)),
     "timeline.png": Picture("timeline", _draw_timeline),
+    "early_update.png": Picture("early_timeline", _draw_timeline),
     "compare.png": Picture("compare", lambda r, file: compare_picture.draw(r.lines, file)),
     "compare_front.png": Picture("compare", lambda r, file: compare_front.draw(r.lines, file)),
     "compare_pipelines.png": Picture(

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parents[2] / "docs" / "results" / "records"
 # The records that documents have places for. A place of one that has not been made yet shows that.
 EXPECTED = {
     *("census", "checkpoints", "clusters", "compare", "compare unlimited", "host_cost"),
-    *("mutants", "parity"),
+    *("mutants", "parity", "early_update", "early_timeline"),
     *("pasa_accuracy", "pasa_training", "peaks", "pipeline", "planner_published", "quickstart"),
     *("planner_testbed", "device_schedules", "device_cost", "device_faults", "versions"),
     *("real_size", "schedules", "stock_noise", "timeline", "grad_wire"),

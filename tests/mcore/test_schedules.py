@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Asynchrony changes no bit of a Megatron run: losses, gradient norms and parameters of the three
-schedules are identical; and nothing grows."""
+schedules are identical, with units sent before the norm is known and without; and nothing grows."""
 
 import zlib
 from typing import Any
@@ -13,7 +13,14 @@ import torch
 from megatron_asynchzp.schedule import SCHEDULES
 from scripts.testbed.megatron_flags import FULL_RECOMPUTE
 from scripts.testbed.megatron_runs import run_pretrain
-from tests.mcore.test_parity import BF16, INTERLEAVED, PIPELINE, TWO_EXPERT_RANKS
+from tests.mcore.test_parity import (
+    BF16,
+    FP16_OVERFLOW,
+    INTERLEAVED,
+    PIPELINE,
+    TENSOR,
+    TWO_EXPERT_RANKS,
+)
 from tests.support.live_memory import live_nbytes
 from tests.support.parity import Sizes, Variant, size_flags
 from tests.support.world import on_ranks
@@ -32,8 +39,13 @@ ALL = [
     (Variant("pipeline, 3 micro-batches", PIPELINE, 3, 2), (2, 2, 2)),
     (Variant("interleaved pipeline, bf16", (*INTERLEAVED, *BF16), 4, 2), (2, 1, 2)),
     (Variant("experts on 2 ranks, 3 micro-batches", TWO_EXPERT_RANKS, 3), (2, 2, 4)),
+    (Variant("fp16 with overflow", FP16_OVERFLOW), (2, 2, 4)),
+    (Variant("tensor parallel", TENSOR, 2, 2), (1, 2, 2)),
+    (Variant("never clipped", ("--clip-grad", "1000")), (2, 2, 4)),
+    (Variant("always clipped, bf16", (*BF16, "--clip-grad", "0.01")), (1, 2, 4)),
+    (Variant("sgd", ("--optimizer", "sgd", "--lr", "0.1")), (2, 2, 4)),
 ]
-DEPTHS = {"inline": 1, "main-thread": 2, "threaded": 2}
+WAYS = {"inline": (1, "off"), "main-thread": (2, "on"), "threaded": (2, "on")}
 
 
 def checksum(chunks: list, optimizer: Any) -> int:
@@ -46,7 +58,9 @@ def checksum(chunks: list, optimizer: Any) -> int:
                 raw = state.storage.contiguous().view(torch.uint8).numpy()
                 total = zlib.crc32(raw.tobytes(), total)
     for state in optimizer.state.values():
-        total = zlib.crc32(state["exp_avg"].numpy().tobytes(), total)
+        for moment in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+            if moment in state:
+                total = zlib.crc32(state[moment].numpy().tobytes(), total)
     return total
 
 
@@ -56,7 +70,9 @@ def run_schedules(cases: list[tuple[Variant, Sizes]], iterations: int) -> list[t
     for variant, sizes in cases:
         argv = [*variant.argv(iterations), *size_flags(sizes)]
         for kind in SCHEDULES:
-            flags = ["--asynchzp-schedule", kind, "--asynchzp-prefetch-depth", str(DEPTHS[kind])]
+            depth, early = WAYS[kind]
+            flags = ["--asynchzp-schedule", kind, "--asynchzp-prefetch-depth", str(depth)]
+            flags += ["--asynchzp-early-update", early]
             run = run_pretrain([*argv, *flags], inspect=checksum)
             numbers = (run.losses, run.grad_norms, [s.num_zeros for s in run.steps], run.inspected)
             output.append((variant.name, kind, numbers))

@@ -18,8 +18,8 @@ from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.device import device_of
 from megatron_asynchzp.sharding.topology import ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.early_update import EarlyUpdate
 from megatron_asynchzp.zero.step import KeepBudgets
-from megatron_asynchzp.zero.unit import HZPUnit
 from tests.device.programs import CLIP, Seen, device_of_rank, new_adamw, steps_of
 from tests.support.engine import shard_model
 from tests.support.toy_models import Block, ToyLM, toy_batch, toy_loss
@@ -184,7 +184,7 @@ def _library(
 
 
 def _engine(
-    name: str, sizes: tuple[int, int, int], wire: torch.dtype, updates_in_backward: bool
+    name: str, sizes: tuple[int, int, int], wire: torch.dtype, sends_early: bool
 ) -> Program:
     """The engine below the library, as Megatron's plugin uses it, with parameters in bf16."""
 
@@ -192,25 +192,21 @@ def _engine(
         model = _new_model().to(torch.bfloat16)
         runtime = shard_model(model, sizes, groups=_groups_of(sizes, wire))
         owned = {unit: unit.owned_params() for unit in runtime.units}
-        optimizers = {unit: new_adamw(params) for unit, params in owned.items() if params}
-
-        def update(unit: HZPUnit) -> None:
-            if unit in optimizers:
-                optimizers[unit].step()
+        optimizer = new_adamw([param for params in owned.values() for param in params])
+        early = EarlyUpdate(optimizer, owned, is_forced=True)
+        if sends_early:
+            runtime.early = early
 
         def mark(is_last: bool) -> None:
             runtime.is_last_micro_batch = is_last
 
         def end() -> torch.Tensor:
             runtime.sync_grads()
-            if not updates_in_backward:
-                for unit in runtime.units:
-                    update(unit)
-            runtime.sync_params()
+            is_as_sent = early.decide(is_factor_1=runtime.step % 2 == 1)
+            optimizer.step()
+            runtime.sync_params(is_as_sent)
             return _norm_of(param.detach() for params in owned.values() for param in params)
 
-        if updates_in_backward:
-            runtime.update_in_backward(update)
         try:
             return steps_of(model, 2, runtime.zero_grads, mark, end)
         finally:
@@ -317,7 +313,7 @@ PROGRAMS = (
     _engine("gradients travel in bf16", (2, 2, 2), torch.bfloat16, False),
     _engine("gradients travel in bf16", (1, 1, 2), torch.bfloat16, False),
     _engine("replicas, gradients travel in bf16", (1, 1, 1), torch.bfloat16, False),
-    _engine("updates within backward", (1, 2, 2), torch.float32, True),
-    _engine("updates within backward", (1, 1, 2), torch.float32, True),
-    _engine("replicas, updates within backward", (1, 1, 1), torch.float32, True),
+    _engine("sent before the update", (1, 2, 2), torch.float32, True),
+    _engine("sent before the update", (1, 1, 2), torch.float32, True),
+    _engine("replicas, sent before the update", (1, 1, 1), torch.float32, True),
 )

@@ -32,9 +32,11 @@ from megatron_asynchzp.planner.traffic import (
     REDUCE_SCATTER,
     Collective,
     Group,
+    Wire,
     unit_collectives,
 )
 from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.sharding.backward_room import OuterTraffic
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES, UnitInFlight
 from megatron_asynchzp.sharding.layout import PARAM_ALIGNMENT_NUMEL, round_up
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
@@ -74,13 +76,22 @@ def random_program(seed: int) -> Program:
         checks_order=False,
         keep_params_nbytes=budgets[0],
         keep_grads_nbytes=budgets[1],
+        early_update=chance.choice(("off", "auto", "on")),
     )
-    return Program(units, (step,) * NUM_STEPS, config, sizes, dtype=torch.bfloat16)
+    early = {"off": None, "auto": False, "on": True}[config.early_update]
+    wire = chance.choice((torch.float32, torch.bfloat16))
+    steps = (step,) * NUM_STEPS
+    return Program(units, steps, config, sizes, 0, torch.bfloat16, early, wire=wire)
+
+
+def group_of(program: Program) -> Group:
+    wire = Wire(program.wire.itemsize)
+    return Group(WORLD_SIZE, ShardSizes(*program.sizes), wire=wire)
 
 
 def padded(shape: UnitShape, program: Program) -> int:
     """Elements of a unit's flat buffer: its weight is followed by the gap up to its bias."""
-    group = Group(WORLD_SIZE, ShardSizes(*program.sizes))
+    group = group_of(program)
     return group.padded(round_up(shape.numel - 3, PARAM_ALIGNMENT_NUMEL) + 3)
 
 
@@ -89,7 +100,8 @@ def in_flight(index: int, shape: UnitShape, program: Program) -> UnitInFlight:
     topology = ShardTopology(WORLD_SIZE, 0, sizes)
     nbytes = program.config.grad_slot_nbytes
     numel = padded(shape, program)
-    return UnitInFlight.of(f"u{index}", numel, 2, shape.is_trained, topology, nbytes)
+    wire_nbytes = program.wire.itemsize
+    return UnitInFlight.of(f"u{index}", numel, 2, shape.is_trained, topology, nbytes, wire_nbytes)
 
 
 def order_of(program: Program) -> StepOrder:
@@ -104,6 +116,9 @@ def order_of(program: Program) -> StepOrder:
             shape.is_trained,
             reduces_at_end=i == step.root,
             sum_nbytes=FP32_NBYTES * padded(shape, program),
+            traffic=OuterTraffic.of(
+                padded(shape, program), 2, program.wire.itemsize, ShardSizes(*program.sizes), 8
+            ),
         )
         for i, shape in enumerate(program.units)
     ]
@@ -126,6 +141,7 @@ class Noting(CountingDevice):
     def __init__(self):
         super().__init__()
         self.before: list[tuple[int, str, Counter[int]]] = []
+        self.updates: list[int] = []  # how many of them came before each update
         self._num_expected: Counter[int] = Counter()
         self._of_lanes: dict[int, Counter[int]] = {}  # what the latest of each kind waited for
 
@@ -181,6 +197,10 @@ class NotingScheduler(StepScheduler):
         use, device = self.gathers.use, self.driver.device
         self.gathers.use = lambda unit: (use(unit), device.compute(unit.name))
 
+    def sync_params(self, is_as_sent=False) -> None:
+        self.driver.device.updates.append(len(self.driver.device.before))
+        super().sync_params(is_as_sent)
+
 
 @cache
 def executed(seed: int) -> tuple[Program, Execution]:
@@ -190,11 +210,9 @@ def executed(seed: int) -> tuple[Program, Execution]:
 
 def engine_waits(done: Execution) -> list[tuple[int, str, Counter[int]]]:
     """As Noting.before; of the last step, of which alone it counts."""
-    before = done.device.before
-    ends = [i for i, (kind, *_) in enumerate(before) if kind == GRAD_SYNC]
-    begin = ends[-len(ends) // NUM_STEPS - 1] + 1
+    before, (*_, begin, end) = done.device.before, done.device.updates
     earlier = Counter(kind for kind, *_ in before[:begin])
-    return [(kind, unit, count - earlier) for kind, unit, count in before[begin : ends[-1] + 1]]
+    return [(kind, unit, count - earlier) for kind, unit, count in before[begin:end]]
 
 
 def planned(program: Program) -> list[tuple[int, str]]:
@@ -304,7 +322,7 @@ def as_recorded(kind: int, numel: int, group: Group) -> list[tuple[str, int, int
 def test_every_collective_has_the_ranks_and_the_elements_that_the_engines_has(part):
     for seed in range(part, NUM_PROGRAMS, 4):
         program, done = executed(seed)
-        group = Group(WORLD_SIZE, ShardSizes(*program.sizes))
+        group = group_of(program)
         expected: Counter = Counter()
         for lane, unit in done.submitted:
             numel = padded(program.units[int(unit[1:])], program)

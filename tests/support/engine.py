@@ -20,6 +20,7 @@ from megatron_asynchzp.sharding.in_flight import UnitInFlight, least_in_flight, 
 from megatron_asynchzp.sharding.layout import FlatLayout
 from megatron_asynchzp.sharding.topology import Range, ShardSizes, ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.early_update import EarlyUpdate
 from megatron_asynchzp.zero.plan import UnitPlan, plan_units
 from megatron_asynchzp.zero.step import KeepBudgets
 from megatron_asynchzp.zero.unit import HZPUnit
@@ -129,32 +130,25 @@ class EngineTrainer:
         trains_all: bool = True,
         schedule: ScheduleConfig = ScheduleConfig(),
         driver: Driver | None = None,
-        updates_in_backward: bool = False,
+        sends_early: bool | None = None,
         memory: float = 1.0,
         fuses_grads: bool = False,
         budgets: KeepBudgets | None = None,
         groups: ShardGroups | None = None,
     ):
+        """sends_early: units before the update, all of them or as many as there is room for."""
         self.model = model
         self.runtime = shard_model(
             model, sizes, schedule, driver, memory, fuses_grads, budgets, groups
         )
         self._topology = self.runtime.units[0].groups.topology
         assert not trains_all or all(unit.is_trained for unit in self.runtime.units)
-        self._optimizers = {
-            unit: self._new_optimizer(unit) for unit in self.runtime.units if unit.is_trained
-        }
-        self._updates_in_backward = updates_in_backward
-        if updates_in_backward:
-            self.runtime.update_in_backward(self._update)
-
-    def _new_optimizer(self, unit: HZPUnit) -> torch.optim.Optimizer | None:
-        owned = unit.owned_params()
-        return torch.optim.AdamW(owned, lr=1e-2, weight_decay=0.1) if owned else None
-
-    def _update(self, unit: HZPUnit) -> None:
-        if (optimizer := self._optimizers[unit]) is not None:
-            optimizer.step()
+        owned = {unit: unit.owned_params() for unit in self.runtime.units if unit.is_trained}
+        params = [param for params in owned.values() for param in params]
+        nothing = [nn.Parameter(torch.zeros(0))]
+        self.optimizer = torch.optim.AdamW(params or nothing, lr=1e-2, weight_decay=0.1)
+        if sends_early is not None:
+            self.runtime.early = EarlyUpdate(self.optimizer, owned, is_forced=sends_early)
 
     def step(self, step: int, micro_batches: int) -> float:
         total = self.local_step(step, micro_batches)
@@ -163,22 +157,31 @@ class EngineTrainer:
 
     def local_step(self, step: int, micro_batches: int) -> torch.Tensor:
         """A step in which only the engine communicates; the loss is that of this rank."""
-        self.runtime.zero_grads()
-        total = torch.zeros(())
-        with self.runtime.no_sync():
-            for index in range(micro_batches - 1):
-                total += self._forward_backward(step, index, micro_batches)
-        total += self._forward_backward(step, micro_batches - 1, micro_batches)
+        total = self.backward(step, micro_batches)
         self.runtime.sync_grads()
         self.update()
         return total
 
-    def update(self) -> None:
-        """What comes after the gradients are complete."""
-        if not self._updates_in_backward:
-            for unit in self._optimizers:
-                self._update(unit)
-        self.runtime.sync_params()
+    def backward(self, step: int, micro_batches: int, begins: bool = True) -> torch.Tensor:
+        """Forward and backward of a step, or of one that goes on; the loss of this rank."""
+        if begins:
+            self.runtime.zero_grads()
+        total = torch.zeros(())
+        with self.runtime.no_sync():
+            for index in range(micro_batches - 1):
+                total += self._forward_backward(step, index, micro_batches)
+        return total + self._forward_backward(step, micro_batches - 1, micro_batches)
+
+    def update(self, factor: float = 1.0) -> None:
+        """What comes after the gradients are complete. factor: of the gradients, as in clipping."""
+        early = self.runtime.early
+        is_as_sent = early is not None and early.decide(factor == 1.0)
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if factor != 1.0 and param.grad is not None:
+                    param.grad.mul_(factor)
+        self.optimizer.step()
+        self.runtime.sync_params(is_as_sent)
 
     def _forward_backward(self, step: int, index: int, micro_batches: int) -> torch.Tensor:
         vocab = self.model.embedding.num_embeddings

@@ -20,9 +20,10 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-PLACES = ("start", "load", "forward", "gather", "reduce", "write", "manifest", "tracker")
+PLACES = ("start", "load", "forward", "gather", "reduce", "preview", "write", "manifest", "tracker")
 """Before anything; before the states are filled in; before a module computes; with a collective
-issued and not completed (parameters, gradients); in a data file; before the manifest; after it."""
+issued and not completed (parameters, gradients, parameters before their update); in a data file;
+before the manifest; after it."""
 
 _RANK, _RESTART = os.environ["RANK"], int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 _PID = os.getpid()
@@ -149,8 +150,9 @@ def prepare() -> None:
     from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
     from megatron_asynchzp.zero.unit import HZPUnit
 
-    for place in ("gather", "reduce"):
-        _amid(HZPUnit, f"{place}_steps", place)
+    steps = {"gather": "gather_steps", "reduce": "reduce_steps", "preview": "preview_param_steps"}
+    for place, name in steps.items():
+        _amid(HZPUnit, name, place)
     _before(ChunkCheckpoint, "load_state_dict", "load")
     _before(filesystem_async, "_write_item", "write")
     _noting_saves(guard)

@@ -17,6 +17,7 @@ from megatron_asynchzp.comm.thread_driver import ThreadDriver
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.schedule import AUTO, ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.zero.early_update import EarlyUpdate
 from megatron_asynchzp.zero.step import StepScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.engine import on_submit, with_memory
@@ -40,7 +41,8 @@ class Step:
     skipped: units that it does not use; warm_up: forwards ahead of the first backward, as in a
     pipeline; recomputes: backward begins with a second forward; root: this unit stays gathered
     around all others; evaluates: a forward without backward comes first; is_begun_again: it is
-    given up in the middle of backward and begins from the start; is_applied: the optimizer runs.
+    given up in the middle of backward and begins from the start; is_applied: the optimizer runs;
+    is_clipped: on other gradients than those that were complete in backward.
     """
 
     micro_batches: int = 1
@@ -51,6 +53,7 @@ class Step:
     evaluates: bool = False
     is_begun_again: bool = False
     is_applied: bool = True
+    is_clipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Program:
     """Units sharded by `sizes` over 8 ranks, as `rank` sees them, through `steps`.
 
     memory: in flight, from 0 (what one layer needs) to 1 (the default); wire: in which gradients
-    travel.
+    travel; sends_early: see EngineTrainer.
     """
 
     units: tuple[UnitShape, ...]
@@ -67,7 +70,7 @@ class Program:
     sizes: tuple[int, int, int] = (2, 4, 8)
     rank: int = 0
     dtype: torch.dtype = torch.bfloat16
-    updates_in_backward: bool = False
+    sends_early: bool | None = None
     memory: float = 1.0
     wire: torch.dtype = torch.float32
 
@@ -167,8 +170,9 @@ def execute(
             scheduler = scheduler_class(units, config, driver, 0.5)
             done = Execution(device, scheduler)
             _note_tasks(driver, done)
-            if program.updates_in_backward:
-                scheduler.update_in_backward(update)
+            if program.sends_early is not None:
+                owned = {unit: unit.owned_params() for unit in units if unit.is_trained}
+                scheduler.early = EarlyUpdate(new_optimizer(owned), owned, program.sends_early)
             _label_places(done)
             for unit in units:
                 _label(device, unit)
@@ -178,6 +182,13 @@ def execute(
         finally:
             driver.close()
     return done
+
+
+def new_optimizer(owned: dict[HZPUnit, list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    """Which does the same."""
+    params = [param for params in owned.values() for param in params]
+    params = params or [torch.nn.Parameter(torch.zeros(1))]
+    return torch.optim.SGD(params, lr=0.1, foreach=False)
 
 
 def update(unit: HZPUnit) -> None:
@@ -207,9 +218,11 @@ class Runner:
         self.scheduler.zero_grads()
         self._micro_batches()
         self.scheduler.sync_grads()
-        if self.step.is_applied or self.scheduler.update is not None:
+        if self.step.is_applied:
+            early = self.scheduler.early
+            is_as_sent = early is not None and early.decide(not self.step.is_clipped)
             self._optimizer_step()
-            self.scheduler.sync_params()
+            self.scheduler.sync_params(is_as_sent)
 
     def _micro_batches(self) -> None:
         total = self.step.micro_batches
@@ -262,7 +275,6 @@ class Runner:
             self.scheduler.reductions.take(unit, (index,))
 
     def _optimizer_step(self) -> None:
-        if self.scheduler.update is None:
-            for unit in self.scheduler.units:
-                if unit.is_trained:
-                    update(unit)
+        for unit in self.scheduler.units:
+            if unit.is_trained:
+                update(unit)

@@ -52,6 +52,7 @@ def programs(draw, kinds=("main-thread",)) -> Program:
         evaluates=st.booleans(),
         is_begun_again=st.booleans(),
         is_applied=st.sampled_from((True, True, False)),
+        is_clipped=st.booleans(),
     )
     config = st.builds(
         ScheduleConfig,
@@ -66,7 +67,7 @@ def programs(draw, kinds=("main-thread",)) -> Program:
         draw(st.sampled_from(nested_sizes(WORLD_SIZE))),
         draw(st.integers(0, WORLD_SIZE - 1)),
         draw(st.sampled_from((torch.bfloat16, torch.float32))),
-        draw(st.booleans()),
+        draw(st.sampled_from((None, False, True))),
         draw(st.sampled_from((0.0, 0.3, 1.0))),
         draw(st.sampled_from((torch.float32, torch.bfloat16))),
     )
@@ -99,9 +100,8 @@ TWO_REDUCTIONS_IN_FLIGHT = Program(
     (1, 2, 2),
     memory=0.0,
 )
-UPDATED_EARLY = [
-    replace(program, updates_in_backward=True)
-    for program in (A_UNIT_IS_SKIPPED, MICRO_BATCHES_VARY)
+SENT_EARLY = [
+    replace(program, sends_early=True) for program in (A_UNIT_IS_SKIPPED, MICRO_BATCHES_VARY)
 ]
 
 
@@ -109,8 +109,8 @@ UPDATED_EARLY = [
 def test_every_two_conflicting_accesses_of_streams_are_ordered(num_programs):
     @settings(DRAWN, max_examples=num_programs)
     @given(programs())
-    @example(UPDATED_EARLY[0])
-    @example(UPDATED_EARLY[1])
+    @example(SENT_EARLY[0])
+    @example(SENT_EARLY[1])
     @example(MEMORY_GROWS)
     @example(A_UNIT_IS_SKIPPED)
     @example(MICRO_BATCHES_VARY)

@@ -12,10 +12,19 @@ import torch
 
 from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.sharding.backward_room import preview_nbytes
 from megatron_asynchzp.zero.step import StepScheduler
 from tests.support.live_memory import counted_allocations
-from tests.support.recording_device import RecordingDevice
-from tests.support.scheduler_program import Runner, Step, UnitShape, new_unit, recorded_groups
+from tests.support.recording_device import RecordingDevice, RecordingHost
+from tests.support.scheduler_program import (
+    Program,
+    Runner,
+    Step,
+    UnitShape,
+    execute,
+    new_unit,
+    recorded_groups,
+)
 
 LAYER, SMALL = 2**16, 2**13
 # An embedding and an output layer of 4 layers each; experts of 10 times the rest of a layer; slots
@@ -56,3 +65,27 @@ def test_the_allocator_counts_what_the_formula_says_which_is_a_fraction_of_memor
     assert allocated == memory.params + memory.grads
     assert allocated <= share * nbytes_for_each_size(numels)
     assert allocated < peak <= (allocated + memory.own_grads) * 1.01
+
+
+@pytest.mark.parametrize("kind", ["main-thread", "threaded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_sent_before_the_update_takes_the_copies_of_one_unit_at_a_time(dtype, kind):
+    """Where gradients are reduced in place, so that nothing else comes and goes in backward."""
+    numel, peaks = 2**16, list[int]()
+    for sends_early in (False, True):
+        program = Program(
+            (UnitShape(numel),) * 6,
+            (Step(), Step()),
+            ScheduleConfig(kind, checks_order=False),
+            (1, 1, 8),
+            dtype=dtype,
+            sends_early=sends_early or None,
+        )
+        with counted_allocations() as count:
+            before = count.live_nbytes
+            count.reset_peak()
+            done = execute(program, new_device=RecordingHost)
+            peaks.append(count.peak_nbytes - before)
+    unit = done.scheduler.units[0]
+    # SGD without momentum has no states to copy.
+    assert peaks[1] - peaks[0] <= preview_nbytes(unit.optim_range.numel, 0) * 1.01

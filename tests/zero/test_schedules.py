@@ -23,7 +23,8 @@ TIED, BF16, RECOMPUTED = MODELS = [
 ]
 
 
-# Every schedule, prefetch depth and place of the update; the fast test runs each pair of them.
+# Every schedule, prefetch depth, and whether units are sent before the update; the fast test runs
+# each pair of them.
 WAYS = list(product(SCHEDULES, (1, 3), (False, True)))
 FAST_WAYS = [
     ("inline", 1, False),
@@ -36,20 +37,20 @@ FAST_WAYS = [
 
 
 def compare_schedules(cases: Iterable[tuple], steps: int, ways: list[tuple] = WAYS) -> None:
-    """cases: sizes and model; ways: schedule, depth, whether units are updated in backward."""
+    """cases: sizes and model; ways: schedule, depth, whether units are sent before the update."""
     for sizes, (dtype, kwargs) in cases:
         seen = {}
-        for kind, depth, in_backward in ways:
+        for kind, depth, sends_early in ways:
             trainer = EngineTrainer(
                 build_toy(dtype, depth=5, **kwargs),
                 sizes,
                 schedule=ScheduleConfig(kind, depth, grad_slot_nbytes=2048 << 4 * (depth % 2)),
-                updates_in_backward=in_backward,
+                sends_early=sends_early or None,
             )
             losses = [trainer.step(step, 1 + 2 * (step % 2)) for step in range(steps)]
             params = trainer.full_params()
             trainer.runtime.detach()
-            seen[kind, depth, in_backward] = losses, params
+            seen[kind, depth, sends_early] = losses, params
         first_losses, first_params = seen["inline", 1, False]
         for name, (losses, params) in seen.items():
             assert losses == first_losses, (sizes, name)
@@ -96,7 +97,7 @@ def test_the_three_schedules_are_bitwise_equal_for_every_model_on_4_ranks(sizes)
 
 def submissions_of_a_step(
     sizes: tuple,
-    updates_in_backward: bool = False,
+    sends_early: bool = False,
     dtype: torch.dtype = torch.float32,
     settles: bool = True,
 ) -> tuple[list[str], list[str], dict[str, int]]:
@@ -104,7 +105,7 @@ def submissions_of_a_step(
     `use UNIT` wherever a unit is used; and the size of each unit. settles: nothing is left to the
     step that follows."""
     model = build_toy(dtype, depth=5)
-    trainer = EngineTrainer(model, sizes, updates_in_backward=updates_in_backward)
+    trainer = EngineTrainer(model, sizes, sends_early=False if sends_early else None)
     runtime, events = trainer.runtime, []
     use = runtime.gathers.use
 
@@ -127,14 +128,14 @@ def submissions_of_a_step(
 
 
 SIZES = [(1, 1, 4), (1, 2, 4), (2, 2, 4), (2, 4, 4)]
-IN_BACKWARD, IN_BACKWARD_BF16 = ((2, 2, 4), True), ((2, 2, 4), True, torch.bfloat16)
+EARLY, EARLY_BF16 = ((2, 2, 4), True), ((2, 2, 4), True, torch.bfloat16)
 ONE_AFTER_ANOTHER = [
     (sizes, False, torch.float32, False) for sizes in ((1, 2, 4), (2, 2, 4), (1, 1, 4))
 ]
 
 
 def all_submissions() -> dict[tuple, tuple]:
-    cases = [*((sizes,) for sizes in SIZES), IN_BACKWARD, IN_BACKWARD_BF16, *ONE_AFTER_ANOTHER]
+    cases = [*((sizes,) for sizes in SIZES), EARLY, EARLY_BF16, *ONE_AFTER_ANOTHER]
     return {case: submissions_of_a_step(*case) for case in cases}
 
 
@@ -190,11 +191,9 @@ def test_a_unit_stays_gathered_until_something_else_has_to_be_gathered_first(sub
         assert "gather blocks.4" not in turn[: turn.index("use blocks.3")]
 
 
-def test_where_units_are_updated_in_backward_a_third_of_the_shards_is_rebuilt_there_evenly(
-    submitted,
-):
+def test_a_third_of_the_shards_is_sent_before_the_update_evenly_over_backward(submitted):
     """As forward has two thirds of the time for them, and then meets them at an even pace."""
-    for used, events, numels in submitted(*IN_BACKWARD):
+    for used, events, numels in submitted(*EARLY):
         in_backward, updated, rebuilt = [], 0, 0
         moves = [event.split() for event in events if event.split()[0].endswith("-sync")]
         last_update = max(i for i, (lane, _) in enumerate(moves) if lane == "grad-sync")
@@ -212,9 +211,11 @@ def test_where_units_are_updated_in_backward_a_third_of_the_shards_is_rebuilt_th
         ]
 
 
-def test_no_shard_is_rebuilt_in_backward_where_gradients_are_twice_as_long_as_parameters(submitted):
+def test_no_shard_is_sent_before_the_update_where_gradients_are_twice_as_long_as_parameters(
+    submitted,
+):
     """In bf16 the gradients alone take two thirds of the traffic, as backward of the time."""
-    for used, events, _ in submitted(*IN_BACKWARD_BF16):
+    for used, events, _ in submitted(*EARLY_BF16):
         moves = [event.split() for event in events if event.split()[0].endswith("-sync")]
         lanes = [lane for lane, _ in moves]
         assert lanes == sorted(lanes) and [unit for lane, unit in moves[-len(used) :]] == used
@@ -223,7 +224,7 @@ def test_no_shard_is_rebuilt_in_backward_where_gradients_are_twice_as_long_as_pa
 def train_with_late_comparisons(kind: str) -> list[float]:
     """The first rank comes late to every comparison of orders, while the others go on."""
     schedule = ScheduleConfig(kind)
-    trainer = EngineTrainer(build_toy(), (1, 2, 2), schedule=schedule, updates_in_backward=True)
+    trainer = EngineTrainer(build_toy(), (1, 2, 2), schedule=schedule, sends_early=True)
 
     def delay_order(task: Task) -> None:
         start = task.start
@@ -243,6 +244,6 @@ def train_with_late_comparisons(kind: str) -> list[float]:
 
 
 def test_a_comparison_that_is_late_never_meets_a_reduction_of_the_next_step():
-    """They share communicators, and an update in backward does not wait for the comparison."""
+    """They share communicators, and what is sent before the update does not wait for it."""
     losses = {kind: run_ranks(train_with_late_comparisons, 2, kind) for kind in SCHEDULES}
     assert losses["threaded"] == losses["main-thread"] == losses["inline"]

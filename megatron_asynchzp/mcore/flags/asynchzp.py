@@ -11,11 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.schedule import AUTO, DEFAULT_GRAD_SLOT_NBYTES, SCHEDULES, ScheduleConfig
+from megatron_asynchzp.schedule import (
+    AUTO,
+    DEFAULT_GRAD_SLOT_NBYTES,
+    EARLY_UPDATES,
+    SCHEDULES,
+    ScheduleConfig,
+)
 
 if TYPE_CHECKING:
     import torch
 
+EARLY_UPDATE_FLAG = "--asynchzp-early-update"
 _MIB = 2**20
 
 # Late enough for the order of units to be known and for allocations to be over.
@@ -98,6 +105,15 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
             f"micro-batch to a later one, with pipelines and gradient accumulation.{rest} "
             "Default: 0.",
         )
+    group.add_argument(
+        EARLY_UPDATE_FLAG,
+        choices=EARLY_UPDATES,
+        default=AUTO,
+        help="Send updated parameters while backward goes on, before the norm of the gradients is "
+        "known; a step that is clipped or skipped sends them again. The results are the same. "
+        "auto: as many as backward has room for, while steps are not clipped; on: all; off: none. "
+        "Default: auto.",
+    )
     group.add_argument(
         "--no-asynchzp-check-order",
         action="store_false",
@@ -220,6 +236,7 @@ def resolve_schedule(args: Namespace) -> ScheduleConfig:
         chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
         budget = _nbytes("--asynchzp-memory-in-flight-gb", budget, 2**30) // chunks
     kept = {what: _kept_nbytes(what, getattr(args, f"asynchzp_keep_{what}_gb")) for what in _KEPT}
+    early_update = _early_update(args)
     try:
         return ScheduleConfig(
             args.asynchzp_schedule,
@@ -232,11 +249,33 @@ def resolve_schedule(args: Namespace) -> ScheduleConfig:
             keep_params_nbytes=kept["params"],
             keep_grads_nbytes=kept["grads"],
             keeps_params_in_free_memory=args.asynchzp_keep_params_gb == AUTO,
+            early_update=early_update,
         )
     except ValueError as error:
         raise ConfigurationError(
             f"--asynchzp-prefetch-depth {args.asynchzp_prefetch_depth}: {error}"
         ) from error
+
+
+def _early_update(args: Namespace) -> str:
+    """--asynchzp-early-update, or off where Megatron changes all gradients after backward. Raises
+    ConfigurationError for on there."""
+    # Before Megatron is imported `args` has our flags alone.
+    given = vars(args)
+    optimizer = given.get("optimizer", "adam")
+    asked, reason = args.asynchzp_early_update, None
+    if given.get("calculate_per_token_loss"):
+        reason = "--calculate-per-token-loss scales the gradients when backward is over"
+    elif given.get("sequence_parallel") and args.tensor_model_parallel_size > 1:
+        reason = (
+            "with --sequence-parallel the gradients of every layer's norms are summed over the "
+            "tensor-parallel ranks when backward is over"
+        )
+    elif "muon" in optimizer:
+        reason = f"--optimizer {optimizer} needs whole matrices"
+    if reason is not None and asked == "on":
+        raise ConfigurationError(f"{EARLY_UPDATE_FLAG} on: {reason}; leave the flag out")
+    return asked if reason is None else "off"
 
 
 def _nbytes(flag: str, value: float, unit: int) -> int:

@@ -20,6 +20,7 @@ from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharded_model import new_runtime
 from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.early_update import EarlyUpdate
 from scripts.testbed.contenders.adam import new_adamw
 from scripts.testbed.contenders.delayed_model import DelayedModel, ModelSize, batch_of
 from scripts.testbed.contenders.fsdp2 import SHARDINGS, Sharding, shard_fully
@@ -31,14 +32,15 @@ class System:
 
     trains: whether its losses must be those of the others.
     halves: each Linear is a unit, with the norm before it, not each block.
-    updates_in_backward: a unit is updated as soon as its gradient is complete, while backward goes
-    on; otherwise after backward, as Megatron does, which clips by the norm of all gradients.
+    is_early: updated parameters are sent while backward goes on. The engine clips by the norm of
+    all gradients all the same; the baseline updates each unit for good and cannot.
     volume(n, r, blocks): bytes that leave a node in one step, in units of the fp32 parameters.
     """
 
     trains = True
     halves = False
-    updates_in_backward = False
+    is_early = False
+    max_norm = 1e6  # of gradients, which no step reaches
 
     def __init__(self, size: ModelSize, mesh: DeviceMesh):
         self.size, self.mesh = size, mesh
@@ -180,7 +182,7 @@ class Baseline(System):
             for block in self.model.blocks
             for unit in ([(block.norm, block.up), (block.down,)] if self.halves else [(block,)])
         ]
-        self.baseline = HierarchicalBaseline(units, self.mesh, self.updates_in_backward)
+        self.baseline = HierarchicalBaseline(units, self.mesh, self.is_early)
         self.drain = self.baseline.drain
 
     def update(self) -> None:
@@ -189,9 +191,10 @@ class Baseline(System):
 
 class Engine(System):
     """Our engine: parameters and gradients over a node's ranks, optimizer state over all. kind: of
-    its schedule; timed_every: on a device one step in so many is timed."""
+    its schedule; timed_every: on a device one step in so many is timed; is_forced: where it is
+    early, every unit is sent early, whatever became of the steps before."""
 
-    kind, timed_every = "threaded", 10
+    kind, timed_every, is_forced = "threaded", 10, False
     volume = staticmethod(hierarchical_volume)
 
     def build(self) -> None:
@@ -199,9 +202,10 @@ class Engine(System):
         units = blocks + [block.down for block in blocks if self.halves]
         schedule = ScheduleConfig(self.kind, timed_every=self.timed_every)
         self.runtime = self.new_runtime(units, schedule)
-        self.optimizers = {unit: new_adamw(unit.owned_params()) for unit in self.runtime.units}
-        if self.updates_in_backward:
-            self.runtime.update_in_backward(lambda unit: self.optimizers[unit].step())
+        owned = {unit: unit.owned_params() for unit in self.runtime.units}
+        self.optimizer = new_adamw([param for params in owned.values() for param in params])
+        if self.is_early:
+            self.runtime.early = EarlyUpdate(self.optimizer, owned, self.is_forced)
         self.drain = self.runtime.settle
         self.close = self.runtime.close
 
@@ -220,10 +224,22 @@ class Engine(System):
 
     def update(self) -> None:
         self.runtime.sync_grads()
-        if not self.updates_in_backward:
-            for optimizer in self.optimizers.values():
-                optimizer.step()
-        self.runtime.sync_params()
+        early, is_as_sent = self.runtime.early, False
+        if early is not None:
+            is_as_sent = early.decide(self._clip() == 1.0)
+        self.optimizer.step()
+        self.runtime.sync_params(is_as_sent)
+
+    def _clip(self) -> float:
+        """Clip the gradients by their global norm, as Megatron does; the factor."""
+        grads = [param.grad for param in self.optimizer.param_groups[0]["params"]]
+        squares = torch.stack([grad.square().sum() for grad in grads]).sum()
+        dist.all_reduce(squares)  # pyright: ignore[reportUnknownMemberType]
+        factor = min(1.0, self.max_norm / (squares.sqrt().item() + 1e-6))
+        if factor < 1.0:
+            for grad in grads:
+                grad.mul_(factor)
+        return factor
 
 
 class _Mean(torch.autograd.Function):
@@ -299,21 +315,25 @@ class MegatronFSDP2(WithOptimizer):
 class CommunicationOnly(Engine):
     """Our engine at its fastest around blocks that take no time, on one row."""
 
-    trains, halves, updates_in_backward = False, True, True
+    trains, halves, is_early = False, True, True
 
     def __init__(self, size: ModelSize, mesh: DeviceMesh):
         super().__init__(replace(size, block_ms=0.0, rows=1), mesh)
 
 
+class ClippedAfterSending(Engine):
+    """Every step is clipped after its units were sent."""
+
+    trains, halves, is_early, is_forced, max_norm = False, True, True, True, 1e-4
+
+
 def _variants(name: str, system: type[System], **attributes: Any) -> dict[str, type[System]]:
-    """`system` with these attributes, with units of whole and of half blocks; updated after
-    backward, as Megatron does, and, where the system can, within it."""
+    """`system` with these attributes, with units of whole and of half blocks; their parameters sent
+    after the update and, where the system can, before."""
     updates = (False, True) if issubclass(system, Engine | Baseline) else (False,)
     variants = {
         f"{name}{', halves' if halves else ''}{', early update' if early else ''}": type(
-            system.__name__,
-            (system,),
-            attributes | {"halves": halves, "updates_in_backward": early},
+            system.__name__, (system,), attributes | {"halves": halves, "is_early": early}
         )
         for early in updates
         for halves in (False, True)
@@ -326,6 +346,8 @@ def _all_systems() -> dict[str, type[System]]:
     systems = {"compute only": ComputeOnly, "communication only": CommunicationOnly}
     for kind in ("threaded", "main-thread", "inline"):
         systems |= _variants(kind, Engine, kind=kind)
+    # A step whose early units are sent again, to be looked at.
+    systems["early and clipped"] = ClippedAfterSending
     systems |= _variants("baseline", Baseline)
     for name, sharding in SHARDINGS.items():
         systems |= _variants(name.replace("-", " "), FSDP2, sharding=sharding)

@@ -86,6 +86,30 @@ def test_a_budget_for_kept_parameters_is_a_number_or_what_the_device_has_left(pa
     assert schedule.keep_params_nbytes == 2**29 and not schedule.keeps_params_in_free_memory
 
 
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        ("--calculate-per-token-loss", "--calculate-per-token-loss"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "with --sequence-parallel"),
+        ("--optimizer muon", "--optimizer muon"),
+        ("--optimizer dist_muon", "--optimizer dist_muon"),
+    ],
+)
+def test_early_updates_are_off_where_gradients_change_after_backward_and_on_is_refused(
+    parse, line, reason
+):
+    assert resolve_schedule(parse(line)).early_update == "off"
+    with pytest.raises(ConfigurationError, match=f"^--asynchzp-early-update on: {reason}"):
+        resolve_schedule(parse(f"{line} --asynchzp-early-update on"))
+
+
+def test_early_updates_are_as_asked_for_elsewhere(parse):
+    for way in ("auto", "on", "off"):
+        for line in ("", "--sequence-parallel", "--bf16 --tensor-model-parallel-size 2"):
+            args = parse(f"{line} --asynchzp-early-update {way}")
+            assert resolve_schedule(args).early_update == way
+
+
 def test_the_chunks_of_a_rank_share_its_memory_in_flight(parse):
     args = parse("--asynchzp-memory-in-flight-gb 3 --asynchzp-grad-slot-mb 0.5")
     args.virtual_pipeline_model_parallel_size = 2

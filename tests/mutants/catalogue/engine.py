@@ -53,8 +53,8 @@ MUTANTS = [
         "no-param-sync",
         "what the optimizer writes is what every rank gathers",
         "zero/unit.py",
-        "return (yield from self.complete_param_steps())",
-        "yield from ()",
+        "copy_(self.main_param.storage)\n        return (yield from self.complete_param_steps())",
+        "copy_(self.main_param.storage)\n        yield from ()",
         (
             "tests/zero/test_main_params.py::"
             "test_updates_smaller_than_bf16_can_see_add_up_as_in_a_plain_fp32_adam"

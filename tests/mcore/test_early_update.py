@@ -1,0 +1,55 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that Megatron runs send before the norm is known; tests/mcore/test_schedules.py has
+their bits in more models."""
+
+from scripts.testbed.megatron_runs import run_pretrain
+from tests.mcore.test_parity import FP16_OVERFLOW
+from tests.mcore.test_schedules import checksum
+from tests.support.parity import Variant, size_flags
+from tests.support.world import on_ranks
+
+
+def run(flags: tuple[str, ...], early: str, iterations: int) -> tuple:
+    """Losses, norms and a checksum of what is held, and how often a shard was rebuilt."""
+    counts = []
+
+    def look(chunks, optimizer) -> int:
+        found = checksum(chunks, optimizer)
+        counts.append(chunks[0].communication.driver.counts["param-sync"])
+        return found
+
+    argv = Variant("early", flags).argv(iterations)
+    found = run_pretrain(
+        [*argv, *size_flags((1, 2, 2)), "--asynchzp-early-update", early], inspect=look
+    )
+    return (found.losses, found.grad_norms, found.inspected), counts[0]
+
+
+def clip_at(flags: tuple[str, ...], factor: float) -> tuple:
+    """Two steps whose limit is `factor` times the norm of the second, early and late, and how
+    often the shards of the early ones were rebuilt."""
+    (_, norms, _), _ = run((*flags, "--clip-grad", "1000"), "off", 2)
+    limit = ("--clip-grad", repr(factor * norms[-1]))
+    (early, count), (late, _) = run((*flags, *limit), "on", 2), run((*flags, *limit), "off", 2)
+    return early, late, count
+
+
+def test_a_norm_just_above_the_limit_is_clipped_and_just_below_it_is_not():
+    """At a factor of 0.9999995 elements already differ."""
+    lr = ("--lr", "1e-2", "--min-lr", "1e-2", "--lr-decay-style", "constant")
+    above = on_ranks(clip_at, 2, lr, 0.9999995)
+    below = on_ranks(clip_at, 2, lr, 1.0001)
+    for early, late, _ in above + below:
+        assert early == late
+    assert all(one[2] > other[2] for one, other in zip(above, below, strict=True))
+
+
+def compare_updates(flags: tuple[str, ...], iterations: int) -> tuple:
+    return run(flags, "on", iterations), run(flags, "off", iterations)
+
+
+def test_fp16_has_the_bits_of_late_updates():
+    """With overflow in the first steps, which are left out."""
+    for (early, _), (late, _) in on_ranks(compare_updates, 2, FP16_OVERFLOW, 8):
+        assert early == late

@@ -1,0 +1,200 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Units that are sent before the norm of all gradients is known: the bits are those of the update
+after it, whatever becomes of a step.
+"""
+
+import random
+from collections.abc import Iterable, Sequence
+from itertools import product
+
+import pytest
+import torch
+
+from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
+from megatron_asynchzp.zero.early_update import EarlyUpdate, is_elementwise
+from scripts.testbed.ranks import run_ranks
+from tests.support.engine import EngineTrainer, build_toy, toy_batch, toy_loss
+
+
+class ScaledAdam(torch.optim.AdamW):
+    """As Transformer Engine's with moments of 16 bits: it has more by parameter than its state, and
+    a count of steps in its groups."""
+
+    is_elementwise = True
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        every = [param for group in self.param_groups for param in group["params"]]
+        self._scales = {param: {"exp_avg": torch.ones(1)} for param in every}
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for param in group["params"]:
+                self._scales[param]["exp_avg"] *= 1.5
+                if param.grad is not None:
+                    param.grad = param.grad * self._scales[param]["exp_avg"] / group["steps"]
+        super().step(closure)
+
+
+PASSES, IS_CLIPPED, IS_SKIPPED, IS_BEGUN_AGAIN, IS_USED_AGAIN, EVALUATES = range(6)
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+TIED, RECOMPUTED = {"is_tied": True}, {"recompute": True}
+WAYS = list(product(SCHEDULES, (False, True)))
+
+
+def fates(num_steps: int, share_clipped: float, seed: int = 0) -> list[int]:
+    """What becomes of each step. Of those that are not clipped a few are skipped or disturbed."""
+    chance = random.Random(seed)
+    others = [PASSES] * 12 + [IS_SKIPPED, IS_BEGUN_AGAIN, EVALUATES]
+    return [
+        IS_CLIPPED if chance.random() < share_clipped else chance.choice(others)
+        for _ in range(num_steps)
+    ]
+
+
+def take_step(trainer: EngineTrainer, step: int, fate: int) -> float:
+    """Returns the loss of this rank."""
+    runtime = trainer.runtime
+    micro_batches = 1 + step % 2
+    if fate == IS_BEGUN_AGAIN:  # as a rerun of Megatron's does it
+        trainer.backward(step, micro_batches)
+        runtime.zero_grads()
+    loss = trainer.backward(step, micro_batches)
+    if fate == IS_USED_AGAIN:
+        runtime.is_last_micro_batch = True
+        loss += trainer.backward(step, 1, begins=False)
+    runtime.sync_grads()
+    if fate == EVALUATES:
+        with torch.no_grad():
+            loss += toy_loss(trainer.model, toy_batch(step, 7, 0))
+    if fate == IS_SKIPPED:
+        runtime.skip_update() if step % 2 else None
+    else:
+        trainer.update(0.9 if fate == IS_CLIPPED else 1.0)
+    return loss.item()
+
+
+def train(
+    kind: str,
+    sends_early: bool | None,
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    toy: dict,
+    chosen: Iterable[int],
+) -> tuple[list[float], list[torch.Tensor], int]:
+    """Losses, all that this rank owns at the end, and how many units were sent early."""
+    schedule = ScheduleConfig(kind, grad_slot_nbytes=2048)
+    model = build_toy(dtype, depth=5, **toy)
+    trainer = EngineTrainer(model, sizes, schedule=schedule, sends_early=sends_early)
+    sent = []
+    start_preview = trainer.runtime.gathers.start_preview
+    trainer.runtime.gathers.start_preview = lambda unit: (sent.append(unit), start_preview(unit))
+    losses = [take_step(trainer, step, fate) for step, fate in enumerate(chosen)]
+    trainer.runtime.settle()
+    state = trainer.optimizer.state.values()
+    owned = [unit.model_param.storage.clone() for unit in trainer.runtime.units]
+    owned += [unit.main_param.storage.clone() for unit in trainer.runtime.units]
+    owned += [value for one in state for value in one.values()]
+    trainer.runtime.close()
+    trainer.runtime.detach()
+    return losses, owned, len(sent)
+
+
+def compare_with_late(cases: Iterable[tuple], chosen: Sequence[int], ways: Sequence = WAYS) -> int:
+    """cases: sizes, dtype and toy. Returns how many units were sent early."""
+    total = 0
+    for sizes, dtype, toy in cases:
+        losses, owned, none = train("inline", None, sizes, dtype, toy, chosen)
+        assert none == 0
+        for kind, is_forced in ways:
+            found, others, num_sent = train(kind, is_forced, sizes, dtype, toy, chosen)
+            total += num_sent
+            assert found == losses, (kind, is_forced, sizes, dtype, toy)
+            for one, other in zip(owned, others, strict=True):
+                assert torch.equal(one, other), (kind, is_forced, sizes, dtype, toy)
+    return total
+
+
+FAST_CASES = [((2, 2, 4), FP32, TIED), ((1, 2, 4), BF16, {}), ((1, 1, 2), FP32, RECOMPUTED)]
+FAST_WAYS = [("threaded", True), ("main-thread", False), ("threaded", False), ("inline", True)]
+FAST_FATES = [PASSES, IS_CLIPPED, PASSES, EVALUATES, IS_SKIPPED, IS_SKIPPED, IS_BEGUN_AGAIN, PASSES]
+
+
+def test_the_bits_are_those_of_an_update_after_the_norm_whatever_becomes_of_a_step():
+    assert all(run_ranks(compare_with_late, 4, FAST_CASES, FAST_FATES, FAST_WAYS))
+
+
+def test_a_model_that_is_used_again_after_its_last_micro_batch_is_no_longer_sent_early():
+    chosen = [PASSES, IS_USED_AGAIN, IS_CLIPPED, PASSES, PASSES]
+    cases, ways = [((2, 2, 4), FP32, {}), ((1, 2, 4), BF16, {})], [("threaded", True)]
+    in_all = run_ranks(compare_with_late, 4, cases, chosen, ways)
+    in_two = run_ranks(compare_with_late, 4, cases, chosen[:2], ways)
+    assert in_all == in_two and all(in_all)
+
+
+def add_a_gradient_late(sends_early: bool | None) -> list[list]:
+    """A gradient that no module's backward brings, as that of a norm of the parameters."""
+    trainer = EngineTrainer(build_toy(BF16), (1, 2, 2), sends_early=sends_early)
+    for step in range(2):
+        trainer.backward(step, 1)
+        param = trainer.runtime.units[0].params[0]
+        param.grad = torch.ones_like(param)
+        trainer.runtime.sync_grads()
+        trainer.update()
+    found = [param.tolist() for param in trainer.full_params().values()]
+    trainer.runtime.detach()
+    return found
+
+
+def train_with_scales(sends_early: bool | None) -> tuple[list[list], int]:
+    trainer = EngineTrainer(build_toy(BF16), (1, 2, 2))
+    owned = {unit: unit.owned_params() for unit in trainer.runtime.units}
+    params = [param for params in owned.values() for param in params]
+    trainer.optimizer = ScaledAdam(params, lr=1e-2)
+    if sends_early:
+        trainer.runtime.early = EarlyUpdate(trainer.optimizer, owned, is_forced=True)
+    for step in range(4):
+        trainer.backward(step, 1)
+        trainer.runtime.sync_grads()
+        for unit, params in owned.items():
+            grads = [grad for grad in unit.main_grad_fragments() if grad.numel()]
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+        trainer.update(0.5 if step == 2 else 1.0)
+    found = [param.tolist() for param in trainer.full_params().values()]
+    trainer.runtime.detach()
+    return found, trainer.optimizer.param_groups[0]["steps"]
+
+
+def test_what_an_optimizer_has_by_parameter_beside_its_state_is_copied_too():
+    early, late = (run_ranks(train_with_scales, 2, way) for way in (True, None))
+    assert early == late and all(steps == 4 for _, steps in early)
+
+
+def test_an_optimizer_is_elementwise_where_that_is_known_of_its_very_class():
+    param = [torch.nn.Parameter(torch.zeros(1))]
+    assert is_elementwise(torch.optim.AdamW(param)) and is_elementwise(ScaledAdam(param))
+    own = type("Own", (torch.optim.AdamW,), {})
+    assert not is_elementwise(own(param))
+    assert not is_elementwise(torch.optim.LBFGS(param))
+
+
+def test_a_gradient_that_comes_after_a_unit_was_sent_counts():
+    assert run_ranks(add_a_gradient_late, 2, True) == run_ranks(add_a_gradient_late, 2, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share_clipped", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("num_ranks, sizes", [(4, (2, 2, 4)), (4, (1, 2, 2)), (8, (2, 4, 8))])
+def test_200_steps_have_the_bits_of_an_update_after_the_norm(share_clipped, num_ranks, sizes):
+    cases = [(sizes, dtype, {}) for dtype in (FP32, BF16, FP16)]
+    chosen = fates(200, share_clipped)
+    assert all(run_ranks(compare_with_late, num_ranks, cases, chosen, timeout_s=1500.0))
+
+
+@pytest.mark.slow
+def test_10000_steps_have_the_bits_of_an_update_after_the_norm():
+    cases, ways = [((1, 1, 2), BF16, {})], [("threaded", True)]
+    assert all(run_ranks(compare_with_late, 2, cases, fates(10_000, 0.1), ways, timeout_s=1500.0))
