@@ -51,5 +51,6 @@ def compare_updates(flags: tuple[str, ...], iterations: int) -> tuple:
 
 def test_fp16_has_the_bits_of_late_updates():
     """With overflow in the first steps, which are left out."""
-    for (early, _), (late, _) in on_ranks(compare_updates, 2, FP16_OVERFLOW, 8):
+    flags = (*FP16_OVERFLOW, "--clip-grad", "1000")
+    for (early, _), (late, _) in on_ranks(compare_updates, 2, flags, 8):
         assert early == late
