@@ -100,6 +100,10 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
     def note_growth(self, unit: Unit) -> None:  # noqa: B027 (the planner has no log)
         """There was no memory for `unit`: more is taken."""
 
+    def note_used_early(self, unit: Unit) -> None:  # noqa: B027 (the planner has no log)
+        """The shard of `unit`, which was sent early, is needed as it was: in this run nothing is
+        sent early any more."""
+
     @property
     def is_training(self) -> bool:
         """Whether a training step runs, not an evaluation."""
@@ -186,7 +190,9 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
         """The shard of `unit` is needed as it is before the update: all that was sent early is
         rebuilt."""
         if unit in self._sent:
-            self.was_used_early |= self.is_training
+            if self.is_training:
+                self.was_used_early = True
+                self.note_used_early(unit)
             self.take_back()
 
     def take_back(self) -> None:

@@ -215,6 +215,13 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
             )
         )
 
+    def note_used_early(self, unit: HZPUnit) -> None:
+        self._warn_once(
+            "early",
+            f"{unit.name} is used again after the last micro-batch, when it was sent for the next "
+            "step: nothing is sent before the update any more. Say which micro-batch is the last",
+        )
+
     def note_growth(self, unit: HZPUnit) -> None:
         self._warn_once(
             "growth",

@@ -25,6 +25,7 @@ from scripts.testbed.ranks import Cluster
 
 NODES, RANKS = 2, 2
 LOAD = 1.10  # communicating alone over computing alone
+LAYERS_MS = 152.0  # forward of all layers, for one sample
 PRECISIONS: dict[str, tuple[str, ...]] = {
     "fp32": (),
     "bf16, gradients in bf16": ("--bf16", "--grad-reduce-in-bf16"),
@@ -109,12 +110,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="gets the records")
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6, help="timed steps of a run")
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--only", choices=PRECISIONS, nargs="+", default=list(PRECISIONS))
     args = parser.parse_args()
     prepare_environment()
     args.out.unlink(missing_ok=True)
     append(args.out, machine_record())
-    workload = replace(Workload(), samples=2 * NODES * RANKS, warm_up=4, steps=args.steps)
+    layers = {"layers": args.layers, "layer_ms": LAYERS_MS / args.layers}
+    workload = replace(Workload(), samples=2 * NODES * RANKS, warm_up=4, steps=args.steps, **layers)
     for precision in args.only:
         for record in measure(precision, workload, args.repetitions):
             append(args.out, record)

@@ -12,6 +12,7 @@ from scripts.report import (
     checkpoint_table,
     cluster_table,
     compare_memory,
+    early_table,
     pasa_table,
     peak_table,
     schedule_grid,
@@ -33,6 +34,11 @@ def _grid(cluster: str) -> schedule_grid.Grid:
 
 def schedule_ratio(cluster: str, system: str, column: str) -> str:
     return f"{_grid(cluster).ratio(system, column):.2f}"
+
+
+def early_ratio(precision: str, clipped: str, update: str) -> str:
+    """The step over its floor, of the record of scripts/bench/early_update.py."""
+    return f"{early_table.ratio(read_record('early_update').lines, precision, clipped, update):.2f}"
 
 
 def schedule_gain(cluster: str, system: str, before: str, after: str) -> str:
@@ -241,6 +247,7 @@ def stated(file: str, text: str) -> str:
 FIGURES: dict[str, Callable[..., str]] = {
     "step": schedule_ratio,
     "step gain": schedule_gain,
+    "early": early_ratio,
     "load": schedule_load,
     "compare": compare_figure,
     "compare ahead": compare_ahead,

@@ -97,6 +97,8 @@ def train(
     owned = [unit.model_param.storage.clone() for unit in trainer.runtime.units]
     owned += [unit.main_param.storage.clone() for unit in trainer.runtime.units]
     owned += [value for one in state for value in one.values()]
+    is_logged = "early" in trainer.runtime.gathers.warned
+    assert is_logged == (IS_USED_AGAIN in chosen and bool(sent))
     trainer.runtime.close()
     trainer.runtime.detach()
     return losses, owned, len(sent)

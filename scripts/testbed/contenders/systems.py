@@ -322,9 +322,13 @@ class CommunicationOnly(Engine):
 
 
 class ClippedAfterSending(Engine):
-    """Every step is clipped after its units were sent."""
+    """Every step is clipped after its units were sent, so that parameters are sent twice."""
 
     trains, halves, is_early, is_forced, max_norm = False, True, True, True, 1e-4
+
+    @staticmethod
+    def volume(n: int, r: int, blocks: int) -> float:
+        return 3 * (n - 1) / n
 
 
 def _variants(name: str, system: type[System], **attributes: Any) -> dict[str, type[System]]:
