@@ -23,16 +23,27 @@ from xml.etree import ElementTree
 from scripts.report.records import append
 from scripts.testbed.machine import machine_record
 from scripts.versions.cells import CELLS, TESTS, Cell
-from scripts.versions.environments import FOLDER, ROOT, NoEnvironment, python_of
+from scripts.versions.environments import (
+    FOLDER,
+    ROOT,
+    NoEnvironment,
+    python_of,
+    replaced_by_install,
+)
 
 
 def run(cell: Cell) -> dict:
-    """The tests of a cell: how many passed, and the names of those that did not."""
+    """The tests of a cell: how many passed, and the names of those that did not. Before them, that
+    an install of this package replaces nothing there."""
     line = {"kind": "cell", **cell._asdict(), "date": time.strftime("%Y-%m-%d")}
     try:
         python = python_of(cell)
+        replaced = replaced_by_install(python)
     except NoEnvironment as error:
         return line | {"passed": 0, "failed": [], "reason": str(error)}
+    if replaced:
+        reason = f"an install replaces {', '.join(replaced)}"
+        return line | {"passed": 0, "failed": [], "reason": reason}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         # fmt: off

@@ -3,6 +3,7 @@
 """An environment for a cell: made once, with uv, and kept."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ FOLDER = ROOT / ".versions"
 _STAMP = "complete"
 # What the tests need beside what is tested.
 _TOOLS = ("pytest", "pytest-xdist", "hypothesis", "packaging", "rich", "safetensors", "einops")
+# Extras for what an environment of Megatron has already.
+_OF_USERS = ("megatron", "hf")
 
 
 class NoEnvironment(Exception):
@@ -27,7 +30,7 @@ def python_of(cell: Cell) -> Path:
     """
     folder = FOLDER / cell.name
     python = folder / "bin" / "python"
-    wanted = "\n".join([*cell.requirements, (ROOT / "pyproject.toml").read_text()])
+    wanted = "\n".join([*cell.requirements, *_TOOLS])
     stamp = folder / _STAMP
     if not (stamp.is_file() and stamp.read_text() == wanted):
         _uv("venv", "--quiet", "--clear", "--python", _interpreter(cell.python), str(folder))
@@ -46,8 +49,22 @@ def _interpreter(version: str) -> str:
     return next(map(str, pyenv.glob(f"versions/{version}*/bin/python")), version)
 
 
-def _uv(*words: str) -> None:
+def replaced_by_install(python: Path) -> list[str]:
+    """What an install of this package would remove from the environment of `python`, by the
+    resolver's dry run, as "torch==2.15.0". An install must only add.
+
+    Raises NoEnvironment.
+    """
+    extras = [word for extra in _OF_USERS for word in ("--extra", extra)]
+    said = _uv(
+        "pip", "install", "--dry-run", "--python", str(python), "-r", "pyproject.toml", *extras
+    )
+    return re.findall(r"^ - (\S+)", said, re.MULTILINE)
+
+
+def _uv(*words: str) -> str:
     command = [sys.executable, "-m", "uv", "--no-python-downloads", *words]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if ended.returncode:
         raise NoEnvironment(" ".join(ended.stderr.split())[-500:])
+    return ended.stderr
