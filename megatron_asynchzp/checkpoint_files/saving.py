@@ -11,6 +11,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_asynchzp.checkpoint_files.common_state import COMMON
 from megatron_asynchzp.checkpoint_files.errors import Damage, SaveError, one_line
 from megatron_asynchzp.checkpoint_files.index import CONFIG, METADATA, Items, items_by_file
 from megatron_asynchzp.checkpoint_files.manifest import MANIFEST, seal_file, write_manifest
@@ -19,7 +20,7 @@ from megatron_asynchzp.checkpoint_files.small_files import replace_file, sync
 
 # First what makes the rest look complete: a crash in between leaves something that does not. Each
 # kind is gone from the disk before the next one is removed.
-_LEFTOVERS = (MANIFEST, CONFIG, METADATA, "common.pt", "__*_*.distcp")
+_LEFTOVERS = (MANIFEST, CONFIG, METADATA, COMMON, "__*_*.distcp")
 _LEFTOVERS += (f"{MANIFEST}*.tmp", f"{METADATA}*.tmp")
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_asynchzp.checkpoint_files.choice import RELEASE, TRACKER
+from megatron_asynchzp.checkpoint_files.common_state import COMMON_OBJECT
 from megatron_asynchzp.checkpoint_files.small_files import replace_file
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.config import read_config
@@ -122,7 +123,7 @@ def _match_names(reader: FolderReader, shape: ModelShape, is_cast: bool) -> Call
 def _objects(shape: ModelShape) -> Iterator[tuple[str, Any]]:
     """What a checkpoint keeps beside tensors, by Megatron's key."""
     yield (
-        "common_state/shard_0_1",
+        COMMON_OBJECT,
         {
             "args": write_arguments(shape),
             "checkpoint_version": 3.0,

@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
+from megatron_asynchzp.checkpoint_files.common_state import read_common_state
 from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
 from megatron_asynchzp.errors import ConfigurationError
 
@@ -63,9 +64,12 @@ def find_checkpoint(
 
 def read_arguments_of(checkpoint: Path) -> Namespace:
     """Megatron's arguments that a checkpoint keeps. Raises ConfigurationError without them."""
-    from megatron.core.dist_checkpointing import load_common_state_dict
+    import megatron.core  # noqa: F401  # lets torch read classes of Megatron
 
-    args = load_common_state_dict(str(checkpoint)).get("args")
+    try:
+        args = read_common_state(checkpoint).get("args")
+    except FileNotFoundError:
+        args = None
     if args is None:
         raise ConfigurationError(f"{checkpoint} keeps no arguments of the model")
     return args

@@ -32,6 +32,7 @@ class Patch:
     why: what the replacement adds.
     drop_when: what makes this patch superfluous.
     call: what runs instead, with the original before the caller's arguments.
+    last: the last version of megatron-core that needs it; empty: all do.
     """
 
     target: str
@@ -39,6 +40,7 @@ class Patch:
     why: str
     drop_when: str
     call: Callable[..., Any]
+    last: str = ""
 
     @property
     def module(self) -> str:
@@ -59,6 +61,10 @@ class Patch:
         split = [text.rstrip("]").partition("[") for text in self.parameters.split()]
         return tuple(name for name, _, limit in split if not limit or is_in(limit))
 
+    def is_needed_in(self, version: str) -> bool:
+        """version: of megatron-core."""
+        return not self.last or Version.of(version) <= Version.of(self.last)
+
     def make(self, original: Callable) -> Callable:
         """The replacement of `original`, which it keeps as `__wrapped__`."""
 
@@ -70,13 +76,13 @@ class Patch:
 
 
 def replaces(
-    target: str, parameters: str, *, why: str, drop_when: str
+    target: str, parameters: str, *, why: str, drop_when: str, last: str = ""
 ) -> Callable[[Callable], Patch]:
     """Make a Patch of the function below. Its first parameter is the original.
 
     See Patch for the arguments.
     """
-    return lambda call: Patch(target, parameters, why, drop_when, call)
+    return lambda call: Patch(target, parameters, why, drop_when, call, last)
 
 
 def run_args(flag: str = "use_asynchzp") -> Namespace | None:
@@ -143,9 +149,11 @@ def apply_patches(patches: Sequence[Patch]) -> None:
 
     Raises ConfigurationError with the symbol, the versions expected and the version found.
     """
-    found_version()
+    version = found_version()
     pending = []
     for patch in patches:
+        if not patch.is_needed_in(version):
+            continue
         module, current = _load(patch)
         if not _applied.contains(current):
             _check_signature(patch, current)

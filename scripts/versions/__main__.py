@@ -9,7 +9,6 @@ With --out the results are added to a file of records, a line a cell.
 """
 
 import argparse
-import os
 import re
 import shlex
 import subprocess
@@ -27,6 +26,7 @@ from scripts.versions.environments import (
     FOLDER,
     ROOT,
     NoEnvironment,
+    environment_of,
     python_of,
     replaced_by_install,
 )
@@ -52,7 +52,9 @@ def run(cell: Cell) -> dict:
         # fmt: on
         log = FOLDER / f"{cell.name}.log"
         with log.open("w") as out:
-            subprocess.run(command, cwd=ROOT, env=_env(cell), stdout=out, stderr=subprocess.STDOUT)
+            subprocess.run(
+                command, cwd=ROOT, env=environment_of(cell), stdout=out, stderr=subprocess.STDOUT
+            )
         if not report.is_file():
             return line | {"passed": 0, "failed": [], "reason": f"no report: see {log.name}"}
         cases = list(ElementTree.parse(report).iter("testcase"))
@@ -60,12 +62,6 @@ def run(cell: Cell) -> dict:
     skipped = [case for case in cases if _has(case, "skipped")]
     num_passed = len(cases) - len(failed) - len(skipped)
     return line | {"passed": num_passed, "skipped": len(skipped), "failed": failed}
-
-
-def _env(cell: Cell) -> dict[str, str]:
-    # Bytecode of its own: two environments have other files of one name and date.
-    bytecode = str(FOLDER / "bytecode" / cell.name)
-    return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": bytecode}
 
 
 def _has(case: ElementTree.Element, *kinds: str) -> bool:

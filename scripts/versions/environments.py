@@ -49,6 +49,13 @@ def _interpreter(version: str) -> str:
     return next(map(str, pyenv.glob(f"versions/{version}*/bin/python")), version)
 
 
+def environment_of(cell: Cell) -> dict[str, str]:
+    """The variables of a process that runs in it."""
+    # Bytecode of its own: two environments have other files of one name and date.
+    bytecode = str(FOLDER / "bytecode" / cell.name)
+    return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": bytecode}
+
+
 def replaced_by_install(python: Path) -> list[str]:
     """What an install of this package would remove from the environment of `python`, by the
     resolver's dry run, as "torch==2.15.0". An install must only add.
