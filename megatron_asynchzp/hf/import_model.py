@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_asynchzp.checkpoint_files.choice import RELEASE, TRACKER
-from megatron_asynchzp.checkpoint_files.common_state import COMMON_OBJECT
+from megatron_asynchzp.checkpoint_files.common_state import COMMON, COMMON_OBJECT
 from megatron_asynchzp.checkpoint_files.small_files import replace_file
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.config import read_config
@@ -74,7 +74,10 @@ def import_model(
         for key, rule in keys
     ]
     with complete_or_absent(save) as folder:
-        write_checkpoint(folder / RELEASE, tensors, dict(_objects(shape)))
+        objects = dict(_objects(shape))
+        write_checkpoint(folder / RELEASE, tensors, objects)
+        # Here stock megatron-core 0.18 looks for it; later versions read either.
+        torch.save(objects[COMMON_OBJECT], folder / RELEASE / COMMON)
         replace_file(folder / TRACKER, RELEASE.encode())
         next(ticks, None)
     return shape
