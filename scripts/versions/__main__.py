@@ -4,6 +4,7 @@
 
     ./scripts/test_versions.sh                      all cells
     ./scripts/test_versions.sh --torch 2.15.0 --megatron 0.18.2 --python 3.13
+    ./scripts/test_versions.sh --checkpoints        written beside some, loaded beside all others
 
 With --out the results are added to a file of records, a line a cell.
 """
@@ -15,13 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 from scripts.report.records import append
 from scripts.testbed.machine import machine_record
-from scripts.versions.cells import CELLS, TESTS, Cell
+from scripts.versions.cells import CELLS, CHECKPOINT_CELLS, TESTS, Cell
 from scripts.versions.environments import (
     FOLDER,
     ROOT,
@@ -30,6 +33,15 @@ from scripts.versions.environments import (
     python_of,
     replaced_by_install,
 )
+from scripts.versions.moves import moves
+
+
+class Outcome(NamedTuple):
+    """A line of the record, the lines for the screen, and whether they name a fault."""
+
+    line: dict
+    said: list[str]
+    is_wrong: bool
 
 
 def run(cell: Cell) -> dict:
@@ -74,8 +86,29 @@ def _name(case: ElementTree.Element) -> str:
 
 def cells_of(args: argparse.Namespace) -> Sequence[Cell]:
     """All of them, or the one that is asked for."""
-    asked = {name: getattr(args, name) for name in Cell._fields if getattr(args, name)}
+    asked = _asked(args)
     return [Cell(**asked)] if asked else CELLS
+
+
+def _asked(args: argparse.Namespace) -> dict[str, str]:
+    return {name: getattr(args, name) for name in Cell._fields if getattr(args, name)}
+
+
+def _run_cells(cells: Sequence[Cell]) -> Iterator[Outcome]:
+    for index, cell in enumerate(cells, 1):
+        print(f"{index} of {len(cells)}: {cell.name}", flush=True)
+        line = run(cell)
+        said = line.get("reason") or f"{line['passed']} passed, {len(line['failed'])} failed"
+        failed = [f"FAILED {name}" for name in line["failed"]]
+        yield Outcome(line, [said, *failed], bool(failed or "reason" in line))
+
+
+def _move_checkpoints() -> Iterator[Outcome]:
+    for line in moves(CHECKPOINT_CELLS, partial(print, flush=True)):
+        written, loaded = (Cell(**line[key]).name for key in ("written", "loaded"))
+        same = f"{line.get('tensors')} tensors, {len(line.get('differing', []))} differ"
+        is_wrong = "reason" in line or bool(line["differing"])
+        yield Outcome(line, [f"{written} -> {loaded}: {line.get('reason', same)}"], is_wrong)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,19 +117,21 @@ def main(argv: Sequence[str]) -> int:
     )
     for name in Cell._fields:
         parser.add_argument(f"--{name}", type=_version, metavar="VERSION")
+    parser.add_argument(
+        "--checkpoints", action="store_true", help="instead: checkpoints between versions"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="file of records to add to")
     args = parser.parse_args(argv)
+    if args.checkpoints and len(_asked(args)):
+        parser.error("--checkpoints has versions of its own: give it alone")
     is_wrong = False
     if args.out:
         append(args.out, machine_record(shlex.join(["./scripts/test_versions.sh", *argv])))
-    for index, cell in enumerate(cells := cells_of(args), 1):
-        print(f"{index} of {len(cells)}: {cell.name}", flush=True)
-        line = run(cell)
-        is_wrong |= bool(line["failed"] or "reason" in line)
-        said = line.get("reason") or f"{line['passed']} passed, {len(line['failed'])} failed"
-        print("\n".join([f"    {said}", *(f"    FAILED {name}" for name in line["failed"])]))
+    for outcome in _move_checkpoints() if args.checkpoints else _run_cells(cells_of(args)):
+        is_wrong |= outcome.is_wrong
+        print("\n".join(f"    {said}" for said in outcome.said), flush=True)
         if args.out:
-            append(args.out, line)
+            append(args.out, outcome.line)
     return int(is_wrong)
 
 

@@ -40,6 +40,12 @@ CELLS = [
     *(Cell(transformers=transformers) for transformers in ("4", "5")),
 ]
 
+# Each writes a checkpoint, which all others load.
+CHECKPOINT_CELLS = [
+    *(Cell(megatron=megatron) for megatron in ("0.18.2", "0.19.0", "0.19.2")),
+    *(Cell(torch=torch) for torch in ("2.11.0", "2.15.0")),
+]
+
 # A few minutes: engine, patch points, parity with stock, checkpoints, PASA, the emulated device.
 TESTS = [
     "tests/test_versions.py",
