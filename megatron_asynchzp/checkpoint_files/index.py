@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from megatron_asynchzp.checkpoint_files.errors import Damage
 
@@ -53,6 +58,37 @@ class _Unpickler(pickle._Unpickler):
 def unpickle_index(data: bytes) -> Metadata:
     """The index in these bytes, which may be damaged. Raises whatever damage leads to."""
     return _Unpickler(BytesIO(data)).load()
+
+
+def pickle_index(index: Metadata) -> bytes:
+    """The index as every version of torch reads it."""
+    file = BytesIO()
+    _Pickler(file).dump(index)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """torch 2.15 adds the strides of a tensor, which earlier versions cannot read and nothing
+    needs: a shard is stored without gaps."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not TensorProperties:
+            return NotImplemented
+        make, its_class, state = obj.__reduce_ex__(pickle.DEFAULT_PROTOCOL)[:3]
+        return make, its_class, state[:NUM_PROPERTIES]
+
+
+NUM_PROPERTIES = 5
+"""Of a tensor, in an index that every version reads: dtype, layout, ..."""
+
+
+def is_read_by_all(index: Metadata) -> bool:
+    """Whether every version of torch reads the index as this one pickles it."""
+    return all(
+        len(entry.properties.__getstate__()) == NUM_PROPERTIES
+        for entry in index.state_dict_metadata.values()
+        if isinstance(entry, TensorStorageMetadata)
+    )
 
 
 def items_by_file(index: Metadata) -> dict[str, Items]:

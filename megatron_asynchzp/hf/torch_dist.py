@@ -39,6 +39,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
 from megatron_asynchzp.checkpoint_files.common_state import read_common_state
+from megatron_asynchzp.checkpoint_files.index import METADATA, pickle_index
+from megatron_asynchzp.checkpoint_files.small_files import replace_file
 from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
 from megatron_asynchzp.errors import ConfigurationError
 
@@ -164,6 +166,8 @@ def write_checkpoint(
         save({}, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:  # wraps whatever happened, an interrupt too
         raise error.failures[0][0] from None
+    index = FileSystemReader(checkpoint).read_metadata()
+    replace_file(checkpoint / METADATA, pickle_index(index))
     save_config(CheckpointingConfig("torch_dist", 1), str(checkpoint))
 
 
