@@ -114,10 +114,12 @@ def found_version() -> str:
     return info.__version__
 
 
-def _mismatch(patch: Patch, found: str) -> ConfigurationError:
+def mismatch(symbol: str, found: str) -> ConfigurationError:
+    """The refusal of a Megatron in which `symbol` is not what is used or replaced; found: a verb
+    and what it is there instead."""
     info = importlib.import_module("megatron.core.package_info")
     return ConfigurationError(
-        f"{patch.target} {found}; megatron-core {info.__version__} was found at {info.__file__}, "
+        f"{symbol} {found}; megatron-core {info.__version__} was found at {info.__file__}, "
         f"and this version of megatron_asynchzp is made for {' and '.join(MEGATRON)}; {_REMEDY}"
     )
 
@@ -128,9 +130,9 @@ def _load(patch: Patch) -> tuple[ModuleType, Callable]:
     except ModuleNotFoundError as error:
         if error.name and not patch.module.startswith(error.name):
             raise  # something that Megatron needs is missing: its own message is the better one
-        raise _mismatch(patch, "does not exist") from error
+        raise mismatch(patch.target, "does not exist") from error
     if not hasattr(module, patch.attribute):
-        raise _mismatch(patch, "does not exist")
+        raise mismatch(patch.target, "does not exist")
     return module, getattr(module, patch.attribute)
 
 
@@ -138,7 +140,9 @@ def _check_signature(patch: Patch, original: Callable) -> None:
     found = tuple(inspect.signature(original).parameters)
     wanted = patch.parameters_in(found_version())
     if found != wanted:
-        raise _mismatch(patch, f"takes ({', '.join(found)}), not ({', '.join(wanted)}) as expected")
+        raise mismatch(
+            patch.target, f"takes ({', '.join(found)}), not ({', '.join(wanted)}) as expected"
+        )
 
 
 # --- applying and removing ---------------------------------------------------------------------

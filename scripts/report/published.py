@@ -218,6 +218,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "real size": lambda: peak_table.table(read_record("real_size").lines),
     "census": lambda: census_table.table(read_record("census").lines),
     "versions": lambda: versions_table.versions_table(read_record("versions").lines),
+    "versions checkpoints": lambda: versions_table.moves_table(read_record("versions").lines),
     "clusters": lambda: cluster_table.table(read_record("clusters").lines),
 }
 
