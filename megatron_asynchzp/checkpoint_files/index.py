@@ -8,16 +8,11 @@ import math
 import pickle
 from collections.abc import Iterator
 from io import BytesIO
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorProperties
 
 from megatron_asynchzp.checkpoint_files.errors import Damage
 
@@ -46,6 +41,7 @@ class _Unpickler(pickle._Unpickler):
     can make the one in C fill a table of 64 GB."""
 
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 has it
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _PLAIN.get(module, ()):
             return super().find_class(module, name)
@@ -61,7 +57,7 @@ def unpickle_index(data: bytes) -> Metadata:
 
 
 def pickle_index(index: Metadata) -> bytes:
-    """The index as every version of torch reads it."""
+    """The index as every version of torch and Python reads it."""
     file = BytesIO()
     _Pickler(file).dump(index)
     return file.getvalue()
@@ -69,26 +65,18 @@ def pickle_index(index: Metadata) -> bytes:
 
 class _Pickler(pickle.Pickler):
     """torch 2.15 adds the strides of a tensor, which earlier versions cannot read and nothing
-    needs: a shard is stored without gaps."""
+    needs: a shard is stored without gaps. Python 3.13 has another name for the class of a path."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, PurePath):
+            return str, (str(obj),)
         if type(obj) is not TensorProperties:
             return NotImplemented
         make, its_class, state = obj.__reduce_ex__(pickle.DEFAULT_PROTOCOL)[:3]
-        return make, its_class, state[:NUM_PROPERTIES]
+        return make, its_class, state[:_NUM_PROPERTIES]
 
 
-NUM_PROPERTIES = 5
-"""Of a tensor, in an index that every version reads: dtype, layout, ..."""
-
-
-def is_read_by_all(index: Metadata) -> bool:
-    """Whether every version of torch reads the index as this one pickles it."""
-    return all(
-        len(entry.properties.__getstate__()) == NUM_PROPERTIES
-        for entry in index.state_dict_metadata.values()
-        if isinstance(entry, TensorStorageMetadata)
-    )
+_NUM_PROPERTIES = 5
 
 
 def items_by_file(index: Metadata) -> dict[str, Items]:

@@ -16,7 +16,6 @@ from megatron_asynchzp.checkpoint_files.index import (
     CONFIG,
     METADATA,
     Items,
-    is_read_by_all,
     items_by_file,
     pickle_index,
 )
@@ -71,10 +70,8 @@ def complete_directory(
 
 
 def _amend_index(iteration_dir: Path, amend: Callable[[Metadata], Metadata]) -> dict[str, Items]:
-    written = FileSystemReader(iteration_dir).read_metadata()
-    index = amend(written)
-    if index is not written or not is_read_by_all(index):
-        replace_file(iteration_dir / METADATA, pickle_index(index))
+    index = amend(FileSystemReader(iteration_dir).read_metadata())
+    replace_file(iteration_dir / METADATA, pickle_index(index))
     return items_by_file(index)
 
 

@@ -33,7 +33,7 @@ def _moves(lines: Sequence[dict]) -> list[dict]:
 
 
 def _place(cell: dict) -> str:
-    return f"torch {cell['torch']}, megatron-core {cell['megatron']}"
+    return f"torch {cell['torch']}, megatron-core {cell['megatron']}, Python {cell['python']}"
 
 
 def _moved(line: dict) -> str:

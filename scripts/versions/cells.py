@@ -44,6 +44,7 @@ CELLS = [
 CHECKPOINT_CELLS = [
     *(Cell(megatron=megatron) for megatron in ("0.18.2", "0.19.0", "0.19.2")),
     *(Cell(torch=torch) for torch in ("2.11.0", "2.15.0")),
+    Cell(python="3.13"),
 ]
 
 # A few minutes: engine, patch points, parity with stock, checkpoints, PASA, the emulated device.

@@ -5,6 +5,7 @@
 import io
 import json
 import os
+import pickle
 import threading
 import zipfile
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from megatron_asynchzp.checkpoint_files.archive import check_records, read_archives, seal_of
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
 from megatron_asynchzp.checkpoint_files.errors import Damage, SaveError
-from megatron_asynchzp.checkpoint_files.index import items_by_file
+from megatron_asynchzp.checkpoint_files.index import items_by_file, pickle_index, unpickle_index
 from megatron_asynchzp.checkpoint_files.manifest import MANIFEST
 from megatron_asynchzp.checkpoint_files.saving import complete_directory, prepare_directory
 from megatron_asynchzp.checkpoint_files.small_files import replace_file
@@ -239,3 +240,13 @@ def test_an_index_that_a_newer_torch_wrote_is_stored_as_older_ones_read_it(tmp_p
     monkeypatch.setattr(TensorProperties, "__setstate__", read)
     FileSystemReader(tmp_path).read_metadata()
     assert lengths == [5]
+
+
+def test_a_path_in_an_index_is_read_in_every_version_of_python(tmp_path):
+    """Python 3.13 has its class in pathlib._local, which no other has."""
+    index = pickle.dumps(tmp_path, protocol=0)
+    assert b"cpathlib\n" in index or b"cpathlib._local\n" in index
+    moved = index.replace(b"cpathlib\n", b"cpathlib._local\n")
+    assert unpickle_index(index) == unpickle_index(moved) == tmp_path
+    assert b"pathlib" not in (stored := pickle_index(tmp_path))  # pyright: ignore[reportArgumentType]
+    assert pickle.loads(stored) == str(tmp_path)
