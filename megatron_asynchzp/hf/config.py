@@ -48,7 +48,9 @@ _PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 def write_config(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
-    """Write the config.json of this model into `folder`."""
+    """Write the config.json of this model into `folder`. Raises ConfigurationError where
+    transformers is too old."""
+    _refuse_older_transformers()
     from transformers import (
         GPT2Config,
         LlamaConfig,
@@ -134,6 +136,17 @@ def _spell_for_transformers_4(path: Path, shape: ModelShape) -> None:
     path.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
 
 
+def _refuse_older_transformers() -> None:
+    import transformers
+
+    found = transformers.__version__
+    if int(found.partition(".")[0]) < 5:
+        raise ConfigurationError(
+            f"transformers {found} is installed, and a conversion needs 5 or later, which reads "
+            "and writes config.json otherwise; install 'transformers>=5'"
+        )
+
+
 def read_config(folder: Path, vocab_multiple: int) -> ModelShape:
     """The shape of the model that `folder` holds.
 
@@ -142,6 +155,7 @@ def read_config(folder: Path, vocab_multiple: int) -> ModelShape:
     """
     from transformers import AutoConfig
 
+    _refuse_older_transformers()
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigurationError(f"{folder} has no config.json, so it is not a Hugging Face model")

@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 
 from scripts.report.records import append
 from scripts.testbed.machine import machine_record
-from scripts.versions.cells import CELLS, CHECKPOINT_CELLS, TESTS, Cell
+from scripts.versions.cells import CELLS, CHECKPOINT_CELLS, Cell
 from scripts.versions.environments import (
     FOLDER,
     ROOT,
@@ -33,7 +33,7 @@ from scripts.versions.environments import (
     python_of,
     replaced_by_install,
 )
-from scripts.versions.moves import moves
+from scripts.versions.moves import MoveFailed, moves
 
 
 class Outcome(NamedTuple):
@@ -50,7 +50,7 @@ def run(cell: Cell) -> dict:
     line = {"kind": "cell", **cell._asdict(), "date": time.strftime("%Y-%m-%d")}
     try:
         python = python_of(cell)
-        replaced = replaced_by_install(python)
+        replaced = replaced_by_install(cell, python)
     except NoEnvironment as error:
         return line | {"passed": 0, "failed": [], "reason": str(error)}
     if replaced:
@@ -60,7 +60,8 @@ def run(cell: Cell) -> dict:
         report = Path(folder) / "report.xml"
         # fmt: off
         command = [str(python), "-m", "pytest", "-q", "-m", "not slow", "-n", "2",
-                   "--dist", "worksteal", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS]
+                   "--dist", "worksteal", "-p", "no:cacheprovider", f"--junitxml={report}",
+                   *cell.tests]
         # fmt: on
         log = FOLDER / f"{cell.name}.log"
         with log.open("w") as out:
@@ -127,11 +128,15 @@ def main(argv: Sequence[str]) -> int:
     is_wrong = False
     if args.out:
         append(args.out, machine_record(shlex.join(["./scripts/test_versions.sh", *argv])))
-    for outcome in _move_checkpoints() if args.checkpoints else _run_cells(cells_of(args)):
-        is_wrong |= outcome.is_wrong
-        print("\n".join(f"    {said}" for said in outcome.said), flush=True)
-        if args.out:
-            append(args.out, outcome.line)
+    try:
+        for outcome in _move_checkpoints() if args.checkpoints else _run_cells(cells_of(args)):
+            is_wrong |= outcome.is_wrong
+            print("\n".join(f"    {said}" for said in outcome.said), flush=True)
+            if args.out:
+                append(args.out, outcome.line)
+    except (NoEnvironment, MoveFailed) as error:
+        print(f"test_versions.sh: {error}", file=sys.stderr)
+        return 1
     return int(is_wrong)
 
 

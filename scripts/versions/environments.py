@@ -15,8 +15,6 @@ FOLDER = ROOT / ".versions"
 _STAMP = "complete"
 # What the tests need beside what is tested.
 _TOOLS = ("pytest", "pytest-xdist", "hypothesis", "packaging", "rich", "safetensors", "einops")
-# Extras for what an environment of Megatron has already.
-_OF_USERS = ("megatron", "hf")
 
 
 class NoEnvironment(Exception):
@@ -56,13 +54,13 @@ def environment_of(cell: Cell) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": bytecode}
 
 
-def replaced_by_install(python: Path) -> list[str]:
-    """What an install of this package would remove from the environment of `python`, by the
+def replaced_by_install(cell: Cell, python: Path) -> list[str]:
+    """What an install of this package would remove from the environment of the cell, by the
     resolver's dry run, as "torch==2.15.0". An install must only add.
 
     Raises NoEnvironment.
     """
-    extras = [word for extra in _OF_USERS for word in ("--extra", extra)]
+    extras = [word for extra in cell.extras for word in ("--extra", extra)]
     said = _uv(
         "pip", "install", "--dry-run", "--python", str(python), "-r", "pyproject.toml", *extras
     )

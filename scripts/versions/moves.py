@@ -15,12 +15,12 @@ from scripts.versions.environments import FOLDER, ROOT, environment_of, python_o
 _WORKER = "tests.support.moved_checkpoints"
 
 
-class Failed(Exception):
+class MoveFailed(Exception):
     """A process of a cell did not end well; the message is its last line."""
 
 
 def moves(cells: Sequence[Cell], say: Callable[[str], None]) -> Iterator[dict]:
-    """A line for every pair of cells, in both directions. Raises NoEnvironment."""
+    """A line for every pair of cells, in both directions. Raises NoEnvironment and MoveFailed."""
     date = time.strftime("%Y-%m-%d")
     with tempfile.TemporaryDirectory() as folder:
         losses: dict[Cell, list[float]] = {}
@@ -57,5 +57,5 @@ def _run(cell: Cell, *words: str) -> dict:
     if ended.returncode:
         log = FOLDER / f"{cell.name}.move.log"
         log.write_text(ended.stdout + ended.stderr)
-        raise Failed(f"{cell.name}: {ended.stderr.strip().splitlines()[-1]} (see {log.name})")
+        raise MoveFailed(f"{cell.name}: {ended.stderr.strip().splitlines()[-1]} (see {log.name})")
     return json.loads(ended.stdout.splitlines()[-1])

@@ -27,7 +27,7 @@ RENAMED = {
     "is_layer_window_attention": "megatron.core.transformer.utils.is_layer_window_attention does",
     "BaseTransformerLayer": "megatron.core.transformer.transformer_layer.BaseTransformerLayer does",
     "rerun_state_machine": "megatron.core.rerun_state_machine does not exist",
-    "_copy_model_params_to_main_params": "MixedPrecisionOptimizer._copy_model",
+    "_unscale_main_grads_and_check_for_nan": "MixedPrecisionOptimizer._unscale_main_grads",
 }
 
 
