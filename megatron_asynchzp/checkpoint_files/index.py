@@ -7,6 +7,7 @@ a pickle without a checksum: where no manifest has one either, nothing in it is 
 import math
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path, PurePath
 from typing import Any
@@ -58,18 +59,20 @@ def unpickle_index(data: bytes) -> Metadata:
 
 def pickle_index(index: Metadata) -> bytes:
     """The index as every version of torch and Python reads it."""
+    meta = index.storage_meta
+    if meta is not None and isinstance(meta.checkpoint_id, PurePath):
+        # Python 3.13 has another name for its class.
+        meta = replace(meta, checkpoint_id=str(meta.checkpoint_id))
     file = BytesIO()
-    _Pickler(file).dump(index)
+    _Pickler(file).dump(replace(index, storage_meta=meta))
     return file.getvalue()
 
 
 class _Pickler(pickle.Pickler):
     """torch 2.15 adds the strides of a tensor, which earlier versions cannot read and nothing
-    needs: a shard is stored without gaps. Python 3.13 has another name for the class of a path."""
+    needs: a shard is stored without gaps."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, PurePath):
-            return str, (str(obj),)
         if type(obj) is not TensorProperties:
             return NotImplemented
         make, its_class, state = obj.__reduce_ex__(pickle.DEFAULT_PROTOCOL)[:3]

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
 
 from megatron_asynchzp.checkpoint_files.archive import check_records, read_archives, seal_of
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
@@ -248,5 +248,6 @@ def test_a_path_in_an_index_is_read_in_every_version_of_python(tmp_path):
     assert b"cpathlib\n" in index or b"cpathlib._local\n" in index
     moved = index.replace(b"cpathlib\n", b"cpathlib._local\n")
     assert unpickle_index(index) == unpickle_index(moved) == tmp_path
-    assert b"pathlib" not in (stored := pickle_index(tmp_path))  # pyright: ignore[reportArgumentType]
-    assert pickle.loads(stored) == str(tmp_path)
+    stored = pickle_index(Metadata({}, storage_meta=StorageMeta(checkpoint_id=tmp_path)))
+    assert b"pathlib" not in stored
+    assert unpickle_index(stored).storage_meta == StorageMeta(checkpoint_id=str(tmp_path))
