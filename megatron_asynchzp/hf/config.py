@@ -5,6 +5,7 @@ does not compute.
 """
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +138,7 @@ def _spell_for_transformers_4(path: Path, shape: ModelShape) -> None:
 
 
 def _refuse_older_transformers() -> None:
-    import transformers
-
-    found = transformers.__version__
+    found = version("transformers")
     if int(found.partition(".")[0]) < 5:
         raise ConfigurationError(
             f"transformers {found} is installed, and a conversion needs 5 or later, which reads "

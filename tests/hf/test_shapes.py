@@ -8,7 +8,6 @@ from argparse import Namespace
 
 import pytest
 import torch
-import transformers
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.config import read_config, write_config
@@ -120,7 +119,7 @@ def test_a_megatron_model_of_no_family_is_refused_in_one_line(name, changes, out
 
 
 def test_an_older_transformers_is_refused_both_ways(tmp_path, monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    monkeypatch.setattr("megatron_asynchzp.hf.config.version", lambda name: "4.57.6")
     line = r"transformers 4\.57\.6 is installed, .* install 'transformers>=5'"
     with pytest.raises(ConfigurationError, match=line):
         write_config(shapes()["gpt2"], tmp_path, torch.bfloat16)
