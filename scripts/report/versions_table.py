@@ -25,7 +25,9 @@ def moves_table(lines: Sequence[dict]) -> str:
     cells = {(_place(one["written"]), _place(one["loaded"])): _moved(one) for one in _moves(lines)}
     places = list(dict.fromkeys(written for written, _ in cells))
     rows = [[here, *(cells.get((here, there), "") for there in places)] for here in places]
-    return markdown_table(["written beside", *places], rows, num_left=len(places) + 1)
+    return markdown_table(
+        ["written beside torch, megatron-core, Python", *places], rows, num_left=len(places) + 1
+    )
 
 
 def _moves(lines: Sequence[dict]) -> list[dict]:
@@ -33,7 +35,7 @@ def _moves(lines: Sequence[dict]) -> list[dict]:
 
 
 def _place(cell: dict) -> str:
-    return f"torch {cell['torch']}, megatron-core {cell['megatron']}, Python {cell['python']}"
+    return f"{cell['torch']}, {cell['megatron']}, {cell['python']}"
 
 
 def _moved(line: dict) -> str:
