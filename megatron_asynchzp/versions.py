@@ -7,7 +7,7 @@ run starts; what differs in it is refused where it is used, by name."""
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-TORCH = ("2.13", "2.15")
+TORCH = ("2.11", "2.12", "2.13", "2.14", "2.15")
 MEGATRON = ("0.18", "0.19")
 
 

@@ -7,12 +7,13 @@ a pickle without a checksum: where no manifest has one either, nothing in it is 
 import math
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from io import BytesIO
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorProperties
 
 from megatron_asynchzp.checkpoint_files.errors import Damage
 
@@ -41,6 +42,7 @@ class _Unpickler(pickle._Unpickler):
     can make the one in C fill a table of 64 GB."""
 
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 has it
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _PLAIN.get(module, ()):
             return super().find_class(module, name)
@@ -53,6 +55,31 @@ class _Unpickler(pickle._Unpickler):
 def unpickle_index(data: bytes) -> Metadata:
     """The index in these bytes, which may be damaged. Raises whatever damage leads to."""
     return _Unpickler(BytesIO(data)).load()
+
+
+def pickle_index(index: Metadata) -> bytes:
+    """The index as every version of torch and Python reads it."""
+    meta = index.storage_meta
+    if meta is not None and isinstance(meta.checkpoint_id, PurePath):
+        # Python 3.13 has another name for its class.
+        meta = replace(meta, checkpoint_id=str(meta.checkpoint_id))
+    file = BytesIO()
+    _Pickler(file).dump(replace(index, storage_meta=meta))
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """torch 2.15 adds the strides of a tensor, which earlier versions cannot read and nothing
+    needs: a shard is stored without gaps."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not TensorProperties:
+            return NotImplemented
+        make, its_class, state = obj.__reduce_ex__(pickle.DEFAULT_PROTOCOL)[:3]
+        return make, its_class, state[:_NUM_PROPERTIES]
+
+
+_NUM_PROPERTIES = 5
 
 
 def items_by_file(index: Metadata) -> dict[str, Items]:

@@ -4,22 +4,28 @@
 Collective: rank 0 changes names, all ranks read.
 """
 
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
+from megatron_asynchzp.checkpoint_files.common_state import COMMON
 from megatron_asynchzp.checkpoint_files.errors import Damage, SaveError, one_line
-from megatron_asynchzp.checkpoint_files.index import CONFIG, METADATA, Items, items_by_file
+from megatron_asynchzp.checkpoint_files.index import (
+    CONFIG,
+    METADATA,
+    Items,
+    items_by_file,
+    pickle_index,
+)
 from megatron_asynchzp.checkpoint_files.manifest import MANIFEST, seal_file, write_manifest
 from megatron_asynchzp.checkpoint_files.peers import Alone, Peers, on_each, on_first
 from megatron_asynchzp.checkpoint_files.small_files import replace_file, sync
 
 # First what makes the rest look complete: a crash in between leaves something that does not. Each
 # kind is gone from the disk before the next one is removed.
-_LEFTOVERS = (MANIFEST, CONFIG, METADATA, "common.pt", "__*_*.distcp")
+_LEFTOVERS = (MANIFEST, CONFIG, METADATA, COMMON, "__*_*.distcp")
 _LEFTOVERS += (f"{MANIFEST}*.tmp", f"{METADATA}*.tmp")
 
 
@@ -64,10 +70,8 @@ def complete_directory(
 
 
 def _amend_index(iteration_dir: Path, amend: Callable[[Metadata], Metadata]) -> dict[str, Items]:
-    written = FileSystemReader(iteration_dir).read_metadata()
-    index = amend(written)
-    if index is not written:
-        replace_file(iteration_dir / METADATA, pickle.dumps(index))
+    index = amend(FileSystemReader(iteration_dir).read_metadata())
+    replace_file(iteration_dir / METADATA, pickle_index(index))
     return items_by_file(index)
 
 

@@ -18,6 +18,7 @@ from megatron_asynchzp.checkpoint_files.archive import (
     read_archives,
     seal_of,
 )
+from megatron_asynchzp.checkpoint_files.common_state import COMMON
 from megatron_asynchzp.checkpoint_files.errors import Damage
 from megatron_asynchzp.checkpoint_files.index import (
     CONFIG,
@@ -33,7 +34,6 @@ from megatron_asynchzp.checkpoint_files.small_files import hash_file, read_small
 
 INTERRUPTED = "its save was interrupted"
 _BUFFER_NBYTES = 1 << 16
-_COMMON = "common.pt"  # what older versions of Megatron keep beside the data files
 
 
 class VerifyLevel(enum.StrEnum):
@@ -92,7 +92,7 @@ def _data_files(iteration_dir: Path) -> list[DataFile]:
         for name in items:
             size_of(iteration_dir / name)
         files = [DataFile(name, items=of_file) for name, of_file in items.items()]
-        return files + [DataFile(_COMMON)] * (iteration_dir / _COMMON).is_file()
+        return files + [DataFile(COMMON)] * (iteration_dir / COMMON).is_file()
 
 
 def _sealed_files(iteration_dir: Path, manifest: Manifest) -> list[DataFile]:

@@ -5,6 +5,7 @@ does not compute.
 """
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ _PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 def write_config(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
-    """Write the config.json of this model into `folder`."""
+    """Write the config.json of this model into `folder`. Raises ConfigurationError where
+    transformers is too old."""
+    _refuse_older_transformers()
     from transformers import (
         GPT2Config,
         LlamaConfig,
@@ -134,6 +137,15 @@ def _spell_for_transformers_4(path: Path, shape: ModelShape) -> None:
     path.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
 
 
+def _refuse_older_transformers() -> None:
+    found = version("transformers")
+    if int(found.partition(".")[0]) < 5:
+        raise ConfigurationError(
+            f"transformers {found} is installed, and a conversion needs 5 or later, which reads "
+            "and writes config.json otherwise; install 'transformers>=5'"
+        )
+
+
 def read_config(folder: Path, vocab_multiple: int) -> ModelShape:
     """The shape of the model that `folder` holds.
 
@@ -142,6 +154,7 @@ def read_config(folder: Path, vocab_multiple: int) -> ModelShape:
     """
     from transformers import AutoConfig
 
+    _refuse_older_transformers()
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigurationError(f"{folder} has no config.json, so it is not a Hugging Face model")

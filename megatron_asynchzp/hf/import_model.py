@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_asynchzp.checkpoint_files.choice import RELEASE, TRACKER
+from megatron_asynchzp.checkpoint_files.common_state import COMMON, COMMON_OBJECT
 from megatron_asynchzp.checkpoint_files.small_files import replace_file
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.config import read_config
@@ -73,7 +74,10 @@ def import_model(
         for key, rule in keys
     ]
     with complete_or_absent(save) as folder:
-        write_checkpoint(folder / RELEASE, tensors, dict(_objects(shape)))
+        objects = dict(_objects(shape))
+        write_checkpoint(folder / RELEASE, tensors, objects)
+        # Here stock megatron-core 0.18 looks for it; later versions read either.
+        torch.save(objects[COMMON_OBJECT], folder / RELEASE / COMMON)
         replace_file(folder / TRACKER, RELEASE.encode())
         next(ticks, None)
     return shape
@@ -122,7 +126,7 @@ def _match_names(reader: FolderReader, shape: ModelShape, is_cast: bool) -> Call
 def _objects(shape: ModelShape) -> Iterator[tuple[str, Any]]:
     """What a checkpoint keeps beside tensors, by Megatron's key."""
     yield (
-        "common_state/shard_0_1",
+        COMMON_OBJECT,
         {
             "args": write_arguments(shape),
             "checkpoint_version": 3.0,

@@ -38,6 +38,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
+from megatron_asynchzp.checkpoint_files.common_state import read_common_state
+from megatron_asynchzp.checkpoint_files.index import METADATA, pickle_index
+from megatron_asynchzp.checkpoint_files.small_files import replace_file
 from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
 from megatron_asynchzp.errors import ConfigurationError
 
@@ -63,9 +66,12 @@ def find_checkpoint(
 
 def read_arguments_of(checkpoint: Path) -> Namespace:
     """Megatron's arguments that a checkpoint keeps. Raises ConfigurationError without them."""
-    from megatron.core.dist_checkpointing import load_common_state_dict
+    import megatron.core  # noqa: F401  # lets torch read classes of Megatron
 
-    args = load_common_state_dict(str(checkpoint)).get("args")
+    try:
+        args = read_common_state(checkpoint).get("args")
+    except FileNotFoundError:
+        args = None
     if args is None:
         raise ConfigurationError(f"{checkpoint} keeps no arguments of the model")
     return args
@@ -160,6 +166,8 @@ def write_checkpoint(
         save({}, storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:  # wraps whatever happened, an interrupt too
         raise error.failures[0][0] from None
+    index = FileSystemReader(checkpoint).read_metadata()
+    replace_file(checkpoint / METADATA, pickle_index(index))
     save_config(CheckpointingConfig("torch_dist", 1), str(checkpoint))
 
 

@@ -14,7 +14,7 @@ from megatron.core.optimizer.clip_grads import count_zeros_fp32
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.patch import mismatch
 
 GRAD_NORM_GROUPS: tuple[str, ...] = getattr(_optimizer, "SEPARATE_GRAD_NORM_GROUPS", ())
 """Groups of parameters with a gradient norm of their own; 0.18 has none."""
@@ -77,11 +77,8 @@ def called_by_megatron(*one_of: str) -> Callable[[type], type]:
         marked = [name for name, one in vars(kind).items() if getattr(one, "__override__", False)]
         for names in [*((name,) for name in marked), *([one_of] if one_of else [])]:
             if not any(hasattr(base, name) for base in kind.__mro__[1:] for name in names):
-                above, missing = kind.__mro__[1].__name__, " or ".join(names)
-                raise ConfigurationError(
-                    f"this megatron-core has no {missing} in {above}, which megatron_asynchzp "
-                    "replaces; install a version that was tested"
-                )
+                above, missing = kind.__mro__[1].__qualname__, " or ".join(names)
+                raise mismatch(f"{above}.{missing}", "does not exist")
         return kind
 
     return checked

@@ -32,6 +32,7 @@ class Patch:
     why: what the replacement adds.
     drop_when: what makes this patch superfluous.
     call: what runs instead, with the original before the caller's arguments.
+    last: the last version of megatron-core that needs it; empty: all do.
     """
 
     target: str
@@ -39,6 +40,7 @@ class Patch:
     why: str
     drop_when: str
     call: Callable[..., Any]
+    last: str = ""
 
     @property
     def module(self) -> str:
@@ -59,6 +61,10 @@ class Patch:
         split = [text.rstrip("]").partition("[") for text in self.parameters.split()]
         return tuple(name for name, _, limit in split if not limit or is_in(limit))
 
+    def is_needed_in(self, version: str) -> bool:
+        """version: of megatron-core."""
+        return not self.last or Version.of(version) <= Version.of(self.last)
+
     def make(self, original: Callable) -> Callable:
         """The replacement of `original`, which it keeps as `__wrapped__`."""
 
@@ -70,13 +76,13 @@ class Patch:
 
 
 def replaces(
-    target: str, parameters: str, *, why: str, drop_when: str
+    target: str, parameters: str, *, why: str, drop_when: str, last: str = ""
 ) -> Callable[[Callable], Patch]:
     """Make a Patch of the function below. Its first parameter is the original.
 
     See Patch for the arguments.
     """
-    return lambda call: Patch(target, parameters, why, drop_when, call)
+    return lambda call: Patch(target, parameters, why, drop_when, call, last)
 
 
 def run_args(flag: str = "use_asynchzp") -> Namespace | None:
@@ -108,10 +114,12 @@ def found_version() -> str:
     return info.__version__
 
 
-def _mismatch(patch: Patch, found: str) -> ConfigurationError:
+def mismatch(symbol: str, found: str) -> ConfigurationError:
+    """The refusal of a Megatron in which `symbol` is not what is used or replaced; found: a verb
+    and what it is there instead."""
     info = importlib.import_module("megatron.core.package_info")
     return ConfigurationError(
-        f"{patch.target} {found}; megatron-core {info.__version__} was found at {info.__file__}, "
+        f"{symbol} {found}; megatron-core {info.__version__} was found at {info.__file__}, "
         f"and this version of megatron_asynchzp is made for {' and '.join(MEGATRON)}; {_REMEDY}"
     )
 
@@ -122,9 +130,9 @@ def _load(patch: Patch) -> tuple[ModuleType, Callable]:
     except ModuleNotFoundError as error:
         if error.name and not patch.module.startswith(error.name):
             raise  # something that Megatron needs is missing: its own message is the better one
-        raise _mismatch(patch, "does not exist") from error
+        raise mismatch(patch.target, "does not exist") from error
     if not hasattr(module, patch.attribute):
-        raise _mismatch(patch, "does not exist")
+        raise mismatch(patch.target, "does not exist")
     return module, getattr(module, patch.attribute)
 
 
@@ -132,7 +140,9 @@ def _check_signature(patch: Patch, original: Callable) -> None:
     found = tuple(inspect.signature(original).parameters)
     wanted = patch.parameters_in(found_version())
     if found != wanted:
-        raise _mismatch(patch, f"takes ({', '.join(found)}), not ({', '.join(wanted)}) as expected")
+        raise mismatch(
+            patch.target, f"takes ({', '.join(found)}), not ({', '.join(wanted)}) as expected"
+        )
 
 
 # --- applying and removing ---------------------------------------------------------------------
@@ -143,9 +153,11 @@ def apply_patches(patches: Sequence[Patch]) -> None:
 
     Raises ConfigurationError with the symbol, the versions expected and the version found.
     """
-    found_version()
+    version = found_version()
     pending = []
     for patch in patches:
+        if not patch.is_needed_in(version):
+            continue
         module, current = _load(patch)
         if not _applied.contains(current):
             _check_signature(patch, current)

@@ -2,13 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens in a process before Megatron runs in it."""
 
+import importlib
 import os
+import pkgutil
 import sys
 import time
 
 import torch
 
-from megatron_asynchzp.mcore.patch import apply_patches, found_version
+from megatron_asynchzp import mcore
+from megatron_asynchzp.mcore.patch import apply_patches, found_version, mismatch
 from megatron_asynchzp.mcore.patches.table import PATCHES
 from megatron_asynchzp.mcore.process.platform import choose_platform
 from megatron_asynchzp.versions import untested
@@ -23,15 +26,33 @@ def prepare_process(argv: list[str]) -> None:
     """
     if "megatron.training" in sys.modules:  # a script that imports the adaptor was launched
         choose_platform(argv)
-        apply_patches(PATCHES)
+        patch_megatron()
         return
     start_s = time.monotonic()
     _announce("importing Megatron, which can take half a minute")
     for line in untested({"torch": torch.__version__, "megatron-core": found_version()}):
         _announce(line)
     choose_platform(argv)
-    apply_patches(PATCHES)
+    patch_megatron()
     _announce(f"Megatron is ready after {time.monotonic() - start_s:.0f} s; the script starts")
+
+
+def patch_megatron() -> None:
+    """Apply the patches to a Megatron that has all that this package imports of it, also in runs
+    whose flags would import it later.
+
+    Raises ConfigurationError, before anything is changed, naming what is missing.
+    """
+    for module in pkgutil.walk_packages(mcore.__path__, f"{mcore.__name__}."):
+        if module.name != f"{mcore.__name__}.adaptor":
+            try:
+                importlib.import_module(module.name)
+            except ImportError as error:
+                if not (error.name or "").startswith("megatron."):
+                    raise  # something that Megatron needs is missing: its message is the better one
+                symbol = ".".join(filter(None, (error.name, error.name_from)))
+                raise mismatch(symbol, "does not exist") from error
+    apply_patches(PATCHES)
 
 
 def _announce(text: str) -> None:

@@ -83,11 +83,10 @@ def patch_megatron() -> None:
     Raises ConfigurationError for a Megatron that we do not know.
     """
     with _silence():
-        from megatron_asynchzp.mcore.patch import ConfigurationError, apply_patches
-        from megatron_asynchzp.mcore.patches.table import PATCHES
+        from megatron_asynchzp.mcore import startup
 
         try:
-            apply_patches(PATCHES)
+            startup.patch_megatron()
         except ConfigurationError as error:
             raise ConfigurationError(str(error)) from error
 

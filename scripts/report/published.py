@@ -220,6 +220,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "census": lambda: census_table.table(read_record("census").lines),
     "early update": lambda: early_table(read_record("early_update").lines),
     "versions": lambda: versions_table.versions_table(read_record("versions").lines),
+    "versions checkpoints": lambda: versions_table.moves_table(read_record("versions").lines),
     "clusters": lambda: cluster_table.table(read_record("clusters").lines),
 }
 

@@ -20,6 +20,33 @@ def versions_table(lines: Sequence[dict]) -> str:
     return markdown_table(_HEAD, list(rows.values()), num_left=6)
 
 
+def moves_table(lines: Sequence[dict]) -> str:
+    """Checkpoints: a row for each place where one was written, a column for each that loaded it."""
+    cells = {(_place(one["written"]), _place(one["loaded"])): _moved(one) for one in _moves(lines)}
+    places = list(dict.fromkeys(written for written, _ in cells))
+    rows = [[here, *(cells.get((here, there), "") for there in places)] for here in places]
+    return markdown_table(
+        ["written beside torch, megatron-core, Python", *places], rows, num_left=len(places) + 1
+    )
+
+
+def _moves(lines: Sequence[dict]) -> list[dict]:
+    return [line for line in lines if line.get("kind") == "move"]
+
+
+def _place(cell: dict) -> str:
+    return f"{cell['torch']}, {cell['megatron']}, {cell['python']}"
+
+
+def _moved(line: dict) -> str:
+    if "reason" in line:
+        return line["reason"]
+    if line["differing"]:
+        return f"{len(line['differing'])} of {line['tensors']} tensors differ"
+    error = line["loss_error"]
+    return f"same bits, losses {'too' if not error else f'to {error:.0e}'}"
+
+
 def _result(line: dict) -> str:
     if "reason" in line:
         return line["reason"]

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The model of a command line. From megatron-core 0.19 on `pretrain` builds a GPT from a
-configuration; 0.18 has that for hybrid models alone, and asks for a function."""
+"""The model of a command line. From megatron-core 0.19 on `pretrain` builds a model from a
+configuration; 0.18 has configurations of hybrid models alone, and asks for a function."""
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -32,11 +32,28 @@ def model_for_pretrain(args: Namespace, *hooks: Callable[[list], list]) -> dict[
         container = pretrain_cfg_container_from_args(args)
         return {"cfg_container": container, "model_provider": partial(provide_gpt, hooks)}
     model = config_from_args(args)
+    if not hasattr(argument_utils, "gpt_config_from_args"):
+        container = pretrain_cfg_container_from_args(args, model)
+        return {"cfg_container": container, "model_provider": partial(provide_hybrid, model, hooks)}
     model.pre_wrap_hooks += hooks
-    return {
-        "cfg_container": pretrain_cfg_container_from_args(args, model),
-        "model_provider": None,  # 0.18 has no default for it
-    }
+    return {"cfg_container": pretrain_cfg_container_from_args(args, model), "model_provider": None}
+
+
+def provide_hybrid(
+    model: Any,
+    hooks: Sequence[Callable[[list], list]],
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> Any:
+    """One pipeline stage of a model with this configuration."""
+    builder = model.get_builder_cls()(model)
+    built = builder.build_model(pg_collection, pre_process, post_process, vp_stage)
+    for hook in hooks:
+        hook([built])
+    return built
 
 
 def provide_gpt(

@@ -4,44 +4,70 @@
 
     ./scripts/test_versions.sh                      all cells
     ./scripts/test_versions.sh --torch 2.15.0 --megatron 0.18.2 --python 3.13
+    ./scripts/test_versions.sh --checkpoints        written beside some, loaded beside all others
 
 With --out the results are added to a file of records, a line a cell.
 """
 
 import argparse
-import os
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 from scripts.report.records import append
 from scripts.testbed.machine import machine_record
-from scripts.versions.cells import CELLS, TESTS, Cell
-from scripts.versions.environments import FOLDER, ROOT, NoEnvironment, python_of
+from scripts.versions.cells import CELLS, CHECKPOINT_CELLS, Cell
+from scripts.versions.environments import (
+    FOLDER,
+    ROOT,
+    NoEnvironment,
+    environment_of,
+    python_of,
+    replaced_by_install,
+)
+from scripts.versions.moves import MoveFailed, moves
+
+
+class Outcome(NamedTuple):
+    """A line of the record, the lines for the screen, and whether they name a fault."""
+
+    line: dict
+    said: list[str]
+    is_wrong: bool
 
 
 def run(cell: Cell) -> dict:
-    """The tests of a cell: how many passed, and the names of those that did not."""
+    """The tests of a cell: how many passed, and the names of those that did not. Before them, that
+    an install of this package replaces nothing there."""
     line = {"kind": "cell", **cell._asdict(), "date": time.strftime("%Y-%m-%d")}
     try:
         python = python_of(cell)
+        replaced = replaced_by_install(cell, python)
     except NoEnvironment as error:
         return line | {"passed": 0, "failed": [], "reason": str(error)}
+    if replaced:
+        reason = f"an install replaces {', '.join(replaced)}"
+        return line | {"passed": 0, "failed": [], "reason": reason}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         # fmt: off
         command = [str(python), "-m", "pytest", "-q", "-m", "not slow", "-n", "2",
-                   "--dist", "worksteal", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS]
+                   "--dist", "worksteal", "-p", "no:cacheprovider", f"--junitxml={report}",
+                   *cell.tests]
         # fmt: on
         log = FOLDER / f"{cell.name}.log"
         with log.open("w") as out:
-            subprocess.run(command, cwd=ROOT, env=_env(cell), stdout=out, stderr=subprocess.STDOUT)
+            subprocess.run(
+                command, cwd=ROOT, env=environment_of(cell), stdout=out, stderr=subprocess.STDOUT
+            )
         if not report.is_file():
             return line | {"passed": 0, "failed": [], "reason": f"no report: see {log.name}"}
         cases = list(ElementTree.parse(report).iter("testcase"))
@@ -49,12 +75,6 @@ def run(cell: Cell) -> dict:
     skipped = [case for case in cases if _has(case, "skipped")]
     num_passed = len(cases) - len(failed) - len(skipped)
     return line | {"passed": num_passed, "skipped": len(skipped), "failed": failed}
-
-
-def _env(cell: Cell) -> dict[str, str]:
-    # Bytecode of its own: two environments have other files of one name and date.
-    bytecode = str(FOLDER / "bytecode" / cell.name)
-    return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": bytecode}
 
 
 def _has(case: ElementTree.Element, *kinds: str) -> bool:
@@ -67,8 +87,29 @@ def _name(case: ElementTree.Element) -> str:
 
 def cells_of(args: argparse.Namespace) -> Sequence[Cell]:
     """All of them, or the one that is asked for."""
-    asked = {name: getattr(args, name) for name in Cell._fields if getattr(args, name)}
+    asked = _asked(args)
     return [Cell(**asked)] if asked else CELLS
+
+
+def _asked(args: argparse.Namespace) -> dict[str, str]:
+    return {name: getattr(args, name) for name in Cell._fields if getattr(args, name)}
+
+
+def _run_cells(cells: Sequence[Cell]) -> Iterator[Outcome]:
+    for index, cell in enumerate(cells, 1):
+        print(f"{index} of {len(cells)}: {cell.name}", flush=True)
+        line = run(cell)
+        said = line.get("reason") or f"{line['passed']} passed, {len(line['failed'])} failed"
+        failed = [f"FAILED {name}" for name in line["failed"]]
+        yield Outcome(line, [said, *failed], bool(failed or "reason" in line))
+
+
+def _move_checkpoints() -> Iterator[Outcome]:
+    for line in moves(CHECKPOINT_CELLS, partial(print, flush=True)):
+        written, loaded = (Cell(**line[key]).name for key in ("written", "loaded"))
+        same = f"{line.get('tensors')} tensors, {len(line.get('differing', []))} differ"
+        is_wrong = "reason" in line or bool(line["differing"])
+        yield Outcome(line, [f"{written} -> {loaded}: {line.get('reason', same)}"], is_wrong)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,19 +118,25 @@ def main(argv: Sequence[str]) -> int:
     )
     for name in Cell._fields:
         parser.add_argument(f"--{name}", type=_version, metavar="VERSION")
+    parser.add_argument(
+        "--checkpoints", action="store_true", help="instead: checkpoints between versions"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="file of records to add to")
     args = parser.parse_args(argv)
+    if args.checkpoints and len(_asked(args)):
+        parser.error("--checkpoints has versions of its own: give it alone")
     is_wrong = False
     if args.out:
         append(args.out, machine_record(shlex.join(["./scripts/test_versions.sh", *argv])))
-    for index, cell in enumerate(cells := cells_of(args), 1):
-        print(f"{index} of {len(cells)}: {cell.name}", flush=True)
-        line = run(cell)
-        is_wrong |= bool(line["failed"] or "reason" in line)
-        said = line.get("reason") or f"{line['passed']} passed, {len(line['failed'])} failed"
-        print("\n".join([f"    {said}", *(f"    FAILED {name}" for name in line["failed"])]))
-        if args.out:
-            append(args.out, line)
+    try:
+        for outcome in _move_checkpoints() if args.checkpoints else _run_cells(cells_of(args)):
+            is_wrong |= outcome.is_wrong
+            print("\n".join(f"    {said}" for said in outcome.said), flush=True)
+            if args.out:
+                append(args.out, outcome.line)
+    except (NoEnvironment, MoveFailed) as error:
+        print(f"test_versions.sh: {error}", file=sys.stderr)
+        return 1
     return int(is_wrong)
 
 

@@ -28,6 +28,21 @@ class Cell(NamedTuple):
         transformers = f"=={self.transformers}.*" if self.transformers else ""
         return [*wanted, f"transformers{transformers}"]
 
+    @property
+    def _converts(self) -> bool:
+        # With transformers 4, which people have beside Megatron, `asynchzp hf` is refused.
+        return self.transformers != "4"
+
+    @property
+    def extras(self) -> list[str]:
+        """Extras of this package for what such an environment has already."""
+        return ["megatron", "hf"] if self._converts else ["megatron"]
+
+    @property
+    def tests(self) -> list[str]:
+        """Files and folders, from the root."""
+        return [one for one in TESTS if self._converts or one != "tests/hf"]
+
 
 CELLS = [
     *(Cell(torch=torch) for torch in ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")),
@@ -38,6 +53,13 @@ CELLS = [
     ),
     *(Cell(python=python) for python in ("3.13", "3.14")),
     *(Cell(transformers=transformers) for transformers in ("4", "5")),
+]
+
+# Each writes a checkpoint, which all others load.
+CHECKPOINT_CELLS = [
+    *(Cell(megatron=megatron) for megatron in ("0.18.2", "0.19.0", "0.19.2")),
+    *(Cell(torch=torch) for torch in ("2.11.0", "2.15.0")),
+    Cell(python="3.13"),
 ]
 
 # A few minutes: engine, patch points, parity with stock, checkpoints, PASA, the emulated device.

@@ -3,6 +3,7 @@
 """An environment for a cell: made once, with uv, and kept."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ def python_of(cell: Cell) -> Path:
     """
     folder = FOLDER / cell.name
     python = folder / "bin" / "python"
-    wanted = "\n".join([*cell.requirements, (ROOT / "pyproject.toml").read_text()])
+    wanted = "\n".join([*cell.requirements, *_TOOLS])
     stamp = folder / _STAMP
     if not (stamp.is_file() and stamp.read_text() == wanted):
         _uv("venv", "--quiet", "--clear", "--python", _interpreter(cell.python), str(folder))
@@ -46,8 +47,29 @@ def _interpreter(version: str) -> str:
     return next(map(str, pyenv.glob(f"versions/{version}*/bin/python")), version)
 
 
-def _uv(*words: str) -> None:
+def environment_of(cell: Cell) -> dict[str, str]:
+    """The variables of a process that runs in it."""
+    # Bytecode of its own: two environments have other files of one name and date.
+    bytecode = str(FOLDER / "bytecode" / cell.name)
+    return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": bytecode}
+
+
+def replaced_by_install(cell: Cell, python: Path) -> list[str]:
+    """What an install of this package would remove from the environment of the cell, by the
+    resolver's dry run, as "torch==2.15.0". An install must only add.
+
+    Raises NoEnvironment.
+    """
+    extras = [word for extra in cell.extras for word in ("--extra", extra)]
+    said = _uv(
+        "pip", "install", "--dry-run", "--python", str(python), "-r", "pyproject.toml", *extras
+    )
+    return re.findall(r"^ - (\S+)", said, re.MULTILINE)
+
+
+def _uv(*words: str) -> str:
     command = [sys.executable, "-m", "uv", "--no-python-downloads", *words]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if ended.returncode:
         raise NoEnvironment(" ".join(ended.stderr.split())[-500:])
+    return ended.stderr

@@ -5,6 +5,7 @@
 import io
 import json
 import os
+import pickle
 import threading
 import zipfile
 from collections.abc import Callable
@@ -16,11 +17,12 @@ import pytest
 import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
 
 from megatron_asynchzp.checkpoint_files.archive import check_records, read_archives, seal_of
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
 from megatron_asynchzp.checkpoint_files.errors import Damage, SaveError
-from megatron_asynchzp.checkpoint_files.index import items_by_file
+from megatron_asynchzp.checkpoint_files.index import items_by_file, pickle_index, unpickle_index
 from megatron_asynchzp.checkpoint_files.manifest import MANIFEST
 from megatron_asynchzp.checkpoint_files.saving import complete_directory, prepare_directory
 from megatron_asynchzp.checkpoint_files.small_files import replace_file
@@ -217,3 +219,35 @@ def test_all_ranks_complete_a_save_or_none_does(stock_folder, size):
     (stock_folder / "away").rename(stock_folder / NEWER / DATA[1])
     assert _on_threads(size, complete) == [None] * size
     assert (stock_folder / NEWER / MANIFEST).exists()
+
+
+def test_an_index_that_a_newer_torch_wrote_is_stored_as_older_ones_read_it(tmp_path, monkeypatch):
+    """torch 2.15 pickles one property of a tensor more, which torch 2.13 does not unpack."""
+    get_state, set_state = TensorProperties.__getstate__, TensorProperties.__setstate__
+    lengths: list[int] = []
+
+    def read(self: TensorProperties, state: tuple) -> None:
+        lengths.append(len(state))
+        set_state(self, state)
+
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*get_state(self)[:5], (1,)))
+    monkeypatch.setattr(
+        TensorProperties, "__setstate__", lambda self, state: set_state(self, state[:5])
+    )
+    checkpoint.save({"weight": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)  # pyright: ignore[reportPrivateImportUsage]
+    (tmp_path / CONFIG).write_text("{}")
+    complete_directory(tmp_path)
+    monkeypatch.setattr(TensorProperties, "__setstate__", read)
+    FileSystemReader(tmp_path).read_metadata()
+    assert lengths == [5]
+
+
+def test_a_path_in_an_index_is_read_in_every_version_of_python(tmp_path):
+    """Python 3.13 has its class in pathlib._local, which no other has."""
+    index = pickle.dumps(tmp_path, protocol=0)
+    assert b"cpathlib\n" in index or b"cpathlib._local\n" in index
+    moved = index.replace(b"cpathlib\n", b"cpathlib._local\n")
+    assert unpickle_index(index) == unpickle_index(moved) == tmp_path
+    stored = pickle_index(Metadata({}, storage_meta=StorageMeta(checkpoint_id=tmp_path)))
+    assert b"pathlib" not in stored
+    assert unpickle_index(stored).storage_meta == StorageMeta(checkpoint_id=str(tmp_path))

@@ -118,6 +118,16 @@ def test_a_megatron_model_of_no_family_is_refused_in_one_line(name, changes, out
     assert "\n" not in str(refusal.value)
 
 
+def test_an_older_transformers_is_refused_both_ways(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_asynchzp.hf.config.version", lambda name: "4.57.6")
+    line = r"transformers 4\.57\.6 is installed, .* install 'transformers>=5'"
+    with pytest.raises(ConfigurationError, match=line):
+        write_config(shapes()["gpt2"], tmp_path, torch.bfloat16)
+    with pytest.raises(ConfigurationError, match=line):
+        read_config(tmp_path, 128)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "name, changes, output",
     [

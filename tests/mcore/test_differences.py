@@ -22,7 +22,8 @@ class _Base:
 
 
 def test_a_method_that_megatron_renamed_is_refused_by_name():
-    with pytest.raises(ConfigurationError, match="has no count_zeros in _Base"):
+    line = r"^_Base\.count_zeros does not exist; megatron-core \S+ was found .* made for 0.18"
+    with pytest.raises(ConfigurationError, match=line):
 
         @called_by_megatron()
         class _Ours(_Base):
@@ -35,7 +36,7 @@ def test_a_method_that_megatron_renamed_is_refused_by_name():
 
 def test_of_a_method_with_two_names_one_must_be_megatrons():
     assert called_by_megatron("norm_in_018", "norm")(type("_Ours", (_Base,), {}))
-    with pytest.raises(ConfigurationError, match="has no norm_in_017 or norm in _Base"):
+    with pytest.raises(ConfigurationError, match=r"^_Base\.norm_in_017 or norm does not exist"):
         called_by_megatron("norm_in_017", "norm")(type("_Ours", (_Base,), {}))
 
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from megatron.core import package_info
 
+from megatron_asynchzp.versions import Version
 from scripts.testbed.megatron_flags import FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED
 from tests.support.engine import nested_sizes
 from tests.support.parity import KEEP, Variant, assert_equal_runs, compare
@@ -141,7 +143,17 @@ FEW_STEPS = 5
 
 
 def run(cases, world_size: int, iterations: int = FEW_STEPS, timeout_s: float = 600) -> None:
+    cases = [(variant, sizes) for variant, sizes in cases if is_trained_by_stock(variant)]
     assert_equal_runs(on_ranks(compare, world_size, cases, iterations, timeout_s=timeout_s)[0])
+
+
+def is_trained_by_stock(variant: Variant) -> bool:
+    """megatron-core 0.18 recomputes no further predicted tokens (its own TypeError, padding_mask),
+    and in a pipeline it logs no losses of theirs."""
+    lacks = {"--recompute-granularity", "--pipeline-model-parallel-size"} & set(variant.flags)
+    is_predicted = "--mtp-num-layers" in variant.flags
+    is_018 = Version.of(package_info.__version__) < Version(0, 19)
+    return not (is_018 and is_predicted and lacks)
 
 
 def run_all(cases, world_size: int) -> None:

@@ -9,12 +9,12 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_asynchzp.checkpoint_files.common_state import read_common_state
 from megatron_asynchzp.checkpoint_files.peers import Peers, on_first
 from megatron_asynchzp.mcore.checkpoint.causes import cause_of, describe, differing
 
@@ -71,7 +71,7 @@ def _read_facts(iteration_dir: str) -> tuple[Any, Shapes]:
         for name, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    return load_common_state_dict(iteration_dir).get("args"), shapes
+    return read_common_state(iteration_dir).get("args"), shapes
 
 
 def _find_fixed(args: Namespace, saved: Any) -> str | None:

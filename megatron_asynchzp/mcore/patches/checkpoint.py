@@ -104,6 +104,22 @@ load_global = replaces(
 )
 
 
+@replaces(
+    "megatron.core.dist_checkpointing.strategies.common.load_common",
+    "checkpoint_dir",
+    why="megatron-core 0.18 loads the checkpoints of later versions, which keep arguments and step "
+    "among the shards",
+    drop_when="0.18 is no longer supported",
+    last="0.18",
+)
+def load_common(original: Callable, checkpoint_dir: str) -> Any:
+    if run_args() is None:
+        return original(checkpoint_dir)
+    from megatron_asynchzp.checkpoint_files.common_state import read_common_state
+
+    return read_common_state(checkpoint_dir)
+
+
 CHECKPOINT_PATCHES: tuple[Patch, ...] = (
     save_checkpoint,
     save,
@@ -111,4 +127,5 @@ CHECKPOINT_PATCHES: tuple[Patch, ...] = (
     load_args,
     read_metadata,
     load_global,
+    load_common,
 )

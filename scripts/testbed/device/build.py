@@ -44,6 +44,10 @@ def environment(num_devices: int = 1, delays: Delays = Delays()) -> dict[str, st
         # Kernels that are compiled for a device cannot run here; Triton's are interpreted.
         "TORCHDYNAMO_DISABLE": "1",
         "TRITON_INTERPRET": "1",
+        # The NCCL groups that torch 2.15 makes by default let a stream go on without an event where
+        # their watchdog, a thread, has seen the collective end: an order that is not on a stream,
+        # which the watch over races would have to learn from threads.
+        "TORCH_DIST_USE_NCCL2": "0",
     }
 
 

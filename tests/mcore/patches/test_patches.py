@@ -9,6 +9,7 @@ import inspect
 import re
 import sys
 from argparse import ArgumentParser, Namespace
+from functools import partial
 
 import pytest
 import torch
@@ -23,10 +24,11 @@ from megatron_asynchzp.mcore.patch import (
     remove_patches,
     replaces,
 )
-from megatron_asynchzp.mcore.patches.table import PATCHES
+from megatron_asynchzp.mcore.patches import table
 from megatron_asynchzp.mcore.rounded_adam import MomentDtypes
 from megatron_asynchzp.versions import MEGATRON
 
+PATCHES = [one for one in table.PATCHES if one.is_needed_in(package_info.__version__)]
 _PATCH_IDS = [patch.attribute for patch in PATCHES]
 
 
@@ -98,6 +100,18 @@ def test_a_parameter_is_expected_from_its_first_version_on_and_up_to_its_last():
     assert patch.parameters_in("0.19.0") == patch.parameters_in("0.20.1") == ("x", "new", "y")
 
 
+def test_a_patch_that_a_later_version_does_not_need_is_not_looked_for_in_it(monkeypatch, unpatched):
+    def patch(last: str) -> Patch:
+        made = replaces("megatron.core.gone.f", "x", why="a test", drop_when="never", last=last)
+        return made(_Recorder())
+
+    monkeypatch.setattr(package_info, "__version__", "0.19.1")
+    apply_patches([patch(last="0.18")])
+    for last in ("", "0.19"):
+        with pytest.raises(ConfigurationError, match="megatron.core.gone.f does not exist"):
+            apply_patches([patch(last)])
+
+
 @pytest.mark.parametrize("patch", PATCHES, ids=_PATCH_IDS)
 def test_a_function_that_lost_a_parameter_is_refused_by_name(patch, monkeypatch, unpatched):
     module = importlib.import_module(patch.module)
@@ -123,7 +137,7 @@ def test_a_missing_megatron_is_reported_with_the_command_that_installs_it(monkey
 
 
 @pytest.mark.parametrize("version", [*MEGATRON, "0.20"])  # the next one, in development
-@pytest.mark.parametrize("patch", PATCHES, ids=_PATCH_IDS)
+@pytest.mark.parametrize("patch", table.PATCHES, ids=lambda patch: patch.attribute)
 def test_a_replacement_takes_every_argument_by_name_as_megatron_may_give_it(patch, version):
     names = patch.parameters_in(version)
     if "args" in names and "kwargs" in names:
@@ -229,6 +243,23 @@ def test_the_optimizer_gets_its_settings_the_groups_and_the_dtypes_of_moments(mo
     moments = MomentDtypes(torch.float32, torch.bfloat16)
     assert build("config", [1], config_overrides={}) == ("config", [1], {}, None, moments)
     assert build("config", [1], {}, pg_collection="g") == ("config", [1], {}, "g", moments)
+
+
+def test_in_018_a_common_state_among_the_shards_is_read_by_our_runs_alone(tmp_path, monkeypatch):
+    import megatron.training
+
+    from megatron_asynchzp.checkpoint_files.common_state import COMMON_OBJECT
+    from megatron_asynchzp.hf.torch_dist import write_checkpoint
+
+    write_checkpoint(tmp_path / "it", [], {COMMON_OBJECT: {"iteration": 3}})
+    patch = next(patch for patch in table.PATCHES if patch.attribute == "load_common")
+    assert patch.is_needed_in("0.18.2") and not patch.is_needed_in("0.19.0")
+    for is_ours in (True, False):
+        run = partial(Namespace, use_asynchzp=is_ours)
+        monkeypatch.setattr(megatron.training, "get_args", run)
+        original = _Recorder()
+        found = patch.make(original)(str(tmp_path / "it"))
+        assert found == {"iteration": 3} if is_ours else found is original
 
 
 def test_the_default_arguments_of_validate_args_are_megatrons(unpatched):
