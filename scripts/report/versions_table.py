@@ -14,7 +14,7 @@ def versions_table(lines: Sequence[dict]) -> str:
     rows: dict[tuple[str, ...], list[str]] = {}
     for line in lines:
         if line.get("kind") == "cell":
-            key = (line["torch"], line["megatron"], line["python"], line["transformers"])
+            key = tuple(line["cell"].values())
             rows.pop(key, None)
             rows[key] = [*key, _result(line), line["date"]]
     return markdown_table(_HEAD, list(rows.values()), num_left=6)

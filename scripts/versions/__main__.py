@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
 def run(cell: Cell) -> dict:
     """The tests of a cell: how many passed, and the names of those that did not. Before them, that
     an install of this package replaces nothing there."""
-    line = {"kind": "cell", **cell._asdict(), "date": time.strftime("%Y-%m-%d")}
+    line = {"kind": "cell", "cell": cell._asdict(), "date": time.strftime("%Y-%m-%d")}
     try:
         python = python_of(cell)
         replaced = replaced_by_install(cell, python)
