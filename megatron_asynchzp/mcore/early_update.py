@@ -2,21 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns which units of a Megatron run are sent before the update, and why others are not."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
 from megatron_asynchzp.mcore.flags.asynchzp import EARLY_UPDATE_FLAG
+from megatron_asynchzp.mcore.units import has_late_grads
 from megatron_asynchzp.zero.early_update import EarlyUpdate, is_elementwise
 from megatron_asynchzp.zero.unit import HZPUnit
-
-# Attributes of parameters whose gradients finalize_model_grads changes after their reduction.
-_SUMMED_OVER_TP = ("sequence_parallel", "average_gradients_across_tp_domain")
-_SUMMED_OVER_PP = ("is_embedding_or_output_parameter", "shared_embedding", "pipeline_parallel")
-_QK_NORMS = ("q_layernorm", "k_layernorm")
 
 
 def build_early_update(
@@ -44,7 +39,10 @@ def build_early_update(
         unit: params
         for chunk in chunks
         for unit in chunk.units
-        if (params := params_of.get(unit)) is not None and not any(_changed_later(chunk, unit))
+        if (params := params_of.get(unit)) is not None
+        and not has_late_grads(
+            unit, chunk.tp_group.size(), chunk.pp_group.size(), chunk.config.qk_layernorm
+        )
     }
     if reason is None and not early:
         reason = "Megatron changes gradients of every unit when backward is over"
@@ -53,17 +51,3 @@ def build_early_update(
     if schedule.early_update == "on":
         raise ConfigurationError(f"{EARLY_UPDATE_FLAG} on: {reason}; leave the flag out")
     return None
-
-
-def _changed_later(chunk: AsyncHZPDataParallel, unit: HZPUnit) -> Iterator[bool]:
-    """For each parameter whether Megatron changes its gradient after the engine's reduction."""
-    config: TransformerConfig = chunk.config
-    summed: tuple[str, ...] = ()
-    if chunk.tp_group.size() > 1:
-        summed += _SUMMED_OVER_TP
-    if chunk.pp_group.size() > 1:
-        summed += _SUMMED_OVER_PP
-    norms = _QK_NORMS if chunk.tp_group.size() > 1 and config.qk_layernorm else ()
-    for name, param in zip(unit.param_names, unit.params, strict=True):
-        yield any(getattr(param, mark, False) for mark in summed)
-        yield any(norm in name for norm in norms)

@@ -58,6 +58,7 @@ def plan_of(args: Namespace, setting: Setting | None = None) -> Plan:
         Wire(resolve_grad_dtype(args).itemsize),
         moments_nbytes(args),
         is_on_cpu=args.distributed_backend == "gloo",
+        has_loss_scale=args.fp16,
     )
 
 

@@ -16,6 +16,7 @@ from megatron_asynchzp.mcore.state_bytes import (
     state_nbytes_allocated,
     state_nbytes_by_formula,
 )
+from megatron_asynchzp.mcore.units import has_late_grads
 from megatron_asynchzp.planner.memory import MomentBytes
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.backward_room import preview_nbytes
@@ -109,7 +110,9 @@ def _beside_states(
     own_grads = max(chunk.runtime.memory.own_grads for chunk in chunks)
     rows.append(("autograd's own gradients, at most", own_grads, None))
     units = [unit for chunk in chunks for unit in chunk.units]
-    if preview := max(_preview_nbytes(chunks[0].communication.schedule, units, moments)):
+    first = chunks[0]
+    sizes = first.tp_group.size(), first.pp_group.size(), first.config.qk_layernorm
+    if preview := preview_of_units(first.communication.schedule, units, moments, *sizes):
         rows.append(("preview of an update, at most", preview, None))
     if whole_nbytes is not None:
         largest = max(unit.layout.numel * unit.dtype.itemsize for unit in units)
@@ -117,21 +120,33 @@ def _beside_states(
     return rows
 
 
-def _preview_nbytes(
-    schedule: ScheduleConfig, units: Sequence[HZPUnit], moments: MomentBytes
-) -> list[float]:
-    """Of each unit, 0 where it is not sent before the update."""
+def preview_of_units(
+    schedule: ScheduleConfig,
+    units: Sequence[HZPUnit],
+    moments: MomentBytes,
+    tp: int,
+    pp: int,
+    has_qk_norms: bool,
+) -> float:
+    """Bytes that computing updates ahead takes at most, 0 where no unit is sent before its update.
+    The last three: as for has_late_grads."""
+    if not schedule.may_send_early:
+        return 0.0
     is_forced = schedule.early_update == "on"
-    return [
-        preview_nbytes(
-            unit.optim_range.numel,
-            mean_moment_nbytes(unit, moments),
-            is_scaled=unit.dtype == torch.float16,
-        )
-        if schedule.may_send_early and unit.outer_traffic.may_have_room(is_forced)
-        else 0.0
-        for unit in units
-    ]
+    return max(
+        (
+            preview_nbytes(
+                unit.optim_range.numel,
+                mean_moment_nbytes(unit, moments),
+                is_scaled=unit.dtype == torch.float16,
+            )
+            for unit in units
+            if unit.is_trained
+            and unit.outer_traffic.may_have_room(is_forced)
+            and not has_late_grads(unit, tp, pp, has_qk_norms)
+        ),
+        default=0.0,
+    )
 
 
 def _units_table(units: Sequence[HZPUnit]) -> str:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules of a Megatron model are units."""
+"""Which modules of a Megatron model are units, and which of these have their gradients late."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,6 +10,12 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from torch import nn
 
 from megatron_asynchzp.zero.plan import UnitPlan, plan_units
+from megatron_asynchzp.zero.unit import HZPUnit
+
+# Attributes of parameters whose gradients finalize_model_grads changes after their reduction.
+_SUMMED_OVER_TP = ("sequence_parallel", "average_gradients_across_tp_domain")
+_SUMMED_OVER_PP = ("is_embedding_or_output_parameter", "shared_embedding", "pipeline_parallel")
+_QK_NORMS = ("q_layernorm", "k_layernorm")
 
 
 def sharding_group_key(param: nn.Parameter) -> str:
@@ -71,3 +77,16 @@ def plan_megatron_units(root: nn.Module, chunk: int = 0) -> list[UnitPlan]:
                 edges.append(module)
     plans = plan_units(root, [*layers, *edges], sharding_group_key, _tied_weights(root))
     return [replace(plan, name=f"chunk{chunk}.{plan.name}") for plan in plans] if chunk else plans
+
+
+def has_late_grads(unit: HZPUnit, tp: int, pp: int, has_qk_norms: bool) -> bool:
+    """Whether Megatron (finalize_model_grads) changes gradients of `unit` after their reduction.
+
+    tp, pp: sizes of the tensor-parallel and the pipeline-parallel group.
+    """
+    marks = (_SUMMED_OVER_TP if tp > 1 else ()) + (_SUMMED_OVER_PP if pp > 1 else ())
+    norms = _QK_NORMS if tp > 1 and has_qk_norms else ()
+    return any(
+        any(getattr(param, mark, False) for mark in marks) or any(norm in name for norm in norms)
+        for name, param in zip(unit.param_names, unit.params, strict=True)
+    )

@@ -71,6 +71,7 @@ class Plan:
     overlaps_params: whether a step begins before all parameter shards are rebuilt, as the engine's
         does.
     is_on_cpu: whether a rank is a process of the CPU platform.
+    has_loss_scale: whether gradients carry one, as in fp16.
     """
 
     sizes: ShardSizes
@@ -82,6 +83,7 @@ class Plan:
     moments: MomentBytes = MomentBytes()
     expert_sizes: ShardSizes | None = None
     overlaps_params: bool = True
+    has_loss_scale: bool = False
     is_on_cpu: bool = False
 
 
@@ -310,7 +312,8 @@ class Costing:
         if not (schedule.may_send_early and has_room and self._may_be_early(unit)):
             return 0.0
         moments = self.plan.moments.mean(unit.numel, unit.matrix_numel)
-        return preview_nbytes(self.padded(unit) / self.groups[unit.group].sizes.optim, moments)
+        numel = self.padded(unit) / self.groups[unit.group].sizes.optim
+        return preview_nbytes(numel, moments, self.plan.has_loss_scale)
 
     def _states(self, stage: int) -> tuple[dict[str, float], int]:
         """By state, and the bytes of the largest unit, whole."""

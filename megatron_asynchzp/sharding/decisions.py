@@ -38,7 +38,7 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
     chunks: of the rank that share `memory`, to which this one is added.
     residency: decides what stays gathered for a later micro-batch, None for nothing.
 
-    was_used_early: whether a shard that was sent early was needed before the update.
+    sends_early: whether units may be sent before the update: until a shard that was is needed.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
         self._to_rebuild: dict[Unit, None] = {}  # shards, in the order of their use
         self._rebuilt_ahead: dict[Unit, None] = {}  # or being rebuilt, and not used yet
         self._sent: dict[Unit, None] = {}  # before the update that makes them
-        self.was_used_early = False
+        self.sends_early = True
 
     # ---- what carries the decisions out
 
@@ -100,9 +100,8 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
     def note_growth(self, unit: Unit) -> None:  # noqa: B027 (the planner has no log)
         """There was no memory for `unit`: more is taken."""
 
-    def note_used_early(self, unit: Unit) -> None:  # noqa: B027 (the planner has no log)
-        """The shard of `unit`, which was sent early, is needed as it was: in this run nothing is
-        sent early any more."""
+    def note_late(self) -> None:  # noqa: B027 (the planner has no log)
+        """In this run nothing is sent early any more."""
 
     @property
     def is_training(self) -> bool:
@@ -191,9 +190,14 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
         rebuilt."""
         if unit in self._sent:
             if self.is_training:
-                self.was_used_early = True
-                self.note_used_early(unit)
+                self.send_nothing_early()
             self.take_back()
+
+    def send_nothing_early(self) -> None:
+        """From now on: shards are needed as they were after their gradients are complete."""
+        if self.sends_early:
+            self.sends_early = False
+            self.note_late()
 
     def take_back(self) -> None:
         """The update of what was sent early does not come, or not now."""

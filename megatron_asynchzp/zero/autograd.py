@@ -261,6 +261,10 @@ class HZPRuntime(StepScheduler):
             for unit in self._resting:
                 unit.wake()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # pyright: ignore[reportPrivateUsage]
+        if torch.is_grad_enabled():
+            # A backward that builds a graph (that of a gradient's norm): the backward of that graph
+            # reads parameters again, where it likes.
+            self.gathers.send_nothing_early()
         for unit in units:
             self._batch.started_backward.add(unit)
             self._unshard(unit)

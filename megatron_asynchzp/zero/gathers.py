@@ -215,11 +215,11 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
             )
         )
 
-    def note_used_early(self, unit: HZPUnit) -> None:
+    def note_late(self) -> None:
         self._warn_once(
             "early",
-            f"{unit.name} is used again after the last micro-batch, when it was sent for the next "
-            "step: nothing is sent before the update any more. Say which micro-batch is the last",
+            "parameters are used again after the backward of the last micro-batch: none is sent "
+            "before the update any more",
         )
 
     def note_growth(self, unit: HZPUnit) -> None:

@@ -168,7 +168,7 @@ class StepScheduler:
     def _send_early(self, unit: HZPUnit, grads: Task) -> None:
         """[Note: early update] `grads` completes the gradient of `unit`, while backward goes on."""
         early = self.early
-        if early is None or self.gathers.was_used_early or self.gathers.was_sent(unit):
+        if early is None or not self.gathers.sends_early or self.gathers.was_sent(unit):
             return
         if self.gathers.is_to_send(unit, early.may_send(unit), early.is_forced):
             preview = self.gathers.preview(unit, grads, early.preview_of(unit))

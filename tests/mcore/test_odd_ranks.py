@@ -22,6 +22,7 @@ def run_with_nothing_on_the_last_rank() -> list[int]:
     add = ShardedParameters._add
 
     def add_unless_last(self: ShardedParameters, chunk, unit) -> None:
+        self.by_unit[unit] = []
         if dist.get_rank() < dist.get_world_size() - 1:
             add(self, chunk, unit)
 

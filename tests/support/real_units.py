@@ -17,6 +17,7 @@ from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.cpu_platform.arguments import CPU_VALUES
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_grad_dtype, resolve_schedule
 from megatron_asynchzp.mcore.planned import costing_of, moments_nbytes, shard_sizes
+from megatron_asynchzp.mcore.start_table import preview_of_units
 from megatron_asynchzp.mcore.state_bytes import state_nbytes_by_formula
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
 from megatron_asynchzp.planner.memory import Copies, Memory, stage_activations
@@ -132,6 +133,14 @@ def memory_of(index: int, chunks: Chunks, pg_collection: Any, args: Namespace) -
         stage_activations(costing.setting, index),
         schedule,
         _copies(units, schedule.grad_slot_nbytes) if costing.plan.is_on_cpu else None,
+        preview_of_units(
+            schedule,
+            units,
+            moments,
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            args.qk_layernorm,
+        ),
     )
 
 

@@ -27,7 +27,7 @@ def test_every_contender_learns_the_same_and_sends_the_ideal_volume(tmp_path, mo
     assert "threaded" in output and "others used" in output
     records = read([tmp_path / "out.jsonl"])
     losses = {r["contender"]: r["losses"] for r in records if r["trains"]}
-    assert len(losses) == len(SYSTEMS) - 2 and len(ENGINES) == 12
+    assert len(losses) == len(SYSTEMS) - 3 and len(ENGINES) == 12
     for record in records:
         assert record["volume"] == pytest.approx(record["ideal_volume"], rel=0.01)
         assert record["median_ms"] > 0 and record["torch"] and "--hidden" in record["command"]

@@ -189,11 +189,11 @@ def test_a_gradient_that_comes_after_a_unit_was_sent_counts():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share_clipped", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("num_ranks, sizes", [(4, (2, 2, 4)), (4, (1, 2, 2)), (8, (2, 4, 8))])
+@pytest.mark.parametrize("num_ranks, sizes", [(4, (2, 2, 4)), (8, (2, 4, 8))])
 def test_200_steps_have_the_bits_of_an_update_after_the_norm(share_clipped, num_ranks, sizes):
     cases = [(sizes, dtype, {}) for dtype in (FP32, BF16, FP16)]
-    chosen = fates(200, share_clipped)
-    assert all(run_ranks(compare_with_late, num_ranks, cases, chosen, timeout_s=1500.0))
+    chosen, ways = fates(200, share_clipped), [("threaded", True), ("main-thread", True)]
+    assert all(run_ranks(compare_with_late, num_ranks, cases, chosen, ways, timeout_s=1500.0))
 
 
 @pytest.mark.slow

@@ -271,6 +271,11 @@ def _early_update(args: Namespace) -> str:
             "with --sequence-parallel the gradients of every layer's norms are summed over the "
             "tensor-parallel ranks when backward is over"
         )
+    elif given.get("qk_layernorm") and args.tensor_model_parallel_size > 1:
+        reason = (
+            "with --qk-layernorm the gradients of these norms are summed over the tensor-parallel "
+            "ranks when backward is over"
+        )
     elif "muon" in optimizer:
         reason = f"--optimizer {optimizer} needs whole matrices"
     if reason is not None and asked == "on":
