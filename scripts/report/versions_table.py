@@ -49,7 +49,7 @@ def _moved(line: dict) -> str:
 
 def _result(line: dict) -> str:
     if "reason" in line:
-        return line["reason"]
+        return f"not run: {line['reason'].removeprefix('error: ').partition(' in ')[0]}"
     if not line["failed"]:
         return f"{line['passed']} passed"
     return f"{line['passed']} passed, {len(line['failed'])} failed: {', '.join(line['failed'])}"
