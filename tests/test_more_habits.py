@@ -32,7 +32,7 @@ from scripts.testbed.ranks import Place, free_port, run_ranks
 from tests import test_habits, test_library_starts
 from tests.support.engine import build_toy
 from tests.support.selection import slow_unless
-from tests.support.toy_models import toy_batch, toy_loss
+from tests.support.toy_models import toy_batch, toy_llama_config, toy_loss
 from tests.test_habits import (
     CLIP,
     SIZES,
@@ -709,19 +709,10 @@ def test_a_compiled_model_trains_as_in_one_process():
 
 
 def new_llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=37,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(toy_llama_config())
 
 
 def check_accelerate(folder: Path) -> None:

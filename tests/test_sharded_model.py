@@ -19,7 +19,7 @@ from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed.ranks import Place, free_port, run_ranks, start_process
 from tests.support.bare_environment import forget_other_packages
 from tests.support.engine import build_toy, nested_sizes
-from tests.support.toy_models import toy_batch, toy_loss
+from tests.support.toy_models import toy_batch, toy_llama_config, toy_loss
 
 CLIP = 0.3
 STEPS, MICRO_BATCHES = 3, 2
@@ -271,22 +271,13 @@ def new_encoder() -> tuple[nn.Module, Iterable[nn.Module]]:
 
 
 def new_llama() -> tuple[nn.Module, Iterable[nn.Module]]:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     class Llama(LlamaForCausalLM):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return super().forward(input_ids=tokens, use_cache=False).logits
 
-    config = LlamaConfig(
-        vocab_size=37,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-    )
-    model = Llama(config)
+    model = Llama(toy_llama_config())
     return model, model.model.layers
 
 

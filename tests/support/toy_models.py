@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models with every shape of parameter use the engine must serve, and their batches."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -73,3 +75,18 @@ def toy_batch(step: int, micro_batch: int, rank: int, vocab=37) -> torch.Tensor:
 def toy_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     logits = model(tokens[:, :-1]).float()
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def toy_llama_config() -> Any:
+    """Two layers of transformers' Llama, with grouped queries and tied embeddings."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=37,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
