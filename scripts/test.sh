@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 # Runs linter, formatter, type checker and tests in an environment of their own:
-# ./scripts/test.sh [--all] [arguments for pytest]. --all adds the tests marked slow. With arguments
-# only the tests that they name run. Ends with pytest's status, so a failed test fails the script; so
-# does what the linter, the formatter or the type checker finds.
+# ./scripts/test.sh [--all] [arguments for pytest]. --all adds the tests marked slow, and a fast set
+# beside the newest torch that is supported. With arguments only the tests that they name run. Ends
+# with pytest's status, so a failed test fails the script; so does what the linter, the formatter or
+# the type checker finds.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -50,6 +51,9 @@ types=$!
 status=0
 "$PYTHON" -m pytest "${selection[@]}" "${workers[@]}" --durations=10 || status=$?
 wait "$types" || status=$((status ? status : 1))
+if ((${#selection[@]} == 0)); then
+    "$PYTHON" -m scripts.versions --newest-torch || status=$((status ? status : 1))
+fi
 cat "$types_log" >&2
 rm "$types_log"
 exit "$status"

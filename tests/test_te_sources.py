@@ -1,14 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """What is relied on in Transformer Engine, which runs on CUDA devices alone, by the sources of each
-minor version that was read. Its wheel holds Python files and needs no compiler."""
+minor version that was read."""
 
-import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.sources import parameters_of_method, sources
 
 VERSIONS = ["2.15", "2.16", "2.17", "2.18", "2.19", "2.20"]
 # What Megatron's `--transformer-impl transformer_engine` builds a model's linear layers from.
@@ -17,33 +16,13 @@ LAYERS = ["linear", "layernorm_linear", "grouped_linear"]
 OF_WEIGHTS = {"main_grad", "grad_added_to_main_grad", "overwrite_main_grad"}
 
 
-def sources(folder: Path, version: str) -> Path:
-    """transformer_engine/pytorch of the newest release of a minor version."""
-    install = [sys.executable, "-m", "uv", "pip", "install", "-q", "--no-deps", "--no-config"]
-    wanted = f"transformer_engine=={version}.*"
-    subprocess.run([*install, "--target", str(folder), wanted], check=True)
-    return folder / "transformer_engine" / "pytorch"
+def pytorch_of(folder: Path, version: str) -> Path:
+    return sources(folder, "transformer_engine", version) / "pytorch"
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def pytorch(request, tmp_path_factory) -> Path:
-    return sources(tmp_path_factory.mktemp("te"), request.param)
-
-
-def parameters(file: Path, owner: str, name: str) -> list[str]:
-    """Of a method, without self, in their order."""
-    classes = [node for node in ast.walk(ast.parse(file.read_text())) if is_class(node, owner)]
-    (found,) = [
-        node
-        for one in classes
-        for node in ast.iter_child_nodes(one)
-        if isinstance(node, ast.FunctionDef) and node.name == name
-    ]
-    return [one.arg for one in (*found.args.args[1:], *found.args.kwonlyargs)]
-
-
-def is_class(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.ClassDef) and node.name == name
+    return pytorch_of(tmp_path_factory.mktemp("te"), request.param)
 
 
 def keeps_weights(file: Path) -> bool:
@@ -64,7 +43,7 @@ def test_layers_find_the_place_of_a_gradient_by_the_weight_itself(pytorch, layer
 
 @pytest.mark.slow
 def test_layers_before_2_15_do_not(tmp_path):
-    module = sources(tmp_path, "2.14") / "module"
+    module = pytorch_of(tmp_path, "2.14") / "module"
     assert not all(keeps_weights(module / f"{layer}.py") for layer in LAYERS)
 
 
@@ -73,17 +52,17 @@ def test_adam_takes_the_dtypes_of_its_moments_and_makes_states_one_by_one(pytorc
     file = pytorch / "optimizers" / "fused_adam.py"
     wanted = {"lr", "betas", "eps", "weight_decay", "adam_w_mode"}
     wanted |= {"exp_avg_dtype", "exp_avg_sq_dtype"}
-    assert wanted <= set(parameters(file, "FusedAdam", "__init__"))
-    assert parameters(file, "FusedAdam", "initialize_state")[0] == "param"
+    assert wanted <= set(parameters_of_method(file, "FusedAdam", "__init__"))
+    assert parameters_of_method(file, "FusedAdam", "initialize_state")[0] == "param"
 
 
 @pytest.mark.slow
 def test_attention_takes_what_pasa_gives_it(pytorch):
     files = pytorch.rglob("dot_product_attention.py")
     (file,) = [one for one in files if "class DotProductAttention" in one.read_text()]
-    found = parameters(file, "DotProductAttention", "__init__")
+    found = parameters_of_method(file, "DotProductAttention", "__init__")
     assert found[:2] == ["num_attention_heads", "kv_channels"]
     wanted = {"num_gqa_groups", "attention_dropout", "qkv_format", "attn_mask_type"}
     assert wanted | {"softmax_scale"} <= set(found)
-    call = parameters(file, "DotProductAttention", "forward")
+    call = parameters_of_method(file, "DotProductAttention", "forward")
     assert call[:3] == ["query_layer", "key_layer", "value_layer"]

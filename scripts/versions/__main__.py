@@ -4,6 +4,7 @@
 
     ./scripts/test_versions.sh                      all cells
     ./scripts/test_versions.sh --torch 2.15.0 --megatron 0.18.2 --python 3.13
+    ./scripts/test_versions.sh --newest-torch       the newest torch that is tested
     ./scripts/test_versions.sh --checkpoints        written beside some, loaded beside all others
 
 With --out the results are added to a file of records, a line a cell.
@@ -24,7 +25,7 @@ from xml.etree import ElementTree
 
 from scripts.report.records import append
 from scripts.testbed.machine import machine_record
-from scripts.versions.cells import CELLS, CHECKPOINT_CELLS, Cell
+from scripts.versions.cells import CELLS, CHECKPOINT_CELLS, NEWEST_TORCH, Cell
 from scripts.versions.environments import (
     FOLDER,
     ROOT,
@@ -87,6 +88,8 @@ def _name(case: ElementTree.Element) -> str:
 
 def cells_of(args: argparse.Namespace) -> Sequence[Cell]:
     """All of them, or the one that is asked for."""
+    if args.newest_torch:
+        return [NEWEST_TORCH]
     asked = _asked(args)
     return [Cell(**asked)] if asked else CELLS
 
@@ -118,13 +121,14 @@ def main(argv: Sequence[str]) -> int:
     )
     for name in Cell._fields:
         parser.add_argument(f"--{name}", type=_version, metavar="VERSION")
+    parser.add_argument("--newest-torch", action="store_true", help="the cell of the newest torch")
     parser.add_argument(
         "--checkpoints", action="store_true", help="instead: checkpoints between versions"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="file of records to add to")
     args = parser.parse_args(argv)
-    if args.checkpoints and len(_asked(args)):
-        parser.error("--checkpoints has versions of its own: give it alone")
+    if args.checkpoints + args.newest_torch + bool(_asked(args)) > 1:
+        parser.error("--checkpoints and --newest-torch have versions of their own: give one alone")
     is_wrong = False
     if args.out:
         append(args.out, machine_record(shlex.join(["./scripts/test_versions.sh", *argv])))
