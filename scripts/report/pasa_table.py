@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the records of bench_pasa_accuracy.py and pasa_evidence.py into tables."""
+"""Turns the records of bench_pasa_accuracy.py, pasa_kernels.py and pasa_evidence.py into tables."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -48,6 +48,23 @@ def _error(line: dict) -> str:
     if line["error"] is None:
         return f"{line['not_finite']:.0%} not finite"
     return f"{line['error']:.1e}"
+
+
+def kernel_table(lines: Sequence[dict]) -> str:
+    """Registers of a thread, and KiB of shared memory, by kernel, channels and architecture."""
+    used = {(one["kernel"], one["dim"], one["sm"]): one for one in lines}
+    targets = sorted({sm for *_, sm in used})
+    heads = [f"sm_{sm}" for sm in targets]
+    rows = [f"| kernel | channels | {' | '.join(heads)} |", "|---" * (len(targets) + 2) + "|"]
+    for kernel, dim in dict.fromkeys(key[:2] for key in used):
+        columns = [_usage(used[kernel, dim, sm]) for sm in targets]
+        rows.append(f"| {kernel} | {dim} | {' | '.join(columns)} |")
+    return "\n".join(rows)
+
+
+def _usage(line: dict) -> str:
+    spilled = f", {line['spilled_bytes']} B spilled" if line["spilled_bytes"] else ""
+    return f"{line['registers']}, {line['shared_bytes'] / 2**10:.0f}{spilled}"
 
 
 def training_table(runs: Sequence[dict]) -> str:

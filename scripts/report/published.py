@@ -212,6 +212,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quickstart": quickstart,
     "pasa gradient": lambda: pasa_table.gradient_table(read_record("pasa_accuracy").lines),
     "pasa forward": lambda: pasa_table.forward_table(read_record("pasa_accuracy").lines),
+    "pasa kernels": lambda: pasa_table.kernel_table(read_record("pasa_kernels").lines),
     "pasa training": lambda: pasa_table.training_table(read_record("pasa_training").lines),
     "planner": lambda: planner_table.markdown(read_record("planner_published").lines),
     "planner testbed": lambda: planner_table.testbed(read_record("planner_testbed").lines),

@@ -19,9 +19,9 @@ FOLDER = Path(__file__).parents[2] / "docs" / "results" / "records"
 EXPECTED = {
     *("census", "checkpoints", "clusters", "compare", "compare unlimited", "host_cost"),
     *("mutants", "parity", "early_update", "early_timeline"),
-    *("pasa_accuracy", "pasa_training", "peaks", "pipeline", "planner_published", "quickstart"),
+    *("pasa_accuracy", "pasa_kernels", "pasa_training", "peaks", "pipeline", "planner_published"),
     *("planner_testbed", "device_schedules", "device_cost", "device_faults", "versions"),
-    *("real_size", "schedules", "stock_noise", "timeline", "grad_wire"),
+    *("quickstart", "real_size", "schedules", "stock_noise", "timeline", "grad_wire"),
     *("shrunk_models", "muon", "compare_pipelines"),
 }
 

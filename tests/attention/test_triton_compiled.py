@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton: pip install megatron_asynchzp[triton]")
 
-from tests.attention.compiled import KERNELS, compiled
+from scripts.testbed.attention.compiled import KERNELS, compiled
 from tests.support.selection import slow_unless
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # of one block
