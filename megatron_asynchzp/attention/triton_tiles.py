@@ -43,7 +43,7 @@ FORWARD = {
     256: TileConfig(64, 32, 8, 2),
 }
 BACKWARD_KV = {
-    64: TileConfig(32, 128, 8, 2),
+    64: TileConfig(32, 128, 8, 3),
     128: TileConfig(32, 64, 8, 2),
     256: TileConfig(32, 32, 8, 1),
 }
