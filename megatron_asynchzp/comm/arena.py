@@ -62,10 +62,9 @@ class Arena(MemoryMap[Any]):
     """One allocation in which users of any size and dtype hold places; who gets which is decided by
     the memory map. The main thread alone calls.
 
-    nbytes: how much.
+    nbytes: how much. Sizes that are multiples of 128 bytes keep all places aligned to that.
     device: where.
-    record_event: an event after all that was issued so far on the current stream. Sizes that are
-        multiples of 128 bytes keep all places aligned to that.
+    record_event: an event after all that was issued so far on the current stream.
     """
 
     def __init__(self, nbytes: int, device: torch.device, record_event: Callable[[], Any]):

@@ -37,6 +37,17 @@ def hash_of(entries: Iterable[str]) -> int:
     return value
 
 
+def crosses_groups(entry: str) -> bool:
+    """Whether all ranks of a sharding group must submit this at the same place.
+
+    [Note: unequal micro-batches] What a micro-batch needs, gathers and reductions, connects the
+    ranks of one group of max(P, G) ranks alone. So these groups may take different numbers of
+    micro-batches in a step, and meet where each unit's gradient and parameters cross them, once a
+    step.
+    """
+    return entry.partition(" ")[0] not in _OF_MICRO_BATCHES
+
+
 class CollectiveFailure(RuntimeError):
     """A collective failed or took too long; the message names operation, unit, ranks and step."""
 
@@ -46,9 +57,15 @@ def _no_steps() -> Steps:
     return None
 
 
+def _folded(kind: str, entries: Sequence[str]) -> str:
+    return f"{kind}, of {len(entries)} with hash {hash_of(entries):08x}"
+
+
 OnFailure = Callable[[CollectiveFailure, Callable[[float], bool]], None]
 """Called with the first failure in the background thread that saw it, which has nothing else to
 do; the second argument waits for so many seconds and returns whether the driver was closed."""
+
+_OF_MICRO_BATCHES = ("gather", "reduce")
 
 # More entries than this are folded into one where the record is shortened.
 _LONG_RECORD = 1000
@@ -326,10 +343,10 @@ class Driver:
 
     def shorten_record(self) -> None:
         """A forward of an evaluation begins, which may be any number of them without a comparison:
-        fold what was submitted into one entry where it is long."""
+        fold what was submitted into two entries where it is long."""
         if len(self.submitted) > _LONG_RECORD:
-            folded = f"{len(self.submitted)} collectives with hash {hash_of(self.submitted):08x}"
-            self.submitted = [folded]
+            crossing = [entry for entry in self.submitted if crosses_groups(entry)]
+            self.submitted = [_folded("collectives", crossing), _folded("gather", self.submitted)]
 
     def _refuse(self, task: Task) -> None:
         self.raise_failure()

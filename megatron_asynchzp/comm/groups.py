@@ -40,6 +40,14 @@ class ShardGroups:
         return (*self.grad_reduce, *self.grad_sync, *self.replica_sync)
 
     @property
+    def num_axes_in_step(self) -> int:
+        """How many of all_reduce_axes connect ranks that gather or reduce together, and so have
+        equally many micro-batches."""
+        sizes = self.topology.sizes
+        stop = max(sizes.param, sizes.grad)
+        return sum(one.axis.stride * one.axis.size <= stop for one in self.all_reduce_axes)
+
+    @property
     def all_groups(self) -> set[dist.ProcessGroup]:
         """Every communicator."""
         axes = (*self.unshard, *self.param_sync, *self.all_reduce_axes)

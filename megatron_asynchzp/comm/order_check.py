@@ -7,7 +7,7 @@ first difference in words.
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,9 @@ from megatron_asynchzp.comm.collectives import (
     all_gather_steps,
     all_reduce_steps,
     and_then,
+    completed_last,
 )
-from megatron_asynchzp.comm.driver import Driver, Task, hash_of
+from megatron_asynchzp.comm.driver import Driver, Task, crosses_groups, hash_of
 
 _NOTHING = -1  # the code of an entry that a shorter record does not have
 _MAX_CHARACTERS = 160  # of an entry, in the message
@@ -30,15 +31,21 @@ class OrderMismatch(RuntimeError):
 
 
 class OrderCheck:
-    """Compares, once per step, what the ranks submitted to their drivers since the last time.
+    """Compares, once per step, what the ranks submitted since the last time: all of it within each
+    group of ranks that compute in step, and between these groups what crosses them
+    ([Note: unequal micro-batches]).
 
-    axes: those of a sharding group, one after the other, so that what spreads over each reaches all
-        its ranks.
+    axes: those of a sharding group, innermost first, so that what spreads over each reaches all its
+        ranks.
+    num_in_step: how many of the axes connect ranks that compute in step.
     device: where the hashes are compared.
     """
 
-    def __init__(self, driver: Driver, axes: Sequence[AxisGroup], device: torch.device):
+    def __init__(
+        self, driver: Driver, axes: Sequence[AxisGroup], num_in_step: int, device: torch.device
+    ):
         self._driver, self._axes, self._device = driver, axes, device
+        self._in_step, self._crossing = axes[:num_in_step], axes[num_in_step:]
         self._mine: list[str] = []
         self._answer = torch.empty(0)  # on the host
         self._task: Task | None = None
@@ -50,15 +57,22 @@ class OrderCheck:
         """
         self.finish()
         self._mine, self._driver.submitted = self._driver.submitted, []
-        value = hash_of(self._mine)
-        answer = self._answer = self._driver.device.new_host_memory((2, 1), torch.int64)
+        values = hash_of(self._mine), hash_of(filter(crosses_groups, self._mine))
+        answer = self._answer = self._driver.device.new_host_memory((2, 2), torch.int64)
 
         def steps() -> Steps:
             # Allocated here, [Note: memory of a task]. Filled on the device: a copy from the host
             # would hold it until the device has caught up.
-            own = torch.full((1,), value, dtype=torch.int64, device=self._device)
-            extremes = torch.stack([own, -own])
-            last = yield from all_reduce_steps(extremes, self._axes, dist.ReduceOp.MAX)
+            own = [
+                torch.full((1,), value, dtype=torch.int64, device=self._device) for value in values
+            ]
+            extremes = torch.cat([*own, *(-value for value in own)]).view(2, 2)
+            last = yield from all_reduce_steps(extremes, self._in_step, dist.ReduceOp.MAX)
+            if self._crossing:
+                yield from completed_last(last)
+                # A difference within a group stays one: 1 here, 0 elsewhere.
+                extremes[:, 0] = (extremes[0, 0] != -extremes[1, 0]).to(torch.int64)
+                last = yield from all_reduce_steps(extremes, self._crossing, dist.ReduceOp.MAX)
             return and_then(last, lambda: answer.copy_(extremes, non_blocking=True))
 
         self._task = self._submit(steps)
@@ -88,9 +102,9 @@ class OrderCheck:
             self._driver.fail(mismatch)  # this step's gradients are of no use
             raise mismatch
 
-    def _submit_max(self, values: torch.Tensor) -> Task:
-        """Begin to replace each of `values` by the largest over all ranks, in place."""
-        return self._submit(partial(all_reduce_steps, values, self._axes, dist.ReduceOp.MAX))
+    def _submit_max(self, values: torch.Tensor, axes: Sequence[AxisGroup]) -> None:
+        """Replace each of `values` by the largest over all ranks along `axes`, in place."""
+        self._submit(partial(all_reduce_steps, values, axes, dist.ReduceOp.MAX)).wait()
 
     def _submit(self, start: Callable[[], Steps]) -> Task:
         driver = self._driver
@@ -101,37 +115,64 @@ class OrderCheck:
 
     def _describe_difference(self) -> str:
         """The first place at which a rank did something else, which ranks did what there, and the
-        remedy."""
-        mine = self._mine
-        length = torch.tensor([len(mine)], dtype=torch.int64, device=self._device)
-        self._submit_max(length).wait()
-        codes = torch.full((int(length),), _NOTHING, dtype=torch.int64)
-        codes[: len(mine)] = torch.tensor([hash_of([entry]) for entry in mine])
-        extremes = torch.stack([codes, -codes]).to(self._device)
-        self._submit_max(extremes).wait()
-        index = _first_difference(extremes)
-        if index is None:
-            return "the ranks issued different collectives"
-        own = mine[index] if index < len(mine) else "nothing"
-        ranks_of: dict[str, list[int]] = {}
-        for rank, entry in sorted(self._gather_entries(own).items()):
-            ranks_of.setdefault(entry, []).append(rank)
-        parts = [f"'{entry}' on {_name_ranks(ranks)}" for entry, ranks in ranks_of.items()]
-        return (
-            f"collective {index} since the last comparison was {' and '.join(parts)}; "
-            "every rank must call the same modules in the same order"
-        )
+        remedy. Of differences in several groups that of the first one."""
+        crossing = list(filter(crosses_groups, self._mine))
+        for record, axes in ((self._mine, self._in_step), (crossing, self._axes)):
+            index = self._find_difference(record, axes)
+            own = "" if index is None else record[index] if index < len(record) else "nothing"
+            places = self._gather_places(own, index or 0, axes)
+            if not places:
+                continue
+            first = min(place.group for place in places)
+            ranks_of: dict[str, list[int]] = {}
+            for place in places:
+                if place.group == first:
+                    ranks_of.setdefault(place.entry, []).append(place.rank)
+            parts = [f"'{entry}' on {_name_ranks(ranks)}" for entry, ranks in ranks_of.items()]
+            number = next(place.number for place in places if place.group == first)
+            return (
+                f"collective {number} since the last comparison was {' and '.join(parts)}; "
+                "every rank must call the same modules in the same order"
+            )
+        return "the ranks issued different collectives"
 
-    def _gather_entries(self, own: str) -> dict[int, str]:
-        """The entry of every rank, by global rank. Collective."""
-        row = torch.zeros(1 + _MAX_CHARACTERS, dtype=torch.int64)
+    def _find_difference(self, record: list[str], axes: Sequence[AxisGroup]) -> int | None:
+        """The first index at which the records of the ranks along `axes` differ."""
+        length = torch.tensor([len(record)], dtype=torch.int64, device=self._device)
+        self._submit_max(length, axes)
+        codes = torch.full((int(length),), _NOTHING, dtype=torch.int64)
+        codes[: len(record)] = torch.tensor([hash_of([entry]) for entry in record])
+        extremes = torch.stack([codes, -codes]).to(self._device)
+        self._submit_max(extremes, axes)
+        return _first_difference(extremes)
+
+    def _gather_places(self, own: str, index: int, axes: Sequence[AxisGroup]) -> "list[_Place]":
+        """Of every rank whose group, along `axes`, has a difference: where, and its entry there, by
+        global rank. Collective over all axes."""
+        row = torch.zeros(3 + _MAX_CHARACTERS, dtype=torch.int64)
         text = own.encode("ascii", "replace")[:_MAX_CHARACTERS]
-        row[: 1 + len(text)] = torch.tensor([dist.get_rank(), *text])
+        # Equal for ranks that `axes` connect.
+        group = sum(one.axis.coordinate * one.axis.stride for one in self._axes[len(axes) :])
+        row[: 3 + len(text)] = torch.tensor([dist.get_rank(), group, index, *text])
         row = row.to(self._device)
         rows = row.new_empty(prod(axis.axis.size for axis in self._axes), len(row))
         self._submit(partial(all_gather_steps, row, rows.view(-1), self._axes)).wait()
         lines = cast("list[list[int]]", rows.tolist())  # pyright: ignore[reportUnknownMemberType]
-        return {line[0]: bytes(filter(None, line[1:])).decode() for line in lines}
+        places = [
+            _Place(line[0], line[1], line[2], bytes(filter(None, line[3:])).decode())
+            for line in lines
+        ]
+        return sorted(place for place in places if place.entry)
+
+
+class _Place(NamedTuple):
+    """rank: global; group: which one of those that are compared; number: of the entry that differs,
+    in the rank's record; entry: what is there."""
+
+    rank: int
+    group: int
+    number: int
+    entry: str
 
 
 def _first_difference(extremes: torch.Tensor) -> int | None:

@@ -128,10 +128,12 @@ class StepScheduler:
         self.reductions = Reductions(
             self.units, self.memory.grads, pieces, driver, grad_scale, self.budgets.grads
         )
-        all_groups = dict.fromkeys(unit.groups for unit in self.units)
+        all_groups = list(dict.fromkeys(unit.groups for unit in self.units))
         axes = [axis for groups in all_groups for axis in groups.all_reduce_axes]
+        # Where there are experts, all ranks exchange tokens in every layer.
+        num_in_step = all_groups[0].num_axes_in_step if len(all_groups) == 1 else len(axes)
         self._checks_order = config.checks_order
-        self._order_check = OrderCheck(driver, axes, self.units[0].device)
+        self._order_check = OrderCheck(driver, axes, num_in_step, self.units[0].device)
 
     # ---- one micro-batch
 

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles PASA's fused kernels for GPUs on a machine without one: registers of a thread, bytes that
-they spill and shared memory of a block.
+"""Compiles PASA's fused kernels for GPUs on a machine without one: registers of a thread, bytes
+that they spill and shared memory of a block.
 
     python -m scripts.bench.pasa_kernels --out runs/kernels.jsonl
     python -m scripts.report.add_record pasa_kernels runs/kernels.jsonl
@@ -26,7 +26,9 @@ def main() -> None:
     for kernel, dim, sm in product(KERNELS, args.dims, args.sm):
         used = compiled(kernel, dim, sm=sm, has_shift=True)
         print(f"{kernel}, {dim} channels, sm_{sm}: {used}", flush=True)
-        append(args.out, {"kind": "kernel", "kernel": kernel, "dim": dim, "sm": sm, **used._asdict()})
+        append(
+            args.out, {"kind": "kernel", "kernel": kernel, "dim": dim, "sm": sm, **used._asdict()}
+        )
 
 
 if __name__ == "__main__":

@@ -23,5 +23,5 @@ export HCCL_OP_EXPANSION_MODE="${HCCL_OP_EXPANSION_MODE:-AIV}"
 # As long as Megatron's own --distributed-timeout-minutes (10): compilation comes before it.
 export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-600}"
 export HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-600}"
-# Two levels of asynchronous submission; our threads submit from the host ahead of the device.
+# Two levels of asynchronous submission: the host runs ahead of the device.
 export TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE:-2}"

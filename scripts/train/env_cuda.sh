@@ -15,8 +15,7 @@ case " $* " in
 esac
 
 # The engine's communicators and Megatron's meet on the device only: launch them in the order of the
-# host (NCCL 2.26 or later; older ones ignore it). NCCL then takes two threads that launch at once
-# for an error: not for --asynchzp-schedule threaded, which is refused beside it.
+# host (NCCL 2.26 or later; older ones ignore it).
 export NCCL_LAUNCH_ORDER_IMPLICIT="${NCCL_LAUNCH_ORDER_IMPLICIT:-1}"
 # Fewer channels leave more of the device to computation. Try 8 or 16; unset is NCCL's own choice:
 #     export NCCL_MAX_CTAS=16

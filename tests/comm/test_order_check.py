@@ -59,7 +59,8 @@ def test_what_finds_the_first_difference_keeps_its_memory_until_it_was_used():
         _all_reduce = differing
 
         def _all_gather(self, full, shard, group, async_op):
-            return super()._all_gather(full.zero_(), shard, group, async_op)
+            full.copy_(shard.repeat(full.numel() // shard.numel()))
+            return super()._all_gather(full, shard, group, async_op)
 
     with (
         mock.patch("torch.distributed.get_rank", lambda: 3),

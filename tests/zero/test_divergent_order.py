@@ -56,7 +56,7 @@ def test_two_swapped_modules_of_one_size_are_named_with_one_message_on_all_ranks
     (message,) = set(messages.values())
     assert re.fullmatch(
         r"OrderMismatch: step 1: collective \d+ since the last comparison was 'gather blocks.0' on "
-        r"ranks 0, 2, 3 and 'gather blocks.1' on rank 1; every rank must call .*",
+        r"rank 0 and 'gather blocks.1' on rank 1; every rank must call .*",
         message,
     )
 
@@ -94,26 +94,52 @@ def test_one_rank_that_does_something_else_gets_no_number_and_nor_do_its_peers(k
 # --- the comparison alone ----------------------------------------------------------------------
 
 
-def compare_orders() -> list[str]:
-    """Rank r submits the entries of its place; returns what each comparison raised."""
-    same = ["gather a", "reduce a"]
-    programs = [
-        [same, same, same, same],
-        [same, same, same, ["gather a", "reduce b"]],
-        [same, same, same, ["gather a"]],
-        [[], same, same, same],
+SAME, OTHER = ["gather a", "reduce a"], ["gather a", "reduce a", "gather a", "reduce a"]
+END = "; every rank must call the same modules in the same order"
+# What each rank submits, and what is said. Ranks 0 and 1 compute in step, and so do 2 and 3.
+COMPARISONS = [
+    ([SAME, SAME, SAME, SAME], ""),
+    (
+        [SAME, SAME, SAME, ["gather a", "reduce b"]],
+        f"'reduce a' on rank 2 and 'reduce b' on rank 3{END}",
+    ),
+    ([SAME, SAME, SAME, ["gather a"]], f"'reduce a' on rank 2 and 'nothing' on rank 3{END}"),
+    ([[], SAME, SAME, SAME], f"'nothing' on rank 0 and 'gather a' on rank 1{END}"),
+    (
         [["gather a"], ["gather b"], ["gather c"], ["gather a"]],
-        [same, same, same, same],
-    ]
-    axes = shard_groups((2, 2, 4)).all_reduce_axes
+        f"'gather a' on rank 0 and 'gather b' on rank 1{END}",
+    ),
+    ([SAME, SAME, OTHER, OTHER], ""),
+    ([[], [], OTHER, OTHER], ""),
+    (
+        [[*SAME, "grad-sync a"], [*SAME, "grad-sync a"], *[[*OTHER, "grad-sync b"]] * 2],
+        f"'grad-sync a' on ranks 0, 1 and 'grad-sync b' on ranks 2, 3{END}",
+    ),
+    (
+        [["param-sync a", "param-sync b"]] * 3 + [["param-sync b", "param-sync a"]],
+        f"'param-sync a' on rank 2 and 'param-sync b' on rank 3{END}",
+    ),
+    ([*[[*SAME, "grad-sync a"]] * 2, *[["grad-sync a", *OTHER]] * 2], ""),
+    (
+        [[*SAME, "grad-sync a"], ["grad-sync a", *SAME], *[[*SAME, "grad-sync a"]] * 2],
+        f"'gather a' on rank 0 and 'grad-sync a' on rank 1{END}",
+    ),
+    ([SAME, SAME, SAME, SAME], ""),
+]
+
+
+def compare_orders() -> list[str]:
+    """What each comparison raised."""
+    groups = shard_groups((2, 2, 4))
 
     def new_check() -> tuple[Driver, OrderCheck]:
         driver = Driver(Timeline(CpuDevice()))
-        return driver, OrderCheck(driver, axes, torch.device("cpu"))
+        axes, num_in_step = groups.all_reduce_axes, groups.num_axes_in_step
+        return driver, OrderCheck(driver, axes, num_in_step, torch.device("cpu"))
 
     messages = []
     driver, check = new_check()
-    for program in programs:
+    for program, _ in COMPARISONS:
         for lane, unit in map(str.split, program[dist.get_rank()]):
             driver.submit(Task(lane, unit, (), lambda: iter(())))
         try:
@@ -127,16 +153,7 @@ def compare_orders() -> list[str]:
 
 
 def test_the_comparison_names_the_first_difference_and_who_did_what_on_every_rank():
-    end = "; every rank must call the same modules in the same order"
-    expected = [
-        "",
-        f"'reduce a' on ranks 0, 1, 2 and 'reduce b' on rank 3{end}",
-        f"'reduce a' on ranks 0, 1, 2 and 'nothing' on rank 3{end}",
-        f"'nothing' on rank 0 and 'gather a' on ranks 1, 2, 3{end}",
-        f"'gather a' on ranks 0, 3 and 'gather b' on rank 1 and 'gather c' on rank 2{end}",
-        "",
-    ]
-    assert run_ranks(compare_orders, 4) == [expected] * 4
+    assert run_ranks(compare_orders, 4) == [[said for _, said in COMPARISONS]] * 4
 
 
 def count_submissions_kept() -> dict[bool, list[int]]:
