@@ -66,7 +66,7 @@ class OrderCheck:
             own = [
                 torch.full((1,), value, dtype=torch.int64, device=self._device) for value in values
             ]
-            extremes = torch.cat([*own, *(-value for value in own)]).view(2, 2)
+            extremes = torch.stack([*own, *(-value for value in own)]).view(2, 2)
             last = yield from all_reduce_steps(extremes, self._in_step, dist.ReduceOp.MAX)
             if self._crossing:
                 yield from completed_last(last)
