@@ -83,19 +83,57 @@ MUTANTS = [
             "            # Allocated here, [Note: memory of a task]. Filled on the "
             "device: a copy from the host\n"
             "            # would hold it until the device has caught up.\n"
-            "            own = torch.full((1,), value, dtype=torch.int64, device=se"
-            "lf._device)\n"
-            "            extremes = torch.stack([own, -own])\n"
+            "            own = [\n"
+            "                torch.full((1,), value, dtype=torch.int64, device=self._device)"
+            " for value in values\n"
+            "            ]\n"
+            "            extremes = torch.stack([*own, *(-value for value in own)]).view(2, 2)\n"
         ),
         (
-            "        own = torch.full((1,), value, dtype=torch.int64, device=self._device)\n"
-            "        extremes = torch.stack([own, -own])\n"
+            "        own = [\n"
+            "            torch.full((1,), value, dtype=torch.int64, device=self._device) for "
+            "value in values\n"
+            "        ]\n"
+            "        extremes = torch.stack([*own, *(-value for value in own)]).view(2, 2)\n"
             "\n"
             "        def steps() -> Steps:\n"
         ),
         (
             "tests/zero/test_happens_before.py::"
             "test_every_two_conflicting_accesses_of_streams_are_ordered"
+        ),
+    ),
+    Mutant(
+        "what-crosses-groups-is-not-compared",
+        "law 3: groups compare what crosses them",
+        "comm/driver.py",
+        'return entry.partition(" ")[0] not in _OF_MICRO_BATCHES',
+        "return False",
+        (
+            "tests/zero/test_divergent_order.py::"
+            "test_the_comparison_names_the_first_difference_and_who_did_what_on_every_rank"
+        ),
+    ),
+    Mutant(
+        "groups-in-step",
+        "groups may have different numbers of micro-batches",
+        "comm/groups.py",
+        "stop = max(sizes.param, sizes.grad)",
+        "stop = self.topology.world_size",
+        (
+            "tests/zero/test_unequal_micro_batches.py::"
+            "test_groups_with_different_numbers_of_micro_batches_train_as_one_process"
+        ),
+    ),
+    Mutant(
+        "a-difference-within-a-group-stays-there",
+        "law 3: a difference ends the step on all ranks",
+        "comm/order_check.py",
+        "extremes[:, 0] = (extremes[0, 0] != -extremes[1, 0]).to(torch.int64)",
+        "extremes[:, 0] = 0",
+        (
+            "tests/zero/test_divergent_order.py::"
+            "test_the_comparison_names_the_first_difference_and_who_did_what_on_every_rank"
         ),
     ),
     Mutant(
