@@ -91,6 +91,9 @@ class CpuDevice:
         """Memory of the host that the device copies to without holding the host."""
         return torch.empty(shape, dtype=dtype)
 
+    def release_cached(self) -> None:
+        """Give memory that no tensor has to other users of the device."""
+
     def left_nbytes(self) -> None:
         """Bytes that a rank may still allocate, but for a margin; None where nobody can tell."""
         return
@@ -155,6 +158,9 @@ class StreamDevice:
 
     def new_host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def release_cached(self) -> None:
+        self._module.empty_cache()
 
     def left_nbytes(self) -> int:
         # What torch's allocator has reserved is not free: it is what the steps so far needed.

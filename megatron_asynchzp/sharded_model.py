@@ -444,6 +444,7 @@ class ShardedModel:
         self._trained = [part for part in self._parts if isinstance(part, _TrainedFragment)]
         self.optimizer = self._new_optimizer(new_optimizer)
         self._makes_state = False
+        self._states_on_device: dict[nn.Parameter, dict[str, Any]] = {}  # while it sleeps
         self.runtime.early = self._new_early_update()
         self._grads_seen: list[int] = []
         self._is_as_sent = False
@@ -484,6 +485,7 @@ class ShardedModel:
         optimizer.register_load_state_dict_pre_hook(
             lambda _, state: _refuse_other_parts(state, held)
         )
+        optimizer.register_load_state_dict_pre_hook(lambda *_: owner().runtime.refuse_sleep())
         for part in self._trained:
             param: Any = part.param
             param.await_grads = lambda to_scaler: owner()._hand_out_grads(to_scaler)
@@ -544,6 +546,7 @@ class ShardedModel:
             self.set_is_last_micro_batch(True)
 
     def _sync_grads(self) -> None:
+        self.runtime.refuse_sleep()
         if not self.runtime.are_grads_synced:
             self._params.refuse_changes()
             self.runtime.sync_grads()
@@ -645,12 +648,57 @@ class ShardedModel:
     def changing_params(self) -> Iterator[None]:
         """Around writes to the values of the optimizer's parameters (an average of them is put in
         their place, say), from which the model's are rebuilt then. Collective."""
+        self.runtime.refuse_sleep()
         self.runtime.settle()  # what is still read of them
         yield
         self.runtime.sync_params()
         self.runtime.rest()
 
-    # ---- checkpoints
+    # ---- asleep
+
+    def sleep(self, level: int = 1) -> None:
+        """Between two steps: free memory of the device for something else, a rollout say. States
+        go to pinned memory of the host in at most ten copies, and come back by `wake`, with the
+        same bits. The memory in flight is freed.
+
+        level: 1 for gradients and optimizer states, 2 for the parameter shards too, after which
+            nothing of the engine is on the device.
+
+        Until `wake` the model must not be called, nor the values of its optimizer's parameters be
+        read; `state_dict` can be saved. Collective.
+
+        Raises ConfigurationError within a step, and where it sleeps already.
+        """
+        if level not in (1, 2):
+            raise ConfigurationError(f"sleep({level!r}): the level is 1, or 2 with the parameters")
+        states = [
+            value
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.device.type == self._device.type
+        ]
+        copy = self.runtime.sleep(states, with_params=level == 2)
+        for param, state in cast(
+            "dict[nn.Parameter, dict[str, Any]]", self.optimizer.state
+        ).items():
+            self._states_on_device[param] = dict(state)
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[key] = copy.value_of(value)
+        for part in self._trained:
+            part.param.data = part.values[:0]  # reading what has no memory would end the process
+
+    def wake(self) -> None:
+        """Bring back what `sleep` took from the device. Collective.
+
+        Raises ConfigurationError where it does not sleep.
+        """
+        self.runtime.wake()
+        for param, state in self._states_on_device.items():
+            self.optimizer.state[param].update(state)
+        self._states_on_device.clear()
+        for part in self._trained:
+            part.param.data = part.values
 
     def state_dict(self) -> dict[str, Any]:
         """What torch.distributed.checkpoint saves, or loads in place.
@@ -668,9 +716,13 @@ class ShardedModel:
         optimizer that has not stepped yet gets zeros for its state.
         """
         self.runtime.settle()
-        self._create_optimizer_state()
+        asleep = self.runtime.asleep
+        if asleep is None:
+            self._create_optimizer_state()
         state: dict[str, Any] = {
-            f"model.{part.name}": part.state_of(part.values)
+            f"model.{part.name}": part.state_of(
+                part.values if asleep is None else asleep.value_of(part.values)
+            )
             for part in self._parts
             if part.held.numel
         }
@@ -697,6 +749,7 @@ class ShardedModel:
         """Take over `state`: a state_dict() of this object into which
         torch.distributed.checkpoint.load has read. Collective.
         """
+        self.runtime.refuse_sleep()
         if missing := {"param_groups", "grad_record"} - state.keys():
             raise ConfigurationError(
                 f"the state has no {sorted(missing)[0]}: it is to be a state_dict() of this object "
@@ -746,6 +799,7 @@ class ShardedModel:
     def full_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and whole value of each parameter, one unit at a time in memory. Collective: every
         rank must take them all. A value is valid until the next one is taken."""
+        self.runtime.refuse_sleep()
         self.runtime.settle()
         for unit in self.runtime.units:
             unit.unshard()
@@ -765,6 +819,7 @@ class ShardedModel:
         Raises ConfigurationError, on all ranks, for a name that lacks or is not the model's, and
         for another shape.
         """
+        self.runtime.refuse_sleep()
         self.runtime.settle()
         named: list[tuple[str, torch.Tensor]] = list(self.model.named_parameters())
         named += _saved_buffers(self.model)

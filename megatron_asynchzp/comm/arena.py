@@ -122,6 +122,18 @@ class Arena(MemoryMap[Any]):
         if (event := self._record_event()) is not None:
             self.note_user(region, event)
 
+    def free(self) -> None:
+        """Give its memory back, until `allocate`. Nobody holds a place."""
+        if self.num_held:
+            raise RuntimeError("memory in use cannot be freed")
+        self._memory, self._known = {}, {}
+
+    def allocate(self) -> None:
+        """Take new memory in place of what was freed."""
+        for region in self._regions:
+            if region not in self._memory:
+                self._allocate(region)
+
     def abandon(self, place: Place) -> None:
         """Leave the memory around `place` to the tensors that still view it, and take new one."""
         region = next(region for region in self._memory if overlap(region, place.extent))

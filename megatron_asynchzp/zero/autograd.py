@@ -202,7 +202,7 @@ class HZPRuntime(StepScheduler):
     def begin_forward(self) -> None:
         """The root is called: a new micro-batch, or a recomputation within backward."""
         if not self._batch.in_backward and not any(self._batch.depth.values()):
-            for unit in self._resting:
+            for unit in self._resting if self.asleep is None else ():
                 unit.wake()
             self._batch.calls.clear()
             self._batch.depth.clear()
@@ -223,6 +223,7 @@ class HZPRuntime(StepScheduler):
         batch = self._batch
         for unit in units:
             batch.depth[unit] = batch.depth.get(unit, 0) + 1
+        self.refuse_sleep()
         for unit in units:
             if not batch.in_backward:
                 calls = batch.calls[unit] = batch.calls.get(unit, 0) + 1

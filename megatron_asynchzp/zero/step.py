@@ -16,12 +16,14 @@ from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.comm.order_check import OrderCheck
 from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.device import device_of
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES, MemoryInFlight, memory_in_flight
 from megatron_asynchzp.sharding.pieces import grad_pieces
 from megatron_asynchzp.sharding.residency import Residency
 from megatron_asynchzp.zero.early_update import EarlyUpdate
 from megatron_asynchzp.zero.gathers import Gathers, ParamBudget
+from megatron_asynchzp.zero.host_copy import HostCopy
 from megatron_asynchzp.zero.reductions import Reductions
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -97,6 +99,7 @@ class StepScheduler:
     is_last_micro_batch: whether the gradients of the one that runs are reduced over the whole
         sharding group, see `no_sync`.
     early: which units are sent before the update, None for none.
+    asleep: what was moved to the host, None where nothing was.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class StepScheduler:
         self._is_synced = False
         self.is_last_micro_batch = False
         self.early: EarlyUpdate | None = None
+        self.asleep: HostCopy | None = None
         self.schedule = config
         self.memory = memory_in_flight_of(self.units, config)
         self.budgets = budgets or KeepBudgets.of(config, driver, self.units[0].device)
@@ -180,6 +184,7 @@ class StepScheduler:
 
     def zero_grads(self) -> None:
         """Start a step, or start it again: nothing of the last one is in flight any more."""
+        self.refuse_sleep()
         self.driver.raise_failure()
         self._order_check.send_answer()
         self.gathers.release_all()
@@ -198,6 +203,7 @@ class StepScheduler:
         Starts what backward did not start, waits for it, and compares what the ranks submitted.
         Collective. Raises OrderMismatch on every rank of a sharding group in which one differs.
         """
+        self.refuse_sleep()
         self._order_check.wait()
         for unit in self.units:
             if not unit.is_trained:
@@ -250,10 +256,53 @@ class StepScheduler:
         self.driver.timeline.end_computation()
         self.gathers.start_syncs(is_as_sent)
 
+    # ---- asleep
+
+    def sleep(self, states: Iterable[torch.Tensor], with_params: bool) -> HostCopy:
+        """Between two steps: move the units' states, and `states` of the optimizer, to the host,
+        and free the memory in flight. Nothing but `settle`, `wake` and `close` may be called then.
+
+        with_params: the parameter shards too.
+        """
+        self.refuse_sleep()
+        if self.gathers.is_in_step:
+            raise ConfigurationError("sleep() within a step: call it after step() or zero_grad()")
+        self.settle()
+        self.gathers.release_all()
+        device, limit_s = self.driver.device, self.schedule.time_limit_s
+        # What streams still do with the memory that is freed next.
+        if not device.synchronize(device.record_event(), limit_s):
+            raise TimeoutError(f"the device was busy for {limit_s:g} s")
+        self.gathers.arena.free()
+        self.reductions.arena.free()
+        params = [one for unit in self.units for one in unit.params_at_rest()]
+        moved = [*states, *(one for unit in self.units for one in unit.states())]
+        kept = [] if with_params else params
+        self.asleep = HostCopy([*params, *moved], kept, device, limit_s)
+        device.release_cached()
+        return self.asleep
+
+    def wake(self) -> None:
+        """Bring back what `sleep` has moved, with the same bits."""
+        if self.asleep is None:
+            raise ConfigurationError("wake() without a sleep()")
+        self.asleep.restore()
+        self.asleep = None
+        self.gathers.arena.allocate()
+        self.reductions.arena.allocate()
+        self.gathers.note_written()
+
+    def refuse_sleep(self) -> None:
+        """Before whatever needs the states on the device."""
+        if self.asleep is not None:
+            raise ConfigurationError("the sharded model is asleep: call wake() first")
+
     # ---- between steps
 
     def settle(self) -> None:
         """Return when nothing is in flight: the units' states and their communicators are free."""
+        if self.asleep is not None:
+            return
         self.driver.raise_failure()
         self.gathers.drop_spares()
         self.reductions.finish()

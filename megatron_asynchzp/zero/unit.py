@@ -253,6 +253,14 @@ class HZPUnit:
         full = self._full_param
         return full is not None and full.untyped_storage().data_ptr() == pointer
 
+    def params_at_rest(self) -> list[torch.Tensor]:
+        """What holds the memory of its parameters between two uses."""
+        return [self.model_param.storage, *self._placeholders]
+
+    def states(self) -> list[torch.Tensor]:
+        """What is at rest of a trained unit beside model_param."""
+        return [self.main_param.storage, self.main_grad.storage] if self.is_trained else []
+
     # ---- gradients
 
     @cached_property

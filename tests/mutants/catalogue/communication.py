@@ -137,6 +137,28 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "memory-in-flight-stays-asleep",
+        "a sharded model that sleeps leaves nothing on the device",
+        "zero/step.py",
+        "self.reductions.arena.free()",
+        "pass",
+        (
+            "tests/device/test_sleep.py::"
+            "test_ten_times_nothing_is_left_on_the_device_and_nothing_grows"
+        ),
+    ),
+    Mutant(
+        "parts-of-a-pack",
+        "a sharded model that wakes has its bits",
+        "zero/host_copy.py",
+        "begin = -(-stops[-1] // _ALIGNMENT) * _ALIGNMENT if stops else 0",
+        "begin = stops[-1] // _ALIGNMENT * _ALIGNMENT if stops else 0",
+        (
+            "tests/zero/test_sleep.py::"
+            "test_any_tensors_are_at_most_ten_copies_and_come_back_with_their_bits"
+        ),
+    ),
+    Mutant(
         "readers-of-overlapping-places",
         "law 5: a writer waits for the readers of every byte it writes",
         "sharding/memory_map.py",
