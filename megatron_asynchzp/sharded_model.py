@@ -671,12 +671,18 @@ class ShardedModel:
         """
         if level not in (1, 2):
             raise ConfigurationError(f"sleep({level!r}): the level is 1, or 2 with the parameters")
-        states = [
-            value
-            for state in self.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor) and value.device.type == self._device.type
-        ]
+        self.runtime.refuse_sleep()
+        if not self.runtime.is_in_step:
+            self.runtime.settle()
+            self._create_optimizer_state()  # for a checkpoint that is saved meanwhile
+        values = [value for state in self.optimizer.state.values() for value in state.values()]
+        states = [value for value in values if isinstance(value, torch.Tensor)]
+        if other := [value for value in states if type(value) is not torch.Tensor]:
+            raise ConfigurationError(
+                f"sleep(): the optimizer's state has a {type(other[0]).__name__}, whose memory "
+                "cannot be moved; take an optimizer whose states are plain tensors"
+            )
+        states = [value for value in states if value.device.type == self._device.type]
         copy = self.runtime.sleep(states, with_params=level == 2)
         for param, state in cast(
             "dict[nn.Parameter, dict[str, Any]]", self.optimizer.state
@@ -756,6 +762,11 @@ class ShardedModel:
                 "into which torch.distributed.checkpoint.load has read; a whole state dict of the "
                 "model goes into sharded.model.load_state_dict()"
             )
+        if not all(self._is_place_of(part, state) for part in self._parts if part.held.numel):
+            raise ConfigurationError(
+                "the state is not one of this object as it is now: call state_dict() again, after "
+                "wake(), and load into that"
+            )
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
             group.update(saved)
         for part in self._trained:
@@ -768,6 +779,11 @@ class ShardedModel:
         self.runtime.budgets.expect_grads(state["grad_record"], self.runtime.units)
         self.runtime.sync_params()
         self.runtime.settle()
+
+    def _is_place_of(self, part: _HeldFragment, state: Mapping[str, Any]) -> bool:
+        """Whether loading into `state` has written the values of `part`."""
+        found = state.get(f"model.{part.name}")
+        return isinstance(found, ShardedState) and found.values.data_ptr() == part.values.data_ptr()
 
     @torch.no_grad()
     def _create_optimizer_state(self) -> None:

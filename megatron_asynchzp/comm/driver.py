@@ -57,10 +57,6 @@ def _no_steps() -> Steps:
     return None
 
 
-def _folded(kind: str, entries: Sequence[str]) -> str:
-    return f"{kind}, of {len(entries)} with hash {hash_of(entries):08x}"
-
-
 OnFailure = Callable[[CollectiveFailure, Callable[[float], bool]], None]
 """Called with the first failure in the background thread that saw it, which has nothing else to
 do; the second argument waits for so many seconds and returns whether the driver was closed."""
@@ -343,10 +339,11 @@ class Driver:
 
     def shorten_record(self) -> None:
         """A forward of an evaluation begins, which may be any number of them without a comparison:
-        fold what was submitted into two entries where it is long."""
+        fold what does not cross groups into one entry where it is long."""
         if len(self.submitted) > _LONG_RECORD:
             crossing = [entry for entry in self.submitted if crosses_groups(entry)]
-            self.submitted = [_folded("collectives", crossing), _folded("gather", self.submitted)]
+            folded = f"gather of {len(self.submitted)} with hash {hash_of(self.submitted):08x}"
+            self.submitted = [*crossing, folded]
 
     def _refuse(self, task: Task) -> None:
         self.raise_failure()

@@ -162,7 +162,7 @@ class OrderCheck:
             _Place(line[0], line[1], line[2], bytes(filter(None, line[3:])).decode())
             for line in lines
         ]
-        return sorted(place for place in places if place.entry)
+        return sorted({place for place in places if place.entry})
 
 
 class _Place(NamedTuple):

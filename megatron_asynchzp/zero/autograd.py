@@ -224,6 +224,7 @@ class HZPRuntime(StepScheduler):
         for unit in units:
             batch.depth[unit] = batch.depth.get(unit, 0) + 1
         self.refuse_sleep()
+        self.is_in_step |= torch.is_grad_enabled()
         for unit in units:
             if not batch.in_backward:
                 calls = batch.calls[unit] = batch.calls.get(unit, 0) + 1

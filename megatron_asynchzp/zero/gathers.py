@@ -81,7 +81,6 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
     nbytes: of memory for gathered parameters.
     warned: topics of the warnings that were logged, each once.
     viewed: units of which a view was found when their memory was to be reused.
-    is_in_step: whether something was used for a step whose update has not come.
     _used: units of this training step in the order of their first use, those included that are
         never gathered.
     """
@@ -96,7 +95,6 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
     ):
         self._units, self._driver, self._device = units, driver, driver.device
         self._used: dict[HZPUnit, None] = {}
-        self.is_in_step = False
         self.warned: set[str] = set()
         self.viewed: set[HZPUnit] = set()
         self._places: dict[HZPUnit, Place] = {}
@@ -128,7 +126,6 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
         """Make the full parameters of `unit` readable on the current stream."""
         if self.is_training:
             self._used.setdefault(unit)
-            self.is_in_step = True
         if unit.is_always_unsharded:
             self.use_shard(unit)
             self.rebuild_now(unit)
@@ -271,7 +268,6 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
     def start_syncs(self, is_as_sent: bool = False) -> None:
         """Rebuild the shards in the order in which this step first used them, and gather the first
         units again. is_as_sent: the update has made what was sent early."""
-        self.is_in_step = False
         self.drop_spares()
         self.restart()
         self.note_written()
@@ -318,6 +314,5 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
         self.take_back()
         self._forget_previews()
         self._used.clear()
-        self.is_in_step = False
         self.restart()
         self.prefetch()

@@ -100,6 +100,7 @@ class StepScheduler:
         sharding group, see `no_sync`.
     early: which units are sent before the update, None for none.
     asleep: what was moved to the host, None where nothing was.
+    is_in_step: whether a forward came whose gradients are not complete yet.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class StepScheduler:
         self.is_last_micro_batch = False
         self.early: EarlyUpdate | None = None
         self.asleep: HostCopy | None = None
+        self.is_in_step = False
         self.schedule = config
         self.memory = memory_in_flight_of(self.units, config)
         self.budgets = budgets or KeepBudgets.of(config, driver, self.units[0].device)
@@ -190,7 +192,7 @@ class StepScheduler:
         self.gathers.release_all()
         self.reductions.begin_step()
         self.is_last_micro_batch = False
-        self._is_synced = False
+        self._is_synced = self.is_in_step = False
         self.step += 1
         self.driver.begin_step(self.step)
         self.gathers.begin_step()
@@ -220,7 +222,7 @@ class StepScheduler:
         # not use a unit, and so do spare gathers, where it had fewer micro-batches.
         self.gathers.drop_spares()
         self.gathers.join_syncs()
-        self._is_synced = True
+        self._is_synced, self.is_in_step = True, False
         self._check_order()
 
     @property
@@ -265,7 +267,7 @@ class StepScheduler:
         with_params: the parameter shards too.
         """
         self.refuse_sleep()
-        if self.gathers.is_in_step:
+        if self.is_in_step:
             raise ConfigurationError("sleep() within a step: call it after step() or zero_grad()")
         self.settle()
         self.gathers.release_all()
@@ -273,12 +275,13 @@ class StepScheduler:
         # What streams still do with the memory that is freed next.
         if not device.synchronize(device.record_event(), limit_s):
             raise TimeoutError(f"the device was busy for {limit_s:g} s")
-        self.gathers.arena.free()
-        self.reductions.arena.free()
         params = [one for unit in self.units for one in unit.params_at_rest()]
         moved = [*states, *(one for unit in self.units for one in unit.states())]
         kept = [] if with_params else params
         self.asleep = HostCopy([*params, *moved], kept, device, limit_s)
+        # Last: where memory of the host is short everything is as it was.
+        self.gathers.arena.free()
+        self.reductions.arena.free()
         device.release_cached()
         return self.asleep
 
@@ -286,10 +289,11 @@ class StepScheduler:
         """Bring back what `sleep` has moved, with the same bits."""
         if self.asleep is None:
             raise ConfigurationError("wake() without a sleep()")
+        # Where the device has no room it stays asleep, and can be woken later.
         self.asleep.restore()
-        self.asleep = None
         self.gathers.arena.allocate()
         self.reductions.arena.allocate()
+        self.asleep = None
         self.gathers.note_written()
 
     def refuse_sleep(self) -> None:

@@ -111,6 +111,13 @@ def refuse_all() -> list[str]:
     loss.backward()
     refused(sharded.sleep)
     sharded.step()
+    sharded.zero_grad()
+    with torch.no_grad():
+        toy_loss(sharded.model, tokens)
+    loss = toy_loss(sharded.model, tokens)
+    refused(sharded.sleep)
+    loss.backward()
+    sharded.step()
     for level in (1, 2):
         sharded.sleep(level)
         actions = [
@@ -124,10 +131,13 @@ def refuse_all() -> list[str]:
             lambda: sharded.load_state_dict({}),
             lambda: sharded.changing_params().__enter__(),
             lambda: sharded.optimizer.load_state_dict(sharded.optimizer.state_dict()),
+            sharded.model.state_dict,
         ]
         for action in actions:
             refused(action)
+        meanwhile = sharded.state_dict()
         sharded.wake()
+        refused(lambda state=meanwhile: sharded.load_state_dict(state))
     train_step(sharded, 1)
     sharded.close()
     return said
@@ -135,8 +145,34 @@ def refuse_all() -> list[str]:
 
 def test_what_needs_the_states_is_refused_while_it_sleeps_and_so_is_a_sleep_within_a_step():
     within, asleep = "sleep() within a step", "the sharded model is asleep"
-    first = ["wake() without a sleep()", "sleep(3)", within, within]
-    assert run_ranks(refuse_all, 2) == [[*first, *[asleep] * 20]] * 2
+    first = ["wake() without a sleep()", "sleep(3)", within, within, within]
+    each = [*[asleep] * 11, "the state is not one of this object as it is now"]
+    assert run_ranks(refuse_all, 2) == [[*first, *each, *each]] * 2
+
+
+def sleep_first() -> list[bool]:
+    """Before the first step, and after one that a GradScaler left out."""
+    sharded, fresh = new_sharded((1, 2, 2), BF16), new_sharded((1, 2, 2), BF16)
+    sharded.sleep(2)
+    asleep = set(sharded.state_dict())
+    sharded.wake()
+    found = [asleep == set(sharded.state_dict()) == set(fresh.state_dict())]
+    scaler = torch.amp.GradScaler("cpu")
+    loss = toy_loss(sharded.model, toy_batch(0, 0, 0)) * float("inf")
+    scaler.scale(loss).backward()
+    scaler.step(sharded.optimizer)
+    scaler.update()
+    sharded.sleep(2)
+    sharded.wake()
+    losses = [train_step(one, 1) for one in (sharded, fresh)]
+    found.append(losses[0] == losses[1])
+    sharded.close()
+    fresh.close()
+    return found
+
+
+def test_it_may_sleep_before_the_first_step_and_after_one_that_was_left_out():
+    assert run_ranks(sleep_first, 2) == [[True, True]] * 2
 
 
 class CountsCopies(CpuDevice):
