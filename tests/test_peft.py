@@ -1,0 +1,107 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of PEFT in a frozen model train as in one process, and what is frozen costs its memory
+and nothing else."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_asynchzp import ShardSizes, shard
+from scripts.testbed.ranks import run_ranks
+from tests.support.engine import on_submit
+from tests.support.toy_models import toy_batch, toy_llama_config
+
+STEPS, CLIP = 20, 1.0
+
+
+def new_model(kind: str) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(5)
+    if kind == "llama":
+        base = LlamaForCausalLM(toy_llama_config())
+    else:
+        base = Qwen2ForCausalLM(
+            Qwen2Config(
+                vocab_size=37,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=3,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+            )
+        )
+    adapters = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(base, adapters)
+
+
+def new_adamw(params) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3)
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    tokens = toy_batch(step, 0, rank)
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def train(kind: str, sizes: Sequence[int]) -> tuple[float, set[str], list[dict[str, int]], int]:
+    """The largest relative difference of a loss or norm to one process; the operations of frozen
+    units, their bytes at rest, and how many trained units there are."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    model, plain = new_model(kind), new_model(kind)
+    layers = model.base_model.model.model.layers
+    sharded = shard(model, layers, ShardSizes(*sizes), new_adamw)
+    units = {unit.name: unit for unit in sharded.runtime.units}
+    lanes: Counter[str] = Counter()
+    on_submit(
+        sharded.runtime.driver,
+        lambda task: lanes.update(
+            [task.lane] if task.unit in units and not units[task.unit].is_trained else []
+        ),
+    )
+    optimizer = new_adamw([param for param in plain.parameters() if param.requires_grad])
+    worst = 0.0
+    for step in range(STEPS):
+        sharded.zero_grad()
+        loss = loss_of(model, step, rank)
+        loss.backward()
+        norm = sharded.clip_grad_norm_(CLIP)
+        sharded.step()
+        mean = loss.detach() / num_ranks
+        dist.all_reduce(mean)
+        optimizer.zero_grad()
+        expected = torch.stack([loss_of(plain, step, one) for one in range(num_ranks)]).mean()
+        expected.backward()
+        expected_norm = nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        optimizer.step()
+        ratios = mean / expected, norm / expected_norm
+        worst = max([worst, *(abs(ratio.item() - 1) for ratio in ratios)])
+    frozen = [unit.state_nbytes() for unit in units.values() if not unit.is_trained]
+    num_trained = len(units) - len(frozen)
+    sharded.close()
+    return worst, set(lanes), frozen, num_trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (2, 2, 4), (1, 2, 4), (1, 1, 1)])
+@pytest.mark.parametrize("kind, num_layers", [("llama", 2), ("qwen2", 3)])
+def test_adapters_train_as_in_one_process_and_the_frozen_base_is_only_gathered(
+    kind, num_layers, sizes
+):
+    for worst, lanes, frozen, num_trained in run_ranks(train, 4, kind, sizes):
+        assert worst < 1e-6
+        assert lanes == ({"gather"} if sizes[0] > 1 else set())
+        assert all(one["main_grad"] == one["main_param"] == 0 for one in frozen)
+        assert num_trained == num_layers  # the adapters of a layer are one unit
