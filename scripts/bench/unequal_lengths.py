@@ -95,17 +95,11 @@ def plan_of(way: str, step: int, rank: int, num_sequences: int) -> tuple[list[in
     return computed, counted
 
 
-def busiest_rank(step: int, num_sequences: int) -> int:
-    """Of the group whose micro-batches, each as long as its longest on the group's ranks, take
-    longest together."""
-
-    def work(rank: int) -> int:
-        group = rank // RANKS * RANKS
-        ranks = range(group, group + RANKS)
-        plans = [plan_of("packed, unequal", step, one, num_sequences)[0] for one in ranks]
-        return sum(map(max, zip(*plans, strict=True)))
-
-    return max(range(0, NODES * RANKS, RANKS), key=work)
+def work_of(group: int, step: int, num_sequences: int) -> list[int]:
+    """Tokens of each micro-batch of the ranks from `group` on, as many as its longest on them."""
+    ranks = range(group, group + RANKS)
+    plans = [plan_of("packed, unequal", step, one, num_sequences)[0] for one in ranks]
+    return list(map(max, zip(*plans, strict=True)))
 
 
 def train_step(model: nn.Module, plan: tuple[list[int], list[int]], sharded: ShardedModel | None):
@@ -118,9 +112,8 @@ def train_step(model: nn.Module, plan: tuple[list[int], list[int]], sharded: Sha
 
 def alone(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, num_sequences: int):
     """What the busiest group computes, and a shard's optimizer, without communication."""
-    group = busiest_rank(step, num_sequences)
-    plans = [plan_of("packed, unequal", step, group + i, num_sequences)[0] for i in range(RANKS)]
-    longest = list(map(max, zip(*plans, strict=True)))
+    groups = range(0, NODES * RANKS, RANKS)
+    longest = max((work_of(group, step, num_sequences) for group in groups), key=sum)
     train_step(model, (longest, longest), None)
     optimizer.step()
 
