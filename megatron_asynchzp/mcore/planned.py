@@ -20,6 +20,7 @@ from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.memory import MomentBytes
 from megatron_asynchzp.planner.model import (
+    Adapters,
     Attention,
     Batch,
     Experts,
@@ -212,7 +213,38 @@ def model_of(args: Namespace) -> Model:
             else 0
         ),
         itemsize=2 if args.bf16 or args.fp16 else 4,
+        adapters=_adapters(args, layers + _predictions(args, layers, number)),
     )
+
+
+def _adapters(args: Namespace, layers: Sequence[Layer]) -> Adapters | None:
+    """Those that the flags describe: a model's own script adds them, after its arguments are known.
+    Raises ConfigurationError for layers that the planner counts no adapters of."""
+    if args.asynchzp_adapter_rank is None:
+        return None
+    if args.mtp_num_layers or not all(
+        isinstance(layer.mixer, Attention) and isinstance(layer.mlp, Mlp) for layer in layers
+    ):
+        raise ConfigurationError(
+            "--asynchzp-adapter-rank: the planner counts adapters of layers with attention and a "
+            "dense MLP alone; leave the flag out to plan as if all were trained"
+        )
+    return Adapters(args.asynchzp_adapter_rank, frozenset(args.asynchzp_adapter_layers))
+
+
+def refuse_other_adapters(args: Namespace, stage: int, trained_numel: int) -> None:
+    """Raise ConfigurationError where a rank of pipeline stage `stage` trains other parameters than
+    --asynchzp-adapter-rank lets the planner count."""
+    if args.asynchzp_adapter_rank is None:
+        return
+    units = costing_of(args).units[stage]
+    planned = sum(unit.numel for unit in units if unit.is_trained)
+    if planned != trained_numel:
+        raise ConfigurationError(
+            f"--asynchzp-adapter-rank {args.asynchzp_adapter_rank} stands for {planned:,} trained "
+            f"parameters on a rank of stage {stage}, the model has {trained_numel:,}: give its "
+            "own rank and --asynchzp-adapter-layers, or leave the flags out"
+        )
 
 
 def _layers(args: Namespace) -> tuple[Layer, ...]:

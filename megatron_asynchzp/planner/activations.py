@@ -22,6 +22,7 @@ from megatron_asynchzp.planner.model import (
     Mlp,
     Model,
     Parallel,
+    projections,
 )
 
 _FP32, _INDEX = 4, 8
@@ -104,10 +105,11 @@ class Setting:
 
 def norm_nbytes(width: float, tokens: float, setting: Setting) -> float:
     """Without its output, which the next projection keeps. torch's RMSNorm computes in fp32 and
-    keeps its input and the normalized input in it; LayerNorm keeps its input and two numbers a
-    token."""
+    keeps its input and, for the gradient of its weight, the normalized input in it; LayerNorm keeps
+    its input and two numbers a token."""
     if setting.model.norm_numel == 1 and not setting.kernels.is_fused:
         copies = 2 if setting.model.itemsize != _FP32 else 1
+        copies -= setting.model.adapters is not None
         kept_input = setting.model.itemsize if setting.model.itemsize == _FP32 else 0
         return tokens * (width * (copies * _FP32 + kept_input) + _FP32)
     return tokens * (
@@ -270,6 +272,27 @@ def _experts_nbytes(part: Experts, setting: Setting) -> float:
     return nbytes
 
 
+# ---- adapters
+
+
+def _adapters_nbytes(layer: Layer, setting: Setting) -> float:
+    """What a layer keeps more, or less, whose projections are frozen: an adapter keeps the input of
+    its projection and what lies between its own two; a projection without one keeps nothing."""
+    adapters, parallel = setting.model.adapters, setting.parallel
+    if adapters is None or not isinstance(layer.mixer, Attention) or not isinstance(layer.mlp, Mlp):
+        return 0.0
+    more = 0.0
+    for name, (inputs, _) in projections(layer.mixer, layer.mlp, setting.model).items():
+        is_recomputed = name == "linear_fc2" and setting.recompute.has("mlp")
+        if name in adapters.layers:
+            more += setting.tokens * adapters.rank * (not is_recomputed)
+        elif name in ("linear_qkv", "linear_fc1"):
+            more -= setting.outside * inputs
+        elif not is_recomputed:
+            more -= setting.tokens * inputs / parallel.tp
+    return more * setting.model.itemsize
+
+
 # ---- a layer
 
 
@@ -298,16 +321,19 @@ def layer_nbytes(layer: Layer, setting: Setting) -> float:
             nbytes += _mlp_nbytes(layer.mlp, setting)
         case Experts():
             nbytes += _experts_nbytes(layer.mlp, setting)
-    return nbytes
+    return nbytes + _adapters_nbytes(layer, setting)
 
 
 def gradient_nbytes(layer: Layer, setting: Setting) -> float:
     """Gradients of activations that live at once at most in the backward pass of one layer: those
-    between the projections of its MLP, or of the pairs of its core attention."""
+    between the projections of its MLP, or of the pairs of its core attention. Beside an adapter the
+    input of the second projection has two gradients, until they are added."""
     size, ffn, rows = setting.model.itemsize, 0.0, setting.tokens
+    adapters = setting.model.adapters
     match layer.mlp:
         case Mlp():
-            ffn = layer.mlp.ffn / setting.parallel.tp * (1 + layer.mlp.is_gated)
+            twice = adapters is not None and "linear_fc2" in adapters.layers
+            ffn = layer.mlp.ffn / setting.parallel.tp * (1 + layer.mlp.is_gated + twice)
         case Experts():
             ffn = layer.mlp.ffn / setting.parallel.experts_tp * (1 + layer.mlp.is_gated)
             rows = setting.outside * layer.mlp.topk * setting.parallel.experts_tp

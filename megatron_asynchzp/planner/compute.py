@@ -30,12 +30,23 @@ class ComputeTimes:
         launch_s = 1e-6 * cluster.device.launch_us * (unit.kind != "root")
         forward_s = (unit.flops / cluster.device.flops_per_s + launch_s) * cluster.slowest
         sent_s, again = self._model_parallel_s(unit), 0.0
-        if unit.kind in ("layer", "experts", "mtp"):
+        if unit.kind in ("layer", "experts", "adapters", "mtp"):
             if recompute.granularity == "full":
                 again = self._share_computed_again * (forward_s + sent_s)
             elif recompute.has("core_attn"):
-                again = self._core_attention_s(unit)
-        return forward_s + sent_s, 2 * forward_s + sent_s + again
+                again = self._of_flops(self._core_attention_flops(unit))
+        backward_s = self._of_flops(self.backward_flops(unit)) + 2 * launch_s * cluster.slowest
+        return forward_s + sent_s, backward_s + sent_s + again
+
+    def backward_flops(self, unit: Unit) -> float:
+        """Of one micro-batch, without what is computed again: gradients of inputs and of weights,
+        where there are any. The scores of attention have none."""
+        if unit.is_trained:
+            return 2 * unit.flops
+        return unit.flops + self._core_attention_flops(unit)
+
+    def _of_flops(self, flops: float) -> float:
+        return flops / self.cluster.device.flops_per_s * self.cluster.slowest
 
     @cached_property
     def _share_computed_again(self) -> float:
@@ -46,7 +57,7 @@ class ComputeTimes:
         chunk = len(self.model.layers) / (parallel.pp * parallel.virtual)
         return min(1.0, recompute.num_layers / chunk)
 
-    def _core_attention_s(self, unit: Unit) -> float:
+    def _core_attention_flops(self, unit: Unit) -> float:
         """Forward of the scores and their product with the values."""
         if unit.source is None or unit.kind == "experts":
             return 0.0
@@ -56,8 +67,7 @@ class ComputeTimes:
         twice = replace(batch, size=1, seq_length=2 * batch.seq_length)
         once = replace(batch, size=2)
         pairs = shapes.mixer_flops(*args, twice) - shapes.mixer_flops(*args, once)
-        flops = pairs * batch.size / 2
-        return flops / self.cluster.device.flops_per_s * self.cluster.slowest
+        return pairs * batch.size / 2
 
     def _model_parallel_s(self, unit: Unit) -> float:
         """Seconds that tensor, context and expert parallelism add to a forward of `unit`, and to

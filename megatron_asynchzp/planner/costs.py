@@ -166,15 +166,17 @@ class Costing:
         if unit.numel == 0:  # the output layer with the embedding's weight
             nothing = UnitInFlight(unit.name, 0, 0, 0, 1)
             return OrderUnit(None, nothing, False, False, False)
+        is_trained = unit.is_trained
         at_end = unit.kind == "root" or (is_tied and unit.kind == "embedding")
         size = (self.padded(unit), unit.group)
         return OrderUnit(
             size,
             self.in_flight(unit),
             sizes.param > 1,
-            sizes.grad > 1,
+            is_trained and sizes.grad > 1,
+            is_trained,
             reduces_at_end=at_end,
-            sum_nbytes=FP32_NBYTES * self.padded(unit),
+            sum_nbytes=FP32_NBYTES * self.padded(unit) * is_trained,
             traffic=self._outer_traffic(unit),
             may_be_early=self._may_be_early(unit),
         )
@@ -194,7 +196,8 @@ class Costing:
         group, itemsize = self.groups[unit.group], self.model.itemsize
         padded = self.padded(unit)
         adds_as_they_come = group.sizes.grad == 1
-        key = ("in flight", padded, group, tuple(unit.numels.items()) if adds_as_they_come else ())
+        numels = tuple(unit.numels.items()) if adds_as_they_come else ()
+        key = ("in flight", padded, group, numels, unit.is_trained)
 
         def make() -> UnitInFlight:
             # Of the mesh only the axes within the gradient shard count.
@@ -204,12 +207,12 @@ class Costing:
                 "",
                 padded,
                 itemsize,
-                True,
+                unit.is_trained,
                 topology,
                 group.grad_slot_nbytes,
                 group.wire.grad_itemsize if group.wire.is_exchanged else FP32_NBYTES,
             )
-            if adds_as_they_come:
+            if adds_as_they_come and unit.is_trained:
                 sizes = {numel * itemsize: count for numel, count in unit.numels.items()}
                 need = replace(need, own_grads=grads_before_added_nbytes(sizes))
             return need
@@ -263,7 +266,7 @@ class Costing:
     def optimizer_s(self, stage: int) -> float:
         """Of a step."""
         nbytes = 0.0
-        for unit in self.units[stage]:
+        for unit in filter(lambda unit: unit.is_trained, self.units[stage]):
             sizes, numel = self.groups[unit.group].sizes, self.padded(unit) if unit.numel else 0
             nbytes += _OPTIMIZER_NBYTES * numel / sizes.optim + _ZEROED_NBYTES * numel / sizes.grad
         return nbytes / (1e9 * self.cluster.device.memory_gb_s)
@@ -309,7 +312,8 @@ class Costing:
         """What computing the update of `unit` ahead takes, 0 where that does not happen."""
         schedule = self.plan.schedule
         has_room = self._outer_traffic(unit).may_have_room(schedule.early_update == "on")
-        if not (schedule.may_send_early and has_room and self._may_be_early(unit)):
+        is_early = schedule.may_send_early and has_room and self._may_be_early(unit)
+        if not (is_early and unit.is_trained):
             return 0.0
         moments = self.plan.moments.mean(unit.numel, unit.matrix_numel)
         numel = self.padded(unit) / self.groups[unit.group].sizes.optim
@@ -335,7 +339,7 @@ class Costing:
             sizes = self.groups[unit.group].sizes
             found = state_nbytes(numel_of(unit), self.model.itemsize, sizes, moments)
             for state, nbytes in found.items():
-                total[state] += nbytes
+                total[state] += nbytes if unit.is_trained or state == "model_param" else 0.0
         return dict(total)
 
     @property
@@ -363,6 +367,8 @@ class Costing:
         for unit in filter(lambda unit: unit.numel, self.units[stage]):
             group = self.groups[unit.group]
             params = max(params, self.in_flight(unit).params)
+            if not unit.is_trained:
+                continue
             if group.sizes.grad > 1:
                 pieces = grad_piece_numels(
                     self.padded(unit), group.sizes.grad, group.grad_slot_nbytes
@@ -438,7 +444,9 @@ class Costing:
     def model_flops(self) -> float:
         """Of a step on all ranks, without what is computed again."""
         parallel, batch = self.plan.parallel, self.plan.batch
-        of_rank = 3 * sum(unit.flops for units in self.units for unit in units)
+        of_rank = sum(
+            unit.flops + self.compute.backward_flops(unit) for units in self.units for unit in units
+        )
         return of_rank * self.cluster.num_ranks / parallel.pp * batch.num_micro_batches
 
     @property
@@ -454,8 +462,8 @@ class Costing:
 
 
 def chunk_visits(units: Sequence[Unit], chunk: int, is_tied: bool) -> list[Visit]:
-    """The calls of a forward: the root around everything, experts within their layer, tied words
-    within their embedding and again within the output layer."""
+    """The calls of a forward: the root around everything, experts and adapters within their layer,
+    tied words within their embedding and again within the output layer."""
     visits: list[Visit] = []
     root = embedding = None
     for index, unit in enumerate(units):
@@ -467,7 +475,7 @@ def chunk_visits(units: Sequence[Unit], chunk: int, is_tied: bool) -> list[Visit
             root = index
         elif unit.kind == "positions":  # around the words
             visits[-1] = Visit(index, (visits[-1],))
-        elif unit.kind == "experts":
+        elif unit.kind in ("experts", "adapters"):
             visits[-1] = Visit(visits[-1].unit, (*visits[-1].inner, Visit(index)))
         elif unit.kind == "output" and is_tied and embedding is not None:
             visits.append(Visit(index, (Visit(embedding),)))

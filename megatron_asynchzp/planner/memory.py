@@ -159,6 +159,9 @@ def stage_activations(setting: Setting, stage: int) -> Activations:
     is_last = stage == setting.parallel.pp - 1
     mtp = setting.model.mtp if is_last else ()
     one = sum(_kept_of_layers(chunk, setting) for chunk in chunks)
+    if stage == 0 and setting.model.adapters and setting.recompute.granularity != "full":
+        # Before the first adapter nothing has a gradient.
+        one -= activations.norm_nbytes(setting.model.hidden, setting.outside, setting)
     if setting.parallel.pp > 1:  # what a stage received, for as long as its gradient is not sent
         received = setting.parallel.virtual - (stage == 0)  # the model's first chunk reads tokens
         one += setting.hidden_nbytes * received

@@ -99,6 +99,22 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters of a model that is frozen otherwise.
+
+    rank: of each.
+    layers: which of a layer's projections have one, of ADAPTED.
+    """
+
+    rank: int
+    layers: frozenset[str]
+
+
+ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Megatron's names of a layer's projections, in the order of the forward."""
+
+
+@dataclass(frozen=True)
 class Model:
     """A language model.
 
@@ -110,6 +126,7 @@ class Model:
     norm_numel: per hidden element, 2 for LayerNorm and 1 for RMSNorm.
     num_positions: of learned position embeddings, 0 without.
     itemsize: bytes of a parameter and of an activation.
+    adapters: None where all of it is trained.
     """
 
     hidden: int
@@ -121,6 +138,7 @@ class Model:
     norm_numel: int = 1
     num_positions: int = 0
     itemsize: int = 2
+    adapters: Adapters | None = None
 
 
 @dataclass(frozen=True)
@@ -171,24 +189,26 @@ class Unit:
     """Parameters that are gathered, used and released together, and what they compute.
 
     kind: what holds them ("experts" are units beside their layer where expert parallelism divides
-        them, and where they are used group by group; "positions" are an embedding's, beside the
-        words that the output layer uses too).
+        them, and where they are used group by group; "adapters" of a layer are beside it too;
+        "positions" are an embedding's, beside the words that the output layer uses too).
     chunk: of the rank's model chunks.
     shapes: of its tensors on this rank, with how many there are of each.
     flops: forward, of one micro-batch on this rank (the backward pass takes twice as many,
         recomputation once more).
     source: the layer, None for the rest.
     words_numel: of the weight of words, in an embedding or an output layer.
+    is_trained: what is frozen has parameters and no other state.
     """
 
     name: str
-    kind: Literal["embedding", "positions", "layer", "experts", "mtp", "output", "root"]
+    kind: Literal["embedding", "positions", "layer", "experts", "adapters", "mtp", "output", "root"]
     shapes: Mapping[Shape, int]
     flops: float = 0.0
     group: GroupKey = "dense"
     chunk: int = 0
     source: Layer | None = field(default=None, repr=False)
     words_numel: int = 0
+    is_trained: bool = True
 
     @cached_property
     def numels(self) -> dict[int, int]:
@@ -221,7 +241,7 @@ class Unit:
         """The name of the unit that it is needed together with; "" for what is around all."""
         if self.kind == "positions":
             return "embedding"
-        return "" if self.kind == "root" else self.name.partition(".experts")[0]
+        return "" if self.kind == "root" else self.name.removesuffix(f".{self.kind}")
 
 
 # ---- parameters
@@ -410,6 +430,34 @@ def _mtp_projection(model: Model, parallel: Parallel) -> list[Shape]:
     return _linear(2 * model.hidden, model.hidden / parallel.tp, False)
 
 
+def projections(part: Attention, mlp: Mlp, model: Model) -> dict[str, tuple[float, float]]:
+    """Inputs and outputs of those of ADAPTED, on all tensor-parallel ranks together."""
+    width, kv = part.num_heads * part.head_dim, part.num_groups * part.head_dim
+    return {
+        "linear_qkv": (model.hidden, width + 2 * kv),
+        "linear_proj": (width, model.hidden),
+        "linear_fc1": (model.hidden, mlp.ffn * (1 + mlp.is_gated)),
+        "linear_fc2": (mlp.ffn, model.hidden),
+    }
+
+
+def _with_adapters(unit: Unit, model: Model, parallel: Parallel, batch: Batch) -> list[Unit]:
+    """The unit, frozen; of a layer its adapters beside it. Both of an adapter's matrices are split
+    over the tensor-parallel ranks, as Megatron's parallel layers do it."""
+    frozen, layer = replace(unit, is_trained=False), unit.source
+    if model.adapters is None or layer is None:
+        return [frozen]
+    assert isinstance(layer.mixer, Attention) and isinstance(layer.mlp, Mlp)
+    rank, tp = model.adapters.rank, parallel.tp
+    shapes: list[Shape] = []
+    for name, (inputs, outputs) in projections(layer.mixer, layer.mlp, model).items():
+        if name in model.adapters.layers:
+            shapes += [(rank, inputs / tp), (outputs / tp, rank)]
+    flops = 2 * batch.tokens / parallel.cp * _numel(shapes)
+    name = f"{unit.name}.adapters"
+    return [frozen, Unit(name, "adapters", Counter(shapes), flops, chunk=unit.chunk)]
+
+
 def _words(model: Model, parallel: Parallel) -> Shape:
     return model.vocabulary / parallel.tp, model.hidden
 
@@ -458,4 +506,6 @@ def stage_units(model: Model, parallel: Parallel, batch: Batch, stage: int) -> t
         weights = {words: 1} if has_weight else {}
         held = round(prod(words)) * has_weight
         units.append(Unit("output", "output", weights, flops, chunk=last_chunk, words_numel=held))
+    if model.adapters is not None:
+        units = [one for unit in units for one in _with_adapters(unit, model, parallel, batch)]
     return tuple(units)

@@ -28,38 +28,56 @@ class GroupKind(NamedTuple):
         return "between nodes" if spans_nodes(self.first, ranks_per_node) else "in one node"
 
 
+class _Ranks:
+    """Groups of one kind out of Megatron's arithmetic of ranks. args: validated."""
+
+    def __init__(self, args: Namespace):
+        from megatron.core.parallel_state import RankGenerator
+
+        pp, order = args.pipeline_model_parallel_size, "tp-cp-ep-dp-pp"
+        if args.use_tp_pp_dp_mapping:
+            order = "tp-cp-ep-pp-dp"
+        tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
+        dense = RankGenerator(tp, 1, args.world_size // (tp * cp * pp), pp, cp, order)
+        tp, ep = args.expert_tensor_parallel_size, args.expert_model_parallel_size
+        expert = RankGenerator(tp, ep, args.world_size // (tp * ep * pp), pp, 1, order)
+        self._generators, self._world_size = {"dense": dense, "expert": expert}, args.world_size
+
+    def along(self, name: str, shares: str, axes: str, generator: str = "dense") -> GroupKind:
+        groups = self._generators[generator].get_ranks(axes)
+        ranks = next(tuple(group) for group in groups if 0 in group)
+        return GroupKind(name, shares, len(ranks), self._world_size // len(ranks), ranks)
+
+
+def sharding_groups(args: Namespace) -> dict[str, GroupKind]:
+    """What the states are sharded within: "" for dense parameters, "expert " where there are any.
+
+    args: validated.
+    """
+    ranks = _Ranks(args)
+    shares = "dense parameters of a stage"
+    groups = {"": ranks.along("data x context parallel", shares, "dp-cp")}
+    if args.num_experts:
+        groups["expert "] = ranks.along("expert data parallel", "equal experts", "dp", "expert")
+    return groups
+
+
 def group_kinds(args: Namespace, sizes: ShardSizes | None) -> list[GroupKind]:
     """Of the pipeline stage of rank 0.
 
     args: validated.
     sizes: AsyncHZP's, None for stock Megatron.
     """
-    from megatron.core.parallel_state import RankGenerator
-
-    pp, order = args.pipeline_model_parallel_size, "tp-cp-ep-dp-pp"
-    if args.use_tp_pp_dp_mapping:
-        order = "tp-cp-ep-pp-dp"
-    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
-    dense = RankGenerator(tp, 1, args.world_size // (tp * cp * pp), pp, cp, order)
-    tp, ep = args.expert_tensor_parallel_size, args.expert_model_parallel_size
-    expert = RankGenerator(tp, ep, args.world_size // (tp * ep * pp), pp, 1, order)
-
-    def made(name: str, shares: str, generator: RankGenerator, axes: str) -> GroupKind:
-        ranks = next(tuple(group) for group in generator.get_ranks(axes) if 0 in group)
-        return GroupKind(name, shares, len(ranks), args.world_size // len(ranks), ranks)
-
-    replicas = made("data x context parallel", "dense parameters of a stage", dense, "dp-cp")
+    ranks, sharding = _Ranks(args), sharding_groups(args)
     kinds = [
-        made("tensor parallel", "parts of each weight", dense, "tp"),
-        made("pipeline parallel", "one model", dense, "pp"),
-        made("context parallel", "one sequence", dense, "cp"),
-        replicas,
+        ranks.along("tensor parallel", "parts of each weight", "tp"),
+        ranks.along("pipeline parallel", "one model", "pp"),
+        ranks.along("context parallel", "one sequence", "cp"),
+        sharding[""],
     ]
-    sharding = {"": replicas}
-    if args.num_experts:
-        kinds.append(made("expert parallel", "experts of a layer", expert, "ep"))
-        kinds.append(made("expert data parallel", "equal experts", expert, "dp"))
-        sharding["expert "] = kinds[-1]
+    if "expert " in sharding:
+        kinds.append(ranks.along("expert parallel", "experts of a layer", "ep", "expert"))
+        kinds.append(sharding["expert "])
     for prefix, group in sharding.items():
         if sizes is not None:
             kinds += _shard_kinds(prefix, group, sizes.restricted_to(group.size))

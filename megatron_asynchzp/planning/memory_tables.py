@@ -123,9 +123,19 @@ def verdict(found: DryRun, device_nbytes: float) -> str:
     where = f"a rank of stage {stage.index} needs {total:.1f} GiB, a device has {there:g}"
     if total > there:
         return f"does not fit: {where}"
+    left = f"{there - total:.1f} GiB are left for temporaries, fragmentation and the libraries"
+    return f"fits: {where}; {left}{_of_communicators(found)}"
+
+
+def _of_communicators(found: DryRun) -> str:
+    """What NCCL takes of what is left, for the engine."""
+    communicators = found.communicators
+    number = communicators.in_node + communicators.between_nodes
+    if not number or found.args.distributed_backend != "nccl":
+        return ""
     return (
-        f"fits: {where}; {there - total:.1f} GiB are left for temporaries, fragmentation and the "
-        "libraries, of which no estimate is included"
+        f", of which NCCL's rings of the engine's {number} communicators take about "
+        f"{_amount(communicators.nbytes)} (by its defaults, not measured; NCCL_MAX_CTAS bounds it)"
     )
 
 

@@ -14,6 +14,7 @@ from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.memory import Memory, stage_activations
 from megatron_asynchzp.planner.model import Parallel, stage_units
 from megatron_asynchzp.planning import pretended_world
+from megatron_asynchzp.planning.communicators import Communicators, engine_communicators
 from megatron_asynchzp.planning.group_kinds import GroupKind, group_kinds
 from megatron_asynchzp.planning.savings import Saving, savings
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
@@ -43,6 +44,7 @@ class DryRun:
     kinds: the groups of rank 0.
     stages: of each pipeline stage.
     savings: what memory budgets save, on a rank of the first stage.
+    communicators: the engine's.
     """
 
     args: Namespace
@@ -52,6 +54,7 @@ class DryRun:
     kinds: list[GroupKind]
     stages: list[StageBytes]
     savings: list[Saving]
+    communicators: Communicators
 
     @property
     def asked_budgets(self) -> dict[str, int]:
@@ -81,14 +84,16 @@ def dry_run_of(args: Namespace, lines: list[str], ranks_per_node: int) -> DryRun
     whole = stage_units(costing.model, Parallel(), costing.plan.batch, 0)
     with naming_the_flag():
         stages = [stage_bytes(costing, args, index) for index in range(costing.plan.parallel.pp)]
+    sizes = shard_sizes(args) if args.use_asynchzp else None
     return DryRun(
         args,
         lines,
         ranks_per_node,
         sum(unit.numel for unit in whole),
-        group_kinds(args, shard_sizes(args) if args.use_asynchzp else None),
+        group_kinds(args, sizes),
         stages,
         savings(costing) if args.use_asynchzp else [],
+        engine_communicators(args, sizes, ranks_per_node) if sizes else Communicators(0, 0),
     )
 
 
@@ -112,14 +117,18 @@ def _stock_nbytes(costing: Costing, args: Namespace, index: int) -> dict[str, fl
     model = costing.model.itemsize
     grad = FP32_NBYTES if args.accumulate_allreduce_grads_in_fp32 else model
     moments, whole, main, of_moments = moments_nbytes(args), 0, 0.0, 0.0
+    trained = 0
     for unit in filter(lambda unit: unit.numel, costing.units[index]):
         shards = costing.groups[unit.group].ranks if args.use_distributed_optimizer else 1
         whole += unit.numel
+        if not unit.is_trained:
+            continue
+        trained += unit.numel
         main += args.main_params_dtype.itemsize * unit.numel / shards
         of_moments += moments.mean(unit.numel, unit.matrix_numel) * unit.numel / shards
     return {
         "model_param": float(model * whole),
-        "main_grad": float(grad * whole),
+        "main_grad": float(grad * trained),
         "main_param": main if model != FP32_NBYTES else 0.0,
         "optimizer_moments": of_moments,
     }

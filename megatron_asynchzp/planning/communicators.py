@@ -1,0 +1,51 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns how many communicators the engine has on a rank, and what NCCL's buffers for them take."""
+
+import os
+from argparse import Namespace
+from dataclasses import dataclass
+
+from megatron_asynchzp.planning.group_kinds import sharding_groups
+from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology, spans_nodes
+
+# What NCCL's source has as defaults (init.cc): buffers of a connection for its three protocols,
+# which have a setting each.
+_BUFFERS = {
+    "NCCL_BUFFSIZE": 4 << 20,
+    "NCCL_LL128_BUFFSIZE": 120 * 640 * 8 * 8,
+    "NCCL_LL_BUFFSIZE": 8 * 512 * 8 * 16,
+}
+# The settings that bound channels, the newer one first; else what 8 H100 on NVLink have.
+_CHANNELS, _USUAL_CHANNELS = ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"), 24
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """Of the engine on one rank: those whose ranks are all in one node, and the others."""
+
+    in_node: int
+    between_nodes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of NCCL's rings: a channel of a ring keeps the buffers of one connection in a node, where
+        a peer reads them or writes into them, and of two where a network card does. Not measured:
+        NCCL may take a tree, NVLS or more beside it."""
+        connection = sum(int(os.environ.get(name, usual)) for name, usual in _BUFFERS.items())
+        bounds = (os.environ.get(name) for name in _CHANNELS)
+        channels = int(next(filter(None, bounds), _USUAL_CHANNELS))
+        return connection * channels * (self.in_node + 2 * self.between_nodes)
+
+
+def engine_communicators(args: Namespace, sizes: ShardSizes, ranks_per_node: int) -> Communicators:
+    """Of rank 0. args: validated."""
+    found: list[bool] = []
+    for group in sharding_groups(args).values():
+        topology = ShardTopology(group.size, 0, sizes.restricted_to(group.size))
+        gathering = *topology.param_axes, *topology.param_sync_axes
+        reducing = *topology.grad_axes, *topology.grad_sync_axes, *topology.replica_axes
+        for axis in (*dict.fromkeys(gathering), *dict.fromkeys(reducing)):
+            ranks = [group.first[member] for member in axis.members]
+            found.append(spans_nodes(ranks, ranks_per_node))
+    return Communicators(found.count(False), found.count(True))
