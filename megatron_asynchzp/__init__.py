@@ -8,12 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_asynchzp.errors import ConfigurationError
+    from megatron_asynchzp.hf.save_running import save_hf
+    from megatron_asynchzp.hf.weight_stream import (
+        forget_mark,
+        mark_weights,
+        stream_changes,
+        stream_weights,
+    )
     from megatron_asynchzp.schedule import ScheduleConfig
     from megatron_asynchzp.sharded_model import ShardedModel, shard
     from megatron_asynchzp.sharding.topology import ShardSizes
+    from megatron_asynchzp.weight_delta import WeightDelta, apply_delta
 
 __version__ = "0.1.0"
-__all__ = ["ConfigurationError", "ScheduleConfig", "ShardSizes", "ShardedModel", "shard"]
+# fmt: off
+__all__ = ["ConfigurationError", "ScheduleConfig", "ShardSizes", "ShardedModel", "WeightDelta",
+           "apply_delta", "forget_mark", "mark_weights", "save_hf", "shard", "stream_changes",
+           "stream_weights"]
+# fmt: on
 
 _HOMES = {
     "shard": "sharded_model",
@@ -21,6 +33,13 @@ _HOMES = {
     "ShardSizes": "sharding.topology",
     "ConfigurationError": "errors",
     "ScheduleConfig": "schedule",
+    "WeightDelta": "weight_delta",
+    "apply_delta": "weight_delta",
+    "forget_mark": "hf.weight_stream",
+    "mark_weights": "hf.weight_stream",
+    "save_hf": "hf.save_running",
+    "stream_changes": "hf.weight_stream",
+    "stream_weights": "hf.weight_stream",
 }
 
 

@@ -5,11 +5,8 @@
 import atexit
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, cast
@@ -18,42 +15,39 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map
 
-from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.report import CommReport, CommReports
 from megatron_asynchzp.comm.timeline import captured_trace, profiler_range
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.meta_model import is_meta, materialize
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharded_arguments import (
-    Description,
     checked_group,
     checked_optimizer,
-    checked_units,
     default_sizes,
     default_units,
-    describe,
     refuse_arguments,
-    refuse_different_models,
     refuse_param_dtype,
-    refuse_sharded,
     sizes_of_mesh,
 )
-from megatron_asynchzp.sharded_params import ShardedParams, refuse_copies
-from megatron_asynchzp.sharded_state import ShardedState
-from megatron_asynchzp.sharding.topology import Range, ShardSizes, ShardTopology
+from megatron_asynchzp.sharded_checkpoint import ModelCheckpoint, saved_buffers
+from megatron_asynchzp.sharded_fragments import TrainedFragment, fragments_of
+from megatron_asynchzp.sharded_optimizer import (
+    AwaitedParam,
+    NewOptimizer,
+    create_state,
+    guarded_optimizer,
+    watch_optimizers,
+)
+from megatron_asynchzp.sharded_params import ShardedParams
+from megatron_asynchzp.sharded_runtime import checked_model, runtime_of
+from megatron_asynchzp.sharding.topology import ShardSizes
+from megatron_asynchzp.weight_delta import WeightDelta
 from megatron_asynchzp.zero.autograd import HZPRuntime
-from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.early_update import EarlyUpdate, is_elementwise
-from megatron_asynchzp.zero.guard import SHARDED_AS
-from megatron_asynchzp.zero.params import refuse_params, refuse_shared_memory
-from megatron_asynchzp.zero.plan import plan_units
+from megatron_asynchzp.zero.params import TRAINED_DTYPES
+from megatron_asynchzp.zero.sleep import Sleep
 from megatron_asynchzp.zero.unit import HZPUnit
-
-NewOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-"""Makes an optimizer of (name, parameter) pairs, as torch's optimizers take them."""
+from megatron_asynchzp.zero.weight_stream import WholeUnit
 
 
 def shard(
@@ -93,7 +87,7 @@ def shard(
     Raises ConfigurationError for sizes that do not nest or do not divide the group, and for a
     parameter that cannot be sharded.
     """
-    unit_modules = _checked_units(model, default_units(model) if units is None else units, True)
+    unit_modules = checked_model(model, default_units(model) if units is None else units, True)
     new_optimizer = checked_optimizer(optimizer)
     group = checked_group(group)
     if isinstance(sizes, DeviceMesh):
@@ -101,225 +95,14 @@ def shard(
     sizes = default_sizes(group.size()) if sizes is None else sizes
     refuse_arguments(sizes, schedule)
     refuse_param_dtype(param_dtype, model)
-    _watch_optimizers()
+    watch_optimizers()
     where = torch.device(device) if device is not None else _usual_device()
-    runtime = _runtime_of(model, unit_modules, sizes, group, schedule, where, param_dtype)
+    runtime = runtime_of(model, unit_modules, sizes, group, schedule, where, param_dtype)
     return ShardedModel(model, runtime, new_optimizer, group)
 
 
 def _usual_device() -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
-def new_runtime(
-    model: nn.Module,
-    units: Iterable[nn.Module],
-    sizes: ShardSizes,
-    group: dist.ProcessGroup | DeviceMesh | None = None,
-    schedule: ScheduleConfig = ScheduleConfig(),
-) -> HZPRuntime:
-    """The engine around `model` without an optimizer; as `shard`, but for a model with values."""
-    unit_modules = _checked_units(model, units, False)
-    return _runtime_of(model, unit_modules, sizes, checked_group(group), schedule)
-
-
-def _checked_units(
-    model: nn.Module, units: Iterable[nn.Module], allows_meta: bool
-) -> list[nn.Module]:
-    """All that can be said without a process group."""
-    unit_modules = checked_units(model, units)
-    refuse_sharded(model)
-    refuse_params(model, allows_meta)
-    if not is_meta(model):
-        refuse_shared_memory(model)
-    return unit_modules
-
-
-def _runtime_of(
-    model: nn.Module,
-    unit_modules: list[nn.Module],
-    sizes: ShardSizes,
-    group: dist.ProcessGroup,
-    schedule: ScheduleConfig,
-    device: torch.device = torch.device("cpu"),
-    param_dtype: torch.dtype | None = None,
-) -> HZPRuntime:
-    construction = None
-    if not is_meta(model):
-        refuse_different_models(model, group)
-    ranks = dist.get_process_group_ranks(group)
-    topology = ShardTopology(len(ranks), ranks.index(dist.get_rank()), sizes)
-    groups = ShardGroups.create(topology, ranks, timedelta(seconds=schedule.time_limit_s))
-    all_groups = {"dense": groups}
-    if is_meta(model):
-        construction = _construct(model, unit_modules, all_groups, group, device)
-    whole = {} if param_dtype is None else _cast_params(model, unit_modules, param_dtype)
-    plans = plan_units(model, unit_modules, also_used_by=_find_shared_params(model))
-    runtime = HZPRuntime(
-        model,
-        plans,
-        all_groups,
-        schedule,
-        grad_scale=1.0 / len(ranks),
-        construction=construction,
-        is_compiled=True,
-    )
-    if construction is not None:
-        construction.close()
-    for unit in runtime.units:
-        _restore_main_params(unit, whole)
-    return runtime
-
-
-def _construct(
-    model: nn.Module,
-    unit_modules: list[nn.Module],
-    groups: dict[str, ShardGroups],
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> Construction:
-    """Give a model on the meta device its values, of which this rank keeps its part."""
-    seen: dict[nn.Parameter, Description] = {}
-
-    def note(param: nn.Parameter) -> None:
-        seen[param] = describe(param)
-
-    construction = Construction(groups, prepare=note)
-
-    def cut(unit: nn.Module) -> None:
-        construction.shard(unit, alone=_find_shared_params(model))
-
-    materialize(model, unit_modules, device, cut)
-    refuse_different_models(model, group, seen)
-    return construction
-
-
-def _cast_params(
-    model: nn.Module, unit_modules: list[nn.Module], dtype: torch.dtype
-) -> dict[nn.Parameter, torch.Tensor]:
-    """Let the floating-point parameters of `model`, and what it and its units are called with, be
-    of `dtype`. Returns the values of those that are trained."""
-    whole: dict[nn.Parameter, torch.Tensor] = {}
-    for param in model.parameters():
-        if param.requires_grad:
-            whole[param] = param.detach()
-        param.data = param.detach().to(dtype)
-
-    def cast(value: Any) -> Any:
-        is_cast = isinstance(value, torch.Tensor) and value.dtype == torch.float32
-        return value.to(dtype) if is_cast else value
-
-    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tree_map(cast, args), tree_map(cast, kwargs)
-
-    for module in dict.fromkeys((model, *unit_modules)):
-        module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-    return whole
-
-
-@torch.no_grad()
-def _restore_main_params(unit: HZPUnit, whole: dict[nn.Parameter, torch.Tensor]) -> None:
-    """Let the fp32 main parameters have the values that were there before they were rounded."""
-    for index, param in enumerate(unit.params):
-        if param in whole and unit.is_trained:
-            held, main = unit.main_param.held_of(index)
-            main.copy_(whole[param].reshape(-1)[held.start : held.stop])
-
-
-@cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_refuse_other_optimizers)
-
-
-def _find_shared_params(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """Parameters with several names, and the modules of all names but the first."""
-    modules: dict[nn.Parameter, list[nn.Module]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        modules.setdefault(param, []).append(model.get_submodule(name.rpartition(".")[0]))
-    return {param: users[1:] for param, users in modules.items() if len(users) > 1}
-
-
-@dataclass(frozen=True)
-class _HeldFragment:
-    """What this rank holds of one parameter.
-
-    held: its elements, of the row-major parameter; values: 1-D, these elements of the fp32 main
-    parameter where it is trained, else of the model's.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    held: Range
-    values: torch.Tensor
-
-    def state_of(self, values: torch.Tensor) -> ShardedState:
-        """`values` (1-D, of the same elements) for a checkpoint."""
-        return ShardedState(self.shape, self.held, values)
-
-
-@dataclass(frozen=True)
-class _TrainedFragment(_HeldFragment):
-    """param: `values` for the optimizer; grad: its gradient, 1-D fp32; is_counted: whether sums
-    over the ranks take this part from this rank, not from a replica of it."""
-
-    unit: HZPUnit
-    param: nn.Parameter
-    grad: torch.Tensor
-    is_counted: bool
-
-
-def _fragments_of(unit: HZPUnit) -> Iterator[_HeldFragment]:
-    buffer = unit.main_param if unit.is_trained else unit.model_param
-    for index, piece in enumerate(unit.layout.slices):
-        held, values = buffer.held_of(index)
-        if not unit.is_trained:
-            yield _HeldFragment(piece.name, piece.shape, held, values)
-            continue
-        param, grad = nn.Parameter(values), unit.main_grad_fragments()[index]
-        param.grad = grad
-        is_counted = unit.groups.topology.replica_index == 0
-        yield _TrainedFragment(piece.name, piece.shape, held, values, unit, param, grad, is_counted)
-
-
-class _AwaitedParam(nn.Parameter):
-    """The class, for now, of an optimizer's parameter whose gradient is on its way: who reads it
-    (a GradScaler, torch's clip_grad_norm_) waits for it."""
-
-    await_grads: Callable[[bool], None]
-
-    @property
-    def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        reader = sys._getframe(1).f_globals.get("__name__")
-        if reader == _WHOLE_STATES:
-            _refuse_whole_states()
-        function = sys._getframe(1).f_code.co_name
-        if reader == "torch.nn.utils.clip_grad" and function != "clip_grad_value_":
-            raise ConfigurationError(
-                "torch's gradient clipping sees this rank's part alone; call "
-                "sharded.clip_grad_norm_()"
-            )
-        # From then on `self` is a plain parameter. What else reads may do so on one rank alone.
-        self.await_grads(reader == "torch.amp.grad_scaler")
-        return self.grad
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        if value is None:
-            raise ConfigurationError(
-                "the gradients of a sharded model are collected elsewhere, and add up; forget them "
-                "with zero_grad()"
-            )
-        self.await_grads(False)
-        self.grad = value
-
-
-def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What torch's own state_dict would have of `model` beside its parameters."""
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(path, recurse=False):
-            is_saved = name.rpartition(".")[2] not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-            if is_saved and buffer.numel():
-                yield name, buffer
 
 
 def _problem_of_values(
@@ -337,54 +120,6 @@ def _problem_of_values(
                 f"{name} has shape {tuple(values[name].shape)} there, {tuple(shape)} in the model"
             )
     return None
-
-
-def _refuse_other_optimizers(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Before a step of any optimizer of the process: its parameters are to have gradients."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if (name := getattr(param, SHARDED_AS, None)) is not None:
-                raise ConfigurationError(
-                    f"{name}: an optimizer of model.parameters() trains nothing of a sharded "
-                    "model; hand shard() a function that makes it, as optimizer=lambda params: "
-                    "torch.optim.AdamW(params, lr=1e-3), and step sharded.optimizer"
-                )
-
-
-_WHOLE_STATES = "torch.distributed.checkpoint.state_dict"
-_HELD = "asynchzp_held"
-"""Where an optimizer's state_dict() says of which elements it is: (parameter, start, stop)."""
-
-
-def _refuse_whole_states(*_: object) -> None:
-    """Before an optimizer's state_dict(): torch's get_state_dict looks for whole parameters."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != _WHOLE_STATES:
-        frame = frame.f_back
-    if frame is not None:
-        raise ConfigurationError(
-            "the optimizer of a sharded model has this rank's parts, which torch's functions for "
-            "state dicts do not know; sharded.state_dict() has model and optimizer for "
-            "torch.distributed.checkpoint"
-        )
-
-
-def _refuse_other_parts(state: Mapping[str, Any], held: list[tuple[str, int, int]]) -> None:
-    """Before an optimizer's load_state_dict()."""
-    found = [tuple(part) for part in state.get(_HELD, ())]
-    if found != held:
-        whose = "of another rank or other sizes" if found else "of a model that is not sharded"
-        raise ConfigurationError(
-            f"this state of the optimizer is {whose}: each rank has its own part; save "
-            "sharded.state_dict() with torch.distributed.checkpoint, which loads into any sizes"
-        )
-
-
-def _refuse_new_group(_group: object) -> None:
-    raise ConfigurationError(
-        "add_param_group: the optimizer has the parameters that the model had when it was sharded; "
-        "make all groups in the function that shard() gets"
-    )
 
 
 def _owner(sharded: "ShardedModel") -> "Callable[[], ShardedModel]":
@@ -440,11 +175,13 @@ class ShardedModel:
         owner = _owner(self)
         self._params = ShardedParams(model, runtime)
         self._params.bind(lambda: owner().zero_grad(), lambda: owner().no_sync())
-        self._parts = [part for unit in runtime.units for part in _fragments_of(unit)]
-        self._trained = [part for part in self._parts if isinstance(part, _TrainedFragment)]
+        self._parts = [part for unit in runtime.units for part in fragments_of(unit)]
+        self._trained = [part for part in self._parts if isinstance(part, TrainedFragment)]
         self.optimizer = self._new_optimizer(new_optimizer)
+        is_first = dist.get_rank(group) == 0
+        self._checkpoint = ModelCheckpoint(model, runtime, self.optimizer, self._parts, is_first)
         self._makes_state = False
-        self._states_on_device: dict[nn.Parameter, dict[str, Any]] = {}  # while it sleeps
+        self._sleep: Sleep | None = None
         self.runtime.early = self._new_early_update()
         self._grads_seen: list[int] = []
         self._is_as_sent = False
@@ -453,39 +190,12 @@ class ShardedModel:
         atexit.register(_close_at_exit, weakref.ref(self))
 
     def _new_optimizer(self, new_optimizer: NewOptimizer) -> torch.optim.Optimizer:
-        named = [(part.name, part.param) for part in self._trained]
-        if not named:  # a reference or a teacher, which torch's optimizers refuse
-            named = [("nothing", nn.Parameter(torch.zeros(0, device=self._device)))]
-        optimizer = new_optimizer(named)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigurationError(
-                f"optimizer returned a {type(optimizer).__name__}; it is to return an optimizer of "
-                "torch, as lambda params: torch.optim.AdamW(params, lr=1e-3)"
-            )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigurationError(
-                "LBFGS calls the model within its step, with this rank's parameters alone; take an "
-                "optimizer that needs gradients only, as torch.optim.AdamW"
-            )
-        known = {param for _, param in named}
-        if any(param not in known for group in optimizer.param_groups for param in group["params"]):
-            raise ConfigurationError(
-                "the optimizer has parameters that shard() did not hand over; make it of the pairs "
-                "that its function is called with, and another one for what is not in the model"
-            )
-        owner, attributes = _owner(self), cast("Any", optimizer)
-        attributes.zero_grad = lambda set_to_none=True: owner().zero_grad()
-        attributes.add_param_group = _refuse_new_group
-        attributes.__reduce_ex__ = refuse_copies
+        owner = _owner(self)
+        optimizer = guarded_optimizer(new_optimizer, self._trained, self._device)
+        cast("Any", optimizer).zero_grad = lambda set_to_none=True: owner().zero_grad()
         optimizer.register_step_pre_hook(lambda *call: owner()._before_update(*call))
         optimizer.register_step_post_hook(lambda *call: owner()._after_update())
-        held = [(part.name, part.held.start, part.held.stop) for part in self._trained]
-        optimizer.register_state_dict_pre_hook(_refuse_whole_states)
-        optimizer.register_state_dict_post_hook(lambda _, state: state.update({_HELD: held}))
-        optimizer.register_load_state_dict_pre_hook(
-            lambda _, state: _refuse_other_parts(state, held)
-        )
-        optimizer.register_load_state_dict_pre_hook(lambda *_: owner().runtime.refuse_sleep())
+        optimizer.register_load_state_dict_pre_hook(lambda *_: owner().runtime.refuse_use())
         for part in self._trained:
             param: Any = part.param
             param.await_grads = lambda to_scaler: owner()._hand_out_grads(to_scaler)
@@ -546,7 +256,7 @@ class ShardedModel:
             self.set_is_last_micro_batch(True)
 
     def _sync_grads(self) -> None:
-        self.runtime.refuse_sleep()
+        self.runtime.refuse_use()
         if not self.runtime.are_grads_synced:
             self._params.refuse_changes()
             self.runtime.sync_grads()
@@ -560,7 +270,7 @@ class ShardedModel:
     def _await_grads(self) -> None:
         """The gradients are not complete: who reads one waits for it."""
         for part in self._trained:
-            part.param.__class__ = _AwaitedParam
+            part.param.__class__ = AwaitedParam
 
     @torch.no_grad()
     def _hand_out_grads(self, to_scaler: bool) -> None:
@@ -648,7 +358,7 @@ class ShardedModel:
     def changing_params(self) -> Iterator[None]:
         """Around writes to the values of the optimizer's parameters (an average of them is put in
         their place, say), from which the model's are rebuilt then. Collective."""
-        self.runtime.refuse_sleep()
+        self.runtime.refuse_use()
         self.runtime.settle()  # what is still read of them
         yield
         self.runtime.sync_params()
@@ -669,28 +379,10 @@ class ShardedModel:
 
         Raises ConfigurationError within a step, and where it sleeps already.
         """
-        if level not in (1, 2):
-            raise ConfigurationError(f"sleep({level!r}): the level is 1, or 2 with the parameters")
-        self.runtime.refuse_sleep()
-        if not self.runtime.is_in_step:
-            self.runtime.settle()
-            self._create_optimizer_state()  # for a checkpoint that is saved meanwhile
-        values = [value for state in self.optimizer.state.values() for value in state.values()]
-        states = [value for value in values if isinstance(value, torch.Tensor)]
-        if other := [value for value in states if type(value) is not torch.Tensor]:
-            raise ConfigurationError(
-                f"sleep(): the optimizer's state has a {type(other[0]).__name__}, whose memory "
-                "cannot be moved; take an optimizer whose states are plain tensors"
-            )
-        states = [value for value in states if value.device.type == self._device.type]
-        copy = self.runtime.sleep(states, with_params=level == 2)
-        for param, state in cast(
-            "dict[nn.Parameter, dict[str, Any]]", self.optimizer.state
-        ).items():
-            self._states_on_device[param] = dict(state)
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    state[key] = copy.value_of(value)
+        self.runtime.refuse_to_sleep()
+        self.runtime.settle()
+        self._create_optimizer_state()  # for a checkpoint that is saved meanwhile
+        self._sleep = Sleep([self.runtime], self.optimizer.state, level)
         for part in self._trained:
             part.param.data = part.values[:0]  # reading what has no memory would end the process
 
@@ -699,14 +391,14 @@ class ShardedModel:
 
         Raises ConfigurationError where it does not sleep.
         """
-        self.runtime.wake()
-        for param, state in self._states_on_device.items():
-            self.optimizer.state[param].update(state)
-        self._states_on_device.clear()
+        if self._sleep is None:
+            raise ConfigurationError("wake() without a sleep()")
+        self._sleep.wake()
+        self._sleep = None
         for part in self._trained:
             part.param.data = part.values
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, only_trained: bool = False) -> dict[str, Any]:
         """What torch.distributed.checkpoint saves, or loads in place.
 
             checkpoint.save(sharded.state_dict(), checkpoint_id=folder)
@@ -720,109 +412,113 @@ class ShardedModel:
         settings; grad_record: see KeepBudgets. Nothing is gathered, and hardly anything copied:
         save before the next step. It can be loaded into other sizes and numbers of ranks. An
         optimizer that has not stepped yet gets zeros for its state.
+
+        only_trained: leave out parameters that are not trained. Their values stay as they are when
+            such a state is loaded.
         """
-        self.runtime.settle()
-        asleep = self.runtime.asleep
-        if asleep is None:
+        if self.runtime.asleep is None:
+            self.runtime.settle()
             self._create_optimizer_state()
-        state: dict[str, Any] = {
-            f"model.{part.name}": part.state_of(
-                part.values if asleep is None else asleep.value_of(part.values)
-            )
-            for part in self._parts
-            if part.held.numel
-        }
-        for part in self._trained:
-            for key, value in self.optimizer.state[part.param].items():
-                if part.held.numel:
-                    is_whole = not isinstance(value, torch.Tensor) or value.dim() == 0
-                    state[f"optim.{part.name}.{key}"] = value if is_whole else part.state_of(value)
-        for name, buffer in _saved_buffers(self.model):
-            values = buffer.detach().reshape(-1)
-            is_first = dist.get_rank(self._group) == 0
-            whole = ShardedState(buffer.shape, Range(0, buffer.numel()), values)
-            whole.is_written = is_first
-            state[f"model.{name}"] = whole
-        state["grad_record"] = self.runtime.budgets.grad_record()
-        state["param_groups"] = [
-            {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            for group in self.optimizer.param_groups
-        ]
-        return state
+        return self._checkpoint.state_dict(only_trained)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over `state`: a state_dict() of this object into which
-        torch.distributed.checkpoint.load has read. Collective.
+        torch.distributed.checkpoint.load has read, with only_trained or without. Collective.
         """
-        self.runtime.refuse_sleep()
-        if missing := {"param_groups", "grad_record"} - state.keys():
-            raise ConfigurationError(
-                f"the state has no {sorted(missing)[0]}: it is to be a state_dict() of this object "
-                "into which torch.distributed.checkpoint.load has read; a whole state dict of the "
-                "model goes into sharded.model.load_state_dict()"
-            )
-        if not all(self._is_place_of(part, state) for part in self._parts if part.held.numel):
-            raise ConfigurationError(
-                "the state is not one of this object as it is now: call state_dict() again, after "
-                "wake(), and load into that"
-            )
-        for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
-            group.update(saved)
-        for part in self._trained:
-            own = self.optimizer.state[part.param]
-            for key, value in own.items():
-                if not isinstance(value, torch.Tensor) and part.held.numel:
-                    own[key] = state[f"optim.{part.name}.{key}"]
-        for name, buffer in _saved_buffers(self.model):
-            buffer.copy_(state[f"model.{name}"].values.view(buffer.shape))
-        self.runtime.budgets.expect_grads(state["grad_record"], self.runtime.units)
-        self.runtime.sync_params()
-        self.runtime.settle()
+        self.runtime.refuse_use()
+        self._checkpoint.load_state_dict(state)
 
-    def _is_place_of(self, part: _HeldFragment, state: Mapping[str, Any]) -> bool:
-        """Whether loading into `state` has written the values of `part`."""
-        found = state.get(f"model.{part.name}")
-        return isinstance(found, ShardedState) and found.values.data_ptr() == part.values.data_ptr()
-
-    @torch.no_grad()
     def _create_optimizer_state(self) -> None:
-        """Torch's optimizers make their state in the first step: take one of no effect."""
-        if self.optimizer.state or not self._trained:
-            return
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        before: list[tuple[type, torch.Tensor | None]] = []
-        for part in self._trained:
-            param: Any = part.param
-            kind, param.__class__ = type(param), nn.Parameter
-            before.append((kind, param.grad))
-            param.grad = torch.zeros_like(part.grad)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
         self._makes_state = True
-        self.optimizer.step()
+        create_state(self.optimizer, self._trained)
         self._makes_state = False
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for part, (kind, grad) in zip(self._trained, before, strict=True):
-            param = part.param
-            param.grad, param.__class__ = grad, kind
-        for state in self.optimizer.state.values():
-            for key, value in state.items():
-                state[key] = value.zero_() if isinstance(value, torch.Tensor) else type(value)()
 
     @torch.no_grad()
     def full_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and whole value of each parameter, one unit at a time in memory. Collective: every
         rank must take them all. A value is valid until the next one is taken."""
-        self.runtime.refuse_sleep()
-        self.runtime.settle()
-        for unit in self.runtime.units:
-            unit.unshard()
-            try:
-                yield from zip(unit.param_names, unit.params, strict=True)
-            finally:
-                unit.reshard()
+        for whole in self.runtime.stream():
+            yield from whole.params
+        self._params.refuse_writes()
+
+    def stream_weights(
+        self, *, receivers: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> Generator[tuple[str, torch.Tensor]]:
+        """Name and whole value of each parameter, in the order in which the last step used them,
+        for rollouts or an export. Takes memory for two units: the next one is gathered meanwhile.
+
+        A value is there until the next is taken. A tied weight comes once, by its first name;
+        buffers do not come. Between two steps. Collective: every rank has to exhaust it.
+
+        receivers: ranks of the group that get values, None for all. The others yield nothing, and
+            get hardly anything (see the page on the library).
+        dtype: torch.float32, bfloat16 or float16, rounded from the fp32 main parameters; None for
+            the bits that the model computes with.
+
+        Raises ConfigurationError, at the first value: within a step, asleep, while another stream
+        is not finished, and for ranks or arguments that are none or differ between ranks.
+        """
+        call = f"stream_weights(receivers={receivers}, dtype={dtype})"
+        for whole in self._stream(call, receivers, dtype):
+            yield from whole.params
+
+    def mark_weights(self, name: str) -> None:
+        """From now on record which weights change, for stream_changes(since=name). A mark of the
+        same name is replaced; several of other names may be kept.
+
+        Costs a bit for each 16-bit parameter element that this rank's optimizer owns.
+
+        Raises ConfigurationError within a step, asleep, and while weights are streamed.
+        """
+        self.runtime.refuse_step("mark_weights()")
+        self.runtime.mark(name)
+
+    def forget_mark(self, name: str) -> None:
+        """Record nothing for `name` any more. Raises ConfigurationError where it is no mark."""
+        self.runtime.drop_mark(name)
+
+    def stream_changes(
+        self, since: str, *, receivers: Sequence[int] | None = None
+    ) -> Generator[WeightDelta]:
+        """What turns the weights of the model at mark_weights(since) into those of now, bit for
+        bit, by apply_delta; as stream_weights otherwise. Parameters without a change do not come. A
+        delta may be kept.
+
+        No copy of the model is kept: where the fp32 main parameters are rounded to the model's
+        dtype the old and the new value are compared. fp32 parameters, which are not rounded, come
+        whole, and so does what was written otherwise than by a step (load_full_params).
+        """
+        call = f"stream_changes(since={since!r}, receivers={receivers})"
+        for whole in self._stream(call, receivers, since=since):
+            for index, (name, value) in enumerate(whole.params):
+                delta = WeightDelta.of(name, value, whole.changed_in(index))
+                if delta.values.numel():
+                    yield delta
+
+    @torch.no_grad()
+    def _stream(
+        self,
+        call: str,
+        receivers: Sequence[int] | None,
+        dtype: torch.dtype | None = None,
+        since: str | None = None,
+    ) -> Iterator[WholeUnit]:
+        """call: for messages."""
+        self.runtime.refuse_step(call.partition("(")[0] + "()")
+        self.runtime.refuse_use()
+        size = dist.get_world_size(self._group)
+        calls: list[Any] = [None] * size
+        dist.all_gather_object(calls, call, group=self._group)
+        if other := next((one for one in calls if one != call), None):
+            raise ConfigurationError(f"this rank calls {call}, another one {other}")
+        if receivers is not None and not (receivers and set(receivers) <= set(range(size))):
+            raise ConfigurationError(f"{call}: receivers are ranks of the group, 0 to {size - 1}")
+        if dtype is not None and dtype not in TRAINED_DTYPES:
+            raise ConfigurationError(f"{call}: dtype is torch.float32, bfloat16 or float16")
+        ranks = dist.get_process_group_ranks(self._group)
+        chosen = None if receivers is None else {ranks[one] for one in receivers}
+        yield from self.runtime.stream(chosen, dtype, since)
         self._params.refuse_writes()
 
     @torch.no_grad()
@@ -835,10 +531,10 @@ class ShardedModel:
         Raises ConfigurationError, on all ranks, for a name that lacks or is not the model's, and
         for another shape.
         """
-        self.runtime.refuse_sleep()
+        self.runtime.refuse_use()
         self.runtime.settle()
         named: list[tuple[str, torch.Tensor]] = list(self.model.named_parameters())
-        named += _saved_buffers(self.model)
+        named += saved_buffers(self.model)
         is_source = dist.get_rank(self._group) == source
         problem = [_problem_of_values(named, values) if is_source else None]
         place = dist.get_global_rank(self._group, source) if self._group else source

@@ -145,6 +145,7 @@ class ShardedParams:
             return f"Parameter {name} of shape {tuple(param.shape)}, in shards"
         self._runtime.refuse_sleep()
         if use is torch.Tensor.copy_ and args[0] is param:
+            self._runtime.refuse_use()
             self._runtime.settle()
             self._load(unit, index, args[1])
             return param
@@ -183,6 +184,7 @@ class ShardedParams:
                 inside = trained.within(held)
                 main.copy_(part[inside.start : inside.stop])
         own.copy_(part)
+        unit.marks.note_rewritten()
         self._runtime.gathers.note_written()
 
     # ---- changes behind our back

@@ -7,8 +7,10 @@ import inspect
 import re
 from pathlib import Path
 
+import pytest
+
 import megatron_asynchzp
-from megatron_asynchzp import ScheduleConfig, ShardedModel, ShardSizes, shard
+from megatron_asynchzp import ScheduleConfig, ShardedModel, ShardSizes, shard, stream_weights
 
 PAGE = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
 SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
@@ -24,11 +26,23 @@ def test_the_page_has_every_public_name():
     assert set(megatron_asynchzp.__all__) <= set(SECTIONS)
 
 
-def test_the_page_has_every_argument_of_shard_with_its_default():
-    assert first_column("shard") == set(inspect.signature(shard).parameters)
-    (line,) = re.findall(r"`shard\((.*?)\)`\n", SECTIONS["shard"])
+FUNCTIONS = ("shard", "stream_weights", "mark_weights", "forget_mark", "stream_changes", "save_hf")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_page_has_every_argument_of_a_function_with_its_default(function):
+    parameters = inspect.signature(getattr(megatron_asynchzp, function)).parameters
+    (line,) = re.findall(rf"`{function}\((.*?)\)`\n", SECTIONS[function])
     names = [word.strip().partition("=")[0] for word in line.split(",")]
-    assert [name for name in names if name != "*"] == list(inspect.signature(shard).parameters)
+    assert [name for name in names if name != "*"] == list(parameters)
+    for name, parameter in parameters.items():
+        is_optional = parameter.default is not inspect.Parameter.empty
+        assert (f"{name}=" in line) == is_optional, name
+
+
+@pytest.mark.parametrize("function", [shard, stream_weights])
+def test_the_page_explains_every_argument(function):
+    assert first_column(function.__name__) == set(inspect.signature(function).parameters)
 
 
 def test_the_page_has_every_field_and_method_and_no_other():

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
+from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, apply_delta, shard
 from scripts.testbed.ranks import Place, free_port, run_ranks
 from tests import test_habits, test_library_starts
 from tests.support.engine import build_toy
@@ -155,7 +155,11 @@ def never_the_last(sharded, losses):
 
 def no_backward(sizes: Sizes) -> None:
     with sharded_toy(sizes) as sharded:
+        if max(sizes[:2]) < dist.get_world_size():  # other ranks might have had one
+            assert_refused(sharded.step, "has had no micro-batch yet")
+            usual_step(sharded, [0 * toy_loss(sharded.model, toy_batch(0, 0, 0))])
         before = params_of(sharded)
+        sharded.zero_grad()
         sharded.step()
         for name, value in params_of(sharded).items():
             assert torch.allclose(value, before[name] * (1 - 1e-2 * 0.1), rtol=1e-6), name
@@ -421,6 +425,17 @@ def left_early(sizes: Sizes) -> None:
         assert train(sharded, one) == train_plainly(build_toy(), one, 2)
 
 
+def rolled_out(sizes: Sizes) -> None:
+    with sharded_toy(sizes) as sharded:
+        copy = {name: value.clone() for name, value in sharded.stream_weights()}
+        sharded.mark_weights("copy")
+        assert train(sharded, one) == train_plainly(build_toy(), one, 2)
+        for delta in sharded.stream_changes("copy"):
+            apply_delta(copy, delta)
+        for name, value in sharded.full_params():
+            assert torch.equal(copy[name], value)
+
+
 class Tokens(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return 4
@@ -476,6 +491,7 @@ RIGHT: dict[str, Callable[[Sizes], None]] = {
         trains_alike, step=saved_before_the_first_step
     ),
     "leaving `full_params()` early": left_early,
+    "weights for rollouts, all or what changed": rolled_out,
     "a `DataLoader` with workers": partial(trains_alike, losses=loaded_by_workers),
 }
 

@@ -240,6 +240,35 @@ def test_unusual_parameters_and_buffers_train_as_in_torch_and_resume_bit_for_bit
     run_ranks(check_oddities, 2, tmp_path)
 
 
+def sharded_half_frozen(sizes: tuple[int, int, int], frozen: float, trained: float) -> ShardedModel:
+    """Its parameters filled with these."""
+    model = build_toy()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.requires_grad_("up" in name)
+            param.fill_(trained if param.requires_grad else frozen)
+    return shard(model, model.blocks, ShardSizes(*sizes), new_adamw)
+
+
+def check_only_trained(folder: Path) -> None:
+    with sharded_half_frozen((1, 2, 2), 0.5, 0.25) as first:
+        checkpoint.save(first.state_dict(only_trained=True), checkpoint_id=folder)
+    stored = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    assert not [name for name in stored if name.startswith("model.") and ".up." not in name]
+    with sharded_half_frozen((2, 2, 2), 7.0, 8.0) as other:
+        state = other.state_dict(only_trained=True)
+        checkpoint.load(state, checkpoint_id=folder)
+        other.load_state_dict(state)
+        for name, value in params_of(other).items():
+            assert (value == (0.25 if "up" in name else 7.0)).all(), name
+        with pytest.raises(checkpoint.CheckpointException, match=r"Missing key in .*: model\."):
+            checkpoint.load(other.state_dict(), checkpoint_id=folder)
+
+
+def test_a_checkpoint_of_what_is_trained_leaves_the_rest_as_it_is(tmp_path):
+    run_ranks(check_only_trained, 2, tmp_path)
+
+
 def check_refusals() -> None:
     for name, is_trained in (("embedding.weight", True), ("blocks.1.up.weight", False)):
         model = build_toy()

@@ -191,9 +191,12 @@ def backward_kv_kernel(
     HAS_SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dK and dV of one tile of keys: over the query heads that share them, and their queries."""
+    """dK and dV of one tile of keys: over the query heads that share them, and their queries. Of
+    several programs for a tile (see head_splits) each takes its part of these heads and writes its
+    part of the sum."""
     batch, group = tl.program_id(1) // num_groups, tl.program_id(1) % num_groups
-    repeats = num_heads // num_groups
+    repeats = num_heads // num_groups // tl.num_programs(2)
+    first_head = (group * tl.num_programs(2) + tl.program_id(2)) * repeats
     first_key = tl.program_id(0) * BLOCK_N
     keys = first_key + tl.arange(0, BLOCK_N)
     channels, value_channels = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_VALUE_DIM)
@@ -219,7 +222,7 @@ def backward_kv_kernel(
     dk = tl.zeros([BLOCK_N, PADDED_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, PADDED_VALUE_DIM], tl.float32)
     for repeat in range(repeats):
-        head = (group * repeats + repeat).to(tl.int64)
+        head = (first_head + repeat).to(tl.int64)
         flat_head = batch.to(tl.int64) * num_heads + head
         q_at = q_ptr + batch.to(tl.int64) * q_batch + head * q_head
         do_at = d_output_ptr + batch.to(tl.int64) * do_batch + head * do_head
@@ -253,8 +256,9 @@ def backward_kv_kernel(
                 PRECISION,
                 is_masked == 1,
             )
-    dk_ptr += flat_group * num_keys * DIM
-    dv_ptr += flat_group * num_keys * VALUE_DIM
+    flat_output = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + flat_group
+    dk_ptr += flat_output * num_keys * DIM
+    dv_ptr += flat_output * num_keys * VALUE_DIM
     store_rows(dk_ptr, first_key, num_keys, channels, dk * scale, BLOCK_N, DIM)
     store_rows(dv_ptr, first_key, num_keys, value_channels, dv, BLOCK_N, VALUE_DIM)
 
@@ -435,6 +439,28 @@ def backward_q_kernel(
     store_rows(dq_ptr, first_row, num_queries, channels, dq * scale, BLOCK_M, DIM)
 
 
+class _Device(NamedTuple):
+    """capability: compute capability; num_processors: programs that it surely runs at once."""
+
+    capability: tuple[int, int]
+    num_processors: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> "_Device":
+        if device.type != "cuda":  # Triton's interpreter has no tiles of its own: as an H100
+            return cls((9, 0), 132)
+        properties = torch.cuda.get_device_properties(device)
+        return cls((properties.major, properties.minor), properties.multi_processor_count)
+
+
+def head_splits(num_programs: int, num_heads: int, num_processors: int) -> int:
+    """Into how many programs the query heads that share keys are divided: the fewest that give
+    every processor of the device a program, of those that divide `num_heads`."""
+    divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+    enough = (n for n in divisors if n * num_programs >= num_processors)
+    return next(enough, num_heads)
+
+
 def fused_backward(
     d_output_BHSE: torch.Tensor,
     call: AttentionCall,
@@ -465,8 +491,15 @@ def fused_backward(
     scales = [call.scale, call.scale * LOG2_E]
     inputs = [q, k, v, d_output_BHSE, saved.lse_BHS, delta, shift_parts(shifted)]
 
-    # Triton's interpreter, on a CPU, has no stages.
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
+    device = _Device.of(q.device)
+    kv_tiles = backward_kv_table(device.capability)
+    num_tiles = -(-keys // tile_config(kv_tiles, max(dim, value_dim), q.dtype).block_n)
+    splits = head_splits(num_tiles * batch * groups, heads // groups, device.num_processors)
+    # Sums of parts are added up in fp32.
+    dk_parts, dv_parts = (
+        x if splits == 1 else x.new_full((splits, *x.shape), float("nan"), dtype=torch.float32)
+        for x in (dk, dv)
+    )
 
     def launch(kernel, table, grid, *arguments):
         config = tile_config(table, max(dim, value_dim), q.dtype)
@@ -476,17 +509,19 @@ def fused_backward(
 
     launch(
         backward_kv_kernel,
-        backward_kv_table(capability),
-        lambda meta: (triton.cdiv(keys, meta["BLOCK_N"]), batch * groups),
+        kv_tiles,
+        lambda meta: (triton.cdiv(keys, meta["BLOCK_N"]), batch * groups, splits),
         *inputs,
-        dk,
-        dv,
+        dk_parts,
+        dv_parts,
         *rows_of_keys,
         *strides,
         *sizes,
         range_stride(rows_of_keys),
         *scales,
     )
+    if splits > 1:
+        dk, dv = (parts.sum(0).to(x.dtype) for parts, x in ((dk_parts, dk), (dv_parts, dv)))
     shift_BGJD = shifted.gradient_shift_BGJD().contiguous()
     launch(
         backward_q_kernel,

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the collectives of the engine on flat tensors, one mesh axis at a time (law 2)."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -135,6 +135,72 @@ def all_to_all_steps(
             received, sent, list(received_splits), list(sent_splits), axis.group, async_op=True
         )
     )
+
+
+def gather_for_steps(
+    receivers: Collection[int],
+    shard: torch.Tensor,
+    full: torch.Tensor | None,
+    axes: Sequence[AxisGroup],
+) -> Steps:
+    """As all_gather_steps, but only `receivers` (ranks of the sharding group) get all of it. `axes`
+    begin with the innermost one of the group.
+
+    full: None on all other ranks. Must not contain `shard`.
+
+    Along each axis a rank gets what it needs itself, and what receivers with its coordinates along
+    the outer axes need of it; the latter into memory of its own. Where there is no such receiver it
+    gets nothing.
+    """
+    last, part, numel = None, shard, shard.numel()
+    for depth in reversed(range(len(axes))):
+        line = axes[depth]
+        blocks = {rank // line.axis.stride for rank in receivers}
+        takers = [
+            place for place, m in enumerate(line.axis.members) if m // line.axis.stride in blocks
+        ]
+        if not takers:
+            break
+        yield from completed_last(last)
+        numel *= line.axis.size
+        is_taker = line.axis.coordinate in takers
+        whole = part.new_empty(numel if is_taker and full is None else 0)
+        if is_taker and full is not None:
+            whole = _own_part(full, axes[:depth])
+        if len(takers) == line.axis.size:
+            last = Last(all_gather_flat(whole, part, group=line.group, async_op=True))
+        else:
+            last = yield from _bring_steps(takers, part, whole, line)
+        if not is_taker:
+            break
+        part = whole
+    return and_then(last, lambda _held=part: None)  # the last collective uses it until then
+
+
+def _own_part(full: torch.Tensor, inner: Sequence[AxisGroup]) -> torch.Tensor:
+    """What the ranks with this one's coordinates along the `inner` axes have of `full` together."""
+    for one in inner:
+        length = full.numel() // one.axis.size
+        full = full[one.axis.coordinate * length :][:length]
+    return full
+
+
+def _bring_steps(
+    takers: Sequence[int], part: torch.Tensor, whole: torch.Tensor, line: AxisGroup
+) -> Steps:
+    """Bring the `part` of each rank along an axis into `whole` of those with the coordinates
+    `takers`; elsewhere `whole` is empty."""
+    ranks, last = range(line.axis.size), None
+    if whole.untyped_storage().data_ptr() == part.untyped_storage().data_ptr():
+        part = part.clone()  # it lies within what it is written to
+    for taker in takers:
+        yield from completed_last(last)
+        is_mine = taker == line.axis.coordinate
+        received = [part.numel() if is_mine else 0 for _ in ranks]
+        sent = [part.numel() if rank == taker else 0 for rank in ranks]
+        into = whole if is_mine else whole[:0]
+        last = yield from all_to_all_steps(into, received, part, sent, line)
+    return and_then(last, lambda _held=part: None)
 
 
 def new_shards(

@@ -23,6 +23,7 @@ class ShardGroups:
     Gathering and reducing have communicators of their own, because operations of one
     communicator are serialised.
 
+    ranks: the global rank of each rank of the sharding group, in its order.
     grad_dtype: in which gradients travel; they are summed in fp32.
     """
 
@@ -32,6 +33,7 @@ class ShardGroups:
     grad_sync: tuple[AxisGroup, ...]
     replica_sync: tuple[AxisGroup, ...]
     param_sync: tuple[AxisGroup, ...]
+    ranks: tuple[int, ...]
     grad_dtype: torch.dtype = torch.float32
 
     @property
@@ -131,6 +133,7 @@ class ShardGroups:
             grad_reduce=along("reduce", topology.grad_axes),
             grad_sync=along("reduce", topology.grad_sync_axes),
             replica_sync=along("reduce", topology.replica_axes),
+            ranks=tuple(global_ranks),
             grad_dtype=grad_dtype,
         )
 

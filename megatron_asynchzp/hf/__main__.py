@@ -65,6 +65,20 @@ def _parser() -> argparse.ArgumentParser:
         "is not in the checkpoint",
     )
     out.add_argument(
+        "--adapter-alpha",
+        type=float,
+        metavar="ALPHA",
+        help="merge low-rank adapters, scaled by ALPHA / rank (default: lora_alpha among the "
+        "checkpoint's arguments)",
+    )
+    out.add_argument(
+        "--base",
+        type=Path,
+        metavar="DIR",
+        help="Megatron's --save with the frozen tensors, of a run with "
+        "--asynchzp-save-trained-only",
+    )
+    out.add_argument(
         "--max-file-gb",
         type=float,
         default=5.0,
@@ -109,6 +123,8 @@ def _export(args: argparse.Namespace) -> None:
         level=VerifyLevel(args.verify),
         max_file_nbytes=int(args.max_file_gb * 10**9),
         progress=show_progress,
+        base=args.base,
+        adapter_alpha=args.adapter_alpha,
     )
     sizes = f"{shape.num_layers} layers, vocabulary {shape.vocab_size}"
     print(f"{args.output}: {shape.family}, {sizes}")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_asynchzp.errors import ConfigurationError
 
+MAX_FILE_NBYTES = 5 * 10**9
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 

@@ -226,6 +226,16 @@ def _is_true_anywhere(mine: bool) -> bool:
     return any(everyone)
 
 
+def refuse_all_trained(chunks: Sequence[AsyncHZPDataParallel]) -> None:
+    """Raise ConfigurationError where no rank has a frozen unit: a checkpoint of what is trained is
+    then a whole one. Collective over the world."""
+    if not _is_true_anywhere(any(not unit.is_trained for chunk in chunks for unit in chunk.units)):
+        raise ConfigurationError(
+            "--asynchzp-save-trained-only: every parameter is trained; freeze the base before the "
+            "model is wrapped, or leave the flag out"
+        )
+
+
 def wrap_model_chunks(
     model_chunks: Sequence[torch.nn.Module],
     ddp_config: DistributedDataParallelConfig,

@@ -224,6 +224,8 @@ def build_muon(
 
     def init_state(_: Any, config: OptimizerConfig | None = None) -> None:
         _eopt_init_state_fn(muon)
-        init_adam(adam, config)
+        if adam is not None:
+            init_adam(adam, config)
 
-    return [muon, adam], init_state
+    # Adapters are matrices, all of them.
+    return [muon] if adam is None else [muon, adam], init_state

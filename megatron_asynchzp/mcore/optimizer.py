@@ -26,6 +26,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_asynchzp.comm.timeline import profiler_range
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.optimizer_state import (
     TORCHS_ADAM,
     FragmentPlace,
@@ -41,6 +42,7 @@ from megatron_asynchzp.mcore.differences import (
 )
 from megatron_asynchzp.mcore.early_update import build_early_update
 from megatron_asynchzp.mcore.rounded_adam import MomentDtypes, build_rounded_adam
+from megatron_asynchzp.zero.sleep import Sleep
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -85,6 +87,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
             self.model_chunks, optimizers, parameters.by_unit, self._inverse_scale
         )
         self._is_as_sent = False
+        self._sleep: Sleep | None = None
         for chunk in self.model_chunks:
             chunk.runtime.early = self._early
         self._checkpoint = OptimizerCheckpoint(
@@ -191,6 +194,32 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
             for unit in chunk.units:
                 unit.copy_model_to_main()
 
+    # ---- asleep
+
+    def sleep(self, level: int = 1) -> None:
+        """Between two steps: free memory of the device for something else, a rollout say; see
+        ShardedModel.sleep. A checkpoint can be saved meanwhile. Collective.
+
+        level: 1 for gradients and optimizer states, 2 for the parameter shards of the model too.
+
+        Raises ConfigurationError within a step, and where it sleeps already.
+        """
+        runtimes = [chunk.runtime for chunk in self.model_chunks]
+        for runtime in runtimes:
+            runtime.refuse_to_sleep()
+        self._init_state()
+        self._sleep = Sleep(runtimes, self.optimizer.state, level)
+
+    def wake(self) -> None:
+        """Bring back what `sleep` took from the device. Collective.
+
+        Raises ConfigurationError where it does not sleep.
+        """
+        if self._sleep is None:
+            raise ConfigurationError("wake() without a sleep()")
+        self._sleep.wake()
+        self._sleep = None
+
     # ---- checkpoints
 
     @override
@@ -202,7 +231,10 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> dict:
         """This rank's shards of the optimizer's state; see OptimizerCheckpoint."""
-        self._init_state()
+        if is_loading:
+            self.model_chunks[0].runtime.refuse_sleep()
+        if self._sleep is None:
+            self._init_state()
         if is_loading:
             return self._checkpoint.sharded_state_dict(is_loading, metadata)
         first = self.model_chunks[0]

@@ -154,10 +154,11 @@ def _units_table(units: Sequence[HZPUnit]) -> str:
     rows = [("unit", "how many", "parameters each", "gathered bytes each", "padding")]
     kinds: dict[tuple, list[str]] = {}
     for unit in units:
-        key = (unit.layout.numel, unit.layout.padded_numel, unit.dtype)
+        key = (unit.layout.numel, unit.layout.padded_numel, unit.dtype, unit.is_trained)
         kinds.setdefault(key, []).append(unit.name)
-    for (numel, padded, dtype), names in kinds.items():
+    for (numel, padded, dtype, is_trained), names in kinds.items():
         name = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+        name += "" if is_trained else " (frozen)"
         gathered = _format_nbytes(padded * dtype.itemsize)
         padding = f"{(padded - numel) / padded:.1%}"
         rows.append((name, str(len(names)), f"{numel:,}", gathered, padding))

@@ -121,9 +121,28 @@ def whole_params(runtime: HZPRuntime) -> Iterator[tuple[str, torch.Tensor]]:
     """
     runtime.settle()
     for unit in runtime.units:
-        full = torch.empty(unit.layout.padded_numel, dtype=unit.dtype, device=unit.device)
-        run_steps(unit.gather_steps(full))
-        yield from _named(unit, full)
+        yield from _named(unit, whole_unit(unit))
+
+
+@torch.no_grad()
+def whole_unit(unit: HZPUnit) -> torch.Tensor:
+    """The parameters of a unit (1-D, padded_numel), in memory of their own. Collective over the
+    ranks that share one copy of its parameters; between two steps, while nothing is in flight."""
+    full = torch.empty(unit.layout.padded_numel, dtype=unit.dtype, device=unit.device)
+    run_steps(unit.gather_steps(full))
+    return full
+
+
+@torch.no_grad()
+def whole_marks(unit: HZPUnit, mark: str) -> torch.Tensor | None:
+    """Which elements of a unit may have changed since `mark`: packed bits (1-D, see Marks), None
+    where all count. Collective over the ranks that share one copy of its optimizer state."""
+    bits = unit.marks.bits.get(mark)
+    if bits is None:
+        return None
+    full = bits.new_empty(unit.layout.padded_numel * bits.numel() // unit.optim_range.numel)
+    run_steps(all_gather_steps(bits, full, (*unit.groups.unshard, *unit.groups.param_sync)))
+    return full
 
 
 @torch.no_grad()

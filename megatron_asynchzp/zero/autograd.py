@@ -223,7 +223,7 @@ class HZPRuntime(StepScheduler):
         batch = self._batch
         for unit in units:
             batch.depth[unit] = batch.depth.get(unit, 0) + 1
-        self.refuse_sleep()
+        self.refuse_use()
         self.is_in_step |= torch.is_grad_enabled()
         for unit in units:
             if not batch.in_backward:

@@ -32,11 +32,9 @@ OTHER_UNITS = "its parameters are divided into other units than when it was buil
 class _HeldParam:
     """What this rank holds of one parameter.
 
-    name: of the parameter in the module that was sharded; kind: its class before; values: 1-D, its
-    elements that lie in this rank's shard.
+    kind: its class before; values: 1-D, its elements that lie in this rank's shard.
     """
 
-    name: str
     param: nn.Parameter
     kind: type
     piece: ParamSlice
@@ -56,8 +54,8 @@ class _Sharded:
         self.layout = FlatLayout.build(shapes, sizes.optim)
         self.range = groups.topology.shard_range(sizes.param, self.layout.padded_numel)
         self.parts = [
-            _HeldParam(name, param, type(param), piece, self._cut(param, piece))
-            for (name, param), piece in zip(params, self.layout.slices, strict=True)
+            _HeldParam(param, type(param), piece, self._cut(param, piece))
+            for (_, param), piece in zip(params, self.layout.slices, strict=True)
         ]
 
     def _held(self, piece: ParamSlice) -> Range:
@@ -191,6 +189,8 @@ class Construction:
     ) -> nn.Module:
         """In the place of `module._apply`, which torch's conversions (bfloat16, cuda, ...) call."""
         parts = [part for sharded in self._modules[module] for part in sharded.parts]
+        # As it is called now: adapters are wrapped around layers that are complete.
+        names = {param: name for name, param in module.named_parameters()}
         for part in parts:
             part.values = fn(part.values)
             part.param.__class__ = part.kind
@@ -198,7 +198,8 @@ class Construction:
         type(module)._apply(module, fn, recurse)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
         for part in parts:
             sharded = self._sharded.pop(part.param)
-            part.param = module.get_parameter(part.name)  # torch may have made another one
+            if part.param in names:
+                part.param = module.get_parameter(names[part.param])  # torch may have made another
             self._sharded[part.param] = sharded
             self._hide(part, part.param.data)
         return module

@@ -62,8 +62,11 @@ class EarlyUpdate:
         inverse_scale: Callable[[], torch.Tensor | None] = lambda: None,
     ):
         self._optimizer, self.is_forced = optimizer, is_forced
+        # One that the optimizer does not have stays as it is.
+        known = {param for group in optimizer.param_groups for param in group["params"]}
         self._params_of = {
-            unit: [param for param in params if param.numel()] for unit, params in params_of.items()
+            unit: [param for param in params if param.numel() and param in known]
+            for unit, params in params_of.items()
         }
         self._inverse_scale = inverse_scale
         self._outcomes: deque[bool] = deque(maxlen=_REMEMBERED)

@@ -83,6 +83,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
     viewed: units of which a view was found when their memory was to be reused.
     _used: units of this training step in the order of their first use, those included that are
         never gathered.
+    _order: of the last step that had a forward, as _used.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
     ):
         self._units, self._driver, self._device = units, driver, driver.device
         self._used: dict[HZPUnit, None] = {}
+        self._order: list[HZPUnit] = []
         self.warned: set[str] = set()
         self.viewed: set[HZPUnit] = set()
         self._places: dict[HZPUnit, Place] = {}
@@ -271,10 +273,26 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
         self.drop_spares()
         self.restart()
         self.note_written()
-        in_order = dict.fromkeys([*self._used, *self._units])
         done = self._sent.keys() - self._outdated if is_as_sent else ()
         self._forget_previews()
-        self.rebuild(unit for unit in in_order if unit.is_trained and unit not in done)
+        self.rebuild(unit for unit in self.units_in_order if unit.is_trained and unit not in done)
+
+    @property
+    def units_in_order(self) -> list[HZPUnit]:
+        """As this training step first used them, or one before it if it used none; and then those
+        that it did not use."""
+        return list(dict.fromkeys([*(self._used or self._order), *self._units]))
+
+    def record_order(self) -> None:
+        """The gradients of this step are complete."""
+        self._order = list(self._used or self._order)
+
+    def follow_others(self) -> None:
+        """This step has no forward here: rebuild the shards at the places where other ranks, which
+        have one, rebuild them."""
+        for unit in self._order:
+            self.rebuild_now(unit)
+            self.note_shard_used(unit)
 
     def _forget_previews(self) -> None:
         self._sent, self._room = {}, BackwardRoom()

@@ -118,7 +118,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         """Collect the gradients of the parameters `indices`, as far as there are any; another one
         of the same parameter is added in fp32."""
         if unit.reduces_in_place:
-            self._reopen(unit)
+            self.reopen(unit)
             unit.write_grads(indices, unit.whole_grads)
             return
         if unit in self._kept and unit.has_grads:
@@ -133,7 +133,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         """The backward of `unit`, which is reduced in one piece, begins: let its layers find the
         places of their gradients."""
         if unit.reduces_in_place:
-            self._reopen(unit)
+            self.reopen(unit)
             unit.point_main_grads_at(unit.whole_grads)
             return
         collected = self._collect(unit)
@@ -175,7 +175,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
 
     def start_reduction(self, unit: HZPUnit) -> None:
         """Reduce the gradients of `unit` over the G axes; the lane adds them to main_grad."""
-        self._reopen(unit)
+        self.reopen(unit)
         if unit.reduces_in_place:
             self.take(unit, range(len(unit.params)))
             return
@@ -192,7 +192,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         self.note_started(_Reduction(task, grads), place.extent, has_more=bool(grads))
         self._last_reduction[unit] = task
 
-    def _reopen(self, unit: HZPUnit) -> None:
+    def reopen(self, unit: HZPUnit) -> None:
         """A gradient comes after the sum over the sharding group was begun, because the micro-batch
         was not the last one, or has several backwards: it is added to that sum."""
         if (sync := self._syncs.pop(unit, None)) is not None:

@@ -5,7 +5,7 @@ order. Free of hooks and autograd.
 """
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -26,6 +26,7 @@ from megatron_asynchzp.zero.gathers import Gathers, ParamBudget
 from megatron_asynchzp.zero.host_copy import HostCopy
 from megatron_asynchzp.zero.reductions import Reductions
 from megatron_asynchzp.zero.unit import HZPUnit
+from megatron_asynchzp.zero.weight_stream import WholeUnit, stream_units
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,9 @@ class StepScheduler:
     early: which units are sent before the update, None for none.
     asleep: what was moved to the host, None where nothing was.
     is_in_step: whether a forward came whose gradients are not complete yet.
+    marks: names, see `mark`.
+    _has_reduced: whether this step had a backward; _reduced_last: trained units of its last
+        micro-batch, in order; _order: those of the last step with one, [Note: no micro-batch].
     """
 
     def __init__(
@@ -119,9 +123,13 @@ class StepScheduler:
         self.step = 0
         self._is_synced = False
         self.is_last_micro_batch = False
+        self._has_reduced = False
+        self._reduced_last: list[HZPUnit] = []
+        self._order: list[HZPUnit] | None = None
         self.early: EarlyUpdate | None = None
         self.asleep: HostCopy | None = None
-        self.is_in_step = False
+        self.is_in_step = self._is_streaming = False
+        self.marks: set[str] = set()
         self.schedule = config
         self.memory = memory_in_flight_of(self.units, config)
         self.budgets = budgets or KeepBudgets.of(config, driver, self.units[0].device)
@@ -138,6 +146,7 @@ class StepScheduler:
         axes = [axis for groups in all_groups for axis in groups.all_reduce_axes]
         # Where there are experts, all ranks exchange tokens in every layer.
         num_in_step = all_groups[0].num_axes_in_step if len(all_groups) == 1 else len(axes)
+        self._groups_may_differ = num_in_step < len(axes)
         self._checks_order = config.checks_order
         self._order_check = OrderCheck(driver, axes, num_in_step, self.units[0].device)
 
@@ -157,6 +166,9 @@ class StepScheduler:
 
     def reduce(self, unit: HZPUnit) -> None:
         """Reduce the gradients of `unit`, which are complete for this micro-batch."""
+        if not self._has_reduced:
+            self._has_reduced = True
+            self._reduced_last.clear()
         if not unit.is_trained:
             return
         # On a CPU each lane issues by itself. A comparison that is still on its way has the
@@ -167,7 +179,12 @@ class StepScheduler:
             return
         self.reductions.start_reduction(unit)
         if self.is_last_micro_batch:
-            self._send_early(unit, self._start_grad_sync(unit))
+            self._complete_grads(unit)
+
+    def _complete_grads(self, unit: HZPUnit) -> None:
+        """No later micro-batch changes the gradients of `unit`."""
+        self._reduced_last.append(unit)
+        self._send_early(unit, self._start_grad_sync(unit))
 
     def _start_grad_sync(self, unit: HZPUnit) -> Task:
         self.gathers.note_grads(unit)
@@ -186,13 +203,14 @@ class StepScheduler:
 
     def zero_grads(self) -> None:
         """Start a step, or start it again: nothing of the last one is in flight any more."""
-        self.refuse_sleep()
+        self.refuse_use()
         self.driver.raise_failure()
         self._order_check.send_answer()
         self.gathers.release_all()
         self.reductions.begin_step()
         self.is_last_micro_batch = False
-        self._is_synced = self.is_in_step = False
+        self._is_synced = self.is_in_step = self._has_reduced = False
+        self._reduced_last.clear()
         self.step += 1
         self.driver.begin_step(self.step)
         self.gathers.begin_step()
@@ -203,10 +221,13 @@ class StepScheduler:
         """After the last micro-batch: main_grad fragments become the sum over all ranks x scale.
 
         Starts what backward did not start, waits for it, and compares what the ranks submitted.
-        Collective. Raises OrderMismatch on every rank of a sharding group in which one differs.
+        Collective. Raises OrderMismatch on every rank of a sharding group in which one differs, and
+        ConfigurationError where neither this step nor one before it had a backward.
         """
-        self.refuse_sleep()
+        self.refuse_use()
         self._order_check.wait()
+        if not (self._has_reduced or any(map(self.reductions.has_pending, self.units))):
+            self._follow_others()
         for unit in self.units:
             if not unit.is_trained:
                 continue
@@ -222,8 +243,32 @@ class StepScheduler:
         # not use a unit, and so do spare gathers, where it had fewer micro-batches.
         self.gathers.drop_spares()
         self.gathers.join_syncs()
+        self._order = list(self._reduced_last)
+        self.gathers.record_order()
         self._is_synced, self.is_in_step = True, False
         self._check_order()
+
+    def _follow_others(self) -> None:
+        """[Note: no micro-batch] This rank's group has none in this step, and others may have some:
+        what crosses the groups is done as they do it, in the order of the program. That order is
+        the one in which this rank's last step with a micro-batch went.
+        """
+        if self._order is None:
+            self._refuse_unknown_order()
+            return
+        if self._reduced_last:
+            return  # it has followed them already
+        self.gathers.follow_others()
+        for unit in self._order:
+            self.reductions.reopen(unit)  # where a micro-batch has several backwards
+            self._complete_grads(unit)
+
+    def _refuse_unknown_order(self) -> None:
+        if self._groups_may_differ and any(unit.is_trained for unit in self.units):
+            raise ConfigurationError(
+                "this rank has had no micro-batch yet: each group of ranks takes at least one in "
+                "the first step of a process; give it an empty one, as model(tokens[:0])"
+            )
 
     @property
     def are_grads_synced(self) -> bool:
@@ -260,37 +305,20 @@ class StepScheduler:
 
     # ---- asleep
 
-    def sleep(self, states: Iterable[torch.Tensor], with_params: bool) -> HostCopy:
-        """Between two steps: move the units' states, and `states` of the optimizer, to the host,
-        and free the memory in flight. Nothing but `settle`, `wake` and `close` may be called then.
+    def refuse_to_sleep(self) -> None:
+        """Raises ConfigurationError where a sleep cannot begin now."""
+        self.refuse_use()
+        self.refuse_step("sleep()")
 
-        with_params: the parameter shards too.
-        """
-        self.refuse_sleep()
-        if self.is_in_step:
-            raise ConfigurationError("sleep() within a step: call it after step() or zero_grad()")
-        self.settle()
-        self.gathers.release_all()
-        device, limit_s = self.driver.device, self.schedule.time_limit_s
-        # What streams still do with the memory that is freed next.
-        if not device.synchronize(device.record_event(), limit_s):
-            raise TimeoutError(f"the device was busy for {limit_s:g} s")
-        params = [one for unit in self.units for one in unit.params_at_rest()]
-        moved = [*states, *(one for unit in self.units for one in unit.states())]
-        kept = [] if with_params else params
-        self.asleep = HostCopy([*params, *moved], kept, device, limit_s)
-        # Last: where memory of the host is short everything is as it was.
+    def fall_asleep(self, copy: HostCopy) -> None:
+        """The states are in `copy`, and nothing is in flight: free the memory for that. Nothing but
+        `wake_up` and `close` may be called then."""
         self.gathers.arena.free()
         self.reductions.arena.free()
-        device.release_cached()
-        return self.asleep
+        self.asleep = copy
 
-    def wake(self) -> None:
-        """Bring back what `sleep` has moved, with the same bits."""
-        if self.asleep is None:
-            raise ConfigurationError("wake() without a sleep()")
-        # Where the device has no room it stays asleep, and can be woken later.
-        self.asleep.restore()
+    def wake_up(self) -> None:
+        """The states are back."""
         self.gathers.arena.allocate()
         self.reductions.arena.allocate()
         self.asleep = None
@@ -301,12 +329,77 @@ class StepScheduler:
         if self.asleep is not None:
             raise ConfigurationError("the sharded model is asleep: call wake() first")
 
+    def at_rest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of `tensor`, which is one of the states or views it: on the host, asleep."""
+        return tensor if self.asleep is None else self.asleep.value_of(tensor)
+
+    # ---- whole parameters
+
+    def stream(
+        self,
+        receivers: Collection[int] | None = None,
+        dtype: torch.dtype | None = None,
+        since: str | None = None,
+    ) -> Iterator[WholeUnit]:
+        """The whole parameters of all units, as in stream_units, in the order in which the last
+        step used them. Until it is exhausted or closed nothing else may be called."""
+        self.refuse_use()
+        if since is not None:
+            self.refuse_unknown_mark(since)
+        self.settle()
+        self.driver.timeline.pause()
+        self.driver.shorten_record()
+        self._is_streaming = True
+        try:
+            yield from stream_units(
+                self.gathers.units_in_order, self.driver, receivers, dtype, since
+            )
+        finally:
+            self._is_streaming = False
+
+    def mark(self, name: str) -> None:
+        """From now on record which elements of the parameters change, for a stream since `name`. A
+        mark of this name is forgotten. A bit per element that this rank's optimizer owns."""
+        self.refuse_use()
+        self.settle()
+        for unit in self.units:
+            unit.marks.set(name)
+        self.marks.add(name)
+        self.gathers.note_written()
+
+    def drop_mark(self, name: str) -> None:
+        """Record nothing for `name` any more."""
+        self.refuse_use()
+        self.refuse_unknown_mark(name)
+        self.settle()
+        for unit in self.units:
+            unit.marks.drop(name)
+        self.marks.discard(name)
+
+    def refuse_unknown_mark(self, name: str) -> None:
+        """Before changes since `name` are taken."""
+        if name not in self.marks:
+            known = ", ".join(sorted(self.marks)) or "none"
+            raise ConfigurationError(f"no mark {name!r} of the weights; there are: {known}")
+
+    def refuse_step(self, what: str) -> None:
+        """Before `what`, which takes the parameters as they are between two steps."""
+        if self.is_in_step:
+            raise ConfigurationError(f"{what} within a step: call it after step() or zero_grad()")
+
+    def refuse_use(self) -> None:
+        """Before whatever computes with the parameters, or changes them."""
+        self.refuse_sleep()
+        if self._is_streaming:
+            raise ConfigurationError(
+                "whole parameters are being taken: take them all, or close() the iterator, first"
+            )
+
     # ---- between steps
 
     def settle(self) -> None:
         """Return when nothing is in flight: the units' states and their communicators are free."""
-        if self.asleep is not None:
-            return
+        self.refuse_sleep()
         self.driver.raise_failure()
         self.gathers.drop_spares()
         self.reductions.finish()
@@ -320,6 +413,7 @@ class StepScheduler:
         Between `settle` and the next forward. Collective over the sharding groups.
         """
         for unit in self.units:
+            unit.marks.note_rewritten()
             run_steps(unit.complete_param_steps())
         self.gathers.note_written()
 
@@ -329,7 +423,8 @@ class StepScheduler:
         Raises the failure that the communication ended with, without waiting for anything.
         """
         try:
-            self.settle()
+            if self.asleep is None:
+                self.settle()
         finally:
             if self._owns_driver:
                 self.driver.close()

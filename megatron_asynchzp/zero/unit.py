@@ -38,6 +38,7 @@ from megatron_asynchzp.sharding.in_flight import (
 from megatron_asynchzp.sharding.layout import FlatLayout
 from megatron_asynchzp.sharding.pieces import GradPiece
 from megatron_asynchzp.sharding.topology import Range
+from megatron_asynchzp.zero.marks import Marks
 
 _NOTHING = nullcontext()
 
@@ -75,6 +76,7 @@ class HZPUnit:
     size_key: equal for units that fit the same memory in flight.
     views_key: equal for those whose parameters lie at the same places.
     overwrites_main_grads: see fuse_grads, None without it.
+    marks: what changed since when.
     """
 
     def __init__(
@@ -125,6 +127,9 @@ class HZPUnit:
         else:
             self.model_param = FlatBuffer(self.layout, self._range(sizes.param), shard)
         self.optim_range = self._range(sizes.optim)
+        self.marks = Marks(
+            self.optim_range.numel, self.device, self.is_trained, not self.is_main_param_aliased
+        )
         if self.is_trained:
             self.main_grad = self._new_buffer(self._range(sizes.grad), torch.float32)
             if self.is_main_param_aliased:
@@ -259,7 +264,9 @@ class HZPUnit:
 
     def states(self) -> list[torch.Tensor]:
         """What is at rest of a trained unit beside model_param."""
-        return [self.main_param.storage, self.main_grad.storage] if self.is_trained else []
+        if not self.is_trained:
+            return []
+        return [self.main_param.storage, self.main_grad.storage, *self.marks.bits.values()]
 
     # ---- gradients
 
@@ -511,7 +518,7 @@ class HZPUnit:
     def sync_param_steps(self) -> Steps:
         """Once per step: cast main_param to the model dtype and gather it into the P shard."""
         if not self.is_main_param_aliased:
-            self.model_param.view(self.optim_range).copy_(self.main_param.storage)
+            self.marks.write(self.main_param.storage, self.model_param.view(self.optim_range))
         return (yield from self.complete_param_steps())
 
     def preview_param_steps(self, update: Callable[[torch.Tensor], None]) -> Steps:
@@ -523,7 +530,7 @@ class HZPUnit:
         copy = self.main_param.storage.clone()
         if not self.is_main_param_aliased:
             update(copy)
-            own.copy_(copy)
+            self.marks.write(copy, own)
             return (yield from self.complete_param_steps())
         update(own)
         last = yield from self.complete_param_steps()

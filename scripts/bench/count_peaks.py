@@ -55,6 +55,8 @@ _BLOCK = ["--recompute-granularity", "full", "--recompute-method", "block",
           "--recompute-num-layers", "2"]
 _ROUNDED = ["--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16",
             "--exp-avg-sq-dtype", "bf16"]
+_ADAPTERS = ["--asynchzp-adapter-rank", "16"]
+_ON_TWO = ["--asynchzp-adapter-layers", "linear_qkv", "linear_fc2"]
 # Beside the computation, when gloo makes its copies is chance.
 _IN_TURN = ["--asynchzp-schedule", "inline"]
 # Seed-OSS-36B: one of its 64 layers, and a part of its vocabulary. Ranks split its tensors, because
@@ -68,7 +70,8 @@ _REAL_SIZE = [*shape_flags(1, 5120, 32, heads=80), "--ffn-hidden-size", "27648",
 
 
 class Case(NamedTuple):
-    """A model on `ranks` ranks. flags: all of a training run on the CPU."""
+    """A model on `ranks` ranks. flags: all of a training run on the CPU; with
+    --asynchzp-adapter-rank the run adds these adapters."""
 
     name: str
     ranks: int
@@ -99,8 +102,24 @@ CASES = (
     _case("experts, recomputed", *_LLAMA, *MIXTURE_OF_EXPERTS, *_MOE_AGAIN),
     _case("tensor parallel", *_LLAMA, *TENSOR_PARALLEL, ranks=4),
     _case("tensor parallel, full recompute", *TENSOR_PARALLEL, *FULL_RECOMPUTE, ranks=4),
+    _case("adapters", *_LLAMA, *_GROUPED, *_ADAPTERS),
+    _case("adapters, full recompute", *_LLAMA, *_ADAPTERS, *FULL_RECOMPUTE),
+    _case("adapters on two projections", *_LLAMA, *_ADAPTERS, *_ON_TWO),
+    _case("adapters, tensor parallel", *_LLAMA, *TENSOR_PARALLEL, *_ADAPTERS, ranks=4),
+    _case("adapters, pipeline parallel", *_LLAMA, *PIPELINE_PARALLEL, *_ADAPTERS, ranks=4),
     _case("pipeline parallel", *_LLAMA, *PIPELINE_PARALLEL, ranks=4),
     _case("pipeline parallel, full recompute", *PIPELINE_PARALLEL, *FULL_RECOMPUTE, ranks=4),
+)
+# Llama 3 70B with 8 of its 80 layers: widths are 1/64 and tokens 1/32 of its own. Adapters of rank
+# 16 are a far larger part of it than of the real one, those of rank 2 nearly as small.
+# fmt: off
+_SMALL_70B = [*_LLAMA, *_GROUPED, *shape_flags(8, 128, 128, heads=8), "--ffn-hidden-size", "448",
+              "--num-query-groups", "1", "--vocab-size", "2047", "--micro-batch-size", "1"]
+# fmt: on
+ADAPTED = tuple(
+    _case(f"70B in small, rank {rank}{what}", *_SMALL_70B, *more, _ADAPTERS[0], str(rank))
+    for rank in (2, 16)
+    for what, more in (("", ()), (", full recompute", FULL_RECOMPUTE))
 )
 REAL_SIZE = Case(
     "one layer of 36B", 4, gpt_args(*_LLAMA, *_REAL_SIZE, *BF16, *_ROUNDED, *size_flags((1, 1, 1)))
@@ -144,6 +163,17 @@ def predicted_peaks(cases: Sequence[Case]) -> list[list[Peak]]:
 # ---- what is counted
 
 
+def _with_described_adapters(chunks: list[Any]) -> list[Any]:
+    from megatron.training import get_args
+
+    from scripts.testbed.adapters import add_adapters
+
+    args: Any = get_args()
+    if getattr(args, "asynchzp_adapter_rank", None) is None:
+        return chunks
+    return add_adapters(chunks, args.asynchzp_adapter_rank, tuple(args.asynchzp_adapter_layers))
+
+
 def _counted_peak(flags: list[str]) -> Peak:
     """Of this rank. Collective: it runs pretrain() with `flags`."""
     from megatron.training import training
@@ -162,12 +192,9 @@ def _counted_peak(flags: list[str]) -> Peak:
         count.reset_peak()
         return built
 
-    with (
-        mock.patch.object(training, "setup_model_and_optimizer", set_up_measured),
+    with mock.patch.object(training, "setup_model_and_optimizer", set_up_measured):
         # Megatron draws the weights itself, as in a run of a user.
-        mock.patch.object(megatron_runs, "seed_parameters", lambda chunks: chunks),
-    ):
-        megatron_runs.run_pretrain(flags)
+        megatron_runs.run_pretrain(flags, prepare=_with_described_adapters)
     peak = Peak(start - before, count.peak_nbytes - before)
     count.uninstall()
     return peak

@@ -22,7 +22,7 @@ EXPECTED = {
     *("pasa_accuracy", "pasa_kernels", "pasa_training", "peaks", "pipeline", "planner_published"),
     *("planner_testbed", "device_schedules", "device_cost", "device_faults", "versions"),
     *("quickstart", "real_size", "schedules", "stock_noise", "timeline", "grad_wire"),
-    *("shrunk_models", "muon", "compare_pipelines", "unequal_lengths"),
+    *("shrunk_models", "muon", "compare_pipelines", "unequal_lengths", "weight_deltas"),
 }
 
 

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from inspect import signature
 from typing import Any
 from unittest import mock
@@ -88,13 +88,18 @@ class RunRecord:
         return [step.params_norm for step in self.steps]
 
 
-def run_pretrain(argv: list[str], inspect: Callable[[list, Any], Any] | None = None) -> RunRecord:
+def run_pretrain(
+    argv: list[str],
+    inspect: Callable[[list, Any], Any] | None = None,
+    prepare: Callable[[list], list] | None = None,
+) -> RunRecord:
     """Run Megatron's pretrain() with this command line, on ranks whose default group is gloo.
 
     The CPU platform is in place afterwards; everything else of the run is taken down, so that the
     next one starts from the same seed in the same processes. With `--use-asynchzp` the plugin's
     patches are applied for this run only. `inspect(model_chunks, optimizer)` is called after the
-    last step, before anything is torn down, and its result kept in the record.
+    last step, before anything is torn down, and its result kept in the record. `prepare` is given
+    the model chunks before they are wrapped; by default their weights are drawn from their names.
 
     A collective call: all ranks run the same command lines in the same order.
     """
@@ -115,7 +120,7 @@ def run_pretrain(argv: list[str], inspect: Callable[[list, Any], Any] | None = N
                 evaluate=recorder.evaluated,
             ),
         ):
-            pretrain(argv)
+            pretrain(argv, prepare)
             close_communication()
         _fill_in_losses(record)
         dist.barrier()  # no rank closes a group that a peer still uses
@@ -143,10 +148,10 @@ def initialized_args(argv: list[str]) -> Any:
     return args
 
 
-def pretrain(argv: list[str]) -> None:
-    """Megatron's own training of a GPT or a hybrid model whose weights are drawn from their names.
-    Records nothing and takes nothing down; the CPU platform is in place, and the plugin's patches
-    if asked for."""
+def pretrain(argv: list[str], prepare: Callable[[list], list] | None = None) -> None:
+    """Megatron's own training of a GPT or a hybrid model; `prepare` as in run_pretrain. Records
+    nothing and takes nothing down; the CPU platform is in place, and the plugin's patches if asked
+    for."""
     from megatron.core.enums import ModelType
     from megatron.training import ft_integration, training
 
@@ -162,7 +167,7 @@ def pretrain(argv: list[str]) -> None:
             train_valid_test_dataset_provider=_datasets,
             model_type=ModelType.encoder_or_decoder,
             forward_step_func=_forward_step,
-            **model_for_pretrain(args, seed_parameters),
+            **model_for_pretrain(args, prepare or seed_parameters),
         )
 
 
@@ -258,6 +263,7 @@ def listening(
         begin_step()
         return step(*args, **kwargs)
 
+    @wraps(log)  # with its signature, so that one may listen to a run that is listened to
     def heard_log(*args: Any, **kwargs: Any) -> Any:
         end_step(log_signature.bind(*args, **kwargs).arguments)
         return log(*args, **kwargs)

@@ -17,8 +17,9 @@ FLOORS = {
     "device": 0, "errors": 0, "replacements": 0, "schedule": 0, "versions": 0,
     "sharding": 1, "attention": 1, "checkpoint_files": 1, "comm": 2, "planner": 2, "zero": 3,
     "mcore": 4, "cpu_platform": 4, "planning": 5, "launch": 6,
-    "sharded_state": 3, "sharded_arguments": 4, "sharded_params": 4, "sharded_model": 5,
-    "meta_model": 1, "command": 6, "torchrun": 0,
+    "sharded_state": 3, "sharded_arguments": 4, "sharded_params": 4, "sharded_fragments": 4,
+    "sharded_runtime": 5, "sharded_optimizer": 5, "sharded_checkpoint": 5, "sharded_model": 6,
+    "meta_model": 1, "weight_delta": 1, "command": 6, "torchrun": 0,
     "hf": 5,  # reads and writes Megatron's checkpoints through megatron.core.dist_checkpointing
 }
 # Within the adapter: rooms, and files beside them.
@@ -27,7 +28,8 @@ ADAPTER = {
     "differences": 1, "whole_tensors": 2, "checkpoint": 0, "attention": 1, "process": 1,
     "planned": 1, "settings": 1,
     "shard_groups": 2, "communication": 2, "construction": 3, "scalars": 3, "ending": 3,
-    "data_parallel": 3, "start_table": 4, "muon": 4, "early_update": 4, "optimizer": 5,
+    "data_parallel": 3, "described_runs": 4, "start_table": 4, "muon": 4, "early_update": 4,
+    "optimizer": 5,
     "patches": 6, "startup": 7, "adaptor": 8,
 }
 # fmt: on

@@ -76,6 +76,43 @@ def test_every_head_dimension_has_tiles_that_work(interpreted, dim):
         assert relative_rmse(one, true) < 2e-3
 
 
+def test_heads_that_share_keys_are_divided_until_every_processor_has_a_program():
+    from megatron_asynchzp.attention.triton_backward import head_splits
+
+    for num_heads in range(1, 33):
+        for num_programs in (1, 3, 16, 131, 132, 1000):
+            splits = head_splits(num_programs, num_heads, 132)
+            fewer = [n for n in range(1, splits) if num_heads % n == 0]
+            assert num_heads % splits == 0
+            assert splits == num_heads or splits * num_programs >= 132
+            assert all(n * num_programs < 132 for n in fewer)
+
+
+def attend_with(num_processors: int, *arguments) -> tuple[torch.Tensor, ...]:
+    """On a device of so many processors."""
+    from unittest import mock
+
+    from megatron_asynchzp.attention import triton_backward
+
+    device = triton_backward._Device((9, 0), num_processors)
+    with mock.patch.object(triton_backward._Device, "of", lambda _: device):
+        return attend(*arguments, is_fused=True)
+
+
+@pytest.mark.slow
+def test_dk_and_dv_are_those_of_one_program_into_however_many_their_heads_are_divided(interpreted):
+    """fp32 sums in another order, rounded once; dQ and the output do not know of it."""
+    mask = AttentionMask(10, 130, is_causal=True)
+    inputs = biased(mask, torch.float16, heads=12, groups=2)
+    whole = interpreted(attend_with, 1, inputs, mask, SCALE)
+    true = exact(inputs, mask, SCALE)
+    for num_processors in (9, 1000):  # 4 programs: 3 and 6 parts
+        parts = interpreted(attend_with, num_processors, inputs, mask, SCALE)
+        for index, (one, other) in enumerate(zip(parts, whole, strict=True)):
+            error, of_whole = (relative_rmse(x, true[index]) for x in (one, other))
+            assert torch.equal(one, other) or (index > 2 and error <= 1.01 * of_whole + 1e-7)
+
+
 @pytest.mark.parametrize("shift", ["block", "none"])
 def test_the_kernels_dq_does_not_depend_on_the_bias_of_k(interpreted, shift):
     mask = AttentionMask(128, 256, is_causal=True)

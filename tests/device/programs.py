@@ -26,6 +26,7 @@ class Case(NamedTuple):
     schedule: str = "main-thread"
     num_micro_batches: int = 2
     recomputes: bool = False
+    num_idle: int = 0  # the first so many ranks have no micro-batch in the second step
 
 
 def is_emulated() -> bool:
@@ -51,16 +52,17 @@ def steps_of(
     begin: Callable[[], object],
     mark: Callable[[bool], object],
     end: Callable[[], torch.Tensor],
+    num_idle: int = 0,
 ) -> Seen:
     """A plain training loop, in which the host waits for nothing before the end.
 
-    end: clips, updates and returns the norm.
+    end: clips, updates and returns the norm; num_idle: as in Case.
     """
     rank, device, seen = dist.get_rank(), device_of_rank(), []
     for step in range(STEPS):
         begin()
         total = torch.zeros((), device=device)
-        for index in range(num_micro_batches):
+        for index in range(0 if step == 1 and rank < num_idle else num_micro_batches):
             mark(index == num_micro_batches - 1)
             batch = toy_batch(step, index, rank).to(device)
             loss = toy_loss(model, batch) / num_micro_batches
@@ -87,6 +89,7 @@ def train_engine(case: Case) -> Seen:
             sharded.zero_grad,
             sharded.set_is_last_micro_batch,
             lambda: _clip_and_step(sharded),
+            case.num_idle,
         )
 
 

@@ -18,6 +18,7 @@ MANY = [Delays(law, seed) for law in LAWS[1:] for seed in range(20)]
 
 ALONE = [Case((1, 1, 1)), Case((1, 1, 1), "inline")]
 PAIR = [Case((1, 2, 2)), Case((2, 2, 2), recomputes=True), Case((1, 1, 2), "inline", 1)]
+IDLE = [Case((1, 2, 4), num_idle=2), Case((1, 1, 2), num_idle=3), Case((1, 1, 4), num_idle=1)]
 FOUR = [Case((1, 2, 4)), Case((2, 2, 4), recomputes=True), Case((4, 4, 4), "inline", 1)]
 
 
@@ -63,6 +64,19 @@ def test_with_one_hardware_queue_where_no_two_kernels_overlap_nothing_hangs(
     ranks = worlds.run(train_engine_under, world_size, cases, laws, env=one_queue)
     first = {run.case: run.seen for run in ranks[0][: len(cases)]}
     assert [run for run in ranks[0] if run.seen != first[run.case]] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("queues", ["1", "8"])
+def test_ranks_without_a_micro_batch_launch_what_the_others_do(worlds: DeviceWorlds, queues: str):
+    close = dict(zip(IDLE, run_ranks(train_engine_each, 4, IDLE)[0]))
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
+    ranks = worlds.run(train_engine_under, 4, IDLE, [Delays(), *EACH_LAW], env=env)
+    first = {run.case: run.seen for run in ranks[0][: len(IDLE)]}
+    for run in ranks[0]:
+        assert run.seen == first[run.case], (run.case, str(run.delays))
+        for ours, theirs in zip(run.seen, close[run.case]):
+            assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def test_the_same_seed_delays_the_same_kernels_as_long_and_another_does_not(worlds: DeviceWorlds):

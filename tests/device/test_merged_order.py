@@ -4,7 +4,6 @@
 context parallelism: launched by the threads that compute they have one order on all ranks, and no
 number of hardware queues closes a circle."""
 
-import pickle
 import random
 import time
 from typing import Any
@@ -18,18 +17,16 @@ from megatron_asynchzp import ShardSizes, shard
 from scripts.testbed.device.delays import Delays
 from scripts.testbed.device.worlds import DeviceWorlds
 from tests.device.programs import CLIP, Seen, new_adamw, new_toy, steps_of
+from tests.support.live_launches import ENV, LaunchRecord
 from tests.support.selection import slow_unless
 from tests.support.toy_models import Block
 
 # Of four ranks: those that share a model, and those that share what is sharded.
 FOREIGN, SHARDING = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
 LONGEST_PAUSE_S = 2e-3
-_FOREIGN = "nccl:all_reduce", "[[4, 8, 16]]"
-# torch notes the last so many launches of a process, in their order.
-NOTES = {"TORCH_FR_BUFFER_SIZE": "4000"}
+_FOREIGN = "all_reduce", "[[4, 8, 16]]"
 
-
-Launch = tuple[int, str, str]
+Launched = tuple[int, str, str]
 """A communicator's number, in the order of their first launches; what it did; sizes of inputs."""
 
 
@@ -71,7 +68,7 @@ class _Communicating(nn.Module):
         return _Sum.apply(self.block(x), self._group, self._side)
 
 
-def train_between_foreign(laws: list[Delays]) -> list[tuple[Seen, list[Launch]]]:
+def train_between_foreign(laws: list[Delays]) -> list[tuple[Seen, list[Launched]]]:
     """Under each law what was seen, and every launch of this rank."""
     from scripts.testbed.device import inside
 
@@ -81,8 +78,13 @@ def train_between_foreign(laws: list[Delays]) -> list[tuple[Seen, list[Launch]]]
     for delays in laws:
         random.seed(f"{delays.seed} {rank}")
         inside.set_delays(delays, rank, dist.get_world_size())
-        num_before = len(_entries())
-        results.append((_train(foreign, sharding), _launches(num_before)))
+        record = LaunchRecord()
+        seen, numbers = _train(foreign, sharding), dict[str, int]()
+        launches = [
+            (numbers.setdefault(launch.group, len(numbers)), launch.operation, launch.sizes)
+            for launch in record.take()
+        ]
+        results.append((seen, launches))
     return results
 
 
@@ -104,26 +106,11 @@ def _train(foreign: dist.ProcessGroup, sharding: dist.ProcessGroup) -> Seen:
         return steps_of(model, 2, sharded.zero_grad, sharded.set_is_last_micro_batch, end)
 
 
-def _entries() -> list[dict[str, Any]]:
-    """torch's flight recorder."""
-    return pickle.loads(torch._C._distributed_c10d._dump_nccl_trace()).get("entries", [])  # pyright: ignore
-
-
-def _launches(num_before: int) -> list[Launch]:
-    numbers: dict[str, int] = {}
-    launches = []
-    for entry in _entries()[num_before:]:
-        name, _ = entry["process_group"]
-        number = numbers.setdefault(name, len(numbers))
-        launches.append((number, entry["profiling_name"], str(entry["input_sizes"])))
-    return launches
-
-
 @pytest.mark.parametrize("num_queues", ["1", slow_unless(False, "8"), slow_unless(False, "32")])
 def test_all_collectives_have_one_order_on_all_ranks_and_no_number_of_queues_closes_a_circle(
     worlds: DeviceWorlds, num_queues: str
 ):
-    env = NOTES | {"CUDA_DEVICE_MAX_CONNECTIONS": num_queues}
+    env = ENV | {"CUDA_DEVICE_MAX_CONNECTIONS": num_queues}
     laws = [Delays(), Delays("uniform", 1, 100)]
     ranks = worlds.run(train_between_foreign, 4, laws, env=env)
     _, order = ranks[0][0]

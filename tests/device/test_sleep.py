@@ -3,11 +3,15 @@
 """A sharded model that sleeps leaves nothing on the device, by torch's allocator, and goes on with
 its bits."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_asynchzp import ShardedModel, ShardSizes, shard
+from scripts.testbed.device.delays import Delays
 from scripts.testbed.device.worlds import DeviceWorlds
+from scripts.testbed.megatron_flags import size_flags
+from scripts.testbed.megatron_runs import gpt_args, listening
 from scripts.testbed.ranks import run_ranks
 from tests.device.programs import CLIP, device_of_rank, is_emulated, new_adamw, new_toy
 from tests.support.toy_models import toy_batch, toy_loss
@@ -52,3 +56,39 @@ def test_ten_times_nothing_is_left_on_the_device_and_nothing_grows(worlds: Devic
         assert seen == expected[rank]
         assert asleep == [0] * CYCLES
         assert len(set(awake[1:])) == 1 and awake[1] > 0
+
+
+def asleep_in_megatron(argv: list[str]) -> list[tuple[int, int]]:
+    """Bytes on the device asleep and awake, at the beginning of each step but the first."""
+    from tests.device.test_megatron import pretrain_each
+
+    built, seen = [], []
+
+    def begin_step() -> None:
+        if not seen:
+            seen.append((0, 0))
+            return
+        _, optimizer, _ = built[-1]
+        optimizer.sleep(2)
+        asleep = torch.cuda.memory_allocated()
+        optimizer.wake()
+        seen.append((asleep, torch.cuda.memory_allocated()))
+
+    with listening(begin_step, lambda _: None, setup_model_and_optimizer=built.append):
+        pretrain_each([argv], [Delays()])
+    return seen[1:]
+
+
+@pytest.mark.slow
+def test_what_a_sleeping_megatron_run_leaves_on_the_device_does_not_grow_with_its_model(
+    worlds: DeviceWorlds,
+):
+    """Its own: scalars of the scaler and of the log, buffers of the model."""
+    left = []
+    for layers in ("1", "4"):
+        argv = gpt_args("--num-layers", layers, "--train-iters", "5", *size_flags(SIZES), "--bf16")
+        for seen in worlds.run(asleep_in_megatron, 2, argv, timeout_s=300):
+            assert len({awake for _, awake in seen[1:]}) == 1
+            left.append({asleep for asleep, _ in seen[1:]})
+    assert all(one == left[0] and len(one) == 1 for one in left), left
+    assert max(left[0]) < 32768, left

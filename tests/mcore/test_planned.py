@@ -117,3 +117,24 @@ def test_layers_that_stages_share_out_unequally_are_where_megatron_builds_them(f
         assert real_units.numel_of(chunks) == found.stages[index].numel
         memory = real_units.memory_of(index, chunks, groups, found.args)
         assert memory == found.stages[index].memory
+
+
+def test_a_run_that_trains_other_parameters_than_the_adapters_of_its_flags_is_refused():
+    shape = {
+        "num-layers": 6, "hidden-size": 128, "num-attention-heads": 4, "seq-length": 128,
+        "max-position-embeddings": 128, "vocab-size": 511, "tokenizer-type": "NullTokenizer",
+        "micro-batch-size": 1, "global-batch-size": 16, "ffn-hidden-size": 512,
+    }  # fmt: skip
+    adapters = ["--asynchzp-adapter-rank", "8", "--asynchzp-adapter-layers", "linear_fc1"]
+    flags = ("--use-asynchzp", "--mock-data", *flags_of(shape), *adapters)
+    args = dry_run_of_flags(flags, 2, 2).args
+    described = 6 * 8 * (128 + 512)  # layers, rank, both ends of linear_fc1
+    planned.refuse_other_adapters(args, 0, described)
+    for other in (0, described - 1, described + 1, 2 * described):
+        with pytest.raises(ConfigurationError) as refused:
+            planned.refuse_other_adapters(args, 0, other)
+        line = str(refused.value)
+        assert f"{described:,} trained" in line and f"the model has {other:,}" in line
+        assert "leave the flags out" in line and "\n" not in line
+    args.asynchzp_adapter_rank = None  # nothing is described
+    planned.refuse_other_adapters(args, 0, 12345)

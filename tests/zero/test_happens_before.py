@@ -10,7 +10,7 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.comm.timeline import LANES
@@ -60,9 +60,12 @@ def programs(draw, kinds=("main-thread",)) -> Program:
         prefetch_depth=st.integers(0, 4),
         grad_slot_nbytes=st.sampled_from((1, 4096, 2**20)),
     )
+    first, *rest = draw(st.lists(step, min_size=1, max_size=4))
+    # Without a record a step that uses nothing is refused.
+    first = replace(first, skipped=first.skipped - {0})
     return Program(
         tuple(units),
-        tuple(draw(st.lists(step, min_size=1, max_size=4))),
+        (first, *rest),
         draw(config),
         draw(st.sampled_from(nested_sizes(WORLD_SIZE))),
         draw(st.integers(0, WORLD_SIZE - 1)),
@@ -86,6 +89,7 @@ TWO_AHEAD, NO_PREFETCH = ScheduleConfig(prefetch_depth=2), ScheduleConfig(prefet
 MEMORY_GROWS = Program(THREE, (Step(root=0), Step(root=0)), NO_PREFETCH, memory=0.0)
 A_UNIT_IS_SKIPPED = Program(THREE, (Step(), skip(2), Step()), NO_PREFETCH, dtype=torch.float32)
 MICRO_BATCHES_VARY = Program(THREE, (Step(2), Step(1), Step(3)), TWO_AHEAD, dtype=torch.float32)
+NOTHING_IS_USED = Program(THREE, (Step(2), skip(0, 1, 2), skip(0, 1, 2), Step(1)), TWO_AHEAD)
 A_SYNC_IS_JOINED = Program(
     THREE, (Step(), skip(2, is_applied=False), Step(root=2)), NO_PREFETCH, (2, 1, 4)
 )
@@ -101,7 +105,8 @@ TWO_REDUCTIONS_IN_FLIGHT = Program(
     memory=0.0,
 )
 SENT_EARLY = [
-    replace(program, sends_early=True) for program in (A_UNIT_IS_SKIPPED, MICRO_BATCHES_VARY)
+    replace(program, sends_early=True)
+    for program in (A_UNIT_IS_SKIPPED, MICRO_BATCHES_VARY, NOTHING_IS_USED)
 ]
 
 
@@ -111,6 +116,8 @@ def test_every_two_conflicting_accesses_of_streams_are_ordered(num_programs):
     @given(programs())
     @example(SENT_EARLY[0])
     @example(SENT_EARLY[1])
+    @example(SENT_EARLY[2])
+    @example(NOTHING_IS_USED)
     @example(MEMORY_GROWS)
     @example(A_UNIT_IS_SKIPPED)
     @example(MICRO_BATCHES_VARY)

@@ -1,12 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Ranks with different numbers of micro-batches train as one process does: groups that neither
-gather nor reduce together take as many as they have, and a rank that has fewer than its group takes
-empty ones.
+gather nor reduce together take as many as they have, none included, and a rank that has fewer than
+its group takes empty ones.
 """
 
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -14,21 +16,41 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp import ShardedModel, ShardSizes, shard
+from megatron_asynchzp.comm.driver import CollectiveFailure
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
-from scripts.testbed.ranks import run_ranks
-from tests.support.engine import build_toy
-from tests.support.toy_models import toy_batch
+from scripts.testbed.ranks import observe_ranks, run_ranks
+from tests.support.toy_models import ToyLM, toy_batch
 
 CLIP, STEPS_OF_A_ROUND = 0.3, 4
 Sizes = tuple[int, int, int]
 
 
-def counts_of(sizes: Sizes, num_ranks: int, chance: random.Random) -> list[tuple[int, int]]:
-    """Of each rank: how many micro-batches its group takes, and how many of them are not empty."""
+class OutOfOrder(ToyLM):
+    """Neither its forward nor its backward goes in the order of its units, which are more than are
+    rebuilt ahead of their use."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index in (1, 2, 4, 3, 0):
+            x = self.blocks[index](x)
+        return self.output(self.norm(x), None)
+
+
+def new_model() -> ToyLM:
+    torch.manual_seed(5)
+    return OutOfOrder(depth=5)
+
+
+def counts_of(
+    sizes: Sizes, num_ranks: int, chance: random.Random, least: int = 1
+) -> list[tuple[int, int]]:
+    """Of each rank: how many micro-batches its group takes, and how many of them are not empty.
+    least: of a group; 0 for often none."""
     in_step = max(sizes[:2])
     counts: list[tuple[int, int]] = []
     for _ in range(num_ranks // in_step):
-        most = chance.randint(1, 8)
+        most = chance.choice([0, chance.randint(1, 8)]) if least == 0 else chance.randint(1, 8)
         full = [chance.choice([most, most, chance.randint(0, most)]) for _ in range(in_step)]
         counts += [(most, one) for one in full]
     return counts
@@ -83,24 +105,36 @@ def plain_step(
     return seen, norm
 
 
-def compare(sizes: Sizes, schedule: str, num_rounds: int, seed: int) -> int:
+def compare(
+    sizes: Sizes,
+    schedule: str,
+    num_rounds: int,
+    seed: int,
+    least: int = 1,
+    more: Mapping[str, Any] | None = None,
+) -> int:
     """Rounds of a few steps, each from the same weights. Returns how many steps there were with
-    groups of different counts."""
+    groups of different counts; where `least` is 0, with groups that had none beside others.
+
+    least: as in counts_of, from the second step on; more: of the ScheduleConfig.
+    """
     num_ranks, chance = dist.get_world_size(), random.Random(seed)
-    model = build_toy()
+    model = new_model()
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    config = ScheduleConfig(schedule, early_update="on" if seed % 2 else "auto")
+    early_update = "on" if seed % 2 else "auto"
+    config = ScheduleConfig(schedule, **{"early_update": early_update, **(more or {})})
     sharded = shard(model, model.blocks, ShardSizes(*sizes), new_sgd, schedule=config)
     num_unequal = 0
     for number in range(num_rounds):
-        plain = build_toy()
+        plain = new_model()
         plain_optimizer = new_sgd(plain.parameters())
         if number:
             sharded.load_full_params(start)
             sharded.optimizer.state.clear()
         for step in range(STEPS_OF_A_ROUND):
-            counts = counts_of(sizes, num_ranks, chance)
-            num_unequal += len({most for most, _ in counts}) > 1
+            counts = counts_of(sizes, num_ranks, chance, least if number or step else 1)
+            all_most = {most for most, _ in counts}
+            num_unequal += len(all_most) > 1 and (least > 0 or 0 in all_most)
             found = sharded_step(sharded, counts, step)
             expected = plain_step(plain, plain_optimizer, counts, step)
             assert found == pytest.approx(expected, rel=1e-6, abs=1e-7), (counts, step)
@@ -129,3 +163,75 @@ def test_so_do_40_random_assignments_on_4_ranks(sizes, schedule):
 @pytest.mark.parametrize("sizes", [(2, 4, 8), (1, 1, 8), (4, 2, 8), (2, 2, 2)])
 def test_so_do_40_random_assignments_on_8_ranks(sizes):
     assert all(run_ranks(compare, 8, sizes, "threaded", 10, 5, timeout_s=500.0))
+
+
+# ---- groups without any micro-batch
+
+KEEPS = {"keep_params_nbytes": 40_000, "keep_grads_nbytes": 40_000, "prefetch_depth": 2}
+SOON_S = 40.0  # far more than it takes on a busy machine, far less than a collective may take
+
+
+def test_a_group_without_a_micro_batch_does_what_the_others_do():
+    limit = {"time_limit_s": 60.0}
+    assert all(run_ranks(compare, 4, (1, 2, 4), "threaded", 1, 31, 0, limit))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["threaded", "main-thread", "inline"])
+@pytest.mark.parametrize("early_update", ["on", "off"])
+@pytest.mark.parametrize(
+    "sizes", [(2, 2, 4), (1, 2, 4), (2, 1, 2), (1, 1, 4), (1, 1, 1), (1, 1, 2), (4, 4, 4)]
+)
+def test_so_it_does_in_20_random_assignments_of_0_to_8(sizes, early_update, schedule):
+    more = {"early_update": early_update}
+    num_unequal = run_ranks(compare, 4, sizes, schedule, 5, 8, 0, more, timeout_s=500.0)
+    assert all(num_unequal) or max(sizes[:2]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 2, 4), (1, 2, 4), (2, 1, 4), (1, 1, 2)])
+def test_so_it_does_where_parameters_and_gradients_are_kept_for_later_micro_batches(sizes):
+    assert all(run_ranks(compare, 4, sizes, "threaded", 5, 9, 0, KEEPS, timeout_s=500.0))
+
+
+def start_without(rank: int, sizes: Sizes, goes_on: bool) -> tuple[str, float]:
+    """The first step, in which `rank` alone has no micro-batch. Returns what it ended with, and
+    seconds. goes_on: with an empty one, after the refusal."""
+    sharded = shard(model := new_model(), model.blocks, ShardSizes(*sizes), new_sgd)
+    counts = [(int(one != rank), int(one != rank)) for one in range(dist.get_world_size())]
+    start_s, message = time.monotonic(), ""
+    try:
+        sharded_step(sharded, counts, 0)
+    except ConfigurationError as error:
+        message = str(error)
+        if goes_on:
+            counts[rank] = (1, 0)
+            sharded_step(sharded, counts, 0)
+    except CollectiveFailure as failure:
+        message = str(failure)
+    took_s = time.monotonic() - start_s
+    if goes_on:
+        plain = new_model()
+        plain_step(plain, new_sgd(plain.parameters()), counts, 0)
+        weights = plain.state_dict()
+        for name, value in sharded.full_params():
+            assert torch.allclose(value, weights[name], rtol=0, atol=1e-6), name
+        sharded.close()
+    return message, took_s
+
+
+@pytest.mark.slow
+def test_in_its_first_step_a_group_without_one_is_told_in_one_line_and_can_go_on():
+    for sizes in ((1, 1, 2), (1, 1, 1)):
+        messages = [message for message, _ in run_ranks(start_without, 2, 1, sizes, True)]
+        assert messages[0] == "" and "give it an empty one, as model(tokens[:0])" in messages[1]
+        assert "\n" not in messages[1], sizes
+
+
+@pytest.mark.slow
+def test_if_it_ends_there_the_others_are_told_soon():
+    ended = observe_ranks(start_without, 4, 3, (1, 1, 4), False, num_survivors=4)
+    assert "has had no micro-batch yet" in ended.pop(3)[0]
+    for message, took_s in ended.values():
+        assert "failed: a peer has ended" in message and "\n" not in message
+        assert took_s < SOON_S

@@ -27,6 +27,7 @@ from megatron_asynchzp.checkpoint_files.choice import (
     list_unfinished,
     repair_tracker,
 )
+from megatron_asynchzp.checkpoint_files.common_state import read_common_state
 from megatron_asynchzp.checkpoint_files.errors import one_line
 from megatron_asynchzp.checkpoint_files.lock import SaveLock
 from megatron_asynchzp.checkpoint_files.peers import Alone, Peers, on_first
@@ -38,7 +39,14 @@ from megatron_asynchzp.checkpoint_files.saving import (
 from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.aliases import name_main_params
-from megatron_asynchzp.mcore.checkpoint.mismatch import find_difference
+from megatron_asynchzp.mcore.checkpoint.frozen import (
+    drop_frozen,
+    is_partly_frozen,
+    is_trained_only,
+    keep_frozen,
+    keep_new,
+)
+from megatron_asynchzp.mcore.checkpoint.mismatch import compare, read_facts, wanted_tensors
 from megatron_asynchzp.mcore.checkpoint.progress import bytes_in, bytes_read, log_progress
 from megatron_asynchzp.mcore.checkpoint.save_queue import return_results_in_process
 
@@ -109,10 +117,17 @@ def guard_save_checkpoint(save: Callable[[], Any], args: Namespace, iteration: A
         return save()
 
 
-def guard_save(save: Callable[[], Any], _: Namespace, iteration_dir: Path | str) -> Any:
+def guard_save(
+    save: Callable[[], Any], args: Namespace, iteration_dir: Path | str, state: Any
+) -> Any:
     """Call dist_checkpointing.save: into a clean directory, and with a manifest at its end, which
-    for an asynchronous save is when all ranks have written. Raises SaveError."""
+    for an asynchronous save is when all ranks have written. Raises SaveError.
+
+    state: the sharded state dict, of which --asynchzp-save-trained-only leaves a part out.
+    """
     peers = _peers()
+    if is_trained_only(args):
+        drop_frozen(state)
     prepare_directory(iteration_dir, peers)
     written = partial(bytes_in, iteration_dir)
     with (
@@ -191,6 +206,8 @@ def guard_load_checkpoint(load: Callable[[], Any], args: Namespace, load_arg: st
         if choice is None and getattr(args, "pretrained_checkpoint", None):
             load_dir = args.pretrained_checkpoint
             choice = _choose(load_dir, args, peers)
+        if choice is not None and _lacks_base(choice, peers):
+            _load_base(load, args, choice, peers)
         loaded = _load_choice(load, args, load_dir, choice)
     if choice is None and load_dir is not None:
         line = (
@@ -199,6 +216,39 @@ def guard_load_checkpoint(load: Callable[[], Any], args: Namespace, load_arg: st
         )
         _log([line], peers)
     return loaded
+
+
+def _lacks_base(choice: Choice, peers: Peers) -> bool:
+    """Whether the checkpoint has trained tensors alone. Collective."""
+
+    def is_partial() -> bool:
+        try:
+            return is_trained_only(read_common_state(choice.folder).get("args"))
+        except FileNotFoundError:
+            return False  # keeps no arguments
+
+    return on_first(peers, is_partial)
+
+
+def _load_base(load: Callable[[], Any], args: Namespace, choice: Choice, peers: Peers) -> None:
+    """Load the frozen part of the model from --pretrained-checkpoint, as a new run. Collective.
+
+    Raises ConfigurationError where there is none.
+    """
+    base_dir = getattr(args, "pretrained_checkpoint", None)
+    asked = {name: getattr(args, name) for name in ("load", "finetune", "ckpt_step")}
+    args.load, args.finetune, args.ckpt_step = base_dir, True, None
+    try:
+        base = _choose(base_dir, args, peers)
+        if base is None or _lacks_base(base, peers):
+            raise ConfigurationError(
+                f"{choice.folder} has only what was trained (--asynchzp-save-trained-only), and "
+                f"{base_dir or 'no other one'} has not the rest: add --pretrained-checkpoint DIR"
+            )
+        _log([f"the frozen part of the model is that of {base.folder}"], peers)
+        _load_choice(load, args, base_dir, base)
+    finally:
+        vars(args).update(asked)
 
 
 def guard_load_args(load: Callable[[], Any], args: Namespace, load_dir: str | None) -> Any:
@@ -291,17 +341,28 @@ def guard_load_global(
     if not is_common and state is not None:
         from megatron.training.checkpointing import get_checkpoint_name
 
-        refuse_another_model(
+        ask_for_what_is_there(
             args, get_checkpoint_name(load_dir, *where, return_base_dir=True), state
         )
     return load()
 
 
-def refuse_another_model(args: Namespace, iteration_dir: str, sharded_state_dict: Any) -> None:
-    """Compare the checkpoint with what the run is about to load. Collective.
+def ask_for_what_is_there(args: Namespace, iteration_dir: str, state: Any) -> None:
+    """Compare the checkpoint with `state`, which the run is about to load, and take out of it what
+    a frozen model may find elsewhere. Collective.
 
     Raises ConfigurationError, on all ranks, naming the first difference with both values.
     """
-    difference = find_difference(args, iteration_dir, sharded_state_dict, _peers())
+    peers = _peers()
+    facts = read_facts(iteration_dir, peers)
+    if is_trained_only(facts.saved):
+        keep_frozen(state)
+    elif args.finetune:
+        new = set().union(*peers.gather(keep_new(state, facts.names)))
+        if new:
+            more = f" and {len(new) - 1} more" if len(new) > 1 else ""
+            _log([f"{iteration_dir} lacks {min(new)}{more}, which start anew"], peers)
+    difference = compare(args, facts.saved, facts.shapes, list(wanted_tensors(state)), peers)
     if difference is not None:
-        raise ConfigurationError(f"{iteration_dir} {difference}")
+        advice = "; adapters start on a base with --finetune" if is_partly_frozen(state) else ""
+        raise ConfigurationError(f"{iteration_dir} {difference}{'' if args.finetune else advice}")

@@ -36,20 +36,25 @@ class Difference(NamedTuple):
     what: str
 
 
-def find_difference(
-    args: Namespace, iteration_dir: str, sharded_state_dict: Any, peers: Peers
-) -> str | None:
-    """What keeps the checkpoint from being loaded, for the user; the same on all ranks. None where
-    it fits. Collective."""
-    saved, shapes = on_first(peers, lambda: _read_facts(iteration_dir))
-    wanted = list(wanted_tensors(sharded_state_dict))
-    return compare(args, saved, shapes, wanted, peers)
+class Facts(NamedTuple):
+    """Of a checkpoint: the arguments of the run that saved it (None: none), its tensors, and the
+    names of everything in it."""
+
+    saved: Any
+    shapes: Shapes
+    names: frozenset[str]
+
+
+def read_facts(iteration_dir: str, peers: Peers) -> Facts:
+    """The same on all ranks; the first one reads. Collective."""
+    return on_first(peers, lambda: _read_facts(iteration_dir))
 
 
 def compare(
     args: Namespace, saved: Any, shapes: Shapes, wanted: Iterable[ShardedTensor], peers: Peers
 ) -> str | None:
-    """As find_difference, for a checkpoint with these arguments (None: none) and tensors.
+    """What keeps a checkpoint with these arguments (None: none) and tensors from being loaded, for
+    the user; the same on all ranks. None where it fits. Collective.
 
     wanted: what this rank is about to load. The vocabulary is an argument of ours: Megatron pads
     and cuts embeddings without a word.
@@ -64,14 +69,14 @@ def compare(
     return None if is_lenient or args.finetune else _find_unread(args, saved, shapes, wanted, peers)
 
 
-def _read_facts(iteration_dir: str) -> tuple[Any, Shapes]:
+def _read_facts(iteration_dir: str) -> Facts:
     entries = FileSystemReader(iteration_dir).read_metadata().state_dict_metadata
     shapes = {
         name: tuple(entry.size)
         for name, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    return read_common_state(iteration_dir).get("args"), shapes
+    return Facts(read_common_state(iteration_dir).get("args"), shapes, frozenset(entries))
 
 
 def _find_fixed(args: Namespace, saved: Any) -> str | None:

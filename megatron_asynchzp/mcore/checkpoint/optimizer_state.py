@@ -98,7 +98,7 @@ class OptimizerCheckpoint:
                 if torch.is_tensor(value) and value.shape == fragment.shape and name != "step"
             }
             if not unit.is_main_param_aliased:  # else they are the model's parameters
-                tensors[main_param] = fragment.data
+                tensors[main_param] = checkpoint.at_rest(fragment.data)
             for name, values in tensors.items():
                 yield from checkpoint.shards_of(unit, index, values, f"optimizer.state.{name}.")
 

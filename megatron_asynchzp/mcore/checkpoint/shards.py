@@ -27,12 +27,15 @@ from megatron.core.utils import unwrap_model
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.sharding.boxes import cut_into_boxes
+from megatron_asynchzp.sharding.buffer import FlatBuffer
 from megatron_asynchzp.sharding.topology import Range
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.unit import HZPUnit
 
 SHARDS_KEY = "asynchzp_shards"
 """Where the shards are in the state dict of a model chunk or an optimizer, in place of tensors."""
+FROZEN_KEY = "asynchzp_frozen_shards"
+"""Where those of parameters are that are not trained."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class ChunkCheckpoint:
         self._describe = self._model.sharded_state_dict
         self._model.sharded_state_dict = self.sharded_state_dict
         self._pieces: dict[torch.nn.Parameter, list[list[StoredRun]]] = {}
-        self._asked: dict[str, Any] = {}
+        self._asked: dict[str, dict[str, Any]] = {}
 
     # ---- what there is
 
@@ -151,36 +154,58 @@ class ChunkCheckpoint:
 
         Nothing is in flight when it returns. Arguments as for the model's.
         """
-        self._runtime.settle()
+        if self._runtime.asleep is None:
+            self._runtime.settle()
+        self._pieces, rest = self._stored_runs(*args, **kwargs)
+        state: dict[str, Any] = rest
+        for key, is_trained in ((SHARDS_KEY, True), (FROZEN_KEY, False)):
+            shards = list(self._model_shards(is_trained))
+            self._asked[key] = {str(i): shard.data for i, shard in enumerate(shards)}
+            state |= self.as_state(shards, key)
+        return state
+
+    def stored_runs(self) -> dict[torch.nn.Parameter, list[list[StoredRun]]]:
+        """Which runs of each parameter lie where in which tensors of a checkpoint; a list for each
+        name that it has there. Raises ConfigurationError for one that cannot be stored."""
+        return self._stored_runs()[0]
+
+    def _stored_runs(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[dict[torch.nn.Parameter, list[list[StoredRun]]], dict[str, Any]]:
+        """stored_runs(), and whatever else the model's sharded_state_dict holds."""
         params = {id(param): param for unit in self._runtime.units for param in unit.params}
         entries, rest = extract_matching_values(
             self._describe(*args, **kwargs),
             lambda entry: isinstance(entry, ShardedBase) and id(entry.data) in params,
         )
-        self._pieces = {param: [] for param in params.values()}
+        runs: dict[torch.nn.Parameter, list[list[StoredRun]]] = {
+            param: [] for param in params.values()
+        }
         for entry in nested_values(entries):
             param = params[id(entry.data)]
-            self._pieces[param].append(find_stored_runs(entry, param))
-        self._check_complete()
-        shards = list(self._model_shards())
-        self._asked = {str(i): shard.data for i, shard in enumerate(shards)}
-        return rest | self.as_state(shards)  # pyright: ignore[reportOperatorIssue]
-
-    def _check_complete(self) -> None:
+            runs[param].append(find_stored_runs(entry, param))
         for unit in self._runtime.units:
             for name, param in zip(unit.param_names, unit.params, strict=True):
-                if not self._pieces[param]:
+                if not runs[param]:
                     # Its placeholder would be saved in its place.
                     raise ConfigurationError(
                         f"{name}: the model does not define how this parameter is stored in a "
                         "checkpoint (its sharded_state_dict has no entry for it)"
                     )
+        return runs, rest  # pyright: ignore[reportReturnType]
 
-    def _model_shards(self) -> Iterator[ShardedTensor]:
+    def _model_shards(self, is_trained: bool) -> Iterator[ShardedTensor]:
         for unit in self._runtime.units:
-            values = unit.model_param.sub_buffer(unit.optim_range).fragment_views()
-            for index, fragment in enumerate(values):
-                yield from self.shards_of(unit, index, fragment)
+            if unit.is_trained != is_trained:
+                continue
+            shard = unit.model_param
+            held = FlatBuffer(unit.layout, shard.range, self.at_rest(shard.storage))
+            for index, values in enumerate(held.sub_buffer(unit.optim_range).fragment_views()):
+                yield from self.shards_of(unit, index, values)
+
+    def at_rest(self, values: torch.Tensor) -> torch.Tensor:
+        """See StepScheduler.at_rest."""
+        return self._runtime.at_rest(values)
 
     def shards_of(
         self, unit: HZPUnit, index: int, values: torch.Tensor, prefix: str = ""
@@ -195,11 +220,11 @@ class ChunkCheckpoint:
             for one in copy:
                 yield from one.shards(values, held, replica, prefix)
 
-    def as_state(self, shards: Sequence[ShardedTensor]) -> dict[str, Any]:
-        """`shards` as a part of a state dict; empty without shards."""
+    def as_state(self, shards: Sequence[ShardedTensor], key: str = SHARDS_KEY) -> dict[str, Any]:
+        """`shards` as a part of a state dict, under `key`; empty without shards."""
         own = torch.clone if self._snapshots else _with_own_storage
         shards = [replace(shard, data=own(shard.data)) for shard in shards]  # pyright: ignore[reportArgumentType]
-        return {SHARDS_KEY: {str(i): shard for i, shard in enumerate(shards)}} if shards else {}
+        return {key: {str(i): shard for i, shard in enumerate(shards)}} if shards else {}
 
     # ---- what was read
 
@@ -210,8 +235,10 @@ class ChunkCheckpoint:
         Raises ConfigurationError where the checkpoint lacks an entry that the model has. Collective
         over the sharding groups.
         """
+        self._runtime.refuse_sleep()
         rest = dict(state_dict)
-        fill(self._asked, rest.pop(SHARDS_KEY, {}))
+        for key, asked in self._asked.items():
+            fill(asked, rest.pop(key, {}))
         self._asked = {}
         self._load_rest(rest)
         self._runtime.complete_params()

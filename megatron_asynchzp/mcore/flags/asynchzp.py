@@ -22,6 +22,8 @@ from megatron_asynchzp.schedule import (
 if TYPE_CHECKING:
     import torch
 
+ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Projections of a layer that may have an adapter, as the planner knows them."""
 EARLY_UPDATE_FLAG = "--asynchzp-early-update"
 _MIB = 2**20
 
@@ -136,6 +138,13 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="What --load reads to find damage before it loads: the CRC-32 of every record (full), "
         "or manifest, sizes and zip directories without the data (structure). Default: full.",
     )
+    group.add_argument(
+        "--asynchzp-save-trained-only",
+        action="store_true",
+        help="Save of the model only what is trained (adapters). Loading such a checkpoint takes "
+        "the frozen rest from --pretrained-checkpoint. Default: save the whole model.",
+    )
+    _add_adapters(group)
     add_dry_run_arguments(group)
     add_device_argument(group)
     return parser
@@ -144,6 +153,12 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
 def _at_least_0(word: str) -> int:
     if not word.isdecimal():
         raise ArgumentTypeError(f"{word} is not a whole number from 0")
+    return int(word)
+
+
+def _at_least_1(word: str) -> int:
+    if not word.isdecimal() or int(word) == 0:
+        raise ArgumentTypeError(f"{word} is not a whole number from 1")
     return int(word)
 
 
@@ -188,6 +203,25 @@ def _add_shard_sizes(group) -> None:
         help="The machines of the run as the planner knows them: the name of a cluster, or a file "
         "that describes one. For shard sizes that are auto; those that are not given are chosen "
         "with them. Default: none.",
+    )
+
+
+def _add_adapters(group) -> None:
+    group.add_argument(
+        "--asynchzp-adapter-rank",
+        type=_at_least_1,
+        default=None,
+        metavar="RANK",
+        help="For the planner, the dry run and shard sizes that are auto: the script freezes the "
+        "model and adds low-rank adapters of this rank. A run that trains other parameters is "
+        "refused. Default: all is trained.",
+    )
+    group.add_argument(
+        "--asynchzp-adapter-layers",
+        nargs="+",
+        choices=ADAPTED,
+        default=list(ADAPTED),
+        help="Which projections of each layer have one. Default: all.",
     )
 
 

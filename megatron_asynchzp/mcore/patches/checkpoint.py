@@ -48,7 +48,7 @@ save = replaces(
     why="what an earlier save left in the directory is removed before, and a manifest that makes "
     "the checkpoint complete is written after, but before Megatron's tracker names it",
     drop_when="Megatron's integrity.json needs no second reading of the data",
-)(_guarded_by("guard_save", "checkpoint_dir"))
+)(_guarded_by("guard_save", "checkpoint_dir", "sharded_state_dict"))
 
 
 load_checkpoint = replaces(

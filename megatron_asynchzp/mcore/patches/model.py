@@ -121,9 +121,18 @@ def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collectio
     # memory of the default stream: freed while another one still copies them they could be reused.
     with device_of(next(model_chunks[0].parameters())).on_default_stream():
         chunks = wrap_model_chunks(model_chunks, ddp_config, pg_collection, settings, construction)
+    if args.asynchzp_save_trained_only:
+        from megatron_asynchzp.mcore.data_parallel import refuse_all_trained
+
+        refuse_all_trained(chunks)
     if construction is not None and pg_collection.dp_cp.rank() == pg_collection.tp.rank() == 0:
         for line in construction.describe_whole([u for chunk in chunks for u in chunk.units]):
             print(f"megatron_asynchzp: {line}", flush=True)
+    if args.asynchzp_adapter_rank is not None:
+        from megatron_asynchzp.mcore.planned import refuse_other_adapters
+
+        trained = [u.layout.numel for chunk in chunks for u in chunk.units if u.is_trained]
+        refuse_other_adapters(args, pg_collection.pp.rank(), sum(trained))
     if args.rank == 0:
         from megatron_asynchzp.mcore.planned import moments_nbytes
         from megatron_asynchzp.mcore.start_table import budget_hint, format_start_table

@@ -3,7 +3,14 @@
 """Ways to break the code, one for each law and mechanism, each with the smallest fast test that
 notices."""
 
-from tests.mutants.catalogue import communication, early_update, engine, megatron, sharding
+from tests.mutants.catalogue import (
+    adapters,
+    communication,
+    early_update,
+    engine,
+    megatron,
+    sharding,
+)
 from tests.mutants.catalogue.mutant import Mutant
 
 MUTANTS: list[Mutant] = [
@@ -12,4 +19,5 @@ MUTANTS: list[Mutant] = [
     *engine.MUTANTS,
     *early_update.MUTANTS,
     *megatron.MUTANTS,
+    *adapters.MUTANTS,
 ]

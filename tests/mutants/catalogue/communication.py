@@ -126,6 +126,53 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "a-group-without-micro-batches-goes-its-own-way",
+        "law 3: a group without a micro-batch completes gradients in the order of the others",
+        "zero/step.py",
+        "            self._follow_others()",
+        "            pass",
+        (
+            "tests/zero/test_unequal_micro_batches.py::"
+            "test_a_group_without_a_micro_batch_does_what_the_others_do"
+        ),
+    ),
+    Mutant(
+        "no-forward-no-order-of-parameters",
+        "law 3: a group without a micro-batch rebuilds parameters in the order of the others",
+        "zero/gathers.py",
+        "[*(self._used or self._order), *self._units]",
+        "[*self._used, *self._units]",
+        (
+            "tests/zero/test_unequal_micro_batches.py::"
+            "test_a_group_without_a_micro_batch_does_what_the_others_do"
+        ),
+    ),
+    Mutant(
+        "no-forward-no-parameters-ahead-of-gradients",
+        "law 3: a group without a micro-batch rebuilds parameters where the others do",
+        "zero/step.py",
+        "self.gathers.follow_others()",
+        "pass",
+        (
+            "tests/zero/test_unequal_micro_batches.py::"
+            "test_a_group_without_a_micro_batch_does_what_the_others_do"
+        ),
+    ),
+    Mutant(
+        "a-group-without-micro-batches-sends-nothing-early",
+        "law 3: a group without a micro-batch sends early what the others send",
+        "zero/step.py",
+        (
+            "self.reductions.reopen(unit)  # where a micro-batch has several backwards\n"
+            "            self._complete_grads(unit)"
+        ),
+        "self._start_grad_sync(unit)",
+        (
+            "tests/zero/test_unequal_micro_batches.py::"
+            "test_a_group_without_a_micro_batch_does_what_the_others_do"
+        ),
+    ),
+    Mutant(
         "a-difference-within-a-group-stays-there",
         "law 3: a difference ends the step on all ranks",
         "comm/order_check.py",

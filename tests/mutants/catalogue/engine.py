@@ -53,8 +53,9 @@ MUTANTS = [
         "no-param-sync",
         "what the optimizer writes is what every rank gathers",
         "zero/unit.py",
-        "copy_(self.main_param.storage)\n        return (yield from self.complete_param_steps())",
-        "copy_(self.main_param.storage)\n        yield from ()",
+        "self.model_param.view(self.optim_range))\n"
+        "        return (yield from self.complete_param_steps())",
+        "self.model_param.view(self.optim_range))\n        yield from ()",
         (
             "tests/zero/test_main_params.py::"
             "test_updates_smaller_than_bf16_can_see_add_up_as_in_a_plain_fp32_adam"
@@ -156,6 +157,70 @@ MUTANTS = [
         (
             "tests/zero/test_whole_matrices.py::"
             "test_owners_get_the_whole_matrix_and_every_piece_returns_to_its_place"
+        ),
+    ),
+    Mutant(
+        "a-preview-that-no-mark-sees",
+        "what is sent before the update counts as changed",
+        "zero/unit.py",
+        "self.marks.write(copy, own)",
+        "own.copy_(copy)",
+        (
+            "tests/zero/test_weight_stream.py::"
+            "test_a_copy_follows_what_is_sent_early_and_loaded_within_two_units_and_to_receivers_alone"
+        ),
+    ),
+    Mutant(
+        "changes-by-value",
+        "a delta has every bit: 0.0 is not -0.0",
+        "zero/marks.py",
+        "packed(old.view(torch.int16) != new.view(torch.int16))",
+        "packed(old != new)",
+        (
+            "tests/zero/test_weight_stream.py::"
+            "test_every_bit_pattern_that_becomes_another_one_is_marked_and_no_other"
+        ),
+    ),
+    Mutant(
+        "three-units-of-a-stream",
+        "a stream has two units in memory",
+        "zero/weight_stream.py",
+        "(gathered[0::2], gathered[1::2])",
+        "(gathered[0::3], gathered[1::3], gathered[2::3])",
+        (
+            "tests/zero/test_weight_stream.py::"
+            "test_a_copy_follows_what_is_sent_early_and_loaded_within_two_units_and_to_receivers_alone"
+        ),
+    ),
+    Mutant(
+        "loaded-weights-that-no-mark-sees",
+        "what is loaded counts as changed",
+        "sharded_params.py",
+        "        unit.marks.note_rewritten()\n",
+        "",
+        (
+            "tests/zero/test_weight_stream.py::"
+            "test_a_copy_follows_what_is_sent_early_and_loaded_within_two_units_and_to_receivers_alone"
+        ),
+    ),
+    Mutant(
+        "receivers-and-all-others",
+        "who does not receive weights gets no byte of them",
+        "zero/weight_stream.py",
+        "if receivers is None or rank in receivers]",
+        "]",
+        "tests/zero/test_weight_stream.py::"
+        "test_a_copy_follows_what_is_sent_early_and_loaded_within_two_units_and_to_receivers_alone",
+    ),
+    Mutant(
+        "overwritten-values",
+        "a value whose memory is reused while it is kept is refused",
+        "zero/weight_stream.py",
+        "if self.nbytes and self.place.is_viewed(patiently):",
+        "if False:",
+        (
+            "tests/zero/test_weight_stream.py::"
+            "test_a_copy_follows_what_is_sent_early_and_loaded_within_two_units_and_to_receivers_alone"
         ),
     ),
 ]

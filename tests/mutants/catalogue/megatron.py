@@ -124,4 +124,42 @@ MUTANTS = [
         "pass\n    with torch.no_grad():\n        shift_BGJD, mean_BG1D = _means",
         "tests/attention/test_delegate.py::test_padding_may_hold_anything",
     ),
+    Mutant(
+        "tensor-parallel-parts-swapped",
+        "each part of a streamed tensor lies where its tensor-parallel rank has it",
+        "hf/pieces.py",
+        "slice(start, start + length) for start, length in extents",
+        "slice(n - s - k, n - s) for n, (s, k) in zip(size, extents, strict=True)",
+        "tests/hf/test_pieces.py::test_boxes_make_up_the_tensor_that_was_cut_into_them",
+    ),
+    Mutant(
+        "one-expert-for-all",
+        "each expert is streamed under its own number",
+        "hf/contents.py",
+        "return self.rule.names_of(self.place)",
+        "return self.rule.names_of((*self.place[:1], 0))",
+        (
+            "tests/hf/test_contents.py::"
+            "test_embeddings_come_first_then_layer_after_layer_then_what_makes_logits"
+        ),
+    ),
+    Mutant(
+        "dropped-expert",
+        "a model of which no rank describes a part is not streamed",
+        "sharding/held_runs.py",
+        "if held != wanted or",
+        "if held > wanted or",
+        (
+            "tests/sharding/test_held_runs.py::"
+            "test_a_tensor_of_which_nobody_describes_a_part_is_refused"
+        ),
+    ),
+    Mutant(
+        "first-holder-sends-all",
+        "where all ranks receive weights, no holder sends more than another",
+        "sharding/routes.py",
+        "return holders[place * len(holders) // count]",
+        "return holders[place * len(holders) // count // 2]",
+        ("tests/sharding/test_routes.py::test_where_all_ranks_receive_holders_send_equally_often"),
+    ),
 ]

@@ -1,0 +1,376 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the stream of a running Megatron model's weights in the names of transformers: what is
+gathered, sent and converted when.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_asynchzp.comm.delivery import Parcel, deliver
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.hf.contents import Job, jobs_in_order_of_use, match_keys
+from megatron_asynchzp.hf.mapping import TensorRule, rules_of
+from megatron_asynchzp.hf.megatron_arguments import read_arguments
+from megatron_asynchzp.hf.pieces import ALL, Piece, join
+from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
+from megatron_asynchzp.mcore.described_runs import (
+    changed_elements_of,
+    described_runs,
+    elements_of,
+    unit_at,
+)
+from megatron_asynchzp.mcore.whole_tensors import whole_marks, whole_unit
+from megatron_asynchzp.sharding.held_runs import Address, HeldRun, distinct_runs
+from megatron_asynchzp.sharding.routes import Holders, Routes, sharing_block
+from megatron_asynchzp.weight_delta import WeightDelta
+from megatron_asynchzp.zero.params import TRAINED_DTYPES
+from megatron_asynchzp.zero.unit import HZPUnit
+
+# Of the tensors that travel together, as long as one alone is not larger.
+_TOGETHER_NBYTES = 64 << 20
+
+
+def stream_weights(
+    model: Sequence[Any],
+    *,
+    receivers: Collection[int] | None = None,
+    dtype: torch.dtype | None = None,
+    vocab_size: int | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Name in transformers and value of each tensor of a model that trains with --use-asynchzp, in
+    order of use: embeddings, layers, final norm, output layer. Between two steps. Collective over
+    the world: every rank calls it and takes all that it yields, which is nothing on ranks that
+    do not receive.
+
+    model: the chunks that Megatron's setup gives.
+    receivers: global ranks that get every tensor, the same on all ranks. None: all.
+    dtype: what values are rounded to before they are sent; None: as the model computes.
+    vocab_size: rows of the embedding that are no padding, where Megatron's --vocab-size lacks.
+
+    A tensor is the receiver's own, on the device of the model; what is no part of the embedding's
+    padding has the bits that `asynchzp hf export` gives of a checkpoint of this step. A rank holds
+    at a time, beside its shards: its part of one layer (or of what lies before or after all
+    layers), 64 MiB or one tensor of what others sent, and one tensor in two copies. Together that
+    is at most two units, a unit being a layer or an embedding without tensor parallelism.
+
+    Raises ConfigurationError on all ranks, before anything is sent: for a model that has no
+    mapping or other tensors than its mapping, within a step, and for ranks that ask for different
+    things.
+    """
+    return WeightStream("stream_weights()", model, receivers, dtype, vocab_size).weights()
+
+
+def mark_weights(model: Sequence[Any], name: str) -> None:
+    """From now on record which weights change, for stream_changes(model, since=name), as
+    ShardedModel.mark_weights: on every rank, between two steps."""
+    for chunk in _chunks(model):
+        chunk.runtime.refuse_step("mark_weights()")
+        chunk.runtime.mark(name)
+
+
+def forget_mark(model: Sequence[Any], name: str) -> None:
+    """Record nothing for `name` any more. Raises ConfigurationError where it is no mark."""
+    for chunk in _chunks(model):
+        chunk.runtime.drop_mark(name)
+
+
+def stream_changes(
+    model: Sequence[Any],
+    since: str,
+    *,
+    receivers: Collection[int] | None = None,
+    vocab_size: int | None = None,
+) -> Iterator[WeightDelta]:
+    """What turns the tensors that stream_weights gave at mark_weights(model, since) into those that
+    it gives now, bit for bit, by apply_delta. Tensors without a change do not come. Arguments and
+    errors otherwise as for stream_weights; flags of what changed are converted as the values are,
+    so that it takes up to three units of memory.
+
+    Raises ConfigurationError on all ranks where one has no such mark.
+    """
+    stream = WeightStream("stream_changes()", model, receivers, None, vocab_size, since=since)
+    return stream.changes()
+
+
+class WeightStream:
+    """What is sent to whom, agreed on by all ranks.
+
+    what: the caller, for messages; since: a mark, for what changed since then; refuse: raises
+    ConfigurationError or OSError for what else this rank refuses. Other arguments as for
+    stream_weights.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        model: Sequence[Any],
+        receivers: Collection[int] | None,
+        dtype: torch.dtype | None,
+        vocab_size: int | None,
+        since: str | None = None,
+        refuse: Callable[[], None] = lambda: None,
+    ):
+        self._what, self._rank = what, dist.get_rank()
+        self._dtype, self._since = dtype, since
+        wanted = tuple(range(dist.get_world_size()) if receivers is None else sorted(receivers))
+
+        def own_part() -> tuple[list[HeldRun], Holders | None]:
+            if not wanted or not set(wanted) <= set(range(dist.get_world_size())):
+                raise ConfigurationError(
+                    f"receivers = {list(wanted)}: give global ranks below {dist.get_world_size()}"
+                )
+            if dtype is not None and dtype not in TRAINED_DTYPES:
+                raise ConfigurationError(f"dtype = {dtype}: weights are in fp32, bf16 or fp16")
+            self._refuse_model(model)
+            refuse()
+            read_arguments(_arguments(), vocab_size)
+            dense = model[0].groups["dense"]
+            return described_runs(model), dense.ranks if dense.topology.rank == 0 else None
+
+        everyone = self._agree((wanted, dtype, vocab_size, since), own_part)
+        self._model: Sequence[AsyncHZPDataParallel] = model
+        self.shape = read_arguments(_arguments(), vocab_size)
+        runs = distinct_runs(run for described, _ in everyone for run in described)
+        sizes = {key: held[0].size for key, held in runs.items()}
+        self._keys = match_keys("the model", sizes, self.shape)
+        self._dtypes = {key: held[0].dtype for key, held in runs.items()}
+        self._runs: dict[tuple[str, tuple[int, ...]], list[HeldRun]] = {}
+        for rule in rules_of(self.shape):
+            num_stacked = len(rule.stack(self.shape))
+            for run in runs[self._keys[rule.key]]:
+                self._runs.setdefault((rule.key, run.offset[:num_stacked]), []).append(run)
+        self._routes = Routes(wanted, [replicas for _, replicas in everyone if replicas])
+        self._steps = _steps_of(model)
+
+    def _agree(self, asked: Any, own_part: Callable[[], Any]) -> list[Any]:
+        """own_part() of all ranks. Collective over the world. Raises ConfigurationError on all
+        ranks where it does on one, and where they ask for different things."""
+        problem = mine = None
+        try:
+            mine = own_part()
+        except (ConfigurationError, OSError) as error:
+            problem = str(error)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (problem, asked, mine))
+        problems = [found for found, *_ in everyone if found is not None]
+        if not problems and any(of_rank != asked for _, of_rank, _ in everyone):
+            problems = ["ranks ask for different receivers, dtypes, marks or vocabularies"]
+        if problems:
+            raise ConfigurationError(f"{self._what}: {problems[0]}")
+        return [part for *_, part in everyone]
+
+    def _refuse_model(self, model: Sequence[Any]) -> None:
+        for chunk in _chunks(model):
+            chunk.runtime.refuse_use()
+            if chunk.runtime.is_in_step:
+                raise ConfigurationError("within a step: call it after optimizer.step()")
+            if self._since is not None:
+                chunk.runtime.refuse_unknown_mark(self._since)
+            chunk.runtime.settle()
+
+    @property
+    def is_receiver(self) -> bool:
+        return self._rank in self._routes.receivers
+
+    def dtype_of(self, rule: TensorRule) -> torch.dtype:
+        """In which the tensors of a rule are handed over."""
+        return self._dtype or self._dtypes[self._keys[rule.key]]
+
+    # Not under torch.no_grad(), which would keep what was yielded last while the next is made: what
+    # is gathered asks for no gradient.
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See stream_weights."""
+        for job, pieces in self._delivered():
+            yield from job.convert(self._joined(job, pieces)[0], self.shape)
+
+    def changes(self) -> Iterator[WeightDelta]:
+        """See stream_changes."""
+        for job, pieces in self._delivered():
+            whole, changed = self._joined(job, pieces)
+            flags = None if changed is None else dict(job.convert(changed, self.shape))
+            for name, tensor in job.convert(whole, self.shape):
+                delta = WeightDelta.of(name, tensor, None if flags is None else flags[name])
+                if delta.values.numel():
+                    yield delta
+
+    def _delivered(self) -> Iterator[tuple[Job, dict[HeldRun, Piece]]]:
+        """Each job in order of use with the pieces of its tensor, which the caller takes out; none
+        where this rank does not receive."""
+        exchanges = self._exchanges()
+        last_uses = {
+            run.address[:2]: index
+            for index, jobs in enumerate(exchanges)
+            for run in self._runs_to_gather(jobs)
+        }
+        units: dict[tuple[int, int], _Gathered] = {}
+        for index, jobs in enumerate(exchanges):
+            if _steps_of(self._model) != self._steps:
+                raise ConfigurationError(
+                    f"{self._what}: a step began before all weights were taken"
+                )
+            for run in self._runs_to_gather(jobs):
+                if run.address[:2] not in units:
+                    units[run.address[:2]] = self._gather(run.address)
+            pieces = self._exchange(jobs, units)
+            units = {unit: whole for unit, whole in units.items() if last_uses[unit] > index}
+            for job in jobs if self.is_receiver else ():
+                yield job, pieces
+            del pieces  # before the next units are gathered
+
+    def _exchanges(self) -> list[list[Job]]:
+        """All jobs in order of use, cut into those whose tensors travel together."""
+        exchanges: list[list[Job]] = []
+        for _, jobs in groupby(jobs_in_order_of_use(self.shape), lambda job: job.part):
+            filled = _TOGETHER_NBYTES
+            for job in jobs:
+                numel = job.rule.megatron_size(self.shape).numel()
+                nbytes = numel * self.dtype_of(job.rule).itemsize
+                if filled + nbytes > _TOGETHER_NBYTES:
+                    exchanges.append([])
+                    filled = 0
+                exchanges[-1].append(job)
+                filled += nbytes
+        return exchanges
+
+    def _runs_of(self, jobs: Sequence[Job]) -> Iterator[HeldRun]:
+        return (run for job in jobs for run in self._runs[job.rule.key, job.place])
+
+    # ---- units
+
+    def _runs_to_gather(self, jobs: Sequence[Job]) -> Iterator[HeldRun]:
+        """Those whose unit this rank gathers, because it or a rank that gathers with it sends them
+        or takes them itself."""
+        for run in self._runs_of(jobs):
+            if self._rank not in run.holders:
+                continue
+            unit = unit_at(self._model, run.address)
+            if self._since is not None and not unit.marks.may_have_changed(self._since):
+                continue
+            sizes = unit.groups.topology.sizes
+            shared_by = sizes.param if self._since is None else sizes.optim
+            together = sharing_block(run.holders, self._rank, shared_by)
+            if self._routes.serves(run.holders, together):
+                yield run
+
+    def _gather(self, address: Address) -> "_Gathered":
+        """The one place where values come from."""
+        self._model[address.chunk].runtime.settle()
+        unit = unit_at(self._model, address)
+        marks = None if self._since is None else whole_marks(unit, self._since)
+        return _Gathered(unit, whole_unit(unit), marks)
+
+    # ---- pieces
+
+    def _exchange(
+        self, jobs: Sequence[Job], units: Mapping[tuple[int, int], "_Gathered"]
+    ) -> dict[HeldRun, Piece]:
+        """Send what others take from this rank. Where it receives, the piece of every box."""
+        pieces: dict[HeldRun, Piece] = {}
+        sent: dict[int, list[HeldRun]] = {}
+        received: dict[int, list[HeldRun]] = {}
+        for run in self._runs_of(jobs):
+            sources = self._routes.sources(run.holders)
+            takers = [taker for taker, source in sources.items() if source == self._rank]
+            if takers:
+                pieces[run] = self._own_piece(run, units.get(run.address[:2]))
+            elif self.is_receiver:
+                received.setdefault(sources[self._rank], []).append(run)
+            for taker in takers:
+                if taker != self._rank:
+                    sent.setdefault(taker, []).append(run)
+        counts = self._tell_counts(pieces, sent, received) if self._since is not None else {}
+        for run in (run for runs in received.values() for run in runs):
+            dtype = self._dtype or run.dtype
+            count = counts.get(run, ALL)
+            pieces[run] = Piece.to_receive(run.numel, dtype, self._device, count)
+        deliver(
+            [
+                Parcel(source, receiver, tensor)
+                for source, receiver, runs in self._ways(sent, received)
+                for run in runs
+                for tensor in pieces[run].tensors()
+            ]
+        )
+        return pieces
+
+    def _ways(
+        self, sent: Mapping[int, list[HeldRun]], received: Mapping[int, list[HeldRun]]
+    ) -> Iterator[tuple[int, int, list[HeldRun]]]:
+        for taker, runs in sent.items():
+            yield self._rank, taker, runs
+        for source, runs in received.items():
+            yield source, self._rank, runs
+
+    def _own_piece(self, run: HeldRun, gathered: "_Gathered | None") -> Piece:
+        dtype = self._dtype or run.dtype
+        if gathered is None:  # nothing of the unit has changed
+            return Piece.to_receive(run.numel, dtype, self._device, count=0)
+        values = elements_of(run, gathered.unit, gathered.values).to(dtype)
+        marks = gathered.marks
+        return Piece.of(
+            values, None if marks is None else changed_elements_of(run, gathered.unit, marks)
+        )
+
+    def _tell_counts(
+        self,
+        pieces: Mapping[HeldRun, Piece],
+        sent: Mapping[int, list[HeldRun]],
+        received: Mapping[int, list[HeldRun]],
+    ) -> dict[HeldRun, int]:
+        """How many elements come of each box that this rank receives."""
+        parcels, coming = [], dict[int, Tensor]()
+        for source, receiver, runs in self._ways(sent, received):
+            counts = [pieces[run].count if source == self._rank else 0 for run in runs]
+            parcels.append(Parcel(source, receiver, torch.tensor(counts, device=self._device)))
+            if receiver == self._rank:
+                coming[source] = parcels[-1].tensor
+        deliver(parcels)
+        return {
+            run: count
+            for source, runs in received.items()
+            for run, count in zip(runs, coming[source].tolist(), strict=True)
+        }
+
+    def _joined(self, job: Job, pieces: dict[HeldRun, Piece]) -> tuple[Tensor, Tensor | None]:
+        """The tensor of a job as Megatron has it without tensor parallelism; see join."""
+        runs, size = self._runs[job.rule.key, job.place], job.rule.megatron_size(self.shape)
+        return join(runs, len(job.place), size, pieces)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._model[0].units[0].device
+
+
+class _Gathered(NamedTuple):
+    """values: of the whole unit, 1-D; marks: see whole_marks, None where all elements count."""
+
+    unit: HZPUnit
+    values: Tensor
+    marks: Tensor | None
+
+
+def _arguments() -> Any:
+    """Megatron's."""
+    from megatron.training import get_args
+
+    return get_args()
+
+
+def _steps_of(model: Sequence[AsyncHZPDataParallel]) -> list[tuple[int, bool]]:
+    return [(chunk.runtime.step, chunk.runtime.is_in_step) for chunk in model]
+
+
+def _chunks(model: Sequence[Any]) -> Sequence[AsyncHZPDataParallel]:
+    """Raises ConfigurationError for what is not the model of a run with --use-asynchzp."""
+    if isinstance(model, torch.nn.Module) or not all(
+        isinstance(chunk, AsyncHZPDataParallel) for chunk in model
+    ):
+        raise ConfigurationError("the model is not the list of chunks of a run with --use-asynchzp")
+    return model

@@ -1,0 +1,72 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what a checkpoint may leave to another one where a part of the model is frozen: a save the
+frozen tensors (--asynchzp-save-trained-only), a base the adapters that were added to it.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+)
+
+from megatron_asynchzp.mcore.checkpoint.shards import FROZEN_KEY, SHARDS_KEY
+
+
+def is_trained_only(saved: Any) -> bool:
+    """Whether a checkpoint with these arguments (None: none) has trained tensors alone."""
+    return bool(getattr(saved, "asynchzp_save_trained_only", False))
+
+
+def is_partly_frozen(state: Any) -> bool:
+    """Whether a model chunk in this sharded state dict has frozen tensors beside trained ones."""
+    return any({SHARDS_KEY, FROZEN_KEY} <= chunk.keys() for chunk in _chunks(state))
+
+
+def drop_frozen(state: Any) -> None:
+    """Take the frozen tensors out of what is about to be saved."""
+    for chunk in _chunks(state):
+        chunk.pop(FROZEN_KEY, None)
+
+
+def keep_frozen(state: Any) -> None:
+    """Let frozen tensors keep their values in a load that would ask the checkpoint for them."""
+    for chunk in _chunks(state):
+        _keep(chunk.get(FROZEN_KEY, {}), ())
+
+
+def keep_new(state: Any, there: Collection[str]) -> set[str]:
+    """Let trained tensors that the checkpoint lacks keep their values, where a part of the model is
+    frozen; the keys of those.
+
+    there: names of what the checkpoint has.
+    """
+    new: set[str] = set()
+    for chunk in _chunks(state):
+        if FROZEN_KEY in chunk:
+            new |= _keep(chunk.get(SHARDS_KEY, {}), there)
+            for name, one in chunk.items():  # what their modules keep beside them
+                if isinstance(one, ShardedObject) and one.unique_key not in there:
+                    chunk[name] = LocalNonpersistentObject(one.data)
+    return new
+
+
+def _chunks(state: Any) -> Iterator[dict[str, Any]]:
+    """The parts of a sharded state dict that are model chunks (model, model0, ...)."""
+    for key, part in state.items():
+        if str(key).startswith("model") and isinstance(part, dict):
+            yield part
+
+
+def _keep(shards: dict[str, Any], there: Collection[str]) -> set[str]:
+    """Those of `shards` that are not `there` are not asked for; a load hands their own values
+    back."""
+    kept: set[str] = set()
+    for index, shard in shards.items():
+        if isinstance(shard, ShardedTensor) and shard.key not in there:
+            shards[index] = LocalNonpersistentObject(shard.data)
+            kept.add(shard.key)
+    return kept

@@ -1,0 +1,78 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what a rank of Megatron holds of a model, as its own sharded_state_dict describes it:
+whatever its tensor, pipeline and expert parallelism.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
+from megatron_asynchzp.sharding.held_runs import Address, HeldRun
+from megatron_asynchzp.sharding.topology import Range
+from megatron_asynchzp.zero.marks import unpacked
+from megatron_asynchzp.zero.unit import HZPUnit
+
+
+def described_runs(model: Sequence[AsyncHZPDataParallel]) -> list[HeldRun]:
+    """What this rank describes for others: the runs of its sharding groups, where it is the first
+    rank; the others hold the same. Between two steps.
+
+    Raises ConfigurationError for a parameter that no checkpoint can hold.
+    """
+    runs: list[HeldRun] = []
+    shared: dict[object, object] = {}  # equal tuples once: the runs are pickled
+
+    def once[T](value: T) -> T:
+        return shared.setdefault(value, value)  # pyright: ignore[reportReturnType]
+
+    for chunk_index, chunk in enumerate(model):
+        stored = chunk.checkpoint.stored_runs()
+        for unit_index, unit in enumerate(chunk.units):
+            if unit.groups.topology.rank:
+                continue
+            for index, param in enumerate(unit.params):
+                for run in (run for copy in stored[param] for run in copy):
+                    entry = run.entry
+                    size, offset = tuple(entry.global_shape), tuple(entry.global_offset)
+                    shape = (1,) * entry.prepend_axis_num + tuple(entry.local_shape)
+                    assert len(size) == len(offset) == len(shape), entry.key
+                    replica_id: tuple[int, ...] = entry.replica_id  # pyright: ignore[reportAssignmentType]
+                    runs.append(
+                        HeldRun(
+                            sys.intern(entry.key),
+                            once(size),
+                            once(offset),
+                            once(shape),
+                            unit.dtype,
+                            once(unit.groups.ranks),
+                            Address(chunk_index, unit_index, index, run.start),
+                            once(tuple(replica_id[:2])),
+                        )
+                    )
+    return runs
+
+
+def unit_at(model: Sequence[AsyncHZPDataParallel], address: Address) -> HZPUnit:
+    return model[address.chunk].units[address.unit]
+
+
+def elements_of(run: HeldRun, unit: HZPUnit, whole: torch.Tensor) -> torch.Tensor:
+    """The elements of a box in `whole` (1-D, one element for each of the unit), 1-D."""
+    part = _part_of(run, unit)
+    return whole[part.start : part.stop]
+
+
+def changed_elements_of(run: HeldRun, unit: HZPUnit, marks: torch.Tensor) -> torch.Tensor:
+    """Which elements of a box are marked, 1-D bool. marks: of the whole unit, see whole_marks."""
+    part = _part_of(run, unit)
+    skipped = part.start % 8
+    aligned = Range(part.start - skipped, part.stop)
+    return unpacked(marks, aligned, (aligned.numel,))[skipped:]
+
+
+def _part_of(run: HeldRun, unit: HZPUnit) -> Range:
+    start = unit.layout.slices[run.address.param].range.start + run.address.start
+    return Range(start, start + run.numel)

@@ -1,0 +1,55 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank holds of each parameter, and what of it its optimizer trains."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron_asynchzp.sharded_state import ShardedState
+from megatron_asynchzp.sharding.topology import Range
+from megatron_asynchzp.zero.unit import HZPUnit
+
+
+@dataclass(frozen=True)
+class HeldFragment:
+    """What this rank holds of one parameter.
+
+    held: its elements, of the row-major parameter; values: 1-D, these elements of the fp32 main
+    parameter where it is trained, else of the model's.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    held: Range
+    values: torch.Tensor
+
+    def state_of(self, values: torch.Tensor) -> ShardedState:
+        """`values` (1-D, of the same elements) for a checkpoint."""
+        return ShardedState(self.shape, self.held, values)
+
+
+@dataclass(frozen=True)
+class TrainedFragment(HeldFragment):
+    """param: `values` for the optimizer; grad: its gradient, 1-D fp32; is_counted: whether sums
+    over the ranks take this part from this rank, not from a replica of it."""
+
+    unit: HZPUnit
+    param: nn.Parameter
+    grad: torch.Tensor
+    is_counted: bool
+
+
+def fragments_of(unit: HZPUnit) -> Iterator[HeldFragment]:
+    buffer = unit.main_param if unit.is_trained else unit.model_param
+    for index, piece in enumerate(unit.layout.slices):
+        held, values = buffer.held_of(index)
+        if not unit.is_trained:
+            yield HeldFragment(piece.name, piece.shape, held, values)
+            continue
+        param, grad = nn.Parameter(values), unit.main_grad_fragments()[index]
+        param.grad = grad
+        is_counted = unit.groups.topology.replica_index == 0
+        yield TrainedFragment(piece.name, piece.shape, held, values, unit, param, grad, is_counted)

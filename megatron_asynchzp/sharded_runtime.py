@@ -1,0 +1,156 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns how the engine is put around a torch module: what is refused first, groups, values of a
+model on the meta device, and the cast to the dtype that it computes in.
+"""
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map
+
+from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.meta_model import is_meta, materialize
+from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.sharded_arguments import (
+    Description,
+    checked_group,
+    checked_units,
+    describe,
+    refuse_different_models,
+    refuse_sharded,
+)
+from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.construction import Construction
+from megatron_asynchzp.zero.params import refuse_params, refuse_shared_memory
+from megatron_asynchzp.zero.plan import plan_units
+from megatron_asynchzp.zero.unit import HZPUnit
+
+
+def new_runtime(
+    model: nn.Module,
+    units: Iterable[nn.Module],
+    sizes: ShardSizes,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    schedule: ScheduleConfig = ScheduleConfig(),
+) -> HZPRuntime:
+    """The engine around `model` without an optimizer; as `shard`, but for a model with values."""
+    unit_modules = checked_model(model, units, False)
+    return runtime_of(model, unit_modules, sizes, checked_group(group), schedule)
+
+
+def checked_model(
+    model: nn.Module, units: Iterable[nn.Module], allows_meta: bool
+) -> list[nn.Module]:
+    """All that can be said without a process group."""
+    unit_modules = checked_units(model, units)
+    refuse_sharded(model)
+    refuse_params(model, allows_meta)
+    if not is_meta(model):
+        refuse_shared_memory(model)
+    return unit_modules
+
+
+def runtime_of(
+    model: nn.Module,
+    unit_modules: list[nn.Module],
+    sizes: ShardSizes,
+    group: dist.ProcessGroup,
+    schedule: ScheduleConfig,
+    device: torch.device = torch.device("cpu"),
+    param_dtype: torch.dtype | None = None,
+) -> HZPRuntime:
+    construction = None
+    if not is_meta(model):
+        refuse_different_models(model, group)
+    ranks = dist.get_process_group_ranks(group)
+    topology = ShardTopology(len(ranks), ranks.index(dist.get_rank()), sizes)
+    groups = ShardGroups.create(topology, ranks, timedelta(seconds=schedule.time_limit_s))
+    all_groups = {"dense": groups}
+    if is_meta(model):
+        construction = _construct(model, unit_modules, all_groups, group, device)
+    whole = {} if param_dtype is None else _cast_params(model, unit_modules, param_dtype)
+    plans = plan_units(model, unit_modules, also_used_by=_find_shared_params(model))
+    runtime = HZPRuntime(
+        model,
+        plans,
+        all_groups,
+        schedule,
+        grad_scale=1.0 / len(ranks),
+        construction=construction,
+        is_compiled=True,
+    )
+    if construction is not None:
+        construction.close()
+    for unit in runtime.units:
+        _restore_main_params(unit, whole)
+    return runtime
+
+
+def _construct(
+    model: nn.Module,
+    unit_modules: list[nn.Module],
+    groups: dict[str, ShardGroups],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Construction:
+    """Give a model on the meta device its values, of which this rank keeps its part."""
+    seen: dict[nn.Parameter, Description] = {}
+
+    def note(param: nn.Parameter) -> None:
+        seen[param] = describe(param)
+
+    construction = Construction(groups, prepare=note)
+
+    def cut(unit: nn.Module) -> None:
+        construction.shard(unit, alone=_find_shared_params(model))
+
+    materialize(model, unit_modules, device, cut)
+    refuse_different_models(model, group, seen)
+    return construction
+
+
+def _cast_params(
+    model: nn.Module, unit_modules: list[nn.Module], dtype: torch.dtype
+) -> dict[nn.Parameter, torch.Tensor]:
+    """Let the floating-point parameters of `model`, and what it and its units are called with, be
+    of `dtype`. Returns the values of those that are trained."""
+    whole: dict[nn.Parameter, torch.Tensor] = {}
+    for param in model.parameters():
+        if param.requires_grad:
+            whole[param] = param.detach()
+        param.data = param.detach().to(dtype)
+
+    def cast(value: Any) -> Any:
+        is_cast = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        return value.to(dtype) if is_cast else value
+
+    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+    for module in dict.fromkeys((model, *unit_modules)):
+        module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    return whole
+
+
+@torch.no_grad()
+def _restore_main_params(unit: HZPUnit, whole: dict[nn.Parameter, torch.Tensor]) -> None:
+    """Let the fp32 main parameters have the values that were there before they were rounded."""
+    for index, param in enumerate(unit.params):
+        if param in whole and unit.is_trained:
+            held, main = unit.main_param.held_of(index)
+            main.copy_(whole[param].reshape(-1)[held.start : held.stop])
+
+
+def _find_shared_params(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    """Parameters with several names, and the modules of all names but the first."""
+    modules: dict[nn.Parameter, list[nn.Module]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        modules.setdefault(param, []).append(model.get_submodule(name.rpartition(".")[0]))
+    return {param: users[1:] for param, users in modules.items() if len(users) > 1}
