@@ -10,7 +10,7 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.comm.timeline import LANES
