@@ -5,8 +5,9 @@ computes with, within the memory of two units, and no byte to ranks that do not 
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -230,6 +231,41 @@ def test_each_byte_is_sent_once_to_each_receiver_that_lacks_it(sizes, receivers)
     num_receivers = WORLD_SIZE if receivers is None else len(receivers)
     lacking = whole * (sizes[0] - 1) // sizes[0]
     assert sum(sent for sent, _ in counted) == num_receivers * lacking
+
+
+def count_bytes_of_axes(
+    network: Network, sizes: tuple[int, int, int], subsets: list[set[int]]
+) -> list[tuple[int, int, int]]:
+    """For each set of receivers: bytes that this rank sends within its node and to the other one,
+    and those of the whole model."""
+    sharded = new_sharded(sizes)
+    whole = sum(unit.gathered_nbytes for unit in sharded.runtime.units)
+    counted = []
+    for receivers in subsets:
+        before = network.counters.snapshot()
+        for _ in sharded.runtime.stream(receivers):
+            pass
+        sent = total(network.counters.since(before).values())
+        counted.append((sent.wire_nbytes - sent.node_nbytes, sent.node_nbytes, whole))
+    sharded.close()
+    return counted
+
+
+@pytest.mark.slow
+def test_between_nodes_a_byte_is_sent_once_to_each_node_and_within_one_once_to_each_receiver():
+    """Where parameters are gathered along two axes, for every set of receivers: never more often
+    than once for each receiver on either link, and less often on the slow one."""
+    subsets = [
+        set(chosen) for size in range(1, 5) for chosen in combinations(range(WORLD_SIZE), size)
+    ]
+    profile = replace(named_profile("ethernet-1g"), ranks_per_node=2)
+    join = partial(join_fabric, profile)
+    counted = run_ranks(count_bytes_of_axes, WORLD_SIZE, (4, 2, 4), subsets, join=join)
+    for receivers, ranks in zip(subsets, zip(*counted, strict=True), strict=True):
+        half = ranks[0][2] // 2
+        nodes = {receiver // 2 for receiver in receivers}
+        assert sum(within for within, _, _ in ranks) == half * len(receivers)
+        assert sum(between for _, between, _ in ranks) == half * len(nodes)
 
 
 # ---- changes
