@@ -88,4 +88,8 @@ def test_what_is_sent_before_the_update_takes_the_copies_of_one_unit_at_a_time(d
             peaks.append(count.peak_nbytes - before)
     unit = done.scheduler.units[0]
     # SGD without momentum has no states to copy.
-    assert peaks[1] - peaks[0] <= preview_nbytes(unit.optim_range.numel, 0) * 1.01
+    allowed_nbytes = preview_nbytes(unit.optim_range.numel, 0) * 1.01
+    if kind == "threaded":
+        # Whether a reduction's result, in another thread, is there when the peak is, is chance.
+        allowed_nbytes += unit.optim_range.numel * unit.main_grad.storage.itemsize
+    assert peaks[1] - peaks[0] <= allowed_nbytes
