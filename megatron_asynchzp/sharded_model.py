@@ -5,7 +5,15 @@
 import atexit
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -45,7 +53,7 @@ from megatron_asynchzp.weight_delta import WeightDelta
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.early_update import EarlyUpdate, is_elementwise
 from megatron_asynchzp.zero.params import TRAINED_DTYPES
-from megatron_asynchzp.zero.sleep import Sleep
+from megatron_asynchzp.zero.sleep import Sleeper
 from megatron_asynchzp.zero.unit import HZPUnit
 from megatron_asynchzp.zero.weight_stream import WholeUnit
 
@@ -181,7 +189,7 @@ class ShardedModel:
         is_first = dist.get_rank(group) == 0
         self._checkpoint = ModelCheckpoint(model, runtime, self.optimizer, self._parts, is_first)
         self._makes_state = False
-        self._sleep: Sleep | None = None
+        self._sleeper = Sleeper([runtime], lambda: owner()._state_for_sleep())
         self.runtime.early = self._new_early_update()
         self._grads_seen: list[int] = []
         self._is_as_sent = False
@@ -379,10 +387,7 @@ class ShardedModel:
 
         Raises ConfigurationError within a step, and where it sleeps already.
         """
-        self.runtime.refuse_to_sleep()
-        self.runtime.settle()
-        self._create_optimizer_state()  # for a checkpoint that is saved meanwhile
-        self._sleep = Sleep([self.runtime], self.optimizer.state, level)
+        self._sleeper.sleep(level)
         for part in self._trained:
             part.param.data = part.values[:0]  # reading what has no memory would end the process
 
@@ -391,10 +396,7 @@ class ShardedModel:
 
         Raises ConfigurationError where it does not sleep.
         """
-        if self._sleep is None:
-            raise ConfigurationError("wake() without a sleep()")
-        self._sleep.wake()
-        self._sleep = None
+        self._sleeper.wake()
         for part in self._trained:
             part.param.data = part.values
 
@@ -433,6 +435,10 @@ class ShardedModel:
         self._makes_state = True
         create_state(self.optimizer, self._trained)
         self._makes_state = False
+
+    def _state_for_sleep(self) -> MutableMapping[Any, dict[str, Any]]:
+        self._create_optimizer_state()
+        return self.optimizer.state
 
     @torch.no_grad()
     def full_params(self) -> Iterator[tuple[str, torch.Tensor]]:

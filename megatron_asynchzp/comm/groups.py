@@ -42,6 +42,11 @@ class ShardGroups:
         return (*self.grad_reduce, *self.grad_sync, *self.replica_sync)
 
     @property
+    def optim_gather_axes(self) -> tuple[AxisGroup, ...]:
+        """The axes between one part of the optimizer state and the whole, for gathering."""
+        return (*self.unshard, *self.param_sync)
+
+    @property
     def num_axes_in_step(self) -> int:
         """How many of all_reduce_axes connect ranks that gather or reduce together, and so have
         equally many micro-batches."""
@@ -52,7 +57,7 @@ class ShardGroups:
     @property
     def all_groups(self) -> set[dist.ProcessGroup]:
         """Every communicator."""
-        axes = (*self.unshard, *self.param_sync, *self.all_reduce_axes)
+        axes = (*self.optim_gather_axes, *self.all_reduce_axes)
         return {axis.group for axis in axes}
 
     def connect(self, device: torch.device) -> None:
@@ -62,7 +67,7 @@ class ShardGroups:
         NCCL makes a communicator in its first collective, and connects and takes memory in the
         first of a kind and of a size: now, rather than in the middle of the first step.
         """
-        gathers = dict.fromkeys(axis.group for axis in (*self.unshard, *self.param_sync))
+        gathers = dict.fromkeys(axis.group for axis in self.optim_gather_axes)
         reductions = dict.fromkeys(axis.group for axis in self.all_reduce_axes)
         for group in gathers:  # in one order on all ranks
             whole, part = _of_real_size(group, device)

@@ -26,7 +26,6 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_asynchzp.comm.timeline import profiler_range
-from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.optimizer_state import (
     TORCHS_ADAM,
     FragmentPlace,
@@ -42,7 +41,7 @@ from megatron_asynchzp.mcore.differences import (
 )
 from megatron_asynchzp.mcore.early_update import build_early_update
 from megatron_asynchzp.mcore.rounded_adam import MomentDtypes, build_rounded_adam
-from megatron_asynchzp.zero.sleep import Sleep
+from megatron_asynchzp.zero.sleep import Sleeper
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -87,7 +86,8 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
             self.model_chunks, optimizers, parameters.by_unit, self._inverse_scale
         )
         self._is_as_sent = False
-        self._sleep: Sleep | None = None
+        runtimes = [chunk.runtime for chunk in self.model_chunks]
+        self._sleeper = Sleeper(runtimes, self._state_for_sleep)
         for chunk in self.model_chunks:
             chunk.runtime.early = self._early
         self._checkpoint = OptimizerCheckpoint(
@@ -204,21 +204,18 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
 
         Raises ConfigurationError within a step, and where it sleeps already.
         """
-        runtimes = [chunk.runtime for chunk in self.model_chunks]
-        for runtime in runtimes:
-            runtime.refuse_to_sleep()
-        self._init_state()
-        self._sleep = Sleep(runtimes, self.optimizer.state, level)
+        self._sleeper.sleep(level)
 
     def wake(self) -> None:
         """Bring back what `sleep` took from the device. Collective.
 
         Raises ConfigurationError where it does not sleep.
         """
-        if self._sleep is None:
-            raise ConfigurationError("wake() without a sleep()")
-        self._sleep.wake()
-        self._sleep = None
+        self._sleeper.wake()
+
+    def _state_for_sleep(self) -> Any:
+        self._init_state()
+        return self.optimizer.state
 
     # ---- checkpoints
 
@@ -231,9 +228,10 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> dict:
         """This rank's shards of the optimizer's state; see OptimizerCheckpoint."""
+        runtime = self.model_chunks[0].runtime
         if is_loading:
-            self.model_chunks[0].runtime.refuse_sleep()
-        if self._sleep is None:
+            runtime.refuse_sleep()
+        if runtime.asleep is None:
             self._init_state()
         if is_loading:
             return self._checkpoint.sharded_state_dict(is_loading, metadata)

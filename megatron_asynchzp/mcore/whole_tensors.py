@@ -141,7 +141,7 @@ def whole_marks(unit: HZPUnit, mark: str) -> torch.Tensor | None:
     if bits is None:
         return None
     full = bits.new_empty(unit.layout.padded_numel * bits.numel() // unit.optim_range.numel)
-    run_steps(all_gather_steps(bits, full, (*unit.groups.unshard, *unit.groups.param_sync)))
+    run_steps(all_gather_steps(bits, full, unit.groups.optim_gather_axes))
     return full
 
 
@@ -152,7 +152,7 @@ def whole_grads(runtime: HZPRuntime) -> Iterator[tuple[str, torch.Tensor]]:
     for unit in runtime.units:
         if unit.is_trained:
             full = torch.empty(unit.layout.padded_numel, device=unit.device)
-            axes = (*unit.groups.unshard, *unit.groups.param_sync)
+            axes = unit.groups.optim_gather_axes
             run_steps(all_gather_steps(unit.main_grad.view(unit.optim_range), full, axes))
             yield from _named(unit, full)
 

@@ -3,10 +3,10 @@
 """Owns how many communicators the engine has on a rank, and what NCCL's buffers for them take."""
 
 import os
-from argparse import Namespace
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_asynchzp.planning.group_kinds import sharding_groups
+from megatron_asynchzp.planning.group_kinds import GroupKind
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology, spans_nodes
 
 # What NCCL's source has as defaults (init.cc): buffers of a connection for its three protocols,
@@ -38,10 +38,12 @@ class Communicators:
         return connection * channels * (self.in_node + 2 * self.between_nodes)
 
 
-def engine_communicators(args: Namespace, sizes: ShardSizes, ranks_per_node: int) -> Communicators:
-    """Of rank 0. args: validated."""
+def engine_communicators(
+    sharding: Iterable[GroupKind], sizes: ShardSizes, ranks_per_node: int
+) -> Communicators:
+    """Of rank 0. sharding: the groups that the states are sharded within."""
     found: list[bool] = []
-    for group in sharding_groups(args).values():
+    for group in sharding:
         topology = ShardTopology(group.size, 0, sizes.restricted_to(group.size))
         gathering = *topology.param_axes, *topology.param_sync_axes
         reducing = *topology.grad_axes, *topology.grad_sync_axes, *topology.replica_axes

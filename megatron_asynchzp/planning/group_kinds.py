@@ -28,8 +28,14 @@ class GroupKind(NamedTuple):
         return "between nodes" if spans_nodes(self.first, ranks_per_node) else "in one node"
 
 
-class _Ranks:
-    """Groups of one kind out of Megatron's arithmetic of ranks. args: validated."""
+class RankGroups:
+    """The groups of rank 0, out of Megatron's arithmetic of ranks.
+
+    args: validated.
+
+    sharding: what the states are sharded within: "" for dense parameters, "expert " where there
+        are any.
+    """
 
     def __init__(self, args: Namespace):
         from megatron.core.parallel_state import RankGenerator
@@ -42,6 +48,11 @@ class _Ranks:
         tp, ep = args.expert_tensor_parallel_size, args.expert_model_parallel_size
         expert = RankGenerator(tp, ep, args.world_size // (tp * ep * pp), pp, 1, order)
         self._generators, self._world_size = {"dense": dense, "expert": expert}, args.world_size
+        shares = "dense parameters of a stage"
+        self.sharding = {"": self.along("data x context parallel", shares, "dp-cp")}
+        if args.num_experts:
+            shares = "equal experts"
+            self.sharding["expert "] = self.along("expert data parallel", shares, "dp", "expert")
 
     def along(self, name: str, shares: str, axes: str, generator: str = "dense") -> GroupKind:
         groups = self._generators[generator].get_ranks(axes)
@@ -49,26 +60,13 @@ class _Ranks:
         return GroupKind(name, shares, len(ranks), self._world_size // len(ranks), ranks)
 
 
-def sharding_groups(args: Namespace) -> dict[str, GroupKind]:
-    """What the states are sharded within: "" for dense parameters, "expert " where there are any.
-
-    args: validated.
-    """
-    ranks = _Ranks(args)
-    shares = "dense parameters of a stage"
-    groups = {"": ranks.along("data x context parallel", shares, "dp-cp")}
-    if args.num_experts:
-        groups["expert "] = ranks.along("expert data parallel", "equal experts", "dp", "expert")
-    return groups
-
-
-def group_kinds(args: Namespace, sizes: ShardSizes | None) -> list[GroupKind]:
+def group_kinds(args: Namespace, ranks: RankGroups, sizes: ShardSizes | None) -> list[GroupKind]:
     """Of the pipeline stage of rank 0.
 
-    args: validated.
+    args: validated; ranks: made of them.
     sizes: AsyncHZP's, None for stock Megatron.
     """
-    ranks, sharding = _Ranks(args), sharding_groups(args)
+    sharding = ranks.sharding
     kinds = [
         ranks.along("tensor parallel", "parts of each weight", "tp"),
         ranks.along("pipeline parallel", "one model", "pp"),

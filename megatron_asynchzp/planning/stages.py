@@ -15,7 +15,7 @@ from megatron_asynchzp.planner.memory import Memory, stage_activations
 from megatron_asynchzp.planner.model import Parallel, stage_units
 from megatron_asynchzp.planning import pretended_world
 from megatron_asynchzp.planning.communicators import Communicators, engine_communicators
-from megatron_asynchzp.planning.group_kinds import GroupKind, group_kinds
+from megatron_asynchzp.planning.group_kinds import GroupKind, RankGroups, group_kinds
 from megatron_asynchzp.planning.savings import Saving, savings
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
 
@@ -84,16 +84,19 @@ def dry_run_of(args: Namespace, lines: list[str], ranks_per_node: int) -> DryRun
     whole = stage_units(costing.model, Parallel(), costing.plan.batch, 0)
     with naming_the_flag():
         stages = [stage_bytes(costing, args, index) for index in range(costing.plan.parallel.pp)]
-    sizes = shard_sizes(args) if args.use_asynchzp else None
+    sizes, ranks = shard_sizes(args) if args.use_asynchzp else None, RankGroups(args)
+    communicators = Communicators(0, 0)
+    if sizes is not None:
+        communicators = engine_communicators(ranks.sharding.values(), sizes, ranks_per_node)
     return DryRun(
         args,
         lines,
         ranks_per_node,
         sum(unit.numel for unit in whole),
-        group_kinds(args, sizes),
+        group_kinds(args, ranks, sizes),
         stages,
         savings(costing) if args.use_asynchzp else [],
-        engine_communicators(args, sizes, ranks_per_node) if sizes else Communicators(0, 0),
+        communicators,
     )
 
 

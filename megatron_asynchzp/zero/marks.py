@@ -24,6 +24,7 @@ class Marks:
     is_cast: whether its parameters are written by `write` alone. Where they are not (main_param is
         a view of them) all count as changed; where they are not trained none does.
 
+    names: of all marks.
     bits: of each mark, 1-D uint8 [numel / 8]; element i is bit i % 8 of byte i // 8.
     rewritten: marks since which every element may have changed.
     """
@@ -33,12 +34,12 @@ class Marks:
         self._is_trained, self._is_cast = is_trained, is_cast
         self.bits: dict[str, torch.Tensor] = {}
         self.rewritten: set[str] = set()
-        self._names: set[str] = set()
+        self.names: set[str] = set()
 
     def set(self, name: str) -> None:
         """From now on changes count for `name`; what did before is forgotten."""
         self.drop(name)
-        self._names.add(name)
+        self.names.add(name)
         if self._is_trained and self._is_cast:
             self.bits[name] = torch.zeros(
                 self._numel // _BITS, dtype=torch.uint8, device=self._device
@@ -48,13 +49,13 @@ class Marks:
 
     def drop(self, name: str) -> None:
         """Forget `name`, if it is known."""
-        self._names.discard(name)
+        self.names.discard(name)
         self.rewritten.discard(name)
         self.bits.pop(name, None)
 
     def note_rewritten(self) -> None:
         """The parameters were written otherwise."""
-        self.rewritten |= self._names
+        self.rewritten |= self.names
         self.bits.clear()
 
     def may_have_changed(self, name: str) -> bool:

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns a sleep: what a rank's model chunks and their optimizer have on the device is on the host
+"""Owns sleeping: what a rank's model chunks and their optimizer have on the device is on the host
 until they wake.
 """
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -16,29 +16,55 @@ from megatron_asynchzp.zero.step import StepScheduler
 State = MutableMapping[Any, dict[str, Any]]
 
 
-class Sleep:
-    """Begins when it is made, between two steps, and ends with `wake`.
+class Sleeper:
+    """Puts the model chunks of a rank and their optimizer to sleep, and wakes them, any number of
+    times.
 
     schedulers: of all model chunks of the rank.
-    state: of the optimizer, by parameter. Meanwhile its tensors are those on the host.
-    level: 1 for gradients and optimizer states, 2 for the parameter shards too. The memory in
-        flight is freed either way.
-
-    Raises ConfigurationError within a step, asleep, for another level, and for a state whose memory
-    cannot be moved; then nothing has changed. Collective.
+    states: makes the optimizer's state where there is none yet, for a checkpoint that is saved
+        asleep, and returns it, by parameter.
     """
 
-    def __init__(self, schedulers: Sequence[StepScheduler], state: State, level: int):
+    def __init__(self, schedulers: Sequence[StepScheduler], states: Callable[[], State]):
+        self._schedulers, self._states = schedulers, states
+        self._sleep: _Sleep | None = None
+
+    def sleep(self, level: int) -> None:
+        """Between two steps. Collective.
+
+        level: 1 for gradients and optimizer states, 2 for the parameter shards too. The memory in
+            flight is freed either way.
+
+        Raises ConfigurationError within a step, asleep, for another level, and for a state whose
+        memory cannot be moved; then nothing has changed.
+        """
+        for scheduler in self._schedulers:
+            scheduler.refuse_to_sleep()
         if level not in (1, 2):
             raise ConfigurationError(f"sleep({level!r}): the level is 1, or 2 with the parameters")
-        for scheduler in schedulers:
-            scheduler.refuse_to_sleep()
+        for scheduler in self._schedulers:
+            scheduler.settle()
+        self._sleep = _Sleep(self._schedulers, self._states(), level)
+
+    def wake(self) -> None:
+        """Bring back what was moved, with the same bits. Collective. Where the device has no room
+        it goes on, and can be ended later. Raises ConfigurationError where nothing sleeps."""
+        if self._sleep is None:
+            raise ConfigurationError("wake() without a sleep()")
+        self._sleep.end()
+        self._sleep = None
+
+
+class _Sleep:
+    """Begins when it is made, while nothing is in flight. Until its end the tensors of `state` are
+    those on the host."""
+
+    def __init__(self, schedulers: Sequence[StepScheduler], state: State, level: int):
         self._schedulers, self._state = schedulers, state
         driver = schedulers[0].driver
         units = [unit for scheduler in schedulers for unit in scheduler.units]
         states = _tensors_of(state, units[0].device)
         for scheduler in schedulers:
-            scheduler.settle()
             scheduler.gathers.release_all()
         limit_s = schedulers[0].schedule.time_limit_s
         # What streams still do with the memory that is freed next.
@@ -58,9 +84,7 @@ class Sleep:
             scheduler.fall_asleep(self._copy)
         driver.device.release_cached()
 
-    def wake(self) -> None:
-        """Bring back what was moved, with the same bits. Collective. Where the device has no room
-        it goes on, and can be ended later."""
+    def end(self) -> None:
         self._copy.restore()
         for scheduler in self._schedulers:
             scheduler.wake_up()

@@ -102,7 +102,6 @@ class StepScheduler:
     early: which units are sent before the update, None for none.
     asleep: what was moved to the host, None where nothing was.
     is_in_step: whether a forward came whose gradients are not complete yet.
-    marks: names, see `mark`.
     _has_reduced: whether this step had a backward; _reduced_last: trained units of its last
         micro-batch, in order; _order: those of the last step with one, [Note: no micro-batch].
     """
@@ -129,7 +128,6 @@ class StepScheduler:
         self.early: EarlyUpdate | None = None
         self.asleep: HostCopy | None = None
         self.is_in_step = self._is_streaming = False
-        self.marks: set[str] = set()
         self.schedule = config
         self.memory = memory_in_flight_of(self.units, config)
         self.budgets = budgets or KeepBudgets.of(config, driver, self.units[0].device)
@@ -364,7 +362,6 @@ class StepScheduler:
         self.settle()
         for unit in self.units:
             unit.marks.set(name)
-        self.marks.add(name)
         self.gathers.note_written()
 
     def drop_mark(self, name: str) -> None:
@@ -374,12 +371,12 @@ class StepScheduler:
         self.settle()
         for unit in self.units:
             unit.marks.drop(name)
-        self.marks.discard(name)
 
     def refuse_unknown_mark(self, name: str) -> None:
         """Before changes since `name` are taken."""
-        if name not in self.marks:
-            known = ", ".join(sorted(self.marks)) or "none"
+        names = self.units[0].marks.names  # all units have the same
+        if name not in names:
+            known = ", ".join(sorted(names)) or "none"
             raise ConfigurationError(f"no mark {name!r} of the weights; there are: {known}")
 
     def refuse_step(self, what: str) -> None:

@@ -25,7 +25,6 @@ from megatron_asynchzp.comm.collectives import (
     reduce_scatter_steps,
     rounded_all_reduce_steps,
     rounded_reduce_scatter_steps,
-    run_steps,
 )
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.sharding.backward_room import OuterTraffic
@@ -228,14 +227,6 @@ class HZPUnit:
         self._full_param = full
         self.wake()
         self._point_params_at(views)
-
-    def unshard(self) -> None:
-        """Gather into new memory, at once. Collective over the P group; no-op where gathered."""
-        if self.phase is Phase.UNSHARDED:
-            return
-        full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.device)
-        run_steps(self.gather_steps(full))
-        self.point_at(full, self.views_of(full))
 
     def reshard(self) -> None:
         """Drop the full parameters. No-op where they are dropped already or never sharded."""

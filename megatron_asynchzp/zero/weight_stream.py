@@ -114,12 +114,12 @@ class _Coming:
         asking = [one for one, rank in enumerate(ranks) if receivers is None or rank in receivers]
         source, dtype = unit.model_param, dtype or unit.dtype
         if dtype != unit.dtype and unit.is_trained and not unit.is_main_param_aliased:
-            source, axes = unit.main_param, (*axes, *unit.groups.param_sync)
+            source, axes = unit.main_param, unit.groups.optim_gather_axes
         self._values = _Part(source.storage, source.range.start, axes, dtype, asking, unit)
         self._parts = [self._values]
         self._bits: _Part | None = None
         if since is not None and (bits := unit.marks.bits.get(since)) is not None:
-            axes = (*unit.groups.unshard, *unit.groups.param_sync)
+            axes = unit.groups.optim_gather_axes
             start = unit.optim_range.start * bits.numel() // unit.optim_range.numel
             self._bits = _Part(bits, start, axes, bits.dtype, asking, unit)
             self._parts.append(self._bits)

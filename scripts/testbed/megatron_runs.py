@@ -63,6 +63,10 @@ class StepRecord:
     more_losses: dict[str, tuple[float, ...]]
 
 
+Steps = list[tuple[float | None, float | None]]
+"""Loss and gradient norm of each step."""
+
+
 @dataclass
 class RunRecord:
     """A whole run on this rank; losses are filled in on pipeline stages that have none."""
@@ -82,6 +86,10 @@ class RunRecord:
     @property
     def grad_norms(self) -> list[float | None]:
         return [step.grad_norm for step in self.steps]
+
+    @property
+    def losses_and_norms(self) -> Steps:
+        return list(zip(self.losses, self.grad_norms, strict=True))
 
     @property
     def params_norms(self) -> list[float | None]:

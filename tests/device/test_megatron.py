@@ -27,13 +27,12 @@ from scripts.testbed.megatron_flags import (
     TENSOR_PARALLEL,
     size_flags,
 )
-from scripts.testbed.megatron_runs import gpt_args, run_pretrain
+from scripts.testbed.megatron_runs import Steps, gpt_args, run_pretrain
 from scripts.testbed.ranks import run_ranks
 from tests.device.programs import is_emulated
 from tests.support.journal import Attempt, read_journal
 
 ROOT = Path(__file__).resolve().parents[2]
-Steps = list[tuple[float | None, float | None]]
 """Loss and gradient norm of each step."""
 
 
@@ -86,8 +85,7 @@ def pretrain_each(command_lines: list[list[str]], delays: list[Delays]) -> list[
 
 
 def _steps(argv: list[str]) -> Steps:
-    record = run_pretrain(argv)
-    return [(step.loss, step.grad_norm) for step in record.steps]
+    return run_pretrain(argv).losses_and_norms
 
 
 def _steps_on_device(argv: list[str]) -> Steps:

@@ -15,8 +15,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from scripts.testbed import megatron_runs
 from scripts.testbed.megatron_flags import size_flags
-from scripts.testbed.megatron_runs import gpt_args, listening, run_pretrain
-from tests.mcore.test_sleep import Steps
+from scripts.testbed.megatron_runs import Steps, gpt_args, listening, run_pretrain
 from tests.support.world import on_ranks
 
 MOST = 8
@@ -80,7 +79,7 @@ class Assigned:
             listening(self._begin_step, lambda _: None),
         ):
             record = run_pretrain(argv)
-        return [(step.loss, step.grad_norm) for step in record.steps]
+        return record.losses_and_norms
 
 
 def run(argv: list[str], assignments: list[Assignment]) -> Steps:

@@ -8,13 +8,14 @@ import pytest
 
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.planning.communicators import Communicators, engine_communicators
+from megatron_asynchzp.planning.group_kinds import GroupKind, RankGroups
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology, spans_nodes
 
 _WORLD = 16
 
 
-def _args(**flags: int) -> Namespace:
-    """Validated arguments of 16 ranks, as far as groups of ranks depend on them."""
+def _sharding(**flags: int) -> list[GroupKind]:
+    """Of 16 ranks, from validated arguments as far as groups of ranks depend on them."""
     sizes = {
         name: flags.get(name, 1)
         for name in (
@@ -26,7 +27,8 @@ def _args(**flags: int) -> Namespace:
         )
     }
     experts = flags.get("num_experts")
-    return Namespace(world_size=_WORLD, use_tp_pp_dp_mapping=False, num_experts=experts, **sizes)
+    args = Namespace(world_size=_WORLD, use_tp_pp_dp_mapping=False, num_experts=experts, **sizes)
+    return list(RankGroups(args).sharding.values())
 
 
 def _made(ranks: tuple[int, ...], sizes: ShardSizes, ranks_per_node: int) -> Communicators:
@@ -45,16 +47,17 @@ def test_the_communicators_are_those_of_the_engine_for_every_chain_of_sizes(rank
             for grad in filter(lambda size: size <= optim, powers):
                 sizes = ShardSizes(param, grad, optim)
                 for tp in (1, 2):
-                    args = _args(tensor_model_parallel_size=tp)
+                    groups = _sharding(tensor_model_parallel_size=tp)
                     ranks = tuple(range(0, _WORLD, tp))
-                    found = engine_communicators(args, sizes, ranks_per_node)
+                    found = engine_communicators(groups, sizes, ranks_per_node)
                     assert found == _made(ranks, sizes.restricted_to(len(ranks)), ranks_per_node)
 
 
 def test_experts_have_communicators_of_their_own():
-    args, sizes = _args(num_experts=4, expert_model_parallel_size=2), ShardSizes(2, 2, 8)
+    groups = _sharding(num_experts=4, expert_model_parallel_size=2)
+    sizes = ShardSizes(2, 2, 8)
     dense, expert = (_made(tuple(range(0, _WORLD, step)), sizes, 8) for step in (1, 2))
-    found = engine_communicators(args, sizes, 8)
+    found = engine_communicators(groups, sizes, 8)
     assert found.in_node == dense.in_node + expert.in_node
     assert found.between_nodes == dense.between_nodes + expert.between_nodes
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_asynchzp.comm.collectives import run_steps
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.errors import ConfigurationError
@@ -23,7 +24,7 @@ from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.early_update import EarlyUpdate
 from megatron_asynchzp.zero.plan import UnitPlan, plan_units
 from megatron_asynchzp.zero.step import KeepBudgets
-from megatron_asynchzp.zero.unit import HZPUnit
+from megatron_asynchzp.zero.unit import HZPUnit, Phase
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
 
 
@@ -38,6 +39,14 @@ def nested_sizes(world_size: int) -> list[tuple[int, int, int]]:
             continue
         legal.append(sizes)
     return legal
+
+
+def unshard(unit: HZPUnit) -> None:
+    """Gather the parameters of `unit` into new memory, at once. Collective over its P group."""
+    if unit.phase is Phase.SHARDED:
+        full = torch.empty(unit.layout.padded_numel, dtype=unit.dtype, device=unit.device)
+        run_steps(unit.gather_steps(full))
+        unit.point_at(full, unit.views_of(full))
 
 
 @cache
@@ -195,7 +204,7 @@ class EngineTrainer:
         full = {}
         self.runtime.settle()
         for unit in self.runtime.units:
-            unit.unshard()
+            unshard(unit)
             for name, param in zip(unit.param_names, unit.params):
                 full[name] = param.detach().clone()
             unit.reshard()

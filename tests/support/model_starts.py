@@ -14,6 +14,7 @@ import torch
 from scripts.testbed import megatron_runs
 from scripts.testbed.memory import MemoryCount
 from tests.support.checkpoints import find_differences
+from tests.support.engine import unshard
 
 
 class StartMemory(NamedTuple):
@@ -102,7 +103,7 @@ def weights_of(chunks: list) -> dict[str, torch.Tensor]:
     """A copy of every parameter of this rank's chunks, by its name. Collective."""
     units = [unit for chunk in chunks for unit in getattr(chunk, "units", [])]
     for unit in units:
-        unit.unshard()
+        unshard(unit)
     weights = {
         f"{index} {name.removeprefix('module.').removeprefix('module.')}": param.detach().clone()
         for index, chunk in enumerate(chunks)

@@ -15,7 +15,7 @@ from megatron_asynchzp.zero.plan import UnitPlan, plan_units
 from megatron_asynchzp.zero.unit import HZPUnit
 from scripts.testbed.memory import ResidentMemory
 from scripts.testbed.ranks import run_ranks
-from tests.support.engine import nested_sizes, shard_groups
+from tests.support.engine import nested_sizes, shard_groups, unshard
 from tests.support.live_memory import live_nbytes
 from tests.support.toy_models import Block
 
@@ -60,7 +60,7 @@ def assert_equal(units: list[HZPUnit], whole: nn.Module) -> None:
     """The units' gathered parameters, in every bit, are those of `whole`."""
     expected = dict(whole.named_parameters())
     for unit in units:
-        unit.unshard()
+        unshard(unit)
         for name, param in zip(unit.param_names, unit.params, strict=True):
             assert type(param) is nn.Parameter
             assert param.dtype == expected[name].dtype and torch.equal(param, expected[name]), name

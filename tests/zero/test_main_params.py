@@ -10,7 +10,7 @@ from torch import nn
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.plan import plan_units
 from scripts.testbed.ranks import run_ranks
-from tests.support.engine import nested_sizes, own_fragments, shard_groups
+from tests.support.engine import nested_sizes, own_fragments, shard_groups, unshard
 
 # A bf16 number between 1 and 2 has neighbours 2^-7 away, and keeps what changes by less than half
 # of that. Adam moves a parameter by about its learning rate: 16 steps from one to the next.
@@ -81,7 +81,7 @@ def compare_main_params(sizes_list: list[tuple]) -> None:
             own = own_fragments(unit, expected[step])
             for found, true in zip(unit.main_param_fragments(), own, strict=True):
                 assert found.dtype == torch.float32 and torch.equal(found, true), (sizes, step)
-            unit.unshard()
+            unshard(unit)
             for weight, true, first in zip(unit.params, expected[step], start, strict=True):
                 assert torch.equal(weight, true.bfloat16()), (sizes, step)
                 if step < 4:

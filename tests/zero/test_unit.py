@@ -10,7 +10,14 @@ from torch import nn
 from megatron_asynchzp.comm.collectives import run_steps
 from megatron_asynchzp.zero.unit import HZPUnit, IllegalTransition, Phase
 from scripts.testbed.ranks import run_ranks
-from tests.support.engine import EngineTrainer, build_toy, nested_sizes, own_fragments, shard_groups
+from tests.support.engine import (
+    EngineTrainer,
+    build_toy,
+    nested_sizes,
+    own_fragments,
+    shard_groups,
+    unshard,
+)
 from tests.support.live_memory import live_nbytes
 from tests.support.toy_models import toy_batch, toy_loss
 
@@ -34,7 +41,7 @@ def check_phases() -> None:
     with pytest.raises(IllegalTransition, match="toy"):
         _ = unit.full_param_storage
     for _ in range(2):  # a second call changes nothing
-        unit.unshard()
+        unshard(unit)
         assert all(torch.equal(p, o) for p, o in zip(unit.params, originals))
     for _ in range(2):
         unit.reshard()
@@ -52,7 +59,7 @@ def check_sync(sizes_list: list) -> None:
             for fragment in unit.main_param_fragments():
                 fragment.add_(1.0)  # every rank updates its own optimizer shard
             run_steps(unit.sync_param_steps())
-            unit.unshard()
+            unshard(unit)
             for param, original in zip(unit.params, originals):
                 assert torch.equal(param, (original.float() + 1).to(dtype)), sizes
 
