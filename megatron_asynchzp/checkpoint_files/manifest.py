@@ -6,8 +6,10 @@ a checksum of each small one, a seal of each data file.
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +38,8 @@ class FileRecord(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """saved_at: seconds since 1970, for saves to be ordered by."""
+    """saved_at: seconds since 1970, for saves to be ordered by: later than those of all others that
+    were there, also where the clock was set back."""
 
     saved_at: float
     files: dict[str, FileRecord]
@@ -67,7 +70,7 @@ def write_manifest(iteration_dir: Path, seals: Mapping[str, str]) -> None:
     fields = {
         "format": _FORMAT,
         "iteration": iteration_dir.name,
-        "saved_at": time.time(),
+        "saved_at": _time_after_all_saves_in(iteration_dir.parent),
         "files": {name: record._asdict() for name, record in sorted(files.items())},
     }
     text = json.dumps(fields | {"checksum": _checksum(fields)}, indent=1)
@@ -91,6 +94,15 @@ def read_manifest(iteration_dir: Path) -> Manifest | None:
         raise Damage(f"it is a copy of {fields['iteration']}")
     files = {name: FileRecord(**record) for name, record in fields["files"].items()}
     return Manifest(fields["saved_at"], files)
+
+
+def _time_after_all_saves_in(folder: Path) -> float:
+    now = time.time()
+    for path in folder.glob(f"*/{MANIFEST}"):
+        with suppress(Damage, OSError):
+            if (other := read_manifest(path.parent)) is not None:
+                now = max(now, math.nextafter(other.saved_at, math.inf))
+    return now
 
 
 def _checksum(fields: dict) -> str:

@@ -3,6 +3,7 @@
 """Which of several checkpoints is the newest, and what a run without any does."""
 
 import shutil
+import time
 
 import pytest
 
@@ -70,6 +71,18 @@ def test_a_run_that_went_back_continues_from_where_it_is_now(folder):
     assert choose_checkpoint(folder).iteration == 2
     shutil.rmtree(folder / OLDER)
     assert choose_checkpoint(folder).iteration == 9  # better than nothing
+
+
+def test_where_the_clock_was_set_back_a_save_is_still_later_than_those_before(folder, monkeypatch):
+    """Else a run that went back would go on from the step that it left behind."""
+    monkeypatch.setattr(time, "time", lambda: 1.0)
+    (folder / OLDER / MANIFEST).unlink()
+    complete_directory(folder / OLDER)  # saved again
+    for tracker in ("2", ""):
+        (folder / TRACKER).write_text(tracker)
+        assert choose_checkpoint(folder).iteration == 2
+    complete_directory(folder / NEWER)
+    assert choose_checkpoint(folder).iteration == 4
 
 
 def test_without_manifests_the_tracker_decides_whatever_times_a_copy_has(stock_folder):

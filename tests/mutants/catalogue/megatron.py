@@ -6,6 +6,17 @@ from tests.mutants.catalogue.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "saved-at-by-the-clock",
+        "a save is later than all that were there, whatever the clock says",
+        "checkpoint_files/manifest.py",
+        "now = max(now, math.nextafter(other.saved_at, math.inf))",
+        "pass",
+        (
+            "tests/checkpoint_files/test_choice.py::"
+            "test_where_the_clock_was_set_back_a_save_is_still_later_than_those_before"
+        ),
+    ),
+    Mutant(
         "dp-for-dp-x-cp",
         "states are sharded over data x context parallel ranks",
         "mcore/shard_groups.py",
