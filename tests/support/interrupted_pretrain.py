@@ -3,7 +3,7 @@
 """legacy_pretrain.py with signals from within. $INTERRUPT is `SIGNAL RANK PLACE COUNT`, or the
 name of a file of such lines, of which the restarts by torchrun take one each: which signal which
 rank (or `all`) sends to itself, at which of the PLACES and when it has been there how often; for
-the place `time`, how many milliseconds after training began.
+the place `time`, how many milliseconds after training began. `forward+write 5+1` sends it at both.
 
 What happens is noted in $JOURNAL/RESTART.RANK, a line each that is there even after SIGKILL:
 `began ITERATION`, `step ITERATION LOSS` (all its bits), `saving FOLDER`, `saved FOLDER`,
@@ -43,32 +43,34 @@ class Plan:
         if output and Path(output).is_file():
             lines = Path(output).read_text().splitlines()
             output = lines[_RESTART] if len(lines) > _RESTART else ""
-        kind, rank, self.place, count = output.split() if output else ("SIGTERM", "none", "", "0")
-        self._signal, self.count = signal.Signals[kind], int(count)
+        kind, rank, places, counts = output.split() if output else ("SIGTERM", "none", "", "0")
+        self._signal = signal.Signals[kind]
         self.is_mine = rank in ("all", _RANK)
-        self._visits, self._lock = 0, threading.Lock()
+        # How often each place is visited until it is struck there.
+        self._left = dict(zip(places.split("+"), map(int, counts.split("+")), strict=True))
+        self._lock = threading.Lock()
 
     def visit(self, place: str) -> None:
         """The process is at `place`."""
-        if not self.is_mine or place != self.place or os.getpid() != _PID:
+        if not self.is_mine or place not in self._left or os.getpid() != _PID:
             return
         with self._lock:
-            self._visits += 1
-            is_time = self._visits == self.count
+            self._left[place] -= 1
+            is_time = self._left[place] == 0
         if is_time:
-            self.strike()
+            self._strike(place)
 
-    def strike(self) -> None:
-        note("struck", self.place)
+    def _strike(self, place: str) -> None:
+        note("struck", place)
         os.kill(_PID, self._signal)
 
     def start_clock(self) -> None:
-        if self.is_mine and self.place == "time":
+        if self.is_mine and "time" in self._left:
             threading.Thread(target=self._strike_later, daemon=True).start()
 
     def _strike_later(self) -> None:
-        time.sleep(self.count / 1e3)
-        self.strike()
+        time.sleep(self._left["time"] / 1e3)
+        self._strike("time")
 
 
 PLAN = Plan()

@@ -28,7 +28,7 @@ def provide_model(
     args = get_args()
     return GPTModel(
         config or core_transformer_config_from_args(args),
-        get_gpt_layer_local_spec(),
+        get_gpt_layer_local_spec(num_experts=args.num_experts),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
