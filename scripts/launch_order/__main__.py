@@ -25,7 +25,6 @@ from scripts.launch_order.commands import Command, commands_of, launched, num_wa
 from scripts.launch_order.interleavings import Device, search
 from scripts.launch_order.record import launches_in, unmet_of
 
-
 _PICKLE = b"\x80"  # how each begins
 
 

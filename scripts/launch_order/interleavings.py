@@ -13,8 +13,7 @@ has none there.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
-from itertools import combinations
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from scripts.launch_order.commands import Program
@@ -104,33 +103,37 @@ class _Search:
 
     def run(self, max_states: int, is_reduced: bool) -> Found:
         state = [0] * len(self._nodes)
-        if is_reduced:
-            self._go_on(state, range(len(self._queues_of)))
-        seen, stack = {array("H", state).tobytes()}, [state]
+        choices = self._go_on(state, is_reduced)
+        seen, stack = {array("H", state).tobytes()}, [(state, choices)]
         while stack:
-            state = stack.pop()
-            choices = self._choices(state, is_reduced)
+            state, choices = stack.pop()
             if not choices and state != self._end:
                 return Found(self._circle(state), len(seen), is_all=False)
-            for queue in choices:
+            # What has begun on the fewest ranks is tried first: circles are soon found that way.
+            for queue in sorted(choices, key=lambda queue: self._num_left(state, queue)):
                 after = state.copy()
-                changed = self._begin(after, queue)
-                if is_reduced:
-                    self._go_on(after, changed)
+                self._begin(after, queue)
+                following = self._go_on(after, is_reduced)
                 key = array("H", after).tobytes()
                 if key not in seen:
                     seen.add(key)
-                    stack.append(after)
+                    stack.append((after, following))
             if len(seen) >= max_states and stack:
                 return Found((), len(seen), is_all=False)
         return Found((), len(seen), is_all=True)
 
-    def _begin(self, state: list[int], queue: int) -> set[int]:
-        """Begin the next operation of `queue`, and end what that lets end. Returns the ranks at
-        which something changed."""
+    def _go_on(self, state: list[int], is_reduced: bool) -> list[int]:
+        """Begin what comes next while one beginning is enough; then the choices."""
+        if not is_reduced:
+            return self._startable(state)
+        while len(choices := self._choices(state)) == 1:
+            self._begin(state, choices[0])
+        return choices
+
+    def _begin(self, state: list[int], queue: int) -> None:
+        """Begin the next operation of `queue`, and end what that lets end."""
         node = self._nodes[queue][state[queue] >> 1]
         state[queue] += 1
-        changed = {self._rank_of[queue]}
         if node.is_single:
             ended = node.meets if _is_met(node, state) else ()
         else:
@@ -141,21 +144,27 @@ class _Search:
             ]
         for other, _ in ended:
             state[other] += 1
-            changed.add(self._rank_of[other])
-        return changed
 
-    # ---- what needs no choice
+    def _num_left(self, state: list[int], queue: int) -> int:
+        """Of the next operation of a queue: on how many ranks it has not begun."""
+        return sum(
+            state[other] < begun for other, begun in self._nodes[queue][state[queue] >> 1].meets
+        )
 
-    def _go_on(self, state: list[int], changed: Iterable[int]) -> None:
-        """Let begin and end what takes nothing from anything else.
+    # ---- what may come next
 
-        changed: ranks at which something began or ended.
-        """
-        left = set(changed)
-        while left:
-            queues = self._queues_of[left.pop()]
-            while (queue := self._free_start(state, queues)) is not None:
-                left |= self._begin(state, queue)
+    def _startable(self, state: list[int]) -> list[int]:
+        """Queues whose next operation may begin now."""
+        return [queue for queues in self._queues_of for queue in self._of_rank(state, queues)]
+
+    def _of_rank(self, state: list[int], queues: range) -> list[int]:
+        if sum(state[queue] & 1 for queue in queues) >= self._device.num_places:
+            return []
+        due = [queue for queue in queues if self._is_due(state, queue)]
+        if self._device.in_host_order and due:
+            first = self._first_of_host(state, queues)
+            return [first] if first in due else []
+        return due
 
     def _is_due(self, state: list[int], queue: int) -> bool:
         """Whether the next operation of a queue could begin on a device with room for all."""
@@ -167,73 +176,79 @@ class _Search:
                 return False
         return True
 
-    def _free_start(self, state: list[int], queues: range) -> int | None:
-        """A queue whose next operation can begin without ever keeping a place from another one. Not
-        one that would end at once: it might have waited for another that began in its place.
-
-        [Note: rivals] What is on a device beside an operation comes neither after it nor before it.
-        If so few queues have such operations left that there is a place for all, the operation
-        keeps none from any, in no order: to begin it now loses no circle.
-        """
-        startable = self._startable(state, queues)
-        if self._device.in_host_order:
-            return startable[0] if startable else None
-        for queue in startable:
-            rivals = self._nodes[queue][state[queue] >> 1].rivals
-            if sum(state[other] < gone for other, gone in rivals) < self._device.num_places:
-                return queue
-        return None
-
-    def _startable(self, state: list[int], queues: range) -> list[int]:
-        """Queues of a rank whose next operation may begin now."""
-        if sum(state[queue] & 1 for queue in queues) >= self._device.num_places:
-            return []
-        if not self._device.in_host_order:
-            return [queue for queue in queues if self._is_due(state, queue)]
-        # Of what has not begun only what the host launched first.
+    def _first_of_host(self, state: list[int], queues: range) -> int:
+        """The queue of what the host launched first of all that has not begun."""
         following = [
             (self._nodes[queue][(state[queue] + 1) >> 1].place, queue)
             for queue in queues
             if (state[queue] + 1) >> 1 < len(self._nodes[queue])
         ]
-        first = min(following)[1] if following else -1
-        return [first] if following and self._is_due(state, first) else []
+        return min(following)[1]
 
-    # ---- what needs one
+    def _choices(self, state: list[int]) -> list[int]:
+        """Beginnings of which one has to come next, as few as are found: where every order begins
+        with one of them, or could as well.
 
-    def _choices(self, state: list[int], is_reduced: bool) -> list[int]:
-        """Beginnings of which one comes next: those of a few ranks that others cannot change, where
-        there are such, else all."""
-        of_ranks = [self._startable(state, queues) for queues in self._queues_of]
-        some = [rank for rank, choices in enumerate(of_ranks) if choices]
-        for number in range(1, len(some) if is_reduced else 1):
-            groups = combinations(some, number)
-            for group in sorted(groups, key=lambda group: sum(len(of_ranks[one]) for one in group)):
-                if self._are_left_alone(state, group):
-                    return [queue for rank in group for queue in of_ranks[rank]]
-        return [queue for rank in some for queue in of_ranks[rank]]
-
-    def _are_left_alone(self, state: list[int], group: Sequence[int]) -> bool:
-        """Whether nothing that other ranks may do ends an operation of these before one of them
-        begins another: then no order of theirs gives these another choice.
-
-        [Note: choices of a few ranks] Let all others go on as far as they ever could without them,
-        each on a device with room for all. If still nothing of theirs has ended, then in every
-        order the next beginning of theirs is one of these, and what others begin comes to the same
-        before or after it.
+        [Note: stubborn sets] A. Valmari, "Stubborn sets for reduced state space generation", 1989.
+        A set of queues is such that whatever happens outside of it, what may begin in it may still
+        begin, to the same effect, and what may not still may not. So no circle is lost where only
+        beginnings of the set are tried.
         """
-        if not any(state[queue] & 1 for rank in group for queue in self._queues_of[rank]):
-            return True
-        later, others = state.copy(), set(range(len(self._queues_of))).difference(group)
-        left = others.copy()
+        startable: list[int] = []
+        for queues in self._queues_of:
+            own = self._of_rank(state, queues)
+            for queue in own:
+                if not self._rivals(state, queue):
+                    return [queue]
+            startable += own
+        fewest, may_begin = startable, set(startable)
+        for queue in startable:
+            fewest = self._closed(state, queue, may_begin, len(fewest)) or fewest
+        return fewest
+
+    def _closed(
+        self, state: list[int], first: int, may_begin: set[int], num_known: int
+    ) -> list[int] | None:
+        """Of the smallest such set around a queue, those that may begin; None where they are no
+        fewer than is known."""
+        found: list[int] = []
+        seen, left = {first}, [first]
         while left:
-            for queue in self._queues_of[left.pop()]:
-                if self._is_due(later, queue):
-                    changed = self._begin(later, queue)
-                    if not changed <= others:
-                        return False
-                    left |= changed
-        return True
+            queue = left.pop()
+            if queue in may_begin:
+                found.append(queue)
+                if len(found) == num_known:
+                    return None
+                more = self._rivals(state, queue)
+            else:
+                more = self._hindrances(state, queue)
+            for other in more:
+                if other not in seen:
+                    seen.add(other)
+                    left.append(other)
+        return found
+
+    def _rivals(self, state: list[int], queue: int) -> Sequence[int]:
+        """Queues that can want a place on the device while the next operation of this one, which
+        may begin, has one; none where there are places for all of them. Not even one that would end
+        at once has no rivals: it might have waited for another that began in its place."""
+        if self._device.in_host_order:
+            return ()
+        rivals = self._nodes[queue][state[queue] >> 1].rivals
+        found = [other for other, gone in rivals if state[other] < gone]
+        return found if len(found) >= self._device.num_places else ()
+
+    def _hindrances(self, state: list[int], queue: int) -> Sequence[int]:
+        """Queues of which one has to go on before the next operation of this one may begin, or
+        before it ends if it has begun."""
+        now = state[queue]
+        node = self._nodes[queue][now >> 1]
+        if now & 1:
+            return [next(other for other, begun in node.meets if state[other] < begun)]
+        for other, least in node.needs:
+            if state[other] < least:
+                return [other]
+        return [other for other in self._queues_of[self._rank_of[queue]] if state[other] & 1]
 
     # ---- what is found
 

@@ -3,7 +3,7 @@
 """Owns circles that are planted in what ranks launched, to see whether they are found."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from scripts.launch_order.commands import Command, Program
 from scripts.launch_order.interleavings import Device
@@ -12,7 +12,7 @@ DEVICES = (Device(1, 1), Device(32, 1, in_host_order=True))
 """Where an exchange is a circle for sure: both begin a rank's collectives one after the other."""
 
 
-def exchanges(programs: list[Program], seed: int) -> Iterator[list[Program]]:
+def exchanges(programs: Sequence[Program], seed: int) -> Iterator[list[Program]]:
     """Without end, programs in which one rank launches two collectives the other way round that
     follow each other there and that another rank has in the old order too. With one collective at a
     time each of the two ranks then is in one of them and waits for the other."""

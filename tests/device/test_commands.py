@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank asks of the emulated device is recorded, with all that streams and the host wait for."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -17,7 +19,7 @@ def collectives_that_wait() -> list[str]:
     the host, or not at all."""
     from scripts.testbed.device import inside
 
-    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    groups: list[Any] = [dist.new_group([0, 1]) for _ in range(2)]
     tensors = [torch.ones(4, device="cuda") for _ in groups]
 
     def start(index: int) -> dist.Work:
