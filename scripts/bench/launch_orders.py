@@ -19,7 +19,7 @@ from pathlib import Path
 from scripts.launch_order.commands import HOST, Program, commands_of, num_waits
 from scripts.launch_order.interleavings import Device, Found, search
 from scripts.launch_order.planted import DEVICES, exchanges
-from scripts.launch_order.recorded_steps import LAYOUTS, NUM_RECORDED, PRELOAD, recorded
+from scripts.launch_order.recorded_steps import LAYOUTS, NUM_RECORDED, recorded
 from scripts.report.launch_table import launch_table
 from scripts.report.records import append
 from scripts.testbed.device.worlds import DeviceWorlds
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append records to this file")
     args = parser.parse_args()
     lines: list[dict] = []
-    with DeviceWorlds(PRELOAD) as worlds:
+    with DeviceWorlds() as worlds:
         for name in args.layouts:
             ranks = recorded(worlds, LAYOUTS[name])
             if args.traces:

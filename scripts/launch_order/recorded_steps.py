@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.megatron_flags import MIXTURE_OF_EXPERTS, TENSOR_PARALLEL, size_flags
-from scripts.testbed.megatron_runs import gpt_args, listening, run_pretrain
+from scripts.testbed.megatron_runs import gpt_args, listening, on_device, run_pretrain
 
 RANKS = 4
 NUM_WARM = 4  # steps in which the engine still learns the order of use
@@ -38,7 +38,6 @@ LAYOUTS = {
     "library": Layout("library", (), (2, 2, 4)),
 }
 # fmt: on
-PRELOAD = ["scripts.launch_order.recorded_steps", "scripts.testbed.preload_megatron"]
 
 
 def recorded(worlds: DeviceWorlds, layout: Layout) -> list[list[str]]:
@@ -52,7 +51,6 @@ def recorded(worlds: DeviceWorlds, layout: Layout) -> list[list[str]]:
 
 def _record_megatron(line: list[str]) -> list[str]:
     from scripts.testbed.device import inside
-    from scripts.testbed.device.megatron import on_device
 
     num_steps, lines = 0, list[str]()
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank asks of the emulated device is recorded, with all that streams and the host wait for."""
+"""What a rank asks of the emulated device is recorded, with all the waits of streams and host."""
 
 from typing import Any
 

@@ -23,7 +23,7 @@ from scripts.testbed.megatron_flags import (
     TENSOR_PARALLEL,
     size_flags,
 )
-from scripts.testbed.megatron_runs import gpt_args, run_pretrain
+from scripts.testbed.megatron_runs import gpt_args, on_device, run_pretrain
 from scripts.testbed.ranks import run_ranks
 from tests.device.programs import is_emulated
 from tests.support.journal import Attempt, read_journal
@@ -87,8 +87,6 @@ def _steps(argv: list[str]) -> Steps:
 
 
 def _steps_on_device(argv: list[str]) -> Steps:
-    from scripts.testbed.device.megatron import on_device
-
     with on_device():
         return _steps(argv)
 
