@@ -33,16 +33,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--max-states", type=int, default=100_000, help="of one device")
-    parser.add_argument("--traces", type=Path, metavar="FOLDER", help="keep the recorded steps")
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        metavar="FOLDER",
+        help="take the recorded steps from there where they are, else keep them there",
+    )
     parser.add_argument("--out", type=Path, help="append records to this file")
     args = parser.parse_args()
     lines: list[dict] = []
-    with DeviceWorlds() as worlds:
-        for name in args.layouts:
-            ranks = recorded(worlds, LAYOUTS[name])
-            if args.traces:
-                _keep(args.traces / name, ranks)
-            lines += measured(LAYOUTS[name].name, [commands_of(one) for one in ranks], args)
+    for name in args.layouts:
+        folder = args.traces / name if args.traces else None
+        ranks = _kept(folder) if folder and folder.is_dir() else _recorded(name, folder)
+        lines += measured(LAYOUTS[name].name, [commands_of(one) for one in ranks], args)
     print(launch_table(lines))
     if args.out:
         append(args.out, machine_record(), *lines)
@@ -86,10 +89,18 @@ def _searched(
     }
 
 
-def _keep(folder: Path, ranks: list[list[str]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for rank, lines in enumerate(ranks):
-        (folder / f"rank{rank:02}.jsonl").write_text("\n".join(lines) + "\n")
+def _kept(folder: Path) -> list[list[str]]:
+    return [path.read_text().splitlines() for path in sorted(folder.glob("rank*.jsonl"))]
+
+
+def _recorded(name: str, folder: Path | None) -> list[list[str]]:
+    with DeviceWorlds() as worlds:
+        ranks = recorded(worlds, LAYOUTS[name])
+    if folder:
+        folder.mkdir(parents=True)
+        for rank, lines in enumerate(ranks):
+            (folder / f"rank{rank:02}.jsonl").write_text("\n".join(lines) + "\n")
+    return ranks
 
 
 if __name__ == "__main__":
