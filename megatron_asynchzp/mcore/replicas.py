@@ -46,10 +46,8 @@ def compare_replicas(
             param_size = groups.topology.sizes.param
             holders = [one for one in groups.all_reduce_axes if one.axis.stride >= param_size]
             copies = groups.replica_sync
-            found += _differing("parameters", units, lambda u: [u.model_param.storage], holders)
-            found += _differing(
-                "main parameters", trained, lambda u: [u.main_param.storage], copies
-            )
+            found += _differing("parameters", units, _param_shard, holders)
+            found += _differing("main parameters", trained, _main_shard, copies)
             found += _differing("optimizer states", trained, moments_of, copies)
     # The others would wait for the ranks that see a difference.
     num_found = torch.tensor(len(found), device=runtimes[0].units[0].device)

@@ -166,8 +166,8 @@ MUTANTS = [
         "replicas-of-moments-may-differ",
         "replicas of every state are compared: parameters, main parameters and moments",
         "mcore/replicas.py",
-        '("optimizer states", trained, moments_of, copies),',
-        '("optimizer states", [], moments_of, copies),',
+        '            found += _differing("optimizer states", trained, moments_of, copies)\n',
+        "",
         (
             "tests/mcore/test_replicas.py::"
             "test_a_change_on_one_rank_is_named_by_all_wherever_another_rank_holds_the_same"
