@@ -139,3 +139,19 @@ def test_ctrl_c_under_torchrun_ends_the_job_with_one_line_per_rank(tmp_path, is_
         assert time.monotonic() - start_s < 25
     for rank in range(3):
         assert log.read_text().count(f"megatron_asynchzp: rank {rank}: interrupted") == 1
+
+
+@pytest.mark.slow
+def test_a_bit_that_changes_on_one_of_three_replicas_ends_all_ranks_with_one_line(tmp_path):
+    line = f"{_LINE} --check-weight-hash-across-dp-replicas-interval 2 --train-iters 100"
+    line += " --asynchzp-param-shard-size 1 --asynchzp-grad-shard-size 1"
+    line += " --asynchzp-optim-shard-size 1"
+    ended = Launch(tmp_path, _SCRIPT, line, _WORLD_SIZE, {"FAULT": "flip 1 5"}).end(_SOON_S)
+    assert [one.status for one in ended] == [1, 1, 1]
+    lines = {last_line(one, rank) for rank, one in enumerate(ended)}
+    assert len(lines) == 1 and not any("Traceback" in one.text for one in ended)
+    assert re.match(
+        r"after step 4 replicas differ: (main )?parameters of \S+ on rank 1 are unlike those on "
+        "ranks 0 2",
+        lines.pop(),
+    )

@@ -7,10 +7,11 @@ the process groups do, and what the log and the trace report of it.
 import atexit
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.driver import Driver
@@ -26,6 +27,7 @@ from megatron_asynchzp.mcore.process.stop_signal import StopSignal
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.step import KeepBudgets
+from megatron_asynchzp.zero.unit import HZPUnit
 
 
 class Communication:
@@ -49,6 +51,8 @@ class Communication:
         self.driver = start_driver(schedule, device, self.last_line.watch_main)
         self.stop_signal = StopSignal(device, schedule.time_limit_s)
         self.runtimes: list[HZPRuntime] = []
+        # The optimizer's, which there is only after the runtimes.
+        self.moments_of: Callable[[HZPUnit], Sequence[torch.Tensor]] = lambda unit: ()
         self.budgets = KeepBudgets()
         self._reports = CommReports(self.driver)
         # A model that is dropped takes its threads with it.

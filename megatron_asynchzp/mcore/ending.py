@@ -20,12 +20,13 @@ from megatron_asynchzp.mcore.process.last_line import (
     end_process,
 )
 from megatron_asynchzp.mcore.process.refusal import obey_sigterm, report
+from megatron_asynchzp.mcore.replicas import ReplicasDiffer
 
 # Errors whose message is a line for the user; anything else keeps its traceback.
 OWN_ERRORS = ConfigurationError
 
 # Ends of training that need no traceback.
-_LAST_WORDS = (CollectiveFailure, OrderMismatch, SaveError, KeyboardInterrupt)
+_LAST_WORDS = (CollectiveFailure, OrderMismatch, ReplicasDiffer, SaveError, KeyboardInterrupt)
 
 
 def end_training(error: BaseException) -> None:

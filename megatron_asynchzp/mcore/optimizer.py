@@ -90,10 +90,24 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         self._sleeper = Sleeper(runtimes, self._state_for_sleep)
         for chunk in self.model_chunks:
             chunk.runtime.early = self._early
+            chunk.communication.moments_of = self._moments_of
         self._checkpoint = OptimizerCheckpoint(
             optimizers, joined.state, grad_scaler, parameters.places
         )
         self._use_fused_steps()
+
+    def _moments_of(self, unit: HZPUnit) -> list[torch.Tensor]:
+        """What the optimizer keeps of a unit's elements, in the same order on all their ranks."""
+        found: list[torch.Tensor] = []
+        for fragment in self._parameters.by_unit[unit]:
+            for optimizer in self._optimizers:
+                kept = optimizer.state.get(fragment, {})
+                found += [
+                    kept[name]
+                    for name in sorted(kept)
+                    if isinstance(kept[name], torch.Tensor) and kept[name].dim()
+                ]
+        return found
 
     # ---- gradients
 

@@ -1,29 +1,19 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """What Megatron asks of whole parameters and gradients, answered from the shards: the norm of all
-parameters, whether replicas agree, and dumps of whole tensors.
+parameters, and dumps of whole tensors.
 """
 
-import hashlib
-import logging
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_asynchzp.comm.collectives import (
-    AxisGroup,
-    all_gather_steps,
-    all_reduce_steps,
-    run_steps,
-)
+from megatron_asynchzp.comm.collectives import all_gather_steps, run_steps
 from megatron_asynchzp.mcore.differences import is_counted_once
-from megatron_asynchzp.sharding.buffer import FlatBuffer
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.unit import HZPUnit
-
-_logger = logging.getLogger("megatron_asynchzp")
 
 # ---- the norm of all parameters
 
@@ -58,56 +48,6 @@ def _owned_values(unit: HZPUnit, in_model_dtype: bool) -> list[torch.Tensor]:
     # Not from model_param, which the lanes may be rebuilding: rounding gives the same numbers.
     fragments = unit.main_param_fragments()
     return [values.to(unit.dtype) for values in fragments] if in_model_dtype else fragments
-
-
-# ---- replicas
-
-
-@torch.no_grad()
-def do_replicas_agree(runtimes: Sequence[HZPRuntime]) -> bool:
-    """Whether all ranks that hold the same range of a state hold the same bits: parameter shards,
-    and main parameters. Collective over the world, with one answer; logs the units that differ."""
-    agree = True
-    for runtime in runtimes:
-        runtime.settle()
-        for groups in dict.fromkeys(unit.groups for unit in runtime.units):
-            units = [unit for unit in runtime.units if unit.groups is groups]
-            trained = [unit for unit in units if unit.is_trained]
-            axes = groups.all_reduce_axes
-            param_size = groups.topology.sizes.param
-            holders = [axis for axis in axes if axis.axis.stride >= param_size]
-            agree &= _agree("parameters", units, [u.model_param for u in units], holders)
-            mains = [unit.main_param for unit in trained]
-            agree &= _agree("main parameters", trained, mains, groups.replica_sync)
-    # Megatron stops each rank that gets False; the others would wait for it.
-    everywhere = torch.tensor(int(agree), device=runtimes[0].units[0].device)
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
-    return bool(everywhere.item())
-
-
-def _agree(
-    what: str, units: Sequence[HZPUnit], shards: Sequence[FlatBuffer], axes: Sequence[AxisGroup]
-) -> bool:
-    """Whether the shards' hashes are the same on all ranks along `axes`."""
-    if not units or not axes:
-        return True
-    hashes = torch.stack([_hash_of(shard.storage) for shard in shards])
-    lowest, highest = hashes.clone(), hashes.clone()
-    run_steps(all_reduce_steps(lowest, axes, dist.ReduceOp.MIN))
-    run_steps(all_reduce_steps(highest, axes, dist.ReduceOp.MAX))
-    differs = (lowest != highest).any(dim=1).tolist()
-    for unit, is_different in zip(units, differs, strict=True):
-        if is_different:
-            _logger.error(
-                "rank %d: replicas of the %s of %s differ", dist.get_rank(), what, unit.name
-            )
-    return not any(differs)
-
-
-def _hash_of(values: torch.Tensor) -> torch.Tensor:
-    """SHA-1 of the bits of a 1-D tensor: 20 int32 numbers, which every backend can compare."""
-    digest = hashlib.sha1(values.view(torch.uint8).cpu().numpy()).digest()
-    return torch.tensor(list(digest), dtype=torch.int32, device=values.device)
 
 
 # ---- dumps

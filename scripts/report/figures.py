@@ -236,6 +236,24 @@ def census_count(what: str) -> str:
     return census_table.count(read_record("census").lines, what)
 
 
+def launch_orders(what: str) -> str:
+    """what: "states", visited in every order of what we ship; "circles" among them; "planted" and
+    "found" of those that were planted; "rate": states of a second of one core."""
+    lines = read_record("launch_orders").lines
+    if what in ("planted", "found"):
+        return str(sum(line[what] for line in lines if line["kind"] == "planted"))
+    shipped = [line for line in lines if line["kind"] == "search" and line["in_host_order"]]
+    if what == "circles":
+        assert all(line["is_all"] for line in shipped), "not all orders were tried"
+        return str(sum(line["circle"] for line in shipped))
+    every = [line for line in shipped if not line["is_reduced"]]
+    states = sum(line["states"] for line in every)
+    return {
+        "states": f"{states / 1e6:.1f}",
+        "rate": f"{states / sum(line['seconds'] for line in every):.0f}",
+    }[what]
+
+
 def stated(file: str, text: str) -> str:
     """`text`, where `file`, a test or a script that holds or sets the figure, has it as well."""
     source = (Path(__file__).parents[2] / file).read_text()
@@ -271,6 +289,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "census": census_count,
     "stated": stated,
     "grad wire ratio": grad_wire_ratio,
+    "launch orders": launch_orders,
 }
 
 

@@ -30,6 +30,8 @@ from scripts.report.compare_rows import NO_NETWORK, Comparison, comparisons
 from scripts.report.compare_table import networks_table
 from scripts.report.delta_table import delta_table
 from scripts.report.early_table import early_table
+from scripts.report.flip_table import flip_table
+from scripts.report.launch_table import launch_table
 from scripts.report.loss_picture import RINGS
 from scripts.report.parity_table import parity_table, shrunk_table
 from scripts.report.plot_timeline import write_picture
@@ -224,6 +226,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "early update": lambda: early_table(read_record("early_update").lines),
     "versions": lambda: versions_table.versions_table(read_record("versions").lines),
     "versions checkpoints": lambda: versions_table.moves_table(read_record("versions").lines),
+    "launch orders": lambda: launch_table(read_record("launch_orders").lines),
+    "bit flips": lambda: flip_table(read_record("bit_flips").lines),
     "unequal lengths": lambda: unequal_table(read_record("unequal_lengths").lines),
     "weight deltas": lambda: delta_table(read_record("weight_deltas").lines),
     "clusters": lambda: cluster_table.table(read_record("clusters").lines),

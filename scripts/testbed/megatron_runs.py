@@ -241,6 +241,33 @@ def patched(argv: Sequence[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def on_device() -> Iterator[None]:
+    """Inside, runs are on this rank's CUDA device instead of gloo, with the implementations that
+    the CPU platform chooses, and nothing else of it."""
+    from megatron_asynchzp import cpu_platform
+    from megatron_asynchzp.cpu_platform.arguments import CPU_VALUES
+
+    values = CPU_VALUES | {"distributed_backend": "nccl", "use_cpu_initialization": False}
+    forward_step = _forward_step
+
+    def choose(args: Any) -> list[str]:
+        for name, value in values.items():
+            if hasattr(args, name):
+                setattr(args, name, value)
+        return []
+
+    def forward_on_device(batches: Iterator, model: torch.nn.Module) -> tuple:
+        batch = {name: value.cuda() for name, value in next(batches).items()}
+        return forward_step(iter([batch]), model)
+
+    with (
+        mock.patch.multiple(cpu_platform, install=lambda: None, apply_cpu_defaults=choose),
+        mock.patch.dict(globals(), _forward_step=forward_on_device),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def listening(
     begin_step: Callable[[], None],
     end_step: Callable[[dict[str, Any]], None],

@@ -6,17 +6,13 @@ DDP and with the engine, local layers, NCCL."""
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import NamedTuple
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from scripts.testbed import megatron_runs
 from scripts.testbed.device.delays import LAWS as LAW_NAMES
 from scripts.testbed.device.delays import Delays
 from scripts.testbed.device.worlds import DeviceWorlds
@@ -27,7 +23,7 @@ from scripts.testbed.megatron_flags import (
     TENSOR_PARALLEL,
     size_flags,
 )
-from scripts.testbed.megatron_runs import Steps, gpt_args, run_pretrain
+from scripts.testbed.megatron_runs import Steps, gpt_args, on_device, run_pretrain
 from scripts.testbed.ranks import run_ranks
 from tests.device.programs import is_emulated
 from tests.support.journal import Attempt, read_journal
@@ -89,31 +85,7 @@ def _steps(argv: list[str]) -> Steps:
 
 
 def _steps_on_device(argv: list[str]) -> Steps:
-    """With the implementations that the CPU platform chooses, and nothing else of it."""
-    from megatron_asynchzp import cpu_platform
-    from megatron_asynchzp.cpu_platform.arguments import CPU_VALUES
-
-    on_device = {"distributed_backend": "nccl", "use_cpu_initialization": False}
-
-    def choose(args: Any) -> list[str]:
-        for name, value in (CPU_VALUES | on_device).items():
-            if hasattr(args, name):
-                setattr(args, name, value)
-        return []
-
-    forward_step = megatron_runs._forward_step
-
-    def forward_on_device(batches: Iterator, model: torch.nn.Module) -> tuple:
-        batch = {name: value.cuda() for name, value in next(batches).items()}
-        return forward_step(iter([batch]), model)
-
-    with ExitStack() as stack:
-        for owner, name, value in (
-            (cpu_platform, "install", lambda: None),
-            (cpu_platform, "apply_cpu_defaults", choose),
-            (megatron_runs, "_forward_step", forward_on_device),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, value))
+    with on_device():
         return _steps(argv)
 
 

@@ -6,6 +6,7 @@ rank, stream or operation changes it, and it closes no circle in one hardware qu
 import pytest
 import torch.distributed as dist
 
+from scripts.launch_order.commands import launched
 from scripts.launch_order.interleavings import Device, search
 from scripts.launch_order.record import Launch, meetings_of, unmet_of
 from scripts.testbed.device.delays import LAWS, Delays
@@ -69,4 +70,5 @@ def test_no_delay_changes_what_any_rank_launches_and_one_queue_a_rank_takes_it(
     for orders in zip(*ranks):
         meetings = [meetings_of(launches) for launches in orders]
         assert unmet_of(meetings) == []
-        assert search(meetings, Device(num_queues=1, num_places=1)).circle == ()
+        programs = [launched(launches) for launches in orders]
+        assert search(programs, Device(num_queues=1, num_places=1)).circle == ()

@@ -52,7 +52,7 @@ def test_one_order_has_no_circle_and_two_have_one(tmp_path, capsys):
     [
         (([],), "no dump of torch's flight recorder"),
         ((dump_of([GATHER], first=3), dump_of([GATHER])), "the first 3 launches are lost"),
-        ((dump_of([GATHER, REDUCE]), dump_of([GATHER])), "is not in the dumps of all its ranks"),
+        ((dump_of([GATHER, REDUCE]), dump_of([GATHER])), "is not in the files of all its ranks"),
     ],
 )
 def test_what_cannot_be_searched_is_one_line(tmp_path, capsys, dumps, line):

@@ -8,12 +8,10 @@ import logging
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from scripts.testbed.megatron_flags import BF16, MIXTURE_OF_EXPERTS
 from scripts.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 from tests.mcore.test_data_parallel import tiny_config, wrap
-from tests.support.engine import nested_sizes
 from tests.support.parity import size_flags
 from tests.support.world import on_ranks
 
@@ -27,36 +25,6 @@ def _wrapped_linear(sizes: tuple[int, int, int], **ddp_options: bool):
     chunk.linear = torch.nn.Linear(8, 8)
     chunk.forward = lambda x: chunk.linear(x)
     return wrap([chunk.bfloat16()], sizes, **ddp_options)
-
-
-# ---- replicas
-
-
-def _agreement(sizes: tuple[int, int, int], changed: str | None) -> bool:
-    """Whether replicas agree after one element of a state has changed on the last rank."""
-    from megatron_asynchzp.mcore.whole_tensors import do_replicas_agree
-
-    (chunk,) = _wrapped_linear(sizes)
-    logging.getLogger("megatron_asynchzp").setLevel(logging.CRITICAL)
-    if changed is not None and dist.get_rank() == dist.get_world_size() - 1:
-        getattr(chunk.units[0], changed).storage[0] += 1
-    agrees = do_replicas_agree([chunk.runtime])
-    chunk.communication.close()
-    return agrees
-
-
-def _all_agreements(cases: list) -> dict:
-    return {case: _agreement(*case) for case in cases}
-
-
-def test_a_change_on_one_rank_is_seen_by_all_wherever_another_rank_holds_the_same():
-    states = (None, "model_param", "main_param")
-    cases = [(sizes, changed) for sizes in nested_sizes(4) for changed in states]
-    for found in on_ranks(_all_agreements, 4, cases):
-        for (param, grad, optim), changed in cases:
-            copies = {None: 1, "model_param": 4 // param, "main_param": 4 // optim}[changed]
-            # A change of what only one rank holds cannot be seen.
-            assert found[(param, grad, optim), changed] == (copies == 1)
 
 
 # ---- large gradients

@@ -11,9 +11,11 @@ import threading
 from dataclasses import replace
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.settings import Settings
 from tests.support import legacy_pretrain
 
@@ -39,6 +41,10 @@ def act(kind: str, model) -> None:
         os.kill(os.getpid(), signal.Signals[kind])
     elif kind == "raise":
         raise OddError("not ours")
+    elif kind == "flip":  # a bit of what the optimizer owns
+        communication = Communication.current()
+        assert communication is not None
+        communication.runtimes[0].units[0].main_param.storage.view(torch.int32)[0] ^= 1
     elif kind == "skip":  # the first layer is not called any more
         decoder = get_attr_wrapped_model(model, "decoder")
         decoder.layers = decoder.layers[1:]

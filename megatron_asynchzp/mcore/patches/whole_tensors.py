@@ -34,15 +34,16 @@ def calc_params_l2_norm(
     "megatron.core.utils.check_param_hashes_across_dp_replicas",
     "model cross_check",
     why="what is compared between replicas (--check-weight-hash-across-dp-replicas-interval) are "
-    "the shards that several ranks hold",
+    "the shards that several ranks hold, moments included",
     drop_when="the comparison of replicas is a method of the wrapper",
 )
 def check_param_hashes(original: Callable, model: Any, cross_check: bool = False) -> bool:
     if (communication := Communication.current()) is None:
         return original(model, cross_check)
-    from megatron_asynchzp.mcore.whole_tensors import do_replicas_agree
+    from megatron_asynchzp.mcore.replicas import compare_replicas
 
-    return do_replicas_agree(communication.runtimes)
+    compare_replicas(communication.runtimes, communication.moments_of, communication.driver.step)
+    return True
 
 
 @replaces(

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "commands.hpp"
 #include "delays.hpp"
 #include "report.hpp"
 #include "watch.hpp"
@@ -56,8 +57,9 @@ constexpr auto kQuiet = std::chrono::milliseconds(50);
 // Never destroyed: threads of streams outlive main().
 auto& all = *new std::vector<Stream*>;
 auto& all_mutex = *new std::mutex;
-std::atomic<int> next_ordinal{0};
+std::atomic<int> next_ordinal{0}, next_number{0};
 std::atomic<Clock::rep> last_submission{0};
+thread_local bool is_of_stream = false;
 
 bool is_quiet() {
   return Clock::now().time_since_epoch() - Clock::duration(last_submission) > kQuiet;
@@ -65,14 +67,13 @@ bool is_quiet() {
 
 // By the order in which streams are first used; without the variable each has one of its own, where
 // CUDA would have 8 for all.
-Queue* next_queue() {
+Queue* queue_of(int stream_number) {
   static std::mutex mutex;
   static auto& queues = *new std::map<int, Queue>;
-  static int num_streams = 0;
   static const char* text = getenv("CUDA_DEVICE_MAX_CONNECTIONS");  // once, as the driver does
   if (!text) return nullptr;
   std::lock_guard lock(mutex);
-  return &queues[num_streams++ % std::max(1, atoi(text))];
+  return &queues[stream_number % std::max(1, atoi(text))];
 }
 
 std::vector<Stream*> streams_of(int device) {
@@ -90,7 +91,7 @@ Stream::Stream(int device, int priority) : device(device), priority(priority) {
   all.push_back(this);
 }
 
-Position Stream::push_kernel(std::function<void()> run) {
+Position Stream::push_kernel(std::function<void()> run, const std::string& of_collective) {
   int us;
   {
     std::lock_guard lock(mutex_);
@@ -102,11 +103,11 @@ Position Stream::push_kernel(std::function<void()> run) {
     begin_kernel();
     run();
   };
-  return add(std::move(kernel), Kind::kernel);
+  return add(std::move(kernel), Kind::kernel, of_collective);
 }
 
 void Stream::push_wait(Position other) {
-  if (other.stream && other.stream != this) add([other] { other.wait(); }, Kind::wait);
+  if (other.stream && other.stream != this) add([other] { other.wait(); }, Kind::wait, "", other);
 }
 
 void Stream::push_wait_begun(Position kernel) {
@@ -120,16 +121,22 @@ Position Stream::push_beside(std::function<void()> run) {
   return add(std::move(run), Kind::beside);
 }
 
-Position Stream::add(std::function<void()> run, Kind kind) {
+Position Stream::add(std::function<void()> run, Kind kind, const std::string& of_collective,
+                     Position after) {
   last_submission = Clock::now().time_since_epoch().count();
   std::lock_guard lock(mutex_);
   submitted_++;
   if (!has_thread_) {  // torch makes 128 streams and uses few
     has_thread_ = true;
-    queue_ = next_queue();
+    number_ = next_number++;
+    queue_ = queue_of(number_);
     std::thread([this] { work(); }).detach();
   }
   const bool is_queued = queue_ && kind != Kind::beside;
+  if (after.stream)
+    commands::note_wait(number_, submitted_, after.stream->number_, after.count);
+  else if (kind != Kind::beside)
+    commands::note(number_, submitted_, of_collective);
   tasks_.push_back({std::move(run), kind, host_moment(), is_queued});
   if (is_queued) {
     std::lock_guard queue_lock(queue_->mutex);
@@ -150,6 +157,7 @@ bool Stream::may_go_on() {
 }
 
 void Stream::work() {
+  is_of_stream = true;
   std::unique_lock lock(mutex_);
   for (;;) {
     while (!may_go_on()) {
@@ -192,6 +200,7 @@ void Position::demand() const {
 
 void Position::wait() const {
   if (!stream) return;
+  if (!is_of_stream) commands::note_host_wait(stream->number_, count);
   demand();
   std::unique_lock lock(stream->mutex_);
   stream->completed_changed_.wait(lock, [this] { return stream->completed_ >= count; });

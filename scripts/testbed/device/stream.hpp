@@ -11,6 +11,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <string>
 
 #include "clock.hpp"
 
@@ -40,7 +41,8 @@ struct Stream {
   const int device;
   const int priority;
 
-  Position push_kernel(std::function<void()> run);  // put off as the law says
+  // Put off as the law says. of_collective: as in commands.hpp, where it is one.
+  Position push_kernel(std::function<void()> run, const std::string& of_collective = "");
   Position push(std::function<void()> run);         // at once
   Position push_beside(std::function<void()> run);  // as no command of CUDA: in no hardware queue
   void push_wait(Position other);                   // what follows waits for `other`
@@ -60,7 +62,8 @@ struct Stream {
     double issued;  // by the host; see clock.hpp
     bool is_queued;
   };
-  Position add(std::function<void()> run, Kind kind);
+  Position add(std::function<void()> run, Kind kind, const std::string& of_collective = "",
+               Position after = {});
   void work();
   bool may_go_on();
   void begin_kernel();
@@ -73,6 +76,7 @@ struct Stream {
   Moments moments_;
   int64_t demanded_ = 0;  // Law::on_demand: how many tasks someone waits for
   int64_t num_kernels_ = 0;
+  int number_ = -1;   // among all streams, in the order of their first use
   int ordinal_ = -1;  // among the streams that got a kernel, in the order of their first
   bool has_thread_ = false;
 };

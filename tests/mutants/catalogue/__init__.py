@@ -8,6 +8,7 @@ from tests.mutants.catalogue import (
     communication,
     early_update,
     engine,
+    launch_order,
     megatron,
     sharding,
 )
@@ -20,4 +21,5 @@ MUTANTS: list[Mutant] = [
     *early_update.MUTANTS,
     *megatron.MUTANTS,
     *adapters.MUTANTS,
+    *launch_order.MUTANTS,
 ]

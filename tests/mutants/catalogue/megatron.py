@@ -173,4 +173,23 @@ MUTANTS = [
         "return holders[place * len(holders) // count // 2]",
         ("tests/sharding/test_routes.py::test_where_all_ranks_receive_holders_send_equally_often"),
     ),
+    Mutant(
+        "replicas-of-moments-may-differ",
+        "replicas of every state are compared: parameters, main parameters and moments",
+        "mcore/replicas.py",
+        '            found += _differing("optimizer states", trained, moments_of, copies)\n',
+        "",
+        (
+            "tests/mcore/test_replicas.py::"
+            "test_a_change_on_one_rank_is_named_by_all_wherever_another_rank_holds_the_same"
+        ),
+    ),
+    Mutant(
+        "a-bit-that-is-not-hashed",
+        "every bit of a state changes its hash",
+        "mcore/replicas.py",
+        "(2 * places + 1)",
+        "(2 * places)",
+        "tests/mcore/test_replicas.py::test_every_bit_of_a_state_changes_its_hash",
+    ),
 ]

@@ -12,8 +12,8 @@ class Mutant:
     """One deliberate fault.
 
     name: for the command line; breaks: the law or promise that no longer holds; file: in the
-    package; old, new: text that occurs exactly once in the file, and what replaces it; test: the
-    pytest address of the one test that must fail.
+    package, or of scripts/ with that; old, new: text that occurs exactly once in the file, and what
+    replaces it; test: the pytest address of the one test that must fail.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Mutant:
 
     @property
     def path(self) -> str:
-        return f"{PACKAGE}/{self.file}"
+        return self.file if self.file.startswith("scripts/") else f"{PACKAGE}/{self.file}"
 
     @property
     def test_function(self) -> tuple[str, str]:

@@ -1,0 +1,129 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the comparison of replicas: whether all ranks that hold the same range of a state hold the
+same bits of it (--check-weight-hash-across-dp-replicas-interval)."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_asynchzp.comm.collectives import AxisGroup, all_reduce_steps, run_steps
+from megatron_asynchzp.zero.autograd import HZPRuntime
+from megatron_asynchzp.zero.unit import HZPUnit
+
+_AT_ONCE = 1 << 20  # elements
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FACTOR = -7046029254386353131  # 2^64 over the golden ratio, odd
+
+
+class ReplicasDiffer(RuntimeError):
+    """Ranks hold different bits of the same; the message is a line for the user."""
+
+
+@torch.no_grad()
+def compare_replicas(
+    runtimes: Sequence[HZPRuntime],
+    moments_of: Callable[[HZPUnit], Sequence[torch.Tensor]],
+    step: int,
+) -> None:
+    """Compare parameter shards, main parameters and the optimizer's moments. Collective over the
+    world, between two steps; sends 16 bytes per state and unit between the ranks that hold the
+    same, and reads each state once where it is.
+
+    moments_of: a trained unit's, each 1-D, in an order of their own.
+    step: the last one, for the message.
+
+    Raises ReplicasDiffer on all ranks, with one message, where any of them differ.
+    """
+    found: list[str] = []
+    for runtime in runtimes:
+        runtime.settle()
+        for groups in dict.fromkeys(unit.groups for unit in runtime.units):
+            units = [unit for unit in runtime.units if unit.groups is groups]
+            trained = [unit for unit in units if unit.is_trained]
+            param_size = groups.topology.sizes.param
+            holders = [one for one in groups.all_reduce_axes if one.axis.stride >= param_size]
+            copies = groups.replica_sync
+            found += _differing("parameters", units, _param_shard, holders)
+            found += _differing("main parameters", trained, _main_shard, copies)
+            found += _differing("optimizer states", trained, moments_of, copies)
+    # The others would wait for the ranks that see a difference.
+    num_found = torch.tensor(len(found), device=runtimes[0].units[0].device)
+    dist.all_reduce(num_found, dist.ReduceOp.MAX)
+    if not num_found.item():
+        return
+    of_ranks: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, found)
+    first, *others = dict.fromkeys(text for texts in of_ranks for text in texts)
+    more = f", and so do {len(others)} more states" if others else ""
+    raise ReplicasDiffer(
+        f"after step {step} replicas differ: {first}{more}; a bit has changed in memory or on the "
+        "wire: go on from an earlier checkpoint, and test the devices of these ranks"
+    )
+
+
+def _param_shard(unit: HZPUnit) -> Sequence[torch.Tensor]:
+    return [unit.model_param.storage]
+
+
+def _main_shard(unit: HZPUnit) -> Sequence[torch.Tensor]:
+    return [unit.main_param.storage]
+
+
+def _differing(
+    what: str,
+    units: Sequence[HZPUnit],
+    states_of: Callable[[HZPUnit], Iterable[torch.Tensor]],
+    axes: Sequence[AxisGroup],
+) -> list[str]:
+    """A text for each unit whose states are not the same on all ranks along `axes`."""
+    if not units or not axes:
+        return []
+    device = units[0].device
+    own = torch.stack([_hash_of(states_of(unit), device) for unit in units])
+    num_holders, index = 1, 0
+    for one in axes:
+        index += one.axis.coordinate * num_holders
+        num_holders *= one.axis.size
+    # A sum with zeros: these communicators reduce anyway, and have no memory for gathers.
+    table = own.new_zeros(num_holders, len(units) + 1)
+    table[index, :-1], table[index, -1] = own, dist.get_rank()
+    run_steps(all_reduce_steps(table.view(-1), axes))
+    *hashes, ranks = table.cpu().unbind(dim=1)
+    return [
+        f"{what} of {unit.name} {_who(column.tolist(), ranks.tolist())}"
+        for unit, column in zip(units, hashes, strict=True)
+        if (column != column[0]).any()
+    ]
+
+
+def _who(hashes: Sequence[int], ranks: Sequence[int]) -> str:
+    """Which ranks are unlike the most, where most are alike; else all of them."""
+    (usual, count), *others = Counter(hashes).most_common()
+    if count > max(other for _, other in others):
+        odd = sorted(rank for rank, one in zip(ranks, hashes) if one != usual)
+        alike = sorted(rank for rank, one in zip(ranks, hashes) if one == usual)
+        return f"on {_listed(odd)} are unlike those on {_listed(alike)}"
+    return f"are not the same on {_listed(sorted(ranks))}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {' '.join(map(str, ranks))}"
+
+
+def _hash_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """A number (int64) that differs where a single bit does: the sum of all elements' bits, each
+    times an odd number of its own, modulo 2^64. It is computed where the tensors are."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    place = 0
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        for start in range(0, flat.numel(), _AT_ONCE):
+            part = flat[start : start + _AT_ONCE]
+            bits = part.view(_BITS[part.element_size()]).to(torch.int64)
+            places = torch.arange(place, place + bits.numel(), device=bits.device)
+            total += (bits * (2 * places + 1).mul_(_FACTOR)).sum().to(device)
+            place += bits.numel()
+    return total
