@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.report import CommReport, CommReports
+from megatron_asynchzp.comm.roll_call import RollCall
 from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.timeline import stop_trace
 from megatron_asynchzp.device import Device
@@ -47,6 +48,8 @@ class Communication:
         self.last_line = LastLine()
         self._stop_watching = watch_interrupts(self.last_line)
         self.driver = start_driver(schedule, device, self.last_line.watch_main)
+        # Every rank comes here.
+        self.driver.roll_call = RollCall.of_world(self.driver.counts, self.driver.fail_with_others)
         self.stop_signal = StopSignal(device, schedule.time_limit_s)
         self.runtimes: list[HZPRuntime] = []
         self.budgets = KeepBudgets()

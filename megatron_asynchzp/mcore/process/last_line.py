@@ -20,7 +20,7 @@ EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130  # the second is a shell's status for SI
 _MAIN_PRINTS_S = 1.0
 # How long after that it may take to end the process itself. It can be stuck in a collective of
 # Megatron's own, whose peer has ended for the same reason.
-_GRACE_S = 10.0
+_GRACE_S = 3.0
 
 
 class LastLine:
