@@ -26,7 +26,8 @@ def collective_of(error: BaseException) -> str | None:
 
 def collective_of_main_thread() -> str | None:
     """The same of that in which the main thread is now."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames_of = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    frame = frames_of.get(threading.main_thread().ident or 0)
     frames = [frame for frame, _ in traceback.walk_stack(frame)] if frame is not None else []
     return _named(reversed(frames))
 

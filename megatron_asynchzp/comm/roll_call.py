@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, TCPStore
 
 from megatron_asynchzp.comm.timeline import LANES
 
@@ -36,8 +37,8 @@ _calls = itertools.count()
 class RollCall:
     """The part of one rank; all ranks of the world have theirs, made in the same order.
 
-    store: of the world. A thread of this object alone uses it, by a connection of its own: a store
-        whose host is gone can hold whoever asks it for minutes.
+    store: for this alone, with a connection of its own. A thread of this object alone uses it: a
+        store whose host is gone can hold whoever asks it for minutes.
     counts: tasks that this rank has submitted so far, by lane; read when somebody calls.
     on_call: called once, in a thread of its own, when another rank has called.
     """
@@ -53,7 +54,7 @@ class RollCall:
         self._rank, self._world_size, self._counts = rank, world_size, counts
         self._on_call = on_call
         self._where = _address(store)
-        self._store = dist.PrefixStore(f"asynchzp-roll-call-{next(_calls)}", store.clone())
+        self._store = store
         self._is_closed = threading.Event()
         self._is_asked = threading.Event()
         self._is_over = threading.Event()
@@ -71,10 +72,11 @@ class RollCall:
         """That of the default process group; None where its ranks did not meet at a TCP store."""
         if not dist.is_initialized():
             return None
-        store: Any = dist.distributed_c10d._get_default_store()
+        store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
         if dist.get_world_size() < 2 or _address(store) is None or not hasattr(store, "clone"):
             return None
-        return cls(store, dist.get_rank(), dist.get_world_size(), counts, on_call)
+        own = PrefixStore(f"asynchzp-roll-call-{next(_calls)}", store.clone())
+        return cls(own, dist.get_rank(), dist.get_world_size(), counts, on_call)
 
     # ---- for the thread in which something failed
 
@@ -98,6 +100,11 @@ class RollCall:
             f"failed before: {name_ranks(before)}" if before else "",
         )
         return "; ".join(filter(None, texts)) or "every rank answers"
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether this rank has called, or heard another."""
+        return self._is_asked.is_set() or self._has_answered
 
     def leave(self) -> None:
         """Before this process ends, which may be the one that holds the store: let the others read
@@ -180,6 +187,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def _address(store: Any) -> str | None:
     """Host and port of a TCP store; None for another kind."""
-    while isinstance(store, dist.PrefixStore):
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else None
+    return f"{store.host}:{store.port}" if isinstance(store, TCPStore) else None

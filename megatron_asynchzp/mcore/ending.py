@@ -20,7 +20,7 @@ from megatron_asynchzp.mcore.process.last_line import (
     LastLine,
     end_process,
 )
-from megatron_asynchzp.mcore.process.refusal import obey_sigterm, report
+from megatron_asynchzp.mcore.process.refusal import report
 
 # Errors whose message is a line for the user; anything else keeps its traceback.
 OWN_ERRORS = ConfigurationError
@@ -39,7 +39,6 @@ def end_training(error: BaseException) -> None:
     communication = Communication.current()
     if communication is None and not isinstance(error, _LAST_WORDS):
         return
-    obey_sigterm()
     # Around an excepthook torch.distributed collects stderr, and this process will not come back.
     sys.stderr = sys.__stderr__ or sys.stderr
     if isinstance(error, KeyboardInterrupt):

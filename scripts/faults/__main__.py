@@ -23,6 +23,7 @@ from scripts.testbed.links import Links, unavailable, unshare
 
 _INSIDE = "ASYNCHZP_FAULTS_INSIDE"
 _MOST_NODES = 4
+PROGRAMS = ("library", "megatron")
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -33,6 +34,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--stride", type=int, default=1, help="every so manieth from there on")
     parser.add_argument("--cells", type=int, help="at most so many")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no cell after these")
+    parser.add_argument("--program", choices=PROGRAMS, default="library")
     parser.add_argument("--limit", type=float, default=5.0, help="seconds of a collective")
     parser.add_argument("--inter", default="200mbit", help="rate of each node's link")
     parser.add_argument("--keep", type=Path, help="folder for logs; default: a temporary one")
@@ -56,7 +58,7 @@ def main() -> None:
     append(args.out, _machine())
     with tempfile.TemporaryDirectory() as temporary:
         bench = Bench(links, args.keep or Path(temporary), args.limit)
-        cells = list(draw_cells(args.seed, args.repeats))
+        cells = list(draw_cells(args.seed, args.repeats, args.program))
         last = None if args.cells is None else args.first + args.cells * args.stride
         for index in list(islice(range(len(cells)), args.first, last, args.stride)):
             if time.monotonic() - start_s > args.seconds:

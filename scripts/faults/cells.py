@@ -17,6 +17,8 @@ FAULTS = {
     "first node killed": "the same of the node where the ranks meet",
     "rank stopped": "SIGSTOP of a rank for longer than the limit, then SIGCONT",
 }
+LAST_STEP, SAVE_EVERY = 8, 3
+"""Of every run; a moment comes after the first checkpoint."""
 MOMENTS = ("gather", "reduce", "grad-sync", "param-sync", "optimizer", "save", "load")
 _ON_LINKS = ("link down", "upload lost", "download lost", "link at 1%")
 _KILLS = ("rank killed", "node killed", "first node killed")
@@ -74,17 +76,19 @@ class Cell:
 
     @property
     def silent(self) -> list[int]:
-        """Ranks that another rank, on the node where the ranks meet, does not hear."""
+        """Ranks that do not answer in the store where the ranks met."""
         if self.fault == "rank stopped":
             return [self.victim]
-        if self.dead or self.fault == "link at 1%" or self.node == 0:
+        if self.dead or self.fault == "link at 1%":
             return self.dead
-        first = self.node * self.ranks
-        return list(range(first, first + self.ranks))
+        cut_off = [rank for rank in range(self.world_size) if rank // self.ranks == self.node]
+        return [rank for rank in range(self.world_size) if (rank in cut_off) == (self.node > 0)]
 
     def hears_store(self, rank: int) -> bool:
-        """Whether `rank` and the process that holds the store can talk after the fault."""
-        if 0 in self.dead or (self.fault == "rank stopped" and self.victim == 0):
+        """Whether `rank` and the process that holds the store can talk after the fault: rank 0, or
+        the first node's agent."""
+        is_of_rank = self.program == "library"
+        if self.fault == "first node killed" or (is_of_rank and 0 in (*self.dead, *self.silent)):
             return False
         is_cut = self.is_on_link and self.fault != "link at 1%"
         on_node = rank // self.ranks == self.node
@@ -104,9 +108,7 @@ def draw_cells(seed: int, repeats: int, program: str = "library") -> Iterator[Ce
 
 
 def _draw(numbers: random.Random, fault: str, moment: str, program: str) -> Cell:
-    worlds = _WORLDS
-    if moment in ("grad-sync", "param-sync"):  # along the axis from G, or P, to O
-        worlds = [one for one in worlds if one[2][2] > one[2][moment == "grad-sync"]]
+    worlds = [one for one in _WORLDS if _has_moment(*one[2], moment)]
     nodes, ranks, sizes = numbers.choice(worlds)
     if program == "megatron":
         nodes, ranks = 2, 2
@@ -119,3 +121,10 @@ def _draw(numbers: random.Random, fault: str, moment: str, program: str) -> Cell
     visit = numbers.randint(1, _MOST_VISITS.get(moment, 1))
     schedule = numbers.choice(_SCHEDULES)
     return Cell(fault, moment, nodes, ranks, sizes, schedule, victim, visit, program)
+
+
+def _has_moment(param: int, grad: int, states: int, moment: str) -> bool:
+    """Whether there is such a collective with these sizes."""
+    asked = {"gather": param > 1, "reduce": grad > 1}
+    asked |= {"grad-sync": states > grad, "param-sync": states > param}
+    return asked.get(moment, True)

@@ -8,8 +8,6 @@ Notes in $FAULT_FOLDER/RANK: `began STEP`, `step STEP LOSS` (all its bits), `don
 
 import gc
 import importlib
-import os
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +30,7 @@ from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharded_model import ShardedModel, shard
 from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.zero.autograd import HZPRuntime
+from scripts.faults.cells import LAST_STEP, SAVE_EVERY
 from scripts.faults.moments import Moment
 
 # What a rank would import in the middle of its first step and its first checkpoint.
@@ -40,21 +39,20 @@ for _late in ("torch._dynamo", "torch._inductor.test_operators", "fsspec.core", 
 gc.collect()
 gc.freeze()  # a rank that collects garbage need not copy the pages of these objects
 
-STEPS, SAVE_EVERY, MICRO_BATCHES = 8, 3, 2
+_MICRO_BATCHES = 2
 _WIDTH, _DEPTH, _VOCAB, _LENGTH = 48, 3, 61, 16
 
 
 @dataclass(frozen=True)
 class Task:
     """sizes, schedule: of the engine; limit_s: of a collective; checkpoints: the folder to go on
-    from and to save to; notes: the folder of the notes; loads: arms the moment while loading."""
+    from and to save to; notes: the folder of the notes."""
 
     sizes: tuple[int, int, int]
     schedule: str
     limit_s: float
     checkpoints: Path
     notes: Path
-    last_step: int = STEPS
 
 
 class _Block(nn.Module):
@@ -112,13 +110,13 @@ def _train(task: Task) -> None:
         moment.is_armed = True
         _load(sharded, task.checkpoints / str(steps[-1]))
     note("began", first)
-    for step in range(first, task.last_step + 1):
+    for step in range(first, LAST_STEP + 1):
         note("step", step, _one_step(sharded, step).hex())
         if step % SAVE_EVERY == 0:
             dcp.save(sharded.state_dict(), checkpoint_id=task.checkpoints / str(step))
             moment.is_armed = True
-    communication.close()
     dist.barrier()
+    communication.close()
     note("done")
 
 
@@ -165,13 +163,13 @@ def _one_step(sharded: ShardedModel, step: int) -> float:
     """The mean loss of all ranks."""
     sharded.zero_grad()
     total = torch.zeros(())
-    for index in range(MICRO_BATCHES):
-        sharded.set_is_last_micro_batch(index == MICRO_BATCHES - 1)
+    for index in range(_MICRO_BATCHES):
+        sharded.set_is_last_micro_batch(index == _MICRO_BATCHES - 1)
         tokens = _batch(step, index)
         logits = sharded.model(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        (loss / MICRO_BATCHES).backward()
-        total += loss.detach() / MICRO_BATCHES
+        (loss / _MICRO_BATCHES).backward()
+        total += loss.detach() / _MICRO_BATCHES
     sharded.clip_grad_norm_(1.0)
     sharded.optimizer.step()
     dist.all_reduce(total)  # as a training script does
@@ -182,21 +180,3 @@ def _batch(step: int, index: int) -> torch.Tensor:
     seed = 10_000 * step + 100 * index + dist.get_rank()
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, _VOCAB, (2, _LENGTH + 1), generator=generator)
-
-
-def run_as_rank(task: Task, env: dict[str, str], namespace: str, log: Path) -> None:
-    """In a forked process: become a rank in a network namespace. Does not return."""
-    status = 1
-    try:
-        with open(log, "wb", buffering=0) as out:
-            os.dup2(out.fileno(), 1)
-            os.dup2(out.fileno(), 2)
-        with open(namespace) as file:
-            os.setns(file.fileno(), os.CLONE_NEWNET)
-        os.environ.update(env)
-        main(task)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)

@@ -16,7 +16,7 @@ _NAMED = re.compile(
     rf"({_OPERATIONS}) of \S.*? (over ranks [\d, ]+|on this rank) in step \d+"
     r"|\w+ over ranks [\d, to]+, called by \w+, "  # one of the script's own
 )
-_UNHEARD = re.compile(r"no answer from ranks? ([\d, to]+)")
+_UNHEARD = re.compile(r"(?:no answer from|not come to it:) ranks? ([\d, to]+)")
 _NO_STORE = "does not answer"
 
 
@@ -38,14 +38,19 @@ class Ended:
 
 @dataclass
 class Outcome:
-    """What was seen. is_reached: whether the rank came to the moment at all; processes: that were
-    left, by command line; losses: of the last step after going on from the newest checkpoint and
-    of the run that nobody disturbed."""
+    """What was seen.
+
+    is_reached: whether the rank came to the moment at all; over_after_s: when the last process had
+    ended; processes: that were left, by command line; checkpoint: the newest complete one;
+    final_loss, expected_loss: of the last step, after going on from there and of the run that
+    nobody disturbed.
+    """
 
     cell: Cell
     limit_s: float
     ended: list[Ended]
     is_reached: bool = True
+    over_after_s: float = 0.0
     processes: list[str] = field(default_factory=list)
     checkpoint: int | None = None
     final_loss: str | None = None
@@ -58,6 +63,7 @@ class Outcome:
             del one["text"]
             one["lines"] = ended.lines
             one["after_s"] = round(ended.after_s, 2)
+        about["over_after_s"] = round(self.over_after_s, 2)
         return about
 
 
@@ -114,10 +120,9 @@ def names_missing(outcome: Outcome) -> dict[int, bool]:
             continue
         if cell.fault == "rank stopped" and rank == cell.victim:
             continue  # it was missing itself
-        if cell.hears_store(rank):
-            names[rank] = set(cell.silent) <= _unheard(one.lines[0])
-        else:
-            names[rank] = _NO_STORE in one.lines[0]
+        is_named = set(cell.silent) <= _unheard(one.lines[0])
+        is_no_store = _NO_STORE in one.lines[0] and not cell.hears_store(rank)
+        names[rank] = is_named or is_no_store
     return names
 
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.driver import CollectiveFailure
 
-EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130  # the second is a shell's status for SIGINT
+# The last two are a shell's statuses for SIGINT and SIGTERM.
+EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
 
 # The main thread, which sees a failure at once, prints first: it may have been interrupted, and a
 # background thread takes a peer that ended for the same reason for a failure.
