@@ -17,25 +17,17 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from scripts.faults.cells import LAST_STEP, SAVE_EVERY, Cell
 from scripts.testbed import preload_megatron  # noqa: F401  so that no rank has to
 from scripts.testbed.links import address
+from scripts.testbed.megatron_flags import size_flags
+from scripts.testbed.megatron_runs import gpt_args
 
 _SCRIPT = Path(__file__).with_name("pretrain.py")
-_LINE = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
-    "--max-position-embeddings 16 --tokenizer-type NullTokenizer --vocab-size 63 "
-    "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --lr-decay-iters 100 --eval-iters 0 "
-    "--eval-interval 1000 --log-interval 1 --split 90,5,5 --mock-data --num-workers 0 "
-    "--hidden-dropout 0 --use-asynchzp --asynchzp-device cpu"
-)
 
 
 def command_line(cell: Cell, checkpoints: Path, more: str = "") -> list[str]:
     """Script and flags of every rank."""
-    kinds = ("param", "grad", "optim")
-    sizes = zip(kinds, cell.sizes, strict=True)
-    words = [f"--asynchzp-{kind}-shard-size {size}" for kind, size in sizes]
-    words += [f"--asynchzp-schedule {cell.schedule} --train-iters {LAST_STEP}", more]
-    words += [f"--save {checkpoints} --load {checkpoints} --save-interval {SAVE_EVERY}"]
-    return [str(_SCRIPT), *_LINE.split(), *" ".join(words).split()]
+    line = f"--asynchzp-device cpu --asynchzp-schedule {cell.schedule} --train-iters {LAST_STEP} "
+    line += f"--save {checkpoints} --load {checkpoints} --save-interval {SAVE_EVERY} {more}"
+    return [str(_SCRIPT), *gpt_args(*size_flags(cell.sizes), *line.split())]
 
 
 def run_agent(cell: Cell, node: int, port: int, words: list[str]) -> None:

@@ -1,9 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The script of the cells with Megatron: its pretrain() on a tiny GPT, as pretrain_gpt.py calls it,
-with a moment at which the fault strikes. Started by the launcher.
+"""The script of the cells with Megatron: its pretrain() on a tiny GPT, with a moment at which the
+fault strikes. Started by the launcher.
 
-$FAULT_LIMIT_S: of a collective, which on the command line is in whole minutes. Notes as program.py.
+$FAULT_LIMIT_S: of a collective, which on the command line is in whole minutes; $FAULT_CHECKPOINTS:
+the folder of --save and --load. Notes as program.py.
 """
 
 import os
@@ -13,17 +14,13 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.training import training
 from torch.distributed.checkpoint import filesystem
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scripts.faults.moments import Moment
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-import pretrain_gpt
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.training import training
-
-from megatron_asynchzp.mcore.checkpoint import guard
+from scripts.testbed import megatron_runs
 
 
 def note(*words: Any) -> None:
@@ -33,14 +30,14 @@ def note(*words: Any) -> None:
 
 def shorten_limit() -> None:
     """As if --distributed-timeout-minutes took fractions."""
-    parse = pretrain_gpt.parse_and_validate_args
+    initialize = megatron_runs.initialized_args
 
-    def shortened(*args: Any, **kwargs: Any) -> Any:
-        parsed = parse(*args, **kwargs)
-        parsed.distributed_timeout_minutes = float(os.environ["FAULT_LIMIT_S"]) / 60
-        return parsed
+    def shortened(argv: list[str]) -> Any:
+        args = initialize(argv)
+        args.distributed_timeout_minutes = float(os.environ["FAULT_LIMIT_S"]) / 60
+        return args
 
-    pretrain_gpt.parse_and_validate_args = shortened
+    megatron_runs.initialized_args = shortened
 
 
 def prepare(moment: Moment) -> None:
@@ -48,14 +45,16 @@ def prepare(moment: Moment) -> None:
     moment.before(filesystem_async, "_write_item", "save")
     moment.before(filesystem.FileSystemReader, "read_data", "load")
     register_optimizer_step_pre_hook(lambda *_: moment.visit("optimizer"))
-    moment.is_armed = "iter_" in "".join(os.listdir(os.environ["FAULT_CHECKPOINTS"]))
-    complete = guard.complete_directory
+    moment.is_armed = any(Path(os.environ["FAULT_CHECKPOINTS"]).glob("iter_*"))
+    save = training.save_checkpoint
 
-    def completed(*args: Any) -> None:
-        complete(*args)
+    @wraps(save)
+    def saved(*args: Any, **kwargs: Any) -> Any:
+        result = save(*args, **kwargs)
         moment.is_armed = True
+        return result
 
-    guard.complete_directory = completed
+    training.save_checkpoint = saved
 
 
 def note_steps() -> None:
@@ -82,5 +81,5 @@ if __name__ == "__main__":
     shorten_limit()
     prepare(Moment())
     note_steps()
-    pretrain_gpt.main()
+    megatron_runs.pretrain(sys.argv[1:])
     note("done")
