@@ -162,4 +162,28 @@ MUTANTS = [
         "return holders[place * len(holders) // count // 2]",
         ("tests/sharding/test_routes.py::test_where_all_ranks_receive_holders_send_equally_often"),
     ),
+    Mutant(
+        "sigterm-without-a-line",
+        "law 7: a rank that torchrun ends says where it was",
+        "mcore/process/interrupts.py",
+        "if signal.SIGTERM in received and is_ours:",
+        "if False:",
+        (
+            "tests/mcore/process/test_interrupts.py::"
+            "test_a_signal_ends_the_process_whether_or_not_the_main_thread_comes_back"
+            "[SIGTERM-stuck]"
+        ),
+    ),
+    Mutant(
+        "a-childs-sigterm-ends-its-parent",
+        "law 7: what is sent to a forked process is not for its parent",
+        "mcore/process/interrupts.py",
+        "        signal.set_wakeup_fd(-1)\n\n\nos.register",
+        "        pass\n\n\nos.register",
+        (
+            "tests/mcore/process/test_interrupts.py::"
+            "test_a_signal_ends_the_process_whether_or_not_the_main_thread_comes_back"
+            "[SIGTERM-forks]"
+        ),
+    ),
 ]
