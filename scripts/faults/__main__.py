@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs cells of the table of faults and writes what was seen.
 
-    python -m scripts.faults --seed 1 --repeats 4 --first 0 --seconds 270 --out faults.jsonl
+    python -m scripts.faults --seed 1 --repeats 4 --seconds 270 --out faults.jsonl
 
 Every fault at every moment, `--repeats` times, of random worlds, ranks and visits: cell by cell
-from `--first` on, until `--seconds` are over. The next call goes on with the number that the last
-line names. Needs root or user namespaces, and iproute2.
+until `--seconds` are over. A call with the files of the calls before as `--done` goes on from
+there. Needs root or user namespaces, and iproute2.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 
 from scripts.testbed.links import Links, unavailable, unshare
@@ -30,8 +29,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="faults", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--first", type=int, default=0, help="the cell to begin with")
+    parser.add_argument("--first", type=int, default=0, help="of the cells to do, leave out these")
     parser.add_argument("--stride", type=int, default=1, help="every so manieth from there on")
+    parser.add_argument("--done", type=Path, nargs="*", default=[], help="records with cells")
     parser.add_argument("--cells", type=int, help="at most so many")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no cell after these")
     parser.add_argument("--program", choices=PROGRAMS, default="library")
@@ -52,15 +52,16 @@ def main() -> None:
     start_s = time.monotonic()
     from scripts.faults.cells import draw_cells
     from scripts.faults.run import Bench
-    from scripts.report.records import append
+    from scripts.report.records import append, read
 
     links = Links(_MOST_NODES, args.inter)
     append(args.out, _machine())
     with tempfile.TemporaryDirectory() as temporary:
         bench = Bench(links, args.keep or Path(temporary), args.limit)
         cells = list(draw_cells(args.seed, args.repeats, args.program))
-        last = None if args.cells is None else args.first + args.cells * args.stride
-        for index in list(islice(range(len(cells)), args.first, last, args.stride)):
+        done = {line.get("index") for line in read(filter(Path.exists, args.done))}
+        left = [index for index in range(len(cells)) if index not in done]
+        for index in left[args.first :: args.stride][: args.cells]:
             if time.monotonic() - start_s > args.seconds:
                 print(f"faults: the next cell is {index}", flush=True)
                 return

@@ -87,7 +87,7 @@ def faults_of(outcome: Outcome) -> list[str]:
         went = f"{outcome.final_loss} from checkpoint {outcome.checkpoint}"
         found.append(f"went on to the loss {went}, not to {outcome.expected_loss}")
     if ran_on(outcome):
-        return found if outcome.cell.fault == "link at 1%" else [*found, "nobody noticed"]
+        return found  # to the right end: the link was slow, or nothing was left to be sent
     for rank, one in enumerate(outcome.ended):
         if rank not in outcome.cell.dead:
             found += [f"rank {rank}: {what}" for what in _faults_of_rank(outcome, one)]
