@@ -25,6 +25,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_asynchzp.comm.collectives import AxisGroup, Last, Steps, ranks_along
+from megatron_asynchzp.comm.other_collective import collective_of_main_thread
+from megatron_asynchzp.comm.roll_call import RollCall
 from megatron_asynchzp.comm.timeline import LANES, WAIT, Timeline, profiler_range
 from megatron_asynchzp.comm.watchdog import Watchdog
 
@@ -49,7 +51,12 @@ def crosses_groups(entry: str) -> bool:
 
 
 class CollectiveFailure(RuntimeError):
-    """A collective failed or took too long; the message names operation, unit, ranks and step."""
+    """A collective failed or took too long; the message names operation, unit, ranks and step, and,
+    where a driver has somebody to ask, which ranks are missing."""
+
+    def add(self, words: str) -> None:
+        """To the message."""
+        self.args = (f"{self}; {words}",)
 
 
 def _no_steps() -> Steps:
@@ -68,6 +75,9 @@ _LONG_RECORD = 1000
 
 # torch appends the C++ frames to some of its messages, behind these words.
 _CPP_TRACE = "Exception raised from"
+
+# How long a rank that hears of another's failure waits for its own.
+_OTHERS_FIRST_S = 0.5
 
 # How gloo and NCCL say that the process at the other end is gone.
 _PEER_ENDED = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
@@ -88,13 +98,15 @@ class Task:
     ready: events that must have happened before (None: has happened).
     after: tasks whose results it reads (None: there is none).
 
-    The driver sets the rest. step: which step it belongs to; is_usable: the results exist or, on a
+    The driver sets the rest. step: which step it belongs to; number: of its lane's tasks, from 1;
+    is_usable: the results exist or, on a
     stream, are on their way; event: after which they can be read, from then on, where something
     comes after its last collective; signal: set with is_usable, for other threads.
     """
 
     driver: "Driver"
     step = 0
+    number = 0
     is_usable = False
     signal: threading.Event | None = None
     event: Any = None
@@ -261,6 +273,8 @@ class Driver:
     counts: tasks submitted so far, by lane.
     latest: of each lane the task that was submitted last.
     last_task: of all lanes.
+    roll_call: who is asked, when something failed, which ranks are missing; it is closed with the
+        driver.
     """
 
     def __init__(
@@ -273,7 +287,9 @@ class Driver:
         self.latest: dict[str, Task] = {}
         self.last_task: Task | None = None
         self._failure: Exception | None = None
+        self._failing = threading.Lock()
         self._on_failure = on_failure
+        self.roll_call: RollCall | None = None
         self._is_closed = threading.Event()
         # On a device that runs ahead the host waits for no collective.
         self._watchdog = Watchdog(self.device, limit_s, self._fail_as_late, self._is_closed)
@@ -295,12 +311,20 @@ class Driver:
         if self._failure is not None:
             raise self._failure
 
-    def fail(self, failure: Exception) -> bool:
-        """From now on every submit and every wait raises `failure`. False: one came before it."""
-        if self._failure is not None:
-            return False
-        self._failure = failure
-        return True
+    def fail(self, failure: Exception, asks: tuple[Any, ...] | None = None) -> bool:
+        """From now on every submit and every wait raises `failure`. False: one came before it.
+
+        asks: see RollCall.about, where a peer may be the cause: the ranks are called, which takes
+            seconds. Whoever fails meanwhile waits for it.
+        """
+        with self._failing:
+            if self._failure is not None:
+                return False
+            asked = None if asks is None or self.roll_call is None else self.roll_call.about(*asks)
+            if asked is not None and isinstance(failure, CollectiveFailure):
+                failure.add(asked)
+            self._failure = failure
+            return True
 
     @contextmanager
     def failing_as(self, task: Task) -> Generator[None]:
@@ -311,14 +335,35 @@ class Driver:
             self._fail_and_raise(task, error)
 
     def _fail_and_raise(self, task: Task, error: Exception) -> None:
-        self.fail(task.failure(error))
+        self.fail_task(task, error)
         self.raise_failure()
 
+    def fail_task(self, task: Task, error: BaseException) -> bool:
+        """As `fail`, for an error of `task`."""
+        is_of_peer = isinstance(error, (RuntimeError, TimeoutError))
+        asks = (task.lane, task.number, ranks_along(task.axes))
+        return self.fail(task.failure(error), asks if is_of_peer else None)
+
     def fail_in_background(self, task: Task, error: BaseException) -> None:
-        """As `fail`, in a thread that has nothing else to do: the main thread raises the failure
-        where it waits, and may be stuck elsewhere."""
-        failure = task.failure(error)
-        if self.fail(failure) and self._on_failure is not None:
+        """As `fail_task`, in a thread that has nothing else to do: the main thread raises the
+        failure where it waits, and may be stuck elsewhere."""
+        self._report(self.fail_task(task, error))
+
+    def fail_with_others(self) -> None:
+        """Another rank has failed, and calls: this one would wait for it, and ends too, a moment
+        later, because what it meets itself says more. In a thread of its own."""
+        if self._is_closed.wait(_OTHERS_FIRST_S):
+            return
+        error, where = RuntimeError("another rank has failed"), collective_of_main_thread()
+        if where is None and self.last_task is not None:
+            self.fail_in_background(self.last_task, error)
+            return
+        title = f"{where or 'what comes'} in step {self.step}"
+        self._report(self.fail(CollectiveFailure(f"{title} failed: {error}"), ()))
+
+    def _report(self, is_first: bool) -> None:
+        failure = self._failure
+        if is_first and isinstance(failure, CollectiveFailure) and self._on_failure is not None:
             self._on_failure(failure, self._is_closed.wait)
 
     def _fail_as_late(self, task: Task) -> None:
@@ -334,6 +379,7 @@ class Driver:
         self.last_task = self.latest[task.lane] = task
         self.submitted.append(task.name)
         self.counts[task.lane] += 1
+        task.number = self.counts[task.lane]
         self._start(task)
         return task
 
@@ -374,6 +420,8 @@ class Driver:
         """Leave nothing running; after a failure, which is raised again, without waiting."""
         self._is_closed.set()
         self._watchdog.close()
+        if self.roll_call is not None:
+            self.roll_call.close()
         self.raise_failure()
 
 

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from megatron_asynchzp.comm.driver import CollectiveFailure, Driver, OnFailure, Task
 from megatron_asynchzp.comm.timeline import LANES, Timeline
@@ -64,13 +65,14 @@ class ThreadDriver(Driver):
         # The lane has a limit too. This one is for a thread that never came back from issuing.
         if signal is not None and not signal.wait(self.limit_s + _MARGIN_S):
             late = TimeoutError(f"not issued and finished after {self.limit_s:g} s")
-            self.fail(task.failure(late))
+            self.fail_task(task, late)
         self.raise_failure()
 
-    def fail(self, failure: Exception) -> bool:
+    def fail(self, failure: Exception, asks: tuple[Any, ...] | None = None) -> bool:
         """Every unfinished task ends with the first failure: no thread waits for it any longer."""
+        # It may take seconds, in which the main thread can go on.
+        is_first = super().fail(failure, asks)
         with self._lock:
-            is_first = super().fail(failure)
             unfinished, self._unfinished = list(self._unfinished), {}
         for task in unfinished:
             task.let_go()

@@ -6,6 +6,7 @@ the process groups do, and what the log and the trace report of it.
 
 import atexit
 import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.report import CommReport, CommReports
+from megatron_asynchzp.comm.roll_call import ANSWERS_WITHIN_S, RollCall
 from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.timeline import stop_trace
 from megatron_asynchzp.device import Device
@@ -47,8 +49,12 @@ class Communication:
         self.schedule = schedule
         self._trace = trace
         self.last_line = LastLine()
-        self._stop_watching = watch_interrupts(self.last_line)
+        self._stop_watching = watch_interrupts(
+            self.last_line, partial(_why_terminated, weakref.ref(self))
+        )
         self.driver = start_driver(schedule, device, self.last_line.watch_main)
+        # Every rank comes here.
+        self.driver.roll_call = RollCall.of_world(self.driver.counts, self.driver.fail_with_others)
         self.stop_signal = StopSignal(device, schedule.time_limit_s)
         self.runtimes: list[HZPRuntime] = []
         # The optimizer's, which there is only after the runtimes.
@@ -131,6 +137,18 @@ class Communication:
             return f"in step {step}"
         return f"in step {step}; the last collective submitted: {task.title}"
 
+    def why_terminated(self) -> str:
+        """The line for SIGTERM. torchrun sends it where another rank has failed: one that has heard
+        of that is about to end by itself, and knows more."""
+        roll_call, deadline = self.driver.roll_call, time.monotonic() + _SAYS_MORE_S
+        while roll_call is not None and roll_call.is_heard and time.monotonic() < deadline:
+            try:
+                self.driver.raise_failure()
+            except Exception as failure:
+                return str(failure)
+            time.sleep(0.05)
+        return f"ended by SIGTERM {self.describe_position()}"
+
     def uses(self, group: dist.ProcessGroup) -> bool:
         """Whether collectives of ours run in `group`."""
         units = [unit for runtime in self.runtimes for unit in runtime.units]
@@ -168,6 +186,15 @@ class Communication:
         for communication in list(cls._open):
             if group in (None, dist.group.WORLD) or communication.uses(group):
                 communication.close()
+
+
+# For a rank that has heard of another's failure to report its own.
+_SAYS_MORE_S = ANSWERS_WITHIN_S + 3.0
+
+
+def _why_terminated(reference: "weakref.ref[Communication]") -> str:
+    communication = reference()
+    return "ended by SIGTERM" if communication is None else communication.why_terminated()
 
 
 def _end(runtimes: list[HZPRuntime], driver: Driver) -> None:

@@ -11,6 +11,7 @@ from types import TracebackType
 from megatron_asynchzp.checkpoint_files.errors import SaveError
 from megatron_asynchzp.comm.driver import CollectiveFailure
 from megatron_asynchzp.comm.order_check import OrderMismatch
+from megatron_asynchzp.comm.other_collective import collective_of
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.process.last_line import (
@@ -19,7 +20,7 @@ from megatron_asynchzp.mcore.process.last_line import (
     LastLine,
     end_process,
 )
-from megatron_asynchzp.mcore.process.refusal import obey_sigterm, report
+from megatron_asynchzp.mcore.process.refusal import report
 from megatron_asynchzp.mcore.replicas import ReplicasDiffer
 
 # Errors whose message is a line for the user; anything else keeps its traceback.
@@ -39,7 +40,6 @@ def end_training(error: BaseException) -> None:
     communication = Communication.current()
     if communication is None and not isinstance(error, _LAST_WORDS):
         return
-    obey_sigterm()
     # Around an excepthook torch.distributed collects stderr, and this process will not come back.
     sys.stderr = sys.__stderr__ or sys.stderr
     if isinstance(error, KeyboardInterrupt):
@@ -56,6 +56,8 @@ def end_training(error: BaseException) -> None:
         text, status = _describe_foreign(error, communication), EXIT_FAILURE
     last_line = communication.last_line if communication is not None else LastLine()
     last_line.print(text)
+    if communication is not None and communication.driver.roll_call is not None:
+        communication.driver.roll_call.leave()
     end_process(status)
 
 
@@ -64,7 +66,13 @@ def _describe_foreign(error: BaseException, communication: Communication) -> str
         communication.driver.raise_failure()
     except _LAST_WORDS as failure:
         return str(failure)  # a thread saw it, and what the main thread met followed from it
-    return f"{type(error).__name__} {communication.describe_position()}"
+    where = collective_of(error)
+    about = [type(error).__name__, where and f"in {where}", communication.describe_position()]
+    text = " ".join(filter(None, about))
+    roll_call = communication.driver.roll_call
+    if roll_call is None or not isinstance(error, RuntimeError):  # as torch raises for a lost peer
+        return text
+    return f"{text}; {roll_call.about()}"
 
 
 def report_own_errors() -> None:

@@ -13,6 +13,7 @@ from scripts.report import (
     cluster_table,
     compare_memory,
     early_table,
+    fault_table,
     pasa_table,
     peak_table,
     schedule_grid,
@@ -254,6 +255,14 @@ def launch_orders(what: str) -> str:
     }[what]
 
 
+def faults_count(program: str, what: str) -> str:
+    """Cells, or those that were good."""
+    lines = read_record("faults").lines
+    if what == "good":
+        return str(fault_table.number_of_good(lines, program))
+    return str(fault_table.number_of_cells(lines, program))
+
+
 def stated(file: str, text: str) -> str:
     """`text`, where `file`, a test or a script that holds or sets the figure, has it as well."""
     source = (Path(__file__).parents[2] / file).read_text()
@@ -263,6 +272,7 @@ def stated(file: str, text: str) -> str:
 
 
 FIGURES: dict[str, Callable[..., str]] = {
+    "faults": faults_count,
     "step": schedule_ratio,
     "step gain": schedule_gain,
     "early": early_ratio,

@@ -18,6 +18,7 @@ from scripts.report import (
     compare_memory,
     compare_picture,
     device_table,
+    fault_table,
     loss_picture,
     pasa_table,
     peak_table,
@@ -230,6 +231,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "bit flips": lambda: flip_table(read_record("bit_flips").lines),
     "unequal lengths": lambda: unequal_table(read_record("unequal_lengths").lines),
     "weight deltas": lambda: delta_table(read_record("weight_deltas").lines),
+    "faults library": lambda: fault_table.grid(read_record("faults").lines, "library"),
+    "faults megatron": lambda: fault_table.grid(read_record("faults").lines, "megatron"),
+    "faults lines": lambda: fault_table.ends(read_record("faults").lines, "library"),
+    "faults megatron lines": lambda: fault_table.ends(read_record("faults").lines, "megatron"),
     "clusters": lambda: cluster_table.table(read_record("clusters").lines),
 }
 

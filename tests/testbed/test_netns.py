@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.testbed import netns
+from scripts.testbed import links, netns
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -25,7 +25,7 @@ os._exit(int(os.environ["RANK"] == os.environ.get("FAILING_RANK")))
 
 
 def launch(tmp_path: Path, *options: str, program: str = PROGRAM) -> subprocess.CompletedProcess:
-    if (reason := netns.unavailable()) is not None:
+    if (reason := links.unavailable()) is not None:
         pytest.skip(reason)
     (tmp_path / "program.py").write_text(program)
     command = ["-m", netns.__name__, *options, "--", sys.executable, str(tmp_path / "program.py")]

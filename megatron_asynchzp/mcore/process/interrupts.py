@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C while the main thread is held by the device: Python raises KeyboardInterrupt only where
+"""Signals that end a rank whose main thread is held by the device: Python handles them only where
 that thread comes back to Python, which a `backward()` or a wait for a lost peer may never do.
 """
 
@@ -10,17 +10,28 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from megatron_asynchzp.mcore.process.last_line import EXIT_INTERRUPTED, LastLine, end_process
+from megatron_asynchzp.mcore.process.last_line import (
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    LastLine,
+    end_process,
+)
 
 _GRACE_S = 5.0
 
 
-def watch_interrupts(last_line: LastLine, grace_s: float = _GRACE_S) -> Callable[[], None]:
+def watch_interrupts(
+    last_line: LastLine,
+    why_terminated: Callable[[], str] = lambda: "ended by SIGTERM",
+    grace_s: float = _GRACE_S,
+) -> Callable[[], None]:
     """From now on SIGINT ends this process with the line of an interrupt where the main thread does
-    not come back to Python within `grace_s` seconds. Where it does, nothing is changed.
+    not come back to Python within `grace_s` seconds. Where it does, nothing is changed. SIGTERM,
+    which torchrun sends to the ranks of a node where one has failed, ends it with a line too.
 
+    why_terminated: gives that line; it may take its time.
     Returns what ends this. For the main thread; does nothing in another one, or where SIGINT or its
-    file is in other hands.
+    file is in other hands, and leaves a SIGTERM alone for which there is a handler.
     """
     if threading.current_thread() is not threading.main_thread():
         return _nothing
@@ -37,6 +48,11 @@ def watch_interrupts(last_line: LastLine, grace_s: float = _GRACE_S) -> Callable
 
     def watch() -> None:
         while received := os.read(receiver, 64):
+            # Megatron may have set a handler since.
+            is_ours = signal.getsignal(signal.SIGTERM) is _end_in_thread
+            if signal.SIGTERM in received and is_ours:
+                last_line.print(why_terminated())
+                end_process(EXIT_TERMINATED)
             if signal.SIGINT in received:
                 if not came_back.wait(grace_s):
                     last_line.print("interrupted")
@@ -51,6 +67,8 @@ def watch_interrupts(last_line: LastLine, grace_s: float = _GRACE_S) -> Callable
             signal.set_wakeup_fd(-1)
             if signal.getsignal(signal.SIGINT) is handle:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+            if signal.getsignal(signal.SIGTERM) is _end_in_thread:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.close(sender)  # the thread reads the end of the file
             thread.join()
 
@@ -60,8 +78,25 @@ def watch_interrupts(last_line: LastLine, grace_s: float = _GRACE_S) -> Callable
         os.close(sender)
         return _nothing
     signal.signal(signal.SIGINT, handle)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _end_in_thread)
     thread.start()
     return end
+
+
+def _end_in_thread(number: int, frame: FrameType | None) -> None:
+    """The handler of SIGTERM: the thread that watches is told by the signal's file."""
+
+
+def _forget_in_child() -> None:
+    """A forked process, such as one that reads data, has no such thread, and what is sent to it is
+    not for its parent, whose file it has."""
+    if signal.getsignal(signal.SIGTERM) is _end_in_thread:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _nothing() -> None:

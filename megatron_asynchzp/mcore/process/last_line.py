@@ -13,14 +13,15 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.driver import CollectiveFailure
 
-EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130  # the second is a shell's status for SIGINT
+# The last two are a shell's statuses for SIGINT and SIGTERM.
+EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
 
 # The main thread, which sees a failure at once, prints first: it may have been interrupted, and a
 # background thread takes a peer that ended for the same reason for a failure.
 _MAIN_PRINTS_S = 1.0
 # How long after that it may take to end the process itself. It can be stuck in a collective of
 # Megatron's own, whose peer has ended for the same reason.
-_GRACE_S = 10.0
+_GRACE_S = 3.0
 
 
 class LastLine:

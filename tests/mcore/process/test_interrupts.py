@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Ctrl-C ends a process whose main thread never comes back to Python, and leaves one that does to
-its own way of ending."""
+its own way of ending; SIGTERM ends both with a line."""
 
 import signal
 import subprocess
@@ -11,13 +11,14 @@ import time
 import pytest
 
 _CHILD = """
-import hashlib, signal, sys, time
+import hashlib, os, signal, sys, time
 from megatron_asynchzp.mcore.process.interrupts import watch_interrupts
 from megatron_asynchzp.mcore.process.last_line import LastLine
 signal.signal(signal.SIGINT, signal.default_int_handler)
 watch_interrupts(LastLine(), grace_s=0.5)()  # ended, and begun again
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-watch_interrupts(LastLine(), grace_s=0.5)
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+watch_interrupts(LastLine(), lambda: "ended in a gather", grace_s=0.5)
 print("ready", flush=True)
 try:
     {work}
@@ -30,18 +31,35 @@ _STUCK = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
 _FREE = "time.sleep(60)"
 
 
+# A forked process that is ended, as those that read data are.
+_FORKS = """
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    time.sleep(60)
+"""
+_INTERRUPTED = "megatron_asynchzp: rank 0: interrupted\n"
+_TERMINATED = "megatron_asynchzp: rank 0: ended in a gather\n"
+
+
 @pytest.mark.parametrize(
-    "work, status, out, err",
+    "number, work, status, out, err",
     [
-        (_STUCK, 130, "ready\n", "megatron_asynchzp: rank 0: interrupted\n"),
-        (_FREE, 7, "ready\ncame back\n", ""),
+        (signal.SIGINT, _STUCK, 130, "ready\n", _INTERRUPTED),
+        (signal.SIGINT, _FREE, 7, "ready\ncame back\n", ""),
+        (signal.SIGTERM, _STUCK, 143, "ready\n", _TERMINATED),
+        (signal.SIGTERM, _FREE, 143, "ready\n", _TERMINATED),
+        (signal.SIGTERM, _FORKS, 143, "ready\n", _TERMINATED),
     ],
+    ids=["SIGINT-stuck", "SIGINT-free", "SIGTERM-stuck", "SIGTERM-free", "SIGTERM-forks"],
 )
-def test_an_interrupt_ends_the_process_whether_or_not_the_main_thread_comes_back(
-    work, status, out, err
+def test_a_signal_ends_the_process_whether_or_not_the_main_thread_comes_back(
+    number, work, status, out, err
 ):
     child = subprocess.Popen(
-        [sys.executable, "-c", _CHILD.format(work=work)],
+        [sys.executable, "-W", "ignore", "-c", _CHILD.format(work=work)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -49,6 +67,6 @@ def test_an_interrupt_ends_the_process_whether_or_not_the_main_thread_comes_back
     assert child.stdout is not None
     first = child.stdout.readline()
     time.sleep(0.2)
-    child.send_signal(signal.SIGINT)
+    child.send_signal(number)
     rest, errors = child.communicate(timeout=30)
     assert (child.returncode, first + rest, errors) == (status, out, err)

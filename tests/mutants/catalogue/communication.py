@@ -347,4 +347,56 @@ MUTANTS = [
             "test_a_shard_is_rebuilt_a_few_units_ahead_of_its_use_and_not_all_at_once"
         ),
     ),
+    Mutant(
+        "a-failure-asks-nobody",
+        "law 7: a failure names the ranks that are missing",
+        "comm/driver.py",
+        "asks if is_of_peer else None",
+        "None",
+        (
+            "tests/comm/test_asking.py::"
+            "test_a_failure_that_a_peer_may_have_caused_names_the_missing_ranks_and_asks_once[inline]"
+        ),
+    ),
+    Mutant(
+        "the-others-do-not-end",
+        "law 7: a rank ends with another that has failed",
+        "comm/driver.py",
+        "        if self._is_closed.wait(_OTHERS_FIRST_S):",
+        "        if True:",
+        (
+            "tests/comm/test_asking.py::"
+            "test_a_rank_ends_with_another_that_has_failed_and_names_where_it_was"
+        ),
+    ),
+    Mutant(
+        "nobody-hears-the-call",
+        "law 7: all ranks hear of a failure",
+        "comm/roll_call.py",
+        "if not self._has_answered and self._store.check([_CALLED]):",
+        "if False:",
+        (
+            "tests/comm/test_roll_call.py::"
+            "test_the_ranks_that_do_not_answer_are_named_and_all_others_hear_of_the_failure"
+        ),
+    ),
+    Mutant(
+        "a-dead-store-holds-a-rank",
+        "law 7: nobody waits for a store whose host is gone",
+        "comm/roll_call.py",
+        "self._is_over.wait(ANSWERS_WITHIN_S + _STORE_S)",
+        "self._is_over.wait()",
+        "tests/comm/test_roll_call.py::test_a_store_that_never_answers_holds_no_rank",
+    ),
+    Mutant(
+        "the-store-goes-first",
+        "law 7: the rank that holds the store ends last",
+        "comm/roll_call.py",
+        "while not others <= self._have_read and",
+        "while False and",
+        (
+            "tests/comm/test_roll_call.py::"
+            "test_the_rank_that_may_hold_the_store_leaves_when_the_others_have_read"
+        ),
+    ),
 ]

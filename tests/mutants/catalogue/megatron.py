@@ -192,4 +192,28 @@ MUTANTS = [
         "(2 * places)",
         "tests/mcore/test_replicas.py::test_every_bit_of_a_state_changes_its_hash",
     ),
+    Mutant(
+        "sigterm-without-a-line",
+        "law 7: a rank that torchrun ends says where it was",
+        "mcore/process/interrupts.py",
+        "if signal.SIGTERM in received and is_ours:",
+        "if False:",
+        (
+            "tests/mcore/process/test_interrupts.py::"
+            "test_a_signal_ends_the_process_whether_or_not_the_main_thread_comes_back"
+            "[SIGTERM-stuck]"
+        ),
+    ),
+    Mutant(
+        "a-childs-sigterm-ends-its-parent",
+        "law 7: what is sent to a forked process is not for its parent",
+        "mcore/process/interrupts.py",
+        "        signal.set_wakeup_fd(-1)\n\n\nos.register",
+        "        pass\n\n\nos.register",
+        (
+            "tests/mcore/process/test_interrupts.py::"
+            "test_a_signal_ends_the_process_whether_or_not_the_main_thread_comes_back"
+            "[SIGTERM-forks]"
+        ),
+    ),
 ]

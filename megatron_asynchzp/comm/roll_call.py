@@ -1,0 +1,192 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns who still answers when a collective has failed: each rank tells it through the store at
+which the ranks met.
+
+    rank 0   a collective fails | calls ........... | reads: 1 answers, 2 and 3 do not
+    rank 1                          hears it | answers, and ends too
+    rank 2   (stopped)
+    rank 3   (its node is cut off)
+
+While nothing fails a rank asks once a second whether anybody has called, as torch's own monitor of
+NCCL does.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from megatron_asynchzp.comm.timeline import LANES
+
+_LOOKS_EVERY_S = 1.0
+ANSWERS_WITHIN_S = 3.0
+"""For the answers of the others, from the call on."""
+_STORE_S = 1.0  # that much longer a store may take before it counts as lost
+_POLL_S = 0.1
+_THREAD = "asynchzp-roll-call"
+_CALLED, _ANSWERS = "called", "answers"  # keys; the second has entries, each with a rank before it
+_IS_HERE, _HAS_FAILED, _HAS_READ = "here", "failed", "read"
+_calls = itertools.count()
+
+
+class RollCall:
+    """The part of one rank; all ranks of the world have theirs, made in the same order.
+
+    store: for this alone, with a connection of its own. A thread of this object alone uses it: a
+        store whose host is gone can hold whoever asks it for minutes.
+    counts: tasks that this rank has submitted so far, by lane; read when somebody calls.
+    on_call: called once, in a thread of its own, when another rank has called.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        counts: Mapping[str, int],
+        on_call: Callable[[], None],
+    ):
+        self._rank, self._world_size, self._counts = rank, world_size, counts
+        self._on_call = on_call
+        self._where = _address(store)
+        self._store = store
+        self._is_closed = threading.Event()
+        self._is_asked = threading.Event()
+        self._is_over = threading.Event()
+        self._is_lost = self._has_answered = False
+        # By rank: what it had submitted, in the order of LANES, when it answered.
+        self._answers: dict[int, list[int]] = {}
+        self._failed: set[int] = set()
+        self._have_read: set[int] = set()
+        self._failed_before: set[int] = set()  # this one
+        self._thread = threading.Thread(target=self._serve, name=_THREAD, daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of_world(cls, counts: Mapping[str, int], on_call: Callable[[], None]) -> "RollCall | None":
+        """That of the default process group; None where its ranks did not meet at a TCP store."""
+        if not dist.is_initialized():
+            return None
+        store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        if dist.get_world_size() < 2 or _address(store) is None or not hasattr(store, "clone"):
+            return None
+        own = PrefixStore(f"asynchzp-roll-call-{next(_calls)}", store.clone())
+        return cls(own, dist.get_rank(), dist.get_world_size(), counts, on_call)
+
+    # ---- for the thread in which something failed
+
+    def about(self, lane: str | None = None, number: int = 0, ranks: Sequence[int] = ()) -> str:
+        """Call all ranks, and say who does not answer, and which of `ranks` have submitted fewer
+        than `number` tasks of `lane`. Takes a few seconds at most, and less where all answer."""
+        self._is_asked.set()
+        is_over = self._is_over.wait(ANSWERS_WITHIN_S + _STORE_S)
+        answers = dict(self._answers)
+        silent = sorted(set(range(self._world_size)) - answers.keys())
+        if silent and (self._is_lost or not is_over):
+            return f"the store at {self._where}, where the ranks met, does not answer"
+        behind: list[int] = []
+        if lane is not None:
+            place = tuple(LANES).index(lane)
+            behind = [r for r in ranks if r in answers and answers[r][place] < number]
+        before = sorted(self._failed_before)
+        texts = (
+            f"no answer from {name_ranks(silent)}" if silent else "",
+            f"not come to it: {name_ranks(behind)}" if behind else "",
+            f"failed before: {name_ranks(before)}" if before else "",
+        )
+        return "; ".join(filter(None, texts)) or "every rank answers"
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether this rank has called, or heard another."""
+        return self._is_asked.is_set() or self._has_answered
+
+    def leave(self) -> None:
+        """Before this process ends, which may be the one that holds the store: let the others read
+        the answers first."""
+        if self._rank != 0 or not self._is_over.is_set():
+            return
+        deadline = time.monotonic() + ANSWERS_WITHIN_S
+        others = self._answers.keys() - {self._rank}
+        while not others <= self._have_read and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """End the thread, unless the store holds it."""
+        self._is_closed.set()
+        self._is_asked.set()
+        self._thread.join(_STORE_S)
+
+    # ---- the thread
+
+    def _serve(self) -> None:
+        try:
+            self._await_failure()
+            if not self._is_closed.is_set():
+                self._call()
+        except RuntimeError:  # torch's errors of a store are of this kind
+            self._is_lost = True
+        finally:
+            self._is_over.set()
+
+    def _await_failure(self) -> None:
+        """Answer a call of another rank. Returns when this rank has failed or is closed."""
+        while not self._is_asked.wait(_LOOKS_EVERY_S):
+            if not self._has_answered and self._store.check([_CALLED]):
+                self._answer()
+                threading.Thread(target=self._on_call, name=_THREAD, daemon=True).start()
+
+    def _answer(self) -> None:
+        self._tell(_IS_HERE, *(self._counts.get(lane, 0) for lane in LANES))
+        self._has_answered = True
+
+    def _call(self) -> None:
+        self._store.set(_CALLED, "")
+        if not self._has_answered:
+            self._answer()
+        self._read()
+        self._failed_before = set(self._failed)
+        self._tell(_HAS_FAILED)
+        deadline = time.monotonic() + ANSWERS_WITHIN_S
+        while len(self._answers) < self._world_size and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            self._read()
+        self._tell(_HAS_READ)
+        self._is_over.set()
+        while self._rank == 0 and not self._is_closed.wait(_POLL_S):
+            self._read()  # for `leave`
+
+    def _tell(self, *words: object) -> None:
+        self._store.append(_ANSWERS, " ".join(map(str, (self._rank, *words))) + ";")
+
+    def _read(self) -> None:
+        for entry in self._store.get(_ANSWERS).decode().split(";")[:-1]:
+            rank, what, *counts = entry.split()
+            if what == _IS_HERE:
+                self._answers[int(rank)] = list(map(int, counts))
+            else:
+                (self._failed if what == _HAS_FAILED else self._have_read).add(int(rank))
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """In words: "rank 3", "ranks 1, 4 to 7". ranks: sorted, each once."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    parts = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a} to {b}" for a, b in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
+
+
+def _address(store: Any) -> str | None:
+    """Host and port of a TCP store; None for another kind."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return f"{store.host}:{store.port}" if isinstance(store, TCPStore) else None

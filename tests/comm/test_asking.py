@@ -1,0 +1,131 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a driver asks the other ranks after a failure, and what it does when another rank failed."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_asynchzp.comm.driver import CollectiveFailure, Driver, Task
+from megatron_asynchzp.comm.other_collective import collective_of
+from megatron_asynchzp.comm.schedules import start_driver
+from megatron_asynchzp.device import CpuDevice
+from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
+
+_TITLE = "all-gather of the parameters of u0 on this rank in step 0"
+
+
+class Others:
+    """In place of a roll call: what was asked, and an answer."""
+
+    def __init__(self):
+        self.asked: list[tuple] = []
+
+    def about(self, *asks: Any) -> str:
+        self.asked.append(asks)
+        return "no answer from rank 3"
+
+    def close(self) -> None: ...
+
+
+class Broken:
+    """The handle of a collective that has failed."""
+
+    def __init__(self, error: Exception):
+        self._error = error
+
+    def wait(self, _: Any = None) -> None:
+        raise self._error
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def fail(kind: str, error: Exception) -> tuple[str, list[tuple]]:
+    driver, others = start_driver(ScheduleConfig(kind, time_limit_s=20.0), CpuDevice()), Others()
+    driver.roll_call = others
+    with pytest.raises(CollectiveFailure) as raised:
+        driver.submit(Task("gather", "u0", (), lambda: iter([Broken(error)]))).wait()
+    with pytest.raises(CollectiveFailure):
+        driver.close()
+    return str(raised.value), others.asked
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_failure_that_a_peer_may_have_caused_names_the_missing_ranks_and_asks_once(kind):
+    text, asked = fail(kind, RuntimeError("Timed out"))
+    assert text == f"{_TITLE} failed: Timed out; no answer from rank 3"
+    assert asked == [("gather", 1, ())]
+
+
+def test_a_mistake_of_this_rank_asks_nobody():
+    assert fail("threaded", ValueError("a bug")) == (f"{_TITLE} failed: ValueError a bug", [])
+
+
+def driver_that_reports() -> tuple[Driver, list[str]]:
+    reported: list[str] = []
+
+    def report(failure: CollectiveFailure, _: Any) -> None:
+        reported.append(str(failure))
+
+    driver = start_driver(ScheduleConfig("inline"), CpuDevice(), report)
+    driver.roll_call = Others()
+    return driver, reported
+
+
+def test_a_rank_ends_with_another_that_has_failed_and_names_where_it_was():
+    driver, reported = driver_that_reports()
+    driver.submit(Task("gather", "u0", (), lambda: iter(())))
+    driver.fail_with_others()
+    assert reported == [f"{_TITLE} failed: another rank has failed; no answer from rank 3"]
+    with pytest.raises(CollectiveFailure, match="another rank has failed"):
+        driver.submit(Task("gather", "u1", (), lambda: iter(())))
+
+
+def test_a_rank_that_has_failed_itself_or_is_closed_adds_nothing_when_another_calls():
+    driver, reported = driver_that_reports()
+    driver.fail(CollectiveFailure("its own"))
+    driver.fail_with_others()
+    closed, of_closed = driver_that_reports()
+    closed.close()
+    closed.fail_with_others()
+    assert (reported, of_closed) == ([], [])
+
+
+@pytest.fixture
+def world_of_one():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_collective_of_a_script_is_named_with_its_ranks_and_caller(world_of_one):
+    def sum_the_losses() -> None:
+        dist.all_reduce(torch.zeros(1), op="no such thing")
+
+    with pytest.raises(Exception) as raised:
+        sum_the_losses()
+    assert collective_of(raised.value) == "all_reduce over rank 0, called by sum_the_losses,"
+    assert collective_of(ValueError()) is None
+
+
+def test_a_main_thread_that_is_held_in_a_collective_of_megatron_is_named(world_of_one, monkeypatch):
+    driver, reported = driver_that_reports()
+    monkeypatch.setattr(dist.distributed_c10d, "_rank_not_in_group", lambda group: ended.wait(20))
+    ended = threading.Event()
+
+    def call() -> None:
+        driver.fail_with_others()
+        ended.set()
+
+    threading.Thread(target=call).start()
+    dist.barrier()
+    title = "barrier over rank 0, called by test_a_main_thread_that_is_held_in_a_collective"
+    assert reported[0].startswith(title)
+    assert reported[0].endswith(
+        ", in step 0 failed: another rank has failed; no answer from rank 3"
+    )

@@ -1,0 +1,131 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""A failure says which ranks do not answer, a store that is gone holds nobody, and all hear it."""
+
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch.distributed as dist
+
+from megatron_asynchzp.comm import roll_call
+from megatron_asynchzp.comm.roll_call import RollCall, name_ranks
+
+WORLD_SIZE = 4
+SOON_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch):
+    monkeypatch.setattr(roll_call, "_LOOKS_EVERY_S", 0.02)
+    monkeypatch.setattr(roll_call, "_POLL_S", 0.02)
+    monkeypatch.setattr(roll_call, "ANSWERS_WITHIN_S", 0.4)
+    monkeypatch.setattr(roll_call, "_STORE_S", 0.2)
+
+
+class World:
+    """Ranks of one process, each with its own connection to one store."""
+
+    def __init__(self, *there: int):
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.called = {rank: threading.Event() for rank in there}
+        self.submitted = {rank: Counter(gather=5) for rank in there}
+        self.ranks = {
+            rank: RollCall(
+                self.store.clone(), rank, WORLD_SIZE, self.submitted[rank], self.called[rank].set
+            )
+            for rank in there
+        }
+
+    def close(self) -> None:
+        for one in self.ranks.values():
+            one.close()
+
+
+@pytest.fixture
+def without_2():
+    world = World(0, 1, 3)
+    yield world
+    world.close()
+
+
+def test_the_ranks_that_do_not_answer_are_named_and_all_others_hear_of_the_failure(without_2):
+    assert without_2.ranks[1].about("gather", 5, (0, 1)) == "no answer from rank 2"
+    assert without_2.called[0].wait(SOON_S) and without_2.called[3].wait(SOON_S)
+    assert not without_2.called[1].is_set()  # its own
+    # Who fails later hears of those before, and calls nobody again.
+    assert without_2.ranks[3].about() == "no answer from rank 2; failed before: rank 1"
+
+
+def test_a_rank_that_answers_and_has_not_come_to_the_collective_is_named():
+    world = World(*range(WORLD_SIZE))
+    world.submitted[3]["gather"] = 4
+    assert world.ranks[0].about("gather", 5, (0, 3)) == "not come to it: rank 3"
+    # Of the ranks of this collective alone.
+    assert world.ranks[1].about("gather", 5, (0, 1)) == "failed before: rank 0"
+    world.close()
+
+
+def test_nothing_is_waited_for_where_every_rank_answers():
+    world = World(*range(WORLD_SIZE))
+    assert world.ranks[2].about() == "every rank answers"
+    world.close()
+
+
+def test_a_store_that_has_gone_is_named_and_nobody_waits_for_it(without_2):
+    address = f"127.0.0.1:{without_2.store.port}"
+    del without_2.store
+    start_s = time.monotonic()
+    assert (
+        without_2.ranks[1].about()
+        == f"the store at {address}, where the ranks met, does not answer"
+    )
+    assert time.monotonic() - start_s < SOON_S
+
+
+class HeldStore(dist.Store):
+    """Nothing comes back from it, as from a host without power."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_released = threading.Event()
+
+    def check(self, keys) -> bool:
+        return self.is_released.wait() and False
+
+    def set(self, key, value) -> None:
+        self.is_released.wait()
+
+
+def test_a_store_that_never_answers_holds_no_rank():
+    store, said = HeldStore(), []
+    one = RollCall(store, 1, WORLD_SIZE, Counter(), lambda: None)
+    thread = threading.Thread(target=lambda: said.append(one.about()), daemon=True)
+    thread.start()
+    thread.join(SOON_S)
+    assert said == ["the store at None, where the ranks met, does not answer"]
+    store.is_released.set()
+    one.close()
+
+
+def test_the_rank_that_may_hold_the_store_leaves_when_the_others_have_read(monkeypatch, without_2):
+    monkeypatch.setattr(roll_call, "ANSWERS_WITHIN_S", 1.0)
+    first, second = without_2.ranks[0], without_2.ranks[1]
+    monkeypatch.setattr(first, "_world_size", 3)  # for it the answers are complete at once
+    without_2.ranks.pop(3).close()
+    asking = threading.Thread(target=second.about)
+    first.about()
+    asking.start()
+    start_s = time.monotonic()
+    first.leave()
+    left_s = time.monotonic()
+    asking.join()
+    # The other asked for all its time; without `leave` the store could have been gone at once.
+    assert left_s - start_s > 0.5
+    assert second._is_over.is_set()
+
+
+def test_ranks_have_short_names():
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([0, 1, 4, 5, 6, 9]) == "ranks 0, 1, 4 to 6, 9"

@@ -1,0 +1,35 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Some cells of the table of faults, struck in network namespaces."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.testbed import links
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program, stride", [("library", 17), ("megatron", 27)])
+def test_every_survivor_of_a_fault_ends_with_its_line_and_the_checkpoint_goes_on(
+    tmp_path, program, stride
+):
+    if (reason := links.unavailable()) is not None:
+        pytest.skip(reason)
+    out = tmp_path / "faults.jsonl"
+    words = f"--program {program} --repeats 1 --first 1 --stride {stride} --cells 3 --limit 8"
+    command = ["-m", "scripts.faults", *words.split(), "--out", str(out)]
+    ended = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=900
+    )
+    assert ended.returncode == 0, ended.stderr
+    cells = [json.loads(line) for line in out.read_text().splitlines()[1:]]
+    assert len(cells) == 3
+    for cell in cells:
+        assert cell["faults"] == [], cell
+        assert all(cell["names"].values()), cell
