@@ -25,6 +25,7 @@ from megatron_asynchzp.mcore.flags.shard_sizes import (
     automatic_states,
     refuse_cluster,
     resolve_shard_sizes,
+    ruled_states,
     sharding_group_size,
     sharding_ranks_per_node,
     translated_sizes,
@@ -54,9 +55,9 @@ def prepare_args(args: Namespace) -> list[str]:
     if translated_sizes(args, group_size):
         flags = [f"--asynchzp-{state}-shard-size {getattr(sizes, state)}" for state in STATES]
         lines.append(f"the flags of another wrapper have become {' '.join(flags)}")
-    if not automatic_states(args):
-        for state in STATES:
-            setattr(args, f"asynchzp_{state}_shard_size", getattr(sizes, state))
+    is_chosen_later = bool(automatic_states(args))
+    for state in ruled_states(args) if is_chosen_later else STATES:
+        setattr(args, f"asynchzp_{state}_shard_size", getattr(sizes, state))
     return lines + normalize_args(args)
 
 
