@@ -29,7 +29,8 @@ class Nodes:
     def __init__(self, folder: Path, options: list[str], words: list[str], **env: str):
         """words: what torchrun runs. options: of `torchrun`, beside those of the rendezvous."""
         self._folder, self._words, self._agents = folder, words, dict[str, subprocess.Popen]()
-        self._env = os.environ | {"PYTHONPATH": str(_ROOT), "PYTHONWARNINGS": "ignore"}
+        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._env = os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
         self._env |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | env
         port = ranks.free_port()
         self._options = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--local-addr"]

@@ -160,6 +160,7 @@ def refuse_useless_saves(args: Namespace) -> None:
             "--save without --save-interval: Megatron fails after the last step; add "
             "--save-interval STEPS"
         )
+    _refuse_useless_local(args)
     if args.async_save and not args.save:
         raise ConfigurationError("--async-save without --save saves nothing; add --save FOLDER")
     uses_nvrx = args.use_persistent_ckpt_worker and args.async_strategy == "nvrx"
@@ -167,6 +168,31 @@ def refuse_useless_saves(args: Namespace) -> None:
         raise ConfigurationError(
             "--async-save: its writer is not installed; install nvidia-resiliency-ext, or add "
             "--async-strategy mcore"
+        )
+
+
+def _refuse_useless_local(args: Namespace) -> None:
+    flag = "--non-persistent-ckpt-type local"
+    if args.non_persistent_save_interval and not args.save:
+        raise ConfigurationError(
+            "--non-persistent-save-interval without --save saves nothing; add --save FOLDER"
+        )
+    if args.non_persistent_ckpt_type != "local":
+        return
+    if find_spec("nvidia_resiliency_ext") is None:
+        raise ConfigurationError(
+            f"{flag}: what writes and copies local checkpoints is not installed; pip install "
+            "nvidia-resiliency-ext"
+        )
+    if not args.non_persistent_local_ckpt_dir:
+        raise ConfigurationError(
+            f"{flag}: add --non-persistent-local-ckpt-dir DIR, a folder on each node's own disk or "
+            "in its memory"
+        )
+    if args.replication and not args.replication_jump:
+        raise ConfigurationError(
+            "--replication: add --replication-jump RANKS: as many as a node has, so that "
+            "copies are on other nodes"
         )
 
 

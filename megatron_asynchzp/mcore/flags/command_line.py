@@ -43,17 +43,20 @@ _MEGATRON_INTEGERS = {
     "expert-model-parallel-size": 1, "micro-batch-size": None, "global-batch-size": None,
     "eval-micro-batch-size": None, "eval-global-batch-size": None,
     "num-distributed-optimizer-instances": 1, "save-interval": None, "train-iters": None,
-    "distributed-timeout-minutes": 10, "log-interval": 100,
+    "distributed-timeout-minutes": 10, "log-interval": 100, "non-persistent-save-interval": None,
+    "replication-jump": None, "replication-factor": 2,
 }
 _MEGATRON_SWITCHES = (
     "bf16", "fp16", "use-tp-pp-dp-mapping",
     "use-torch-fsdp2", "use-megatron-fsdp", "sft", "async-save",
     "use-persistent-ckpt-worker", "use-checkpoint-args", "decrease-batch-size-if-needed",
+    "replication",
 )
 _MEGATRON_WORDS = {
     "data-parallel-sharding-strategy": "optim_grads_params",
     "outer-dp-sharding-strategy": "no_shard", "async-strategy": "nvrx", "save": None, "load": None,
-    "tensorboard-dir": None,
+    "tensorboard-dir": None, "non-persistent-ckpt-type": None,
+    "non-persistent-local-ckpt-dir": None,
     "pretrained-checkpoint": None, "data-args-path": None, "per-split-data-args-path": None,
     "per-dataset-sequences-path": None,
 }
