@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
+from megatron_asynchzp.mcore.flags.command_line import check_numbers_of_nodes
 from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments
 from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE, check_or_exit, report, world_size
 
@@ -75,6 +76,8 @@ def start(argv: list[str]) -> None:
     ranks = _world_size(options)
     check_or_exit(arguments, ranks)
     _prepare_restarts(known)
+    if ranks is None and known.nproc_per_node.isdecimal():
+        ranks = _most_ranks(known, arguments)
     if ranks is not None:
         _let_megatron_check(script, arguments, ranks, int(known.nproc_per_node))
     run = ["-m", "megatron_asynchzp.torchrun", *options, "-m", __name__, script, *arguments]
@@ -115,6 +118,19 @@ def _world_size(options: list[str]) -> int | None:
     return int(counts[0]) * int(counts[1]) if all(map(str.isdecimal, counts)) else None
 
 
+def _most_ranks(known: Namespace, arguments: list[str]) -> int:
+    """Ranks on the most nodes of a range. Ends the process with one line where another number of
+    nodes cannot have this batch, or these sizes."""
+    fewest, most = map(int, known.nnodes.split(":"))
+    per_node = int(known.nproc_per_node)
+    try:
+        check_numbers_of_nodes(arguments, range(fewest, most + 1), per_node)
+    except ConfigurationError as error:
+        report(error)
+        sys.exit(EXIT_USAGE)
+    return most * per_node
+
+
 def _torchrun_options(options: list[str]) -> Namespace:
     """Those that are read here, as words."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
@@ -133,7 +149,7 @@ def _refuse_counts(options: Namespace) -> None:
     if per_node not in _COUNTED_BY_TORCHRUN and not _is_count(per_node):
         others = ", ".join(_COUNTED_BY_TORCHRUN)
         line = f"--nproc-per-node {per_node}: give a number of ranks above 0, or one of {others}"
-    elif not all(map(_is_count, nodes.split(":"))) or nodes.count(":") > 1:
+    elif not _is_count_or_range(nodes):
         line = f"--nnodes {nodes}: give a number of nodes above 0, or a range MIN:MAX"
     if line is not None:
         report(ConfigurationError(line))
@@ -141,6 +157,11 @@ def _refuse_counts(options: Namespace) -> None:
 
 
 _COUNTED_BY_TORCHRUN = ("auto", "gpu", "cpu", "xpu")
+
+
+def _is_count_or_range(word: str) -> bool:
+    ends = word.split(":")
+    return len(ends) <= 2 and all(map(_is_count, ends)) and int(ends[0]) <= int(ends[-1])
 
 
 def _is_count(word: str) -> bool:
@@ -170,18 +191,26 @@ _EXIT_INTERRUPTED = 130  # a shell's status for SIGINT
 
 def _prepare_restarts(options: Namespace) -> None:
     """Let restarted ranks meet. Ends the process where torchrun would restart one node's alone."""
-    if options.max_restarts == "0":
+    ends = [int(end) for end in options.nnodes.split(":")]
+    fewest, most = ends[0], ends[-1]
+    may_restart, may_change = options.max_restarts != "0", fewest < most
+    if not may_restart and not may_change:
         return
-    is_static = options.rdzv_backend == "static" and not options.standalone
-    if is_static and options.nnodes not in ("1", "1:1"):
+    if options.rdzv_backend == "static" and not options.standalone and most > 1:
+        flag = f"--nnodes {options.nnodes}"
+        if may_restart:
+            flag = f"--max-restarts {options.max_restarts}"
         report(
             ConfigurationError(
-                f"--max-restarts {options.max_restarts}: with a static rendezvous (--master-addr, "
-                "--master-port) the other nodes never hear of a restart, and wait; give "
-                "--rdzv-backend c10d --rdzv-endpoint HOST:PORT instead"
+                f"{flag}: with a static rendezvous (--master-addr, --master-port) the other nodes "
+                "never hear of a restart, and wait; give --rdzv-backend c10d --rdzv-endpoint "
+                "HOST:PORT instead"
             )
         )
         sys.exit(EXIT_USAGE)
+    if may_change and not may_restart:
+        line = f"--nnodes {options.nnodes} without --max-restarts: a lost node ends the run"
+        print(f"megatron_asynchzp: {line}", flush=True)
     # Otherwise they find the addresses of the ranks before them in torchrun's store (torch 2.13).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 

@@ -73,6 +73,11 @@ def uses(flags: str, ranks: int = 4) -> str:
     return trains(f"--use-asynchzp {flags}", ranks)
 
 
+def elastic(flags: str, nodes: str = "1:2") -> str:
+    options = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint host0:2000 --max-restarts 3"
+    return f"launch {options} --nproc-per-node 4 {SCRIPT} --use-asynchzp {flags}"
+
+
 # fmt: off
 MISTAKES = {
     "a command that is not there": ("lunch train.py", "no such command; the nearest is launch"),
@@ -87,7 +92,7 @@ MISTAKES = {
     "a mode without PASA": (
         trains("--pasa-mode block"), "no effect without --use-pasa-attention"),
     "a size that is no number": (
-        uses("--asynchzp-param-shard-size two"), "two is neither a number of ranks nor auto"),
+        uses("--asynchzp-param-shard-size two"), "nor auto, node or world"),
     "a size to choose for no cluster": (
         uses("--asynchzp-grad-shard-size auto"),
         "--asynchzp-grad-shard-size auto: give --asynchzp-cluster"),
@@ -155,6 +160,18 @@ MISTAKES = {
     "restarts that only one node would make": (
         f"launch --nnodes 2 --nproc-per-node 4 --max-restarts 3 --master-addr host0 {SCRIPT}",
         "--max-restarts 3: with a static rendezvous"),
+    "a size that fewer nodes cannot have": (
+        elastic("--asynchzp-param-shard-size 8"),
+        "with 1 of 1 to 2 nodes: --asynchzp-param-shard-size 8 does not divide the 4 ranks of the "
+        "sharding group (data x context parallel); valid values: 1, 2, 4, or node, which fits any"),
+    "a batch that fewer nodes cannot have": (
+        elastic("--micro-batch-size 3 --global-batch-size 24", "2:4"),
+        "with 3 of 2 to 4 nodes: --global-batch-size 24 is not a multiple of --micro-batch-size 3 "
+        "x 12 data-parallel ranks; use a multiple of 36 (of 144 for every number of nodes)"),
+    "nodes that come and go without hearing of each other": (
+        f"launch --nnodes 1:2 --nproc-per-node 4 --master-addr host0 {SCRIPT}",
+        "--nnodes 1:2: with a static rendezvous"),
+    "more nodes at least than at most": (f"launch --nnodes 3:2 {SCRIPT}", "--nnodes 3:2: give a"),
     "data that is not there": (uses("--data-path absent"), "absent: no dataset there"),
     "one dataset of two that is not there": (
         uses("--train-data-path 0.5 good 0.5 absent"), "--train-data-path absent: no dataset"),
@@ -219,6 +236,7 @@ def test_a_command_line_without_a_mistake_becomes_torchrun(folder, monkeypatch):
         ("--nnodes 2 --master-addr host0", False),
         ("--nnodes 1 --master-port 2000 --max-restarts 3", True),
         ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint host0:2000 --max-restarts 3", True),
+        ("--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint host0:2000", True),
         ("--standalone --max_restarts=3", True),
     ],
 )

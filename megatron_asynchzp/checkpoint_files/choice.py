@@ -42,6 +42,11 @@ class Choice(NamedTuple):
         """0 for a release, as in Megatron."""
         return max(0, _number(self.folder.name))
 
+    @property
+    def saved_at(self) -> float:
+        """When it became complete, in seconds since 1970; 0 where that is not recorded."""
+        return _saved_at(self.folder)
+
 
 class _Listing(NamedTuple):
     """What a directory holds. candidates: best first; unfinished: left of interrupted saves, the

@@ -9,7 +9,7 @@ import os
 import pickle
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
@@ -46,6 +46,7 @@ from megatron_asynchzp.mcore.checkpoint.frozen import (
     keep_frozen,
     keep_new,
 )
+from megatron_asynchzp.mcore.checkpoint.local import LOCAL, find_local, loading, saving
 from megatron_asynchzp.mcore.checkpoint.mismatch import compare, read_facts, wanted_tensors
 from megatron_asynchzp.mcore.checkpoint.progress import bytes_in, bytes_read, log_progress
 from megatron_asynchzp.mcore.checkpoint.save_queue import return_results_in_process
@@ -108,12 +109,22 @@ def claim_save_directory(args: Namespace) -> None:
         _log([on_first(peers, partial(SaveLock.claim, args.save))], peers)
 
 
-def guard_save_checkpoint(save: Callable[[], Any], args: Namespace, iteration: Any) -> Any:
-    """Call Megatron's save_checkpoint. Raises SaveError for whatever keeps files from the disk."""
+def guard_save_checkpoint(
+    save: Callable[[], Any], args: Namespace, iteration: Any, is_passing: bool
+) -> Any:
+    """Call Megatron's save_checkpoint. Raises SaveError for whatever keeps files from the disk.
+
+    is_passing: whether it is a non-persistent one.
+    """
     claim_save_directory(args)
     if not args.async_save:
         return_results_in_process()
-    with _explaining(Path(args.save or ".", f"iter_{int(iteration):07d}")):
+    name = f"iter_{int(iteration):07d}"
+    if is_passing and args.non_persistent_ckpt_type == LOCAL:
+        with _explaining(Path(args.non_persistent_local_ckpt_dir, name)), saving():
+            return save()
+    place = _passing_dir(args, args.save) if is_passing else args.save or "."
+    with _explaining(Path(place, name)):
         return save()
 
 
@@ -193,29 +204,82 @@ def _free_space(iteration_dir: Path | str) -> str:
 # --- loading -----------------------------------------------------------------------------------
 
 
-def guard_load_checkpoint(load: Callable[[], Any], args: Namespace, load_arg: str) -> Any:
+def guard_load_checkpoint(
+    load: Callable[[], Any], args: Namespace, load_arg: str, context: Mapping[str, Any] | None
+) -> Any:
     """Call Megatron's load_checkpoint for the newest intact checkpoint, not for the tracker's.
 
+    context: Megatron's, which holds what manages local checkpoints.
     Collective. Raises ConfigurationError where there is none, or it does not fit.
     """
     claim_save_directory(args)
     peers = _peers()
-    load_dir = getattr(args, load_arg)
+    load_dir = given_dir = getattr(args, load_arg)
     with log_progress(f"reading {load_dir}", bytes_read, peers.rank == 0):
-        choice = _choose(load_dir, args, peers)
-        if choice is None and getattr(args, "pretrained_checkpoint", None):
+        choice = _newer(_choose(load_dir, args, peers), _choose_passing(load_dir, args, peers))
+        if choice is not None:
+            load_dir = str(choice.folder.parent)
+        is_base = choice is None and getattr(args, "pretrained_checkpoint", None) is not None
+        if is_base:
             load_dir = args.pretrained_checkpoint
             choice = _choose(load_dir, args, peers)
+        local = _find_local(args, choice, is_base or load_arg != "load", context, peers)
         if choice is not None and _lacks_base(choice, peers):
             _load_base(load, args, choice, peers)
-        loaded = _load_choice(load, args, load_dir, choice)
-    if choice is None and load_dir is not None:
+        try:
+            if not is_base:
+                setattr(args, load_arg, load_dir)
+            with loading(local):
+                loaded = _load_choice(load, args, load_dir, choice)
+        finally:
+            setattr(args, load_arg, given_dir)
+    if choice is None and local == -1 and load_dir is not None:
         line = (
             f"--load {load_dir}: there is no checkpoint, training starts from random weights; "
             "--exit-on-missing-checkpoint ends such a run"
         )
         _log([line], peers)
     return loaded
+
+
+def _passing_dir(args: Namespace, folder: str | None) -> str:
+    """Where Megatron keeps non-persistent checkpoints on shared storage."""
+    return args.non_persistent_global_ckpt_dir or os.path.join(folder or "", "non_persistent")
+
+
+def _choose_passing(load_dir: str | None, args: Namespace, peers: Peers) -> Choice | None:
+    """The newest intact non-persistent checkpoint on shared storage; None where none will do."""
+    if args.non_persistent_ckpt_type != "global" or load_dir is None or args.ckpt_step:
+        return None
+    try:
+        return _choose(_passing_dir(args, load_dir), args, peers)
+    except ConfigurationError as error:
+        _log([f"no non-persistent checkpoint is loaded: {error}"], peers)
+        return None
+
+
+def _newer(lasting: Choice | None, passing: Choice | None) -> Choice | None:
+    if lasting is None or passing is None:
+        return lasting or passing
+    return passing if passing.saved_at > lasting.saved_at else lasting
+
+
+def _find_local(
+    args: Namespace,
+    choice: Choice | None,
+    is_base: bool,
+    context: Mapping[str, Any] | None,
+    peers: Peers,
+) -> int:
+    """The iteration of the local checkpoint to load, -1 for none."""
+    manager = (context or {}).get("local_checkpoint_manager")
+    if args.non_persistent_ckpt_type != LOCAL or manager is None:
+        return -1
+    shared = -1 if choice is None else choice.iteration
+    is_wanted = not is_base and not args.ckpt_step and not args.finetune
+    local = find_local(args, manager, shared, is_wanted, peers)
+    _log(local.lines, peers)
+    return local.iteration
 
 
 def _lacks_base(choice: Choice, peers: Peers) -> bool:

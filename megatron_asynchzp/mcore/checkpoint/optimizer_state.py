@@ -26,6 +26,7 @@ from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer import param_group_identifier_keys as _IDENTITY
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.checkpoint.local import is_saved_locally
 from megatron_asynchzp.mcore.checkpoint.shards import SHARDS_KEY, ChunkCheckpoint, fill
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -82,7 +83,8 @@ class OptimizerCheckpoint:
             is_distributed = _SHARDING_TYPE_KEY in metadata and _OWN_KEY not in metadata
             main_param = "param" if is_distributed else "fp32_param"
         else:
-            metadata |= {_SHARDING_TYPE_KEY: _SHARDING_TYPE, _OWN_KEY: True}
+            if not is_saved_locally():  # Megatron refuses local checkpoints of any such type
+                metadata |= {_SHARDING_TYPE_KEY: _SHARDING_TYPE, _OWN_KEY: True}
             main_param = "fp32_param"
         shards = list(self._shards(main_param))
         self._asked = {str(i): shard.data for i, shard in enumerate(shards)}

@@ -5,7 +5,7 @@ loads no torch: a wrong flag is refused before anything heavy is imported.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Projections of a layer that may have an adapter, as the planner knows them."""
 EARLY_UPDATE_FLAG = "--asynchzp-early-update"
+NODE, WORLD = "node", "world"
+"""Shard sizes as a rule, which any number of nodes has a number for."""
 _MIB = 2**20
 
 # Late enough for the order of units to be known and for allocations to be over.
@@ -162,39 +164,43 @@ def _at_least_1(word: str) -> int:
     return int(word)
 
 
-def _or_auto(number: type[int] | type[float], unit: str) -> Callable[[str], float | str]:
-    """Reads a number of `of`, or AUTO: what is chosen for the run."""
+def _or_one_of(
+    words: Sequence[str], number: type[int] | type[float], unit: str
+) -> Callable[[str], float | str]:
+    """Reads a number of `unit`, or one of `words`, which stand for what the run makes of them."""
 
     def read(word: str) -> float | str:
-        if word == AUTO:
+        if word in words:
             return word
         try:
             return number(word)
         except ValueError:
-            raise ArgumentTypeError(f"{word} is neither a number of {unit} nor {AUTO}") from None
+            allowed = f"{', '.join(words[:-1])} or {words[-1]}" if words[1:] else words[0]
+            raise ArgumentTypeError(f"{word} is neither a number of {unit} nor {allowed}") from None
 
     return read
 
 
 _KEPT = ("params", "grads")
-_GIB_OR_AUTO, _RANKS_OR_AUTO = _or_auto(float, "GiB"), _or_auto(int, "ranks")
+_GIB_OR_AUTO = _or_one_of((AUTO,), float, "GiB")
+_RANKS_OR_RULE = _or_one_of((AUTO, NODE, WORLD), int, "ranks")
 
 
 def _add_shard_sizes(group) -> None:
-    node = "the ranks of the sharding group on one node"
     held = {
-        "param": ("parameters", node),
-        "grad": ("gradients", node),
-        "optim": ("main parameters and optimizer state", "the whole sharding group"),
+        "param": ("parameters", NODE),
+        "grad": ("gradients", NODE),
+        "optim": ("main parameters and optimizer state", WORLD),
     }
     for state, (what, default) in held.items():
         group.add_argument(
             f"--asynchzp-{state}-shard-size",
-            type=_RANKS_OR_AUTO,
+            type=_RANKS_OR_RULE,
             default=None,
             metavar="RANKS",
-            help=f"Ranks (data x context parallel) that share one copy of the {what}; auto: as "
-            f"many as the planner finds best on --asynchzp-cluster. Default: {default}.",
+            help=f"Ranks (data x context parallel) that share one copy of the {what}; node: those "
+            "of the sharding group on one node; world: the whole sharding group; auto: as many as "
+            f"the planner finds best on --asynchzp-cluster. Default: {default}.",
         )
     group.add_argument(
         "--asynchzp-cluster",

@@ -25,6 +25,7 @@ from megatron_asynchzp.mcore.flags.shard_sizes import (
     automatic_states,
     refuse_cluster,
     resolve_shard_sizes,
+    ruled_states,
     sharding_group_size,
     sharding_ranks_per_node,
     translated_sizes,
@@ -54,9 +55,9 @@ def prepare_args(args: Namespace) -> list[str]:
     if translated_sizes(args, group_size):
         flags = [f"--asynchzp-{state}-shard-size {getattr(sizes, state)}" for state in STATES]
         lines.append(f"the flags of another wrapper have become {' '.join(flags)}")
-    if not automatic_states(args):
-        for state in STATES:
-            setattr(args, f"asynchzp_{state}_shard_size", getattr(sizes, state))
+    is_chosen_later = bool(automatic_states(args))
+    for state in ruled_states(args) if is_chosen_later else STATES:
+        setattr(args, f"asynchzp_{state}_shard_size", getattr(sizes, state))
     return lines + normalize_args(args)
 
 
@@ -159,6 +160,7 @@ def refuse_useless_saves(args: Namespace) -> None:
             "--save without --save-interval: Megatron fails after the last step; add "
             "--save-interval STEPS"
         )
+    _refuse_useless_local(args)
     if args.async_save and not args.save:
         raise ConfigurationError("--async-save without --save saves nothing; add --save FOLDER")
     uses_nvrx = args.use_persistent_ckpt_worker and args.async_strategy == "nvrx"
@@ -166,6 +168,31 @@ def refuse_useless_saves(args: Namespace) -> None:
         raise ConfigurationError(
             "--async-save: its writer is not installed; install nvidia-resiliency-ext, or add "
             "--async-strategy mcore"
+        )
+
+
+def _refuse_useless_local(args: Namespace) -> None:
+    flag = "--non-persistent-ckpt-type local"
+    if args.non_persistent_save_interval and not args.save:
+        raise ConfigurationError(
+            "--non-persistent-save-interval without --save saves nothing; add --save FOLDER"
+        )
+    if args.non_persistent_ckpt_type != "local":
+        return
+    if find_spec("nvidia_resiliency_ext") is None:
+        raise ConfigurationError(
+            f"{flag}: what writes and copies local checkpoints is not installed; pip install "
+            "nvidia-resiliency-ext"
+        )
+    if not args.non_persistent_local_ckpt_dir:
+        raise ConfigurationError(
+            f"{flag}: add --non-persistent-local-ckpt-dir DIR, a folder on each node's own disk or "
+            "in its memory"
+        )
+    if args.replication and not args.replication_jump:
+        raise ConfigurationError(
+            "--replication: add --replication-jump RANKS: as many as a node has, so that "
+            "copies are on other nodes"
         )
 
 

@@ -4,6 +4,7 @@
 mistake that is found here costs a second, not half a minute on every rank.
 """
 
+import math
 import re
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from megatron_asynchzp.mcore.flags.shard_sizes import (
     refuse_cluster,
     resolve_shard_sizes,
     sharding_group_size,
+    sharding_ranks_per_node,
 )
 
 # Flags of ours that mean something without the flag that their names begin with.
@@ -41,17 +43,20 @@ _MEGATRON_INTEGERS = {
     "expert-model-parallel-size": 1, "micro-batch-size": None, "global-batch-size": None,
     "eval-micro-batch-size": None, "eval-global-batch-size": None,
     "num-distributed-optimizer-instances": 1, "save-interval": None, "train-iters": None,
-    "distributed-timeout-minutes": 10, "log-interval": 100,
+    "distributed-timeout-minutes": 10, "log-interval": 100, "non-persistent-save-interval": None,
+    "replication-jump": None, "replication-factor": 2,
 }
 _MEGATRON_SWITCHES = (
     "bf16", "fp16", "use-tp-pp-dp-mapping",
     "use-torch-fsdp2", "use-megatron-fsdp", "sft", "async-save",
     "use-persistent-ckpt-worker", "use-checkpoint-args", "decrease-batch-size-if-needed",
+    "replication",
 )
 _MEGATRON_WORDS = {
     "data-parallel-sharding-strategy": "optim_grads_params",
     "outer-dp-sharding-strategy": "no_shard", "async-strategy": "nvrx", "save": None, "load": None,
-    "tensorboard-dir": None,
+    "tensorboard-dir": None, "non-persistent-ckpt-type": None,
+    "non-persistent-local-ckpt-dir": None,
     "pretrained-checkpoint": None, "data-args-path": None, "per-split-data-args-path": None,
     "per-dataset-sequences-path": None,
 }
@@ -92,8 +97,48 @@ def check_command_line(argv: Sequence[str], world_size: int | None = None) -> No
     if world_size is not None and not args.use_checkpoint_args:
         args.world_size = world_size
         checks.refuse_sizes(args)
-        # Whether sizes are refused depends on those that were given, not on the node.
-        resolve_shard_sizes(args, sharding_group_size(args), ranks_per_node=1)
+        # Where all ranks are one node, no size is refused that smaller nodes could have.
+        _refuse_shard_sizes(args, world_size)
+
+
+def check_numbers_of_nodes(argv: Sequence[str], nodes: range, ranks_per_node: int) -> None:
+    """Raise ConfigurationError, one line, for a batch or sizes that some number of nodes in `nodes`
+    could not have: a run whose nodes come and go would find that out when one is gone.
+
+    argv: passes check_command_line.
+    """
+    args = _parse(argv)
+    if not args.use_asynchzp or args.use_checkpoint_args:
+        return
+    for number in nodes:
+        args.world_size = number * ranks_per_node
+        try:
+            checks.refuse_sizes(args)
+            _refuse_shard_sizes(args, ranks_per_node)
+        except ConfigurationError as error:
+            advice = _batch_for_all(args, [one * ranks_per_node for one in nodes])
+            raise ConfigurationError(
+                f"with {number} of {nodes[0]} to {nodes[-1]} nodes: {error}{advice}"
+            ) from error
+
+
+def _batch_for_all(args: Namespace, worlds: Sequence[int]) -> str:
+    """What would do, where it is the batch that one of these worlds cannot have."""
+    model_size = (
+        args.tensor_model_parallel_size
+        * args.pipeline_model_parallel_size
+        * args.context_parallel_size
+    )
+    batch, micro = args.global_batch_size, args.micro_batch_size
+    if not batch or not micro or any(world % model_size for world in worlds):
+        return ""
+    whole = math.lcm(*(micro * world // model_size for world in worlds))
+    return "" if batch % whole == 0 else f" (of {whole} for every number of nodes)"
+
+
+def _refuse_shard_sizes(args: Namespace, node_size: int) -> None:
+    on_node = sharding_ranks_per_node(args, node_size)
+    resolve_shard_sizes(args, sharding_group_size(args), on_node)
 
 
 def own_flags() -> set[str]:

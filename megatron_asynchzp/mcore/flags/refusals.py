@@ -170,9 +170,9 @@ REFUSALS: tuple[Refusal, ...] = (
         _other_dtype_than_fp32("--main-grads-dtype bf16"),
     ),
     *because(
-        "it is tied to the number of ranks",
-        "use --non-persistent-ckpt-type global",
-        equal_to("--non-persistent-ckpt-type local"),
+        "Megatron has a name for it and no code",
+        "use --non-persistent-ckpt-type local or global",
+        equal_to("--non-persistent-ckpt-type in_memory"),
     ),
     *because(
         _FULL_TENSORS,

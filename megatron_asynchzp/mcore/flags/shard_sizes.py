@@ -8,11 +8,14 @@ from collections.abc import Iterable
 from math import gcd
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags.asynchzp import AUTO
+from megatron_asynchzp.mcore.flags.asynchzp import AUTO, NODE, WORLD
 from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.sharding.topology import ShardSizes
 
 STATES = ("param", "grad", "optim")
+
+# What a size has that is not given.
+_DEFAULTS = {"param": NODE, "grad": NODE, "optim": WORLD}
 
 # Each shards one state more than the one before.
 _FSDP_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -28,14 +31,16 @@ def node_size(args: Namespace) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", str(args.world_size)))
 
 
-def sharding_ranks_per_node(args: Namespace) -> int:
+def sharding_ranks_per_node(args: Namespace, on_node: int | None = None) -> int:
     """How many ranks of one sharding group a node holds, reduced to a divisor of the group.
+
+    on_node: ranks of a node, without it those of this one.
 
     Megatron orders ranks tp-cp-dp-pp, or tp-cp-pp-dp with --use-tp-pp-dp-mapping.
     """
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     pipeline = args.pipeline_model_parallel_size if args.use_tp_pp_dp_mapping else 1
-    on_node = node_size(args)
+    on_node = on_node or node_size(args)
     group_size = sharding_group_size(args)
     ranks = (
         replica * tensor * context * pipeline + part * tensor
@@ -81,15 +86,19 @@ def resolve_shard_sizes(args: Namespace, group_size: int, ranks_per_node: int) -
     """The three sizes with defaults filled in, for a sharding group of `group_size` ranks.
 
     Flags of other wrappers stand in for those of ours that were not given. A default follows the
-    flags that were given: it is reduced until it nests with them. A size that is auto has its
-    default until it is chosen. Experts use `ShardSizes.restricted_to` of their own group.
+    flags that were given: it is reduced until it nests with them. A rule is a default that was
+    given, or the number that it stands for. A size that is auto has its default until it is chosen.
+    Experts use `ShardSizes.restricted_to` of their own group.
 
     Raises ConfigurationError, one line, naming the flag and the values that are valid for it.
     """
     given: dict[str, int | None] = dict.fromkeys(STATES)
     given |= translated_sizes(args, group_size)
     own = {state: getattr(args, f"asynchzp_{state}_shard_size") for state in STATES}
-    given |= {state: size for state, size in own.items() if size not in (None, AUTO)}
+    number = {NODE: gcd(ranks_per_node, group_size), WORLD: group_size}
+    for state, size in own.items():
+        if size not in (None, AUTO):
+            given[state] = None if size == _DEFAULTS[state] else number.get(size, size)
     optim = group_size if given["optim"] is None else given["optim"]
     on_node = gcd(ranks_per_node, optim)
     param = _nested_default(on_node, given["grad"]) if given["param"] is None else given["param"]
@@ -100,6 +109,11 @@ def resolve_shard_sizes(args: Namespace, group_size: int, ranks_per_node: int) -
     except ConfigurationError as error:
         raise ConfigurationError(_explain(sizes, given, group_size, error)) from error
     return sizes
+
+
+def ruled_states(args: Namespace) -> list[str]:
+    """The states whose size is a rule."""
+    return [s for s in STATES if getattr(args, f"asynchzp_{s}_shard_size") in (NODE, WORLD)]
 
 
 def automatic_states(args: Namespace) -> list[str]:
@@ -153,7 +167,8 @@ def _line(state, sizes, fault, valid: Iterable[int], group_size: int | None = No
     where = "" if group_size is None else f" in the {group_size} ranks"
     return (
         f"--asynchzp-{state}-shard-size {getattr(sizes, state)} {fault}{where} of the sharding "
-        f"group (data x context parallel); valid values: {', '.join(map(str, valid))}"
+        f"group (data x context parallel); valid values: {', '.join(map(str, valid))}, or "
+        f"{_DEFAULTS[state]}, which fits any number of ranks"
     )
 
 

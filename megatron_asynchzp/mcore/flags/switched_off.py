@@ -116,6 +116,14 @@ def normalize_args(args: Namespace) -> list[str]:
             "exit_signal_handler = True: SIGTERM lets the step end, saves and ends the run with "
             "status 0 (--exit-signal-handler)"
         )
+    if args.replication and args.replication_jump:
+        group = args.replication_jump * args.replication_factor
+        if args.world_size % group:
+            args.replication = False
+            lines.append(
+                f"replication = False: {args.world_size} ranks are no groups of {group}, so local "
+                "checkpoints are kept once (--replication-jump x --replication-factor)"
+            )
     if not args.eval_interval:
         args.eval_interval = _NEVER
         lines.append(

@@ -16,7 +16,7 @@ def _guarded_by(name: str, *wanted: str) -> Callable[..., Any]:
 
     def call(original: Callable, *args: Any, **options: Any) -> Any:
         run = run_args()
-        if run is None or options.get("non_persistent_ckpt", False):
+        if run is None:
             return original(*args, **options)
         from megatron_asynchzp.mcore.checkpoint import guard
 
@@ -37,7 +37,7 @@ save_checkpoint = replaces(
     "rng_state_key_prefix[0.19]",
     why="one run at a time saves into a directory, and a full disk ends a run in one line",
     drop_when="Megatron does both",
-)(_guarded_by("guard_save_checkpoint", "iteration"))
+)(_guarded_by("guard_save_checkpoint", "iteration", "non_persistent_ckpt"))
 
 
 save = replaces(
@@ -59,7 +59,23 @@ load_checkpoint = replaces(
     why="the newest checkpoint that is complete and intact is loaded, and whatever keeps it from "
     "being loaded is one line and an exit status",
     drop_when="Megatron looks at the files before it believes the tracker",
-)(_guarded_by("guard_load_checkpoint", "load_arg"))
+)(_guarded_by("guard_load_checkpoint", "load_arg", "checkpointing_context"))
+
+
+@replaces(
+    "megatron.training.checkpointing._get_non_persistent_iteration",
+    "non_persistent_global_dir args checkpointing_context",
+    why="a non-persistent checkpoint is loaded where it is whole, undamaged, of this run and the "
+    "newest",
+    drop_when="Megatron looks at the files of both kinds before it chooses",
+)
+def find_non_persistent(original: Callable, *args: Any, **options: Any) -> int:
+    if run_args() is not None:
+        from megatron_asynchzp.mcore.checkpoint.local import chosen_iteration
+
+        if (chosen := chosen_iteration()) is not None:
+            return chosen
+    return original(*args, **options)
 
 
 @replaces(
@@ -125,6 +141,7 @@ CHECKPOINT_PATCHES: tuple[Patch, ...] = (
     save,
     load_checkpoint,
     load_args,
+    find_non_persistent,
     read_metadata,
     load_global,
     load_common,

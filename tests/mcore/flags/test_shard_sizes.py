@@ -28,6 +28,12 @@ from megatron_asynchzp.sharding.topology import ShardSizes
         ("--asynchzp-optim-shard-size 2", 8, 8, (2, 2, 2)),
         ("--asynchzp-grad-shard-size 6", 12, 4, (2, 6, 12)),
         ("--asynchzp-param-shard-size 1 --asynchzp-optim-shard-size 1", 8, 4, (1, 1, 1)),
+        ("--asynchzp-param-shard-size node --asynchzp-grad-shard-size 6", 12, 4, (2, 6, 12)),
+        ("--asynchzp-param-shard-size world", 12, 4, (12, 4, 12)),
+        ("--asynchzp-grad-shard-size world", 12, 4, (4, 12, 12)),
+        ("--asynchzp-optim-shard-size node", 12, 4, (4, 4, 4)),
+        ("--asynchzp-optim-shard-size node", 12, 8, (4, 4, 4)),
+        ("--asynchzp-optim-shard-size world", 12, 4, (4, 4, 12)),
         (
             "--asynchzp-param-shard-size 2 --asynchzp-grad-shard-size 4 "
             "--asynchzp-optim-shard-size 8",
@@ -75,6 +81,25 @@ def test_the_flags_of_other_wrappers_become_sizes_unless_ours_are_given(
     assert sum("--asynchzp-optim-shard-size" in one for one in lines[:1]) == is_translated
 
 
+def test_a_rule_is_heard_in_place_of_the_flags_of_other_wrappers(parse, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    args = parse("--use-torch-fsdp2 --asynchzp-param-shard-size node")
+    prepare_args(args)
+    assert tuple(getattr(args, f"asynchzp_{s}_shard_size") for s in STATES) == (2, 8, 8)
+
+
+def test_every_pair_of_rules_fits_every_group_or_shards_parameters_more_than_their_optimizer(parse):
+    args = parse()
+    for group_size, on_node in product(range(1, 25), range(1, 9)):
+        for rules in product((None, "node", "world"), repeat=3):
+            vars(args).update({f"asynchzp_{s}_shard_size": r for s, r in zip(STATES, rules)})
+            is_fit = rules[2] != "node" or "world" not in rules[:2]
+            try:
+                resolve_shard_sizes(args, group_size, on_node).check(group_size)
+            except ConfigurationError:
+                assert not is_fit, (rules, group_size, on_node)
+
+
 def test_instances_that_the_group_cannot_be_divided_into_are_refused(parse):
     with pytest.raises(ConfigurationError, match="^--num-distributed-optimizer-instances 3 does"):
         prepare_args(parse("--num-distributed-optimizer-instances 3"))
@@ -95,7 +120,9 @@ def test_sizes_are_taken_or_refused_in_one_line_with_the_values_that_nest(parse)
             with pytest.raises(ConfigurationError, match=r"\b12 ranks\b") as refused:
                 resolve(sizes)
             assert "\n" not in str(refused.value)
-            blamed = re.match(r"--asynchzp-(\w+)-.* nest .*valid values: (.*)", str(refused.value))
+            blamed = re.match(
+                r"--asynchzp-(\w+)-.* nest .*valid values: ([\d, ]*\d)", str(refused.value)
+            )
             for value in blamed[2].split(", ") if blamed else ():
                 assert resolve(sizes | {blamed[1]: int(value)})
         else:

@@ -216,4 +216,31 @@ MUTANTS = [
             "[SIGTERM-forks]"
         ),
     ),
+    Mutant(
+        "node-as-world",
+        "a size that is node is the ranks of the sharding group on one node",
+        "mcore/flags/shard_sizes.py",
+        "{NODE: gcd(ranks_per_node, group_size),",
+        "{NODE: group_size,",
+        (
+            "tests/mcore/flags/test_shard_sizes.py::"
+            "test_defaults_follow_the_node_and_the_flags_that_were_given"
+        ),
+    ),
+    Mutant(
+        "all-nodes-alone",
+        "sizes and batch are checked for every number of nodes before a run starts",
+        "mcore/flags/command_line.py",
+        "for number in nodes:",
+        "for number in nodes[-1:]:",
+        "tests/test_mistakes.py::test_a_mistake_ends_in_one_line_and_not_with_0",
+    ),
+    Mutant(
+        "dead-addresses",
+        "ranks that start anew because a node came do not meet those before them",
+        "launch.py",
+        "if not may_restart and not may_change:",
+        "if not may_restart:",
+        "tests/test_mistakes.py::test_torchrun_gets_the_restarts_that_can_meet_again",
+    ),
 ]

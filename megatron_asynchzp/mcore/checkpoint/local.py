@@ -1,0 +1,222 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns which local checkpoint a run goes on from, if any. What writes, copies and reads them is
+nvidia-resiliency-ext, through Megatron.
+
+[Note: when a local checkpoint is loaded]
+A local checkpoint is each rank's own shard, on the disk or in the memory of its node. So it fits
+the ranks and sizes of the run that wrote it, and no others. It is loaded where it is at least as
+new as the newest shared one, all ranks find their shard or a copy of it, undamaged, and the
+arguments that shards depend on are the same. Otherwise the shared one is, with a line that says
+why, and what is left of local ones is removed: the library would take it for newer than what comes.
+"""
+
+import os
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_asynchzp.checkpoint_files.errors import one_line
+from megatron_asynchzp.checkpoint_files.local_files import (
+    LocalFile,
+    Place,
+    adopt,
+    keep_only,
+    lacking,
+    remove_damaged,
+)
+from megatron_asynchzp.checkpoint_files.peers import Peers, on_each
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.checkpoint.mismatch import FIXED
+from megatron_asynchzp.mcore.flags.shard_sizes import STATES, node_size
+
+LOCAL = "local"
+"""The --non-persistent-ckpt-type of local checkpoints."""
+
+# What a rank's shard depends on.
+_SHARDS = ("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+_SHARDS += ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+_SHARDS += ("virtual_pipeline_model_parallel_size", "use_tp_pp_dp_mapping")
+_SHARDS += tuple(f"asynchzp_{state}_shard_size" for state in STATES)
+
+_TORCH_WRITER = "PytorchStreamWriter"  # in what torch.save raises where a disk is full
+
+# Of the load in progress: which one Megatron is to load, -1 for none.
+_ITERATION: ContextVar[int | None] = ContextVar("asynchzp_local_iteration", default=None)
+_IS_SAVED: ContextVar[bool] = ContextVar("asynchzp_local_is_saved", default=False)
+
+
+class Local(NamedTuple):
+    """The local checkpoint that is loaded. lines: for the user."""
+
+    iteration: int
+    lines: tuple[str, ...] = ()
+
+
+def find_local(args: Namespace, manager: Any, shared: int, is_wanted: bool, peers: Peers) -> Local:
+    """The local checkpoint to load; iteration -1 where the shared one is. Collective: all ranks
+    return the same. What is not loaded is removed.
+
+    manager: the library's, which Megatron made. shared: the iteration of the newest shared
+    checkpoint, -1 where there is none. is_wanted: whether a newer state than that will do.
+    Raises ConfigurationError, on all, for a folder that is another run's or cannot be used.
+    """
+    place = _place(args, manager)
+    try:
+        has_own = on_each(peers, lambda: bool(place.files()))
+        lines = [one for mine in on_each(peers, partial(_tidy, place, has_own)) for one in mine]
+        held = on_each(peers, lambda: [(one.iteration, one.rank) for one in place.files()])
+        _refuse_another_run(args, place, peers)
+        found = -1
+        for iteration in sorted({number for files in held for number, _ in files}, reverse=True):
+            reason = "this run starts from another one"
+            if is_wanted:
+                reason = _reason_against(args, place, held, iteration, shared, peers)
+            if reason is None:
+                found = iteration
+                break
+            lines.append(f"local checkpoint of iteration {iteration} is not loaded: {reason}")
+        on_each(peers, partial(keep_only, place, found))
+    except OSError as error:
+        raise ConfigurationError(
+            f"--non-persistent-local-ckpt-dir {args.non_persistent_local_ckpt_dir}: "
+            f"{one_line(error)}"
+        ) from error
+    manager.latest_iteration = -1  # what it has seen before may be gone
+    if found != -1:
+        lines.append(f"local checkpoint of iteration {found} is loaded")
+        if manager.find_latest() != found:
+            raise ConfigurationError(
+                f"local checkpoint of iteration {found}: nvidia-resiliency-ext does not find it; "
+                f"remove {place.folder.parent} on all nodes"
+            )
+    return Local(found, tuple(lines))
+
+
+def _place(args: Namespace, manager: Any) -> Place:
+    on_node = node_size(args)
+    return Place(Path(manager.local_ckpt_dir), args.rank, args.rank // on_node * on_node, on_node)
+
+
+def _tidy(place: Place, has_own: Sequence[bool]) -> list[str]:
+    adopt(place, has_own)
+    return remove_damaged(place)
+
+
+def _reason_against(
+    args: Namespace,
+    place: Place,
+    held: list[list[tuple[int, int]]],
+    iteration: int,
+    shared: int,
+    peers: Peers,
+) -> str | None:
+    """Why a local checkpoint is not the one to load; None where it is. Collective."""
+    if iteration < shared:
+        return f"that of iteration {shared} on shared storage is newer"
+    mine = partial(_first_difference, args, place, iteration)
+    if difference := next(filter(None, on_each(peers, mine)), None):
+        return difference
+    places = [list(_looked_for_at(args, rank)) for rank in range(args.world_size)]
+    if ranks := lacking(held, iteration, places):
+        named = ", ".join(map(str, ranks[:8])) + (" ..." if ranks[8:] else "")
+        return f"no copy of the shard of rank {named} is left"
+    return None
+
+
+def _looked_for_at(args: Namespace, rank: int) -> Iterable[int]:
+    """The ranks that keep a copy of its shard, as the library forms its groups."""
+    if not args.replication:
+        return (rank,)
+    jump, factor = args.replication_jump, args.replication_factor
+    first = rank // (jump * factor) * jump * factor + rank % jump
+    return range(first, first + jump * factor, jump)
+
+
+def _saved_args(file: LocalFile) -> Any:
+    """The arguments of the run that saved it. Reads no tensor."""
+    state = torch.load(file.path, map_location="cpu", mmap=True, weights_only=False)
+    return state.common_state_dict["args"]
+
+
+def _first_difference(args: Namespace, place: Place, iteration: int) -> str | None:
+    files = [file for file in place.files() if file.iteration == iteration]
+    if not files:
+        return None
+    try:
+        saved = _saved_args(files[0])
+    except Exception as error:  # whatever another version's classes make of it
+        return f"{files[0].path} cannot be read: {one_line(error)}"
+    for name in (*_SHARDS, *FIXED):
+        was, now = getattr(saved, name, None), getattr(args, name, None)
+        if was != now:
+            return f"{name} is {was} there and {now} in this run"
+    return None
+
+
+def _refuse_another_run(args: Namespace, place: Place, peers: Peers) -> None:
+    """Raise ConfigurationError, on all ranks, where the folder holds checkpoints of a run that
+    saves elsewhere: they are as likely newer as not, and are not ours to remove."""
+
+    def other_save() -> str | None:
+        for file in place.files():
+            try:
+                save = _saved_args(file).save
+            except Exception:
+                return None  # said when it is compared
+            if save is not None and os.path.abspath(save) != os.path.abspath(args.save or ""):
+                return save
+        return None
+
+    if save := next(filter(None, on_each(peers, other_save)), None):
+        raise ConfigurationError(
+            f"--non-persistent-local-ckpt-dir {args.non_persistent_local_ckpt_dir} holds local "
+            f"checkpoints of the run with --save {save}: name another folder, or remove them"
+        )
+
+
+@contextmanager
+def loading(iteration: int | None) -> Iterator[None]:
+    """Within, Megatron finds this local checkpoint (-1: none)."""
+    token = _ITERATION.set(iteration)
+    try:
+        yield
+    finally:
+        _ITERATION.reset(token)
+
+
+def chosen_iteration() -> int | None:
+    """The local checkpoint that Megatron is to find; None where nothing was chosen for it."""
+    return _ITERATION.get()
+
+
+@contextmanager
+def saving() -> Iterator[None]:
+    """Within, Megatron saves a local checkpoint. An error of the library, which is no error of a
+    file, becomes an OSError."""
+    from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (
+        CheckpointingException,
+    )
+
+    token = _IS_SAVED.set(True)
+    try:
+        yield
+    except CheckpointingException as error:
+        raise OSError(one_line(error)) from error
+    except RuntimeError as error:
+        if _TORCH_WRITER not in str(error):
+            raise
+        raise OSError(one_line(error)) from error
+    finally:
+        _IS_SAVED.reset(token)
+
+
+def is_saved_locally() -> bool:
+    """Whether the save in progress is a local one, which only a run of the same kind will read."""
+    return _IS_SAVED.get()
