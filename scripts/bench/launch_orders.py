@@ -37,6 +37,14 @@ def main() -> None:
         "--max-states", type=int, default=100_000, help="of one device without the implicit order"
     )
     parser.add_argument(
+        "--every-order",
+        type=int,
+        nargs="+",
+        default=PLACES,
+        metavar="PLACES",
+        help="of the devices on which all orders are tried, those that come to the same too",
+    )
+    parser.add_argument(
         "--traces",
         type=Path,
         metavar="FOLDER",
@@ -65,7 +73,8 @@ def measured(layout: str, programs: list[Program], args: argparse.Namespace) -> 
         for num_queues in QUEUES:
             for num_places in PLACES:
                 device = Device(num_queues, num_places, in_host_order)
-                for is_reduced in (True, False) if in_host_order else (True,):
+                tries_every = in_host_order and num_places in args.every_order
+                for is_reduced in (True, False) if tries_every else (True,):
                     max_states = MANY if in_host_order else args.max_states
                     lines.append(_searched(layout, programs, device, is_reduced, max_states))
     planted = list(islice(exchanges(programs, seed=1), NUM_PLANTED))
