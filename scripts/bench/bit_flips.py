@@ -31,7 +31,7 @@ from scripts.testbed.megatron_runs import RunRecord, gpt_args, listening, run_pr
 from scripts.testbed.ranks import run_ranks
 
 RANKS = 4
-STEPS, BEFORE = 6, 3  # the bit changes before this step, counted from 1, or within it
+STEPS, BEFORE = 5, 3  # the bit changes before this step, counted from 1, or within it
 MANY_TIMES = 10
 BITS = {
     "sign": lambda num_bits: num_bits - 1,
@@ -50,16 +50,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append records to this file")
     args = parser.parse_args()
     sizes: tuple[int, int, int] = tuple(args.sizes)
-    lines = run_ranks(measure, RANKS, sizes, args.places, timeout_s=900.0)[0]
-    print(flip_table(lines))
     if args.out:
-        append(args.out, machine_record(), *lines)
+        append(args.out, machine_record())
+    print(flip_table(run_ranks(measure, RANKS, sizes, args.places, args.out, timeout_s=900.0)[0]))
 
 
-def measure(sizes: tuple[int, int, int], places: list[str]) -> list[dict]:
-    """A line for each place and bit."""
+def measure(sizes: tuple[int, int, int], places: list[str], out: Path | None) -> list[dict]:
+    """A line for each place and bit, each written to `out` as soon as it is known."""
     undisturbed, _ = _run(sizes)
-    lines = []
+    lines: list[dict] = []
     for place in places:
         for bit in BITS:
             flip = _Flip(place, bit)
@@ -69,6 +68,8 @@ def measure(sizes: tuple[int, int, int], places: list[str]) -> list[dict]:
             line = {"kind": "flip", "sizes": list(sizes), "place": place, "bit": bit}
             line |= _noticed(record, undisturbed) | {"replicas": _num_steps(differ)}
             lines.append(line)
+            if out is not None and dist.get_rank() == 0:
+                append(out, line)
     return lines
 
 

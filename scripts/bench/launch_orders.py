@@ -27,12 +27,23 @@ from scripts.testbed.machine import machine_record
 
 QUEUES, PLACES = (1, 2, 4, 8, 32), (1, 2, 4, 8)
 NUM_PLANTED = 4  # of each layout
+MANY = 10_000_000  # states: all of them are tried
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--max-states", type=int, default=100_000, help="of one device")
+    parser.add_argument(
+        "--max-states", type=int, default=100_000, help="of one device without the implicit order"
+    )
+    parser.add_argument(
+        "--every-order",
+        type=int,
+        nargs="+",
+        default=PLACES,
+        metavar="PLACES",
+        help="of the devices on which all orders are tried, those that come to the same too",
+    )
     parser.add_argument(
         "--traces",
         type=Path,
@@ -62,8 +73,10 @@ def measured(layout: str, programs: list[Program], args: argparse.Namespace) -> 
         for num_queues in QUEUES:
             for num_places in PLACES:
                 device = Device(num_queues, num_places, in_host_order)
-                for is_reduced in (True, False) if in_host_order else (True,):
-                    lines.append(_searched(layout, programs, device, is_reduced, args.max_states))
+                tries_every = in_host_order and num_places in args.every_order
+                for is_reduced in (True, False) if tries_every else (True,):
+                    max_states = MANY if in_host_order else args.max_states
+                    lines.append(_searched(layout, programs, device, is_reduced, max_states))
     planted = list(islice(exchanges(programs, seed=1), NUM_PLANTED))
     found = sum(all(search(one, device).circle for device in DEVICES) for one in planted)
     lines.append({"kind": "planted", "layout": layout, "planted": len(planted), "found": found})
