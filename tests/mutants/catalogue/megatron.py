@@ -178,8 +178,8 @@ MUTANTS = [
         "a-childs-sigterm-ends-its-parent",
         "law 7: what is sent to a forked process is not for its parent",
         "mcore/process/interrupts.py",
-        "        signal.set_wakeup_fd(-1)\n\n\nos.register",
-        "        pass\n\n\nos.register",
+        "os.register_at_fork(after_in_child=_forget_in_child)\n",
+        "",
         (
             "tests/mcore/process/test_interrupts.py::"
             "test_a_signal_ends_the_process_whether_or_not_the_main_thread_comes_back"
