@@ -186,4 +186,15 @@ MUTANTS = [
             "[SIGTERM-forks]"
         ),
     ),
+    Mutant(
+        "a-lost-rendezvous-holds-torchrun",
+        "law 7: no process stays when the rendezvous' node is gone",
+        "torchrun.py",
+        "time.monotonic() - since > _HELD_S and are_ranks_gone()",
+        "False",
+        (
+            "tests/test_torchrun.py::"
+            "test_where_the_store_of_the_rendezvous_does_not_answer_it_ends_when_its_ranks_have"
+        ),
+    ),
 ]
