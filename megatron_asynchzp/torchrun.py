@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_asynchzp.torchrun ...` is torchrun, but for two ends: after a SIGTERM torchrun
-ends with 1 and a traceback whatever its ranks did, so that a scheduler takes a run that saved well
-for a failure; and where the node of the rendezvous is gone it never ends.
+"""`python -m megatron_asynchzp.torchrun ...` is torchrun, but for two ends. After a SIGTERM it ends
+with 1 and a traceback whatever its ranks did, so that a scheduler takes a run that saved well for a
+failure. And where the node of the rendezvous is gone it never ends.
 """
 
 import os

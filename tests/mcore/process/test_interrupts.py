@@ -38,7 +38,8 @@ receiver, sender = os.pipe()
 child = os.fork()
 if not child:
     os.write(sender, b"1")
-    time.sleep(60)
+    time.sleep(5)
+    os._exit(0)
 os.read(receiver, 1)
 os.kill(child, signal.SIGTERM)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
