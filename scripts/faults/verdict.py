@@ -9,7 +9,7 @@ from typing import Any
 from megatron_asynchzp.comm.timeline import LANES
 from scripts.faults.cells import Cell
 
-_MARGIN_S = 10.0
+_MARGIN_S = 10
 _LINE = re.compile(r"^megatron_asynchzp: rank (\d+): (.*)$", re.MULTILINE)
 _OPERATIONS = "|".join(LANES.values())
 _NAMED = re.compile(
