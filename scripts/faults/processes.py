@@ -20,8 +20,9 @@ def is_alive(pid: int) -> bool:
 
 
 def words_of(pid: int) -> str:
-    """Its command line; empty where it has ended."""
+    """Its command line without names of folders; empty where it has ended."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200]
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:
         return ""
+    return " ".join(Path(word).name for word in words)[:200].strip()
