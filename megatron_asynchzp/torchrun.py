@@ -1,17 +1,27 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_asynchzp.torchrun ...` is torchrun, but for the status after a SIGTERM:
-torchrun ends with 1 and a traceback whatever its ranks did, so that a scheduler takes a run that
-saved well for a failure."""
+"""`python -m megatron_asynchzp.torchrun ...` is torchrun, but for two ends. After a SIGTERM it ends
+with 1 and a traceback whatever its ranks did, so that a scheduler takes a run that saved well for a
+failure. And where the node of the rendezvous is gone it never ends.
+"""
 
+import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 from subprocess import Popen
 from typing import Any
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+
+_HELD_S = 5.0
+"""How long a call of the rendezvous' store takes before the store counts as gone: milliseconds."""
+_LOOKS_EVERY_S = 0.2
 
 
 def watch_ranks() -> dict[int, Popen]:
@@ -29,9 +39,44 @@ def watch_ranks() -> dict[int, Popen]:
     return started
 
 
+def watch_rendezvous(are_ranks_gone: Callable[[], bool]) -> None:
+    """From now on this process ends, with a line and status 1, where none of its ranks is left and
+    the store of the c10d rendezvous does not answer: torchrun looks there for further nodes ten
+    times a second, and for its own ranks after that.
+    """
+    kind: Any = c10d_rendezvous_backend.C10dRendezvousBackend
+    original = kind._call_store
+    begun: dict[int, float] = {}  # when the call began that a thread is in
+
+    def noting(backend: Any, *args: Any, **kwargs: Any) -> Any:
+        begun[threading.get_ident()] = time.monotonic()
+        try:
+            return original(backend, *args, **kwargs)
+        finally:
+            del begun[threading.get_ident()]
+
+    def watch() -> None:
+        while True:
+            time.sleep(_LOOKS_EVERY_S)
+            since = min(list(begun.values()), default=float("inf"))
+            if time.monotonic() - since > _HELD_S and are_ranks_gone():
+                sys.stderr.write(
+                    "megatron_asynchzp: no rank of this node is left, and the rendezvous does not "
+                    "answer: its node is gone, or this one is cut off\n"
+                )
+                sys.stderr.flush()
+                os._exit(1)
+
+    kind._call_store = noting
+    threading.Thread(target=watch, name="asynchzp-rendezvous", daemon=True).start()
+
+
 def main(argv: list[str]) -> int:
     """0 also where SIGTERM came and every rank of this node ended with 0 then."""
     ranks = watch_ranks()
+    watch_rendezvous(
+        lambda: bool(ranks) and all(rank.poll() is not None for rank in list(ranks.values()))
+    )
     try:
         run.main(argv)
     except SignalException as ended:

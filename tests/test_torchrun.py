@@ -1,8 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The status of `asynchzp launch` after a SIGTERM is that of its ranks."""
+"""The status of `asynchzp launch` after a SIGTERM is that of its ranks, and a rendezvous that is
+gone does not hold it."""
 
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -36,6 +38,7 @@ def test_it_is_0_where_sigterm_ended_every_rank_well(monkeypatch, statuses, numb
 
     ranks = {place: Ended(one) for place, one in enumerate(statuses)}
     monkeypatch.setattr(torchrun, "watch_ranks", lambda: ranks)
+    monkeypatch.setattr(torchrun, "watch_rendezvous", lambda are_gone: None)
     monkeypatch.setattr(torchrun.run, "main", end)
     if status is None:
         with pytest.raises(torchrun.SignalException):
@@ -53,3 +56,29 @@ def test_of_each_place_the_process_counts_that_was_started_last(monkeypatch):
         words = ("-c", f"raise SystemExit({status})")
         kind(sys.executable, words, {}, None, None, 0, None).proc.wait()
     assert [one.poll() for one in started.values()] == [0]
+
+
+_HELD = """
+import threading, time
+from megatron_asynchzp import torchrun
+torchrun._HELD_S = 0.2
+gone = threading.Event()
+def end():
+    print("the ranks have ended", flush=True)
+    gone.set()
+kind = torchrun.c10d_rendezvous_backend.C10dRendezvousBackend
+kind._call_store = lambda backend, operation: time.sleep(operation)
+torchrun.watch_rendezvous(gone.is_set)
+kind._call_store(None, 0.1)
+threading.Timer(1.0, end).start()
+kind._call_store(None, 60.0)
+"""
+
+
+def test_where_the_store_of_the_rendezvous_does_not_answer_it_ends_when_its_ranks_have():
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _HELD], capture_output=True, text=True, timeout=50
+    )
+    assert (ended.returncode, ended.stdout) == (1, "the ranks have ended\n")
+    line = "megatron_asynchzp: no rank of this node is left, and the rendezvous does not answer: "
+    assert ended.stderr.startswith(line) and ended.stderr.count("\n") == 1

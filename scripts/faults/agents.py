@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from megatron_asynchzp.torchrun import watch_rendezvous
 from scripts.faults.cells import LAST_STEP, SAVE_EVERY, Cell
+from scripts.faults.processes import is_alive
 from scripts.testbed import preload_megatron  # noqa: F401  so that no rank has to
 from scripts.testbed.links import address
 from scripts.testbed.megatron_flags import size_flags
@@ -46,7 +48,13 @@ def run_agent(cell: Cell, node: int, port: int, words: list[str]) -> None:
         max_restarts=0,
         start_method="fork",
     )
+    watch_rendezvous(lambda: _are_ranks_gone(cell, node, folder))
     elastic_launch(config, run_rank)(words)
+
+
+def _are_ranks_gone(cell: Cell, node: int, folder: Path) -> bool:
+    files = [folder / f"pid{node * cell.ranks + place}" for place in range(cell.ranks)]
+    return all(file.exists() and not is_alive(int(file.read_text())) for file in files)
 
 
 def run_rank(words: list[str]) -> None:

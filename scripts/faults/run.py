@@ -13,7 +13,7 @@ from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
 from scripts.faults.cells import SAVE_EVERY, Cell
 from scripts.faults.moments import REACHED, STRUCK
 from scripts.faults.program import complete_checkpoints
-from scripts.faults.verdict import Ended, Outcome
+from scripts.faults.verdict import Ended, Outcome, ran_on
 from scripts.faults.worlds import World, world_of
 from scripts.testbed.links import Links
 
@@ -46,7 +46,8 @@ class Bench:
         outcome = self._strike(cell, folder, checkpoints)
         outcome.checkpoint = _newest(cell, checkpoints)
         outcome.expected_loss = expected
-        outcome.final_loss = self._finish(cell, checkpoints)
+        if not ran_on(outcome):
+            outcome.final_loss = self._finish(cell, checkpoints)
         shutil.rmtree(checkpoints)
         return outcome
 
@@ -95,7 +96,7 @@ class Bench:
             ended = Ended(status, end - begins[rank], world.text(rank), world.is_done(rank))
             outcome.ended.append(ended)
         outcome.over_after_s = time.monotonic() - max(begins)
-        outcome.processes = world.left()
+        outcome.processes, outcome.final_loss = world.left(), world.final_loss()
         world.kill()
         self._links.heal(cell.node)
         return outcome

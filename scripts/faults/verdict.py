@@ -9,7 +9,7 @@ from typing import Any
 from megatron_asynchzp.comm.timeline import LANES
 from scripts.faults.cells import Cell
 
-_MARGIN_S = 10.0
+_MARGIN_S = 10
 _LINE = re.compile(r"^megatron_asynchzp: rank (\d+): (.*)$", re.MULTILINE)
 _OPERATIONS = "|".join(LANES.values())
 _NAMED = re.compile(
@@ -18,6 +18,8 @@ _NAMED = re.compile(
 )
 _UNHEARD = re.compile(r"(?:no answer from|not come to it:) ranks? ([\d, to]+)")
 _NO_STORE = "does not answer"
+# Where in its source gloo was, and its advice.
+_GLOOS_WORDS = re.compile(r"\[/__w/\S+\] | This is typically caused by .*? GLHF! \S+?(?=\))")
 
 
 @dataclass
@@ -61,7 +63,7 @@ class Outcome:
         about = asdict(self) | {"faults": faults_of(self), "names": names_missing(self)}
         for one, ended in zip(about["ended"], self.ended, strict=True):
             del one["text"]
-            one["lines"] = ended.lines
+            one["lines"] = [_GLOOS_WORDS.sub("", line) for line in ended.lines]
             one["after_s"] = round(ended.after_s, 2)
         about["over_after_s"] = round(self.over_after_s, 2)
         return about

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from scripts.faults import agents, program
 from scripts.faults.cells import LAST_STEP, Cell
+from scripts.faults.processes import all_pids, is_alive, words_of
 from scripts.testbed.links import address
 from scripts.testbed.ranks import Place
 
@@ -74,13 +75,13 @@ class World:
     def left(self) -> list[str]:
         """Command lines of processes in these namespaces beside this one."""
         own = os.getpid()
-        found = {pid: _words(pid) for pid in _pids() if pid != own and _is_alive(pid)}
+        found = {pid: words_of(pid) for pid in all_pids() if pid != own and is_alive(pid)}
         return [words for words in found.values() if words]
 
     def kill(self) -> None:
         """All that is left of it."""
-        for pid in _pids():
-            if pid != os.getpid() and _is_alive(pid):
+        for pid in all_pids():
+            if pid != os.getpid() and is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
         self.await_end(time.monotonic() + 10)
 
@@ -131,7 +132,7 @@ class AgentWorld(World):
             file = self.folder / f"pid{rank}"
             if rank not in self.pids and file.exists() and (text := file.read_text()):
                 self.pids[rank] = int(text)
-            if rank in self.pids and rank not in self.ended and not _is_alive(self.pids[rank]):
+            if rank in self.pids and rank not in self.ended and not is_alive(self.pids[rank]):
                 self.ended[rank] = 0, now
         if len(self._statuses) < self.cell.nodes:
             return False
@@ -189,22 +190,3 @@ def _reaped() -> list[tuple[int, int]]:
         if not pid:
             return found
         found.append((pid, os.waitstatus_to_exitcode(status)))
-
-
-def _pids() -> list[int]:
-    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
-def _words(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200]
-    except OSError:
-        return ""

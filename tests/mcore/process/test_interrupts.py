@@ -19,6 +19,7 @@ watch_interrupts(LastLine(), grace_s=0.5)()  # ended, and begun again
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 watch_interrupts(LastLine(), lambda: "ended in a gather", grace_s=0.5)
+{before}
 print("ready", flush=True)
 try:
     {work}
@@ -33,33 +34,36 @@ _FREE = "time.sleep(60)"
 
 # A forked process that is ended, as those that read data are.
 _FORKS = """
-    child = os.fork()
-    if not child:
-        time.sleep(60)
-    os.kill(child, signal.SIGTERM)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-    time.sleep(60)
+receiver, sender = os.pipe()
+child = os.fork()
+if not child:
+    os.write(sender, b"1")
+    time.sleep(5)
+    os._exit(0)
+os.read(receiver, 1)
+os.kill(child, signal.SIGTERM)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 """
 _INTERRUPTED = "megatron_asynchzp: rank 0: interrupted\n"
 _TERMINATED = "megatron_asynchzp: rank 0: ended in a gather\n"
 
 
 @pytest.mark.parametrize(
-    "number, work, status, out, err",
+    "number, before, work, status, out, err",
     [
-        (signal.SIGINT, _STUCK, 130, "ready\n", _INTERRUPTED),
-        (signal.SIGINT, _FREE, 7, "ready\ncame back\n", ""),
-        (signal.SIGTERM, _STUCK, 143, "ready\n", _TERMINATED),
-        (signal.SIGTERM, _FREE, 143, "ready\n", _TERMINATED),
-        (signal.SIGTERM, _FORKS, 143, "ready\n", _TERMINATED),
+        (signal.SIGINT, "", _STUCK, 130, "ready\n", _INTERRUPTED),
+        (signal.SIGINT, "", _FREE, 7, "ready\ncame back\n", ""),
+        (signal.SIGTERM, "", _STUCK, 143, "ready\n", _TERMINATED),
+        (signal.SIGTERM, "", _FREE, 143, "ready\n", _TERMINATED),
+        (signal.SIGTERM, _FORKS, _FREE, 143, "ready\n", _TERMINATED),
     ],
     ids=["SIGINT-stuck", "SIGINT-free", "SIGTERM-stuck", "SIGTERM-free", "SIGTERM-forks"],
 )
 def test_a_signal_ends_the_process_whether_or_not_the_main_thread_comes_back(
-    number, work, status, out, err
+    number, before, work, status, out, err
 ):
     child = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", _CHILD.format(work=work)],
+        [sys.executable, "-W", "ignore", "-c", _CHILD.format(before=before, work=work)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -208,8 +208,8 @@ MUTANTS = [
         "a-childs-sigterm-ends-its-parent",
         "law 7: what is sent to a forked process is not for its parent",
         "mcore/process/interrupts.py",
-        "        signal.set_wakeup_fd(-1)\n\n\nos.register",
-        "        pass\n\n\nos.register",
+        "os.register_at_fork(after_in_child=_forget_in_child)\n",
+        "",
         (
             "tests/mcore/process/test_interrupts.py::"
             "test_a_signal_ends_the_process_whether_or_not_the_main_thread_comes_back"
@@ -242,5 +242,16 @@ MUTANTS = [
         "if not may_restart and not may_change:",
         "if not may_restart:",
         "tests/test_mistakes.py::test_torchrun_gets_the_restarts_that_can_meet_again",
+    ),
+    Mutant(
+        "a-lost-rendezvous-holds-torchrun",
+        "law 7: no process stays when the rendezvous' node is gone",
+        "torchrun.py",
+        "time.monotonic() - since > _HELD_S and are_ranks_gone()",
+        "False",
+        (
+            "tests/test_torchrun.py::"
+            "test_where_the_store_of_the_rendezvous_does_not_answer_it_ends_when_its_ranks_have"
+        ),
     ),
 ]
