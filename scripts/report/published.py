@@ -34,6 +34,7 @@ from scripts.report.loss_picture import RINGS
 from scripts.report.parity_table import parity_table, shrunk_table
 from scripts.report.plot_timeline import write_picture
 from scripts.report.records import NotRecorded, Record, markdown_table, read_record
+from scripts.report.restart_table import restart_table
 from scripts.report.unequal_table import unequal_table
 from scripts.report.wire_table import wire_table
 
@@ -225,6 +226,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "versions": lambda: versions_table.versions_table(read_record("versions").lines),
     "versions checkpoints": lambda: versions_table.moves_table(read_record("versions").lines),
     "unequal lengths": lambda: unequal_table(read_record("unequal_lengths").lines),
+    "restarts": lambda: restart_table(read_record("restarts").lines),
     "weight deltas": lambda: delta_table(read_record("weight_deltas").lines),
     "clusters": lambda: cluster_table.table(read_record("clusters").lines),
 }
