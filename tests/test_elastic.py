@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_asynchzp.planner.cluster_files import cluster_toml, load_cluster
-from tests.support.agents import Nodes
+from scripts.testbed.agents import Nodes
 from tests.support.elastic_journal import Attempt, read_attempts
 from tests.support.launches import Launch
 from tests.test_launch import TOY

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from megatron_asynchzp import command, launch
+from megatron_asynchzp.mcore.flags import checks
 
 SCRIPT = "train.py"
 
@@ -37,6 +39,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     # Megatron's own check takes seconds; tests/planning/test_validation.py has it.
     let_megatron_say(monkeypatch, Checked())
+    monkeypatch.setattr(
+        checks, "find_spec", lambda name: None if "resiliency" in name else find_spec(name)
+    )
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 0, 0)
@@ -71,6 +76,9 @@ def trains(flags: str, ranks: int = 4) -> str:
 
 def uses(flags: str, ranks: int = 4) -> str:
     return trains(f"--use-asynchzp {flags}", ranks)
+
+
+LOCAL = "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir local"
 
 
 def elastic(flags: str, nodes: str = "1:2") -> str:
@@ -146,6 +154,17 @@ MISTAKES = {
     "saving beside training without the writer": (
         uses("--save runs --save-interval 5 --async-save --use-persistent-ckpt-worker"),
         "nvidia-resiliency-ext"),
+    "passing checkpoints of a run that saves nothing": (
+        uses("--non-persistent-save-interval 5"), "without --save saves nothing; add --save"),
+    "checkpoints in memory": (
+        uses("--non-persistent-ckpt-type in_memory"), "use --non-persistent-ckpt-type local or"),
+    "local checkpoints nowhere": (
+        uses("--non-persistent-ckpt-type local"), "add --non-persistent-local-ckpt-dir DIR"),
+    "copies on the same node": (uses(f"{LOCAL} --replication"), "add --replication-jump RANKS"),
+    "local checkpoints without the library": (uses(LOCAL), 'install "nvidia-resiliency-ext>=0.6"'),
+    "local checkpoints beside training": (
+        uses(f"{LOCAL} --save runs --save-interval 5 --async-save --async-strategy mcore"),
+        "local has not been tested with --async-save"),
     "a checkpoint of the older format": (
         uses("--load legacy"), "of Megatron's format torch, not torch_dist; convert it"),
     "loading from a file": (uses("--load file"), "--load file is a file"),

@@ -37,6 +37,7 @@ from scripts.report.loss_picture import RINGS
 from scripts.report.parity_table import parity_table, shrunk_table
 from scripts.report.plot_timeline import write_picture
 from scripts.report.records import NotRecorded, Record, markdown_table, read_record
+from scripts.report.restart_table import restart_table
 from scripts.report.unequal_table import unequal_table
 from scripts.report.wire_table import wire_table
 
@@ -230,6 +231,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "launch orders": lambda: launch_table(read_record("launch_orders").lines),
     "bit flips": lambda: flip_table(read_record("bit_flips").lines),
     "unequal lengths": lambda: unequal_table(read_record("unequal_lengths").lines),
+    "restarts": lambda: restart_table(read_record("restarts").lines),
     "weight deltas": lambda: delta_table(read_record("weight_deltas").lines),
     "faults library": lambda: fault_table.grid(read_record("faults").lines, "library"),
     "faults megatron": lambda: fault_table.grid(read_record("faults").lines, "megatron"),

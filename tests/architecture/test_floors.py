@@ -25,7 +25,7 @@ FLOORS = {
 # Within the adapter: rooms, and files beside them.
 ADAPTER = {
     "flags": 0, "patch": 0, "units": 0, "state_bytes": 0, "rounded_adam": 0,
-    "differences": 1, "whole_tensors": 2, "checkpoint": 0, "attention": 1, "process": 1,
+    "differences": 1, "whole_tensors": 2, "checkpoint": 1, "attention": 1, "process": 1,
     "replicas": 2, "planned": 1, "settings": 1,
     "shard_groups": 2, "communication": 2, "construction": 3, "scalars": 3, "ending": 3,
     "data_parallel": 3, "described_runs": 4, "start_table": 4, "muon": 4, "early_update": 4,

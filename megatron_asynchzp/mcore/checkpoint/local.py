@@ -200,7 +200,7 @@ def chosen_iteration() -> int | None:
 def saving() -> Iterator[None]:
     """Within, Megatron saves a local checkpoint. An error of the library, which is no error of a
     file, becomes an OSError."""
-    from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (
+    from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (  # pyright: ignore[reportMissingImports]
         CheckpointingException,
     )
 

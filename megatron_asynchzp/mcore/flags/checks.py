@@ -179,11 +179,6 @@ def _refuse_useless_local(args: Namespace) -> None:
         )
     if args.non_persistent_ckpt_type != "local":
         return
-    if find_spec("nvidia_resiliency_ext") is None:
-        raise ConfigurationError(
-            f"{flag}: what writes and copies local checkpoints is not installed; pip install "
-            "nvidia-resiliency-ext"
-        )
     if not args.non_persistent_local_ckpt_dir:
         raise ConfigurationError(
             f"{flag}: add --non-persistent-local-ckpt-dir DIR, a folder on each node's own disk or "
@@ -191,8 +186,17 @@ def _refuse_useless_local(args: Namespace) -> None:
         )
     if args.replication and not args.replication_jump:
         raise ConfigurationError(
-            "--replication: add --replication-jump RANKS: as many as a node has, so that "
-            "copies are on other nodes"
+            "--replication: add --replication-jump RANKS: as many as a node has, so that copies "
+            "are on other nodes"
+        )
+    if args.async_save:
+        raise ConfigurationError(
+            f"{flag} has not been tested with --async-save; leave one of them out"
+        )
+    if find_spec("nvidia_resiliency_ext") is None:
+        raise ConfigurationError(
+            f"{flag}: what writes and copies local checkpoints is not installed; pip install "
+            '"nvidia-resiliency-ext>=0.6"'
         )
 
 

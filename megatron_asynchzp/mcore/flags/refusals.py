@@ -262,7 +262,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "--dump-param-to-param-group-map map.json",
     ),
     *because(
-        "the engine's process groups do not survive a restart within the process",
+        "a rank whose collective fails ends its process, and Megatron's list of what ends with an "
+        "attempt has no place for the engine's threads and buffers",
         "restart the job with torchrun --max-restarts",
         "--inprocess-restart",
     ),

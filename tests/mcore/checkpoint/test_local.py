@@ -146,6 +146,44 @@ def test_a_run_goes_on_from_what_its_nodes_have_kept_and_else_from_shared_storag
                 assert rest == whole and is_same_state, name
 
 
+def resume_passing(folder: Path) -> dict[str, tuple]:
+    """With non-persistent checkpoints on shared storage: from the newest, and where that is damaged
+    from the newest lasting one."""
+
+    def run(*more: str) -> RunRecord:
+        flags = ["--load", str(folder), "--save", str(folder), "--save-interval", str(_SHARED)]
+        flags += ["--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "2"]
+        return run_pretrain(Job((2, 2, 4)).argv(*flags, "--override-opt_param-scheduler", *more))
+
+    def harm(act: Callable[[], None]) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            act()
+        dist.barrier()
+
+    whole = run()
+    harm(partial(shutil.rmtree, folder))
+    run("--train-iters", str(_LOCAL))
+    harm(lambda: shutil.rmtree(folder / f"iter_000000{_LOCAL}"))
+    output = {}
+    passing = folder / "non_persistent" / f"iter_000000{_LOCAL}"
+    for name, began in (("whole", _LOCAL), ("damaged", _SHARED)):
+        if name == "damaged":
+            harm(lambda: shutil.rmtree(folder / "iter_0000006"))
+            harm(lambda: shutil.rmtree(folder / "non_persistent" / "iter_0000006", True))
+            harm(lambda: _damage(next(passing.glob("__0_0.distcp"))))
+        rest = run()
+        output[name] = whole.steps[began:], rest.steps, rest.log
+    return output
+
+
+@pytest.mark.slow
+def test_the_newest_of_lasting_and_passing_checkpoints_is_loaded_and_verified(tmp_path):
+    for output in on_ranks(resume_passing, 4, tmp_path / "run"):
+        for name, (whole, rest, log) in output.items():
+            assert rest == whole, (name, log[-3000:])
+
+
 # --- one node by itself ------------------------------------------------------------------------
 
 

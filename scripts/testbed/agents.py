@@ -27,7 +27,8 @@ class Nodes:
     """The nodes of one job, by name; each has two ranks."""
 
     def __init__(self, folder: Path, options: list[str], words: list[str], **env: str):
-        """words: what torchrun runs. options: of `torchrun`, beside those of the rendezvous."""
+        """words: what torchrun runs; {node} stands for the node's name. options: of torchrun,
+        beside those of the rendezvous."""
         self._folder, self._words, self._agents = folder, words, dict[str, subprocess.Popen]()
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._env = os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
@@ -52,7 +53,8 @@ class Nodes:
 
     def start(self, name: str) -> None:
         """A node that was not there, or that was lost, comes."""
-        command = [sys.executable, "-m", "megatron_asynchzp.torchrun", *self._options, *self._words]
+        words = [word.replace("{node}", name) for word in self._words]
+        command = [sys.executable, "-m", "megatron_asynchzp.torchrun", *self._options, *words]
         kind, _, mark = self._mark(name).partition("=")
         env = self._env | {kind: mark}
         with self.log(name).open("ab") as out:
