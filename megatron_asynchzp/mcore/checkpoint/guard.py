@@ -205,7 +205,10 @@ def _free_space(iteration_dir: Path | str) -> str:
 
 
 def guard_load_checkpoint(
-    load: Callable[[], Any], args: Namespace, load_arg: str, context: Mapping[str, Any] | None
+    load: Callable[[], Any],
+    args: Namespace,
+    load_arg: str,
+    context: Mapping[str, Any] | None = None,
 ) -> Any:
     """Call Megatron's load_checkpoint for the newest intact checkpoint, not for the tracker's.
 
@@ -249,7 +252,8 @@ def _passing_dir(args: Namespace, folder: str | None) -> str:
 
 def _choose_passing(load_dir: str | None, args: Namespace, peers: Peers) -> Choice | None:
     """The newest intact non-persistent checkpoint on shared storage; None where none will do."""
-    if args.non_persistent_ckpt_type != "global" or load_dir is None or args.ckpt_step:
+    kind = getattr(args, "non_persistent_ckpt_type", None)
+    if kind != "global" or load_dir is None or args.ckpt_step:
         return None
     try:
         return _choose(_passing_dir(args, load_dir), args, peers)
@@ -273,7 +277,7 @@ def _find_local(
 ) -> int:
     """The iteration of the local checkpoint to load, -1 for none."""
     manager = (context or {}).get("local_checkpoint_manager")
-    if args.non_persistent_ckpt_type != LOCAL or manager is None:
+    if manager is None or args.non_persistent_ckpt_type != LOCAL:
         return -1
     shared = -1 if choice is None else choice.iteration
     is_wanted = not is_base and not args.ckpt_step and not args.finetune
