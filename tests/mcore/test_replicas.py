@@ -7,9 +7,12 @@ import torch
 import torch.distributed as dist
 
 from tests.mcore.test_data_parallel import tiny_config, wrap
+from tests.support.selection import slow_unless
 from tests.support.world import on_ranks
 
-SIZES = [(1, 1, 1), (1, 1, 4), (2, 1, 2), (1, 2, 4), (2, 2, 4), (4, 4, 4)]
+Sizes = tuple[int, int, int]
+SOME: list[Sizes] = [(1, 1, 1), (2, 1, 2)]
+REST: list[Sizes] = [(1, 1, 4), (1, 2, 4), (2, 2, 4), (4, 4, 4)]
 STATES = (None, "parameters", "main parameters", "optimizer states")
 
 
@@ -43,12 +46,13 @@ def _messages_of(sizes: tuple[int, int, int]) -> dict[str | None, str]:
     return messages
 
 
-def _messages() -> dict:
-    return {sizes: _messages_of(sizes) for sizes in SIZES}
+def _messages(of_sizes: list[Sizes]) -> dict:
+    return {sizes: _messages_of(sizes) for sizes in of_sizes}
 
 
-def test_a_change_on_one_rank_is_named_by_all_wherever_another_rank_holds_the_same():
-    first, *others = on_ranks(_messages, 4)
+@pytest.mark.parametrize("of_sizes", [slow_unless(True, SOME), slow_unless(False, REST)])
+def test_a_change_on_one_rank_is_named_by_all_wherever_another_rank_holds_the_same(of_sizes):
+    first, *others = on_ranks(_messages, 4, of_sizes)
     assert all(found == first for found in others)
     for sizes, messages in first.items():
         for changed, message in messages.items():

@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from tests.support.selection import slow_unless
+
 _CHILD = """
 import hashlib, os, signal, sys, time
 from megatron_asynchzp.mcore.process.interrupts import watch_interrupts
@@ -54,8 +56,8 @@ _TERMINATED = "megatron_asynchzp: rank 0: ended in a gather\n"
         (signal.SIGINT, "", _STUCK, 130, "ready\n", _INTERRUPTED),
         (signal.SIGINT, "", _FREE, 7, "ready\ncame back\n", ""),
         (signal.SIGTERM, "", _STUCK, 143, "ready\n", _TERMINATED),
-        (signal.SIGTERM, "", _FREE, 143, "ready\n", _TERMINATED),
-        (signal.SIGTERM, _FORKS, _FREE, 143, "ready\n", _TERMINATED),
+        slow_unless(False, signal.SIGTERM, "", _FREE, 143, "ready\n", _TERMINATED),
+        slow_unless(False, signal.SIGTERM, _FORKS, _FREE, 143, "ready\n", _TERMINATED),
     ],
     ids=["SIGINT-stuck", "SIGINT-free", "SIGTERM-stuck", "SIGTERM-free", "SIGTERM-forks"],
 )
