@@ -83,6 +83,8 @@ class RollCall:
     def about(self, lane: str | None = None, number: int = 0, ranks: Sequence[int] = ()) -> str:
         """Call all ranks, and say who does not answer, and which of `ranks` have submitted fewer
         than `number` tasks of `lane`. Takes a few seconds at most, and less where all answer."""
+        if self._is_closed.is_set():
+            return "nobody was asked, as the communication was closed"
         self._is_asked.set()
         is_over = self._is_over.wait(ANSWERS_WITHIN_S + _STORE_S)
         answers = dict(self._answers)
@@ -126,6 +128,9 @@ class RollCall:
 
     def _serve(self) -> None:
         try:
+            if self._rank == 0:  # torchrun's store may be that of the start before
+                for key in (_CALLED, _ANSWERS):
+                    self._store.delete_key(key)
             self._await_failure()
             if not self._is_closed.is_set():
                 self._call()

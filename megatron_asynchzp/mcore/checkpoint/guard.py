@@ -222,20 +222,25 @@ def guard_load_checkpoint(
         choice = _newer(_choose(load_dir, args, peers), _choose_passing(load_dir, args, peers))
         if choice is not None:
             load_dir = str(choice.folder.parent)
-        is_base = choice is None and getattr(args, "pretrained_checkpoint", None) is not None
+        local = _find_local(args, choice, given_dir, context, peers)
+        base_dir = getattr(args, "pretrained_checkpoint", None)
+        is_base = choice is None and local == -1 and base_dir is not None
         if is_base:
-            load_dir = args.pretrained_checkpoint
+            load_dir = base_dir
             choice = _choose(load_dir, args, peers)
-        local = _find_local(args, choice, is_base or load_arg != "load", context, peers)
         if choice is not None and _lacks_base(choice, peers):
             _load_base(load, args, choice, peers)
         try:
             if not is_base:
                 setattr(args, load_arg, load_dir)
+            if local != -1:
+                args.pretrained_checkpoint = None  # else Megatron begins from it
             with loading(local):
                 loaded = _load_choice(load, args, load_dir, choice)
         finally:
             setattr(args, load_arg, given_dir)
+            if base_dir is not None:
+                args.pretrained_checkpoint = base_dir
     if choice is None and local == -1 and load_dir is not None:
         line = (
             f"--load {load_dir}: there is no checkpoint, training starts from random weights; "
@@ -253,13 +258,27 @@ def _passing_dir(args: Namespace, folder: str | None) -> str:
 def _choose_passing(load_dir: str | None, args: Namespace, peers: Peers) -> Choice | None:
     """The newest intact non-persistent checkpoint on shared storage; None where none will do."""
     kind = getattr(args, "non_persistent_ckpt_type", None)
-    if kind != "global" or load_dir is None or args.ckpt_step:
+    if kind != "global" or load_dir is None or args.ckpt_step or args.finetune:
         return None
     try:
-        return _choose(_passing_dir(args, load_dir), args, peers)
+        choice = _choose(_passing_dir(args, load_dir), args, peers)
     except ConfigurationError as error:
         _log([f"no non-persistent checkpoint is loaded: {error}"], peers)
         return None
+    runs = [os.path.abspath(folder) for folder in (load_dir, args.save) if folder]
+    if choice is None or (save := on_first(peers, partial(_save_of, choice))) in (None, *runs):
+        return choice
+    _log([f"{choice.folder} is not loaded: it is of the run with --save {save}"], peers)
+    return None
+
+
+def _save_of(choice: Choice) -> str | None:
+    """The folder of the run that saved it; None where it keeps no arguments."""
+    try:
+        save = getattr(read_common_state(choice.folder).get("args"), "save", None)
+    except FileNotFoundError:
+        return None
+    return save and os.path.abspath(save)
 
 
 def _newer(lasting: Choice | None, passing: Choice | None) -> Choice | None:
@@ -271,7 +290,7 @@ def _newer(lasting: Choice | None, passing: Choice | None) -> Choice | None:
 def _find_local(
     args: Namespace,
     choice: Choice | None,
-    is_base: bool,
+    load_dir: str | None,
     context: Mapping[str, Any] | None,
     peers: Peers,
 ) -> int:
@@ -280,7 +299,7 @@ def _find_local(
     if manager is None or args.non_persistent_ckpt_type != LOCAL:
         return -1
     shared = -1 if choice is None else choice.iteration
-    is_wanted = not is_base and not args.ckpt_step and not args.finetune
+    is_wanted = load_dir is not None and not args.ckpt_step and not args.finetune
     local = find_local(args, manager, shared, is_wanted, peers)
     _log(local.lines, peers)
     return local.iteration
@@ -314,7 +333,8 @@ def _load_base(load: Callable[[], Any], args: Namespace, choice: Choice, peers: 
                 f"{base_dir or 'no other one'} has not the rest: add --pretrained-checkpoint DIR"
             )
         _log([f"the frozen part of the model is that of {base.folder}"], peers)
-        _load_choice(load, args, base_dir, base)
+        with loading(-1):
+            _load_choice(load, args, base_dir, base)
     finally:
         vars(args).update(asked)
 
