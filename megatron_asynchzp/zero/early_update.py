@@ -172,4 +172,6 @@ def _step_on(
         other.state = defaultdict(dict)
     other.param_groups = groups
     other.__dict__ |= {hooks: OrderedDict[int, Any]() for hooks in _HOOKS}
-    kind.step(other)
+    # torch wraps the step of a class once, for hooks of all optimizers: they are not for a copy.
+    step: Any = kind.step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(other)
