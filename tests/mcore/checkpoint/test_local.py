@@ -34,7 +34,8 @@ def train(folder: Path, *more: str, sizes: tuple[int, int, int] = (2, 2, 4)) -> 
     flags = ["--load", str(folder / "runs"), "--save", str(folder / "runs"), "--replication"]
     flags += ["--save-interval", str(_SHARED), "--non-persistent-ckpt-type", "local"]
     flags += ["--non-persistent-save-interval", "2", "--non-persistent-local-ckpt-dir", str(node)]
-    flags += ["--replication-jump", "2", "--override-opt_param-scheduler", *more]
+    flags += ["--replication-jump", "2", "--override-opt_param-scheduler"]
+    flags += [str(folder / word) if word == "base" else word for word in more]
     return run_pretrain(Job(sizes).argv(*flags), inspect=state_of)
 
 
@@ -72,6 +73,11 @@ def _as_it_was(folder: Path) -> None:
     pass
 
 
+def _before_the_first_save(folder: Path) -> None:
+    """The run began from the checkpoint of another one, and has none of its own yet."""
+    (folder / "runs").rename(folder / "base")
+
+
 # What happens to the nodes, what the run is given, where it goes on, and what it says.
 CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], int, str]] = {
     "nothing": (_as_it_was, (), _LOCAL, "loaded"),
@@ -92,6 +98,12 @@ CASES: dict[str, tuple[Callable[[Path], None], tuple[str, ...], int, str]] = {
         _SHARED,
         "not loaded: this run starts from another one",
     ),
+    "its first save": (
+        _before_the_first_save,
+        ("--pretrained-checkpoint", "base"),
+        _LOCAL,
+        "loaded",
+    ),
 }
 
 
@@ -103,9 +115,8 @@ def resume_all(folder: Path) -> dict[str, tuple]:
         dist.barrier()
 
     def set_back(harm: Callable[[Path], None]) -> None:
-        for name in ("runs", "node0", "node1"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-            shutil.copytree(kept / name, folder / name)
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(kept, folder)
         harm(folder)
 
     kept = folder.with_name("kept")
@@ -147,41 +158,58 @@ def test_a_run_goes_on_from_what_its_nodes_have_kept_and_else_from_shared_storag
 
 
 def resume_passing(folder: Path) -> dict[str, tuple]:
-    """With non-persistent checkpoints on shared storage: from the newest, and where that is damaged
-    from the newest lasting one."""
+    """With non-persistent checkpoints on shared storage: what each run should do, and what it did
+    from the two checkpoints that one before has left, the newer of them not persistent."""
+    kept, other = folder.with_name("kept"), folder.with_name("other")
+    place = Path("non_persistent", f"iter_000000{_LOCAL}")
 
-    def run(*more: str) -> RunRecord:
-        flags = ["--load", str(folder), "--save", str(folder), "--save-interval", str(_SHARED)]
+    def run(*more: str, runs: Path = folder) -> RunRecord:
+        flags = ["--load", str(runs), "--save", str(runs), "--save-interval", str(_SHARED)]
         flags += ["--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "2"]
         return run_pretrain(Job((2, 2, 4)).argv(*flags, "--override-opt_param-scheduler", *more))
 
-    def harm(act: Callable[[], None]) -> None:
+    def harm(act: Callable[[], object]) -> None:
         dist.barrier()
         if dist.get_rank() == 0:
             act()
         dist.barrier()
 
+    def set_back(act: Callable[[], object] = lambda: None) -> None:
+        def all_of_it() -> None:
+            for runs in (folder, other):
+                shutil.rmtree(runs, ignore_errors=True)
+                shutil.copytree(kept, runs)
+            act()
+
+        harm(all_of_it)
+
     whole = run()
     harm(partial(shutil.rmtree, folder))
     run("--train-iters", str(_LOCAL))
     harm(lambda: shutil.rmtree(folder / f"iter_000000{_LOCAL}"))
-    output = {}
-    passing = folder / "non_persistent" / f"iter_000000{_LOCAL}"
-    for name, began in (("whole", _LOCAL), ("damaged", _SHARED)):
-        if name == "damaged":
-            harm(lambda: shutil.rmtree(folder / "iter_0000006"))
-            harm(lambda: shutil.rmtree(folder / "non_persistent" / "iter_0000006", True))
-            harm(lambda: _damage(next(passing.glob("__0_0.distcp"))))
-        rest = run()
-        output[name] = whole.steps[began:], rest.steps, rest.log
-    return output
+    harm(lambda: folder.rename(kept))
+    set_back(lambda: shutil.rmtree(folder / place))
+    tuned = run("--finetune")
+    seen = {}
+    set_back()
+    seen["the newest"] = whole.steps[_LOCAL:], run()
+    set_back(lambda: _damage(next((folder / place).glob("__0_0.distcp"))))
+    seen["a damaged one"] = whole.steps[_SHARED:], run()
+    set_back()
+    seen["another run's weights"] = tuned.steps, run("--finetune")
+    set_back()
+    at = ["--non-persistent-global-ckpt-dir", str(folder / place.parent)]
+    seen["another run's steps"] = whole.steps[_SHARED:], run(*at, runs=other)
+    return {name: (steps, record.steps, record.log) for name, (steps, record) in seen.items()}
 
 
 @pytest.mark.slow
-def test_the_newest_of_lasting_and_passing_checkpoints_is_loaded_and_verified(tmp_path):
-    for output in on_ranks(resume_passing, 4, tmp_path / "run"):
+def test_the_newest_of_this_runs_lasting_and_passing_checkpoints_is_loaded_and_verified(tmp_path):
+    for rank, output in enumerate(on_ranks(resume_passing, 4, tmp_path / "run")):
         for name, (whole, rest, log) in output.items():
             assert rest == whole, (name, log[-3000:])
+        line = f"is not loaded: it is of the run with --save {tmp_path / 'run'}"
+        assert rank or line in output["another run's steps"][2]
 
 
 # --- one node by itself ------------------------------------------------------------------------

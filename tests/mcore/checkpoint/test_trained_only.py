@@ -69,6 +69,11 @@ def saved_and_resumed(folder: Path) -> dict[str, Any]:
     stock = run(prepare=partial(on_values_of, folder / "base"))
     ours = run(*on_base, *sizes, *saving, part, TRAINED_ONLY)
     run(*on_base, *sizes, *saving, whole)
+    passing = ["--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "2"]
+    passing += ["--non-persistent-global-ckpt-dir", str(folder / "passing"), *on_base, *sizes]
+    passing += [*saving, str(folder / "lasting"), "--load", str(folder / "lasting"), TRAINED_ONLY]
+    run(*passing, "--train-iters", str(SAVED_AT + 1))
+    beside = run(*passing, *OTHER_SEED, "--override-opt_param-scheduler")
     resuming = ["--ckpt-step", str(SAVED_AT), *OTHER_SEED, *on_base, "--load", part]
     resumed = {
         name: run(*resuming, *flags)
@@ -85,6 +90,7 @@ def saved_and_resumed(folder: Path) -> dict[str, Any]:
         "ours": (ours.losses, ours.grad_norms),
         "log": ours.log,
         "resumed": {name: (one.losses, one.grad_norms) for name, one in resumed.items()},
+        "beside passing ones": (beside.losses, beside.grad_norms),
         "is the same": all(torch.equal(*pair) for pair in again),
         "part": {name: one.numpy() for name, one in read_tensors(folder / "part").items()},
         "whole": {name: one.numpy() for name, one in read_tensors(folder / "whole").items()},
@@ -122,6 +128,11 @@ def test_a_run_resumes_from_what_was_trained_and_a_base_into_any_sizes(found):
     for numbers in found["resumed"].values():
         assert worst(numbers, expected) < 1e-6
     assert found["is the same"]
+
+
+def test_the_base_is_the_given_one_beside_non_persistent_checkpoints_of_the_adapters(found):
+    expected = [numbers[SAVED_AT + 1 :] for numbers in found["ours"]]
+    assert worst(found["beside passing ones"], expected) < 1e-6
 
 
 @pytest.mark.parametrize(
