@@ -28,9 +28,11 @@ ANSWERS_WITHIN_S = 3.0
 """For the answers of the others, from the call on."""
 _STORE_S = 1.0  # that much longer a store may take before it counts as lost
 _POLL_S = 0.1
+_MOST_POLLS_PER_S = 10_000  # of all ranks, which ask one store
 _THREAD = "asynchzp-roll-call"
-_CALLED, _ANSWERS = "called", "answers"  # keys; the second has entries, each with a rank before it
-_IS_HERE, _HAS_FAILED, _HAS_READ = "here", "failed", "read"
+# Keys. The second has entries, each with a rank before it; the others count ranks.
+_CALLED, _ANSWERS, _NUM_ANSWERED, _NUM_READ = "called", "answers", "answered", "read"
+_IS_HERE, _HAS_FAILED = "here", "failed"
 _calls = itertools.count()
 
 
@@ -52,6 +54,7 @@ class RollCall:
         on_call: Callable[[], None],
     ):
         self._rank, self._world_size, self._counts = rank, world_size, counts
+        self._poll_s = max(_POLL_S, world_size / _MOST_POLLS_PER_S)
         self._on_call = on_call
         self._where = _address(store)
         self._store = store
@@ -62,8 +65,8 @@ class RollCall:
         # By rank: what it had submitted, in the order of LANES, when it answered.
         self._answers: dict[int, list[int]] = {}
         self._failed: set[int] = set()
-        self._have_read: set[int] = set()
         self._failed_before: set[int] = set()  # this one
+        self._num_read = 0
         self._thread = threading.Thread(target=self._serve, name=_THREAD, daemon=True)
         self._thread.start()
 
@@ -114,8 +117,7 @@ class RollCall:
         if self._rank != 0 or not self._is_over.is_set():
             return
         deadline = time.monotonic() + ANSWERS_WITHIN_S
-        others = self._answers.keys() - {self._rank}
-        while not others <= self._have_read and time.monotonic() < deadline:
+        while self._num_read < len(self._answers) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
     def close(self) -> None:
@@ -129,7 +131,7 @@ class RollCall:
     def _serve(self) -> None:
         try:
             if self._rank == 0:  # torchrun's store may be that of the start before
-                for key in (_CALLED, _ANSWERS):
+                for key in (_CALLED, _ANSWERS, _NUM_ANSWERED, _NUM_READ):
                     self._store.delete_key(key)
             self._await_failure()
             if not self._is_closed.is_set():
@@ -148,6 +150,7 @@ class RollCall:
 
     def _answer(self) -> None:
         self._tell(_IS_HERE, *(self._counts.get(lane, 0) for lane in LANES))
+        self._store.add(_NUM_ANSWERED, 1)
         self._has_answered = True
 
     def _call(self) -> None:
@@ -158,13 +161,14 @@ class RollCall:
         self._failed_before = set(self._failed)
         self._tell(_HAS_FAILED)
         deadline = time.monotonic() + ANSWERS_WITHIN_S
-        while len(self._answers) < self._world_size and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-            self._read()
-        self._tell(_HAS_READ)
+        # Were the answers read each time, what ranks read would grow with the square of their number.
+        while self._store.add(_NUM_ANSWERED, 0) < self._world_size and time.monotonic() < deadline:
+            time.sleep(self._poll_s)
+        self._read()
+        self._store.add(_NUM_READ, 1)
         self._is_over.set()
         while self._rank == 0 and not self._is_closed.wait(_POLL_S):
-            self._read()  # for `leave`
+            self._num_read = self._store.add(_NUM_READ, 0)  # for `leave`
 
     def _tell(self, *words: object) -> None:
         self._store.append(_ANSWERS, " ".join(map(str, (self._rank, *words))) + ";")
@@ -175,7 +179,7 @@ class RollCall:
             if what == _IS_HERE:
                 self._answers[int(rank)] = list(map(int, counts))
             else:
-                (self._failed if what == _HAS_FAILED else self._have_read).add(int(rank))
+                self._failed.add(int(rank))
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
