@@ -33,6 +33,7 @@ from scripts.report.delta_table import delta_table
 from scripts.report.early_table import early_table
 from scripts.report.flip_table import flip_table
 from scripts.report.launch_table import launch_table
+from scripts.report.long_run_table import long_run_table
 from scripts.report.loss_picture import RINGS
 from scripts.report.parity_table import parity_table, shrunk_table
 from scripts.report.plot_timeline import write_picture
@@ -231,6 +232,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "launch orders": lambda: launch_table(read_record("launch_orders").lines),
     "bit flips": lambda: flip_table(read_record("bit_flips").lines),
     "unequal lengths": lambda: unequal_table(read_record("unequal_lengths").lines),
+    "long run": lambda: long_run_table(read_record("long_run").lines),
     "restarts": lambda: restart_table(read_record("restarts").lines),
     "weight deltas": lambda: delta_table(read_record("weight_deltas").lines),
     "faults library": lambda: fault_table.grid(read_record("faults").lines, "library"),
