@@ -1,8 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_asynchzp.torchrun ...` is torchrun, but for two ends. After a SIGTERM it ends
-with 1 and a traceback whatever its ranks did, so that a scheduler takes a run that saved well for a
-failure. And where the node of the rendezvous is gone it never ends.
+"""`python -m megatron_asynchzp.torchrun ...` is torchrun, but for three ends. torchrun itself ends
+
+- after SIGTERM with 1 and a traceback whatever its ranks did, so that a scheduler takes a run that
+  saved well for a failure;
+- never, where the node of the rendezvous is gone;
+- at once where a rank has failed, and with it the store in which the others look who is missing.
 """
 
 import os
@@ -10,14 +13,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from subprocess import Popen
 from typing import Any
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+
+from megatron_asynchzp.comm.roll_call import LASTS_S
 
 _HELD_S = 5.0
 """How long a call of the rendezvous' store takes before the store counts as gone: milliseconds."""
@@ -71,14 +78,27 @@ def watch_rendezvous(are_ranks_gone: Callable[[], bool]) -> None:
     threading.Thread(target=watch, name="asynchzp-rendezvous", daemon=True).start()
 
 
+@contextmanager
+def keeping_store() -> Iterator[None]:
+    """Around a run of torchrun: after a rank has failed, its store stays for a while, for the ranks
+    of other nodes. What holds it is the error's traceback."""
+    try:
+        yield
+    except ChildFailedError:
+        time.sleep(LASTS_S)
+        raise
+
+
 def main(argv: list[str]) -> int:
     """0 also where SIGTERM came and every rank of this node ended with 0 then."""
     ranks = watch_ranks()
     watch_rendezvous(
         lambda: bool(ranks) and all(rank.poll() is not None for rank in list(ranks.values()))
     )
+    most_nodes = run.parse_min_max_nnodes(run.parse_args(argv).nnodes)[1]
     try:
-        run.main(argv)
+        with keeping_store() if most_nodes > 1 else nullcontext():
+            run.main(argv)
     except SignalException as ended:
         is_asked = ended.sigval == signal.SIGTERM
         if not is_asked or not ranks or any(rank.poll() != 0 for rank in ranks.values()):

@@ -30,7 +30,7 @@ _SIZES = "--asynchzp-param-shard-size 3 --asynchzp-grad-shard-size 3"
 _SOON_S = 150.0
 
 # Operation, unit, ranks and step, or an error of Megatron's own collectives and the last of ours.
-_NAMED = rf"({'|'.join(LANES.values())}) of \S+( units)? over ranks 0, 1, 2 in step \d+"
+_NAMED = rf"({'|'.join(LANES.values())}) of \S+( units)? over ranks 0 to 2 in step \d+"
 
 
 def start(folder: Path, kind: str, fault: str, iterations: int = 1000, **env: str) -> Launch:

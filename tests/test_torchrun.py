@@ -8,6 +8,8 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_asynchzp import torchrun
 
@@ -42,9 +44,29 @@ def test_it_is_0_where_sigterm_ended_every_rank_well(monkeypatch, statuses, numb
     monkeypatch.setattr(torchrun.run, "main", end)
     if status is None:
         with pytest.raises(torchrun.SignalException):
-            torchrun.main([])
+            torchrun.main(["script.py"])
     else:
-        assert torchrun.main([]) == status
+        assert torchrun.main(["script.py"]) == status
+
+
+@pytest.mark.parametrize("nodes, is_kept", [("1", False), ("2", True), ("1:4", True)])
+def test_after_a_failed_rank_the_store_stays_for_the_ranks_of_other_nodes(
+    monkeypatch, nodes, is_kept
+):
+    seen = []
+
+    def fail(argv):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        asking = dist.TCPStore("127.0.0.1", store.port)
+        monkeypatch.setattr(torchrun.time, "sleep", lambda _: seen.append(asking.add("a", 1)))
+        raise torchrun.ChildFailedError("", {0: ProcessFailure(0, 1, 1, "")})
+
+    monkeypatch.setattr(torchrun, "watch_ranks", dict)
+    monkeypatch.setattr(torchrun, "watch_rendezvous", lambda are_gone: None)
+    monkeypatch.setattr(torchrun.run, "main", fail)
+    with pytest.raises(torchrun.ChildFailedError):
+        torchrun.main(["--nnodes", nodes, "script.py"])
+    assert seen == ([1] if is_kept else [])
 
 
 def test_of_each_place_the_process_counts_that_was_started_last(monkeypatch):

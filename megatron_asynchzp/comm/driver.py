@@ -29,6 +29,7 @@ from megatron_asynchzp.comm.other_collective import collective_of_main_thread
 from megatron_asynchzp.comm.roll_call import RollCall
 from megatron_asynchzp.comm.timeline import LANES, WAIT, Timeline, profiler_range
 from megatron_asynchzp.comm.watchdog import Watchdog
+from megatron_asynchzp.errors import name_ranks
 
 
 def hash_of(entries: Iterable[str]) -> int:
@@ -139,7 +140,7 @@ class Task:
     def title(self) -> str:
         """Operation, unit, ranks and step, for messages."""
         ranks = ranks_along(self.axes)
-        where = f"over ranks {', '.join(map(str, ranks))}" if ranks else "on this rank"
+        where = f"over {name_ranks(ranks)}" if ranks else "on this rank"
         return f"{LANES[self.lane]} of {self.unit} {where} in step {self.step}"
 
     def failure(self, error: BaseException) -> CollectiveFailure:

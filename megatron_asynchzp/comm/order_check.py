@@ -21,6 +21,7 @@ from megatron_asynchzp.comm.collectives import (
     completed_last,
 )
 from megatron_asynchzp.comm.driver import Driver, Task, crosses_groups, hash_of
+from megatron_asynchzp.errors import name_ranks
 
 _NOTHING = -1  # the code of an entry that a shorter record does not have
 _MAX_CHARACTERS = 160  # of an entry, in the message
@@ -128,7 +129,7 @@ class OrderCheck:
             for place in places:
                 if place.group == first:
                     ranks_of.setdefault(place.entry, []).append(place.rank)
-            parts = [f"'{entry}' on {_name_ranks(ranks)}" for entry, ranks in ranks_of.items()]
+            parts = [f"'{entry}' on {name_ranks(ranks)}" for entry, ranks in ranks_of.items()]
             number = next(place.number for place in places if place.group == first)
             return (
                 f"collective {number} since the last comparison was {' and '.join(parts)}; "
@@ -179,7 +180,3 @@ def _first_difference(extremes: torch.Tensor) -> int | None:
     """The first index at which largest and (negated) smallest differ; None: there is none."""
     differs = (extremes[0] != -extremes[1]).nonzero()
     return int(differs[0]) if len(differs) else None
-
-
-def _name_ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_asynchzp.comm.roll_call import name_ranks
+from megatron_asynchzp.errors import name_ranks
 
 _TORCH = str(Path(torch.__file__).parent)
 

@@ -22,11 +22,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from megatron_asynchzp.comm.timeline import LANES
+from megatron_asynchzp.errors import name_ranks
 
 _LOOKS_EVERY_S = 1.0
 ANSWERS_WITHIN_S = 3.0
 """For the answers of the others, from the call on."""
 _STORE_S = 1.0  # that much longer a store may take before it counts as lost
+LASTS_S = _LOOKS_EVERY_S + ANSWERS_WITHIN_S + _STORE_S
+"""Until every rank has heard of a failure and read who answers, at most."""
 _POLL_S = 0.1
 _MOST_POLLS_PER_S = 10_000  # of all ranks, which ask one store
 _THREAD = "asynchzp-roll-call"
@@ -161,7 +164,7 @@ class RollCall:
         self._failed_before = set(self._failed)
         self._tell(_HAS_FAILED)
         deadline = time.monotonic() + ANSWERS_WITHIN_S
-        # Were the answers read each time, what ranks read would grow with the square of their number.
+        # What is read each time has one size: the answers grow with the number of ranks that read.
         while self._store.add(_NUM_ANSWERED, 0) < self._world_size and time.monotonic() < deadline:
             time.sleep(self._poll_s)
         self._read()
@@ -180,18 +183,6 @@ class RollCall:
                 self._answers[int(rank)] = list(map(int, counts))
             else:
                 self._failed.add(int(rank))
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """In words: "rank 3", "ranks 1, 4 to 7". ranks: sorted, each once."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    parts = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a} to {b}" for a, b in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
 
 
 def _address(store: Any) -> str | None:

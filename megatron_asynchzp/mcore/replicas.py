@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.collectives import AxisGroup, all_reduce_steps, run_steps
+from megatron_asynchzp.errors import name_ranks
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -105,12 +106,8 @@ def _who(hashes: Sequence[int], ranks: Sequence[int]) -> str:
     if count > max(other for _, other in others):
         odd = sorted(rank for rank, one in zip(ranks, hashes) if one != usual)
         alike = sorted(rank for rank, one in zip(ranks, hashes) if one == usual)
-        return f"on {_listed(odd)} are unlike those on {_listed(alike)}"
-    return f"are not the same on {_listed(sorted(ranks))}"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {' '.join(map(str, ranks))}"
+        return f"on {name_ranks(odd)} are unlike those on {name_ranks(alike)}"
+    return f"are not the same on {name_ranks(sorted(ranks))}"
 
 
 def _hash_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

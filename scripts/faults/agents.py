@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from megatron_asynchzp.torchrun import watch_rendezvous
+from megatron_asynchzp.torchrun import keeping_store, watch_rendezvous
 from scripts.faults.cells import LAST_STEP, SAVE_EVERY, Cell
 from scripts.faults.processes import is_alive
 from scripts.testbed import preload_megatron  # noqa: F401  so that no rank has to
@@ -49,7 +49,8 @@ def run_agent(cell: Cell, node: int, port: int, words: list[str]) -> None:
         start_method="fork",
     )
     watch_rendezvous(lambda: _are_ranks_gone(cell, node, folder))
-    elastic_launch(config, run_rank)(words)
+    with keeping_store():
+        elastic_launch(config, run_rank)(words)
 
 
 def _are_ranks_gone(cell: Cell, node: int, folder: Path) -> bool:

@@ -63,12 +63,12 @@ class Bench:
         whole = self._new_folder() / "checkpoints"
         whole.mkdir()
         loss = self._finish(cell, whole)
-        if loss is None:
-            raise RuntimeError(f"{folder.name}: the undisturbed run failed; see {self._place}")
-        if cell.program == "library":
+        if cell.program == "library" and loss is not None:
             shutil.copytree(whole / str(SAVE_EVERY), checkpoints / str(SAVE_EVERY))
-        else:
+        elif loss is not None:
             self._finish(cell, checkpoints, more=f"--exit-interval {SAVE_EVERY}")
+        if loss is None or _newest(cell, checkpoints) is None:
+            raise RuntimeError(f"{folder.name}: the undisturbed run failed; see {self._place}")
         file.write_text(loss)
         return loss, checkpoints
 
@@ -143,4 +143,5 @@ def _newest(cell: Cell, checkpoints: Path) -> int | None:
     """The step of the newest checkpoint that is complete."""
     if cell.program == "library":
         return next(reversed(complete_checkpoints(checkpoints)), None)
-    return choose_checkpoint(checkpoints).iteration
+    choice = choose_checkpoint(checkpoints)
+    return choice and choice.iteration

@@ -13,7 +13,7 @@ _MARGIN_S = 10
 _LINE = re.compile(r"^megatron_asynchzp: rank (\d+): (.*)$", re.MULTILINE)
 _OPERATIONS = "|".join(LANES.values())
 _NAMED = re.compile(
-    rf"({_OPERATIONS}) of \S.*? (over ranks [\d, ]+|on this rank) in step \d+"
+    rf"({_OPERATIONS}) of \S.*? (over ranks [\d, to.]+|on this rank) in step \d+"
     r"|\w+ over ranks [\d, to]+, called by \w+, "  # one of the script's own
 )
 _UNHEARD = re.compile(r"(?:no answer from|not come to it:) ranks? ([\d, to]+)")

@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_asynchzp.comm import roll_call
-from megatron_asynchzp.comm.roll_call import RollCall, name_ranks
+from megatron_asynchzp.comm.roll_call import RollCall
+from megatron_asynchzp.errors import name_ranks
 
 WORLD_SIZE = 4
 SOON_S = 20.0
@@ -129,3 +130,6 @@ def test_the_rank_that_may_hold_the_store_leaves_when_the_others_have_read(monke
 def test_ranks_have_short_names():
     assert name_ranks([3]) == "rank 3"
     assert name_ranks([0, 1, 4, 5, 6, 9]) == "ranks 0, 1, 4 to 6, 9"
+    assert name_ranks(range(0, 4096, 8)) == "ranks 0, 8, ..., 4088"
+    assert name_ranks(range(4096)) == "ranks 0 to 4095"
+    assert name_ranks([0, 8, 16]) == "ranks 0, 8, 16"

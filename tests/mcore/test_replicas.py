@@ -60,9 +60,9 @@ def test_a_change_on_one_rank_is_named_by_all_wherever_another_rank_holds_the_sa
             if num_copies == 1:  # a change of what only one rank holds cannot be seen
                 assert message == "", (sizes, changed)
                 continue
-            who = "are not the same on ranks 1 3"
+            who = "are not the same on ranks 1, 3"
             if num_copies == 4:
-                who = "on rank 3 are unlike those on ranks 0 1 2"
+                who = "on rank 3 are unlike those on ranks 0 to 2"
             begin = f"after step 7 replicas differ: {changed} of root {who}; a bit has"
             assert message.startswith(begin), (sizes, message)
 

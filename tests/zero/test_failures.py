@@ -88,7 +88,8 @@ def assert_named(seen: Seen) -> None:
     """One line with operation, unit, ranks and step; nothing waited for, no thread left."""
     operations = "|".join(LANES.values())
     units = r"(embedding|blocks\.\d|output|root|norm|all units)"
-    assert re.match(rf"({operations}) of {units}\S* over ranks [\d, ]+ in step \d+ ", seen.message)
+    over = r"over ranks [\d, to.]+ in step \d+ "
+    assert re.match(rf"({operations}) of {units}\S* {over}", seen.message)
     assert "\n" not in seen.message and len(seen.message) < 500
     assert seen.later == [] and seen.threads == []
     assert seen.failed_after_s < SOON_S and seen.closed_after_s < SOON_S

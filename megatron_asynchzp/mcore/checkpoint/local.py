@@ -32,7 +32,7 @@ from megatron_asynchzp.checkpoint_files.local_files import (
     remove_damaged,
 )
 from megatron_asynchzp.checkpoint_files.peers import Peers, on_each
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError, name_ranks
 from megatron_asynchzp.mcore.checkpoint.mismatch import FIXED
 from megatron_asynchzp.mcore.flags.shard_sizes import STATES, node_size
 
@@ -125,8 +125,7 @@ def _reason_against(
         return difference
     places = [list(_looked_for_at(args, rank)) for rank in range(args.world_size)]
     if ranks := lacking(held, iteration, places):
-        named = ", ".join(map(str, ranks[:8])) + (" ..." if ranks[8:] else "")
-        return f"no copy of the shard of rank {named} is left"
+        return f"no copy of the shard of {name_ranks(ranks)} is left"
     return None
 
 
