@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_model_config
 
@@ -129,7 +129,8 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
     @override
     def zero_grad_buffer(self) -> None:
-        self.runtime.zero_grads()
+        is_repeated = get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE
+        self.runtime.zero_grads(is_repeated)
         if self.runtime is self.communication.runtimes[0]:
             self.communication.begin_step(self.runtime.step)
 

@@ -199,8 +199,11 @@ class StepScheduler:
 
     # ---- one step
 
-    def zero_grads(self) -> None:
-        """Start a step, or start it again: nothing of the last one is in flight any more."""
+    def zero_grads(self, is_repeated: bool = False) -> None:
+        """Start a step, or start it again: nothing of the last one is in flight any more.
+
+        is_repeated: it keeps its number, by which the log and messages call it.
+        """
         self.refuse_use()
         self.driver.raise_failure()
         self._order_check.send_answer()
@@ -209,7 +212,7 @@ class StepScheduler:
         self.is_last_micro_batch = False
         self._is_synced = self.is_in_step = self._has_reduced = False
         self._reduced_last.clear()
-        self.step += 1
+        self.step += not is_repeated
         self.driver.begin_step(self.step)
         self.gathers.begin_step()
         for unit in self.units:

@@ -9,11 +9,16 @@ receives; a GPT in bf16 on 4 ranks.
 
 Looked for are: values that are not finite (Megatron's check for NaN), gradient norms and losses ten
 times as large as any before (what --check-for-large-grads and --check-for-spiky-loss call
-unexpectedly large; they begin after a hundred values), and replicas that differ.
+unexpectedly large; they begin after a hundred values), and replicas that differ. Where a value is
+not finite the same run is repeated with --rerun-mode validate_results; one that is to be resumed on
+another device is resumed, on what the rerun machine takes for another.
 """
 
 import argparse
 import math
+import os
+import re
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,6 +30,7 @@ import torch.distributed as dist
 
 from scripts.report.flip_table import flip_table
 from scripts.report.records import append
+from scripts.testbed import megatron_runs
 from scripts.testbed.machine import machine_record
 from scripts.testbed.megatron_flags import BF16, size_flags
 from scripts.testbed.megatron_runs import RunRecord, gpt_args, listening, run_pretrain
@@ -41,6 +47,15 @@ BITS = {
 AT_REST = ("parameters, own", "parameters, others'", "main parameters", "moment 1", "moment 2")
 ON_WIRE = ("gather", "reduction", "sum over replicas", "parameters' return")
 PLACES = (*AT_REST, "gradients", *ON_WIRE)
+# The last thing that the rerun machine noted, most telling first: ranks may see different things.
+VERDICTS = {
+    "SECOND_RERUN_REPRODUCIBLE": "correct",
+    "SECOND_RERUN_NOT_REPRODUCIBLE": "persistent",
+    "FIRST_RERUN_REPRODUCIBLE": "reproducible",
+    "FIRST_RERUN_NOT_REPRODUCIBLE": "transient",
+}
+_NOTE = re.compile(r" rank=(\d+) iteration=(\d+) status=\S*?([A-Z_]+) .* message='(.*)'")
+_TO_BE_RESUMED = 16
 
 
 def main() -> None:
@@ -67,6 +82,8 @@ def measure(sizes: tuple[int, int, int], places: list[str], out: Path | None) ->
                 break  # there is no such shard or message with these sizes
             line = {"kind": "flip", "sizes": list(sizes), "place": place, "bit": bit}
             line |= _noticed(record, undisturbed) | {"replicas": _num_steps(differ)}
+            if line["not_finite"] is not None:
+                line["rerun"] = _rerun(sizes, place, bit)
             lines.append(line)
             if out is not None and dist.get_rank() == 0:
                 append(out, line)
@@ -94,8 +111,11 @@ class _Flip:
             values.view(kind)[values.abs().argmax()] ^= mask
 
 
-def _run(sizes: tuple[int, int, int], flip: _Flip | None = None) -> tuple[RunRecord, list[int]]:
-    """Also the steps after which replicas differ."""
+def _run(
+    sizes: tuple[int, int, int], flip: _Flip | None = None, *more: str
+) -> tuple[RunRecord, list[int]]:
+    """Also the steps after which replicas differ. more: in place of a run that looks for nothing
+    else."""
     from megatron_asynchzp.mcore import replicas
 
     compare, differ, num_steps = replicas.compare_replicas, list[int](), 0
@@ -114,7 +134,7 @@ def _run(sizes: tuple[int, int, int], flip: _Flip | None = None) -> tuple[RunRec
             if flip.place in AT_REST:
                 flip(_at_rest(flip.place))
 
-    flags = ["--train-iters", str(STEPS), "--no-check-for-nan-in-loss-and-grad"]
+    flags = ["--train-iters", str(STEPS), *(more or ["--no-check-for-nan-in-loss-and-grad"])]
     flags += ["--check-weight-hash-across-dp-replicas-interval", "1", *size_flags(sizes)]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(replicas, "compare_replicas", compared))
@@ -123,6 +143,64 @@ def _run(sizes: tuple[int, int, int], flip: _Flip | None = None) -> tuple[RunRec
             stack.enter_context(_within_a_step(flip))
         record = run_pretrain(gpt_args(*BF16, *flags))
     return record, differ
+
+
+def _rerun(sizes: tuple[int, int, int], place: str, bit: str) -> dict[str, Any]:
+    """What the rerun machine makes of a run: its verdict, after how many steps, the statuses with
+    which the run and the one that resumes it end, and the ranks that it names, those apart that it
+    names for their loss."""
+    with _shared_folder() as folder:
+        notes, saved = folder / "rejected", str(folder / "saved")
+        flags = ["--save", saved, "--save-interval", str(2 * STEPS)]
+        flags += ["--result-rejected-tracker-filename", str(notes)]
+        statuses = [_status_of(sizes, _Flip(place, bit), *flags)]
+        if statuses == [_TO_BE_RESUMED]:
+            machine = list(os.uname())
+            machine[1] = "another"
+            with mock.patch.object(os, "uname", lambda: tuple(machine)):
+                statuses.append(_status_of(sizes, None, *flags, "--load", saved))
+        dist.barrier()
+        found = _NOTE.findall(notes.read_text())
+    steps = [int(step) for _, step, what, _ in found if what == "INITIAL_RUN"]
+    verdict = next((name for name in VERDICTS if any(name == note[2] for note in found)), None)
+    named = [(int(rank), text) for rank, _, what, text in found if what == verdict]
+    return {
+        "said": verdict and VERDICTS[verdict],
+        # The machine's own count is one ahead in a run that nothing resumes.
+        "steps": min(steps) - BEFORE if steps else None,
+        "status": statuses,
+        "ranks": sorted({rank for rank, _ in named}),
+        "loss_ranks": sorted({rank for rank, text in named if "the loss of" in text}),
+    }
+
+
+def _status_of(sizes: tuple[int, int, int], flip: _Flip | None, *flags: str) -> int:
+    """Of a run in which the loss is checked, too."""
+    from scripts.train.loss_checks import check_loss
+
+    loss_of = megatron_runs._loss
+
+    def checked(*args: Any) -> tuple:
+        total, *rest = loss_of(*args)
+        check_loss(total)
+        return total, *rest
+
+    try:
+        with mock.patch.object(megatron_runs, "_loss", checked):
+            _run(sizes, flip, *flags)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@contextmanager
+def _shared_folder() -> Iterator[Path]:
+    """One of all ranks, which is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="asynchzp-flips-") as own:
+        names = [own]
+        dist.broadcast_object_list(names, src=0)
+        yield Path(names[0])
+        dist.barrier()
 
 
 def _unit() -> Any:

@@ -11,7 +11,8 @@ _CHECKS = (("replicas", "replicas"), ("not_finite", "NaN"), ("large", "large"))
 
 def flip_table(lines: Sequence[dict]) -> str:
     """A row for each place and sizes, a column for each bit: the checks that notice it, each with
-    the steps that this takes; where none does, how far the losses are from the undisturbed ones."""
+    the steps that this takes, and the rerun machine with its verdict and the statuses of the runs;
+    where none does, how far the losses are from the undisturbed ones."""
     bits = list(dict.fromkeys(line["bit"] for line in lines))
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for line in lines:
@@ -26,6 +27,10 @@ def flip_table(lines: Sequence[dict]) -> str:
 
 def _cell(line: dict) -> str:
     found = [f"{name} {line[key]}" for key, name in _CHECKS if line[key] is not None]
+    if rerun := line.get("rerun"):
+        statuses = " ".join(map(str, rerun["status"]))
+        said = f"{rerun['steps']}: {rerun['said']}" if rerun["said"] else "none"
+        found.append(f"rerun {said} ({statuses})")
     if found:
         return ", ".join(found)
     return "none; no loss changes" if not line["loss_apart"] else f"none; {line['loss_apart']:.0e}"

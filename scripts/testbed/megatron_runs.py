@@ -128,7 +128,11 @@ def run_pretrain(
                 evaluate=recorder.evaluated,
             ),
         ):
-            pretrain(argv, prepare)
+            try:
+                pretrain(argv, prepare)
+            except SystemExit:  # Megatron ends the run by itself, on all ranks
+                close_communication()
+                raise
             close_communication()
         _fill_in_losses(record)
         dist.barrier()  # no rank closes a group that a peer still uses

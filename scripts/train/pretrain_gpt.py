@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from loss_checks import check_loss
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import get_args, get_timers, pretrain
@@ -54,15 +54,7 @@ def sum_loss(loss_mask: torch.Tensor, token_losses: torch.Tensor) -> tuple:
     mask = loss_mask.view(-1).float()
     loss = torch.sum(token_losses.view(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
-    if get_args().check_for_nan_in_loss_and_grad:
-        for is_bad, name in ((torch.isnan, "NaN"), (torch.isinf, "infinity")):
-            get_rerun_state_machine().validate_result(
-                result=loss,
-                rejection_func=is_bad,
-                message=f"the loss of this micro-batch is {name}",
-                tolerance=0.0,  # the forward pass is deterministic
-                fatal=True,
-            )
+    check_loss(loss)
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.float()])}
 
 

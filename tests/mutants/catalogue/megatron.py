@@ -17,6 +17,50 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "repeated-step-counts",
+        "a step that the rerun machine repeats keeps its number",
+        "mcore/data_parallel.py",
+        "self.runtime.zero_grads(is_repeated)",
+        "self.runtime.zero_grads()",
+        (
+            "tests/mcore/test_reruns.py::"
+            "test_a_step_is_repeated_with_its_number_and_the_bits_of_one_that_nothing_disturbed"
+        ),
+    ),
+    Mutant(
+        "repeated-step-adds-up",
+        "a step that the rerun machine repeats begins without gradients",
+        "zero/step.py",
+        "            unit.zero_grads()",
+        "            unit.zero_grads() if not is_repeated else None",
+        (
+            "tests/mcore/test_reruns.py::"
+            "test_a_step_is_repeated_with_its_number_and_the_bits_of_one_that_nothing_disturbed"
+        ),
+    ),
+    Mutant(
+        "large-gradients-end-a-run",
+        "a gradient that is large, and finite, ends no run",
+        "mcore/data_parallel.py",
+        '"unexpectedly large values", False)',
+        '"unexpectedly large values", True)',
+        (
+            "tests/mcore/test_reruns.py::"
+            "test_a_step_is_repeated_with_its_number_and_the_bits_of_one_that_nothing_disturbed"
+        ),
+    ),
+    Mutant(
+        "spiky-loss-unseen",
+        "--check-for-spiky-loss looks at every loss",
+        "scripts/train/loss_checks.py",
+        "if args.check_for_spiky_loss:",
+        "if False:",
+        (
+            "tests/mcore/test_reruns.py::"
+            "test_a_loss_is_refused_where_it_is_not_finite_or_spiky_as_the_flags_ask"
+        ),
+    ),
+    Mutant(
         "dp-for-dp-x-cp",
         "states are sharded over data x context parallel ranks",
         "mcore/shard_groups.py",
