@@ -37,6 +37,8 @@ from megatron_asynchzp.checkpoint_files.saving import (
     save_error,
 )
 from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
+from megatron_asynchzp.comm.driver import CollectiveFailure
+from megatron_asynchzp.comm.other_collective import collective_of
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.aliases import name_main_params
 from megatron_asynchzp.mcore.checkpoint.frozen import (
@@ -50,6 +52,7 @@ from megatron_asynchzp.mcore.checkpoint.local import LOCAL, find_local, loading,
 from megatron_asynchzp.mcore.checkpoint.mismatch import compare, read_facts, wanted_tensors
 from megatron_asynchzp.mcore.checkpoint.progress import bytes_in, bytes_read, log_progress
 from megatron_asynchzp.mcore.checkpoint.save_queue import return_results_in_process
+from megatron_asynchzp.mcore.communication import Communication
 
 # Where Megatron logs what became of a write; the exception that follows does not hold it.
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
@@ -178,11 +181,13 @@ class _WriterLog(logging.Handler):
 
 @contextmanager
 def _explaining(iteration_dir: Path | str) -> Iterator[None]:
-    """Turn what keeps a checkpoint from being written into a SaveError."""
+    """Turn what keeps a checkpoint from being written into a SaveError, and a collective that fails
+    meanwhile into a CollectiveFailure that names the checkpoint."""
     log = _WriterLog()
     logging.getLogger(_WRITER).addHandler(log)
     try:
-        yield
+        with _naming_save(iteration_dir):
+            yield
     except (CheckpointException, OSError) as error:
         reason = one_line(error)
         if isinstance(error, CheckpointException):
@@ -191,6 +196,26 @@ def _explaining(iteration_dir: Path | str) -> Iterator[None]:
         raise save_error(iteration_dir, f"{reason}{_free_space(iteration_dir)}") from error
     finally:
         logging.getLogger(_WRITER).removeHandler(log)
+
+
+@contextmanager
+def _naming_save(iteration_dir: Path | str) -> Iterator[None]:
+    communication = Communication.current()
+    if communication is None:
+        yield
+        return
+    driver, before = communication.driver, communication.driver.saving
+    driver.saving = str(iteration_dir)
+    try:
+        yield
+    except RuntimeError as error:
+        where = collective_of(error)
+        if where is None or isinstance(error, CollectiveFailure):
+            raise
+        driver.fail_elsewhere(where, error)
+        driver.raise_failure()
+    finally:
+        driver.saving = before
 
 
 def _free_space(iteration_dir: Path | str) -> str:
