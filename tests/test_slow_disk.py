@@ -18,6 +18,7 @@ _LINE = (
     f"{TOY} --train-iters 4 --lr-decay-iters 4 --num-workers 0 --eval-iters 0 --hidden-dropout 0 "
     "--use-asynchzp --asynchzp-device cpu --save-interval 2"
 )
+_BESIDE = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
 _LONG_S = 600  # no test takes that long, nor does it wait for the stall to end
 
 
@@ -29,21 +30,22 @@ def _run(folder: Path, slow: str, limit_s: float, flags: str = "") -> list[Ended
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "writer, file, newest",
+    "writer, file, newest, flags",
     [
-        pytest.param(1, "__1_", 2, id="the data of one rank"),
-        pytest.param(0, "__0_", 2, id="the data of the rank with the store"),
-        pytest.param(0, ".metadata", 2, id="the index"),
+        pytest.param(1, "__1_", 2, "", id="the data of one rank"),
+        pytest.param(0, "__0_", 2, "", id="the data of the rank with the store"),
+        pytest.param(1, "__1_", 2, _BESIDE, id="the data of one rank, beside training"),
+        pytest.param(0, ".metadata", 2, "", id="the index"),
         # All that a checkpoint of Megatron's has is there, and is read before it is chosen.
-        pytest.param(0, "asynchzp_manifest", 4, id="the manifest"),
+        pytest.param(0, "asynchzp_manifest", 4, "", id="the manifest"),
     ],
 )
 def test_a_stall_beyond_the_time_limit_ends_all_ranks_with_the_save_and_the_writer(
-    tmp_path, writer, file, newest
+    tmp_path, writer, file, newest, flags
 ):
     place = tmp_path / "checkpoints"
     start_s = time.monotonic()
-    ended = _run(tmp_path, f"{writer} {_LONG_S} iter_0000004/{file}", 4)
+    ended = _run(tmp_path, f"{writer} {_LONG_S} iter_0000004/{file}", 4, flags)
     assert time.monotonic() - start_s < _LONG_S / 2
     for rank, one in enumerate(ended):
         (line,) = [line for line in one.own_lines if f": rank {rank}: " in line]

@@ -11,11 +11,6 @@ from datetime import timedelta
 from functools import wraps
 from typing import Any
 
-from megatron.training import training
-from torch.distributed import distributed_c10d
-
-from tests.support import legacy_pretrain
-
 
 def slow_down(seconds: float, file: str) -> None:
     fsync = os.fsync
@@ -32,6 +27,9 @@ def slow_down(seconds: float, file: str) -> None:
 
 def shorten_limit(limit_s: float) -> None:
     """Not before the first save: the ranks start seconds apart on a busy machine."""
+    from megatron.training import training
+    from torch.distributed import distributed_c10d
+
     save = training.save_checkpoint
 
     @wraps(save)
@@ -42,9 +40,13 @@ def shorten_limit(limit_s: float) -> None:
     training.save_checkpoint = limited
 
 
+# Also in a process that Megatron starts to write beside training, which imports this file.
+_rank, _seconds, _file = os.environ["SLOW"].split()
+if _rank == os.environ["RANK"]:
+    slow_down(float(_seconds), _file)
+
 if __name__ == "__main__":
-    rank, seconds, file = os.environ["SLOW"].split()
-    if rank == os.environ["RANK"]:
-        slow_down(float(seconds), file)
     shorten_limit(float(os.environ["LIMIT_S"]))
+    from tests.support import legacy_pretrain
+
     legacy_pretrain.train()

@@ -68,6 +68,9 @@ _SCHEDULE_DIFFERS = re.compile(
     r"(?P<saved>\S+) for (?P<name>.+) do not match"
 )
 
+# Checkpoints that are written beside training, the oldest first.
+_BESIDE: list[Path | str] = []
+
 # The checkpoint that the load in progress goes by.
 _CHOICE: ContextVar[Choice | None] = ContextVar("asynchzp_choice", default=None)
 
@@ -155,8 +158,17 @@ def guard_save(
     else:
         # Megatron appends the function that names this checkpoint as the latest after these.
         guarded = [_explained(fn, iteration_dir) for fn in request.finalize_fns]
-        request.finalize_fns[:] = [*guarded, complete]
+        request.finalize_fns[:] = [*guarded, complete, partial(_BESIDE.remove, iteration_dir)]
+        _BESIDE.append(iteration_dir)
     return request
+
+
+def guard_finalizing(finalize: Callable[[], Any], args: Namespace) -> Any:
+    """Call Megatron's maybe_finalize_async_save, which may wait for writers."""
+    if not _BESIDE:
+        return finalize()
+    with _naming_save(_BESIDE[0]):
+        return finalize()
 
 
 def _explained(finalize: Callable[[], Any], iteration_dir: Path | str) -> Callable[[], Any]:

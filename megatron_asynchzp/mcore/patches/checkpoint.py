@@ -51,6 +51,14 @@ save = replaces(
 )(_guarded_by("guard_save", "checkpoint_dir", "sharded_state_dict"))
 
 
+finalize_saves = replaces(
+    "megatron.training.async_utils.maybe_finalize_async_save",
+    "blocking terminate",
+    why="a run that ends while it waits for a save beside training names that save, and who writes",
+    drop_when="Megatron names both",
+)(_guarded_by("guard_finalizing"))
+
+
 load_checkpoint = replaces(
     "megatron.training.checkpointing.load_checkpoint",
     "ddp_model optimizer opt_param_scheduler load_arg strict checkpointing_context "
@@ -139,6 +147,7 @@ def load_common(original: Callable, checkpoint_dir: str) -> Any:
 CHECKPOINT_PATCHES: tuple[Patch, ...] = (
     save_checkpoint,
     save,
+    finalize_saves,
     load_checkpoint,
     load_args,
     find_non_persistent,
