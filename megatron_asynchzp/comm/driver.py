@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_asynchzp.comm.collectives import AxisGroup, Last, Steps, ranks_along
-from megatron_asynchzp.comm.other_collective import collective_of_main_thread
+from megatron_asynchzp.comm.other_collective import collective_of_main_thread, title_in_save
 from megatron_asynchzp.comm.roll_call import RollCall
 from megatron_asynchzp.comm.timeline import LANES, WAIT, Timeline, profiler_range
 from megatron_asynchzp.comm.watchdog import Watchdog
@@ -54,20 +54,21 @@ class CollectiveFailure(RuntimeError):
     """A collective failed or took too long; the message names operation, unit, ranks and step, and,
     where a driver has somebody to ask, which ranks are missing."""
 
+    @classmethod
+    def of(cls, title: str, error: BaseException) -> "CollectiveFailure":
+        """`error` as the one line about what has this title."""
+        reason = " ".join(str(error).partition(_CPP_TRACE)[0].split())
+        if any(words in reason for words in _PEER_ENDED):
+            reason = f"a peer has ended ({reason})"
+        if not reason or not isinstance(error, (RuntimeError, TimeoutError)):
+            reason = f"{type(error).__name__} {reason}".rstrip()
+        failure = cls(f"{title} failed: {reason}")
+        failure.__cause__ = error
+        return failure
+
     def add(self, words: str) -> None:
         """To the message."""
         self.args = (f"{self}; {words}",)
-
-
-def _failure(title: str, error: BaseException) -> CollectiveFailure:
-    reason = " ".join(str(error).partition(_CPP_TRACE)[0].split())
-    if any(words in reason for words in _PEER_ENDED):
-        reason = f"a peer has ended ({reason})"
-    if not reason or not isinstance(error, (RuntimeError, TimeoutError)):
-        reason = f"{type(error).__name__} {reason}".rstrip()
-    failure = CollectiveFailure(f"{title} failed: {reason}")
-    failure.__cause__ = error
-    return failure
 
 
 def _no_steps() -> Steps:
@@ -157,7 +158,7 @@ class Task:
         """`error` as the one line that names this task."""
         if isinstance(error, CollectiveFailure):
             return error
-        return _failure(self.title, error)
+        return CollectiveFailure.of(self.title, error)
 
     # ---- for the driver, in the thread that runs the task
 
@@ -277,7 +278,6 @@ class Driver:
     counts: tasks submitted so far, by lane.
     latest: of each lane the task that was submitted last.
     last_task: of all lanes.
-    saving: the folder of the checkpoint that the main thread is saving, None while it saves none.
     roll_call: who is asked, when something failed, which ranks are missing; it is closed with the
         driver.
     """
@@ -291,7 +291,6 @@ class Driver:
         self.counts: Counter[str] = Counter()
         self.latest: dict[str, Task] = {}
         self.last_task: Task | None = None
-        self.saving: str | None = None
         self._failure: Exception | None = None
         self._failing = threading.Lock()
         self._on_failure = on_failure
@@ -361,20 +360,12 @@ class Driver:
         if self._is_closed.wait(_OTHERS_FIRST_S):
             return
         error, where = RuntimeError("another rank has failed"), collective_of_main_thread()
-        if where is None and self.saving is None and self.last_task is not None:
+        title = title_in_save(where)
+        if where is None and title is None and self.last_task is not None:
             self.fail_in_background(self.last_task, error)
-        else:
-            self._report(self.fail_elsewhere(where, error))
-
-    def fail_elsewhere(self, where: str | None, error: BaseException) -> bool:
-        """As `fail`, for what is no task: `where` names a collective of Megatron's, if it is one."""
-        parts = [where, self.saving and f"the save of {self.saving}"]
-        parts = list(filter(None, parts)) or ["what comes"]
-        return self.fail(_failure(" in ".join([*parts, f"step {self.step}"]), error), ())
-
-    def is_writing(self) -> bool:
-        """Whether the main thread is saving and meets nobody there: others may wait for it."""
-        return self.saving is not None and collective_of_main_thread() is None
+            return
+        title = title or f"{where or 'what comes'} in step {self.step}"
+        self._report(self.fail(CollectiveFailure.of(title, error), ()))
 
     def _report(self, is_first: bool) -> None:
         failure = self._failure

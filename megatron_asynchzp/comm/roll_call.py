@@ -73,10 +73,7 @@ class RollCall:
 
     @classmethod
     def of_world(
-        cls,
-        counts: Mapping[str, int],
-        on_call: Callable[[], None],
-        is_writing: Callable[[], bool],
+        cls, counts: Mapping[str, int], on_call: Callable[[], None], is_writing: Callable[[], bool]
     ) -> "RollCall | None":
         """That of the default process group; None where its ranks did not meet at a TCP store."""
         if not dist.is_initialized():

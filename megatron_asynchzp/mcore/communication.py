@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.driver import Driver
+from megatron_asynchzp.comm.other_collective import is_writing
 from megatron_asynchzp.comm.report import CommReport, CommReports
 from megatron_asynchzp.comm.roll_call import ANSWERS_WITHIN_S, RollCall
 from megatron_asynchzp.comm.schedules import start_driver
@@ -55,7 +56,7 @@ class Communication:
         self.driver = start_driver(schedule, device, self.last_line.watch_main)
         # Every rank comes here.
         self.driver.roll_call = RollCall.of_world(
-            self.driver.counts, self.driver.fail_with_others, self.driver.is_writing
+            self.driver.counts, self.driver.fail_with_others, is_writing
         )
         self.stop_signal = StopSignal(device, schedule.time_limit_s)
         self.runtimes: list[HZPRuntime] = []

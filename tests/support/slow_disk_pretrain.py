@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""legacy_pretrain.py whose files take long to reach the disk: $SLOW is `RANK SECONDS FILE`, how much
-longer on which rank the fsync takes of each file whose path has FILE in it. $LIMIT_S is the time
-limit of a collective from the first save on, which on the command line is in whole minutes.
+"""legacy_pretrain.py whose files take long to reach the disk: $SLOW is `RANK SECONDS FILE`, on
+which rank the fsync takes how much longer, of each file whose path has FILE in it. $LIMIT_S is the
+time limit of a collective from the first save on, which on the command line is in whole minutes.
 """
 
 import os

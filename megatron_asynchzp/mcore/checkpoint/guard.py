@@ -38,7 +38,7 @@ from megatron_asynchzp.checkpoint_files.saving import (
 )
 from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
 from megatron_asynchzp.comm.driver import CollectiveFailure
-from megatron_asynchzp.comm.other_collective import collective_of
+from megatron_asynchzp.comm.other_collective import collective_of, naming_save, title_in_save
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.aliases import name_main_params
 from megatron_asynchzp.mcore.checkpoint.frozen import (
@@ -52,7 +52,6 @@ from megatron_asynchzp.mcore.checkpoint.local import LOCAL, find_local, loading,
 from megatron_asynchzp.mcore.checkpoint.mismatch import compare, read_facts, wanted_tensors
 from megatron_asynchzp.mcore.checkpoint.progress import bytes_in, bytes_read, log_progress
 from megatron_asynchzp.mcore.checkpoint.save_queue import return_results_in_process
-from megatron_asynchzp.mcore.communication import Communication
 
 # Where Megatron logs what became of a write; the exception that follows does not hold it.
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
@@ -212,22 +211,16 @@ def _explaining(iteration_dir: Path | str) -> Iterator[None]:
 
 @contextmanager
 def _naming_save(iteration_dir: Path | str) -> Iterator[None]:
-    communication = Communication.current()
-    if communication is None:
-        yield
-        return
-    driver, before = communication.driver, communication.driver.saving
-    driver.saving = str(iteration_dir)
-    try:
-        yield
-    except RuntimeError as error:
-        where = collective_of(error)
-        if where is None or isinstance(error, CollectiveFailure):
-            raise
-        driver.fail_elsewhere(where, error)
-        driver.raise_failure()
-    finally:
-        driver.saving = before
+    """A collective of torch's that fails within names the checkpoint; see ending.py for the rest of
+    its line."""
+    with naming_save(iteration_dir):
+        try:
+            yield
+        except RuntimeError as error:
+            where = collective_of(error)
+            if where is None or isinstance(error, CollectiveFailure):
+                raise
+            raise CollectiveFailure.of(title_in_save(where) or where, error) from error
 
 
 def _free_space(iteration_dir: Path | str) -> str:
