@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from subprocess import Popen
 from typing import Any
@@ -79,7 +79,7 @@ def watch_rendezvous(are_ranks_gone: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def keeping_store() -> Iterator[None]:
+def keeping_store() -> Generator[None]:
     """Around a run of torchrun: after a rank has failed, its store stays for a while, for the ranks
     of other nodes. What holds it is the error's traceback."""
     try:

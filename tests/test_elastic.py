@@ -4,12 +4,14 @@
 when it is back: as if it had been stopped and started on other ranks by hand at the same steps.
 """
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_asynchzp.planner.cluster_files import cluster_toml, load_cluster
+from scripts.testbed import links
 from scripts.testbed.agents import Nodes
 from tests.support.elastic_journal import Attempt, read_attempts
 from tests.support.launches import Launch
@@ -52,8 +54,16 @@ def _by_hand(folder: Path, starts: list[tuple[int, int, str]]) -> dict[int, floa
     return losses
 
 
+def _need_links() -> None:
+    if (reason := links.unavailable()) is not None or os.geteuid() != 0:
+        pytest.skip(reason or "the nodes' networks are entered by root alone")
+
+
 @pytest.mark.slow
-def test_a_lost_node_and_its_return_reshard_a_run_as_if_by_hand(tmp_path):
+@pytest.mark.parametrize("inter", [None, "1gbit"], ids=["one network", "a network each"])
+def test_a_lost_node_and_its_return_reshard_a_run_as_if_by_hand(tmp_path, inter):
+    if inter is not None:
+        _need_links()
     known = replace(load_cluster("testbed-fast"), nodes=2, ranks_per_node=2)
     (tmp_path / "mine.toml").write_text(cluster_toml(known))
     journal = tmp_path / "journal"
@@ -67,7 +77,8 @@ def test_a_lost_node_and_its_return_reshard_a_run_as_if_by_hand(tmp_path):
         return read_attempts(journal)
 
     env = {"JOURNAL": str(journal), "STEP_S": "0.3", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with Nodes(tmp_path, [*_OPTIONS.split(), _PATIENCE], words, **env) as nodes:
+    options = [*_OPTIONS.split(), _PATIENCE]
+    with Nodes(tmp_path, options, words, ("a", "b"), inter, **env) as nodes:
         nodes.start("a")
         nodes.start("b")
         nodes.await_that(lambda: len(attempts()) > 0 and len(attempts()[0].losses) > 7)
@@ -75,6 +86,8 @@ def test_a_lost_node_and_its_return_reshard_a_run_as_if_by_hand(tmp_path):
         nodes.await_that(lambda: len(attempts()) > 1 and len(attempts()[1].losses) > 2)
         nodes.start("b")
         assert nodes.end(150) == [0, 0]
+        if inter is not None:  # more than a rendezvous takes
+            assert min(map(nodes.sent_nbytes, "ab")) > 1e6
         text = nodes.log("a").read_text()
     whole, fewer, again = attempts()
     assert (whole.ranks, fewer.ranks, again.ranks) == (4, 2, 4)

@@ -104,6 +104,6 @@ def test_a_disk_that_is_full_at_any_byte_of_a_save_costs_that_save_alone(
     disk.forget_newer()
     disk.set("ro")
     for rank in _run(logs, disk):
-        line = f"megatron_asynchzp: --save {disk.folder}: Read-only file system"
-        assert rank.status == 2 and line in rank.own_lines
+        line = f"--save {disk.folder}: {disk.folder} cannot be written to; name another folder"
+        assert rank.status == 2 and f"megatron_asynchzp: {line}" in rank.own_lines
     disk.set("rw")

@@ -27,6 +27,7 @@ from typing import Any
 from megatron_asynchzp.comm.collectives import AxisGroup, Last, Steps, ranks_along
 from megatron_asynchzp.comm.other_collective import collective_of_main_thread
 from megatron_asynchzp.comm.roll_call import RollCall
+from megatron_asynchzp.comm.saves import Saves
 from megatron_asynchzp.comm.timeline import LANES, WAIT, Timeline, profiler_range
 from megatron_asynchzp.comm.watchdog import Watchdog
 from megatron_asynchzp.errors import name_ranks
@@ -54,6 +55,18 @@ def crosses_groups(entry: str) -> bool:
 class CollectiveFailure(RuntimeError):
     """A collective failed or took too long; the message names operation, unit, ranks and step, and,
     where a driver has somebody to ask, which ranks are missing."""
+
+    @classmethod
+    def of(cls, title: str, error: BaseException) -> "CollectiveFailure":
+        """`error` as the one line about what has this title."""
+        reason = " ".join(str(error).partition(_CPP_TRACE)[0].split())
+        if any(words in reason for words in _PEER_ENDED):
+            reason = f"a peer has ended ({reason})"
+        if not reason or not isinstance(error, (RuntimeError, TimeoutError)):
+            reason = f"{type(error).__name__} {reason}".rstrip()
+        failure = cls(f"{title} failed: {reason}")
+        failure.__cause__ = error
+        return failure
 
     def add(self, words: str) -> None:
         """To the message."""
@@ -147,14 +160,7 @@ class Task:
         """`error` as the one line that names this task."""
         if isinstance(error, CollectiveFailure):
             return error
-        reason = " ".join(str(error).partition(_CPP_TRACE)[0].split())
-        if any(words in reason for words in _PEER_ENDED):
-            reason = f"a peer has ended ({reason})"
-        if not reason or not isinstance(error, (RuntimeError, TimeoutError)):
-            reason = f"{type(error).__name__} {reason}".rstrip()
-        failure = CollectiveFailure(f"{self.title} failed: {reason}")
-        failure.__cause__ = error
-        return failure
+        return CollectiveFailure.of(self.title, error)
 
     # ---- for the driver, in the thread that runs the task
 
@@ -274,6 +280,7 @@ class Driver:
     counts: tasks submitted so far, by lane.
     latest: of each lane the task that was submitted last.
     last_task: of all lanes.
+    saves: checkpoints that this rank is saving, for messages.
     roll_call: who is asked, when something failed, which ranks are missing; it is closed with the
         driver.
     """
@@ -291,6 +298,7 @@ class Driver:
         self._failing = threading.Lock()
         self._on_failure = on_failure
         self.roll_call: RollCall | None = None
+        self.saves = Saves()
         self._is_closed = threading.Event()
         # On a device that runs ahead the host waits for no collective.
         self._watchdog = Watchdog(self.device, limit_s, self._fail_as_late, self._is_closed)
@@ -356,11 +364,12 @@ class Driver:
         if self._is_closed.wait(_OTHERS_FIRST_S):
             return
         error, where = RuntimeError("another rank has failed"), collective_of_main_thread()
-        if where is None and self.last_task is not None:
+        title = self.saves.title(where)
+        if where is None and title is None and self.last_task is not None:
             self.fail_in_background(self.last_task, error)
             return
-        title = f"{where or 'what comes'} in step {self.step}"
-        self._report(self.fail(CollectiveFailure(f"{title} failed: {error}"), ()))
+        title = title or f"{where or 'what comes'} in step {self.step}"
+        self._report(self.fail(CollectiveFailure.of(title, error), ()))
 
     def _report(self, is_first: bool) -> None:
         failure = self._failure

@@ -46,6 +46,8 @@ class RollCall:
         store whose host is gone can hold whoever asks it for minutes.
     counts: tasks that this rank has submitted so far, by lane; read when somebody calls.
     on_call: called once, in a thread of its own, when another rank has called.
+    is_writing: whether this rank writes a checkpoint, for which others may wait; asked when another
+        rank has called.
     """
 
     def __init__(
@@ -55,10 +57,11 @@ class RollCall:
         world_size: int,
         counts: Mapping[str, int],
         on_call: Callable[[], None],
+        is_writing: Callable[[], bool] = lambda: False,
     ):
         self._rank, self._world_size, self._counts = rank, world_size, counts
         self._poll_s = max(_POLL_S, world_size / _MOST_POLLS_PER_S)
-        self._on_call = on_call
+        self._on_call, self._is_writing = on_call, is_writing
         self._where = _address(store)
         self._store = store
         self._is_closed = threading.Event()
@@ -67,6 +70,7 @@ class RollCall:
         self._is_lost = self._has_answered = False
         # By rank: what it had submitted, in the order of LANES, when it answered.
         self._answers: dict[int, list[int]] = {}
+        self._writing: set[int] = set()  # when they answered
         self._failed: set[int] = set()
         self._failed_before: set[int] = set()  # this one
         self._num_read = 0
@@ -74,7 +78,9 @@ class RollCall:
         self._thread.start()
 
     @classmethod
-    def of_world(cls, counts: Mapping[str, int], on_call: Callable[[], None]) -> "RollCall | None":
+    def of_world(
+        cls, counts: Mapping[str, int], on_call: Callable[[], None], is_writing: Callable[[], bool]
+    ) -> "RollCall | None":
         """That of the default process group; None where its ranks did not meet at a TCP store."""
         if not dist.is_initialized():
             return None
@@ -82,13 +88,14 @@ class RollCall:
         if dist.get_world_size() < 2 or _address(store) is None or not hasattr(store, "clone"):
             return None
         own = PrefixStore(f"asynchzp-roll-call-{next(_calls)}", store.clone())
-        return cls(own, dist.get_rank(), dist.get_world_size(), counts, on_call)
+        return cls(own, dist.get_rank(), dist.get_world_size(), counts, on_call, is_writing)
 
     # ---- for the thread in which something failed
 
     def about(self, lane: str | None = None, number: int = 0, ranks: Sequence[int] = ()) -> str:
         """Call all ranks, and say who does not answer, and which of `ranks` have submitted fewer
-        than `number` tasks of `lane`. Takes a few seconds at most, and less where all answer."""
+        than `number` tasks of `lane`; without a lane, who writes a checkpoint. Takes a few seconds
+        at most, and less where all answer."""
         if self._is_closed.is_set():
             return "nobody was asked, as the communication was closed"
         self._is_asked.set()
@@ -98,13 +105,17 @@ class RollCall:
         if silent and (self._is_lost or not is_over):
             return f"the store at {self._where}, where the ranks met, does not answer"
         behind: list[int] = []
-        if lane is not None:
+        writing: list[int] = []
+        if lane is None:
+            writing = sorted(self._writing)
+        else:
             place = tuple(LANES).index(lane)
             behind = [r for r in ranks if r in answers and answers[r][place] < number]
         before = sorted(self._failed_before)
         texts = (
             f"no answer from {name_ranks(silent)}" if silent else "",
             f"not come to it: {name_ranks(behind)}" if behind else "",
+            f"still writing: {name_ranks(writing)}" if writing else "",
             f"failed before: {name_ranks(before)}" if before else "",
         )
         return "; ".join(filter(None, texts)) or "every rank answers"
@@ -148,18 +159,19 @@ class RollCall:
         """Answer a call of another rank. Returns when this rank has failed or is closed."""
         while not self._is_asked.wait(_LOOKS_EVERY_S):
             if not self._has_answered and self._store.check([_CALLED]):
-                self._answer()
+                self._answer(self._is_writing())
                 threading.Thread(target=self._on_call, name=_THREAD, daemon=True).start()
 
-    def _answer(self) -> None:
-        self._tell(_IS_HERE, *(self._counts.get(lane, 0) for lane in LANES))
+    def _answer(self, is_writing: bool) -> None:
+        counts = (self._counts.get(lane, 0) for lane in LANES)
+        self._tell(_IS_HERE, int(is_writing), *counts)
         self._store.add(_NUM_ANSWERED, 1)
         self._has_answered = True
 
     def _call(self) -> None:
         self._store.set(_CALLED, "")
         if not self._has_answered:
-            self._answer()
+            self._answer(False)  # it has failed
         self._read()
         self._failed_before = set(self._failed)
         self._tell(_HAS_FAILED)
@@ -180,7 +192,9 @@ class RollCall:
         for entry in self._store.get(_ANSWERS).decode().split(";")[:-1]:
             rank, what, *counts = entry.split()
             if what == _IS_HERE:
-                self._answers[int(rank)] = list(map(int, counts))
+                is_writing, *self._answers[int(rank)] = map(int, counts)
+                if is_writing:
+                    self._writing.add(int(rank))
             else:
                 self._failed.add(int(rank))
 

@@ -54,7 +54,9 @@ class Communication:
         )
         self.driver = start_driver(schedule, device, self.last_line.watch_main)
         # Every rank comes here.
-        self.driver.roll_call = RollCall.of_world(self.driver.counts, self.driver.fail_with_others)
+        self.driver.roll_call = RollCall.of_world(
+            self.driver.counts, self.driver.fail_with_others, self.driver.saves.is_writing
+        )
         self.stop_signal = StopSignal(device, schedule.time_limit_s)
         self.runtimes: list[HZPRuntime] = []
         # The optimizer's, which there is only after the runtimes.

@@ -49,6 +49,8 @@ def end_training(error: BaseException) -> None:
             sys.exit(EXIT_INTERRUPTED)
         text, status = "interrupted", EXIT_INTERRUPTED
     elif isinstance(error, _LAST_WORDS):
+        if communication is not None and isinstance(error, CollectiveFailure):
+            error = _asked(error, communication)
         text, status = str(error), EXIT_FAILURE
     else:
         sys.__excepthook__(type(error), error, error.__traceback__)
@@ -59,6 +61,16 @@ def end_training(error: BaseException) -> None:
     if communication is not None and communication.driver.roll_call is not None:
         communication.driver.roll_call.leave()
     end_process(status)
+
+
+def _asked(failure: CollectiveFailure, communication: Communication) -> BaseException:
+    """The driver's first failure, or this one, with who is missing: it may be one of a save."""
+    communication.driver.fail(failure, ())
+    try:
+        communication.driver.raise_failure()
+    except Exception as first:
+        return first
+    return failure
 
 
 def _describe_foreign(error: BaseException, communication: Communication) -> str:

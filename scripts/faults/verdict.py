@@ -15,6 +15,7 @@ _OPERATIONS = "|".join(LANES.values())
 _NAMED = re.compile(
     rf"({_OPERATIONS}) of \S.*? (over ranks [\d, to.]+|on this rank) in step \d+"
     r"|\w+ over ranks [\d, to]+, called by \w+, "  # one of the script's own
+    r"|the save of \S+ failed"  # which this rank was writing
 )
 _UNHEARD = re.compile(r"(?:no answer from|not come to it:) ranks? ([\d, to]+)")
 _NO_STORE = "does not answer"

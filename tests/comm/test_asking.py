@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.driver import CollectiveFailure, Driver, Task
 from megatron_asynchzp.comm.other_collective import collective_of
+from megatron_asynchzp.comm.saves import Saves
 from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
@@ -129,3 +130,24 @@ def test_a_main_thread_that_is_held_in_a_collective_of_megatron_is_named(world_o
     assert reported[0].endswith(
         ", in step 0 failed: another rank has failed; no answer from rank 3"
     )
+
+
+def test_a_rank_that_writes_a_checkpoint_names_it_when_another_has_failed(world_of_one):
+    driver, reported = driver_that_reports()
+    driver.submit(Task("gather", "u0", (), lambda: iter(())))
+    assert not driver.saves.is_writing()
+    with driver.saves.entering("runs/iter_0000002"):
+        assert driver.saves.is_writing()
+        driver.fail_with_others()
+    title = "the save of runs/iter_0000002 failed: another rank has failed"
+    assert reported == [f"{title}; no answer from rank 3"] and not driver.saves.is_writing()
+
+
+def test_a_rank_that_waits_in_a_save_is_not_one_that_writes(world_of_one, monkeypatch):
+    saves, said = Saves(), []
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_rank_not_in_group", lambda group: said.append(saves.is_writing())
+    )
+    with saves.entering("runs/iter_0000002"):
+        dist.barrier()
+    assert said and not any(said)

@@ -5,6 +5,7 @@
 import threading
 import time
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -32,12 +33,13 @@ class World:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.called = {rank: threading.Event() for rank in there}
         self.submitted = {rank: Counter(gather=5) for rank in there}
-        self.ranks = {
-            rank: RollCall(
-                self.store.clone(), rank, WORLD_SIZE, self.submitted[rank], self.called[rank].set
-            )
-            for rank in there
-        }
+        self.is_writing = dict.fromkeys(there, False)
+        self.ranks = {rank: self._rank(rank) for rank in there}
+
+    def _rank(self, rank: int) -> RollCall:
+        counts, called = self.submitted[rank], self.called[rank].set
+        is_writing = partial(self.is_writing.__getitem__, rank)
+        return RollCall(self.store.clone(), rank, WORLD_SIZE, counts, called, is_writing)
 
     def close(self) -> None:
         for one in self.ranks.values():
@@ -64,6 +66,15 @@ def test_a_rank_that_answers_and_has_not_come_to_the_collective_is_named():
     world.submitted[3]["gather"] = 4
     assert world.ranks[0].about("gather", 5, (0, 3)) == "not come to it: rank 3"
     # Of the ranks of this collective alone.
+    assert world.ranks[1].about("gather", 5, (0, 1)) == "failed before: rank 0"
+    world.close()
+
+
+def test_who_writes_a_checkpoint_is_named_where_a_collective_is_not_the_engines():
+    world = World(*range(WORLD_SIZE))
+    world.is_writing.update({0: True, 3: True})
+    # The first has failed itself, and writes no more.
+    assert world.ranks[0].about() == "still writing: rank 3"
     assert world.ranks[1].about("gather", 5, (0, 1)) == "failed before: rank 0"
     world.close()
 

@@ -111,9 +111,9 @@ def _amid(owner: Any, name: str, place: str) -> None:
 def _noting_saves(guard: Any) -> None:
     save, complete = guard.guard_save, guard.complete_directory
 
-    def noted_save(call: Callable, args: Any, folder: Any, state: Any) -> Any:
+    def noted_save(call: Callable, args: Any, saves: Any, folder: Any, state: Any) -> Any:
         note("saving", Path(folder).name)
-        return save(call, args, folder, state)
+        return save(call, args, saves, folder, state)
 
     def noted_complete(folder: Any, *rest: Any) -> None:
         PLAN.visit("manifest")

@@ -10,7 +10,7 @@ import pickle
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial, wraps
 from pathlib import Path
@@ -37,6 +37,9 @@ from megatron_asynchzp.checkpoint_files.saving import (
     save_error,
 )
 from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
+from megatron_asynchzp.comm.driver import CollectiveFailure
+from megatron_asynchzp.comm.other_collective import collective_of
+from megatron_asynchzp.comm.saves import Saves
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.aliases import name_main_params
 from megatron_asynchzp.mcore.checkpoint.frozen import (
@@ -110,30 +113,32 @@ def claim_save_directory(args: Namespace) -> None:
 
 
 def guard_save_checkpoint(
-    save: Callable[[], Any], args: Namespace, iteration: Any, is_passing: bool
+    save: Callable[[], Any], args: Namespace, saves: Saves, iteration: Any, is_passing: bool
 ) -> Any:
-    """Call Megatron's save_checkpoint. Raises SaveError for whatever keeps files from the disk.
+    """Call Megatron's save_checkpoint. Raises SaveError for whatever keeps files from the disk, and
+    CollectiveFailure for a collective that fails meanwhile.
 
-    is_passing: whether it is a non-persistent one.
+    saves: those of this rank; is_passing: whether it is a non-persistent one.
     """
     claim_save_directory(args)
     if not args.async_save:
         return_results_in_process()
     name = f"iter_{int(iteration):07d}"
     if is_passing and args.non_persistent_ckpt_type == LOCAL:
-        with _explaining(Path(args.non_persistent_local_ckpt_dir, name)), saving():
+        with _explaining(saves, Path(args.non_persistent_local_ckpt_dir, name)), saving():
             return save()
     place = _passing_dir(args, args.save) if is_passing else args.save or "."
-    with _explaining(Path(place, name)):
+    with _explaining(saves, Path(place, name)):
         return save()
 
 
 def guard_save(
-    save: Callable[[], Any], args: Namespace, iteration_dir: Path | str, state: Any
+    save: Callable[[], Any], args: Namespace, saves: Saves, iteration_dir: Path | str, state: Any
 ) -> Any:
     """Call dist_checkpointing.save: into a clean directory, and with a manifest at its end, which
-    for an asynchronous save is when all ranks have written. Raises SaveError.
+    for an asynchronous save is when all ranks have written. Raises as guard_save_checkpoint.
 
+    saves: those of this rank.
     state: the sharded state dict, of which --asynchzp-save-trained-only leaves a part out.
     """
     peers = _peers()
@@ -142,7 +147,7 @@ def guard_save(
     prepare_directory(iteration_dir, peers)
     written = partial(bytes_in, iteration_dir)
     with (
-        _explaining(iteration_dir),
+        _explaining(saves, iteration_dir),
         log_progress(f"writing {iteration_dir}", written, peers.rank == 0),
     ):
         request = save()
@@ -151,15 +156,24 @@ def guard_save(
         complete()
     else:
         # Megatron appends the function that names this checkpoint as the latest after these.
-        guarded = [_explained(fn, iteration_dir) for fn in request.finalize_fns]
-        request.finalize_fns[:] = [*guarded, complete]
+        guarded = [_explained(saves, fn, iteration_dir) for fn in request.finalize_fns]
+        request.finalize_fns[:] = [*guarded, complete, partial(saves.beside.remove, iteration_dir)]
+        saves.beside.append(iteration_dir)
     return request
 
 
-def _explained(finalize: Callable[[], Any], iteration_dir: Path | str) -> Callable[[], Any]:
+def guard_finalizing(finalize: Callable[[], Any], args: Namespace, saves: Saves) -> Any:
+    """Call Megatron's maybe_finalize_async_save, which may wait for writers."""
+    with _naming_save(saves, saves.beside[0]) if saves.beside else nullcontext():
+        return finalize()
+
+
+def _explained(
+    saves: Saves, finalize: Callable[[], Any], iteration_dir: Path | str
+) -> Callable[[], Any]:
     @wraps(finalize)
     def guarded() -> Any:
-        with _explaining(iteration_dir):
+        with _explaining(saves, iteration_dir):
             return finalize()
 
     return guarded
@@ -177,12 +191,14 @@ class _WriterLog(logging.Handler):
 
 
 @contextmanager
-def _explaining(iteration_dir: Path | str) -> Iterator[None]:
-    """Turn what keeps a checkpoint from being written into a SaveError."""
+def _explaining(saves: Saves, iteration_dir: Path | str) -> Iterator[None]:
+    """Turn what keeps a checkpoint from being written into a SaveError, and a collective that fails
+    meanwhile into a CollectiveFailure that names the checkpoint."""
     log = _WriterLog()
     logging.getLogger(_WRITER).addHandler(log)
     try:
-        yield
+        with _naming_save(saves, iteration_dir):
+            yield
     except (CheckpointException, OSError) as error:
         reason = one_line(error)
         if isinstance(error, CheckpointException):
@@ -191,6 +207,20 @@ def _explaining(iteration_dir: Path | str) -> Iterator[None]:
         raise save_error(iteration_dir, f"{reason}{_free_space(iteration_dir)}") from error
     finally:
         logging.getLogger(_WRITER).removeHandler(log)
+
+
+@contextmanager
+def _naming_save(saves: Saves, iteration_dir: Path | str) -> Iterator[None]:
+    """A collective of torch's that fails within names the checkpoint; see ending.py for the rest of
+    its line."""
+    with saves.entering(iteration_dir):
+        try:
+            yield
+        except RuntimeError as error:
+            where = collective_of(error)
+            if where is None or isinstance(error, CollectiveFailure):
+                raise
+            raise CollectiveFailure.of(saves.title(where) or where, error) from error
 
 
 def _free_space(iteration_dir: Path | str) -> str:

@@ -7,12 +7,15 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
+from megatron_asynchzp.comm.saves import Saves
+from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.patch import Patch, replaces, run_args
 
 
-def _guarded_by(name: str, *wanted: str) -> Callable[..., Any]:
+def _guarded_by(name: str, *wanted: str, is_save: bool = False) -> Callable[..., Any]:
     """A replacement that hands the original, as a call without arguments, to `name` of guard.py,
-    with the run's arguments and those of the call that are `wanted`."""
+    with the run's arguments, for a save with the saves of this rank, and those of the call that are
+    `wanted`."""
 
     def call(original: Callable, *args: Any, **options: Any) -> Any:
         run = run_args()
@@ -23,6 +26,9 @@ def _guarded_by(name: str, *wanted: str) -> Callable[..., Any]:
         given = signature(original).bind(*args, **options)
         given.apply_defaults()
         values = [given.arguments[one] for one in wanted]
+        if is_save:
+            communication = Communication.current()  # without one nobody asks for them
+            values.insert(0, Saves() if communication is None else communication.driver.saves)
         return getattr(guard, name)(partial(original, *args, **options), run, *values)
 
     return call
@@ -37,7 +43,7 @@ save_checkpoint = replaces(
     "rng_state_key_prefix[0.19]",
     why="one run at a time saves into a directory, and a full disk ends a run in one line",
     drop_when="Megatron does both",
-)(_guarded_by("guard_save_checkpoint", "iteration", "non_persistent_ckpt"))
+)(_guarded_by("guard_save_checkpoint", "iteration", "non_persistent_ckpt", is_save=True))
 
 
 save = replaces(
@@ -48,7 +54,15 @@ save = replaces(
     why="what an earlier save left in the directory is removed before, and a manifest that makes "
     "the checkpoint complete is written after, but before Megatron's tracker names it",
     drop_when="Megatron's integrity.json needs no second reading of the data",
-)(_guarded_by("guard_save", "checkpoint_dir", "sharded_state_dict"))
+)(_guarded_by("guard_save", "checkpoint_dir", "sharded_state_dict", is_save=True))
+
+
+finalize_saves = replaces(
+    "megatron.training.async_utils.maybe_finalize_async_save",
+    "blocking terminate",
+    why="a run that ends while it waits for a save beside training names that save, and who writes",
+    drop_when="Megatron names both",
+)(_guarded_by("guard_finalizing", is_save=True))
 
 
 load_checkpoint = replaces(
@@ -139,6 +153,7 @@ def load_common(original: Callable, checkpoint_dir: str) -> Any:
 CHECKPOINT_PATCHES: tuple[Patch, ...] = (
     save_checkpoint,
     save,
+    finalize_saves,
     load_checkpoint,
     load_args,
     find_non_persistent,

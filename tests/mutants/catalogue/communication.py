@@ -392,11 +392,41 @@ MUTANTS = [
         "the-store-goes-first",
         "law 7: the rank that holds the store ends last",
         "comm/roll_call.py",
-        "while not others <= self._have_read and",
+        "while self._num_read < len(self._answers) and",
         "while False and",
         (
             "tests/comm/test_roll_call.py::"
             "test_the_rank_that_may_hold_the_store_leaves_when_the_others_have_read"
+        ),
+    ),
+    Mutant(
+        "nobody-writes",
+        "law 7: a failure in a save names who was writing",
+        "comm/roll_call.py",
+        "self._answer(self._is_writing())",
+        "self._answer(False)",
+        (
+            "tests/comm/test_roll_call.py::"
+            "test_who_writes_a_checkpoint_is_named_where_a_collective_is_not_the_engines"
+        ),
+    ),
+    Mutant(
+        "who-waits-writes",
+        "law 7: a rank that waits in a save is not named as one that writes",
+        "comm/saves.py",
+        "bool(self._entered) and collective_of_main_thread() is None",
+        "bool(self._entered)",
+        "tests/comm/test_asking.py::test_a_rank_that_waits_in_a_save_is_not_one_that_writes",
+    ),
+    Mutant(
+        "the-save-has-no-name",
+        "law 7: a rank that hears of a failure in a save names the save",
+        "comm/driver.py",
+        "if where is None and title is None and self.last_task is not None:",
+        "if where is None and self.last_task is not None:",
+        (
+            "tests/comm/test_asking.py::"
+            "test_a_rank_that_writes_a_checkpoint_names_it_when_another_has_failed"
         ),
     ),
 ]
