@@ -14,7 +14,8 @@ _MANY_TIMES = 10  # as in Megatron's own script
 
 def check_loss(loss: torch.Tensor) -> None:
     """Hand the loss of a micro-batch to the rerun machine, as far as the flags ask for it."""
-    args, machine = get_args(), get_rerun_state_machine()
+    args: Any = get_args()
+    machine = get_rerun_state_machine()
     is_large = partial(machine.is_unexpectedly_large, threshold=_MANY_TIMES, context="loss")
     checks: list[tuple[Any, str, bool]] = []
     if args.check_for_nan_in_loss_and_grad:
