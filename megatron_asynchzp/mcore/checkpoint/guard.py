@@ -258,6 +258,8 @@ def guard_load_checkpoint(
         if is_base:
             load_dir = base_dir
             choice = _choose(load_dir, args, peers)
+        elif choice is not None:
+            _refuse_without_optimizer(args, choice, peers)
         if choice is not None and _lacks_base(choice, peers):
             _load_base(load, args, choice, peers)
         try:
@@ -304,10 +306,7 @@ def _choose_passing(load_dir: str | None, args: Namespace, peers: Peers) -> Choi
 
 def _save_of(choice: Choice) -> str | None:
     """The folder of the run that saved it; None where it keeps no arguments."""
-    try:
-        save = getattr(read_common_state(choice.folder).get("args"), "save", None)
-    except FileNotFoundError:
-        return None
+    save = getattr(_saved_args(choice), "save", None)
     return save and os.path.abspath(save)
 
 
@@ -335,16 +334,34 @@ def _find_local(
     return local.iteration
 
 
+def _saved_args(choice: Choice) -> Any:
+    """The arguments of the run that saved it; None where it keeps none."""
+    try:
+        return read_common_state(choice.folder).get("args")
+    except FileNotFoundError:
+        return None
+
+
 def _lacks_base(choice: Choice, peers: Peers) -> bool:
     """Whether the checkpoint has trained tensors alone. Collective."""
+    return on_first(peers, lambda: is_trained_only(_saved_args(choice)))
 
-    def is_partial() -> bool:
-        try:
-            return is_trained_only(read_common_state(choice.folder).get("args"))
-        except FileNotFoundError:
-            return False  # keeps no arguments
 
-    return on_first(peers, is_partial)
+def _refuse_without_optimizer(args: Namespace, choice: Choice, peers: Peers) -> None:
+    """Raise ConfigurationError, on all ranks, where Megatron would not read the optimizer that this
+    run needs. Collective."""
+    if args.finetune or args.no_load_optim or choice.is_release:
+        return
+    if args.no_save_optim:
+        raise ConfigurationError(
+            "--no-save-optim: Megatron then reads no optimizer from --load either; leave it out, "
+            "or add --no-load-optim for a new optimizer"
+        )
+    if on_first(peers, lambda: bool(getattr(_saved_args(choice), "no_save_optim", None))):
+        raise ConfigurationError(
+            f"{choice.folder} was saved with --no-save-optim; add --no-load-optim for a new "
+            "optimizer"
+        )
 
 
 def _load_base(load: Callable[[], Any], args: Namespace, choice: Choice, peers: Peers) -> None:

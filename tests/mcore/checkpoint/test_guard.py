@@ -80,6 +80,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--hidden-size", "32"], f"{_ANOTHER}hidden-size is 64 in the checkpoint and 32 in this run"),
     (["--qk-layernorm"], f"{_ANOTHER}qk-layernorm is False in the checkpoint and True in this run"),
     (["--disable-bias-linear", "--dist-ckpt-strictness", "log_all"], "it was not refused"),
+    (["--no-save-optim"], "reads no optimizer from --load either; leave it out, or add --no-load"),
     (["--ckpt-step", "3"], "no such directory; the newest intact one is --ckpt-step 4"),
     (["--load", "nowhere", "--exit-on-missing-checkpoint"], "no checkpoint in nowhere"),
     (
@@ -94,6 +95,9 @@ def _refused_loads(folder: str, origin: str) -> list[str]:
     _copy(folder, origin)
     _on_rank_0(lambda: shutil.rmtree(Path(folder) / OLDER))
     output = [_refusal("--load", folder, *flags) for flags, _ in REFUSED]
+    without = f"{folder} without optimizer"
+    _run("--save", without, "--save-interval", "4", "--no-save-optim")
+    output.append(_refusal("--load", without))
     dist.barrier()
     _on_rank_0(lambda: HARMFUL[f"{DATA[1]} cut to 0.500"](Path(folder)))
     return [*output, _refusal("--load", folder)]
@@ -162,10 +166,11 @@ def test_a_run_goes_on_from_the_newest_intact_checkpoint_as_if_it_had_not_stoppe
 
 
 def test_what_cannot_be_loaded_is_one_line_on_every_rank(output):
-    (_, (*lines, damaged)), (_, others) = (one["_refused_loads"] for one in output)
-    assert [*lines, damaged] == others
+    (_, (*lines, without, damaged)), (_, others) = (one["_refused_loads"] for one in output)
+    assert [*lines, without, damaged] == others
     for line, (flags, expected) in zip(lines, REFUSED, strict=True):
         assert expected in line, flags
+    assert "was saved with --no-save-optim; add --no-load-optim for a new optimizer" in without
     assert "has no intact checkpoint" in damaged and DATA[1] in damaged
 
 
