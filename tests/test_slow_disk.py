@@ -56,7 +56,8 @@ def test_a_stall_beyond_the_time_limit_ends_all_ranks_with_the_save_and_the_writ
     choice = choose_checkpoint(place)
     assert choice is not None and choice.iteration == newest
     assert (place / TRACKER).read_text() == "2"
-    ended = _run(tmp_path, "1 1 iter_0000004/__1_", 120)  # and a stall within the limit
+    more = f"--train-iters 6 --override-opt_param-scheduler {flags}"
+    ended = _run(tmp_path, "1 1 iter_0000006/__1_", 120, more)  # and a stall within the limit
     assert [one.status for one in ended] == [0, 0], ended[0].text[-3000:]
     choice = choose_checkpoint(place)
-    assert choice is not None and (choice.iteration, choice.lines) == (4, ())
+    assert choice is not None and (choice.iteration, choice.lines) == (6, ())

@@ -6,6 +6,7 @@ gone does not hold it."""
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -58,7 +59,8 @@ def test_after_a_failed_rank_the_store_stays_for_the_ranks_of_other_nodes(
     def fail(argv):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         asking = dist.TCPStore("127.0.0.1", store.port)
-        monkeypatch.setattr(torchrun.time, "sleep", lambda _: seen.append(asking.add("a", 1)))
+        clock = SimpleNamespace(sleep=lambda seconds: seen.append((seconds, asking.add("a", 1))))
+        monkeypatch.setattr(torchrun, "time", clock)
         raise torchrun.ChildFailedError("", {0: ProcessFailure(0, 1, 1, "")})
 
     monkeypatch.setattr(torchrun, "watch_ranks", dict)
@@ -66,7 +68,7 @@ def test_after_a_failed_rank_the_store_stays_for_the_ranks_of_other_nodes(
     monkeypatch.setattr(torchrun.run, "main", fail)
     with pytest.raises(torchrun.ChildFailedError):
         torchrun.main(["--nnodes", nodes, "script.py"])
-    assert seen == ([1] if is_kept else [])
+    assert seen == ([(torchrun.LASTS_S, 1)] if is_kept else [])
 
 
 def test_of_each_place_the_process_counts_that_was_started_last(monkeypatch):

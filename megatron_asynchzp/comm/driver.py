@@ -25,8 +25,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_asynchzp.comm.collectives import AxisGroup, Last, Steps, ranks_along
-from megatron_asynchzp.comm.other_collective import collective_of_main_thread
-from megatron_asynchzp.comm.roll_call import RollCall
+from megatron_asynchzp.comm.other_collective import (
+    collective_of_main_thread,
+    is_main_thread_waiting,
+)
+from megatron_asynchzp.comm.roll_call import OTHERS_FIRST_S, RollCall
 from megatron_asynchzp.comm.saves import Saves
 from megatron_asynchzp.comm.timeline import LANES, WAIT, Timeline, profiler_range
 from megatron_asynchzp.comm.watchdog import Watchdog
@@ -89,9 +92,6 @@ _LONG_RECORD = 1000
 
 # torch appends the C++ frames to some of its messages, behind these words.
 _CPP_TRACE = "Exception raised from"
-
-# How long a rank that hears of another's failure waits for its own.
-_OTHERS_FIRST_S = 0.5
 
 # How gloo and NCCL say that the process at the other end is gone.
 _PEER_ENDED = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
@@ -361,15 +361,19 @@ class Driver:
     def fail_with_others(self) -> None:
         """Another rank has failed, and calls: this one would wait for it, and ends too, a moment
         later, because what it meets itself says more. In a thread of its own."""
-        if self._is_closed.wait(_OTHERS_FIRST_S):
+        if self._is_closed.wait(OTHERS_FIRST_S):
             return
         error, where = RuntimeError("another rank has failed"), collective_of_main_thread()
-        title = self.saves.title(where)
+        title = self.saves.title(where) if where or self.is_writing() else None
         if where is None and title is None and self.last_task is not None:
             self.fail_in_background(self.last_task, error)
             return
         title = title or f"{where or 'what comes'} in step {self.step}"
         self._report(self.fail(CollectiveFailure.of(title, error), ()))
+
+    def is_writing(self) -> bool:
+        """Whether the main thread saves and is in no collective: others may wait for its files."""
+        return self.saves.current is not None and not is_main_thread_waiting()
 
     def _report(self, is_first: bool) -> None:
         failure = self._failure

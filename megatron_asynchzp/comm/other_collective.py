@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 from megatron_asynchzp.errors import name_ranks
 
 _TORCH = str(Path(torch.__file__).parent)
+_ENGINE = Path(__file__).parent
 
 
 def collective_of(error: BaseException) -> str | None:
@@ -26,10 +27,20 @@ def collective_of(error: BaseException) -> str | None:
 
 def collective_of_main_thread() -> str | None:
     """The same of that in which the main thread is now."""
+    return _named(reversed(_frames_of_main_thread()))
+
+
+def _frames_of_main_thread() -> list[FrameType]:
+    """The innermost first."""
     frames_of = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     frame = frames_of.get(threading.main_thread().ident or 0)
-    frames = [frame for frame, _ in traceback.walk_stack(frame)] if frame is not None else []
-    return _named(reversed(frames))
+    return [frame for frame, _ in traceback.walk_stack(frame)] if frame is not None else []
+
+
+def is_main_thread_waiting() -> bool:
+    """Whether the main thread is in a collective, of torch or of the engine. For other threads."""
+    files = {Path(frame.f_code.co_filename) for frame in _frames_of_main_thread()}
+    return Path(distributed_c10d.__file__) in files or _ENGINE in {file.parent for file in files}
 
 
 def _named(frames: Iterable[FrameType]) -> str | None:

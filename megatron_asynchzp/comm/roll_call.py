@@ -28,8 +28,10 @@ _LOOKS_EVERY_S = 1.0
 ANSWERS_WITHIN_S = 3.0
 """For the answers of the others, from the call on."""
 _STORE_S = 1.0  # that much longer a store may take before it counts as lost
-LASTS_S = _LOOKS_EVERY_S + ANSWERS_WITHIN_S + _STORE_S
-"""Until every rank has heard of a failure and read who answers, at most."""
+OTHERS_FIRST_S = 0.5
+"""How long a rank that hears of another's failure waits for its own."""
+LASTS_S = _LOOKS_EVERY_S + OTHERS_FIRST_S + ANSWERS_WITHIN_S + _STORE_S
+"""From a call on until every rank has heard it and read who answers, at most."""
 _POLL_S = 0.1
 _MOST_POLLS_PER_S = 10_000  # of all ranks, which ask one store
 _THREAD = "asynchzp-roll-call"
@@ -73,7 +75,7 @@ class RollCall:
         self._writing: set[int] = set()  # when they answered
         self._failed: set[int] = set()
         self._failed_before: set[int] = set()  # this one
-        self._num_read = 0
+        self._num_answered = self._num_read = 0  # on rank 0, for `leave`
         self._thread = threading.Thread(target=self._serve, name=_THREAD, daemon=True)
         self._thread.start()
 
@@ -131,7 +133,7 @@ class RollCall:
         if self._rank != 0 or not self._is_over.is_set():
             return
         deadline = time.monotonic() + ANSWERS_WITHIN_S
-        while self._num_read < len(self._answers) and time.monotonic() < deadline:
+        while self._num_read < self._num_answered and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
     def close(self) -> None:
@@ -159,8 +161,14 @@ class RollCall:
         """Answer a call of another rank. Returns when this rank has failed or is closed."""
         while not self._is_asked.wait(_LOOKS_EVERY_S):
             if not self._has_answered and self._store.check([_CALLED]):
-                self._answer(self._is_writing())
+                self._answer(self._is_found_writing())
                 threading.Thread(target=self._on_call, name=_THREAD, daemon=True).start()
+
+    def _is_found_writing(self) -> bool:
+        try:
+            return self._is_writing()
+        except Exception:  # it looks at another thread; the answer matters more
+            return False
 
     def _answer(self, is_writing: bool) -> None:
         counts = (self._counts.get(lane, 0) for lane in LANES)
@@ -180,10 +188,12 @@ class RollCall:
         while self._store.add(_NUM_ANSWERED, 0) < self._world_size and time.monotonic() < deadline:
             time.sleep(self._poll_s)
         self._read()
+        self._num_answered = len(self._answers)
         self._store.add(_NUM_READ, 1)
         self._is_over.set()
         while self._rank == 0 and not self._is_closed.wait(_POLL_S):
-            self._num_read = self._store.add(_NUM_READ, 0)  # for `leave`
+            self._num_answered = self._store.add(_NUM_ANSWERED, 0)
+            self._num_read = self._store.add(_NUM_READ, 0)
 
     def _tell(self, *words: object) -> None:
         self._store.append(_ANSWERS, " ".join(map(str, (self._rank, *words))) + ";")

@@ -8,35 +8,39 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_asynchzp.comm.other_collective import collective_of_main_thread
-
 
 class Saves:
-    """Of one rank.
+    """Of one rank. The main thread changes it; other threads read it.
 
     beside: folders of checkpoints that are written beside training, the oldest first.
     """
 
     def __init__(self) -> None:
         self.beside: list[Path | str] = []
-        self._entered: list[Path | str] = []  # by the main thread, the innermost last
+        # By the main thread, the innermost last; None for the oldest of those beside training.
+        self._entered: list[Path | str | None] = []
 
     @contextmanager
-    def entering(self, folder: Path | str) -> Generator[None]:
-        """What the main thread does within is part of the save of `folder`."""
+    def entering(self, folder: Path | str | None) -> Generator[None]:
+        """What the main thread does within is part of the save of `folder`; None: of whichever is
+        the oldest beside training."""
         self._entered.append(folder)
         try:
             yield
         finally:
             self._entered.pop()
 
+    @property
+    def current(self) -> Path | str | None:
+        """The folder into which the main thread saves; None where it saves nothing."""
+        # Copies: the main thread may leave a save between two looks.
+        for folder in self._entered[-1:]:
+            return folder if folder is not None else next(iter(self.beside[:1]), None)
+        return None
+
     def title(self, where: str | None) -> str | None:
         """What the main thread is in, for a line: `where`, a collective if it is one, as part of
         its save; None where it saves nothing."""
-        if not self._entered:
+        if (folder := self.current) is None:
             return None
-        return " in ".join(filter(None, [where, f"the save of {self._entered[-1]}"]))
-
-    def is_writing(self) -> bool:
-        """Whether the main thread saves and is in no collective: others may wait for its files."""
-        return bool(self._entered) and collective_of_main_thread() is None
+        return " in ".join(filter(None, [where, f"the save of {folder}"]))

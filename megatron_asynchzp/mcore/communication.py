@@ -55,7 +55,7 @@ class Communication:
         self.driver = start_driver(schedule, device, self.last_line.watch_main)
         # Every rank comes here.
         self.driver.roll_call = RollCall.of_world(
-            self.driver.counts, self.driver.fail_with_others, self.driver.saves.is_writing
+            self.driver.counts, self.driver.fail_with_others, self.driver.is_writing
         )
         self.stop_signal = StopSignal(device, schedule.time_limit_s)
         self.runtimes: list[HZPRuntime] = []

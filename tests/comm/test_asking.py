@@ -132,22 +132,54 @@ def test_a_main_thread_that_is_held_in_a_collective_of_megatron_is_named(world_o
     )
 
 
+def in_another_thread(ask):
+    """What ask() returns there, as the roll call asks."""
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(ask()))
+    thread.start()
+    thread.join()
+    return answers[0]
+
+
 def test_a_rank_that_writes_a_checkpoint_names_it_when_another_has_failed(world_of_one):
     driver, reported = driver_that_reports()
     driver.submit(Task("gather", "u0", (), lambda: iter(())))
-    assert not driver.saves.is_writing()
+    assert not in_another_thread(driver.is_writing)
     with driver.saves.entering("runs/iter_0000002"):
-        assert driver.saves.is_writing()
-        driver.fail_with_others()
+        assert in_another_thread(driver.is_writing)
+        in_another_thread(driver.fail_with_others)
     title = "the save of runs/iter_0000002 failed: another rank has failed"
-    assert reported == [f"{title}; no answer from rank 3"] and not driver.saves.is_writing()
+    assert reported == [f"{title}; no answer from rank 3"]
 
 
 def test_a_rank_that_waits_in_a_save_is_not_one_that_writes(world_of_one, monkeypatch):
-    saves, said = Saves(), []
-    monkeypatch.setattr(
-        dist.distributed_c10d, "_rank_not_in_group", lambda group: said.append(saves.is_writing())
-    )
-    with saves.entering("runs/iter_0000002"):
+    """In a collective of torch, nor in one of the engine, which then is what it names."""
+    driver, reported = driver_that_reports()
+    said = []
+
+    def ask(*_):
+        said.append(in_another_thread(driver.is_writing))
+
+    def collective():
+        ask()
+        in_another_thread(driver.fail_with_others)
+        yield from ()
+
+    monkeypatch.setattr(dist.distributed_c10d, "_rank_not_in_group", ask)
+    with driver.saves.entering("runs/iter_0000002"):
         dist.barrier()
-    assert said and not any(said)
+        driver.submit(Task("gather", "u0", (), collective))
+    assert len(said) > 1 and not any(said)
+    assert len(reported) == 1 and reported[0].startswith("all-gather of the parameters of u0 ")
+
+
+def test_a_save_beside_training_is_the_oldest_that_is_not_finished():
+    saves = Saves()
+    assert saves.title(None) is None
+    with saves.entering(None):
+        assert saves.current is None
+        saves.beside += ["a", "b"]
+        assert saves.title("barrier") == "barrier in the save of a"
+        saves.beside.remove("a")
+        assert saves.title(None) == "the save of b"
+    assert saves.current is None

@@ -144,3 +144,7 @@ def test_ranks_have_short_names():
     assert name_ranks(range(0, 4096, 8)) == "ranks 0, 8, ..., 4088"
     assert name_ranks(range(4096)) == "ranks 0 to 4095"
     assert name_ranks([0, 8, 16]) == "ranks 0, 8, 16"
+    assert name_ranks([]) == "no rank"
+    pairs = [rank for rank in range(4096) if rank % 8 < 2]
+    assert name_ranks(pairs[:4]) == "ranks 0, 1, 8, 9" and len(name_ranks(pairs)) < 100
+    assert name_ranks(pairs).endswith(", 56, 57 and 1008 more")

@@ -16,6 +16,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
@@ -50,7 +51,12 @@ from megatron_asynchzp.mcore.checkpoint.frozen import (
     keep_new,
 )
 from megatron_asynchzp.mcore.checkpoint.local import LOCAL, find_local, loading, saving
-from megatron_asynchzp.mcore.checkpoint.mismatch import compare, read_facts, wanted_tensors
+from megatron_asynchzp.mcore.checkpoint.mismatch import (
+    NO_OPTIMIZER,
+    compare,
+    read_facts,
+    wanted_tensors,
+)
 from megatron_asynchzp.mcore.checkpoint.progress import bytes_in, bytes_read, log_progress
 from megatron_asynchzp.mcore.checkpoint.save_queue import return_results_in_process
 
@@ -164,7 +170,7 @@ def guard_save(
 
 def guard_finalizing(finalize: Callable[[], Any], args: Namespace, saves: Saves) -> Any:
     """Call Megatron's maybe_finalize_async_save, which may wait for writers."""
-    with _naming_save(saves, saves.beside[0]) if saves.beside else nullcontext():
+    with _naming_save(saves, None) if saves.beside else nullcontext():
         return finalize()
 
 
@@ -210,15 +216,15 @@ def _explaining(saves: Saves, iteration_dir: Path | str) -> Iterator[None]:
 
 
 @contextmanager
-def _naming_save(saves: Saves, iteration_dir: Path | str) -> Iterator[None]:
-    """A collective of torch's that fails within names the checkpoint; see ending.py for the rest of
-    its line."""
+def _naming_save(saves: Saves, iteration_dir: Path | str | None) -> Iterator[None]:
+    """A collective of torch's that fails within names the checkpoint (None: as for Saves.entering);
+    see ending.py for the rest of its line."""
     with saves.entering(iteration_dir):
         try:
             yield
         except RuntimeError as error:
             where = collective_of(error)
-            if where is None or isinstance(error, CollectiveFailure):
+            if where is None or isinstance(error, (CollectiveFailure, torch.OutOfMemoryError)):
                 raise
             raise CollectiveFailure.of(saves.title(where) or where, error) from error
 
@@ -258,8 +264,8 @@ def guard_load_checkpoint(
         if is_base:
             load_dir = base_dir
             choice = _choose(load_dir, args, peers)
-        elif choice is not None:
-            _refuse_without_optimizer(args, choice, peers)
+        elif choice is not None or local != -1:
+            _refuse_without_optimizer(args, choice if local == -1 else None, peers)
         if choice is not None and _lacks_base(choice, peers):
             _load_base(load, args, choice, peers)
         try:
@@ -347,21 +353,22 @@ def _lacks_base(choice: Choice, peers: Peers) -> bool:
     return on_first(peers, lambda: is_trained_only(_saved_args(choice)))
 
 
-def _refuse_without_optimizer(args: Namespace, choice: Choice, peers: Peers) -> None:
+def _refuse_without_optimizer(args: Namespace, choice: Choice | None, peers: Peers) -> None:
     """Raise ConfigurationError, on all ranks, where Megatron would not read the optimizer that this
-    run needs. Collective."""
-    if args.finetune or args.no_load_optim or choice.is_release:
+    run needs. choice: what is loaded, None for a local checkpoint. Collective."""
+    if args.finetune or args.no_load_optim or (choice is not None and choice.is_release):
         return
     if args.no_save_optim:
         raise ConfigurationError(
             "--no-save-optim: Megatron then reads no optimizer from --load either; leave it out, "
-            "or add --no-load-optim for a new optimizer"
+            "or add --no-load-optim, which starts with new moments"
         )
-    if on_first(peers, lambda: bool(getattr(_saved_args(choice), "no_save_optim", None))):
-        raise ConfigurationError(
-            f"{choice.folder} was saved with --no-save-optim; add --no-load-optim for a new "
-            "optimizer"
-        )
+    if choice is not None and on_first(peers, lambda: _lacks_optimizer(choice)):
+        raise ConfigurationError(f"{choice.folder} {NO_OPTIMIZER}")
+
+
+def _lacks_optimizer(choice: Choice) -> bool:
+    return bool(getattr(_saved_args(choice), "no_save_optim", False))
 
 
 def _load_base(load: Callable[[], Any], args: Namespace, choice: Choice, peers: Peers) -> None:

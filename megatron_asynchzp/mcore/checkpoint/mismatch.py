@@ -25,6 +25,8 @@ _OPTIMIZER = "optimizer."
 _STATE = re.compile(r"optimizer\.state\.(?P<kind>[^.]+)\.(?P<tensor>.*)")
 _MAIN_PARAM = ("fp32_param", "param")
 _NEW_MOMENTS = "add --no-load-optim, which starts with new moments"
+NO_OPTIMIZER = f"holds no state of an optimizer (--no-save-optim); {_NEW_MOMENTS}"
+"""What is said of a checkpoint without one."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -120,7 +122,7 @@ def _explain(difference: Difference, args: Namespace, saved: Any, shapes: Shapes
 def _explain_state(kind: str, what: str, args: Namespace, saved: Any, shapes: Shapes) -> str:
     """Of a tensor of the optimizer, of whose parameter the checkpoint has the values."""
     if not any(key.startswith(_OPTIMIZER) for key in shapes):
-        return f"holds no state of an optimizer (--no-save-optim); {_NEW_MOMENTS}"
+        return NO_OPTIMIZER
     names = ("bf16", "fp16") if kind in _MAIN_PARAM else ("optimizer", "sgd_momentum")
     for name in names:
         if hasattr(saved, name) and getattr(saved, name) != getattr(args, name):

@@ -170,7 +170,7 @@ def test_what_cannot_be_loaded_is_one_line_on_every_rank(output):
     assert [*lines, without, damaged] == others
     for line, (flags, expected) in zip(lines, REFUSED, strict=True):
         assert expected in line, flags
-    assert "was saved with --no-save-optim; add --no-load-optim for a new optimizer" in without
+    assert "holds no state of an optimizer (--no-save-optim); add --no-load-optim" in without
     assert "has no intact checkpoint" in damaged and DATA[1] in damaged
 
 

@@ -362,7 +362,7 @@ MUTANTS = [
         "the-others-do-not-end",
         "law 7: a rank ends with another that has failed",
         "comm/driver.py",
-        "        if self._is_closed.wait(_OTHERS_FIRST_S):",
+        "        if self._is_closed.wait(OTHERS_FIRST_S):",
         "        if True:",
         (
             "tests/comm/test_asking.py::"
@@ -392,7 +392,7 @@ MUTANTS = [
         "the-store-goes-first",
         "law 7: the rank that holds the store ends last",
         "comm/roll_call.py",
-        "while self._num_read < len(self._answers) and",
+        "while self._num_read < self._num_answered and",
         "while False and",
         (
             "tests/comm/test_roll_call.py::"
@@ -403,7 +403,7 @@ MUTANTS = [
         "nobody-writes",
         "law 7: a failure in a save names who was writing",
         "comm/roll_call.py",
-        "self._answer(self._is_writing())",
+        "self._answer(self._is_found_writing())",
         "self._answer(False)",
         (
             "tests/comm/test_roll_call.py::"
@@ -413,9 +413,9 @@ MUTANTS = [
     Mutant(
         "who-waits-writes",
         "law 7: a rank that waits in a save is not named as one that writes",
-        "comm/saves.py",
-        "bool(self._entered) and collective_of_main_thread() is None",
-        "bool(self._entered)",
+        "comm/driver.py",
+        "self.saves.current is not None and not is_main_thread_waiting()",
+        "self.saves.current is not None",
         "tests/comm/test_asking.py::test_a_rank_that_waits_in_a_save_is_not_one_that_writes",
     ),
     Mutant(
