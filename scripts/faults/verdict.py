@@ -19,8 +19,10 @@ _NAMED = re.compile(
 )
 _UNHEARD = re.compile(r"(?:no answer from|not come to it:) ranks? ([\d, to]+)")
 _NO_STORE = "does not answer"
-# Where in its source gloo was, and its advice.
-_GLOOS_WORDS = re.compile(r"\[/__w/\S+\] | This is typically caused by .*? GLHF! \S+?(?=\))")
+# Where in its source gloo was, and its advice; where on this machine the checkpoints were.
+_NOT_RECORDED = re.compile(
+    r"\[/__w/\S+\] | This is typically caused by .*? GLHF! \S+?(?=\))|/\S+/(?=checkpoints/)"
+)
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Outcome:
         about = asdict(self) | {"faults": faults_of(self), "names": names_missing(self)}
         for one, ended in zip(about["ended"], self.ended, strict=True):
             del one["text"]
-            one["lines"] = [_GLOOS_WORDS.sub("", line) for line in ended.lines]
+            one["lines"] = [_NOT_RECORDED.sub("", line) for line in ended.lines]
             one["after_s"] = round(ended.after_s, 2)
         about["over_after_s"] = round(self.over_after_s, 2)
         return about
