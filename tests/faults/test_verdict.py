@@ -54,6 +54,14 @@ def test_every_bad_end_is_noticed(bad, words):
     assert len(faults_of(bad)) == 1 and faults_of(bad)[0].startswith(words)
 
 
+def test_a_record_names_a_checkpoint_without_the_folder_of_the_machine():
+    line = "megatron_asynchzp: rank {}: the save of /tmp/x1/run3/checkpoints/iter_0000006 failed: no\n"
+    seen = outcome(*(ended(rank, text=line.format(rank)) for rank in (0, 1)))
+    lines = [one["lines"] for one in seen.as_dict()["ended"]]
+    assert lines[:2] == [["the save of checkpoints/iter_0000006 failed: no"]] * 2
+    assert faults_of(seen) == []
+
+
 def test_a_run_that_goes_on_is_good_where_it_comes_to_the_right_end():
     done = [Ended(0, 3.0, "", is_done=True) for _ in range(4)]
     slow = Outcome(replace(CELL, fault="link at 1%"), 5.0, done, final_loss="1", expected_loss="1")
