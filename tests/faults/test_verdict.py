@@ -55,7 +55,9 @@ def test_every_bad_end_is_noticed(bad, words):
 
 
 def test_a_record_names_a_checkpoint_without_the_folder_of_the_machine():
-    line = "megatron_asynchzp: rank {}: the save of /tmp/x1/run3/checkpoints/iter_0000006 failed: no\n"
+    line = (
+        "megatron_asynchzp: rank {}: the save of /tmp/x1/run3/checkpoints/iter_0000006 failed: no\n"
+    )
     seen = outcome(*(ended(rank, text=line.format(rank)) for rank in (0, 1)))
     lines = [one["lines"] for one in seen.as_dict()["ended"]]
     assert lines[:2] == [["the save of checkpoints/iter_0000006 failed: no"]] * 2
