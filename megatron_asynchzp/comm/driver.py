@@ -289,7 +289,7 @@ class Driver:
         self, timeline: Timeline, limit_s: float = 600.0, on_failure: OnFailure | None = None
     ):
         self.timeline, self.device, self.limit_s = timeline, timeline.device, limit_s
-        self.step = 0
+        self.step = self.num_steps = 0
         self.submitted: list[str] = []
         self.counts: Counter[str] = Counter()
         self.latest: dict[str, Task] = {}
@@ -304,9 +304,10 @@ class Driver:
         self._watchdog = Watchdog(self.device, limit_s, self._fail_as_late, self._is_closed)
 
     def begin_step(self, step: int) -> None:
-        """`step`, counted from 1, begins for one of the model chunks that share this driver."""
+        """The step of this number begins for one of the model chunks that share this driver."""
         if step != self.step:
             self.step = step
+            self.num_steps += 1
             self.timeline.begin_step(step)
 
     # ---- failures

@@ -24,14 +24,15 @@ class CommReports:
 
     def __init__(self, driver: Driver):
         self._driver = driver
-        self._reported_step, self._reported = 0, Counter[str]()
+        self._reported_steps, self._reported = 0, Counter[str]()
 
     def take(self) -> CommReport:
         """Called when a step is over."""
         driver = self._driver
         times = driver.timeline.take_times()
-        steps, counts = max(1, driver.step - self._reported_step), driver.counts - self._reported
-        self._reported_step, self._reported = driver.step, driver.counts.copy()
+        steps = max(1, driver.num_steps - self._reported_steps)
+        counts = driver.counts - self._reported
+        self._reported_steps, self._reported = driver.num_steps, driver.counts.copy()
         overlap = times.overlap
         return CommReport(
             exposed_ms=1e3 * times.exposed_s / times.steps if times.steps else None,

@@ -35,19 +35,28 @@ from megatron_asynchzp.zero.unit import HZPUnit
 class Communication:
     """The driver that the runtimes of a rank share.
 
+    number_of_step: by which Megatron's log calls the step that begins; None where it has not said.
+
     Raises ConfigurationError for a budget of what a device has left that cannot tell.
     """
 
     _open: ClassVar[weakref.WeakSet["Communication"]] = weakref.WeakSet()
 
-    def __init__(self, schedule: ScheduleConfig, device: Device, trace: TraceRequest | None = None):
+    def __init__(
+        self,
+        schedule: ScheduleConfig,
+        device: Device,
+        trace: TraceRequest | None = None,
+        number_of_step: Callable[[], int | None] = lambda: None,
+    ):
         if schedule.keeps_params_in_free_memory and device.left_nbytes() is None:
             raise ConfigurationError(
                 "--asynchzp-keep-params-gb auto: a CPU cannot tell what a rank may still take; "
                 "give GiB"
             )
         self.schedule = schedule
-        self._trace = trace
+        self._trace, self.number_of_step = trace, number_of_step
+        self._traced_step: int | None = None
         self.last_line = LastLine()
         self._stop_watching = watch_interrupts(
             self.last_line, partial(_why_terminated, weakref.ref(self))
@@ -72,8 +81,10 @@ class Communication:
         Communication._open.add(self)
 
     def begin_step(self, step: int) -> None:
-        """Called before `step`, counted from 1, writes its first gradient."""
-        if self._trace is not None and step == self._trace.step:
+        """Called before the step of this number writes its first gradient."""
+        if self._trace is not None and self._traced_step is None:
+            self._traced_step = self._trace.step_after(step)
+        if step == self._traced_step:
             self.driver.timeline.start_capture()
         else:
             self._write_trace()
@@ -87,7 +98,7 @@ class Communication:
         except OSError as error:
             print(f"megatron_asynchzp: --asynchzp-trace: {error}", file=sys.stderr, flush=True)
         else:
-            text = f"step {self._trace.step} is in {self._trace.path} (chrome://tracing, Perfetto)"
+            text = f"step {self._traced_step} is in {self._trace.path} (chrome://tracing, Perfetto)"
             print(f"megatron_asynchzp: {text}", flush=True)
 
     def take_report(self) -> CommReport:

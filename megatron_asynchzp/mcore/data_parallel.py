@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_model_config
 
@@ -129,8 +129,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
     @override
     def zero_grad_buffer(self) -> None:
-        is_repeated = get_rerun_state_machine().state is RerunState.RERUNNING_IN_PLACE
-        self.runtime.zero_grads(is_repeated)
+        self.runtime.zero_grads(self.communication.number_of_step())
         if self.runtime is self.communication.runtimes[0]:
             self.communication.begin_step(self.runtime.step)
 
@@ -254,7 +253,9 @@ def wrap_model_chunks(
     if "dense" not in groups or (has_experts and "expert" not in groups):
         groups = create_shard_groups(settings, pg_collection, has_experts) | groups
     schedule, device = settings.schedule, params[0].device
-    communication = Communication(schedule, device_of(params[0]), settings.trace)
+    communication = Communication(
+        schedule, device_of(params[0]), settings.trace, settings.number_of_step
+    )
     communication.budgets = KeepBudgets.of(schedule, communication.driver, device)
     # From an accelerator Megatron's writer makes copies by itself.
     takes_snapshots = settings.saves_beside_training and device.type == "cpu"

@@ -12,14 +12,12 @@ from megatron_asynchzp.mcore.communication import Communication
 
 def write_scalars(communication: Communication, report: CommReport) -> None:
     """Write the tags of `scalars_of`; does nothing on ranks without a writer."""
-    from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
+    from megatron.training import get_tensorboard_writer, get_wandb_writer
 
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
     if tensorboard or wandb:
-        # Megatron counts a step when it has logged it.
-        args: Any = get_args()
-        step = args.curr_iteration + 1
-        write_to(tensorboard, wandb, scalars_of(communication, report), step)
+        values = scalars_of(communication, report)
+        write_to(tensorboard, wandb, values, communication.driver.step)
 
 
 def write_to(tensorboard: Any, wandb: Any, scalars: dict[str, float], step: int) -> None:

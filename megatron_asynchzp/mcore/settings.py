@@ -5,8 +5,10 @@ need it.
 """
 
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 
@@ -33,6 +35,7 @@ class Settings:
     starts_differ: the ranks initialise their parameters differently, and the first rank's are used.
     saves_beside_training: whether a checkpoint may be written while training goes on.
     trace: what this rank traces, None for nothing.
+    number_of_step: see Communication.
     """
 
     sizes: ShardSizes
@@ -42,6 +45,7 @@ class Settings:
     starts_differ: bool = False
     saves_beside_training: bool = False
     trace: TraceRequest | None = None
+    number_of_step: Callable[[], int | None] = lambda: None
 
     @classmethod
     def of(cls, args: Namespace, group_size: int) -> "Settings":
@@ -56,7 +60,14 @@ class Settings:
             args.data_parallel_random_init,
             args.async_save,
             resolve_trace(args),
+            partial(_number_of_step, args),
         )
+
+
+def _number_of_step(args: Namespace) -> int | None:
+    """Megatron counts the steps that are done, and only its training loop does."""
+    done = getattr(args, "curr_iteration", None)
+    return None if done is None else done + 1
 
 
 def _timeout(args: Namespace) -> timedelta:

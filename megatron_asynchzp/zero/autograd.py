@@ -180,14 +180,17 @@ class HZPRuntime(StepScheduler):
             self._handles.clear()
             self._accumulators.clear()
 
-    def zero_grads(self, is_repeated: bool = False) -> None:
-        """Start a step, or start it again: forget all gradients and any unfinished backward."""
+    def zero_grads(self, number: int | None = None) -> None:
+        """Start a step, or start it again: forget all gradients and any unfinished backward.
+
+        number: see StepScheduler.zero_grads.
+        """
         self._batch = _MicroBatch()
         if not self._accumulators:
             self._accumulators = [node for unit in self.units for node in _accumulators_of(unit)]
         self._saved_views.begin_step(self.gathers.viewed)
         self._announce_fusion()
-        super().zero_grads(is_repeated)
+        super().zero_grads(number)
 
     def _announce_fusion(self) -> None:
         """What the step before has shown decides which units' layers may overwrite: not those that

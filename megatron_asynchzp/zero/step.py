@@ -199,10 +199,11 @@ class StepScheduler:
 
     # ---- one step
 
-    def zero_grads(self, is_repeated: bool = False) -> None:
+    def zero_grads(self, number: int | None = None) -> None:
         """Start a step, or start it again: nothing of the last one is in flight any more.
 
-        is_repeated: it keeps its number, by which the log and messages call it.
+        number: of the step, by which log and messages call it; None: one more than the last. A
+            step that is repeated keeps its own.
         """
         self.refuse_use()
         self.driver.raise_failure()
@@ -212,7 +213,7 @@ class StepScheduler:
         self.is_last_micro_batch = False
         self._is_synced = self.is_in_step = self._has_reduced = False
         self._reduced_last.clear()
-        self.step += not is_repeated
+        self.step = self.step + 1 if number is None else number
         self.driver.begin_step(self.step)
         self.gathers.begin_step()
         for unit in self.units:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.report import CommReports
 from megatron_asynchzp.comm.timeline import (
     CAPTURE,
     COMPUTE,
@@ -177,6 +178,19 @@ def test_a_step_that_several_model_chunks_begin_is_folded_once():
             driver.begin_step(step)
         driver.timeline.add("gather", "u", 0, step)
     assert driver.timeline.take_times() == CommTimes((1 + 2 + 3) * TICK_S, 0.0, steps=3)
+
+
+def test_a_report_is_per_step_also_of_a_run_that_goes_on_from_thousands():
+    driver = Driver(Timeline(TickingDevice()))
+    reports = CommReports(driver)
+    for step in (7001, 7002):
+        for _ in range(2):  # model chunks
+            driver.begin_step(step)
+        driver.counts["gather"] += 6
+    assert reports.take().gathers_per_step == 6
+    driver.begin_step(7003)
+    driver.counts["gather"] += 5
+    assert reports.take().gathers_per_step == 5
 
 
 def assert_valid(trace: dict, rank: int) -> None:

@@ -18,6 +18,7 @@ from tests.mcore.test_data_parallel import tiny_config, wrap
 from tests.support.world import on_ranks
 
 STEPS, DISTURBED = 4, 2
+FIRST = 8  # the run goes on from seven steps
 NOT_A_NUMBER, INFINITE, LARGE = float("nan"), float("inf"), 1e3
 TRANSIENT, REPRODUCIBLE, GOES_ON = (False, True, 17), (True, True, 16), (False, False, 0)
 
@@ -42,6 +43,7 @@ def _steps(factor: float, num_wrong: int) -> tuple[list[tuple], list[list[float]
     said: list[tuple] = []
     grads: list[list[float]] = []
     for step in range(STEPS):
+        chunk.communication.number_of_step = lambda step=step: FIRST + step
         num_runs = 0
         while machine.should_run_forward_backward(None):
             chunk.zero_grad_buffer()
@@ -69,12 +71,12 @@ def _all_steps() -> dict[tuple, tuple]:
 def test_a_step_is_repeated_with_its_number_and_the_bits_of_one_that_nothing_disturbed():
     for found in on_ranks(_all_steps, 2):
         undisturbed, grads = found.pop((1.0, 0))
-        assert undisturbed == [(1, GOES_ON, step + 1) for step in range(STEPS)]
+        assert undisturbed == [(1, GOES_ON, FIRST + step) for step in range(STEPS)]
         ends = [TRANSIENT, REPRODUCIBLE, GOES_ON, GOES_ON]  # only NaN and Inf end a run
         for ((factor, num_wrong), (said, others)), end in zip(found.items(), ends, strict=True):
             steps = STEPS if end == GOES_ON else DISTURBED + 1
             expected = undisturbed[:steps]
-            expected[DISTURBED] = (2, end, DISTURBED + 1)
+            expected[DISTURBED] = (2, end, FIRST + DISTURBED)
             assert said == expected, (factor, num_wrong)
             for step, (one, other) in enumerate(zip(grads, others)):
                 is_wrong = step == DISTURBED and num_wrong == 2

@@ -104,8 +104,8 @@ def memory_by_step(steps: int) -> tuple[list[int], list[int]]:
     live, in_flight = [], []
     zero_grads = HZPRuntime.zero_grads
 
-    def counted(self: HZPRuntime, is_repeated: bool = False) -> None:
-        zero_grads(self, is_repeated)
+    def counted(self: HZPRuntime, number: int | None = None) -> None:
+        zero_grads(self, number)
         live.append(live_nbytes())
         in_flight.append(sum(self.in_flight_nbytes().values()))
 

@@ -138,10 +138,13 @@ def arguments(
     )
 
 
-def test_rank_0_traces_the_tenth_step_or_the_last_but_one(tmp_path):
+def test_rank_0_traces_the_tenth_step_or_the_last_but_one_also_of_a_run_that_goes_on(tmp_path):
     path = tmp_path / "trace.json"
-    for train_iters, step in ((None, 10), (100, 10), (11, 10), (10, 9), (2, 1), (1, 1)):
-        assert resolve_trace(arguments(path, train_iters=train_iters)).step == step
+    for num_steps, tenth in ((None, 10), (100, 10), (11, 10), (10, 9), (2, 1), (1, 1)):
+        for done in (0, 7):
+            train_iters = None if num_steps is None else done + num_steps
+            request = resolve_trace(arguments(path, train_iters=train_iters))
+            assert request.step_after(done + 1) == done + tenth
     assert resolve_trace(arguments(path, rank=1)) is None
     assert resolve_trace(Namespace(asynchzp_trace=None, rank=0, train_iters=5)) is None
 

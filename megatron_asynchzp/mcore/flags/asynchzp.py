@@ -35,10 +35,19 @@ _TRACED_STEP = 10
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """Which step, counted from 1, to write where."""
+    """A step of a run to be written to `path`. num_steps: of the run and of those that it goes on
+    from; None: unknown."""
 
     path: Path
-    step: int
+    num_steps: int | None = None
+
+    def step_after(self, first: int) -> int:
+        """Which step to write of a run that begins with the step `first`: its tenth. In a shorter
+        one it is the last but one, for what comes after a step ends its trace, and after the last
+        one that may be an evaluation."""
+        if self.num_steps is None:
+            return first + _TRACED_STEP - 1
+        return max(first, min(first + _TRACED_STEP, self.num_steps) - 1)
 
 
 class DryRunStop(ConfigurationError):
@@ -129,9 +138,9 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--asynchzp-trace",
         metavar="FILE",
         default=None,
-        help="Write a Chrome trace of one step of rank 0: the tenth, or the last but one. With a "
-        "pipeline the first rank of each further stage N writes its own, as FILE with .stageN "
-        "before the suffix. Default: no trace.",
+        help="Write a Chrome trace of one step of rank 0: the tenth after its start, or the last "
+        "but one. With a pipeline the first rank of each further stage N writes its own, as FILE "
+        "with .stageN before the suffix. Default: no trace.",
     )
     group.add_argument(
         "--asynchzp-verify",
@@ -346,11 +355,9 @@ def resolve_trace(args: Namespace) -> TraceRequest | None:
         return None
     refuse_trace_path(args)
     path = Path(args.asynchzp_trace)
-    # Not the last: what comes after it, and ends the trace, may be an evaluation.
-    num_steps = args.train_iters or _TRACED_STEP + 1
     if stage > 0:
         path = path.with_name(f"{path.stem}.stage{stage}{path.suffix}")
-    return TraceRequest(path, max(1, min(_TRACED_STEP, num_steps - 1)))
+    return TraceRequest(path, args.train_iters)
 
 
 def refuse_trace_path(args: Namespace) -> None:

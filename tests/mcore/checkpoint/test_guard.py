@@ -27,7 +27,8 @@ from tests.support.world import on_ranks
 
 def _run(*flags: str) -> RunRecord:
     try:
-        return run_pretrain(gpt_args("--train-iters", "4", "--use-asynchzp", *flags))
+        argv = gpt_args("--train-iters", "4", "--use-asynchzp", *flags)
+        return run_pretrain(argv, inspect=lambda chunks, _: chunks[0].runtime.step)
     finally:
         SaveLock.release_all()  # the next run in these processes is another one
 
@@ -64,7 +65,7 @@ def _train_damage_and_resume(folder: str, origin: str) -> dict:
     _on_rank_0(lambda: HARMFUL["data files exchanged"](place))
     _on_rank_0(lambda: (place / TRACKER).write_text("what?"))
     again = _run("--load", folder, *saving)
-    output |= {"resumed": again.losses, "log": again.log}
+    output |= {"resumed": again.losses, "log": again.log, "last step": again.inspected}
     output["tracker"] = (place / TRACKER).read_text()
     output["chosen"] = choose_checkpoint(place).iteration
     output["saved again"] = read_state(place / NEWER)
@@ -159,6 +160,7 @@ def test_a_run_goes_on_from_the_newest_intact_checkpoint_as_if_it_had_not_stoppe
     assert found["resumed"] == found["whole"][2:] == found["from step 2"]
     assert f"{place}: {NEWER} is skipped: " in found["log"]
     assert f"{TRACKER} now names {OLDER}" in found["log"]
+    assert found["last step"] == 4  # as Megatron counts, and not the second of this process
     assert found["tracker"] == "4" and found["chosen"] == 4
     states = [name for name in found["saved"] if "rng" not in name and "common" not in name]
     assert len(states) > 30

@@ -20,7 +20,7 @@ MUTANTS = [
         "repeated-step-counts",
         "a step that the rerun machine repeats keeps its number",
         "mcore/data_parallel.py",
-        "self.runtime.zero_grads(is_repeated)",
+        "self.runtime.zero_grads(self.communication.number_of_step())",
         "self.runtime.zero_grads()",
         (
             "tests/mcore/test_reruns.py::"
@@ -28,11 +28,44 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "steps-counted-from-the-start",
+        "messages count the steps of a run that goes on as Megatron's log does",
+        "mcore/settings.py",
+        "return None if done is None else done + 1",
+        "return None",
+        (
+            "tests/mcore/checkpoint/test_guard.py::"
+            "test_a_run_goes_on_from_the_newest_intact_checkpoint_as_if_it_had_not_stopped"
+        ),
+    ),
+    Mutant(
+        "trace-of-a-step-that-is-done",
+        "--asynchzp-trace counts from the step that a run goes on with",
+        "mcore/flags/asynchzp.py",
+        "return max(first, min(first + _TRACED_STEP, self.num_steps) - 1)",
+        "return max(1, min(1 + _TRACED_STEP, self.num_steps) - 1)",
+        (
+            "tests/mcore/test_trace.py::test_rank_0_traces_the_tenth_step_or_the_last_but_one_"
+            "also_of_a_run_that_goes_on"
+        ),
+    ),
+    Mutant(
+        "reports-divide-by-all-steps",
+        "the log's gathers per step are of the steps since the last report",
+        "comm/report.py",
+        "steps = max(1, driver.num_steps - self._reported_steps)",
+        "steps = max(1, driver.step)",
+        (
+            "tests/comm/test_timeline.py::"
+            "test_a_report_is_per_step_also_of_a_run_that_goes_on_from_thousands"
+        ),
+    ),
+    Mutant(
         "repeated-step-adds-up",
         "a step that the rerun machine repeats begins without gradients",
         "zero/step.py",
         "            unit.zero_grads()",
-        "            unit.zero_grads() if not is_repeated else None",
+        "            unit.zero_grads() if number is None else None",
         (
             "tests/mcore/test_reruns.py::"
             "test_a_step_is_repeated_with_its_number_and_the_bits_of_one_that_nothing_disturbed"
