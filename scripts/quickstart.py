@@ -26,6 +26,7 @@ from megatron_asynchzp.errors import ConfigurationError
 from scripts.report import loss_picture
 from scripts.report.megatron_log import Iteration, parse_iteration
 from scripts.report.records import replace
+from scripts.testbed.differences import worst_difference
 from scripts.testbed.machine import machine_record
 from scripts.testbed.megatron_flags import flags_of, shape_flags
 from scripts.train import prepare_data
@@ -257,12 +258,6 @@ def train(
     return Result(found, json.loads(report.read_text()))
 
 
-def worst_difference(stock: Result, asynchzp: Result) -> float:
-    """The largest relative difference between two losses of one step."""
-    pairs = zip(stock.losses, asynchzp.losses, strict=True)
-    return max(abs(a - b) / abs(a) for a, b in pairs)
-
-
 def result_table(stock: Result, asynchzp: Result) -> Table:
     def row(label: str, cells: Iterable[str], **style: bool) -> None:
         table.add_row(label, *cells, **style)
@@ -316,7 +311,7 @@ def show_results(
     write_record(runs, title, output / "record.jsonl")
     loss_picture.draw(*runs, title, picture)
     console.print(result_table(stock, asynchzp))
-    apart = worst_difference(stock, asynchzp)
+    apart = worst_difference(asynchzp.losses, stock.losses)
     equal = sum(a == b for a, b in zip(stock.losses, asynchzp.losses, strict=True))
     console.print(
         f"{equal} of {len(stock.losses)} losses equal in every printed digit, "

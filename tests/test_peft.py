@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed import checkpoint
 
 from megatron_asynchzp import ShardedModel, ShardSizes, shard
+from scripts.testbed.differences import worst_difference
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import on_submit
 from tests.support.toy_models import toy_batch, toy_llama_config
@@ -89,8 +90,8 @@ def train(kind: str, sizes: Sequence[int]) -> tuple[float, set[str], list[dict[s
         expected.backward()
         expected_norm = nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
         optimizer.step()
-        ratios = mean / expected, norm / expected_norm
-        worst = max([worst, *(abs(ratio.item() - 1) for ratio in ratios)])
+        found, true = [mean.item(), norm.item()], [expected.item(), expected_norm.item()]
+        worst = max(worst, worst_difference(found, true))
     frozen = [unit.state_nbytes() for unit in units.values() if not unit.is_trained]
     num_trained = len(units) - len(frozen)
     sharded.close()

@@ -35,6 +35,7 @@ from scripts.testbed.contenders.delayed_model import ModelSize
 from scripts.testbed.contenders.systems import SYSTEMS, Engine, System
 from scripts.testbed.counters import total
 from scripts.testbed.cpu_usage import FOREIGN_LIMIT, CpuUsage
+from scripts.testbed.differences import worst_difference
 from scripts.testbed.fabric.network import Network
 from scripts.testbed.fabric.streams import host_waits, install_streams
 from scripts.testbed.machine import machine, machine_record, versions
@@ -305,8 +306,7 @@ def _check(settings: Settings, records: list[dict]) -> None:
     """No speed without correctness: end with a status where losses or volumes are wrong."""
     trained = [record for record in records if record["trains"]]
     for record in trained:
-        pairs = zip(record["losses"], trained[0]["losses"], strict=True)
-        if not all(abs(a - b) <= 1e-5 * abs(b) for a, b in pairs):
+        if not worst_difference(record["losses"], trained[0]["losses"]) <= 1e-5:
             sys.exit(
                 f"{record['contender']}: losses {record['losses']} are not those of "
                 f"{trained[0]['contender']}, {trained[0]['losses']}"

@@ -18,6 +18,7 @@ from scripts.gpu_check.outcome import CheckFailed, Place
 from scripts.report.records import read
 from scripts.testbed.attention.exact import exact_backward, exact_forward
 from scripts.testbed.attention.paper_data import normal_inputs, relative_rmse
+from scripts.testbed.differences import largest
 
 # Relative RMS error of O, LSE, dQ, dK and dV on keys with a bias.
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -100,7 +101,7 @@ def run(place: Place) -> dict[str, Any]:
     number = 0
     for what, found, limit in all_errors(place):
         number += 1
-        worst = {name: max(worst[name], found[name]) for name in _NAMES}
+        worst = {name: largest([worst[name], found[name]]) for name in _NAMES}
         faults += [f"{what}: {n} {e:.1e}" for n, e in found.items() if not e <= limit]
     figures: dict[str, Any] = {"cases": number, "worst relative errors": worst}
     if faults:

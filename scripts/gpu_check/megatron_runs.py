@@ -17,6 +17,7 @@ from pathlib import Path
 from scripts.gpu_check.measured_pretrain import COUNTED_STEPS
 from scripts.gpu_check.outcome import CheckFailed, Place
 from scripts.gpu_check.process import ROOT, Ended, run_command
+from scripts.testbed.differences import worst_difference
 from scripts.testbed.megatron_flags import flags_of, shape_flags
 
 # fmt: off
@@ -142,12 +143,6 @@ def _read(records: Path, ranks: int) -> Run:
         step_s=statistics.median(timed) if timed else float("nan"),
         waits=waits,
     )
-
-
-def worst_difference(ours: Sequence[float], stock: Sequence[float]) -> float:
-    """Largest relative difference of two series of equal length."""
-    pairs = zip(ours, stock, strict=True)
-    return max((abs(a - b) / max(abs(b), 1e-30) for a, b in pairs), default=0.0)
 
 
 def require_equal(what: str, ours: Sequence[float], stock: Sequence[float], limit: float) -> float:

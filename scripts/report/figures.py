@@ -24,6 +24,7 @@ from scripts.report.published import at_rest_mib, compared, state_mib, together_
 from scripts.report.records import NotRecorded, read_record
 from scripts.report.wire_table import wire_ratio
 from scripts.testbed.cpu_usage import FOREIGN_LIMIT
+from scripts.testbed.differences import worst_difference
 
 
 def _grid(cluster: str) -> schedule_grid.Grid:
@@ -144,8 +145,7 @@ def quickstart_figure(run: str, what: str) -> str:
 def quickstart_apart() -> str:
     """The largest relative difference between the losses of a step."""
     stock, ours = (run["losses"] for run in read_record("quickstart").lines)
-    worst = max(abs(a - b) / a for a, b in zip(stock, ours, strict=True))
-    return f"{worst:.1e}".replace("e-0", "e-")
+    return f"{worst_difference(ours, stock):.1e}".replace("e-0", "e-")
 
 
 def quickstart_equal() -> str:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from scripts.testbed.differences import worst_difference
 from scripts.versions.cells import Cell
 from scripts.versions.environments import FOLDER, ROOT, environment_of, python_of
 
@@ -45,8 +46,7 @@ def moves(cells: Sequence[Cell], say: Callable[[str], None]) -> Iterator[dict]:
 def _outcome(expected: list[float], found: dict) -> dict:
     if "reason" in found:
         return found
-    pairs = zip(expected, found.pop("losses"), strict=True)
-    return found | {"loss_error": max(abs(was - now) / abs(was) for was, now in pairs)}
+    return found | {"loss_error": worst_difference(found.pop("losses"), expected)}
 
 
 def _run(cell: Cell, *words: str) -> dict:

@@ -16,11 +16,12 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from scripts.testbed.differences import worst_difference
 from scripts.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER
 from scripts.testbed.megatron_runs import run_pretrain
 from scripts.testbed.ranks import run_ranks
 from tests.mcore.test_parity import ONE_RANK_MODELS, TWO_RANK_MODELS
-from tests.support.parity import NOISE_RECORD, Variant, worst_difference
+from tests.support.parity import NOISE_RECORD, Variant
 
 COMMAND = "python -m tests.mcore.stock_noise"
 STEPS = 20

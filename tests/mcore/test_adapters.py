@@ -14,6 +14,7 @@ import pytest
 
 from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed.adapters import RANK, adapted_and_seeded, add_adapters
+from scripts.testbed.differences import worst_difference
 from scripts.testbed.megatron_flags import (
     BF16,
     DISTRIBUTED_OPTIMIZER,
@@ -27,7 +28,7 @@ from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from tests.mcore.test_muon_runs import MUON
 from tests.mcore.test_parity import TWO_EXPERT_RANKS
 from tests.support.engine import on_submit
-from tests.support.parity import Sizes, worst_difference
+from tests.support.parity import Sizes
 from tests.support.world import on_ranks
 
 pytestmark = pytest.mark.slow

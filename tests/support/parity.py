@@ -15,12 +15,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from scripts.testbed.differences import worst_difference
 from scripts.testbed.megatron_flags import size_flags
 from scripts.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 
@@ -118,18 +118,6 @@ def bounds_of(variant: Variant, steps: int) -> Bounds:
         )
     worst = [max(row[key] for row in rows) for key in ("worst_loss", "worst_grad_norm")]
     return Bounds(*(max(FP32_TOLERANCE, NOISE_MULTIPLE * error) for error in worst))
-
-
-def worst_difference(ours: Sequence[float | None], stock: Sequence[float | None]) -> float:
-    """Largest relative difference; infinite where only one side has a number, or one is NaN."""
-    worst = 0.0
-    for mine, theirs in zip(ours, stock, strict=True):
-        if mine is None or theirs is None:
-            error = 0.0 if mine is theirs else float("inf")
-        else:
-            error = abs(mine - theirs) / max(abs(theirs), 1e-30)
-        worst = max(worst, error if isfinite(error) else float("inf"))
-    return worst
 
 
 def compare_records(

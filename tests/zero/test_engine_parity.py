@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine computes what torch DDP and FSDP2 compute, for every nesting of shard sizes."""
 
-from math import inf, isfinite
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from scripts.testbed.differences import worst_difference
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy, nested_sizes
 from tests.support.toy_models import toy_batch, toy_loss
@@ -69,7 +68,7 @@ def compare_with_ddp(sizes_list: list[tuple[int, int, int]], is_product: bool) -
             # Adam turns a rounding error of a tiny gradient into a part of a step of 1e-2.
             for name, param in params.items():
                 torch.testing.assert_close(mine[name], param, rtol=0, atol=1e-4)
-            worst[f"{model} {sizes}"] = worst_relative(losses, expected)
+            worst[f"{model} {sizes}"] = worst_difference(losses, expected)
             trainer.runtime.detach()
     assert len(worst) == len(sizes_list) * (len(MODELS) if is_product else 1)
     return worst
@@ -79,13 +78,7 @@ def compare_with_fsdp2() -> float:
     expected = fsdp2_losses(3)
     trainer = EngineTrainer(build_toy(), (2, 4, 4))
     losses = [trainer.step(step, 3) for step in range(STEPS)]
-    return worst_relative(losses, expected)
-
-
-def worst_relative(losses: list[float], expected: list[float]) -> float:
-    """Largest relative difference; infinite where one is not a number."""
-    errors = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
-    return max(error if isfinite(error) else inf for error in errors)
+    return worst_difference(losses, expected)
 
 
 def assert_all_close(results: list[dict[str, float]]) -> None:

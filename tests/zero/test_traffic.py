@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.schedule import ScheduleConfig
+from scripts.testbed.differences import largest
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy, own_fragments
 from tests.support.held_network import Submitted, replace_default_group
@@ -120,7 +121,7 @@ def compare_first_gradients(sizes_list: list[tuple]) -> dict[tuple, float]:
             for found, true, full in zip(unit.main_grad_fragments(), own, whole, strict=True):
                 if found.numel():
                     errors.append(float((found - true).abs().max() / full.abs().max()))
-        worst[sizes] = max(errors)
+        worst[sizes] = largest(errors)
         trainer.runtime.detach()
     return worst
 

@@ -15,12 +15,12 @@ import torch
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.mapping import OTHER_KEYS
 from scripts.testbed.adapters import adapted_and_seeded
+from scripts.testbed.differences import worst_difference
 from scripts.testbed.megatron_flags import TENSOR_PARALLEL, size_flags
 from scripts.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 from scripts.testbed.tiny_gpt import seed_parameters
 from tests.mcore.test_adapters import LLAMA
 from tests.support.checkpoints import read_tensors, state_of
-from tests.support.parity import worst_difference
 from tests.support.world import on_ranks
 
 pytestmark = pytest.mark.slow

@@ -28,6 +28,14 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "comparisons-pass-over-nan",
+        "a number that is none is infinitely far from every other",
+        "scripts/testbed/differences.py",
+        "error if isfinite(error) else inf",
+        "error",
+        ("tests/gpu_check/test_checks.py::test_series_are_equal_within_a_limit_or_the_check_fails"),
+    ),
+    Mutant(
         "steps-counted-from-the-start",
         "messages count the steps of a run that goes on as Megatron's log does",
         "mcore/settings.py",
