@@ -24,7 +24,9 @@ def device_table(lines: Sequence[dict]) -> str:
             "implicit" if line["in_order"] else "none",
             "yes" if line["synchronizes"] else "no",
         )
-        cell = f"{line['step_ms'] / line['floor_ms']:.2f}"
+        # No speed without correctness.
+        is_right = line.get("is_right", True)
+        cell = f"{line['step_ms'] / line['floor_ms']:.2f}" if is_right else "wrong losses"
         rows.setdefault(setting, {})[line["contender"]] = cell
     cells = [
         [*setting, *(row.get(name, "") for name in contenders)] for setting, row in rows.items()

@@ -4,6 +4,7 @@
 without clipping. Megatron-FSDP needs CUDA."""
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -85,6 +86,38 @@ def megatron_fsdp_v2(optimizer: str = "sgd") -> Losses:
     updates = NEW_OPTIMIZER[optimizer](model.parameters())
     fully_shard_optimizer(updates)
     return _losses(model, updates)
+
+
+def megatron_fsdp_v2_hybrid(optimizer: str = "sgd") -> Losses:
+    """v2, HSDP on nodes of two ranks. Gradients add up over them after the last micro-batch."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental import (
+        Flat,
+        Placements,
+        fully_shard,
+        fully_shard_optimizer,
+        microbatch,
+    )
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.placement import (
+        Partial,
+        Replicate,
+    )
+
+    mesh = dist.init_device_mesh("cuda", (dist.get_world_size() // 2, 2))
+    states = [Replicate(), Flat()]
+    placements = Placements([0, 1], states, [Partial(dist.ReduceOp.AVG), Flat()], states)
+    model = new_toy()
+    for block in model.blocks:
+        fully_shard(block, mesh, placements)
+    fully_shard(model, mesh, placements)
+    updates = NEW_OPTIMIZER[optimizer](model.parameters())
+    fully_shard_optimizer(updates)
+    with ExitStack() as within:
+
+        def mark(is_last: bool) -> None:
+            within.close()
+            within.enter_context(microbatch(model, is_last))
+
+        return _losses(model, updates, mark)
 
 
 Run = tuple[Callable[..., Losses], tuple[Any, ...]]

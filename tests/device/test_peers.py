@@ -52,7 +52,7 @@ def test_megatron_fsdp_v1_has_the_bits_of_ddp_with_each_strategy_and_under_every
             assert seen == [expected["sgd"]] * 4, str(delays)
 
 
-# ---- found in Megatron-FSDP v1
+# ---- found in Megatron-FSDP v1 and v2
 
 
 def test_found_with_optimizer_states_alone_sharded_it_adds_to_gradients_that_are_reduced_in_part(
@@ -93,3 +93,15 @@ def test_found_it_frees_parameters_before_their_stream_waits_for_what_reads_them
     [strict, _] = worlds.run(*run)
     assert strict and all(line.startswith("freeing ") for line in strict)
     assert worlds.run(*run, env=LATE) == [[], []]
+
+
+def test_found_version_2_with_replicas_frees_gradients_that_another_stream_still_adds_up(
+    worlds: DeviceWorlds,
+):
+    """HSDP: with the last micro-batch `main_grad` is reduced over the nodes into a new buffer. The
+    old one is memory of the compute stream, which may be given out at once, while the addition
+    and the reduction on `reduce_scatter_stream` have not run. The compute stream waits for them at
+    the end of backward. One hardware queue keeps them in order; with many, losses are others."""
+    found = worlds.run(peers.unordered, 4, peers.megatron_fsdp_v2_hybrid, env=LATE)
+    assert any("allocating" in line and "aten::add_" in line for line in found[0])
+    assert worlds.run(peers.unordered, 4, peers.engine, env=LATE) == [[]] * 4
