@@ -11,6 +11,7 @@ The ranks are forked from a server process that has imported torch, and what `pr
 a world of 8 starts in about a second and shares the pages of those imports.
 """
 
+import contextlib
 import multiprocessing
 import os
 import re
@@ -264,13 +265,27 @@ class _Job:
             result = self.fn(*first, *self.args)
             if self.ends_together:
                 dist.barrier()
+            _kill_children()
             parent.send((_RETURNED, result))
+            if self.ends_together:
+                _await_the_others(parent)
         except BaseException:  # SystemExit and KeyboardInterrupt too must reach the parent
+            _kill_children()
             parent.send((failed_as, traceback.format_exc()))
         parent.close()
-        for child in multiprocessing.active_children():  # such as Megatron's writers
-            child.kill()
         os._exit(0)  # a peer may be gone already: no teardown that could wait for it
+
+
+def _kill_children() -> None:
+    for child in multiprocessing.active_children():  # such as Megatron's writers
+        child.kill()
+
+
+def _await_the_others(parent: Connection) -> None:
+    """Until the starter, which has all results then, kills this rank. A rank that went at once
+    would look lost to a peer that is not that far yet: NCCL's watchdog ends a process for it."""
+    with contextlib.suppress(EOFError, OSError):
+        parent.recv()
 
 
 def _end_with_parent() -> None:

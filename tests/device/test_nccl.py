@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -170,28 +171,54 @@ def test_a_split_makes_a_communicator_of_each_color_and_none_without_one(worlds:
     assert ranks == [(0, 0, [0.0] * 3), (0, 2, [4.0] * 3), (0, 1, [2.0] * 3), (1, 2, [4.0] * 3)]
 
 
-def lose_a_rank(by_abort: bool) -> None:
-    """Of two groups rank 1 leaves one, or its process ends, while rank 0 is in a collective."""
-    value = torch.ones(3, device=device_of_rank())
-    group = dist.new_group()
-    dist.all_reduce(value, group=group)
+def lose_a_rank(how: str) -> list[bool]:
+    """Rank 1 leaves a group. What rank 0 has asked for there waits for rank 2 first, half a second.
+    Whether torch's watchdog reports an error before that, and after."""
+    value, rank = torch.ones(3, device=device_of_rank()), dist.get_rank()
+    group, gate = dist.new_group([0, 1]), dist.new_group([0, 2])
+    for one in (group, gate):
+        dist.all_reduce(value, group=one)
     torch.cuda.synchronize()
-    if dist.get_rank() == 1:
-        if not by_abort:
+    dist.barrier()
+    if rank == 1:
+        if how == "exit":
             os._exit(0)
         dist.distributed_c10d._abort_process_group(group)
-        time.sleep(30)
-    dist.all_reduce(value, group=group)
-    torch.cuda.synchronize()
+    if rank == 2:
+        time.sleep(0.5)
+        dist.all_reduce(value, group=gate)
+    if rank > 0:
+        return []
+    dist.all_reduce(value, group=gate)
+    if how == "abort before a message":
+        works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, value, 1, group)])
+    else:
+        works = [dist.all_reduce(value, group=group, async_op=True)]
+    assert works  # of which torch must not lose the last reference
+    backend: Any = group._get_backend(value.device)
+
+    def is_reported() -> bool:
+        return backend.get_error().name != "SUCCESS"
+
+    time.sleep(0.35)
+    early, deadline = is_reported(), time.monotonic() + 10
+    while not is_reported() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [early, is_reported()]
 
 
-@pytest.mark.parametrize("by_abort", [True, False])
-def test_torchs_watchdog_reports_the_asynchronous_error_of_a_rank_that_is_gone(
-    worlds: DeviceWorlds, by_abort: bool
+@pytest.mark.parametrize("how", ["abort before a message", "abort before a collective"])
+def test_torchs_watchdog_reports_a_rank_that_is_gone_once_something_waits_for_it(
+    worlds: DeviceWorlds, how: str
 ):
-    """Long before the time limit, which is 90 s."""
-    with pytest.raises(DeviceFailure, match="remote process exited|is gone|died"):
-        worlds.run(lose_a_rank, 2, by_abort, env=AT_ONCE, timeout_s=40)
+    """Not before: it may go when it has done its part. Long before the time limit, 90 s."""
+    assert worlds.run(lose_a_rank, 3, how, timeout_s=40) == [[False, True], [], []]
+
+
+def test_torchs_watchdog_reports_a_rank_whose_process_has_ended(worlds: DeviceWorlds):
+    """What torch does about it: it ends the process."""
+    with pytest.raises(DeviceFailure, match="rank 1 of the communicator is gone"):
+        worlds.run(lose_a_rank, 3, "exit", env=AT_ONCE, timeout_s=40)
 
 
 def race() -> str:

@@ -100,6 +100,27 @@ def test_ranks_are_joined_or_alone():
     assert cluster.run(_place_of, timeout_s=60, is_joined=False) == [(0, 1, 2)] * 4
 
 
+class _LateResult:
+    """Takes a while to be sent, and says whether the process `peer` was still there afterwards."""
+
+    def __init__(self, peer: int):
+        self.peer = peer
+
+    def __reduce__(self) -> tuple:
+        time.sleep(1)
+        return bool, (os.path.exists(f"/proc/{self.peer}"),)
+
+
+def _return_late_on_one() -> _LateResult | None:
+    processes: list = [None, None]
+    dist.all_gather_object(processes, os.getpid())
+    return _LateResult(processes[0]) if dist.get_rank() == 1 else None
+
+
+def test_a_rank_that_has_returned_stays_until_all_have():
+    assert run_ranks(_return_late_on_one, 2) == [None, True]
+
+
 def _run_on_two(folder: str) -> None:
     Cluster(2, 1, NetworkProfile()).run(_ends_late, folder, timeout_s=60)
 

@@ -159,11 +159,18 @@ void run_collective(Room& room, const Call& call, const void* in_start, void* ou
   }
 }
 
-// Moves what fits; a message goes through its mailbox letter by letter. False: nothing moved.
-bool move(Room& room, Message& message) {
-  Mailbox& box = message.is_send ? room.mailbox(room.rank, message.peer)
-                                 : room.mailbox(message.peer, room.rank);
-  if (box.is_full.load(std::memory_order_acquire) == message.is_send) return false;
+Mailbox& mailbox_of(Room& room, const Message& message) {
+  return message.is_send ? room.mailbox(room.rank, message.peer)
+                         : room.mailbox(message.peer, room.rank);
+}
+
+bool can_move(Room& room, const Message& message) {
+  return mailbox_of(room, message).is_full.load(std::memory_order_acquire) != message.is_send;
+}
+
+// Moves what fits; a message goes through its mailbox letter by letter.
+void move(Room& room, Message& message) {
+  Mailbox& box = mailbox_of(room, message);
   if (message.is_send) {
     box.whole = message.size;
     box.sent = moment();
@@ -181,33 +188,34 @@ bool move(Room& room, Message& message) {
   }
   message.done += box.size;
   box.is_full.store(message.is_send, std::memory_order_release);
-  return true;
 }
 
 // All messages of a group go on together (NCCL, "Point-to-point communication"); those from one
 // rank to another in the order of the calls.
 void run_messages(Room& room, std::vector<Message> messages) {
-  auto idle_us = 10;
+  constexpr int kMostIdle_us = 1000;
+  int idle_us = 10;
   while (!messages.empty() && !room.is_aborted) {
     bool has_moved = false;
-    std::vector<std::pair<bool, int>> waiting;
+    std::map<std::pair<bool, int>, Message*> waiting;  // the first of each way
     for (auto message = messages.begin(); message != messages.end();) {
       const std::pair<bool, int> way{message->is_send, message->peer};
-      if (std::count(waiting.begin(), waiting.end(), way)) {
-        ++message;
-        continue;
-      }
-      const bool moved = move(room, *message);
-      has_moved |= moved;
-      if (moved && message->done == message->size) {
+      const bool moves = !waiting.count(way) && can_move(room, *message);
+      has_moved |= moves;
+      if (moves) move(room, *message);
+      if (moves && message->done == message->size) {
         message = messages.erase(message);
       } else {
-        waiting.push_back(way);
+        waiting.insert({way, &*message});
         ++message;
       }
     }
-    idle_us = has_moved ? 10 : std::min(1000, idle_us * 2);
-    if (!has_moved) std::this_thread::sleep_for(std::chrono::microseconds(idle_us));
+    idle_us = has_moved ? 10 : std::min(kMostIdle_us, idle_us * 2);
+    if (has_moved) continue;
+    std::this_thread::sleep_for(std::chrono::microseconds(idle_us));
+    if (idle_us < kMostIdle_us) continue;
+    for (auto& [way, message] : waiting)
+      room.look_for_lost(message->peer, [&] { return !can_move(room, *message); });
   }
 }
 
@@ -447,9 +455,10 @@ EXPORT ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* index) {
 }
 
 // ncclRemoteError: "possibly due to a network error or a remote process exiting prematurely" (NCCL,
-// "Types"). The kernel goes on waiting until the communicator is aborted.
+// "Types"). Only where a kernel waits for that rank: one that has done its part of all may go. The
+// kernel goes on waiting until the communicator is aborted.
 EXPORT ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* error) {
-  const int lost = comm->room->lost_rank();
+  const int lost = comm->room->lost;
   *error = lost < 0 ? ncclSuccess : ncclRemoteError;
   if (lost >= 0) last_error = "rank " + std::to_string(lost) + " of the communicator is gone";
   return ncclSuccess;

@@ -20,7 +20,7 @@ namespace device {
 namespace {
 
 void sleep_while(std::atomic<uint32_t>& word, uint32_t value) {
-  timespec most = {0, 50'000'000};  // to see that this rank has aborted
+  timespec most = {0, 50'000'000};  // to see that this rank has aborted, or another one is gone
   syscall(SYS_futex, &word, FUTEX_WAIT, value, &most, nullptr, 0);
 }
 
@@ -66,13 +66,10 @@ void Room::abort() {
   is_aborted = true;
 }
 
-int Room::lost_rank() const {
-  for (int other = 0; other < num_ranks; other++) {
-    const Member& member = shared_->members[other];
-    if (member.state == aborted || (member.state == here && !is_running(member.process)))
-      return other;
-  }
-  return -1;
+bool Room::is_gone(int other) const {
+  const Member& member = shared_->members[other];
+  const bool has_ended = member.process && !is_running(member.process);
+  return member.state == aborted || (member.state == here && has_ended);
 }
 
 bool Room::meet(Barrier& barrier) {
@@ -83,9 +80,11 @@ bool Room::meet(Barrier& barrier) {
     wake_all(barrier.generation);
     return !is_aborted;
   }
-  while (barrier.generation == generation) {
+  auto waits = [&] { return barrier.generation == generation; };
+  while (waits()) {
     if (is_aborted) return false;
     sleep_while(barrier.generation, generation);
+    for (int other = 0; other < num_ranks && waits(); other++) look_for_lost(other, waits);
   }
   return !is_aborted;
 }

@@ -44,6 +44,11 @@ class Room {
 
   // False where this rank has aborted.
   bool meet(Barrier& barrier);
+  // Whether `other` is lost to what waits for it here; to be called while that waits.
+  template <typename Waits>
+  void look_for_lost(int other, Waits waits) {
+    if (lost < 0 && is_gone(other) && waits()) lost = other;  // it may go when it has done its part
+  }
   Barrier& of_kernels() { return shared_->of_kernels; }
   Barrier& of_hosts() { return shared_->of_hosts; }
   Call& call(int rank) { return shared_->calls[rank]; }
@@ -56,14 +61,16 @@ class Room {
   // This rank leaves the communicator.
   void abort();
   void leave() { shared_->members[rank].state = left; }
-  // A rank that has aborted, or whose process has ended without leaving; -1 where there is none.
-  int lost_rank() const;
 
   const std::string name;
   const int rank, num_ranks;
   std::atomic<bool> is_aborted{false};
+  std::atomic<int> lost{-1};  // a rank that something has waited for in vain
 
  private:
+  // It has aborted, or it came and its process has ended without leaving.
+  bool is_gone(int other) const;
+
   enum State { here, left, aborted };
   struct Member {
     std::atomic<int32_t> state;
