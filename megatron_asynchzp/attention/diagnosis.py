@@ -44,7 +44,7 @@ class HeadDiagnosis:
     @property
     def needs_pasa(self) -> bool:
         """Overflow, or an error of dQ that is at least twice what it could be."""
-        return self.overflows or self.amplification >= 2
+        return self.overflows or not self.amplification < 2  # NaN is no small error
 
 
 def diagnose(
@@ -69,11 +69,11 @@ def diagnose(
                 _resonance(q[:, head], k[:, head]),
                 before,
                 before * scale,
-                before > FP16_MAX,
+                not before <= FP16_MAX,
                 _amplification(k[:, head]),
                 _bias(shifted[:, head]),
                 after,
-                after > FP16_MAX,
+                not after <= FP16_MAX,
                 _amplification(shifted[:, head]),
             )
         )

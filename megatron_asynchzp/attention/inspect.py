@@ -69,6 +69,11 @@ def load(path: Path) -> Layers:
         is_valid = all(len(s) == 4 for s in shapes) and shapes[0][3] == shapes[1][3]
         if not is_valid or not shapes[1][1] or shapes[0][1] % shapes[1][1]:
             raise ValueError(f"layer {layer} is not q [B, H, S, D] and k [B, G, T, D]: {shapes}")
+        if broken := [name for name in ("q", "k") if not qk[name].isfinite().all()]:
+            raise ValueError(
+                f"layer {layer} has inf or NaN in {' and '.join(broken)}, of which nothing can be "
+                "said; capture a step before the run diverged"
+            )
     return {layer: layers[layer] for layer in sorted(layers, key=_layer_order)}
 
 

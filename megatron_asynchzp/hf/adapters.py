@@ -12,6 +12,7 @@ read as well.
 """
 
 from argparse import Namespace
+from math import isfinite
 from pathlib import Path
 
 from torch import Tensor
@@ -40,6 +41,8 @@ class MergingReader:
         if base is not None:
             rest = _places(TensorReader(base)).items()
             self._places = {k: v for k, v in rest if not k.startswith("optimizer.")} | self._places
+        if alpha is not None and not isfinite(alpha):
+            raise ConfigurationError(f"--adapter-alpha {alpha:g}: give a finite number")
         self._alpha = alpha
         adapted = {
             key.removesuffix(part)

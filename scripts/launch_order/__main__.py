@@ -12,7 +12,8 @@ or, with all that streams and the host wait for, what the emulated device has re
     python -m scripts.testbed.device --ranks 4 --commands FOLDER -- SCRIPT ...
     python -m scripts.launch_order FOLDER/rank*.jsonl --queues 1 32 --places 1 4
 
-Exit status: 0 without a circle, 1 with one, 2 for files that cannot be searched.
+Exit status: 0 without a circle, 1 with one, 2 for files that cannot be searched, 3 where no circle
+was found but --max-states ended a search.
 """
 
 import argparse
@@ -32,6 +33,9 @@ def read(paths: list[Path]) -> list[list[Command]]:
     """Raises ConfigurationError for what is none of them, and where they do not fit together."""
     programs = [_read_one(path) for path in paths]
     meetings = [[one for command in program for one in command.meetings] for program in programs]
+    for path, met in zip(paths, meetings, strict=True):
+        if not met:
+            raise ConfigurationError(f"{path}: it has no collectives and no messages to look at")
     if unmet := unmet_of(meetings):
         raise ConfigurationError(
             f"{unmet[0]} is not in the files of all its ranks, nor are {len(unmet) - 1} others; "
@@ -77,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         print(
             "No waits are known: these are more orders than a device has, and a circle may be none."
         )
-    has_circle = False
+    has_circle, is_all = False, True
     for in_host_order in (True, False):
         print(f"NCCL_LAUNCH_ORDER_IMPLICIT={int(in_host_order)}")
         for num_queues in asked.queues:
@@ -92,7 +96,10 @@ def main(argv: list[str] | None = None) -> int:
                 for line in found.circle:
                     print(f"      {line}")
                 has_circle |= bool(found.circle)
-    return int(has_circle)
+                is_all &= bool(found.circle) or found.is_all
+    if has_circle:
+        return 1
+    return 0 if is_all else 3
 
 
 if __name__ == "__main__":

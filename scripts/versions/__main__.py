@@ -36,6 +36,9 @@ from scripts.versions.environments import (
 )
 from scripts.versions.moves import MoveFailed, moves
 
+_RAN = (0, 1)  # pytest's status where it ran all that was asked for, without and with failures
+_SAME_LOSSES = 1e-6  # relative: other versions add in another order
+
 
 class Outcome(NamedTuple):
     """A line of the record, the lines for the screen, and whether they name a fault."""
@@ -66,7 +69,7 @@ def run(cell: Cell) -> dict:
         # fmt: on
         log = FOLDER / f"{cell.name}.log"
         with log.open("w") as out:
-            subprocess.run(
+            ended = subprocess.run(
                 command, cwd=ROOT, env=environment_of(cell), stdout=out, stderr=subprocess.STDOUT
             )
         if not report.is_file():
@@ -75,7 +78,11 @@ def run(cell: Cell) -> dict:
     failed = [_name(case) for case in cases if _has(case, "failure", "error")]
     skipped = [case for case in cases if _has(case, "skipped")]
     num_passed = len(cases) - len(failed) - len(skipped)
-    return line | {"passed": num_passed, "skipped": len(skipped), "failed": failed}
+    line |= {"passed": num_passed, "skipped": len(skipped), "failed": failed}
+    if ended.returncode not in _RAN or not num_passed:
+        reason = f"pytest ended with status {ended.returncode}, {num_passed} passed: see {log.name}"
+        return line | {"reason": reason}
+    return line
 
 
 def _has(case: ElementTree.Element, *kinds: str) -> bool:
@@ -98,7 +105,7 @@ def _asked(args: argparse.Namespace) -> dict[str, str]:
     return {name: getattr(args, name) for name in Cell._fields if getattr(args, name)}
 
 
-def _run_cells(cells: Sequence[Cell]) -> Iterator[Outcome]:
+def outcomes_of(cells: Sequence[Cell]) -> Iterator[Outcome]:
     for index, cell in enumerate(cells, 1):
         print(f"{index} of {len(cells)}: {cell.name}", flush=True)
         line = run(cell)
@@ -107,11 +114,13 @@ def _run_cells(cells: Sequence[Cell]) -> Iterator[Outcome]:
         yield Outcome(line, [said, *failed], bool(failed or "reason" in line))
 
 
-def _move_checkpoints() -> Iterator[Outcome]:
+def moved_checkpoints() -> Iterator[Outcome]:
     for line in moves(CHECKPOINT_CELLS, partial(print, flush=True)):
         written, loaded = (Cell(**line[key]).name for key in ("written", "loaded"))
         same = f"{line.get('tensors')} tensors, {len(line.get('differing', []))} differ"
+        same += f", losses by {line.get('loss_error', 0.0):.0e}"
         is_wrong = "reason" in line or bool(line["differing"])
+        is_wrong |= not line.get("loss_error", 0.0) <= _SAME_LOSSES
         yield Outcome(line, [f"{written} -> {loaded}: {line.get('reason', same)}"], is_wrong)
 
 
@@ -133,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
     if args.out:
         append(args.out, machine_record(shlex.join(["./scripts/test_versions.sh", *argv])))
     try:
-        for outcome in _move_checkpoints() if args.checkpoints else _run_cells(cells_of(args)):
+        for outcome in moved_checkpoints() if args.checkpoints else outcomes_of(cells_of(args)):
             is_wrong |= outcome.is_wrong
             print("\n".join(f"    {said}" for said in outcome.said), flush=True)
             if args.out:

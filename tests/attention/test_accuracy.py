@@ -175,10 +175,10 @@ def check_rule(lengths, dim, is_causal, dtype, draws: int = 1) -> None:
         for seed in range(draws):
             inputs = biased(mask, dim, *bias, dtype, seed)
             found.append(worst_ratios(inputs, mask, shift_keys(inputs.k, 128)))
-            if seed == 0 and max(found[0].values()) <= 1:
+            if seed == 0 and largest(found[0].values()) <= 1:
                 break  # as nearly always
         for name in found[0]:
-            assert median(ratios[name] for ratios in found) <= 1, (bias, found)
+            assert median(largest([ratios[name]]) for ratios in found) <= 1, (bias, found)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

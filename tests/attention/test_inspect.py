@@ -109,6 +109,24 @@ def test_the_command_line_prints_what_needs_it_and_writes_figures_and_a_picture(
     assert picture.stat().st_size > 1000
 
 
+def _broken(name: str, value: float) -> dict:
+    generator = torch.Generator().manual_seed(1)
+    qk = {one: torch.randn(1, 2, 64, 8, generator=generator) for one in ("q", "k")}
+    qk[name][0, 1, 2, 3] = value
+    return {0: qk}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_what_holds_inf_or_nan_fits_nowhere(tmp_path, capsys, name, value):
+    (broken,) = _broken(name, value).values()
+    assert [one.needs_pasa for one in diagnose(broken["q"], broken["k"])] == [False, True]
+    torch.save({"layers.7": broken}, tmp_path / "qk.pt")
+    assert inspect.main([str(tmp_path / "qk.pt")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"layer layers.7 has inf or NaN in {name}" in line
+
+
 _UNEQUAL = {"q": torch.zeros(1, 3, 4, 8), "k": torch.zeros(1, 2, 4, 8)}
 _NO_CAPTURES = [{}, {0: 1}, {0: {"q": torch.zeros(2, 3)}}, {0: _UNEQUAL}]
 

@@ -111,6 +111,8 @@ def test_what_cannot_be_merged_is_refused_by_name(folders):
     for name, alpha, line in (
         ("whole", None, f"{LINEAR} has an adapter, .* add --adapter-alpha"),
         ("base", 2.0, "--adapter-alpha 2: .* has no adapters"),
+        ("whole", float("nan"), "--adapter-alpha nan: give a finite number"),
+        ("whole", float("inf"), "--adapter-alpha inf: give a finite number"),
         ("part", 2.0, f"no {LINEAR}.weight; --base DIR"),
         ("half", 2.0, f"no {out_key}"),
         ("other sizes", 2.0, f"{LINEAR} has size .* does not fit"),

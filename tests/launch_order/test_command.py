@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from scripts.launch_order import __main__
 from scripts.launch_order.__main__ import main
+from scripts.launch_order.interleavings import Found
 
 
 def dump_of(launches: list[tuple[str, str]], first: int = 0) -> dict[str, Any]:
@@ -47,12 +49,21 @@ def test_one_order_has_no_circle_and_two_have_one(tmp_path, capsys):
     assert "rank 0 is in collective number 0 of group 0 of ranks 0 1 and waits for 1" in found
 
 
+def test_a_search_that_was_ended_is_none_that_found_nothing(tmp_path, capsys, monkeypatch):
+    files = written(tmp_path, *[dump_of([GATHER, REDUCE])] * 2)
+    for is_all, status in ((True, 0), (False, 3)):
+        monkeypatch.setattr(__main__, "search", lambda *_, is_all=is_all: Found((), 1, is_all))
+        assert main(files) == status
+        assert ("no circle so far" in capsys.readouterr().out) is not is_all
+
+
 @pytest.mark.parametrize(
     "dumps, line",
     [
         (([],), "no dump of torch's flight recorder"),
         ((dump_of([GATHER], first=3), dump_of([GATHER])), "the first 3 launches are lost"),
         ((dump_of([GATHER, REDUCE]), dump_of([GATHER])), "is not in the files of all its ranks"),
+        ((dump_of([]), dump_of([])), "no collectives and no messages"),
     ],
 )
 def test_what_cannot_be_searched_is_one_line(tmp_path, capsys, dumps, line):

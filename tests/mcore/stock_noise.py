@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from math import isfinite
 
 from scripts.testbed.differences import worst_difference
 from scripts.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER
@@ -43,6 +44,8 @@ def measure(variants: Sequence[Variant]) -> list[dict]:
         losses = [worst_difference(other.losses, reference.losses) for other in others]
         norms = [worst_difference(other.grad_norms, reference.grad_norms) for other in others]
         worst = {"worst_loss": max(losses), "worst_grad_norm": max(norms)}
+        if not all(map(isfinite, worst.values())):
+            raise RuntimeError(f"{variant.name}: stock's runs differ by {worst}: no noise")
         rows.append({"configuration": variant.name, "steps": STEPS} | worst)
     return rows
 

@@ -64,7 +64,7 @@ def _all_steps() -> dict[tuple, tuple]:
     from megatron_asynchzp import cpu_platform
 
     cpu_platform.install()
-    kinds = [(1.0, 0), *((factor, n) for factor in (NOT_A_NUMBER, LARGE) for n in (1, 2))]
+    kinds = [(1.0, 0), *((factor, n) for factor in (NOT_A_NUMBER, INFINITE, LARGE) for n in (1, 2))]
     return {kind: _steps(*kind) for kind in kinds}
 
 
@@ -72,7 +72,7 @@ def test_a_step_is_repeated_with_its_number_and_the_bits_of_one_that_nothing_dis
     for found in on_ranks(_all_steps, 2):
         undisturbed, grads = found.pop((1.0, 0))
         assert undisturbed == [(1, GOES_ON, FIRST + step) for step in range(STEPS)]
-        ends = [TRANSIENT, REPRODUCIBLE, GOES_ON, GOES_ON]  # only NaN and Inf end a run
+        ends = [TRANSIENT, REPRODUCIBLE] * 2 + [GOES_ON] * 2  # only NaN and Inf end a run
         for ((factor, num_wrong), (said, others)), end in zip(found.items(), ends, strict=True):
             steps = STEPS if end == GOES_ON else DISTURBED + 1
             expected = undisturbed[:steps]
@@ -83,7 +83,7 @@ def test_a_step_is_repeated_with_its_number_and_the_bits_of_one_that_nothing_dis
                 assert (one == other) is not is_wrong, (factor, num_wrong, step)
 
 
-def _refused_losses(monkeypatch: pytest.MonkeyPatch, **asked: bool) -> list[tuple[float, bool]]:
+def _refused_losses(monkeypatch: pytest.MonkeyPatch, **asked: bool) -> list[tuple[str, bool]]:
     """Of some losses after a hundred that were 2 at most: those that are refused, each with whether
     that is to end the run."""
     from megatron.core.rerun_state_machine import RerunStateMachine
@@ -100,9 +100,9 @@ def _refused_losses(monkeypatch: pytest.MonkeyPatch, **asked: bool) -> list[tupl
     monkeypatch.setattr(machine, "validate_result", validate)
     monkeypatch.setattr(loss_checks, "get_rerun_state_machine", lambda: machine)
     monkeypatch.setattr(loss_checks, "get_args", lambda: Namespace(**asked))
-    for loss in (2.0, 19.0, 20.0, INFINITE):
+    for loss in (2.0, 19.0, 20.0, INFINITE, NOT_A_NUMBER):
         loss_checks.check_loss(torch.tensor(loss))
-    return refused
+    return [(str(loss), is_fatal) for loss, is_fatal in refused]  # NaN equals nothing
 
 
 @pytest.mark.parametrize("looks_for_nan", [True, False])
@@ -115,7 +115,8 @@ def test_a_loss_is_refused_where_it_is_not_finite_or_spiky_as_the_flags_ask(
         check_for_nan_in_loss_and_grad=looks_for_nan,
         check_for_spiky_loss=looks_for_spiky,
     )
-    assert refused == [(20.0, False)] * looks_for_spiky + [(INFINITE, True)] * looks_for_nan
+    not_finite = [("inf", True), ("nan", True)]
+    assert refused == [("20.0", False)] * looks_for_spiky + not_finite * looks_for_nan
 
 
 # ---- Megatron's own runs

@@ -79,7 +79,8 @@ def test_it_names_the_budgets_for_which_a_device_has_room(run):
     assert status == 0 and "has room" not in out  # nothing more is to be saved
     table = out.split("by memory budgets")[1].splitlines()
     rows = [re.findall(r"[\d.]+", line) for line in table if "iB" in line]
-    assert all(str(count) in [row[place] for row in rows] for count, place in zip(saved, (1, 3)))
+    for count, place in zip(saved, (1, 3), strict=True):
+        assert str(count) in [row[place] for row in rows]
 
 
 @pytest.mark.parametrize("ranks, expected", [("", "8 ranks"), ("4", "4 ranks"), ("2", "2 ranks")])

@@ -130,7 +130,7 @@ def resume_all(folder: Path) -> dict[str, tuple]:
     for name, (harm, flags, began, _) in CASES.items():
         at_once(partial(set_back, harm))
         rest = train(folder, *flags)
-        same = [torch.equal(*pair) for pair in zip(whole.inspected, rest.inspected)]
+        same = [torch.equal(*pair) for pair in zip(whole.inspected, rest.inspected, strict=True)]
         output[name] = (whole.steps[began:], rest.steps, all(same), rest.log)
     at_once(partial(set_back, _as_it_was))
     try:

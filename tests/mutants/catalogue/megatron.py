@@ -36,6 +36,36 @@ MUTANTS = [
         ("tests/gpu_check/test_checks.py::test_series_are_equal_within_a_limit_or_the_check_fails"),
     ),
     Mutant(
+        "ranks-leave-at-once",
+        "a rank that has returned stays until all have",
+        "scripts/testbed/ranks.py",
+        "                _await_the_others(parent)\n",
+        "                pass\n",
+        "tests/testbed/test_ranks.py::test_a_rank_that_has_returned_stays_until_all_have",
+    ),
+    Mutant(
+        "infinite-gradients-pass",
+        "with Megatron's check a gradient that is infinite ends the run",
+        "mcore/data_parallel.py",
+        '(torch.isnan, "NaN", True), (torch.isinf, "Inf", True)',
+        '(torch.isnan, "NaN", True)',
+        (
+            "tests/mcore/test_reruns.py::"
+            "test_a_step_is_repeated_with_its_number_and_the_bits_of_one_that_nothing_disturbed"
+        ),
+    ),
+    Mutant(
+        "losses-of-nan-pass",
+        "with Megatron's check a loss that is NaN ends the run",
+        "scripts/train/loss_checks.py",
+        '(torch.isnan, "NaN", True), (torch.isinf, "infinity", True)',
+        '(torch.isinf, "infinity", True)',
+        (
+            "tests/mcore/test_reruns.py::"
+            "test_a_loss_is_refused_where_it_is_not_finite_or_spiky_as_the_flags_ask"
+        ),
+    ),
+    Mutant(
         "steps-counted-from-the-start",
         "messages count the steps of a run that goes on as Megatron's log does",
         "mcore/settings.py",
