@@ -2,10 +2,10 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 # Runs linter, formatter, type checker and tests in an environment of their own:
-# ./scripts/test.sh [--all] [arguments for pytest]. --all adds the tests marked slow, and a fast set
-# beside the newest torch that is supported. With arguments only the tests that they name run. Ends
-# with pytest's status, so a failed test fails the script; so does what the linter, the formatter or
-# the type checker finds.
+# ./scripts/test.sh [--all] [arguments for pytest]. --all adds the tests marked slow, a fast set
+# beside the newest torch that is supported, and those of local checkpoints. With arguments only the
+# tests that they name run. Ends with pytest's status, so a failed test fails the script; so does
+# what the linter, the formatter or the type checker finds.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -34,6 +34,16 @@ check_types() {
     fi
 }
 
+# They need nvidia-resiliency-ext, whose wheels ask for a later glibc than many machines have, and
+# run with an older one. In a folder of its own it changes nothing for the other tests.
+test_local_checkpoints() {
+    local folder=.venv/resiliency
+    "$PYTHON" -m uv pip install --quiet --python "$PYTHON" --target "$folder" --no-deps \
+        --python-platform x86_64-manylinux_2_39 "nvidia-resiliency-ext>=0.6" || return
+    PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}" \
+        "$PYTHON" -m pytest -m slow tests/mcore/checkpoint/test_local.py
+}
+
 if (($# > 0)); then # only the tests that the arguments name
     exec "$PYTHON" -m pytest "${selection[@]}" --durations=10 "$@"
 fi
@@ -53,6 +63,7 @@ status=0
 wait "$types" || status=$((status ? status : 1))
 if ((${#selection[@]} == 0)); then
     "$PYTHON" -m scripts.versions --newest-torch || status=$((status ? status : 1))
+    test_local_checkpoints || status=$((status ? status : 1))
 fi
 cat "$types_log" >&2
 rm "$types_log"
