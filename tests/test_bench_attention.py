@@ -4,8 +4,11 @@
 training evidence runs."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
+import torch
 
 from scripts.bench import bench_attention as bench
 from scripts.report import pasa_evidence as evidence
@@ -41,6 +44,32 @@ def test_what_is_not_accurate_gets_no_time_and_fails_the_run(capsys, monkeypatch
     assert bench.main(_SMALL) == 1
     (line,) = _lines(capsys.readouterr().out)
     assert not line["is_right"] and not [key for key in line if key.endswith(("_s", "tflops"))]
+
+
+def _wrong_gradient(name: str, factor: float) -> Callable[[bench.AttentionCall], torch.Tensor]:
+    """Attention with the right output, and this gradient times `factor`."""
+    vendor = bench.VENDORS[-1]
+
+    def run(call: bench.AttentionCall) -> torch.Tensor:
+        leaf = getattr(call, name)
+        seen = leaf * 1
+        seen.register_hook(lambda grad: factor * grad)
+        return vendor.run(replace(call, **{name: seen}))
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["q_BHSD", "k_BGTD", "v_BGTE"])
+@pytest.mark.parametrize("has_shift", [True, False])
+@pytest.mark.parametrize("factor", [1.01, float("nan")])
+def test_no_wrong_gradient_gets_a_time(name, has_shift, factor, capsys, monkeypatch):
+    """But dQ without a shift, which is known to be inaccurate, and must only be finite."""
+    wrong = bench.Way("wrong", has_shift, _wrong_gradient(name, factor))
+    monkeypatch.setattr(bench, "ways", lambda call, tune: [wrong])
+    is_known = name == "q_BHSD" and not has_shift and factor == 1.01
+    assert bench.main([*_SMALL, "--dtype", "fp32"]) == (0 if is_known else 1)
+    (line,) = _lines(capsys.readouterr().out)
+    assert line["is_right"] == ("forward_s" in line) == is_known
 
 
 @pytest.mark.slow

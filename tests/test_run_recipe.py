@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scripts.train.census import Case
-from scripts.train.run_recipe import command_line, main
+from scripts.train.run_recipe import Outcome, command_line, main
 
 ROOT = Path(__file__).parents[1]
 _RECIPE = """
@@ -60,6 +60,13 @@ def test_a_folder_without_megatron_or_recipe_is_one_line(tmp_path, capsys):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_run_without_a_finite_loss_in_every_step_is_not_trained(broken):
+    assert Outcome({1: 4.9, 2: 4.6}, "", 0).is_trained
+    assert not Outcome({1: 4.9, 2: broken}, "", 0).is_trained
+    assert not Outcome({1: 4.9}, "", 0).is_trained
 
 
 @pytest.mark.slow

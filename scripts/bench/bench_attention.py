@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 import torch
@@ -29,17 +30,20 @@ from scripts.report.records import append, read
 from scripts.testbed.attention.exact import exact_backward, exact_forward
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-# Relative RMS error of O and of dQ that a way may have on keys with a bias of K_BIAS. Without a
-# shift that is what the error of dQ is multiplied by.
+# Relative RMS error of O and dQ that a way may have on keys with a bias of K_BIAS, and of dK and dV
+# _MORE times as much: SDPA in fp16 comes to 0.8 of it. Without a shift the bias multiplies the
+# error of dQ: there it must only be finite.
 TOLERANCE = {"fp16": 1e-3, "bf16": 8e-3, "fp32": 1e-5}
 K_BIAS = 10.0
+_MORE = 2
 # Dense peak of the matrix units, TFLOPS, for the roofline.
 PEAK = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to compute attention. has_shift: whether it must reach TOLERANCE on biased keys."""
+    """One way to compute attention. has_shift: whether on biased keys its dQ must reach TOLERANCE
+    too, as O, dK and dV must."""
 
     name: str
     has_shift: bool
@@ -123,9 +127,7 @@ def bench(options) -> Iterator[dict]:
             if way.name not in errors_of:
                 errors_of[way.name] = accuracy(way, options)
             errors = errors_of[way.name]
-            is_right = errors["O"] <= TOLERANCE[options.dtype]
-            if way.has_shift:
-                is_right = is_right and errors["dQ"] <= TOLERANCE[options.dtype]
+            is_right = _is_right(way, errors, TOLERANCE[options.dtype])
             # fmt: off
             line = {
                 "way": way.name, "length": length, "dtype": options.dtype, "is_right": is_right,
@@ -138,6 +140,14 @@ def bench(options) -> Iterator[dict]:
                 line |= measure(way, call, options.repetitions)
                 line |= _tflops(line, options, length)
             yield line
+
+
+def _is_right(way: Way, errors: dict[str, float], tolerance: float) -> bool:
+    limits = {"O": tolerance, "dQ": tolerance, "dK": _MORE * tolerance, "dV": _MORE * tolerance}
+    if not way.has_shift:
+        del limits["dQ"]
+    is_close = all(errors[name] <= limit for name, limit in limits.items())
+    return is_close and isfinite(errors["dQ"])
 
 
 def _tflops(line: dict, options, length: int) -> dict[str, float]:

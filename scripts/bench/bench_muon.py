@@ -5,10 +5,13 @@ stock Megatron, on 2 x 2 ranks of an emulated cluster, in turns. Writes JSON lin
 
     python -m scripts.bench.bench_muon --out runs/muon.jsonl
     python -m scripts.bench.bench_muon --repetitions 1 --steps 3     # a minute or two
+
+Ends with status 1, and without records of that turn, where systems with one optimizer train apart.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -19,12 +22,14 @@ from scripts.bench.compare_measure import RUN_LIMIT_S, measure, prepare_environm
 from scripts.report.records import append
 from scripts.testbed.contenders.side_by_side import Contender
 from scripts.testbed.contenders.workload import Workload
+from scripts.testbed.differences import worst_difference
 from scripts.testbed.machine import machine_record
 from scripts.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER, size_flags
 from scripts.testbed.profile import PROFILES, named_profile
 from scripts.testbed.ranks import Cluster
 
 NODES, RANKS_PER_NODE = 2, 2
+LOSS_TOLERANCE = 2e-3  # relative, of every step: bf16 rounds, a wrong update is further away
 # Models in bf16: in fp32 Megatron 0.19 ends with an AttributeError where Muon and its distributed
 # optimizer come together. The iteration in fp32: a CPU emulates bf16, its default, more slowly.
 _MUON = ("--optimizer", "muon", "--muon-fp32-matmul-prec", "high")
@@ -52,11 +57,27 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     append(args.out, machine_record())
     for repetition in range(args.repetitions):
+        records = []
         for one in CONTENDERS:
             found = measure(cluster, workload, one, RUN_LIMIT_S, log)
             record = common | {"system": one.name, "optimizer": one.family} | found
-            append(args.out, record | {"repetition": repetition})
+            records.append(record | {"repetition": repetition})
             Console(stderr=True).print(_line(record), highlight=False, soft_wrap=True)
+        check(records)
+        append(args.out, *records)
+
+
+def check(records: Sequence[dict]) -> None:
+    """End with a status where the losses of a system are not those of the first one that trained
+    with the same optimizer."""
+    first: dict[str, dict] = {}
+    for record in (one for one in records if "reason" not in one):
+        other = first.setdefault(record["optimizer"], record)
+        if (apart := worst_difference(record["losses"], other["losses"])) > LOSS_TOLERANCE:
+            sys.exit(
+                f"bench_muon: {record['system']}, {record['optimizer']}: losses are {apart:.1e} "
+                f"from those of {other['system']}, more than {LOSS_TOLERANCE:g}"
+            )
 
 
 def _line(record: dict) -> str:

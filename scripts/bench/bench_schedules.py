@@ -104,6 +104,7 @@ def main() -> None:
         if int(os.environ.get("RANK", "0")) > 0:
             return
         records = [_record(settings, name, result) for name, result in results.items()]
+        _check(records)  # before anything is written
         common = {"foreign_cpu": round(foreign, 3)} | place
         if args.out:
             append(args.out, *(record | common for record in records))
@@ -112,7 +113,6 @@ def main() -> None:
             replace_records(file, [machine_record(), *_trace_records(settings)])
         # Not cut to 80 columns where the output is a file.
         Console(width=100).print(_table(settings, records, foreign))
-        _check(settings, records)
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -302,7 +302,7 @@ def _table(settings: Settings, records: list[dict], foreign: float) -> Table:
     return table
 
 
-def _check(settings: Settings, records: list[dict]) -> None:
+def _check(records: list[dict]) -> None:
     """No speed without correctness: end with a status where losses or volumes are wrong."""
     trained = [record for record in records if record["trains"]]
     for record in trained:

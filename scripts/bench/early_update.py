@@ -5,10 +5,14 @@ nodes of 2 emulated ranks, on a network on which communicating alone takes 1.10 
 computing alone.
 
     python -m scripts.bench.early_update --out FILE
+
+Ends with status 1, and without a record of that run, where a loss of an early update is not that of
+the late one bit for bit.
 """
 
 import argparse
 import statistics
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +22,7 @@ from scripts.bench.compare_measure import RUN_LIMIT_S, prepare_environment
 from scripts.report.records import append
 from scripts.testbed.contenders.megatron_run import train_megatron
 from scripts.testbed.contenders.workload import RankReport, Workload
+from scripts.testbed.differences import worst_difference
 from scripts.testbed.machine import machine_record
 from scripts.testbed.megatron_flags import size_flags
 from scripts.testbed.profile import named_profile
@@ -91,8 +96,12 @@ def measure(precision: str, workload: Workload, repetitions: int) -> Iterator[di
     }
     for repetition in range(repetitions):
         for clipped, limit in (("never", NEVER), ("always", ALWAYS)):
+            late: list[float | None] = []
             for update, flags in (("late", _LATE), ("early", _EARLY)):
                 reports = bed.train(limit, *flags)
+                losses = next(one.losses for one in reports if None not in one.losses)
+                late = late or losses
+                _require_same(losses, late, f"{precision}, clipped {clipped}, {update}")
                 yield {
                     "kind": "run",
                     "precision": precision,
@@ -100,9 +109,15 @@ def measure(precision: str, workload: Workload, repetitions: int) -> Iterator[di
                     "update": update,
                     "repetition": repetition,
                     "step_ms": [1e3 * value for value in reports[0].step_s],
-                    "losses": next(one.losses for one in reports if None not in one.losses),
+                    "losses": losses,
                     "foreign": foreign_of(reports),
                 }
+
+
+def _require_same(losses: list[float | None], late: list[float | None], name: str) -> None:
+    """End with a status where the losses of a run are not those of the late one, or are none."""
+    if not losses or worst_difference(losses, late) > 0:
+        sys.exit(f"early_update: {name}: losses {losses} are not those of the late run, {late}")
 
 
 def main() -> None:

@@ -11,7 +11,8 @@ Both train through Megatron's `pretrain()` in bf16. Losses: 4 ranks, three runs:
 gradients, the first of them with bf16 too. Times: 2 nodes of 2 ranks, sizes (2, 4, 4), two
 micro-batches, both wires in turns. Ends with status 1 where the bf16 run is further from its fp32
 run than the other seed is, or where a step is not faster by the factor that is asked for; on a
-machine that others use too no time is a failure.
+machine that others use too no time is a failure. And, without a record, where timed runs of the two
+wires have other losses.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from scripts.report.wire_table import wire_ratio
 from scripts.testbed.contenders.side_by_side import Contender
 from scripts.testbed.contenders.workload import Workload
 from scripts.testbed.cpu_usage import FOREIGN_LIMIT
+from scripts.testbed.differences import worst_difference
 from scripts.testbed.machine import machine_record
 from scripts.testbed.megatron_flags import size_flags
 from scripts.testbed.profile import named_profile
@@ -34,6 +36,7 @@ from scripts.testbed.ranks import Cluster, run_ranks
 
 PROFILE = "slower-between-nodes"
 FASTER = 1.15
+LOSS_TOLERANCE = 2e-3  # relative, of every step of a timed run: rounding stays below it
 LAST = 20  # steps whose mean loss is where a run ends
 _NODES, _RANKS = 2, 2
 _SIZES = (_RANKS, _NODES * _RANKS, _NODES * _RANKS)
@@ -111,14 +114,21 @@ def times(repetitions: int) -> list[dict]:
     micro_batch = _WORKLOAD.samples // cluster.num_ranks // 2
     records = {wire: _empty_record(wire) for wire in _WIRES}
     for _ in range(repetitions):
+        found: dict[str, list[float]] = {}
         for wire, flags in _WIRES.items():
             one = Contender(wire, "", micro_batch, ("--bf16", *size_flags(_SIZES), *flags))
             run = measure(cluster, _WORKLOAD, one, RUN_LIMIT_S, _LOG)
             if "reason" in run:
                 sys.exit(f"grad_wire: {wire}: {run['reason']}; {_LOG} has more")
+            found[wire] = run["losses"]
             records[wire]["step_ms"] += [statistics.median(run["step_ms"])]
             records[wire]["foreign"] = max(records[wire]["foreign"], run["foreign"])
             records[wire]["node_nbytes"] = run["node_nbytes"]
+        if (apart := worst_difference(found["bf16"], found["fp32"])) > LOSS_TOLERANCE:
+            sys.exit(
+                f"grad_wire: timed runs: losses with bf16 are {apart:.1e} from those with fp32, "
+                f"more than {LOSS_TOLERANCE:g}"
+            )
     return list(records.values())
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from scripts.testbed.contenders.side_by_side import ND, SHARDED
 from scripts.testbed.cpu_usage import FOREIGN_LIMIT
+from scripts.testbed.differences import worst_difference
 
 NO_NETWORK = "unlimited"  # the network that is not modelled
 LOSS_TOLERANCE = 1e-5  # relative, of every step, in fp32
@@ -173,11 +174,11 @@ def row_of(runs: Sequence[dict], reference: Sequence[float] | None) -> Row:
 
 
 def losses_agree(losses: Sequence[float], reference: Sequence[float] | None) -> bool:
-    """Whether every step's loss is the reference's within LOSS_TOLERANCE; NaN never is."""
+    """Whether every step's loss is the reference's within LOSS_TOLERANCE; NaN or infinity never
+    is."""
     if reference is None or len(losses) != len(reference):
         return False
-    pairs = zip(losses, reference)
-    return all(abs(mine - theirs) <= LOSS_TOLERANCE * abs(theirs) for mine, theirs in pairs)
+    return worst_difference(losses, reference) <= LOSS_TOLERANCE
 
 
 def ahead(slower: Row, faster: Row) -> float:

@@ -8,9 +8,8 @@ from scripts.faults.cells import FAULTS, MOMENTS, Cell
 from scripts.report.records import markdown_table
 
 
-def _reached(lines: Sequence[dict], program: str) -> list[dict]:
-    """Cells whose moment came."""
-    cells = [line for line in lines if line["kind"] == "cell" and line["is_reached"]]
+def _cells(lines: Sequence[dict], program: str) -> list[dict]:
+    cells = [line for line in lines if line["kind"] == "cell"]
     return [line for line in cells if line["cell"]["program"] == program]
 
 
@@ -21,9 +20,19 @@ def slowest_s(line: dict) -> float:
     return max(one["after_s"] for rank, one in enumerate(line["ended"]) if rank not in dead)
 
 
+def _slowest_over(cells: Sequence[dict]) -> str:
+    """The slowest end in seconds over the limit, of the cells whose moment came; how many others
+    there are, if any."""
+    reached = [slowest_s(line) - line["limit_s"] for line in cells if line["is_reached"]]
+    parts = [f"{max(reached):+.1f}"] if reached else []
+    if missed := len(cells) - len(reached):
+        parts.append(f"{missed} not reached")
+    return ", ".join(parts)
+
+
 def grid(lines: Sequence[dict], program: str) -> str:
     """Faults by moments: good cells of all, and the slowest end in seconds over the limit."""
-    cells = _reached(lines, program)
+    cells = _cells(lines, program)
     rows = []
     for fault in FAULTS:
         row = [fault]
@@ -34,8 +43,7 @@ def grid(lines: Sequence[dict], program: str) -> str:
                 if (line["cell"]["fault"], line["cell"]["moment"]) == (fault, moment)
             ]
             good = sum(not line["faults"] for line in here)
-            over = max((slowest_s(line) - line["limit_s"] for line in here), default=0.0)
-            row.append(f"{good} of {len(here)}, {over:+.1f}" if here else "")
+            row.append(f"{good} of {len(here)}, {_slowest_over(here)}" if here else "")
         rows.append(row)
     return markdown_table(["fault", *MOMENTS], rows)
 
@@ -45,13 +53,13 @@ def ends(lines: Sequence[dict], program: str) -> str:
     say that the store is gone, runs that went on to their end, and the slowest end."""
     rows = []
     for fault in FAULTS:
-        here = [line for line in _reached(lines, program) if line["cell"]["fault"] == fault]
+        here = [line for line in _cells(lines, program) if line["cell"]["fault"] == fault]
         if not here:
             continue
-        printed = sum(len(one["lines"]) for line in here for one in line["ended"])
-        asked = [named for line in here for named in line["names"].values()]
-        went_on = sum(all(one["is_done"] for one in line["ended"]) for line in here)
-        over = max(slowest_s(line) - line["limit_s"] for line in here)
+        reached = [line for line in here if line["is_reached"]]
+        printed = sum(len(one["lines"]) for line in reached for one in line["ended"])
+        asked = [named for line in reached for named in line["names"].values()]
+        went_on = sum(all(one["is_done"] for one in line["ended"]) for line in reached)
         rows.append(
             [
                 f"{fault}: {FAULTS[fault]}",
@@ -60,7 +68,7 @@ def ends(lines: Sequence[dict], program: str) -> str:
                 str(printed),
                 f"{sum(asked)} of {len(asked)}" if asked else "",
                 str(went_on),
-                f"{over:+.1f}",
+                _slowest_over(here),
             ]
         )
     head = ["fault", "cells", "good", "lines", "name who is missing", "went on", "slowest end, s"]
@@ -68,9 +76,9 @@ def ends(lines: Sequence[dict], program: str) -> str:
 
 
 def number_of_cells(lines: Sequence[dict], program: str) -> int:
-    return len(_reached(lines, program))
+    return len(_cells(lines, program))
 
 
 def number_of_good(lines: Sequence[dict], program: str) -> int:
     """With nothing to complain of."""
-    return sum(not line["faults"] for line in _reached(lines, program))
+    return sum(not line["faults"] for line in _cells(lines, program))

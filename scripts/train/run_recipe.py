@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from scripts.train.census import Case, find_cases
 
 _CASES = Path("tests", "functional_tests", "test_cases")
 _STEPS = 2
-_LOSS = re.compile(r"iteration +(\d+)/.*?lm loss: ([0-9.E+-]+|nan)", re.IGNORECASE)
+_LOSS = re.compile(r"iteration +(\d+)/.*?lm loss: ([0-9.E+-]+|nan|inf)", re.IGNORECASE)
 # Flags whose value is a place, and those of a service on the network.
 _PLACES = ("--save", "--load", "--tensorboard-dir", "--data-cache-path")
 _SERVICES = ("--wandb-project", "--wandb-entity", "--wandb-exp-name", "--wandb-save-dir")
@@ -44,7 +45,8 @@ class Outcome(NamedTuple):
 
     @property
     def is_trained(self) -> bool:
-        return self.status == 0 and len(self.losses) == _STEPS
+        is_whole = self.status == 0 and len(self.losses) == _STEPS
+        return is_whole and all(map(isfinite, self.losses.values()))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -138,10 +140,12 @@ def _print(recipe: str, outcome: Outcome) -> None:
     for line in outcome.output.splitlines():
         if line.startswith("megatron_asynchzp: "):
             print(f"  {line}")
+    losses = ", ".join(f"{loss:.4f}" for loss in outcome.losses.values())
     if outcome.is_trained:
-        print("  trained:", ", ".join(f"{loss:.4f}" for loss in outcome.losses.values()))
+        print("  trained:", losses)
         return
-    print(f"  FAILED with status {outcome.status} after {len(outcome.losses)} steps")
+    losses = f": losses {losses}" if losses else ""
+    print(f"  FAILED with status {outcome.status} after {len(outcome.losses)} steps{losses}")
     wrong = [line for line in outcome.output.splitlines() if re.search(r"Error|error:", line)]
     for line in list(dict.fromkeys(wrong))[:5]:
         print(f"  {line[:300]}")

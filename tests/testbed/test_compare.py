@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The comparison: no speed without the right losses, and what is compared with what."""
 
+import pytest
+
 from scripts.bench.compare_plan import PUBLISHED
 from scripts.report.compare_rows import NO_NETWORK, comparisons, losses_agree, sharded_peers
 from scripts.report.compare_table import cells, markdown
@@ -58,6 +60,12 @@ def test_losses_agree_within_the_tolerance_in_every_step():
     assert losses_agree([loss * (1 + 9e-6) for loss in LOSSES], LOSSES)
     for losses in ([4.9, 4.6, 4.4001], [4.9, 4.6, float("nan")], [4.9, 4.6]):
         assert not losses_agree(losses, LOSSES)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_broken_reference_agrees_with_nothing(broken):
+    reference = [4.9, 4.6, broken]
+    assert not losses_agree(LOSSES, reference) and not losses_agree(reference, reference)
 
 
 def test_the_verdict_is_against_the_best_stock_layout_and_has_the_memory_of_every_peer():
