@@ -3,9 +3,12 @@
 """What the benchmark of checkpoints measures by: the check that a load brought back what was saved,
 and memory; and its tables."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
+from scripts.bench import checkpoint_turn
 from scripts.bench.checkpoint_turn import fingerprint
 from scripts.report.checkpoint_table import tables
 from scripts.testbed.memory import ResidentMemory
@@ -48,3 +51,8 @@ def test_the_tables_pool_later_saves():
     times = "| stock DDP | 9.00 (9.00 to 9.00) | 2.00 (1.00 to 3.00) | 2.00 (2.00 to 2.00) |"
     assert times in output
     assert "| stock DDP | 1 | 1 |" in output
+
+
+def test_what_is_timed_within_a_save_and_a_load_exists():
+    for module, names in checkpoint_turn.TIMED_PARTS.items():
+        assert all(callable(getattr(import_module(module), name)) for name in names)

@@ -148,7 +148,7 @@ def prepare() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import training
 
-    from megatron_asynchzp.mcore.checkpoint import guard
+    from megatron_asynchzp.mcore.checkpoint import save_guard
     from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
     from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -157,7 +157,7 @@ def prepare() -> None:
         _amid(HZPUnit, name, place)
     _before(ChunkCheckpoint, "load_state_dict", "load")
     _before(filesystem_async, "_write_item", "write")
-    _noting_saves(guard)
+    _noting_saves(save_guard)
     _noting_steps(training)
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where Megatron saves and loads checkpoints. The replacements only call the guard."""
+"""Where Megatron saves and loads checkpoints. The replacements only call the guards."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,15 +13,15 @@ from megatron_asynchzp.mcore.patch import Patch, replaces, run_args
 
 
 def _guarded_by(name: str, *wanted: str, is_save: bool = False) -> Callable[..., Any]:
-    """A replacement that hands the original, as a call without arguments, to `name` of guard.py,
-    with the run's arguments, for a save with the saves of this rank, and those of the call that are
-    `wanted`."""
+    """A replacement that hands the original, as a call without arguments, to `name` of
+    load_guard.py or save_guard.py, with the run's arguments, for a save with the saves of this
+    rank, and those of the call that are `wanted`."""
 
     def call(original: Callable, *args: Any, **options: Any) -> Any:
         run = run_args()
         if run is None:
             return original(*args, **options)
-        from megatron_asynchzp.mcore.checkpoint import guard
+        from megatron_asynchzp.mcore.checkpoint import load_guard, save_guard
 
         given = signature(original).bind(*args, **options)
         given.apply_defaults()
@@ -29,6 +29,7 @@ def _guarded_by(name: str, *wanted: str, is_save: bool = False) -> Callable[...,
         if is_save:
             communication = Communication.current()  # without one nobody asks for them
             values.insert(0, Saves() if communication is None else communication.driver.saves)
+        guard = save_guard if is_save else load_guard
         return getattr(guard, name)(partial(original, *args, **options), run, *values)
 
     return call
@@ -102,7 +103,7 @@ def load_args(original: Callable, args, load_arg="load", *rest: Any, **options: 
     call = partial(original, args, load_arg, *rest, **options)
     if not getattr(args, "use_asynchzp", False):
         return call()
-    from megatron_asynchzp.mcore.checkpoint.guard import guard_load_args
+    from megatron_asynchzp.mcore.checkpoint.load_guard import guard_load_args
 
     return guard_load_args(call, args, getattr(args, load_arg))
 
@@ -115,7 +116,7 @@ def load_args(original: Callable, args, load_arg="load", *rest: Any, **options: 
 )
 def read_metadata(original: Callable, tracker_filename: str) -> Any:
     # No flag is asked: a choice exists only while a guarded function loads.
-    from megatron_asynchzp.mcore.checkpoint.guard import chosen_metadata
+    from megatron_asynchzp.mcore.checkpoint.load_guard import chosen_metadata
 
     chosen = chosen_metadata(tracker_filename)
     return original(tracker_filename) if chosen is None else chosen

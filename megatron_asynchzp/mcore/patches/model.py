@@ -108,7 +108,7 @@ def _capture(model_chunks: Sequence) -> None:
 
 def _wrap(args: Namespace, model_chunks: Sequence, ddp_config: Any, pg_collection: Any) -> list:
     from megatron_asynchzp.device import device_of
-    from megatron_asynchzp.mcore.checkpoint.guard import claim_save_directory
+    from megatron_asynchzp.mcore.checkpoint.save_guard import claim_save_directory
     from megatron_asynchzp.mcore.construction import current_construction
     from megatron_asynchzp.mcore.data_parallel import wrap_model_chunks
     from megatron_asynchzp.mcore.settings import Settings

@@ -17,8 +17,8 @@ from megatron_asynchzp.checkpoint_files.errors import SaveError
 from megatron_asynchzp.checkpoint_files.lock import SaveLock
 from megatron_asynchzp.checkpoint_files.manifest import MANIFEST
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.checkpoint import guard
-from megatron_asynchzp.mcore.checkpoint.guard import chosen_metadata
+from megatron_asynchzp.mcore.checkpoint import load_guard
+from megatron_asynchzp.mcore.checkpoint.load_guard import chosen_metadata
 from scripts.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 from tests.support.checkpoint_damage import DATA, HARMFUL, NEWER, OLDER
 from tests.support.saved_state import read_state
@@ -211,7 +211,7 @@ def test_a_load_folder_without_a_checkpoint_is_one_line_after_loading(tmp_path, 
         pretrained_checkpoint=None,
         asynchzp_verify="full",
     )
-    assert guard.guard_load_checkpoint(lambda: (0, 0), args, "load") == (0, 0)
+    assert load_guard.guard_load_checkpoint(lambda: (0, 0), args, "load") == (0, 0)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"megatron_asynchzp: --load {tmp_path}: there is no checkpoint, ")
 
@@ -219,7 +219,7 @@ def test_a_load_folder_without_a_checkpoint_is_one_line_after_loading(tmp_path, 
 def test_a_tracker_that_cannot_be_written_does_not_stop_the_load(tmp_path):
     args, choice = _two_empty(tmp_path, "garbage")
     loaded = []
-    guard._load_choice(
+    load_guard._load_choice(
         lambda: loaded.append((args.ckpt_step, chosen_metadata(tmp_path / TRACKER))),
         args,
         str(tmp_path),
@@ -240,7 +240,7 @@ def test_no_way_of_giving_up_is_a_success_or_a_traceback(tmp_path, error):
 
     args, choice = _two_empty(tmp_path, "4")
     with pytest.raises(ConfigurationError) as refused:
-        guard._load_choice(load, args, str(tmp_path), choice)
+        load_guard._load_choice(load, args, str(tmp_path), choice)
     assert "\n" not in str(refused.value) and str(choice.folder) in str(refused.value)
 
 
@@ -251,5 +251,5 @@ def test_what_is_not_about_files_passes(tmp_path, error):
 
     args, choice = _two_empty(tmp_path, "4")
     with pytest.raises(type(error)) as passed:
-        guard._load_choice(load, args, str(tmp_path), choice)
+        load_guard._load_choice(load, args, str(tmp_path), choice)
     assert passed.value is error

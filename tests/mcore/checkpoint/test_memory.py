@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_asynchzp.hf.export_model import export_model
 from megatron_asynchzp.hf.import_model import import_model
+from megatron_asynchzp.mcore.checkpoint import load_guard, save_guard
 from scripts.testbed.megatron_flags import BF16, UNTIED, size_flags
 from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from scripts.testbed.memory import install_memory_count
@@ -31,11 +32,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @contextmanager
-def measured(count: Any, name: str, peaks: list[int], beyond: list[int] | None = None):
+def measured(count: Any, guard: Any, name: str, peaks: list[int], beyond: list[int] | None = None):
     """Note how far above its start each call of guard.`name` gets, in bytes; and how far above both
     its start and its end."""
-    from megatron_asynchzp.mcore.checkpoint import guard
-
     original: Callable = getattr(guard, name)
 
     @wraps(original)
@@ -67,9 +66,9 @@ def sizes_of(chunks: list, optimizer: Any) -> tuple[int, int, int]:
 def save_and_load(flags: list[str], folder: Path) -> tuple:
     count, saves, loads = install_memory_count(), [], []
     argv = gpt_args("--use-asynchzp", "--num-layers", "4", *flags, "--save-interval", "2")
-    with measured(count, "guard_save_checkpoint", saves):
+    with measured(count, save_guard, "guard_save_checkpoint", saves):
         run_pretrain([*argv, "--train-iters", "4", "--save", str(folder)])
-    with measured(count, "guard_load_checkpoint", loads):
+    with measured(count, load_guard, "guard_load_checkpoint", loads):
         load = ("--load", str(folder), "--override-opt_param-scheduler")
         run = run_pretrain([*argv, *load], inspect=sizes_of)
     count.uninstall()
@@ -125,7 +124,7 @@ def load_from(source: str, flags: list[str], folder: Path) -> tuple:
         dist.barrier()
         load = ["--load", str(folder / "imported"), *_WEIGHTS_ONLY]
     count, extra = install_memory_count(), []
-    with measured(count, "guard_load_checkpoint", [], extra):
+    with measured(count, load_guard, "guard_load_checkpoint", [], extra):
         loaded = start([*argv, *ours, *load, "--override-opt_param-scheduler"])
     count.uninstall()
     stock = start([*argv, *load, *_WEIGHTS_ONLY])

@@ -1,23 +1,19 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns what is done around Megatron's saving and loading of checkpoints: which one is loaded, that
-it fits, what makes one complete, and one line for each way it can fail.
+"""Owns what is done around Megatron's loading of checkpoints: which one is loaded, that it fits,
+and one line for each way it can fail.
 """
 
-import logging
 import os
 import pickle
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -30,38 +26,25 @@ from megatron_asynchzp.checkpoint_files.choice import (
 )
 from megatron_asynchzp.checkpoint_files.common_state import read_common_state
 from megatron_asynchzp.checkpoint_files.errors import one_line
-from megatron_asynchzp.checkpoint_files.lock import SaveLock
-from megatron_asynchzp.checkpoint_files.peers import Alone, Peers, on_first
-from megatron_asynchzp.checkpoint_files.saving import (
-    complete_directory,
-    prepare_directory,
-    save_error,
-)
+from megatron_asynchzp.checkpoint_files.peers import Peers, on_first
 from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
-from megatron_asynchzp.comm.driver import CollectiveFailure
-from megatron_asynchzp.comm.other_collective import collective_of
-from megatron_asynchzp.comm.saves import Saves
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.checkpoint.aliases import name_main_params
 from megatron_asynchzp.mcore.checkpoint.frozen import (
-    drop_frozen,
     is_partly_frozen,
     is_trained_only,
     keep_frozen,
     keep_new,
 )
-from megatron_asynchzp.mcore.checkpoint.local import LOCAL, find_local, loading, saving
+from megatron_asynchzp.mcore.checkpoint.local import LOCAL, find_local, loading
 from megatron_asynchzp.mcore.checkpoint.mismatch import (
     NO_OPTIMIZER,
     compare,
     read_facts,
     wanted_tensors,
 )
-from megatron_asynchzp.mcore.checkpoint.progress import bytes_in, bytes_read, log_progress
-from megatron_asynchzp.mcore.checkpoint.save_queue import return_results_in_process
-
-# Where Megatron logs what became of a write; the exception that follows does not hold it.
-_WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+from megatron_asynchzp.mcore.checkpoint.progress import bytes_read, log_progress
+from megatron_asynchzp.mcore.checkpoint.save_guard import claim_save_directory, passing_dir
+from megatron_asynchzp.mcore.checkpoint.world import log, peers_of_job
 
 # What the reading of files can end in. A RuntimeError may also be a peer's death, or ours.
 _UNREADABLE = (CheckpointingException, CheckpointException, OSError, EOFError, KeyError)
@@ -78,168 +61,6 @@ _SCHEDULE_DIFFERS = re.compile(
 _CHOICE: ContextVar[Choice | None] = ContextVar("asynchzp_choice", default=None)
 
 
-class WorldPeers:
-    """All ranks of the job, which look at a directory together; see peers.Peers."""
-
-    def __init__(self):
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-
-    def gather(self, mine: Any) -> list[Any]:
-        all_of_them: list[Any] = [None] * self.size
-        dist.all_gather_object(all_of_them, mine)
-        return all_of_them
-
-    def broadcast(self, mine: Any) -> Any:
-        box = [mine]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
-
-
-def _peers() -> Peers:
-    return WorldPeers() if dist.is_initialized() else Alone()
-
-
-def _log(lines: Iterable[str | None], peers: Peers) -> None:
-    for line in lines:
-        if line is not None and peers.rank == 0:
-            print(f"megatron_asynchzp: {line}", flush=True)
-
-
-# --- saving ------------------------------------------------------------------------------------
-
-
-def claim_save_directory(args: Namespace) -> None:
-    """Make this run the only one that saves into --save. Collective; does nothing a second time.
-
-    Raises ConfigurationError, on all ranks, where another run does or the directory cannot be used.
-    """
-    if getattr(args, "save", None):
-        peers = _peers()
-        _log([on_first(peers, partial(SaveLock.claim, args.save))], peers)
-
-
-def guard_save_checkpoint(
-    save: Callable[[], Any], args: Namespace, saves: Saves, iteration: Any, is_passing: bool
-) -> Any:
-    """Call Megatron's save_checkpoint. Raises SaveError for whatever keeps files from the disk, and
-    CollectiveFailure for a collective that fails meanwhile.
-
-    saves: those of this rank; is_passing: whether it is a non-persistent one.
-    """
-    claim_save_directory(args)
-    if not args.async_save:
-        return_results_in_process()
-    name = f"iter_{int(iteration):07d}"
-    if is_passing and args.non_persistent_ckpt_type == LOCAL:
-        with _explaining(saves, Path(args.non_persistent_local_ckpt_dir, name)), saving():
-            return save()
-    place = _passing_dir(args, args.save) if is_passing else args.save or "."
-    with _explaining(saves, Path(place, name)):
-        return save()
-
-
-def guard_save(
-    save: Callable[[], Any], args: Namespace, saves: Saves, iteration_dir: Path | str, state: Any
-) -> Any:
-    """Call dist_checkpointing.save: into a clean directory, and with a manifest at its end, which
-    for an asynchronous save is when all ranks have written. Raises as guard_save_checkpoint.
-
-    saves: those of this rank.
-    state: the sharded state dict, of which --asynchzp-save-trained-only leaves a part out.
-    """
-    peers = _peers()
-    if is_trained_only(args):
-        drop_frozen(state)
-    prepare_directory(iteration_dir, peers)
-    written = partial(bytes_in, iteration_dir)
-    with (
-        _explaining(saves, iteration_dir),
-        log_progress(f"writing {iteration_dir}", written, peers.rank == 0),
-    ):
-        request = save()
-    complete = partial(complete_directory, iteration_dir, peers, name_main_params)
-    if request is None:
-        complete()
-    else:
-        # Megatron appends the function that names this checkpoint as the latest after these.
-        guarded = [_explained(saves, fn, iteration_dir) for fn in request.finalize_fns]
-        request.finalize_fns[:] = [*guarded, complete, partial(saves.beside.remove, iteration_dir)]
-        saves.beside.append(iteration_dir)
-    return request
-
-
-def guard_finalizing(finalize: Callable[[], Any], args: Namespace, saves: Saves) -> Any:
-    """Call Megatron's maybe_finalize_async_save, which may wait for writers."""
-    with _naming_save(saves, None) if saves.beside else nullcontext():
-        return finalize()
-
-
-def _explained(
-    saves: Saves, finalize: Callable[[], Any], iteration_dir: Path | str
-) -> Callable[[], Any]:
-    @wraps(finalize)
-    def guarded() -> Any:
-        with _explaining(saves, iteration_dir):
-            return finalize()
-
-    return guarded
-
-
-class _WriterLog(logging.Handler):
-    """Keeps the first error that Megatron's writer logs."""
-
-    def __init__(self):
-        super().__init__(logging.ERROR)
-        self.reason: str | None = None
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.reason = self.reason or record.getMessage().rpartition("error: ")[2]
-
-
-@contextmanager
-def _explaining(saves: Saves, iteration_dir: Path | str) -> Iterator[None]:
-    """Turn what keeps a checkpoint from being written into a SaveError, and a collective that fails
-    meanwhile into a CollectiveFailure that names the checkpoint."""
-    log = _WriterLog()
-    logging.getLogger(_WRITER).addHandler(log)
-    try:
-        with _naming_save(saves, iteration_dir):
-            yield
-    except (CheckpointException, OSError) as error:
-        reason = one_line(error)
-        if isinstance(error, CheckpointException):
-            ranks = ", ".join(str(rank) for rank in sorted(error.failures)) or "elsewhere"
-            reason = log.reason or f"rank {ranks} could not write its file"
-        raise save_error(iteration_dir, f"{reason}{_free_space(iteration_dir)}") from error
-    finally:
-        logging.getLogger(_WRITER).removeHandler(log)
-
-
-@contextmanager
-def _naming_save(saves: Saves, iteration_dir: Path | str | None) -> Iterator[None]:
-    """A collective of torch's that fails within names the checkpoint (None: as for Saves.entering);
-    see ending.py for the rest of its line."""
-    with saves.entering(iteration_dir):
-        try:
-            yield
-        except RuntimeError as error:
-            where = collective_of(error)
-            if where is None or isinstance(error, (CollectiveFailure, torch.OutOfMemoryError)):
-                raise
-            raise CollectiveFailure.of(saves.title(where) or where, error) from error
-
-
-def _free_space(iteration_dir: Path | str) -> str:
-    try:
-        found = os.statvfs(Path(iteration_dir).parent)
-    except OSError:
-        return ""
-    return f" ({found.f_bavail * found.f_frsize >> 20} MiB are free there)"
-
-
-# --- loading -----------------------------------------------------------------------------------
-
-
 def guard_load_checkpoint(
     load: Callable[[], Any],
     args: Namespace,
@@ -252,7 +73,7 @@ def guard_load_checkpoint(
     Collective. Raises ConfigurationError where there is none, or it does not fit.
     """
     claim_save_directory(args)
-    peers = _peers()
+    peers = peers_of_job()
     load_dir = given_dir = getattr(args, load_arg)
     with log_progress(f"reading {load_dir}", bytes_read, peers.rank == 0):
         choice = _newer(_choose(load_dir, args, peers), _choose_passing(load_dir, args, peers))
@@ -284,13 +105,8 @@ def guard_load_checkpoint(
             f"--load {load_dir}: there is no checkpoint, training starts from random weights; "
             "--exit-on-missing-checkpoint ends such a run"
         )
-        _log([line], peers)
+        log([line], peers)
     return loaded
-
-
-def _passing_dir(args: Namespace, folder: str | None) -> str:
-    """Where Megatron keeps non-persistent checkpoints on shared storage."""
-    return args.non_persistent_global_ckpt_dir or os.path.join(folder or "", "non_persistent")
 
 
 def _choose_passing(load_dir: str | None, args: Namespace, peers: Peers) -> Choice | None:
@@ -299,14 +115,14 @@ def _choose_passing(load_dir: str | None, args: Namespace, peers: Peers) -> Choi
     if kind != "global" or load_dir is None or args.ckpt_step or args.finetune:
         return None
     try:
-        choice = _choose(_passing_dir(args, load_dir), args, peers)
+        choice = _choose(passing_dir(args, load_dir), args, peers)
     except ConfigurationError as error:
-        _log([f"no non-persistent checkpoint is loaded: {error}"], peers)
+        log([f"no non-persistent checkpoint is loaded: {error}"], peers)
         return None
     runs = [os.path.abspath(folder) for folder in (load_dir, args.save) if folder]
     if choice is None or (save := on_first(peers, partial(_save_of, choice))) in (None, *runs):
         return choice
-    _log([f"{choice.folder} is not loaded: it is of the run with --save {save}"], peers)
+    log([f"{choice.folder} is not loaded: it is of the run with --save {save}"], peers)
     return None
 
 
@@ -336,7 +152,7 @@ def _find_local(
     shared = -1 if choice is None else choice.iteration
     is_wanted = load_dir is not None and not args.ckpt_step and not args.finetune
     local = find_local(args, manager, shared, is_wanted, peers)
-    _log(local.lines, peers)
+    log(local.lines, peers)
     return local.iteration
 
 
@@ -386,7 +202,7 @@ def _load_base(load: Callable[[], Any], args: Namespace, choice: Choice, peers: 
                 f"{choice.folder} has only what was trained (--asynchzp-save-trained-only), and "
                 f"{base_dir or 'no other one'} has not the rest: add --pretrained-checkpoint DIR"
             )
-        _log([f"the frozen part of the model is that of {base.folder}"], peers)
+        log([f"the frozen part of the model is that of {base.folder}"], peers)
         with loading(-1):
             _load_choice(load, args, base_dir, base)
     finally:
@@ -413,11 +229,11 @@ def _choose(load_dir: str | None, args: Namespace, peers: Peers) -> Choice | Non
     choice = choose_checkpoint(load_dir, args.ckpt_step or None, peers, _level(args))
     if choice is None:
         left = on_first(peers, partial(list_unfinished, load_dir))
-        _log((f"{load_dir}: {one} is left of a save that was interrupted" for one in left), peers)
+        log((f"{load_dir}: {one} is left of a save that was interrupted" for one in left), peers)
     else:
-        _log(choice.lines, peers)
+        log(choice.lines, peers)
         if not args.ckpt_step:
-            _log([on_first(peers, partial(repair_tracker, load_dir, choice))], peers)
+            log([on_first(peers, partial(repair_tracker, load_dir, choice))], peers)
     return choice
 
 
@@ -495,7 +311,7 @@ def ask_for_what_is_there(args: Namespace, iteration_dir: str, state: Any) -> No
 
     Raises ConfigurationError, on all ranks, naming the first difference with both values.
     """
-    peers = _peers()
+    peers = peers_of_job()
     facts = read_facts(iteration_dir, peers)
     if is_trained_only(facts.saved):
         keep_frozen(state)
@@ -503,7 +319,7 @@ def ask_for_what_is_there(args: Namespace, iteration_dir: str, state: Any) -> No
         new = set().union(*peers.gather(keep_new(state, facts.names)))
         if new:
             more = f" and {len(new) - 1} more" if len(new) > 1 else ""
-            _log([f"{iteration_dir} lacks {min(new)}{more}, which start anew"], peers)
+            log([f"{iteration_dir} lacks {min(new)}{more}, which start anew"], peers)
     difference = compare(args, facts.saved, facts.shapes, list(wanted_tensors(state)), peers)
     if difference is not None:
         advice = "; adapters start on a base with --finetune" if is_partly_frozen(state) else ""

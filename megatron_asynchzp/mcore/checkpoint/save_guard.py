@@ -1,0 +1,172 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what is done around Megatron's saving of checkpoints: one run at a time saves into a
+directory, what makes a checkpoint complete, and one line for each way a save can fail.
+"""
+
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_asynchzp.checkpoint_files.errors import one_line
+from megatron_asynchzp.checkpoint_files.lock import SaveLock
+from megatron_asynchzp.checkpoint_files.peers import on_first
+from megatron_asynchzp.checkpoint_files.saving import (
+    complete_directory,
+    prepare_directory,
+    save_error,
+)
+from megatron_asynchzp.comm.driver import CollectiveFailure
+from megatron_asynchzp.comm.other_collective import collective_of
+from megatron_asynchzp.comm.saves import Saves
+from megatron_asynchzp.mcore.checkpoint.aliases import name_main_params
+from megatron_asynchzp.mcore.checkpoint.frozen import drop_frozen, is_trained_only
+from megatron_asynchzp.mcore.checkpoint.local import LOCAL, saving
+from megatron_asynchzp.mcore.checkpoint.progress import bytes_in, log_progress
+from megatron_asynchzp.mcore.checkpoint.save_queue import return_results_in_process
+from megatron_asynchzp.mcore.checkpoint.world import log, peers_of_job
+
+# Where Megatron logs what became of a write; the exception that follows does not hold it.
+_WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+
+
+def claim_save_directory(args: Namespace) -> None:
+    """Make this run the only one that saves into --save. Collective; does nothing a second time.
+
+    Raises ConfigurationError, on all ranks, where another run does or the directory cannot be used.
+    """
+    if getattr(args, "save", None):
+        peers = peers_of_job()
+        log([on_first(peers, partial(SaveLock.claim, args.save))], peers)
+
+
+def guard_save_checkpoint(
+    save: Callable[[], Any], args: Namespace, saves: Saves, iteration: Any, is_passing: bool
+) -> Any:
+    """Call Megatron's save_checkpoint. Raises SaveError for whatever keeps files from the disk, and
+    CollectiveFailure for a collective that fails meanwhile.
+
+    saves: those of this rank; is_passing: whether it is a non-persistent one.
+    """
+    claim_save_directory(args)
+    if not args.async_save:
+        return_results_in_process()
+    name = f"iter_{int(iteration):07d}"
+    if is_passing and args.non_persistent_ckpt_type == LOCAL:
+        with _explaining(saves, Path(args.non_persistent_local_ckpt_dir, name)), saving():
+            return save()
+    place = passing_dir(args, args.save) if is_passing else args.save or "."
+    with _explaining(saves, Path(place, name)):
+        return save()
+
+
+def guard_save(
+    save: Callable[[], Any], args: Namespace, saves: Saves, iteration_dir: Path | str, state: Any
+) -> Any:
+    """Call dist_checkpointing.save: into a clean directory, and with a manifest at its end, which
+    for an asynchronous save is when all ranks have written. Raises as guard_save_checkpoint.
+
+    saves: those of this rank.
+    state: the sharded state dict, of which --asynchzp-save-trained-only leaves a part out.
+    """
+    peers = peers_of_job()
+    if is_trained_only(args):
+        drop_frozen(state)
+    prepare_directory(iteration_dir, peers)
+    written = partial(bytes_in, iteration_dir)
+    with (
+        _explaining(saves, iteration_dir),
+        log_progress(f"writing {iteration_dir}", written, peers.rank == 0),
+    ):
+        request = save()
+    complete = partial(complete_directory, iteration_dir, peers, name_main_params)
+    if request is None:
+        complete()
+    else:
+        # Megatron appends the function that names this checkpoint as the latest after these.
+        guarded = [_explained(saves, fn, iteration_dir) for fn in request.finalize_fns]
+        request.finalize_fns[:] = [*guarded, complete, partial(saves.beside.remove, iteration_dir)]
+        saves.beside.append(iteration_dir)
+    return request
+
+
+def guard_finalizing(finalize: Callable[[], Any], args: Namespace, saves: Saves) -> Any:
+    """Call Megatron's maybe_finalize_async_save, which may wait for writers."""
+    with _naming_save(saves, None) if saves.beside else nullcontext():
+        return finalize()
+
+
+def _explained(
+    saves: Saves, finalize: Callable[[], Any], iteration_dir: Path | str
+) -> Callable[[], Any]:
+    @wraps(finalize)
+    def guarded() -> Any:
+        with _explaining(saves, iteration_dir):
+            return finalize()
+
+    return guarded
+
+
+class _WriterLog(logging.Handler):
+    """Keeps the first error that Megatron's writer logs."""
+
+    def __init__(self):
+        super().__init__(logging.ERROR)
+        self.reason: str | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.reason = self.reason or record.getMessage().rpartition("error: ")[2]
+
+
+@contextmanager
+def _explaining(saves: Saves, iteration_dir: Path | str) -> Iterator[None]:
+    """Turn what keeps a checkpoint from being written into a SaveError, and a collective that fails
+    meanwhile into a CollectiveFailure that names the checkpoint."""
+    writer = _WriterLog()
+    logging.getLogger(_WRITER).addHandler(writer)
+    try:
+        with _naming_save(saves, iteration_dir):
+            yield
+    except (CheckpointException, OSError) as error:
+        reason = one_line(error)
+        if isinstance(error, CheckpointException):
+            ranks = ", ".join(str(rank) for rank in sorted(error.failures)) or "elsewhere"
+            reason = writer.reason or f"rank {ranks} could not write its file"
+        raise save_error(iteration_dir, f"{reason}{_free_space(iteration_dir)}") from error
+    finally:
+        logging.getLogger(_WRITER).removeHandler(writer)
+
+
+@contextmanager
+def _naming_save(saves: Saves, iteration_dir: Path | str | None) -> Iterator[None]:
+    """A collective of torch's that fails within names the checkpoint (None: as for Saves.entering);
+    see ending.py for the rest of its line."""
+    with saves.entering(iteration_dir):
+        try:
+            yield
+        except RuntimeError as error:
+            where = collective_of(error)
+            if where is None or isinstance(error, (CollectiveFailure, torch.OutOfMemoryError)):
+                raise
+            raise CollectiveFailure.of(saves.title(where) or where, error) from error
+
+
+def _free_space(iteration_dir: Path | str) -> str:
+    try:
+        found = os.statvfs(Path(iteration_dir).parent)
+    except OSError:
+        return ""
+    return f" ({found.f_bavail * found.f_frsize >> 20} MiB are free there)"
+
+
+def passing_dir(args: Namespace, folder: str | None) -> str:
+    """Where Megatron keeps non-persistent checkpoints on shared storage."""
+    return args.non_persistent_global_ckpt_dir or os.path.join(folder or "", "non_persistent")
