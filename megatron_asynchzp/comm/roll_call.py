@@ -33,10 +33,12 @@ OTHERS_FIRST_S = 0.5
 LASTS_S = _LOOKS_EVERY_S + OTHERS_FIRST_S + ANSWERS_WITHIN_S + _STORE_S
 """From a call on until every rank has heard it and read who answers, at most."""
 _POLL_S = 0.1
+_CLOSE_POLL_S = 0.01  # of one rank
 _MOST_POLLS_PER_S = 10_000  # of all ranks, which ask one store
 _THREAD = "asynchzp-roll-call"
 # Keys. The second has entries, each with a rank before it; the others count ranks.
 _CALLED, _ANSWERS, _NUM_ANSWERED, _NUM_READ = "called", "answers", "answered", "read"
+_NUM_CLOSED = "closed"
 _IS_HERE, _HAS_FAILED = "here", "failed"
 _calls = itertools.count()
 
@@ -137,20 +139,24 @@ class RollCall:
             time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """End the thread, unless the store holds it."""
+        """End the thread, unless the store holds it. Rank 0, whose process may be the one that
+        holds the store, waits for the others to close, ANSWERS_WITHIN_S at most: torch prints a
+        stack for each look at a store that is gone."""
         self._is_closed.set()
         self._is_asked.set()
-        self._thread.join(_STORE_S)
+        self._thread.join(_STORE_S + (ANSWERS_WITHIN_S if self._rank == 0 else 0.0))
 
     # ---- the thread
 
     def _serve(self) -> None:
         try:
             if self._rank == 0:  # torchrun's store may be that of the start before
-                for key in (_CALLED, _ANSWERS, _NUM_ANSWERED, _NUM_READ):
+                for key in (_CALLED, _ANSWERS, _NUM_ANSWERED, _NUM_READ, _NUM_CLOSED):
                     self._store.delete_key(key)
             self._await_failure()
-            if not self._is_closed.is_set():
+            if self._is_closed.is_set():
+                self._part()
+            else:
                 self._call()
         except RuntimeError:  # torch's errors of a store are of this kind
             self._is_lost = True
@@ -194,6 +200,14 @@ class RollCall:
         while self._rank == 0 and not self._is_closed.wait(_POLL_S):
             self._num_answered = self._store.add(_NUM_ANSWERED, 0)
             self._num_read = self._store.add(_NUM_READ, 0)
+
+    def _part(self) -> None:
+        self._store.add(_NUM_CLOSED, 1)
+        deadline = time.monotonic() + (ANSWERS_WITHIN_S if self._rank == 0 else 0.0)
+        while time.monotonic() < deadline:
+            if self._has_answered or self._store.add(_NUM_CLOSED, 0) >= self._world_size:
+                return
+            time.sleep(_CLOSE_POLL_S)
 
     def _tell(self, *words: object) -> None:
         self._store.append(_ANSWERS, " ".join(map(str, (self._rank, *words))) + ";")

@@ -138,6 +138,27 @@ def test_the_rank_that_may_hold_the_store_leaves_when_the_others_have_read(monke
     assert second._is_over.is_set()
 
 
+def test_the_rank_that_may_hold_the_store_closes_when_the_others_have(monkeypatch):
+    monkeypatch.setattr(roll_call, "ANSWERS_WITHIN_S", SOON_S)
+    world = World(*range(WORLD_SIZE))
+    closing = threading.Thread(target=world.ranks[0].close)
+    closing.start()
+    for rank in range(1, WORLD_SIZE):
+        closing.join(0.1)
+        assert closing.is_alive()
+        start_s = time.monotonic()
+        world.ranks[rank].close()
+        assert time.monotonic() - start_s < SOON_S / 4  # it waits for nobody
+    closing.join(SOON_S / 4)
+    assert not closing.is_alive()
+
+
+def test_it_does_not_wait_for_ever_for_a_rank_that_never_closes(without_2):
+    start_s = time.monotonic()
+    without_2.close()
+    assert time.monotonic() - start_s < SOON_S
+
+
 def test_ranks_have_short_names():
     assert name_ranks([3]) == "rank 3"
     assert name_ranks([0, 1, 4, 5, 6, 9]) == "ranks 0, 1, 4 to 6, 9"

@@ -8,6 +8,7 @@ command line is in whole minutes.
 import os
 import signal
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 
@@ -67,6 +68,9 @@ if __name__ == "__main__":
     if "FAULT_LIMIT_S" in os.environ:
         shorten_limit(float(os.environ["FAULT_LIMIT_S"]))
     legacy_pretrain.train(forward_step)
-    if os.environ.get("FAULT", "").startswith("destroy"):
+    kind, rank, _ = os.environ.get("FAULT", "none 0 0").split()
+    if kind == "late":
+        if rank == os.environ["RANK"]:
+            time.sleep(2)
         dist.destroy_process_group()
         print("threads:", [t.name for t in threading.enumerate() if "asynchzp" in t.name])

@@ -6,6 +6,17 @@ from tests.mutants.catalogue.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "the-store-closes-first",
+        "the rank that may hold the store closes after the others",
+        "comm/roll_call.py",
+        "                self._part()\n",
+        "                pass\n",
+        (
+            "tests/comm/test_roll_call.py::"
+            "test_the_rank_that_may_hold_the_store_closes_when_the_others_have"
+        ),
+    ),
+    Mutant(
         "gather-axis-order",
         "law 2: the outermost axis is gathered first",
         "comm/collectives.py",
