@@ -146,7 +146,7 @@ class WeightStream:
             for run in runs[self._keys[rule.key]]:
                 self._runs.setdefault((rule.key, run.offset[:num_stacked]), []).append(run)
         self._routes = Routes(wanted, [replicas for _, replicas in everyone if replicas])
-        self._steps = _steps_of(model)
+        self._begun = _begun_in(model)
 
     def _agree(self, asked: Any, own_part: Callable[[], Any]) -> list[Any]:
         """own_part() of all ranks. Collective over the world. Raises ConfigurationError on all
@@ -211,7 +211,7 @@ class WeightStream:
         }
         units: dict[tuple[int, int], _Gathered] = {}
         for index, jobs in enumerate(exchanges):
-            if _steps_of(self._model) != self._steps:
+            if _begun_in(self._model) != self._begun:
                 raise ConfigurationError(
                     f"{self._what}: a step began before all weights were taken"
                 )
@@ -363,8 +363,9 @@ def _arguments() -> Any:
     return get_args()
 
 
-def _steps_of(model: Sequence[AsyncHZPDataParallel]) -> list[tuple[int, bool]]:
-    return [(chunk.runtime.step, chunk.runtime.is_in_step) for chunk in model]
+def _begun_in(model: Sequence[AsyncHZPDataParallel]) -> list[tuple[int, bool]]:
+    """Differs before and after the begin of a step, whatever its number: one may be repeated."""
+    return [(chunk.runtime.num_begun, chunk.runtime.is_in_step) for chunk in model]
 
 
 def _chunks(model: Sequence[Any]) -> Sequence[AsyncHZPDataParallel]:

@@ -96,7 +96,7 @@ class StepScheduler:
     budgets: shared by the other chunks of this rank (None: its own).
 
     memory: what it has in flight, by formula.
-    step: how many have begun.
+    step: number of the one that began last; num_begun: how many have, a repeated one again.
     is_last_micro_batch: whether the gradients of the one that runs are reduced over the whole
         sharding group, see `no_sync`.
     early: which units are sent before the update, None for none.
@@ -119,7 +119,7 @@ class StepScheduler:
         if driver is None:
             driver = start_driver(config, device_of(self.units[0].model_param.storage))
         self.driver = driver
-        self.step = 0
+        self.step = self.num_begun = 0
         self._is_synced = False
         self.is_last_micro_batch = False
         self._has_reduced = False
@@ -214,6 +214,7 @@ class StepScheduler:
         self._is_synced = self.is_in_step = self._has_reduced = False
         self._reduced_last.clear()
         self.step = self.step + 1 if number is None else number
+        self.num_begun += 1
         self.driver.begin_step(self.step)
         self.gathers.begin_step()
         for unit in self.units:

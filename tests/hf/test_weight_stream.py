@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -464,7 +465,7 @@ def test_what_changed_turns_the_weights_of_the_mark_into_those_of_now_bit_for_bi
 def refusals(folder: Path) -> dict[str, str]:
     """Body of a rank: what each wrong call says, by what is wrong."""
     argv = gpt_args(*_VOCABULARY, *_LLAMA, *_TRAIN, *size_flags((2, 1, 2)))
-    said = run_pretrain(argv, lambda model, _: _refusals(model, folder)).inspected
+    said = run_pretrain(argv, partial(_refusals, folder)).inspected
     unknown = gpt_args(*_VOCABULARY, "--squared-relu", *_TRAIN, *size_flags((2, 1, 2)))
     said |= run_pretrain(unknown, lambda model, _: {"unknown": _said(model)}).inspected
     return said
@@ -478,7 +479,7 @@ def _said(model: Any, **options: Any) -> str:
     return ""
 
 
-def _refusals(model: list, folder: Path) -> dict[str, str]:
+def _refusals(folder: Path, model: list, optimizer: Any) -> dict[str, str]:
     rank = dist.get_rank()
     said = {
         "no ranks": _said(model, receivers=()),
@@ -504,9 +505,9 @@ def _refusals(model: list, folder: Path) -> dict[str, str]:
         next(stream)
     except ConfigurationError as error:
         said["interrupted"] = str(error)
-    model[0].runtime.sleep([], with_params=True)
+    optimizer.sleep(level=2)
     said["asleep"] = _said(model)
-    model[0].runtime.wake()
+    optimizer.wake()
     folder.mkdir(exist_ok=True)
     (folder / "file").touch()
     try:
