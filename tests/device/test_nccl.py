@@ -172,8 +172,8 @@ def test_a_split_makes_a_communicator_of_each_color_and_none_without_one(worlds:
 
 
 def lose_a_rank(how: str) -> list[bool]:
-    """Rank 1 leaves a group. What rank 0 has asked for there waits for rank 2 first, half a second.
-    Whether torch's watchdog reports an error before that, and after."""
+    """Rank 1 leaves a group. What rank 0 has asked for there waits for rank 2 first. Whether the
+    watchdog reports an error before that, and after."""
     value, rank = torch.ones(3, device=device_of_rank()), dist.get_rank()
     group, gate = dist.new_group([0, 1]), dist.new_group([0, 2])
     for one in (group, gate):
@@ -184,8 +184,9 @@ def lose_a_rank(how: str) -> list[bool]:
         if how == "exit":
             os._exit(0)
         dist.distributed_c10d._abort_process_group(group)
+    store: Any = dist.distributed_c10d._get_default_store()
     if rank == 2:
-        time.sleep(0.5)
+        store.wait(["go on"])
         dist.all_reduce(value, group=gate)
     if rank > 0:
         return []
@@ -200,8 +201,10 @@ def lose_a_rank(how: str) -> list[bool]:
     def is_reported() -> bool:
         return backend.get_error().name != "SUCCESS"
 
-    time.sleep(0.35)
+    if how != "exit":
+        time.sleep(0.35)  # three looks of the watchdog
     early, deadline = is_reported(), time.monotonic() + 10
+    store.set("go on", "")
     while not is_reported() and time.monotonic() < deadline:
         time.sleep(0.05)
     return [early, is_reported()]
