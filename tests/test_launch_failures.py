@@ -178,6 +178,6 @@ def test_a_bit_that_changes_on_one_of_three_replicas_ends_all_ranks_with_one_lin
     assert len(lines) == 1 and not any("Traceback" in one.text for one in ended)
     assert re.match(
         r"after step 4 replicas differ: (main )?parameters of \S+ on rank 1 are unlike those on "
-        "ranks 0 2",
+        "ranks 0, 2",
         lines.pop(),
     )

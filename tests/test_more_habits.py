@@ -798,7 +798,8 @@ def test_accelerate_and_transformers_work_with_a_sharded_model_or_are_refused(tm
 @pytest.mark.slow
 def test_the_example_with_accelerate_runs_as_it_stands(tmp_path):
     page = (PAGE.parent / "library.md").read_text()
-    (tmp_path / "example.py").write_text(page.split("```python\n")[1].split("```")[0])
+    section = page.split("## With accelerate and transformers\n")[1]
+    (tmp_path / "example.py").write_text(section.split("```python\n")[1].split("```")[0])
     port = free_port()
     processes = [
         subprocess.Popen(

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The network-namespace launcher: real runs where the kernel allows them."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,8 +30,9 @@ def launch(tmp_path: Path, *options: str, program: str = PROGRAM) -> subprocess.
         pytest.skip(reason)
     (tmp_path / "program.py").write_text(program)
     command = ["-m", netns.__name__, *options, "--", sys.executable, str(tmp_path / "program.py")]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}  # for what the program imports
     return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
     )
 
 
