@@ -202,12 +202,15 @@ class RollCall:
             self._num_read = self._store.add(_NUM_READ, 0)
 
     def _part(self) -> None:
-        self._store.add(_NUM_CLOSED, 1)
-        deadline = time.monotonic() + (ANSWERS_WITHIN_S if self._rank == 0 else 0.0)
-        while time.monotonic() < deadline:
-            if self._has_answered or self._store.add(_NUM_CLOSED, 0) >= self._world_size:
-                return
+        """This rank is closed; rank 0 awaits the others, unless it has heard of a failure, after
+        which they may be gone."""
+        num_closed = self._store.add(_NUM_CLOSED, 1)
+        if self._rank != 0 or self._has_answered:
+            return
+        deadline = time.monotonic() + ANSWERS_WITHIN_S
+        while num_closed < self._world_size and time.monotonic() < deadline:
             time.sleep(_CLOSE_POLL_S)
+            num_closed = self._store.add(_NUM_CLOSED, 0)
 
     def _tell(self, *words: object) -> None:
         self._store.append(_ANSWERS, " ".join(map(str, (self._rank, *words))) + ";")
