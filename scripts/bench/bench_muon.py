@@ -22,14 +22,13 @@ from scripts.bench.compare_measure import RUN_LIMIT_S, measure, prepare_environm
 from scripts.report.records import append
 from scripts.testbed.contenders.side_by_side import Contender
 from scripts.testbed.contenders.workload import Workload
-from scripts.testbed.differences import worst_difference
+from scripts.testbed.differences import BF16_LOSSES, worst_difference
 from scripts.testbed.machine import machine_record
 from scripts.testbed.megatron_flags import DISTRIBUTED_OPTIMIZER, size_flags
 from scripts.testbed.profile import PROFILES, named_profile
 from scripts.testbed.ranks import Cluster
 
 NODES, RANKS_PER_NODE = 2, 2
-LOSS_TOLERANCE = 2e-3  # relative, of every step: bf16 rounds, a wrong update is further away
 # Models in bf16: in fp32 Megatron 0.19 ends with an AttributeError where Muon and its distributed
 # optimizer come together. The iteration in fp32: a CPU emulates bf16, its default, more slowly.
 _MUON = ("--optimizer", "muon", "--muon-fp32-matmul-prec", "high")
@@ -73,10 +72,10 @@ def check(records: Sequence[dict]) -> None:
     first: dict[str, dict] = {}
     for record in (one for one in records if "reason" not in one):
         other = first.setdefault(record["optimizer"], record)
-        if (apart := worst_difference(record["losses"], other["losses"])) > LOSS_TOLERANCE:
+        if (apart := worst_difference(record["losses"], other["losses"])) > BF16_LOSSES:
             sys.exit(
                 f"bench_muon: {record['system']}, {record['optimizer']}: losses are {apart:.1e} "
-                f"from those of {other['system']}, more than {LOSS_TOLERANCE:g}"
+                f"from those of {other['system']}, more than {BF16_LOSSES:g}"
             )
 
 

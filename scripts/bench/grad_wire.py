@@ -28,7 +28,7 @@ from scripts.report.wire_table import wire_ratio
 from scripts.testbed.contenders.side_by_side import Contender
 from scripts.testbed.contenders.workload import Workload
 from scripts.testbed.cpu_usage import FOREIGN_LIMIT
-from scripts.testbed.differences import worst_difference
+from scripts.testbed.differences import BF16_LOSSES, worst_difference
 from scripts.testbed.machine import machine_record
 from scripts.testbed.megatron_flags import size_flags
 from scripts.testbed.profile import named_profile
@@ -36,7 +36,6 @@ from scripts.testbed.ranks import Cluster, run_ranks
 
 PROFILE = "slower-between-nodes"
 FASTER = 1.15
-LOSS_TOLERANCE = 2e-3  # relative, of every step of a timed run: rounding stays below it
 LAST = 20  # steps whose mean loss is where a run ends
 _NODES, _RANKS = 2, 2
 _SIZES = (_RANKS, _NODES * _RANKS, _NODES * _RANKS)
@@ -124,10 +123,10 @@ def times(repetitions: int) -> list[dict]:
             records[wire]["step_ms"] += [statistics.median(run["step_ms"])]
             records[wire]["foreign"] = max(records[wire]["foreign"], run["foreign"])
             records[wire]["node_nbytes"] = run["node_nbytes"]
-        if (apart := worst_difference(found["bf16"], found["fp32"])) > LOSS_TOLERANCE:
+        if (apart := worst_difference(found["bf16"], found["fp32"])) > BF16_LOSSES:
             sys.exit(
                 f"grad_wire: timed runs: losses with bf16 are {apart:.1e} from those with fp32, "
-                f"more than {LOSS_TOLERANCE:g}"
+                f"more than {BF16_LOSSES:g}"
             )
     return list(records.values())
 
