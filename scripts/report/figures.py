@@ -22,7 +22,6 @@ from scripts.report.compare_rows import NO_NETWORK, Row, ahead
 from scripts.report.loss_picture import RINGS
 from scripts.report.published import at_rest_mib, compared, state_mib, together_mib
 from scripts.report.records import NotRecorded, read_record
-from scripts.report.wire_table import wire_ratio
 from scripts.testbed.cpu_usage import FOREIGN_LIMIT
 from scripts.testbed.differences import worst_difference
 
@@ -184,10 +183,9 @@ def parity_count() -> str:
 
 
 def grad_wire_ratio() -> str:
-    """How many times as fast a step is with bf16 gradients, beside a warning."""
-    lines = read_record("grad_wire").lines
-    foreign = max((line["foreign"] for line in lines if line["kind"] == "time"), default=0.0)
-    return f"{wire_ratio(lines):.2f}{' (disturbed)' * (foreign > FOREIGN_LIMIT)}"
+    """How many times as fast a step is with bf16 gradients."""
+    (line,) = (line for line in read_record("grad_wire").lines if line["kind"] == "figure")
+    return line["text"]
 
 
 def _is_half(variant: str) -> bool:

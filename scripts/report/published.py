@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 from scripts.report import (
@@ -29,18 +28,12 @@ from scripts.report import (
 )
 from scripts.report.compare_rows import NO_NETWORK, Comparison, comparisons
 from scripts.report.compare_table import networks_table
-from scripts.report.delta_table import delta_table
 from scripts.report.early_table import early_table
-from scripts.report.flip_table import flip_table
 from scripts.report.launch_table import launch_table
-from scripts.report.long_run_table import long_run_table
 from scripts.report.loss_picture import RINGS
 from scripts.report.parity_table import parity_table, shrunk_table
 from scripts.report.plot_timeline import write_picture
-from scripts.report.records import NotRecorded, Record, markdown_table, read_record
-from scripts.report.restart_table import restart_table
-from scripts.report.unequal_table import unequal_table
-from scripts.report.wire_table import wire_table
+from scripts.report.records import NotRecorded, Record, read_record
 
 MIB = 2**20
 
@@ -68,9 +61,11 @@ def provenance(name: str) -> str:
     for first in record.machines[:1]:
         parts += [f"{first['cpus']} cores", "no GPU", f"Python {first['python']}"]
         parts += [f"{library} {found}" for library, found in first["versions"].items() if found]
+    tags = sorted({run["tag"] for run in runs if "tag" in run})
+    at = f" at the tag {', '.join(tags)}" if tags else ""
     return "\n".join(
         [
-            f"{', '.join(parts)}. Record: `docs/results/records/{name}.jsonl`, made by",
+            f"{', '.join(parts)}. Record: `docs/results/records/{name}.jsonl`, made{at} by",
             "",
             "```sh",
             *dict.fromkeys(run["command"] for run in runs),
@@ -114,22 +109,10 @@ def device_cost() -> str:
     return "\n".join([*rows, "", provenance("device_cost")])
 
 
-def muon() -> str:
-    """Each system with Adam and with Muon."""
-    found: dict[tuple[str, str], list[dict]] = {}
-    for line in read_record("muon").lines:
-        found.setdefault((line["system"], line["optimizer"]), []).append(line)
-    rows = []
-    for (system, optimizer), lines in found.items():
-        if reason := next((line["reason"] for line in lines if "reason" in line), None):
-            rows.append([system, optimizer, reason, ""])
-            continue
-        runs = [median(line["step_ms"]) for line in lines]
-        sent = median(line["node_nbytes"] for line in lines)
-        step = f"{median(runs):.0f} ({min(runs):.0f} to {max(runs):.0f})"
-        rows.append([system, optimizer, step, f"{sent / 1e6:.2f}"])
-    table = markdown_table(["system", "optimizer", "step (ms)", "sent per step (MB)"], rows, 2)
-    return f"{table}\n{provenance('muon')}"
+def recorded(name: str) -> str:
+    """The table that a record holds as text. Its instrument is in the history, at its tag."""
+    (line,) = (line for line in read_record(name).lines if line.get("kind") == "table")
+    return line["markdown"]
 
 
 def pipeline() -> str:
@@ -211,10 +194,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "checkpoints": lambda: checkpoint_table.tables(read_record("checkpoints").lines),
     "parity": parity,
     "shrunk models": lambda: shrunk_table(read_record("shrunk_models").lines),
-    "grad wire": lambda: wire_table(read_record("grad_wire").lines),
+    "grad wire": lambda: recorded("grad_wire"),
     "host cost": host_cost,
     "device cost": device_cost,
-    "muon": muon,
+    "muon": lambda: f"{recorded('muon')}\n\n{provenance('muon')}",
     "pipeline": pipeline,
     "quickstart": quickstart,
     "pasa gradient": lambda: pasa_table.gradient_table(read_record("pasa_accuracy").lines),
@@ -230,11 +213,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "versions": lambda: versions_table.versions_table(read_record("versions").lines),
     "versions checkpoints": lambda: versions_table.moves_table(read_record("versions").lines),
     "launch orders": lambda: launch_table(read_record("launch_orders").lines),
-    "bit flips": lambda: flip_table(read_record("bit_flips").lines),
-    "unequal lengths": lambda: unequal_table(read_record("unequal_lengths").lines),
-    "long run": lambda: long_run_table(read_record("long_run").lines),
-    "restarts": lambda: restart_table(read_record("restarts").lines),
-    "weight deltas": lambda: delta_table(read_record("weight_deltas").lines),
+    "bit flips": lambda: recorded("bit_flips"),
+    "unequal lengths": lambda: recorded("unequal_lengths"),
+    "long run": lambda: recorded("long_run"),
+    "restarts": lambda: recorded("restarts"),
+    "weight deltas": lambda: recorded("weight_deltas"),
     "faults library": lambda: fault_table.grid(read_record("faults").lines, "library"),
     "faults megatron": lambda: fault_table.grid(read_record("faults").lines, "megatron"),
     "faults lines": lambda: fault_table.ends(read_record("faults").lines, "library"),

@@ -8,16 +8,10 @@ import sys
 
 import pytest
 
-from scripts.bench.grad_wire import verdicts
 from scripts.report.published import PICTURES
 from scripts.report.records import append, read_record
 
-TABLES = {
-    "compare_table": "compare",
-    "schedule_grid": "schedules",
-    "parity_table": "parity",
-    "wire_table": "grad_wire",
-}
+TABLES = {"compare_table": "compare", "schedule_grid": "schedules", "parity_table": "parity"}
 
 
 def run(monkeypatch, name: str, *options: str) -> None:
@@ -53,19 +47,3 @@ def test_a_report_without_its_files_ends_in_one_line(name, options, monkeypatch,
     assert ended.value.code == 2
     output = capsys.readouterr().err.strip().splitlines()[-1]
     assert output.startswith(f"python -m scripts.report.{name}: error: ")
-
-
-def _verdicts(kind: str = "", **changes) -> list[bool]:
-    """The verdicts on the published record, with changes to what is of that kind with bf16."""
-    lines = read_record("grad_wire").lines
-    changed = [
-        line | changes if (line["kind"], line["wire"]) == (kind, "bf16") else line for line in lines
-    ]
-    return [is_met for is_met, _ in verdicts(changed)]
-
-
-def test_gradients_in_bf16_must_end_within_two_seeds_and_be_faster():
-    assert _verdicts() == [True, True]
-    assert _verdicts("loss", last=9.0) == _verdicts("loss", last=float("nan")) == [False, True]
-    assert _verdicts("time", step_ms=[1e4] * 3) == [True, False]
-    assert _verdicts("time", step_ms=[1e4] * 3, foreign=0.9) == [True, True]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scripts.bench import bench_muon, bench_schedules, early_update, grad_wire
+from scripts.bench import bench_schedules, early_update
 from scripts.report.records import read
 from scripts.testbed.contenders.workload import RankReport
 
@@ -109,54 +109,3 @@ def test_two_broken_runs_are_not_the_same(last, tmp_path, monkeypatch):
     out = tmp_path / "out.jsonl"
     ends_in("clipped never, late: losses", early_update, OF_EARLY, out, monkeypatch)
     assert not written(out)
-
-
-# ---- Muon and wires
-
-
-def measured(last: float, is_wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses of the contender that `is_wrong` chooses end with `last`."""
-
-    def measure(cluster: Any, workload: Any, one: Any, *_: Any) -> dict:
-        losses = losses_with(last) if is_wrong(one) else LOSSES
-        return {"losses": losses, "step_ms": [1.0], "node_nbytes": 1.0, "foreign": 0.0}
-
-    for bench in (bench_muon, grad_wire):
-        monkeypatch.setattr(bench, "measure", measure)
-
-
-def is_ours_with_muon(one: Any) -> bool:
-    return (one.name, one.family) == ("AsyncHZP (2,2,4)", "Muon")
-
-
-def is_bf16(one: Any) -> bool:
-    return one.name == "bf16"
-
-
-OF_MUON = "--repetitions 1"
-
-
-@pytest.mark.parametrize("last", [4.42, *BROKEN])
-def test_a_system_that_trains_otherwise_with_muon_leaves_no_record(last, tmp_path, monkeypatch):
-    measured(last, is_ours_with_muon, monkeypatch)
-    out = tmp_path / "out.jsonl"
-    ends_in("Muon: losses", bench_muon, OF_MUON, out, monkeypatch)
-    assert not written(out)
-
-
-def test_systems_are_recorded_that_differ_by_rounding_alone(tmp_path, monkeypatch):
-    measured(4.4 * (1 + 3e-4), is_ours_with_muon, monkeypatch)
-    lines = lines_of(bench_muon, OF_MUON, tmp_path / "out.jsonl", monkeypatch)
-    assert len(lines) == len(bench_muon.CONTENDERS)
-
-
-@pytest.mark.parametrize("last", [4.42, *BROKEN])
-def test_gradients_in_bf16_that_train_otherwise_leave_no_record_of_times(
-    last, tmp_path, monkeypatch
-):
-    measured(last, is_bf16, monkeypatch)
-    monkeypatch.chdir(tmp_path)  # where its log goes
-    with pytest.raises(SystemExit, match="timed runs: losses with bf16"):
-        grad_wire.times(1)
-    measured(4.4 * (1 + 3e-4), is_bf16, monkeypatch)
-    assert [line["wire"] for line in grad_wire.times(1)] == ["fp32", "bf16"]
