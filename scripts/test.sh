@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-# Runs linter, formatter, type checker and tests in an environment of their own:
-# ./scripts/test.sh [--all] [arguments for pytest]. --all adds the tests marked slow, a fast set
-# beside the newest torch that is supported, and those of local checkpoints. With arguments only the
-# tests that they name run. Ends with pytest's status, so a failed test fails the script; so does
-# what the linter, the formatter or the type checker finds.
+# Runs linter, formatter and tests in an environment of their own:
+# ./scripts/test.sh [--all] [arguments for pytest]. --all adds the tests marked slow, the type
+# checker, a fast set beside the newest torch that is supported, and the tests of local checkpoints.
+# With arguments only the tests that they name run. Ends with pytest's status, so a failed test fails
+# the script; so does what the linter, the formatter or the type checker finds.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -15,24 +15,6 @@ if [[ "${1:-}" == --all ]]; then
     shift
 fi
 source scripts/environment.sh
-# Linter and formatter; each tool is skipped with a line where an environment lacks it.
-check_format() {
-    if "$PYTHON" -m ruff --version >/dev/null 2>&1; then
-        "$PYTHON" -m ruff check --quiet
-        "$PYTHON" -m ruff format --check --quiet
-    else
-        echo "test.sh: $PYTHON has no ruff: linter and formatter are skipped" >&2
-    fi
-}
-
-# Prints what it finds, and ends with status 1 where that is something.
-check_types() {
-    if "$PYTHON" -c "import basedpyright" 2>/dev/null; then
-        "$PYTHON" -m basedpyright --pythonpath "$PYTHON" --level error --threads 1 2>&1
-    else
-        echo "test.sh: $PYTHON has no basedpyright: the type checker is skipped"
-    fi
-}
 
 # They need nvidia-resiliency-ext, whose wheels ask for a later glibc than many machines have, and
 # run with an older one. In a folder of its own it changes nothing for the other tests.
@@ -48,23 +30,22 @@ if (($# > 0)); then # only the tests that the arguments name
     exec "$PYTHON" -m pytest "${selection[@]}" --durations=10 "$@"
 fi
 
-check_format
+status=0 lint=0
+types=(--no-types)
+((${#selection[@]} > 0)) || types=()
+./scripts/lint.sh "${types[@]}" || lint=$?
+# Once, and not in each of the processes below; where it cannot be built its tests are skipped.
+"$PYTHON" -m scripts.testbed.device.build || true
 # Two processes share the fast tests, where pytest-xdist is there: a test waits about half of its
 # time for its ranks. The slow tests run alone: they start 8 ranks at once.
 workers=()
 if ((${#selection[@]} > 0)) && "$PYTHON" -c "import xdist" 2>/dev/null; then
     workers=(-n 2 --dist worksteal)
 fi
-types_log="$(mktemp)"
-check_types >"$types_log" & # beside the tests; what it finds is shown after them
-types=$!
-status=0
 "$PYTHON" -m pytest "${selection[@]}" "${workers[@]}" --durations=10 || status=$?
-wait "$types" || status=$((status ? status : 1))
+status=$((status ? status : lint))
 if ((${#selection[@]} == 0)); then
     "$PYTHON" -m scripts.versions --newest-torch || status=$((status ? status : 1))
     test_local_checkpoints || status=$((status ? status : 1))
 fi
-cat "$types_log" >&2
-rm "$types_log"
 exit "$status"

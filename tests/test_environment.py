@@ -135,25 +135,30 @@ _TOOLS = """#!/bin/sh
 case "$*" in
     "-m basedpyright"*) echo "engine.py: error: a wrong type"; exit $TYPES_STATUS ;;
     "-m pytest"*) echo "pytest $*"; exit $TESTS_STATUS ;;
-    "-m ruff"*) exit 0 ;;
+    "-m ruff"* | "-m scripts"* | "-m uv"*) exit 0 ;;
 esac
 exec "$REAL_PYTHON" "$@"
 """
 
 
 @pytest.mark.parametrize("types, tests, status", [(0, 0, 0), (1, 0, 1), (1, 5, 5), (0, 5, 5)])
-def test_the_test_command_fails_by_its_tests_and_by_its_types(types, tests, status, tmp_path):
+def test_the_test_command_fails_by_its_tests_and_with_all_by_its_types(
+    types, tests, status, tmp_path
+):
     python = tmp_path / "python"
     python.write_text(_TOOLS)
     python.chmod(0o755)
     statuses = {"TYPES_STATUS": str(types), "TESTS_STATUS": str(tests)}
-    done = subprocess.run(
-        ["bash", ROOT / "scripts/test.sh"],
-        env=os.environ | {"ASYNCHZP_PYTHON": str(python), "REAL_PYTHON": sys.executable} | statuses,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == status
-    assert "pytest -m pytest -m not slow" in done.stdout
-    assert "engine.py: error: a wrong type" in done.stderr
+    for arguments, expected in ((), tests), (("--all",), status):
+        done = subprocess.run(
+            ["bash", ROOT / "scripts/test.sh", *arguments],
+            env=os.environ
+            | {"ASYNCHZP_PYTHON": str(python), "REAL_PYTHON": sys.executable}
+            | statuses,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == expected, done.stderr
+        assert ("pytest -m pytest -m not slow" in done.stdout) == (not arguments)
+        assert ("engine.py: error: a wrong type" in done.stdout) == bool(arguments)

@@ -1,12 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the emulated device against the headers in the installed wheels, once: half a minute or
-less. It must not import torch: the libraries have to be there before torch is."""
+less; `python -m scripts.testbed.device.build` does that ahead of time. It must not import torch:
+the libraries have to be there before torch is."""
 
 import hashlib
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -176,3 +178,10 @@ def _symbols(library: Path, which: str, is_dynamic: bool = True) -> set[str]:
 
 def _output(command: list[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    try:
+        built_libraries()
+    except CompileError as error:
+        sys.exit(f"no emulated device: {error}")
