@@ -28,6 +28,9 @@ def copies() -> list[float]:
     torch.cuda.synchronize()
     seen += [back[0].item(), from_pageable[0].item()]
     seen.append(from_pinned.cpu()[0].item())  # waits by itself
+    from_pinned.fill_(3)  # late
+    pageable.copy_(from_pinned, non_blocking=True)
+    seen.append(pageable[0].item())  # has waited all the same
     return seen
 
 
@@ -36,7 +39,7 @@ def test_copies_read_and_write_page_locked_memory_late_and_pageable_memory_at_th
 ):
     for delays in (Delays("slow-rank", longest_us=20_000), Delays("on-demand")):
         # The host reads and writes too early, to see when kernels do.
-        assert worlds.run(copies, 1, delays=delays, watches=False) == [[0, 2, 1, 2]]
+        assert worlds.run(copies, 1, delays=delays, watches=False) == [[0, 2, 1, 2, 3]]
 
 
 def events() -> list[bool]:

@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Some cells of the table of faults, struck in network namespaces."""
+"""Cells of the table of faults: who can still be heard in each, and some of them struck in network
+namespaces."""
 
 import json
 import subprocess
@@ -9,9 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from scripts.faults.cells import draw_cells
 from scripts.testbed import links
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_whoever_is_cut_off_from_the_rank_that_holds_the_store_is_silent_there():
+    """Of both sides of a cut link: the node's ranks, or, of the first node, all others."""
+    cut = ("link down", "upload lost", "download lost")
+    cells = [cell for cell in draw_cells(0, 20) if cell.fault in cut]
+    assert {cell.node for cell in cells} == {0, 1, 2, 3}
+    for cell in cells:
+        nodes = [rank // cell.ranks for rank in range(cell.world_size)]
+        apart = [(node == cell.node) != (cell.node == 0) for node in nodes]
+        assert cell.silent == [rank for rank, is_apart in enumerate(apart) if is_apart], cell
+        assert [not cell.hears_store(rank) for rank in range(cell.world_size)] == apart, cell
 
 
 @pytest.mark.slow

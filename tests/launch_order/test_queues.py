@@ -76,6 +76,14 @@ def test_a_collective_needs_those_of_its_rank_without_whose_end_it_cannot_begin(
                     assert later == waiting, (seed, num_queues, kernel)
 
 
+def test_an_event_is_the_last_command_that_its_stream_had_when_it_was_recorded():
+    before = [f'{{"on": [3, {number}]}}' for number in (4, 6, 7)]
+    for number, place in ((3, -1), (4, 0), (5, 0), (6, 1), (7, 2), (9, 2)):
+        for wait in ('{"on": [1, 1], ', "{"):
+            *_, command = commands_of([*before, f'{wait}"after": [3, {number}]}}'])
+            assert command.after == place, (number, wait)
+
+
 def test_a_wait_for_what_was_asked_before_the_record_begins_holds_nothing_up():
     lines = [
         '{"on": [3, 7], "after": [5, 2]}',

@@ -10,6 +10,7 @@ from functools import cache
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore import planned
@@ -117,6 +118,17 @@ def test_layers_that_stages_share_out_unequally_are_where_megatron_builds_them(f
         assert real_units.numel_of(chunks) == found.stages[index].numel
         memory = real_units.memory_of(index, chunks, groups, found.args)
         assert memory == found.stages[index].memory
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_as_many_bytes_of_sgds_states_are_planned_as_it_has(momentum):
+    param = torch.nn.Parameter(torch.ones(1000))
+    param.grad = torch.ones(1000)
+    optimizer = torch.optim.SGD([param], lr=0.1, momentum=momentum)
+    optimizer.step()
+    states = [state for state in optimizer.state[param].values() if state is not None]
+    args = Namespace(optimizer="sgd", sgd_momentum=momentum)
+    assert 1000 * planned.moments_nbytes(args).all_params == sum(state.nbytes for state in states)
 
 
 def test_a_run_that_trains_other_parameters_than_the_adapters_of_its_flags_is_refused():

@@ -80,6 +80,19 @@ def test_the_search_finds_what_simulating_everything_finds(nodes, gb_s, latency_
     assert best.step_s <= 1.002 * min(one.step().step_s for one in fitting)
 
 
+def test_no_step_of_a_pipeline_is_shorter_than_the_bound_of_a_plan_that_does_not_fit():
+    cluster = slow(2, 5.0)
+    cluster = replace(cluster, device=replace(cluster.device, memory_gib=20))
+    for virtual in (1, 2, 4):
+        parallel = Parallel(pp=2, virtual=virtual)
+        where = space(cluster, 64, parallel=parallel, micro_batch_sizes=(1,), depths=(1,))
+        found = search(replace(where, recomputes=(Recompute(),)))
+        assert found.out_of_memory is not None, virtual
+        faster, bound_s = found.out_of_memory
+        assert bound_s < found.ranked[0].step_s
+        assert 0.9 * faster.costing.step().step_s < bound_s <= faster.costing.step().step_s
+
+
 def test_a_model_that_fits_nowhere_gives_no_plan_but_the_smallest():
     huge = replace(MODEL, hidden=2**17, layers=(LAYER,) * 80)
     outcome = search(space(load_cluster("h100").with_ranks(8), 8, huge))

@@ -7,12 +7,14 @@ import random
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
 
-from megatron_asynchzp.comm.collectives import Steps
+from megatron_asynchzp.comm.collectives import Steps, rounded_all_reduce_steps, run_steps
 from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.planner.cluster import Ring
 from megatron_asynchzp.planner.order import StepOrder
 from megatron_asynchzp.planner.pipeline import stage_phases
@@ -47,6 +49,7 @@ from tests.support import pipeline_stage
 from tests.support.engine import nested_sizes, on_submit
 from tests.support.pipeline_order import Stage
 from tests.support.recording_device import CountingDevice
+from tests.support.recording_device import Group as ProcessGroup
 from tests.support.scheduler_program import WORLD_SIZE, Execution, Program, Step, UnitShape, execute
 
 LANES = {"gather": GATHER, "reduce": REDUCE, "grad-sync": GRAD_SYNC, "param-sync": PARAM_SYNC}
@@ -331,6 +334,21 @@ def test_every_collective_has_the_ranks_and_the_elements_that_the_engines_has(pa
             (one.operation, len(one.group.ranks), one.numel) for one in done.collectives
         )
         assert found == expected, program
+
+
+def test_sums_in_bf16_over_replicas_that_do_not_divide_a_shard_are_padded_as_the_engines_are():
+    for ranks, sizes, numel in product((3, 5, 6, 12), ((1, 1, 1), (1, 1, 2), (3, 3, 3)), (1, 200)):
+        if ranks % sizes[2] == 0:
+            group = Group(ranks, ShardSizes(*sizes), wire=Wire(torch.bfloat16.itemsize))
+            padded, device = group.padded(numel), CountingDevice()
+            with device.recording():
+                topology = ShardTopology(ranks, 0, group.sizes)
+                groups = ShardGroups.of_topology(topology, range(ranks), ProcessGroup)
+                shard = torch.zeros(padded // sizes[2])
+                run_steps(rounded_all_reduce_steps(shard, groups.replica_sync, torch.bfloat16))
+            found = [(one.operation, one.numel) for one in device.collectives]
+            planned = unit_collectives(GRAD_SYNC, padded, 2, group)[len(group.axes(*sizes[1:])) :]
+            assert found == [(one.operation, one.numel) for one in planned], group
 
 
 class CountingLink:
