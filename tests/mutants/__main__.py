@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
 from tests.mutants.catalogue import MUTANTS
 from tests.mutants.catalogue.mutant import Mutant
@@ -23,9 +24,10 @@ TABLE = ROOT / "docs" / "results" / "mutants.md"
 RECORD = ROOT / "docs" / "results" / "records" / "mutants.jsonl"
 _INTRODUCTION = """# The tests notice
 
-Each row is a fault put into a copy of the code on purpose, and the one fast test that failed
-because of it. Every test passed before on the unharmed copy. A fast test checks that each fault
-still fits the code; the slow tests run them all.
+Faults are put into a copy of the code on purpose, one at a time, for each law and each mechanism
+of the [architecture](../architecture.md); one fast test, which passed on the unharmed copy, has to
+fail because of each. The record names it. A fast test checks that each fault still fits the code;
+the slow tests run them all.
 """
 
 
@@ -81,26 +83,31 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 
 
 def table_of(rows: Sequence[dict]) -> str:
-    """The Markdown page of a record."""
+    """The Markdown page of a record: what each law, and each room of the package, is held to."""
     lines = [
         _INTRODUCTION,
         f"{max(row['date'] for row in rows)} · `{COMMAND}` · {summary([*map(verdict_of, rows)])} · "
         "[record](records/mutants.jsonl)\n",
-        "| mutant | what it breaks | file | test that caught it | s |",
-        "|---|---|---|---|---:|",
+        "| broken in | what no longer holds | caught |",
+        "|---|---|---:|",
     ]
+    of_place: dict[str, list[dict]] = {}
     for row in rows:
-        test = f"`{row['test'].removeprefix('tests/')}`"
-        shown = {
-            Verdict.CAUGHT: test,
-            Verdict.TIMED_OUT: f"**timed out**: {test}",
-            Verdict.MISSED: "**none**",
-        }
-        file = row["file"].partition("/")[2]
-        found = shown[verdict_of(row)]
-        cells = (row["mutant"], row["breaks"], f"`{file}`", found, f"{row['seconds']:.0f}")
-        lines.append(f"| {' | '.join(cells)} |")
+        of_place.setdefault(_place_of(row), []).append(row)
+    for place, broken in sorted(of_place.items(), key=lambda item: (item[0][0] == "`", item[0])):
+        promises = [row["breaks"].removeprefix(f"{place}: ") for row in broken]
+        count = [verdict_of(row) for row in broken].count(Verdict.CAUGHT)
+        lines.append(f"| {place} | {'; '.join(promises)} | {count} of {len(broken)} |")
     return "\n".join(lines) + "\n"
+
+
+def _place_of(row: dict) -> str:
+    """The law that the mutant breaks, or the room that it is in."""
+    law, colon, _ = row["breaks"].partition(":")
+    if colon and law.startswith("law "):
+        return law
+    folders = Path(row["file"]).parts[1:-1]
+    return f"`{folders[0]}/`" if folders else "`megatron_asynchzp/`"
 
 
 def report(outcome: Outcome) -> None:

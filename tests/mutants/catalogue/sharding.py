@@ -68,12 +68,4 @@ MUTANTS = [
         "while False:",
         "tests/sharding/test_residency.py::test_what_is_kept_never_exceeds_the_budget",
     ),
-    Mutant(
-        "what-is-needed-first-goes",
-        "where memory is short, what is used last in the future goes",
-        "sharding/residency.py",
-        "drop(max(open_gaps, key=open_gaps.__getitem__))",
-        "drop(min(open_gaps, key=open_gaps.__getitem__))",
-        "tests/sharding/test_residency.py::test_of_equal_units_no_choice_keeps_more",
-    ),
 ]
