@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from megatron_asynchzp import __version__
+from megatron_asynchzp.errors import MissingPackage
 
 _EXIT_USAGE = 2
 
@@ -63,15 +64,9 @@ def main(argv: list[str] | None = None) -> int:
         function = getattr(import_module(f"megatron_asynchzp.{command.module}"), command.function)
         return function(rest) or 0
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing in ("", "megatron_asynchzp"):
+        if (missing := MissingPackage.of(error, f"asynchzp {name}")) is None:
             raise
-        project = "megatron-core" if missing == "megatron" else missing
-        print(
-            f"asynchzp {name}: needs the package {project}, which is not installed; pip install "
-            f"{project}",
-            file=sys.stderr,
-        )
+        print(missing, file=sys.stderr)
         return _EXIT_USAGE
 
 

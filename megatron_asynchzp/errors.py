@@ -1,14 +1,62 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""The error that every part of the package raises for bad input, and how its lines name ranks."""
+"""The errors that every part of the package raises for bad input and for packages that are not
+there, and how their lines name ranks."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 _MOST_RUNS = 8
+
+# What imports a package at its use alone, and the extra of ours that brings it.
+EXTRAS = {
+    "megatron": "megatron",
+    "transformers": "hf",
+    "safetensors": "hf",
+    "pyarrow": "data",
+    "matplotlib": "plots",
+    "tensorboard": "quickstart",
+    "triton": "triton",
+    "torch_npu": "npu",
+    "emerging_optimizers": "muon",
+    "nvidia_resiliency_ext": "resiliency",
+}
 
 
 class ConfigurationError(ValueError):
     """A run that cannot start as asked. The message is one line, for the user."""
+
+
+class MissingPackage(ConfigurationError):
+    """A package that is not installed and that `user`, a flag or a command, needs.
+
+    package: the name that is imported.
+    """
+
+    def __init__(self, package: str, user: str):
+        extra = EXTRAS.get(package)
+        wanted = f'"megatron_asynchzp[{extra}]"' if extra else package
+        super().__init__(
+            f"{user}: needs the package {package}, which is not installed; pip install {wanted}"
+        )
+
+    @classmethod
+    def of(cls, error: ImportError, user: str) -> "MissingPackage | None":
+        """What `error` says in one line. None where a module of ours, or a name within a package
+        that is there, is not found: that is a fault, or another version."""
+        package = (error.name or "").partition(".")[0]
+        is_missing = isinstance(error, ModuleNotFoundError) and not _is_there(package)
+        return cls(package, user) if package and is_missing else None
+
+
+def require(package: str, user: str) -> None:
+    """Raise MissingPackage where `package`, which `user` is about to import, is not there."""
+    if not _is_there(package):
+        raise MissingPackage(package, user)
+
+
+def _is_there(package: str) -> bool:
+    return not package or find_spec(package) is not None
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError, MissingPackage
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
 from megatron_asynchzp.mcore.flags.command_line import check_numbers_of_nodes
 from megatron_asynchzp.mcore.flags.pasa import add_pasa_arguments
@@ -221,9 +221,14 @@ def run_script(script: Path, arguments: list[str]) -> None:
     # The script's folder comes first, so that a Megatron checkout is what gets patched.
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [str(script), *arguments]
-    from megatron_asynchzp.mcore import ending, startup
-    from megatron_asynchzp.planning import dry_run as command
-
+    try:
+        from megatron_asynchzp.mcore import ending, startup
+        from megatron_asynchzp.planning import dry_run as command
+    except ModuleNotFoundError as error:
+        if (missing := MissingPackage.of(error, script.name)) is None:
+            raise
+        report(missing)
+        sys.exit(EXIT_USAGE)
     try:
         if (asked := command.asked_of(arguments)) is not None:
             sys.exit(command.dry_run(script, arguments, asked))

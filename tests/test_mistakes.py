@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -16,7 +15,6 @@ from typing import NamedTuple
 import pytest
 
 from megatron_asynchzp import command, launch
-from megatron_asynchzp.mcore.flags import checks
 
 SCRIPT = "train.py"
 
@@ -39,9 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     # Megatron's own check takes seconds; tests/planning/test_validation.py has it.
     let_megatron_say(monkeypatch, Checked())
-    monkeypatch.setattr(
-        checks, "find_spec", lambda name: None if "resiliency" in name else find_spec(name)
-    )
+    monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", None)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 0, 0)
@@ -153,7 +149,7 @@ MISTAKES = {
     "saving beside training nowhere": (uses("--async-save"), "--async-save without --save"),
     "saving beside training without the writer": (
         uses("--save runs --save-interval 5 --async-save --use-persistent-ckpt-worker"),
-        "nvidia-resiliency-ext"),
+        "megatron_asynchzp[resiliency]"),
     "passing checkpoints of a run that saves nothing": (
         uses("--non-persistent-save-interval 5"), "without --save saves nothing; add --save"),
     "checkpoints in memory": (
@@ -161,7 +157,7 @@ MISTAKES = {
     "local checkpoints nowhere": (
         uses("--non-persistent-ckpt-type local"), "add --non-persistent-local-ckpt-dir DIR"),
     "copies on the same node": (uses(f"{LOCAL} --replication"), "add --replication-jump RANKS"),
-    "local checkpoints without the library": (uses(LOCAL), 'install "nvidia-resiliency-ext>=0.6"'),
+    "local checkpoints without the library": (uses(LOCAL), "megatron_asynchzp[resiliency]"),
     "local checkpoints beside training": (
         uses(f"{LOCAL} --save runs --save-interval 5 --async-save --async-strategy mcore"),
         "local has not been tested with --async-save"),

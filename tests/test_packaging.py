@@ -2,24 +2,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """What installing the package does to an environment, and what the wheel holds."""
 
+import contextlib
+import io
+import json
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
 import sys
 import venv
 import zipfile
+from collections.abc import Sequence
 from email.message import Message
 from email.parser import Parser
 from importlib import import_module
+from importlib import metadata as metadata_of_packages
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import megatron_asynchzp
 from megatron_asynchzp import command
+from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE
+from megatron_asynchzp.errors import EXTRAS
 from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.versions import untested
+from scripts.testbed.ranks import run_ranks
+from tests.support.bare_environment import PROJECT, forget_other_packages
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -219,15 +230,105 @@ def test_every_command_is_a_function(name):
     assert callable(getattr(import_module(f"megatron_asynchzp.{one.module}"), one.function))
 
 
-def test_a_package_that_a_command_needs_and_that_is_missing_is_named(monkeypatch, capsys):
-    for module in [name for name in sys.modules if name.startswith("megatron_asynchzp.planning")]:
-        monkeypatch.delitem(sys.modules, module)
-    for module in [name for name in sys.modules if name.startswith("rich")] + ["rich"]:
-        monkeypatch.setitem(sys.modules, module, None)
-    assert command.main(["plan", "--help"]) == 2
-    assert capsys.readouterr().err == (
-        "asynchzp plan: needs the package rich, which is not installed; pip install rich\n"
-    )
+def test_the_extras_that_messages_name_bring_the_packages():
+    owners = metadata_of_packages.packages_distributions()
+    for package, extra in EXTRAS.items():
+        (project, *_) = owners.get(package, [package])
+        wanted = [Requirement(line).name for line in PROJECT["optional-dependencies"][extra]]
+        assert project.replace("_", "-").lower() in [one.replace("_", "-") for one in wanted]
+
+
+def missing_at_import(extras: Sequence[str]) -> dict[str, str]:
+    """Which modules of the package cannot be imported, and for want of what."""
+    forget_other_packages(*extras)
+    found = {}
+    import megatron_asynchzp as ours
+
+    for module in pkgutil.walk_packages(ours.__path__, f"{ours.__name__}."):
+        # The adaptor patches Megatron when it is imported.
+        if module.name != "megatron_asynchzp.mcore.adaptor":
+            try:
+                import_module(module.name)
+            except ModuleNotFoundError as error:
+                found[module.name] = (error.name or "").partition(".")[0]
+    return found
+
+
+@pytest.mark.parametrize("extras", [(), ("megatron",)])
+def test_every_module_can_be_imported_without_the_packages_that_few_of_its_users_need(extras):
+    (found,) = run_ranks(missing_at_import, 1, extras)
+    kernels = {name for name in found if ".attention.triton_" in name}
+    assert {found.pop(name) for name in kernels} == {"triton"}
+    assert set(found.values()) == ({"megatron"} if not extras else set())
+
+
+LANES = (COMPUTE, CAPTURE)  # a step has them
+TRAIN = (
+    f"{ROOT}/scripts/train/pretrain_gpt.py --use-asynchzp --asynchzp-dry-run 1 --num-layers 2 "
+    "--hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --tokenizer-type NullTokenizer "
+    "--vocab-size 63 --mock-data"
+)
+
+# A command, by the extra that is installed, and the one that the command needs as well.
+LACKING = {
+    "": {
+        "launch train.py --use-asynchzp": "megatron",
+        "asynchzp dry-run train.py": "megatron",
+        "asynchzp plan --cluster h100 -- pretrain_gpt.py": "megatron",
+        "asynchzp plan --cluster h100 --picture x.png -- pretrain_gpt.py": "plots",
+        "asynchzp hf export --load x --output y": "hf",
+        "asynchzp hf import --load x --save y": "hf",
+        "asynchzp inspect qk.pt --picture x.png": "plots",
+        "prepare_data x.txt --output-prefix y --tokenizer z": "hf",
+        "plot_timeline x.json --output y.png": "plots",
+    },
+    "megatron": {
+        "prepare_data x.parquet --output-prefix y": "data",
+        f"launch {TRAIN} --optimizer muon": "muon",
+        f"launch {TRAIN} --async-save --save x --save-interval 1 --use-persistent-ckpt-worker": (
+            "resiliency"
+        ),
+    },
+}
+
+
+def said_without(extra: str, folder: Path, lines: Sequence[str]) -> list[tuple[int, str]]:
+    """Status and standard error of each command."""
+    forget_other_packages(*filter(None, [extra]))
+    os.chdir(folder)
+    ended = []
+    for line in lines:
+        program, *words = line.split()
+        module = {
+            "asynchzp": "megatron_asynchzp.command",
+            "launch": "megatron_asynchzp.launch",
+            "prepare_data": "scripts.train.prepare_data",
+            "plot_timeline": "scripts.report.plot_timeline",
+        }[program]
+        error = io.StringIO()
+        with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+            try:
+                status = import_module(module).main(words)
+            except SystemExit as end:
+                status = end.code
+        ended.append((status, error.getvalue()))
+    return ended
+
+
+@pytest.mark.parametrize("extra", LACKING)
+def test_what_needs_a_package_that_is_missing_says_in_one_line_what_brings_it(extra, tmp_path):
+    for name in ("x.txt", "x.parquet", "train.py"):
+        (tmp_path / name).write_text("text")
+    spans = [{"ph": "X", "cat": lane, "name": "a", "ts": 0, "dur": 1} for lane in LANES]
+    (tmp_path / "x.json").write_text(json.dumps({"traceEvents": spans}))
+    (ended,) = run_ranks(said_without, 1, extra, tmp_path, list(LACKING[extra]))
+    for (line, wanted), (status, error) in zip(LACKING[extra].items(), ended, strict=True):
+        assert status == 2, (line, error)
+        advice = re.escape(f'pip install "megatron_asynchzp[{wanted}]"')
+        pattern = rf".+: needs the package \w+, which is not installed; {advice}"
+        assert re.fullmatch(pattern, error.splitlines()[-1]), (line, error)
+        assert "Traceback" not in error
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from megatron_asynchzp.attention.diagnosis import HeadDiagnosis, channel_means, diagnose
+from megatron_asynchzp.errors import MissingPackage, require
 
 _REMEDY = "capture one with --asynchzp-capture-attention STEP:FILE"
 USAGE_FILE = """\
@@ -32,7 +33,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--picture", type=Path, help="write a heat map per layer there (PNG)")
     options = parser.parse_args(argv)
     try:
+        if options.picture:
+            require("matplotlib", "--picture")
         layers = load(options.file)
+    except MissingPackage as error:
+        print(f"asynchzp inspect: {error}", file=sys.stderr)
+        return 2
     except (OSError, ValueError) as error:
         print(f"asynchzp inspect: {options.file}: {error}", file=sys.stderr)
         return 2

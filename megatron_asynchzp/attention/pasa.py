@@ -5,7 +5,6 @@ and triton with them, are loaded where a GPU (or triton's interpreter) can run t
 mode is the reference.
 """
 
-import importlib.util
 import os
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from megatron_asynchzp.attention.key_shift import (
     zero_unused,
 )
 from megatron_asynchzp.attention.shifting import BLOCK_SIZE
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError, require
 
 MODES = ("delegate", "block")
 
@@ -96,8 +95,7 @@ def _can_fuse(call: AttentionCall) -> bool:
         return has_kernel and os.environ.get("TRITON_INTERPRET") == "1"
     if call.mask.allowed is not None:
         raise ConfigurationError("block mode has no arbitrary masks; use mode delegate")
-    if importlib.util.find_spec("triton") is None:
-        raise ConfigurationError("block mode needs triton on a GPU; install it (extra: triton)")
+    require("triton", "--pasa-mode block on a GPU")
     return has_kernel
 
 

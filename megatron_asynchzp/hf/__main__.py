@@ -5,14 +5,13 @@ torchrun; knows nothing of what is converted.
 """
 
 import argparse
-import importlib.util
 import logging
 import sys
 import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError, require
 from megatron_asynchzp.hf.progress import show_progress
 
 # As argparse exits for a wrong command line, and a shell for SIGINT.
@@ -26,7 +25,8 @@ def main(argv: list[str]) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
-        _require("transformers", "safetensors")
+        for package in ("transformers", "safetensors", "megatron"):
+            require(package, f"asynchzp hf {args.command}")
         args.run(args)
     except ConfigurationError as error:
         _end(str(error), _EXIT_USAGE)
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="asynchzp hf",
         description="Convert models between Megatron checkpoints and Hugging Face directories.",
     )
-    commands = parser.add_subparsers(required=True, metavar="export|import")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="export|import")
     out = commands.add_parser("export", help="Megatron checkpoint -> Hugging Face directory")
     out.add_argument("--load", type=Path, required=True, metavar="DIR", help="Megatron's --save")
     out.add_argument("--ckpt-step", type=int, metavar="N", help="iteration (default: the newest)")
@@ -100,14 +100,6 @@ def _parser() -> argparse.ArgumentParser:
     for command in (out, into):
         command.add_argument("--dtype", choices=("bf16", "fp32"), help="default: as it is stored")
     return parser
-
-
-def _require(*modules: str) -> None:
-    lacking = [name for name in modules if importlib.util.find_spec(name) is None]
-    if lacking:
-        raise ConfigurationError(
-            f"{' and '.join(lacking)} not installed: pip install 'megatron_asynchzp[hf]'"
-        )
 
 
 def _export(args: argparse.Namespace) -> None:

@@ -9,7 +9,6 @@ from copy import copy
 from typing import Any
 
 import torch
-from emerging_optimizers.utils import fp32_matmul_precision
 from megatron.core.optimizer import _get_megatron_optimizer_based_on_param_groups
 from megatron.core.optimizer.emerging_optimizers import (
     _EMERGING_OPTIMIZERS,
@@ -105,6 +104,8 @@ class ShardedMuon(TensorParallelMuon):
 
     def _orthogonalize(self, exchange: "_Exchange") -> None:
         """Work on the matrices of which this rank is the owner, and begin to send them back."""
+        from emerging_optimizers.utils import fp32_matmul_precision
+
         exchange.wait()
         with fp32_matmul_precision(self.fp32_matmul_prec):
             for matrix, whole in exchange.wholes.items():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError, MissingPackage
 from megatron_asynchzp.replacements import Replacements
 from megatron_asynchzp.versions import MEGATRON, Version
 
@@ -105,7 +105,7 @@ def found_version() -> str:
     try:
         info = importlib.import_module("megatron.core.package_info")
     except ImportError as error:
-        raise ConfigurationError(f"megatron-core is not installed; {_REMEDY}") from error
+        raise MissingPackage("megatron", "a Megatron script") from error
     if Version.of(info.__version__) < Version.of(MEGATRON[0]):
         raise ConfigurationError(
             f"megatron-core {info.__version__} was found at {info.__file__}, and this version of "

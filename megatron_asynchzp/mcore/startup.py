@@ -11,6 +11,7 @@ import time
 import torch
 
 from megatron_asynchzp import mcore
+from megatron_asynchzp.errors import MissingPackage
 from megatron_asynchzp.mcore.patch import apply_patches, found_version, mismatch
 from megatron_asynchzp.mcore.patches.table import PATCHES
 from megatron_asynchzp.mcore.process.platform import choose_platform
@@ -48,8 +49,10 @@ def patch_megatron() -> None:
             try:
                 importlib.import_module(module.name)
             except ImportError as error:
+                if missing := MissingPackage.of(error, "a Megatron script"):
+                    raise missing from error
                 if not (error.name or "").startswith("megatron."):
-                    raise  # something that Megatron needs is missing: its message is the better one
+                    raise
                 symbol = ".".join(filter(None, (error.name, error.name_from)))
                 raise mismatch(symbol, "does not exist") from error
     apply_patches(PATCHES)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError, require
 from megatron_asynchzp.mcore.flags import checks
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
 from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE
@@ -115,6 +115,8 @@ def setting_of(command: Sequence[str], cluster: Cluster) -> tuple[Setting, Names
 def run(argv: Sequence[str]) -> int:
     """Plan and print. Raises ConfigurationError, one line, for what cannot be planned."""
     asked, command = parse_args(argv)
+    if asked.picture is not None:
+        require("matplotlib", "--picture")
     cluster = load_cluster(asked.cluster)
     if asked.ranks is not None:
         cluster = cluster.with_ranks(asked.ranks)

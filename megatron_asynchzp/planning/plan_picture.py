@@ -56,13 +56,8 @@ def write_trace(best: Candidate, file: Path) -> None:
 
 
 def draw(outcome: Outcome, space: Space, file: Path) -> None:
-    """Raises ConfigurationError where matplotlib is missing or the file cannot be written."""
-    try:
-        figure = styles.new_figure(7.4)
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"--picture: {error.name} is not installed; install megatron_asynchzp[plots]"
-        ) from error
+    """Raises ConfigurationError where the file cannot be written."""
+    figure = styles.new_figure(7.4)
     best = outcome.best
     assert best is not None
     above, below = figure.subplots(2, 1, height_ratios=(1.15, 1))

@@ -4,9 +4,6 @@
 
 import io
 
-from rich.console import Console
-from rich.table import Table
-
 from megatron_asynchzp.planner.cluster import GIB
 from megatron_asynchzp.planner.search import Candidate, Outcome, Space
 
@@ -26,6 +23,9 @@ def setting(space: Space, outcome: Outcome) -> str:
 
 def plans(outcome: Outcome, space: Space, most: int) -> str:
     """The best `most`, the chosen one marked, then the best of each plainer scheme."""
+    from rich.console import Console
+    from rich.table import Table
+
     grid = Table(box=None, pad_edge=False)
     columns = ["", "P, G, O", "micro-batch", "recompute", "depth"]
     columns += [name.upper() for name in space.vary]

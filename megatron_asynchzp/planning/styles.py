@@ -4,6 +4,8 @@
 
 from typing import Any
 
+from megatron_asynchzp.errors import require
+
 # Okabe and Ito's colours, which differ for any colour vision; where there are markers, in grey too.
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 PINK, YELLOW, VERMILION = "#CC79A7", "#F0E442", "#B03A00"
@@ -35,7 +37,8 @@ SIZES_MEANING = (
 
 
 def new_figure(height: float, width: float = WIDTH_IN) -> Any:
-    """A matplotlib figure in inches, without a window."""
+    """A matplotlib figure in inches, without a window. Raises MissingPackage."""
+    require("matplotlib", "a picture")
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

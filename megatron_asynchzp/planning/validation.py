@@ -12,7 +12,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError, MissingPackage
 from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE
 
 # What Megatron's own validation raises for a wrong command line; a parser exits, and so does the
@@ -41,6 +41,8 @@ def refusal(script: Path, flags: list[str], ranks: int, ranks_per_node: int) -> 
 
 def _is_of_the_command_line(error: ConfigurationError) -> bool:
     cause = error.__cause__ or error
+    if isinstance(error, MissingPackage):
+        return True
     if isinstance(cause, ConfigurationError):
         from megatron_asynchzp.planning.pretended_world import NotValidated
 

@@ -252,10 +252,6 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigurationError as error:
         print(f"plot_timeline: {error}", file=sys.stderr)
         return 2
-    except ModuleNotFoundError as error:
-        message = f"{error.name} is not installed; install megatron_asynchzp[plots]"
-        print(f"plot_timeline: {message}", file=sys.stderr)
-        return 2
     return 0
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError, require
 
 BYTE_EOD = 256  # the ids below are the bytes themselves
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
@@ -69,6 +69,7 @@ class HuggingFaceEncoder:
     """A tokenizer that transformers can load; a local folder works offline."""
 
     def __init__(self, name_or_path: str):
+        require("transformers", f"--tokenizer {name_or_path}")
         from transformers import AutoTokenizer
 
         try:
@@ -193,12 +194,9 @@ def _read_json_lines(path: Path, column: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, bytes]]:
-    try:
-        from pyarrow import ArrowInvalid, parquet
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"{path}: install megatron_asynchzp[data] for parquet files"
-        ) from error
+    require("pyarrow", str(path))
+    from pyarrow import ArrowInvalid, parquet
+
     try:
         file = parquet.ParquetFile(path)
     except ArrowInvalid as error:
@@ -293,6 +291,7 @@ def with_progress(
     documents: Iterable[tuple[str, bytes]], total_nbytes: int | None
 ) -> Generator[tuple[str, bytes], None, None]:
     """The same documents, with a bar in bytes on standard error while they are consumed."""
+    require("rich", "prepare_data")
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -8,7 +8,6 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_asynchzp.checkpoint_files.other_format import (
@@ -16,7 +15,7 @@ from megatron_asynchzp.checkpoint_files.other_format import (
     all_of_format_torch,
     is_hugging_face,
 )
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError, require
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule, resolve_trace
 from megatron_asynchzp.mcore.flags.moments import take_moment_dtypes
 from megatron_asynchzp.mcore.flags.refusals import refuse_unsupported
@@ -164,11 +163,8 @@ def refuse_useless_saves(args: Namespace) -> None:
     if args.async_save and not args.save:
         raise ConfigurationError("--async-save without --save saves nothing; add --save FOLDER")
     uses_nvrx = args.use_persistent_ckpt_worker and args.async_strategy == "nvrx"
-    if args.async_save and uses_nvrx and find_spec("nvidia_resiliency_ext") is None:
-        raise ConfigurationError(
-            "--async-save: its writer is not installed; install nvidia-resiliency-ext, or add "
-            "--async-strategy mcore"
-        )
+    if args.async_save and uses_nvrx:
+        require("nvidia_resiliency_ext", "--async-save without --async-strategy mcore")
 
 
 def _refuse_useless_local(args: Namespace) -> None:
@@ -193,11 +189,7 @@ def _refuse_useless_local(args: Namespace) -> None:
         raise ConfigurationError(
             f"{flag} has not been tested with --async-save; leave one of them out"
         )
-    if find_spec("nvidia_resiliency_ext") is None:
-        raise ConfigurationError(
-            f"{flag}: what writes and copies local checkpoints is not installed; pip install "
-            '"nvidia-resiliency-ext>=0.6"'
-        )
+    require("nvidia_resiliency_ext", flag)
 
 
 def refuse_unwritable_folders(args: Namespace) -> None:
@@ -253,14 +245,14 @@ def refuse_missing_muon(args: Namespace) -> None:
     """Raise ConfigurationError for Muon without the package that holds its arithmetic."""
     if args.optimizer not in ("muon", "dist_muon"):
         return
-    if find_spec("emerging_optimizers") is None:
-        raise ConfigurationError(
-            "--optimizer muon: Megatron takes its Newton-Schulz iteration from a package that is "
-            "not installed; pip install emerging-optimizers"
-        )
+    require("emerging_optimizers", f"--optimizer {args.optimizer}")
     from megatron.core.optimizer.emerging_optimizers import get_supported_coefficient_types
 
-    known = get_supported_coefficient_types()
+    try:
+        known = get_supported_coefficient_types()
+    except AssertionError as error:  # there, but not the one that Megatron imports from
+        remedy = 'pip install --upgrade "megatron_asynchzp[muon]"'
+        raise ConfigurationError(f"--optimizer {args.optimizer}: {error}; {remedy}") from error
     if args.muon_coefficient_type not in known:
         raise ConfigurationError(
             f"--muon-coefficient-type {args.muon_coefficient_type} is not known to the "
