@@ -7,10 +7,12 @@ torchrun; knows nothing of what is converted.
 import argparse
 import logging
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_asynchzp.checkpoint_files.errors import one_line
 from megatron_asynchzp.errors import ConfigurationError, require
 from megatron_asynchzp.hf.progress import show_progress
 
@@ -23,7 +25,8 @@ def main(argv: list[str]) -> None:
     args = _parser().parse_args(argv)
     # Megatron and torch warn of every kernel that is not installed; none of them is used here.
     warnings.filterwarnings("ignore")
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    for name in ("torch.utils.cpp_extension", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         for package in ("transformers", "safetensors", "megatron"):
             require(package, f"asynchzp hf {args.command}")
@@ -32,6 +35,10 @@ def main(argv: list[str]) -> None:
         _end(str(error), _EXIT_USAGE)
     except OSError as error:
         _end(str(error), _EXIT_FAILURE)
+    except Exception as error:  # what other people's files make of us
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{place.filename}, line {place.lineno}"
+        _end(f"{args.load}: {type(error).__name__}: {one_line(error)} ({where})", _EXIT_FAILURE)
     except KeyboardInterrupt:
         _end("interrupted, nothing was written", _EXIT_INTERRUPTED)
 

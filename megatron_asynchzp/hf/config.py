@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from megatron_asynchzp.checkpoint_files.errors import one_line
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.hf.safetensors_folder import read_json
 from megatron_asynchzp.hf.shape import LLAMA3_SCALING, WITH_EXPERTS, Experts, Family, ModelShape
 
 _ARCHITECTURES = {
@@ -152,16 +154,27 @@ def read_config(folder: Path, vocab_multiple: int) -> ModelShape:
     vocab_multiple: the embedding is padded to a multiple of this many rows in Megatron.
     Raises ConfigurationError for what Megatron does not compute, naming the entry.
     """
-    from transformers import AutoConfig
-
     _refuse_older_transformers()
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigurationError(f"{folder} has no config.json, so it is not a Hugging Face model")
+    entries = read_json(path)
     try:
-        family = json.loads(path.read_text()).get("model_type")
-    except (ValueError, AttributeError) as error:
-        raise ConfigurationError(f"{path} is not a model's configuration: {error}") from error
+        return _read_shape(folder, entries, vocab_multiple)
+    except ConfigurationError:
+        raise
+    except Exception as error:  # transformers and we assume much of what the entries are
+        raise ConfigurationError(
+            f"{path} is not a model's configuration: {type(error).__name__}: {one_line(error)}"
+        ) from error
+
+
+def _read_shape(folder: Path, entries: dict[str, Any], vocab_multiple: int) -> ModelShape:
+    from transformers import AutoConfig
+
+    family = entries.get("model_type")
+    if entries.get("quantization_config") is not None:
+        raise ConfigurationError("quantization_config does not map: quantised models are refused")
     if family not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
         raise ConfigurationError(f"model_type = {family} does not map (only {known} do)")

@@ -3,7 +3,8 @@
 """Owns the way from a Hugging Face directory to a Megatron checkpoint."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from megatron_asynchzp.hf.torch_dist import TensorToWrite, write_checkpoint
 
 # Tensors that older directories hold, and that a model computes itself.
 _COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = {"model.": "model.embed_tokens.weight", "transformer.": "transformer.wte.weight"}
 
 
 def import_model(
@@ -49,7 +52,7 @@ def import_model(
     refuse_occupied(save)
     shape = read_config(load, vocab_multiple)
     reader = FolderReader(load)
-    prefix = _match_names(reader, shape, is_cast=dtype is not None)
+    shape, stored = _match_names(reader, shape, is_cast=dtype is not None)
     keys = [
         (key, rule) for rule in rules_of(shape) for key in (rule.key, rule.twin) if key is not None
     ]
@@ -58,7 +61,7 @@ def import_model(
 
     def make(rule: TensorRule, place: tuple[int, ...]) -> Tensor:
         next(ticks, None)
-        parts = tuple(reader.read(prefix(name)) for name in rule.names_of(place))
+        parts = tuple(reader.read(stored[name]) for name in rule.names_of(place))
         whole = rule.to_megatron(parts, shape)
         return whole.to(dtype or whole.dtype)
 
@@ -67,7 +70,7 @@ def import_model(
             key,
             rule.megatron_size(shape),
             # _match_names has refused a directory with other dtypes.
-            dtype or reader.info(prefix(rule.names_of((0, 0))[0])).dtype,  # pyright: ignore[reportArgumentType]
+            dtype or reader.info(stored[rule.names_of((0, 0))[0]]).dtype,  # pyright: ignore[reportArgumentType]
             rule.stack(shape),
             partial(make, rule),
         )
@@ -83,31 +86,41 @@ def import_model(
     return shape
 
 
-def _match_names(reader: FolderReader, shape: ModelShape, is_cast: bool) -> Callable[[str], str]:
-    """The function from a rule's name to the directory's. Raises ConfigurationError, one line,
-    unless the directory's tensors are exactly those of the rules, in their sizes and of one dtype
-    (of any where they will be cast)."""
-    # GPT-2's first directories hold the model without the head that transformers puts around it.
-    is_bare = shape.family == "gpt2" and not any(n.startswith("transformer.") for n in reader.names)
+def _match_names(
+    reader: FolderReader, shape: ModelShape, is_cast: bool
+) -> tuple[ModelShape, dict[str, str]]:
+    """The shape, untied where the directory has a head of its own, and for each tensor of the rules
+    its name in the directory. Raises ConfigurationError, one line, unless the directory's tensors
+    are exactly those of the rules, in their sizes and of one dtype (of any where they will be
+    cast).
 
-    def prefix(name: str) -> str:
-        return name.removeprefix("transformer.") if is_bare else name
-
-    wanted = {
-        prefix(name): size
-        for rule in rules_of(shape)
-        for place in rule.places(shape)
-        for name, size in zip(rule.names_of(place), rule.hf_sizes(shape), strict=True)
-    }
-    there = {name for name in reader.names if not name.endswith(_COMPUTED)}
-    if shape.is_tied:
-        there.discard("lm_head.weight")  # a copy of the embedding
-    missing, foreign = sorted(set(wanted) - reader.names), sorted(there - set(wanted))
-    if missing or foreign:
+    As in transformers, names may lack the outer module, or have it where it does not belong.
+    """
+    outer = "transformer." if shape.family == "gpt2" else "model."
+    wanted = _wanted(shape)
+    known = {*wanted, _HEAD}
+    stored: dict[str, str] = {}
+    foreign = []
+    for name in sorted(reader.names):
+        if name.endswith(_COMPUTED):
+            continue
+        there = [one for one in (name, name.removeprefix(outer), outer + name) if one in known]
+        if not there:
+            foreign.append(name)
+        elif (other := stored.setdefault(there[0], name)) != name:
+            raise ConfigurationError(f"the directory has {there[0]} twice: {other} and {name}")
+    if shape.is_tied and _HEAD in stored:
+        embedding = _EMBEDDINGS[outer]
+        if embedding not in stored:
+            stored[embedding] = stored[_HEAD]
+        elif not _are_equal(*(reader.read(stored[one]) for one in (embedding, _HEAD))):
+            shape = replace(shape, is_tied=False)
+            wanted = _wanted(shape)
+    if (missing := sorted(set(wanted) - set(stored))) or foreign:
         raise ConfigurationError(describe_difference("the directory", shape, missing, foreign))
     dtypes = set()
     for name, size in wanted.items():
-        info = reader.info(name)
+        info = reader.info(stored[name])
         if info.size != size:
             raise ConfigurationError(
                 f"{name} has size {list(info.size)}, but by config.json it has {list(size)}"
@@ -120,7 +133,23 @@ def _match_names(reader: FolderReader, shape: ModelShape, is_cast: bool) -> Call
     if len(dtypes) > 1 and not is_cast:
         found = ", ".join(sorted(map(str, dtypes)))
         raise ConfigurationError(f"the directory mixes {found}; choose one with --dtype")
-    return prefix
+    return shape, stored
+
+
+def _wanted(shape: ModelShape) -> dict[str, torch.Size]:
+    return {
+        name: size
+        for rule in rules_of(shape)
+        for place in rule.places(shape)
+        for name, size in zip(rule.names_of(place), rule.hf_sizes(shape), strict=True)
+    }
+
+
+def _are_equal(embedding: Tensor, head: Tensor) -> bool:
+    """Whether transformers would tie them."""
+    if embedding.dtype != head.dtype:
+        embedding, head = embedding.float(), head.float()
+    return torch.equal(embedding, head)
 
 
 def _objects(shape: ModelShape) -> Iterator[tuple[str, Any]]:

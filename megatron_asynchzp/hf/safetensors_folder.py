@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the weight files of a Hugging Face directory: which file holds a tensor, and how large files
-get.
+"""Owns the files of a Hugging Face directory: which of them transformers would read, which one
+holds a tensor, and how large they get.
 """
 
 import json
@@ -12,11 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_asynchzp.checkpoint_files.errors import one_line
 from megatron_asynchzp.errors import ConfigurationError
 
 MAX_FILE_NBYTES = 5 * 10**9
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_ADAPTERS = "adapter_config.json"
+_LFS = b"version https://git-lfs"
+# Of files that hold weights, in directories that have none of ours.
+_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors", ".h5", ".msgpack")
 
 
 class TensorInfo(NamedTuple):
@@ -28,21 +33,82 @@ class TensorInfo(NamedTuple):
         return self.size.numel() * (self.dtype.itemsize if self.dtype else 0)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of JSON. Raises ConfigurationError, one line, where there is none."""
+    _refuse_pointer(path)
+    try:
+        entries = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(
+            f"{path} is not JSON ({one_line(error)}); download or copy it again"
+        ) from error
+    if not isinstance(entries, dict):
+        raise ConfigurationError(f"{path} is not an object of JSON; download or copy it again")
+    return entries
+
+
+def _refuse_pointer(path: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(len(_LFS)) == _LFS:
+            raise ConfigurationError(
+                f"{path} is a pointer of git-lfs, not the file: run git lfs pull in its directory"
+            )
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """The files that transformers reads, in its order."""
+    if (folder / _ADAPTERS).is_file():
+        raise ConfigurationError(
+            f"{folder} holds adapters ({_ADAPTERS}): merge them into their base with peft's "
+            "merge_and_unload() and import what save_pretrained() writes of that"
+        )
+    config = folder / "config.json"
+    named = read_json(config).get("transformers_weights") if config.is_file() else None
+    first = named or next((one for one in (_ONE_FILE, _INDEX) if (folder / one).is_file()), None)
+    if first is None:
+        raise ConfigurationError(
+            f"{folder} has neither {_ONE_FILE} nor {_INDEX}{_what_is_there(folder)}"
+        )
+    if not (folder / first).is_file():
+        raise ConfigurationError(f"{folder} has no {first}, which its config.json names")
+    if not first.endswith(".json"):
+        return [first]
+    files = read_json(folder / first).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ConfigurationError(
+            f"{folder / first} has no weight_map from tensors to files; download or copy it again"
+        )
+    return sorted(set(files.values()))
+
+
+def _what_is_there(folder: Path) -> str:
+    for one in (_ONE_FILE, _INDEX):
+        if (folder / one).is_symlink():
+            return f": {one} is a link to a file that is not there; download it again"
+    found = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in _WEIGHTS)
+    if not found:
+        return ", and so no weights; download them"
+    return (
+        f", but {found[0]}; where transformers loads that, import what its save_pretrained() writes"
+        " of it, else give it one of these names"
+    )
+
+
 class FolderReader:
-    """Tensors of one directory, read one at a time."""
+    """Tensors of one directory, read one at a time: those that transformers would read.
+
+    Raises ConfigurationError, one line with the file, for what is not whole.
+    """
 
     def __init__(self, folder: Path):
-        if (folder / _INDEX).is_file():
-            files = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
-        elif (folder / _ONE_FILE).is_file():
-            files = [_ONE_FILE]
-        else:
-            raise ConfigurationError(f"{folder} has neither {_ONE_FILE} nor {_INDEX}")
         self._file_of: dict[str, Path] = {}
         self._infos: dict[str, TensorInfo] = {}
-        for name in files:
+        for name in _weight_files(folder):
             if not (folder / name).is_file():
-                raise ConfigurationError(f"{folder} has no {name}, which its index names")
+                raise ConfigurationError(
+                    f"{folder} has no {name}, which its index names; download or copy it again"
+                )
+            _refuse_pointer(folder / name)
             self._read_header(folder / name)
 
     def _read_header(self, file: Path) -> None:
@@ -68,9 +134,15 @@ class FolderReader:
 
 
 def _opened(file: Path) -> Any:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    return safe_open(file, framework="pt")
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{file}, of {file.stat().st_size} bytes, is not a whole safetensors file "
+            f"({one_line(error)}); download or copy it again"
+        ) from error
 
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
