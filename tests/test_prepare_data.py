@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text becomes an indexed dataset that reads back as it was, or nothing at all."""
 
+import gzip
 import json
 import os
 import runpy
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed import ranks
 from scripts.train import prepare_data
+from scripts.train.documents import read_documents
 from scripts.train.prepare_data import BYTE_EOD, ByteEncoder, HuggingFaceEncoder, write_dataset
 
 SCRIPT = Path(prepare_data.__file__)
@@ -138,6 +140,104 @@ def test_a_broken_row_is_named_in_one_line(tmp_path, name, content, words, capsy
     arguments = [str(tmp_path / name), "--output-prefix", str(tmp_path / "corpus")]
     assert prepare_data.main(arguments) == 2
     assert words in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+ROWS = [{"number": i, "text": text} for i, text in enumerate(TEXTS)]
+LINES = "\n".join(map(json.dumps, ROWS)).encode()
+LIST, SPREAD = json.dumps(ROWS).encode(), json.dumps(ROWS, indent=1).encode()
+MARK = "\ufeff".encode()
+AS_ROWS = {
+    "a.jsonl": LINES,
+    "a.JSONL": LINES,
+    "a.ndjson": LINES,
+    "lines.json": LINES,
+    "lines.JSON": b"\n" + LINES + b"\n\n",
+    "list.json": LIST,
+    "spread.json": SPREAD,
+    "mark.jsonl": MARK + LINES,
+    "mark.json": MARK + SPREAD,
+    "windows.jsonl": LINES.replace(b"\n", b"\r\n") + b"\r\n",
+    "packed.jsonl.gz": gzip.compress(LINES),
+    "packed.JSON.GZ": gzip.compress(SPREAD),
+    "twice.ndjson.gz": gzip.compress(LINES[:40]) + gzip.compress(LINES[40:]),
+    "lines of no known name": LINES,
+    "list.data": LIST,
+    "spread.data": SPREAD,
+    "packed.data": gzip.compress(LINES),
+}
+
+
+@pytest.mark.parametrize("name", AS_ROWS)
+def test_rows_are_found_whatever_the_file_is_called(tmp_path, name):
+    (tmp_path / name).write_bytes(AS_ROWS[name])
+    found = [document.decode() for _, document in read_documents([tmp_path / name], None)]
+    assert found == [text for text in TEXTS if text]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.TXT", "a.md", "a.log", "README", "a.txt.gz", "a.gz"])
+@pytest.mark.parametrize("text", ["größer\r\n\n大", "[Verse]\nand so on", "{\\rtf1 text}", "1"])
+def test_text_is_one_document_whatever_the_file_is_called(tmp_path, name, text):
+    packed = gzip.compress if name.endswith(".gz") else bytes
+    for content in (text.encode(), MARK + text.encode()):
+        (tmp_path / name).write_bytes(packed(content))
+        ((_, found),) = read_documents([tmp_path / name], None)
+        assert found.decode() == text
+
+
+def test_a_folder_is_searched_for_every_name_that_is_known(tmp_path, capsys):
+    for name in ("a.JSONL", "b.ndjson", "c.json.gz", "d.Txt"):
+        content = b"text" if name == "d.Txt" else b'{"text": "text"}'
+        packed = gzip.compress(content) if name.endswith(".gz") else content
+        (tmp_path / name).write_bytes(packed)
+    (tmp_path / "e.png").write_bytes(b"\x89PNG")
+    prefix = tmp_path / "out" / "corpus"
+    assert prepare_data.main([str(tmp_path), "--output-prefix", str(prefix)]) == 0
+    assert read_back(prefix) == [[*b"text", BYTE_EOD]] * 4
+    more = ["--suffix", "JSONL", "--output-prefix", str(prefix)]
+    assert prepare_data.main([str(tmp_path), *more]) == 0
+    assert len(read_back(prefix)) == 1
+
+
+HALF = b'{"text": "half \\ud83d"}'
+REFUSED = {
+    "half.jsonl": (b'{"text": "a"}\n' + HALF, "half.jsonl, line 2 has half a character"),
+    "half.json": (b"[" + HALF + b"]", "half.json, entry 1 has half a character"),
+    "other.jsonl": (b'{"text": "a"}\n\n{"body": "b"}', "line 3 has no text under 'text'"),
+    "list.jsonl": (SPREAD, "list.jsonl, line 1 is not JSON"),
+    "spread.jsonl": (json.dumps(ROWS[0], indent=1).encode(), "line 1 is not JSON"),
+    "cut.json": (SPREAD[:-9], "cut.json is not JSON"),
+    "wrapped.json": (b'{"rows": []}', "wrapped.json has no text under 'text'"),
+    "numbers.json": (b"[1, 2]", "entry 1 has no text"),
+    "wide.jsonl": (LINES.decode().encode("utf-16"), "in UTF-16.*UTF-8"),
+    "wide.txt": ("text".encode("utf-16"), "in UTF-16.*UTF-8"),
+    "wide.log": ("text".encode("utf-16-le"), "zero bytes.*UTF-8"),
+    "a.txt.zst": (b"\x28\xb5\x2f\xfd rest", "is zstd, not text; unpack"),
+    "a.jsonl": (gzip.compress(LINES), "is compressed with gzip, which its name denies"),
+    "a.jsonl.gz": (LINES, "is not compressed with gzip"),
+    "cut.txt.gz": (gzip.compress(os.urandom(999))[:500], "cannot read .*cut.txt.gz"),
+    "bad.txt.gz": (gzip.compress(b"text" * 99)[:-8] + b"\0" * 8, "cannot read .*CRC"),
+    "a.zip": (b"PK\x03\x04 rest", "is zip, not text"),
+    "a.txt.bz2": (b"BZh91AY", "is bzip2"),
+    "a.tar.gz": (gzip.compress(b"name" + bytes(253) + b"ustar" + bytes(99)), "holds tar"),
+    "a.csv": (b"text\na\n", "is a table; make lines of JSON"),
+    "a.parquet": (b"version https://git-lfs.github.com", "pointer of git-lfs"),
+    "model.bin": (bytes(99), "zero bytes"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_text_is_refused_in_one_line(tmp_path, name, capsys):
+    content, line = REFUSED[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigurationError, match=line) as refusal:
+        list(read_documents([tmp_path / name], None))
+    assert "\n" not in str(refusal.value) and name in str(refusal.value)
+
+
+def test_rows_of_parquet_are_found_under_another_name(tmp_path):
+    os.rename(write_rows(tmp_path, ".parquet", TEXTS), tmp_path / "rows.jsonl")
+    found = [document.decode() for _, document in read_documents([tmp_path / "rows.jsonl"], None)]
+    assert found == [text for text in TEXTS if text]
 
 
 def test_two_processes_write_the_same_dataset_as_one(tmp_path):

@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns text into Megatron's indexed dataset (PREFIX.bin, PREFIX.idx). A text file is one document,
-each line of a .jsonl file and each row of a .parquet file is one; each is closed by the
-end-of-document token. Without inputs it takes the sources of Python's own standard library: real
-text that is on every machine.
+"""Turns text into Megatron's indexed dataset (PREFIX.bin, PREFIX.idx). A text file is one document;
+each line of a .jsonl or .ndjson file, each entry of a list in a .json file and each row of a
+.parquet file is one; each is closed by the end-of-document token. Files may be compressed with gzip
+(.gz). Files of other names are looked into. Without inputs it takes the sources of Python's own
+standard library: real text that is on every machine.
 """
 
 import argparse
 import contextlib
-import json
 import logging
 import multiprocessing
 import os
@@ -26,9 +26,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from megatron_asynchzp.errors import ConfigurationError, require
+from scripts.train.documents import PLAIN, TEXT_SUFFIXES, read_documents
 
 BYTE_EOD = 256  # the ids below are the bytes themselves
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
 # Training, validation, test in thousandths: Megatron's own --split, and what few documents need.
 _SPLITS = ((969, 30, 1), (969, 31, 0), (1000, 0, 0))
 _BATCH = 64  # documents that a worker gets at once
@@ -132,7 +132,9 @@ def list_files(inputs: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
     files: list[Path] = []
     for path in inputs:
         if path.is_dir():
-            inside = [p for p in path.rglob("*") if p.suffix in suffixes and p.is_file()]
+            inside = [
+                p for p in path.rglob("*") if p.name.lower().endswith(suffixes) and p.is_file()
+            ]
             if not inside:
                 raise ConfigurationError(f"no {' '.join(suffixes)} file in folder {path}")
             files += sorted(inside)
@@ -141,78 +143,6 @@ def list_files(inputs: list[Path], suffixes: tuple[str, ...]) -> list[Path]:
         else:
             raise ConfigurationError(f"input does not exist: {path}")
     return files
-
-
-def read_documents(
-    files: Iterable[Path], max_bytes: int | None, column: str = "text"
-) -> Iterator[tuple[str, bytes]]:
-    """(name, bytes) of each document that is not empty, `max_bytes` in all.
-
-    column: where the text is in a line of JSON, or in a parquet file.
-    """
-    left = max_bytes
-    for path in files:
-        try:
-            for name, whole in _read_file(path, column, left):
-                document = whole[:left]
-                if document:
-                    yield name, document
-                if left is not None:
-                    left -= len(document)
-                    if left <= 0:
-                        return
-        except OSError as error:
-            raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _read_file(path: Path, column: str, limit: int | None) -> Iterator[tuple[str, bytes]]:
-    if path.suffix == ".jsonl":
-        yield from _read_json_lines(path, column)
-    elif path.suffix == ".parquet":
-        yield from _read_parquet(path, column)
-    else:
-        with path.open("rb") as file:
-            yield str(path), file.read(-1 if limit is None else limit)
-
-
-def _read_json_lines(path: Path, column: str) -> Iterator[tuple[str, bytes]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            name = f"{path}, line {number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ConfigurationError(f"{name} is not JSON: {error}") from error
-            text = row.get(column) if isinstance(row, dict) else None
-            if not isinstance(text, str):
-                raise ConfigurationError(
-                    f"{name} has no text under {column!r}; --column names another field"
-                )
-            yield name, text.encode()
-
-
-def _read_parquet(path: Path, column: str) -> Iterator[tuple[str, bytes]]:
-    require("pyarrow", str(path))
-    from pyarrow import ArrowInvalid, parquet
-
-    try:
-        file = parquet.ParquetFile(path)
-    except ArrowInvalid as error:
-        raise ConfigurationError(f"{path} is not a parquet file") from error
-    with file:
-        names = file.schema_arrow.names
-        if column not in names:
-            raise ConfigurationError(
-                f"{path} has no column {column!r}; --column names one of {', '.join(names)}"
-            )
-        rows = (row for batch in file.iter_batches(columns=[column]) for row in batch[0])
-        for number, row in enumerate(rows, 1):
-            text, name = row.as_py(), f"{path}, row {number}"
-            if not isinstance(text, str | None):
-                raise ConfigurationError(f"{name} is not text; --column names another column")
-            yield name, (text or "").encode()
 
 
 def encode_all(
@@ -315,7 +245,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         prog="python -m scripts.train.prepare_data", description=__doc__
     )
     parser.add_argument(
-        "inputs", nargs="*", type=Path, help="files of text, .jsonl or .parquet, and folders"
+        "inputs", nargs="*", type=Path, help="files of text, JSON or .parquet, and folders"
     )
     parser.add_argument("--output-prefix", type=Path, required=True, metavar="PREFIX")
     parser.add_argument(
@@ -346,12 +276,12 @@ def prepare(args: argparse.Namespace) -> str:
     """Do what the command line asks; returns what to print."""
     if not args.output_prefix.name:
         raise ConfigurationError(f"--output-prefix must end in a name: {args.output_prefix}")
-    suffixes = tuple(s if s.startswith(".") else f".{s}" for s in args.suffix or TEXT_SUFFIXES)
+    suffixes = tuple(f".{s.lower().removeprefix('.')}" for s in args.suffix or TEXT_SUFFIXES)
     files = list_files(args.inputs, suffixes) if args.inputs else standard_library()
     encoder = ByteEncoder() if args.tokenizer == "bytes" else HuggingFaceEncoder(args.tokenizer)
     total = sum(path.stat().st_size for path in files)
     documents = read_documents(files, args.max_bytes, args.column)
-    is_text = all(path.suffix not in (".jsonl", ".parquet") for path in files)
+    is_text = all(path.name.lower().endswith(PLAIN) for path in files)
     shown = with_progress(documents, min(total, args.max_bytes or total) if is_text else None)
     with contextlib.closing(shown):
         summary = write_dataset(shown, encoder, args.output_prefix, args.workers)
