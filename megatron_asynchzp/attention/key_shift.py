@@ -110,9 +110,10 @@ class ShiftedValues(NamedTuple):
         """The output for v itself. served: queries that attend anything (None: all of them)."""
         repeats = output_BHSE.shape[1] // self.shift_BG1E.shape[1]
         shift_BHSE = self.shift_BG1E.repeat_interleave(repeats, 1)
-        if served_BS is not None:
-            shift_BHSE = shift_BHSE * served_BS[:, None, :, None]
-        return output_BHSE + shift_BHSE
+        if served_BS is None:
+            return output_BHSE + shift_BHSE
+        served = served_BS[:, None, :, None].to(output_BHSE.dtype)
+        return torch.addcmul(output_BHSE, shift_BHSE, served)
 
 
 def shift_values(v_BGTE: torch.Tensor, used_BT: torch.Tensor | None = None) -> ShiftedValues:

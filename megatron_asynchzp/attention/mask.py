@@ -124,10 +124,14 @@ class AttentionMask:
 
     @property
     def may_leave_queries_out(self) -> bool:
-        """Whether some queries may attend nothing at all."""
+        """Whether some queries may attend nothing at all. True for all packed sequences, whose
+        lengths may lie on a device and are not waited for: served_queries_BS tells which."""
+        if self.packed is not None or self.has_unused_keys:
+            return True
+        right = self.left_and_right[1]
         chunks = self.chunks or ((self.num_queries, self.num_keys),)
-        is_longer = any(queries > keys for queries, keys in chunks)
-        return is_longer or self.has_unused_keys or self.window is not None
+        # The diagonal of query 0 ends at key (keys - queries), and it sees `right` further.
+        return any(not keys or 0 <= right < queries - keys for queries, keys in chunks)
 
     def key_ranges(self, device: torch.device | str = "cpu") -> KeyRanges:
         """The mask as ranges. Raises ValueError where `allowed` is given, which need not be one."""
@@ -135,8 +139,11 @@ class AttentionMask:
             raise ValueError("an arbitrary mask is not one range of keys per query")
         rows = torch.arange(self.num_queries, device=device)
         if self.packed is not None:
-            (start_q, len_q), (start_k, len_k) = self.packed.of_queries(), self.packed.of_keys()
-            owner = torch.searchsorted(start_q.to(device), rows, right=True) - 1
+            (start_q, len_q), (start_k, len_k) = (
+                [x.to(device) for x in pair]
+                for pair in (self.packed.of_queries(), self.packed.of_keys())
+            )
+            owner = torch.searchsorted(start_q, rows, right=True) - 1
             row = rows - start_q[owner]
             first, keys = start_k[owner], len_k[owner]
             is_real = row < len_q[owner]

@@ -32,6 +32,8 @@ class NpuFusion:
             return "it runs on Ascend NPUs only"
         if call.mask.packed is not None and call.mask.packed.has_padding:
             return "its TND layout has no padding between packed sequences"
+        if call.mask.packed is not None and not call.mask.served_queries_BS("cpu").all():
+            return "its TND layout has no queries that attend nothing"
         if call.q_BHSD.shape[-1] != call.v_BGTE.shape[-1]:
             return "it is called with equally many channels in q, k and v only"
         if importlib.util.find_spec("torch_npu") is None:
@@ -62,9 +64,10 @@ def fusion_options(call: AttentionCall) -> dict:
         "inner_precise": _INNER_PRECISE,
         **_mask_options(mask, call.device),
     }
-    if mask.may_leave_queries_out:
-        options["inner_precise"] = _INNER_PRECISE_EMPTY_ROWS
-    if mask.packed is not None:  # ends of the sequences, without the leading zero
+    if mask.packed is None:
+        if mask.may_leave_queries_out:
+            options["inner_precise"] = _INNER_PRECISE_EMPTY_ROWS
+    else:  # ends of the sequences, without the leading zero
         options["actual_seq_qlen"] = mask.packed.cu_seqlens_q[1:].tolist()
         options["actual_seq_kvlen"] = mask.packed.cu_seqlens_k[1:].tolist()
     return options

@@ -173,6 +173,8 @@ class TransformerEngine:
             return "it computes fp16 and bf16 on CUDA devices only"
         if mask.packed is not None or mask.has_unused_keys or mask.window is not None:
             return "it is called for full and causal masks only"
+        if mask.may_leave_queries_out:
+            return "it is not called where a query attends nothing"
         if importlib.util.find_spec("transformer_engine") is None:
             return "it is not installed"
         return None

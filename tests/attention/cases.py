@@ -44,6 +44,12 @@ def masks(queries: int = 70, keys: int = 90) -> dict[str, AttentionMask]:
         "causal window": AttentionMask(keys, keys, is_causal=True, window=(20, -1)),
         "packed": AttentionMask(keys, keys, packed=packed),
         "packed causal": AttentionMask(keys, keys, is_causal=True, packed=packed),
+        "packed causal, more queries": AttentionMask(
+            keys,
+            keys,
+            is_causal=True,
+            packed=PackedSequences(cumulative(second, first), cumulative(first, second)),
+        ),
         "packed, padded": AttentionMask(keys, keys, is_causal=True, packed=padded),
         "padding": AttentionMask(queries, keys, key_lengths_B=torch.tensor([keys // 2])),
         "chunks": AttentionMask(

@@ -214,7 +214,7 @@ NPU_CASES = {
     ),
     "band": (
         AttentionMask(8, 8, window=(2, 1)),
-        {"sparse_mode": 4, "pre_tockens": 2, "next_tockens": 1, "inner_precise": 2},
+        {"sparse_mode": 4, "pre_tockens": 2, "next_tockens": 1, "inner_precise": 0},
     ),
     "causal window": (
         AttentionMask(8, 8, is_causal=True, window=(2, -1)),
@@ -249,6 +249,21 @@ def test_ascends_operator_is_called_by_its_contract(monkeypatch, name):
     true = exact_forward(*inputs[:3], AttentionMask(8, mask.num_keys), 1.0).output_BHSE
     assert torch.allclose(output[:, :, served], true[:, :, served])
     assert not output[:, :, ~served].any()
+
+
+def test_ascend_is_handed_no_packed_queries_that_attend_nothing(monkeypatch):
+    def on_ascend(is_causal: bool, *keys: int) -> AttentionCall:
+        packed = PackedSequences(cumulative(3, 5), cumulative(*keys))
+        mask = AttentionMask(8, sum(keys), is_causal, packed=packed)
+        return AttentionCall(*normal_inputs(mask)[:3], mask, 1.0)
+
+    monkeypatch.setattr(AttentionCall, "device", SimpleNamespace(type="npu"))
+    monkeypatch.setattr(npu.importlib.util, "find_spec", lambda name: True)
+    reason = npu.NpuFusion().reason_against
+    assert reason(on_ascend(True, 3, 5)) is reason(on_ascend(False, 1, 7)) is None
+    for call in (on_ascend(True, 1, 7), on_ascend(False, 0, 8)):
+        assert "attend nothing" in str(reason(call))
+        assert choose_vendor(call).name == "sdpa"
 
 
 def test_an_arbitrary_mask_reaches_ascend_inverted():

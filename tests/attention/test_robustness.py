@@ -3,6 +3,7 @@
 """Inputs that break the published arithmetic, or any: long and flat, huge, one outlier, garbage
 where nobody may look, nothing to look at."""
 
+from itertools import product
 from math import sqrt
 
 import pytest
@@ -85,6 +86,21 @@ def test_what_a_padded_slot_holds_reaches_nobody(way, name, garbage):
     dirty = with_garbage(clean, mask, garbage)
     for found, true in zip(way(dirty, mask), way(clean, mask), strict=True):
         assert torch.equal(found, true)
+
+
+@pytest.mark.parametrize("block_size", [None, 1, 7, 16])
+def test_a_mean_is_that_of_the_keys_that_are_used(block_size):
+    generator = torch.Generator().manual_seed(1)
+    keys = 3 + torch.rand(2, 2, 40, 4, generator=generator, dtype=torch.float64)
+    used = torch.rand(2, 40, generator=generator) < 0.5
+    shifted = shift_keys(keys, block_size, rule=SnapRule.NONE, used_BT=used)
+    for batch, block in product(range(2), range(shifted.shift_BGJD.shape[2])):
+        here = slice(block * shifted.block_size, (block + 1) * shifted.block_size)
+        taken = keys[batch, :, here][:, used[batch, here]]
+        mean = taken.mean(1) if taken.shape[1] else torch.zeros(2, 4, dtype=keys.dtype)
+        torch.testing.assert_close(shifted.shift_BGJD[batch, :, block], mean)
+        mean = keys[batch][:, used[batch]].mean(1)
+        torch.testing.assert_close(shifted.mean_BG1D[batch, :, 0], mean)
 
 
 @pytest.mark.parametrize("way", [by_block, by_paper], ids=["block", "paper"])
