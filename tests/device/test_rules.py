@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of CUDA that tests on the emulated device rely on; the sources cite them."""
 
+import ctypes
 import os
 import time
 import warnings
@@ -29,8 +30,12 @@ def copies() -> list[float]:
     seen += [back[0].item(), from_pageable[0].item()]
     seen.append(from_pinned.cpu()[0].item())  # waits by itself
     from_pinned.fill_(3)  # late
-    pageable.copy_(from_pinned, non_blocking=True)
-    seen.append(pageable[0].item())  # has waited all the same
+    # The call itself: torch waits for a copy to pageable memory in any case.
+    stream = torch.cuda.current_stream().cuda_stream
+    words = (pageable.data_ptr(), from_pinned.data_ptr(), pageable.nbytes, 2, stream)
+    assert ctypes.CDLL(None).cudaMemcpyAsync(*map(ctypes.c_void_p, words)) == 0
+    seen.append(pageable[0].item())  # complete when it has returned
+    torch.cuda.synchronize()
     return seen
 
 
