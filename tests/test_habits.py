@@ -782,6 +782,7 @@ for step in range(5):
 """
 
 
+@pytest.mark.slow  # two interpreters
 @pytest.mark.habit("the process ends without `close()`")
 def test_a_run_that_never_closes_what_it_opened_ends_well(tmp_path):
     (tmp_path / "run.py").write_text(WITHOUT_AN_END)

@@ -23,10 +23,13 @@ FOUR = [Case((1, 2, 4)), Case((2, 2, 4), recomputes=True), Case((4, 4, 4), "inli
 
 
 @pytest.mark.parametrize(
-    "laws", [slow_unless(True, EACH_LAW, id="each law"), slow_unless(False, MANY, id="many seeds")]
-)
-@pytest.mark.parametrize(
-    ("world_size", "cases"), [(1, ALONE), (2, PAIR)], ids=["1 rank", "2 ranks"]
+    ("world_size", "cases", "laws"),
+    [
+        slow_unless(True, 2, PAIR, EACH_LAW, id="2 ranks, each law"),
+        slow_unless(False, 1, ALONE, EACH_LAW, id="1 rank, each law"),
+        slow_unless(False, 1, ALONE, MANY, id="1 rank, many seeds"),
+        slow_unless(False, 2, PAIR, MANY, id="2 ranks, many seeds"),
+    ],
 )
 def test_under_every_law_of_delay_the_engine_has_the_bits_of_its_run_on_gloo(
     worlds: DeviceWorlds, world_size: int, cases: list[Case], laws: list[Delays]
@@ -40,13 +43,20 @@ def test_under_every_law_of_delay_the_engine_has_the_bits_of_its_run_on_gloo(
 
 
 @pytest.mark.parametrize(
-    "laws", [slow_unless(True, EACH_LAW, id="each law"), slow_unless(False, MANY, id="many seeds")]
+    ("cases", "laws"),
+    [
+        slow_unless(True, FOUR[:1], [Delays("uniform", 1)], id="three sizes, one law"),
+        slow_unless(False, FOUR, EACH_LAW, id="each law"),
+        slow_unless(False, FOUR, MANY, id="many seeds"),
+    ],
 )
-def test_on_4_ranks_no_delay_changes_a_bit(worlds: DeviceWorlds, laws: list[Delays]):
+def test_on_4_ranks_no_delay_changes_a_bit(
+    worlds: DeviceWorlds, cases: list[Case], laws: list[Delays]
+):
     """gloo adds four addends in another order, so those digits are only close."""
-    close = dict(zip(FOUR, run_ranks(train_engine_each, 4, FOUR)[0]))
-    ranks = worlds.run(train_engine_under, 4, FOUR, [Delays(), *laws], timeout_s=60 * len(laws))
-    first = {run.case: run.seen for run in ranks[0][: len(FOUR)]}
+    close = dict(zip(cases, run_ranks(train_engine_each, 4, cases)[0]))
+    ranks = worlds.run(train_engine_under, 4, cases, [Delays(), *laws], timeout_s=60 * len(laws))
+    first = {run.case: run.seen for run in ranks[0][: len(cases)]}
     for run in ranks[0]:
         assert run.seen == first[run.case], (run.case, str(run.delays))
         for ours, theirs in zip(run.seen, close[run.case]):

@@ -22,7 +22,7 @@ from tests.support.selection import slow_unless
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_ONE = [check.name for check in CHECKS if check.gpus == 1]
-FAST = ["side_stream", "synchronisations"]
+FAST = ["synchronisations"]
 
 
 def run(folder: Path, num_devices: int, names: list[str], *laws: str) -> dict[str, dict]:

@@ -37,7 +37,9 @@ def test_megatrons_fused_gelu_is_the_approximation_that_the_config_names(tmp_pat
     write_config(SHAPES["gelu_new"], tmp_path, torch.float32)
     name = json.loads((tmp_path / "config.json").read_text())["activation_function"]
     x = torch.linspace(-6, 6, 1001)
-    torch.testing.assert_close(bias_gelu(torch.zeros(()), x), ACT2FN[name](x), rtol=0, atol=1e-6)
+    with torch.compiler.set_stance("force_eager"):  # a compiler would take 2 s of a core
+        ours = bias_gelu(torch.zeros(()), x)
+    torch.testing.assert_close(ours, ACT2FN[name](x), rtol=0, atol=1e-6)
 
 
 def test_transformers_4_finds_the_base_of_the_rotary_positions_too(tmp_path):

@@ -21,6 +21,7 @@ from scripts.testbed.ranks import run_ranks
 from tests.support.engine import nested_sizes, shard_groups
 from tests.support.recording_device import RecordingDevice
 from tests.support.scheduler_program import recorded_groups
+from tests.support.selection import slow_unless
 
 SHAPES = [(24, 8), (8, 8), (32, 8), (8, 32), (3, 5), (16, 16)]
 IS_QKV = (True, False, False, False, False, False)
@@ -100,7 +101,7 @@ def check_every_nesting(nesterov: bool) -> None:
             )
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("nesterov", [slow_unless(False, False), slow_unless(True, True)])
 def test_twenty_steps_on_shards_of_every_nesting_are_those_of_muon_on_whole_matrices(nesterov):
     run_ranks(check_every_nesting, 4, nesterov)
 
