@@ -7,31 +7,31 @@ from collections.abc import Sequence
 
 from scripts.report.records import markdown_table, print_table
 
-_HEAD = ["blocks", "sizes", "hardware queues", "launch order", "host waits for each step"]
+_HEAD = ["blocks", "sizes", "hardware queues"]
 
 
 def device_table(lines: Sequence[dict]) -> str:
-    """A row for each setting, a column for each contender, in the order in which they come."""
+    """A row for each model, sizes and number of queues, a column for each contender, in the order
+    in which they come. A cell is what all launch orders and hosts gave, least to most."""
     steps = [line for line in lines if line.get("kind") == "step"]
     contenders = list(dict.fromkeys(line["contender"] for line in steps))
-    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    rows: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for line in steps:
         p, g, o = line["sizes"]
-        setting = (
-            str(line["model"]["blocks"]),
-            f"P{p} G{g} O{o}",
-            str(line["queues"]),
-            "implicit" if line["in_order"] else "none",
-            "yes" if line["synchronizes"] else "no",
-        )
+        setting = str(line["model"]["blocks"]), f"P{p} G{g} O{o}", str(line["queues"])
         # No speed without correctness.
         is_right = line.get("is_right", True)
         cell = f"{line['step_ms'] / line['floor_ms']:.2f}" if is_right else "wrong losses"
-        rows.setdefault(setting, {})[line["contender"]] = cell
+        rows.setdefault(setting, {}).setdefault(line["contender"], []).append(cell)
     cells = [
-        [*setting, *(row.get(name, "") for name in contenders)] for setting, row in rows.items()
+        [*setting, *(_spread(row.get(name, [])) for name in contenders)]
+        for setting, row in rows.items()
     ]
-    return markdown_table([*_HEAD, *contenders], cells, num_left=5)
+    return markdown_table([*_HEAD, *contenders], cells, num_left=3)
+
+
+def _spread(cells: Sequence[str]) -> str:
+    return " to ".join(dict.fromkeys((min(cells), max(cells)))) if cells else ""
 
 
 if __name__ == "__main__":

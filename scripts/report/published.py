@@ -219,7 +219,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "restarts": lambda: recorded("restarts"),
     "weight deltas": lambda: recorded("weight_deltas"),
     "faults library": lambda: fault_table.grid(read_record("faults").lines, "library"),
-    "faults megatron": lambda: fault_table.grid(read_record("faults").lines, "megatron"),
     "faults lines": lambda: fault_table.ends(read_record("faults").lines, "library"),
     "faults megatron lines": lambda: fault_table.ends(read_record("faults").lines, "megatron"),
     "clusters": lambda: cluster_table.table(read_record("clusters").lines),
