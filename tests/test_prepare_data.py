@@ -264,7 +264,7 @@ def test_an_error_in_a_worker_is_one_line_too(tmp_path, capsys):
         # It opens, then fails to read: for root too.
         (lambda folder: ["/proc/self/mem"], "cannot read /proc/self/mem"),
         (lambda folder: write_files(folder, [b"", b""]), "every document is empty"),
-        (lambda folder: [folder], "no .txt .md .rst .py .jsonl .parquet file in folder"),
+        (lambda folder: [folder], "no .txt .md .rst .py .jsonl .ndjson .json "),
         (lambda folder: [*write_files(folder, [b"x"]), "--tokenizer", folder], "cannot load"),
         (lambda folder: 2 * ["--tokenizer", *write_files(folder, [b"x"])], "cannot load"),
     ],

@@ -62,6 +62,8 @@ class Sdpa:
         (start_q, len_q), (start_k, len_k) = (
             [x.tolist() for x in pair] for pair in (packed.of_queries(), packed.of_keys())
         )
+        if not any(nq and nk for nq, nk in zip(len_q, len_k, strict=True)):
+            return self._run_masked(call)  # zeros, with gradients of zeros
         pieces, end = [], 0
         for q0, nq, k0, nk in zip(start_q, len_q, start_k, len_k, strict=True):
             pieces.append(self._zeros(call, q0 - end))

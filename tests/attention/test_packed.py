@@ -7,7 +7,7 @@ from itertools import product
 from math import inf
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_asynchzp.attention.call import AttentionCall
@@ -20,6 +20,8 @@ LENGTHS = st.lists(st.tuples(*[st.integers(0, 6)] * 4), min_size=1, max_size=4).
     lambda drawn: any(real[0] for real in drawn) and any(real[1] for real in drawn)
 )
 WINDOWS = st.none() | st.tuples(st.integers(-1, 4), st.integers(-1, 4))
+
+NOTHING_ATTENDED = AttentionMask(1, 1, packed=PackedSequences(cumulative(0, 1), cumulative(1, 0)))
 
 
 @st.composite
@@ -60,6 +62,7 @@ def naive(mask: AttentionMask, inputs: Inputs) -> list[torch.Tensor]:
 
 @settings(max_examples=30, deadline=None)
 @given(mask=packed_masks())
+@example(mask=NOTHING_ATTENDED)
 def test_packed_sequences_are_attended_one_by_one_in_every_mode(mask):
     drawn = normal_inputs(mask, heads=1, dim=4)
     inputs = drawn._replace(k=drawn.k + 3, v=drawn.v + 5)
