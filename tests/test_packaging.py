@@ -8,7 +8,6 @@ import json
 import os
 import pkgutil
 import re
-import shutil
 import subprocess
 import sys
 import venv
@@ -27,9 +26,9 @@ import megatron_asynchzp
 from megatron_asynchzp import command
 from megatron_asynchzp.comm.timeline import CAPTURE, COMPUTE
 from megatron_asynchzp.errors import EXTRAS
-from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.versions import untested
 from scripts.testbed.ranks import run_ranks
+from scripts.versions.environments import build_wheel
 from tests.support.bare_environment import PROJECT, forget_other_packages
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,20 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built in a copy without a network."""
-    folder = tmp_path_factory.mktemp("package")
-    source = folder / "source"
-    shutil.copytree(
-        ROOT / "megatron_asynchzp",
-        source / "megatron_asynchzp",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    code = f"from setuptools.build_meta import build_wheel; build_wheel({str(folder)!r})"
-    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
-    (built,) = folder.glob("*.whl")
-    return built
+    return build_wheel(tmp_path_factory.mktemp("package"))
 
 
 @pytest.fixture(scope="module")
@@ -95,97 +81,6 @@ def test_installing_adds_this_package_and_changes_nothing_that_was_there(
     assert [line.partition("==")[0].split("@")[0] for line in found] == ["+ megatron-asynchzp"]
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
-    """The folder of commands of a new environment into which this package alone was installed,
-    which brings what it needs: from uv's cache where that has it."""
-    folder = tmp_path_factory.mktemp("alone") / "env"
-    uv = [sys.executable, "-m", "uv"]
-    subprocess.run([*uv, "venv", "-q", "--python", sys.executable, str(folder)], check=True)
-    install = [*uv, "pip", "install", "-q", "--no-config", "--python", str(folder)]
-    install += ["--constraint", str(ROOT / "requirements" / "lock.txt"), str(wheel)]
-    if subprocess.run([*install, "--offline"], capture_output=True).returncode:
-        subprocess.run(install, check=True)
-    return folder / "bin"
-
-
-def run_alone(installed: Path, folder: Path, *words: str) -> subprocess.CompletedProcess:
-    """A command of that environment, which sees no other."""
-    kept = {name: os.environ[name] for name in ("HOME", "TMPDIR") if name in os.environ}
-    env = kept | {"PATH": f"{installed}:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    line = [str(installed / words[0]), *words[1:]]
-    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=400)
-
-
-@pytest.mark.slow
-def test_readmes_example_runs_as_it_stands_where_pip_install_put_this_package_alone(
-    installed, tmp_path
-):
-    page = (ROOT / "README.md").read_text()
-    (tmp_path / "example.py").write_text(page.split("```python\n")[1].split("```")[0])
-    (command_line,) = re.findall(r"`torchrun (.*? example\.py)`", page)
-    done = run_alone(installed, tmp_path, "torchrun", *command_line.split())
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+),", done.stdout)]
-    assert len(losses) == 5 and losses[-1] < losses[0]
-    assert (tmp_path / "checkpoint" / ".metadata").exists()
-
-
-@pytest.mark.slow
-def test_calibrate_runs_as_the_page_has_it_where_this_package_alone_is_installed(
-    installed, tmp_path
-):
-    """With as many ranks and bytes as this machine bears."""
-    page = (ROOT / "docs" / "planner.md").read_text()
-    (line,) = re.findall(r"torchrun (.*?calibrate \\\n.*mine\.toml)", page)
-    words = line.replace("\\\n", "").replace("--nproc-per-node 8", "--nproc-per-node 2").split()
-    done = run_alone(installed, tmp_path, "torchrun", *words, "--largest-mib", "1")
-    assert done.returncode == 0, done.stderr[-3000:]
-    load_cluster(str(tmp_path / "mine.toml"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", command.COMMANDS)
-def test_every_command_helps_or_names_what_it_lacks_where_this_package_alone_is_installed(
-    installed, tmp_path, name
-):
-    done = run_alone(installed, tmp_path, "asynchzp", name, "--help")
-    assert "Traceback" not in done.stderr
-    if done.returncode:
-        assert done.returncode == 2 and re.fullmatch(
-            rf"asynchzp {name}: needs the package (\S+), which is not installed; pip install \1\n",
-            done.stderr,
-        )
-    else:
-        assert "usage" in done.stdout
-
-
-def commands_of_pages() -> list[str]:
-    """Each command line of the package that a block of a page shows, without what is optional."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    found: dict[str, None] = {}
-    for page in pages:
-        for block in re.findall(r"^```(?:sh|bash)?\n(.*?)^```", page.read_text(), re.M | re.S):
-            for line in block.replace("\\\n", " ").splitlines():
-                if line.startswith("asynchzp "):
-                    plain = re.sub(r"\[[^]]*\]|\.\.\.|#.*", " ", line)
-                    found[" ".join(plain.split())] = None
-    return list(found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("line", commands_of_pages())
-def test_each_command_of_a_page_runs_or_ends_in_one_line_where_this_package_alone_is_installed(
-    installed, tmp_path, line
-):
-    """In an empty folder, where its files and Megatron are missing."""
-    words = line.replace("$(cat train.flags)", "").split()
-    done = run_alone(installed, tmp_path, *words)
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    assert done.returncode in (0, 2), done.stderr[-2000:]
-    assert done.returncode == 0 or len(lines) == 1, lines
-
-
 def test_the_dependencies_are_numpy_and_torch_without_upper_bounds(metadata):
     needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     numpy, torch = sorted(needed)
@@ -193,11 +88,6 @@ def test_the_dependencies_are_numpy_and_torch_without_upper_bounds(metadata):
     assert re.fullmatch(r"torch>=[\d.]+", torch)
     (locked,) = re.findall(r"^torch==([\d.]+)$", (ROOT / "requirements/lock.txt").read_text(), re.M)
     assert not list(untested({"torch": locked}))
-
-
-def test_the_pages_show_commands():
-    """So that the test above has something to run."""
-    assert len(commands_of_pages()) >= 7
 
 
 def test_there_is_one_version_number(metadata):

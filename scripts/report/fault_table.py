@@ -59,7 +59,7 @@ def ends(lines: Sequence[dict], program: str) -> str:
         reached = [line for line in here if line["is_reached"]]
         printed = sum(len(one["lines"]) for line in reached for one in line["ended"])
         asked = [named for line in reached for named in line["names"].values()]
-        went_on = sum(all(one["is_done"] for one in line["ended"]) for line in reached)
+        went_on = sum(map(_went_on, reached))
         rows.append(
             [
                 f"{fault}: {FAULTS[fault]}",
@@ -82,3 +82,12 @@ def number_of_cells(lines: Sequence[dict], program: str) -> int:
 def number_of_good(lines: Sequence[dict], program: str) -> int:
     """With nothing to complain of."""
     return sum(not line["faults"] for line in _cells(lines, program))
+
+
+def number_that_went_on(lines: Sequence[dict], program: str) -> int:
+    """Good ones whose ranks all came to the end of the run."""
+    return sum(_went_on(line) and not line["faults"] for line in _cells(lines, program))
+
+
+def _went_on(line: dict) -> bool:
+    return all(one["is_done"] for one in line["ended"])

@@ -254,11 +254,14 @@ def launch_orders(what: str) -> str:
 
 
 def faults_count(program: str, what: str) -> str:
-    """Cells, or those that were good."""
+    """Cells: all, those that were good, and of these those whose run went on to its end and those
+    in which it ended with its lines."""
     lines = read_record("faults").lines
-    if what == "good":
-        return str(fault_table.number_of_good(lines, program))
-    return str(fault_table.number_of_cells(lines, program))
+    good = fault_table.number_of_good(lines, program)
+    went_on = fault_table.number_that_went_on(lines, program)
+    all_of_them = fault_table.number_of_cells(lines, program)
+    counts = {"good": good, "went on": went_on, "ended": good - went_on, "cells": all_of_them}
+    return str(counts[what])
 
 
 def stated(file: str, text: str) -> str:

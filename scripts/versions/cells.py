@@ -44,6 +44,18 @@ class Cell(NamedTuple):
         return [one for one in TESTS if self._converts or one != "tests/hf"]
 
 
+class Install(NamedTuple):
+    """What a page tells a user to install: `pip install ".[EXTRA]"`, beside a torch."""
+
+    extra: str
+    torch: str
+
+    @property
+    def name(self) -> str:
+        """For a folder and a line."""
+        return f"install-{self.extra or 'plain'}_torch-{self.torch}"
+
+
 NEWEST_TORCH = Cell(torch="2.15.0")
 """What `./scripts/test.sh --all` runs beside the versions of its own environment."""
 
@@ -57,6 +69,12 @@ CELLS = [
     ),
     *(Cell(python=python) for python in ("3.13", "3.14")),
     *(Cell(transformers=transformers) for transformers in ("4", "5")),
+]
+
+INSTALLS = [
+    Install(extra, torch)
+    for torch in (Cell().torch, NEWEST_TORCH.torch)
+    for extra in ("", "hf", "megatron", "quickstart")
 ]
 
 # Each writes a checkpoint, which all others load.

@@ -1,14 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""An environment for a cell: made once, with uv, and kept."""
+"""Environments that uv makes: for a cell, made once and kept, and by a documented install alone."""
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from scripts.versions.cells import Cell
+from scripts.versions.cells import Cell, Install
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".versions"
@@ -31,12 +32,45 @@ def python_of(cell: Cell) -> Path:
     wanted = "\n".join([*cell.requirements, *_TOOLS])
     stamp = folder / _STAMP
     if not (stamp.is_file() and stamp.read_text() == wanted):
-        _uv("venv", "--quiet", "--clear", "--python", _interpreter(cell.python), str(folder))
         # The package itself is found by PYTHONPATH: an editable install would leave files here.
-        installed = ["pip", "install", "--quiet", "--python", str(python)]
-        _uv(*installed, *cell.requirements, *_TOOLS)
+        _make(folder, _interpreter(cell.python), *cell.requirements, *_TOOLS)
         stamp.write_text(wanted)
     return python
+
+
+def commands_of(install: Install, wheel: Path) -> Path:
+    """The folder of commands of a new environment, into which `pip install` put what the install
+    asks for, and nothing else.
+
+    wheel: this package, from `build_wheel`. Raises NoEnvironment.
+    """
+    folder = FOLDER / install.name
+    extra = f"[{install.extra}]" if install.extra else ""
+    asked = f"megatron_asynchzp{extra} @ {wheel.as_uri()}"
+    _make(folder, sys.executable, f"torch=={install.torch}", asked)
+    return folder / "bin"
+
+
+def build_wheel(folder: Path) -> Path:
+    """The wheel of this package in `folder`, built in a copy of what it is made of, without a
+    network."""
+    source = folder / "source"
+    shutil.copytree(
+        ROOT / "megatron_asynchzp",
+        source / "megatron_asynchzp",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    code = f"from setuptools.build_meta import build_wheel; build_wheel({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def _make(folder: Path, interpreter: str, *requirements: str) -> None:
+    _uv("venv", "--quiet", "--clear", "--python", interpreter, str(folder))
+    _uv("pip", "install", "--quiet", "--python", str(folder), *requirements)
 
 
 def _interpreter(version: str) -> str:
