@@ -15,6 +15,7 @@ import torch.distributed as dist
 from scripts.testbed.device.delays import LAWS, Delays
 from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds
 from tests.device.programs import device_of_rank
+from tests.support.selection import slow_unless
 
 LONG = 700_000  # elements: longer than the place of a rank in shared memory
 # Without a report that other ranks have to write too, for which torch would wait a minute.
@@ -143,7 +144,7 @@ def check_everything() -> None:
     check_eight_bits()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, slow_unless(False, 4)])
 def test_every_collective_and_message_gives_what_nccl_documents_under_delays(
     worlds: DeviceWorlds, world_size: int
 ):

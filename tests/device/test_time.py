@@ -11,6 +11,7 @@ from scripts.testbed.device.delays import LAWS, Delays
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.profile import NetworkProfile
 from tests.device.programs import device_of_rank
+from tests.support.selection import slow_unless
 
 # 1 Gbit/s for both ranks of a node together: a message of 25 kB from each takes 0.4 ms, and 0.6
 # more to arrive.
@@ -90,7 +91,7 @@ def overlapping() -> list[float]:
     return clock.marks()
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", [slow_unless(law in ("none", "on-demand"), law) for law in LAWS])
 def test_a_collective_begins_with_its_last_rank_and_overlaps_and_a_wait_holds_up_its_queue(
     worlds: DeviceWorlds, law: str
 ):
