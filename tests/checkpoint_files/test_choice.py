@@ -4,12 +4,14 @@
 
 import shutil
 import time
+from argparse import Namespace
 
 import pytest
 
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint, list_unfinished
 from megatron_asynchzp.checkpoint_files.saving import complete_directory
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.checkpoint.load_guard import guard_load_checkpoint
 from tests.support.checkpoint_damage import (
     DATA,
     HARMFUL,
@@ -45,6 +47,18 @@ def test_an_interrupted_newer_save_is_logged_and_where_it_was_the_first_is_no_ch
 
 def test_the_step_that_was_asked_for_is_the_one_that_is_loaded(folder):
     assert choose_checkpoint(folder, 2).iteration == 2
+
+
+@pytest.mark.parametrize("step, tracker", [(2, "4"), (4, "2"), (None, "4")])
+def test_a_load_of_a_step_leaves_the_tracker_and_a_load_of_the_newest_corrects_it(
+    folder, step, tracker
+):
+    (folder / TRACKER).write_text("2" if step is None else tracker)
+    args = Namespace(save=None, load=str(folder), ckpt_step=step, pretrained_checkpoint=None)
+    args.finetune, args.asynchzp_verify = True, "full"
+    loaded = guard_load_checkpoint(lambda: args.ckpt_step, args, "load")
+    assert loaded == (step or 4)
+    assert (folder / TRACKER).read_text() == tracker
 
 
 def test_a_damaged_step_that_was_asked_for_is_refused_naming_the_newest_intact_one(folder):

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters are merged into the weights that an export writes, in fp32 and rounded once."""
 
+from argparse import Namespace
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -29,7 +30,7 @@ from tests.hf.test_logits import assert_same_logits
 LINEAR, RANK = "decoder.layers.mlp.linear_fc2", 3
 
 
-def write(folder: Path, tensors: dict[str, torch.Tensor], arguments: object) -> None:
+def write(folder: Path, tensors: dict[str, torch.Tensor], arguments: Namespace) -> None:
     written = [
         TensorToWrite(key, one[0].shape, one.dtype, one.shape[:1], lambda at, t=one: t[at])
         if key.startswith("decoder.layers.")
@@ -64,8 +65,8 @@ class Folders:
         }
         self.write("wrapped", renamed | self.adapter)
 
-    def write(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        write(self.folder / name, tensors, self.arguments)
+    def write(self, name: str, tensors: dict[str, torch.Tensor], **arguments: object) -> None:
+        write(self.folder / name, tensors, Namespace(**{**vars(self.arguments), **arguments}))
 
     def export(self, name: str, **options) -> dict[str, torch.Tensor]:
         output = Path(mkdtemp(dir=self.folder), "exported")
@@ -100,6 +101,21 @@ def test_a_wrappers_own_name_and_a_base_that_lies_elsewhere_change_nothing(folde
     for other in others:
         assert other.keys() == whole.keys()
         assert all(torch.equal(other[name], whole[name]) for name in whole)
+
+
+def test_what_was_trained_comes_before_the_base(folders):
+    norm = folders.tensors["decoder.final_layernorm.weight"] + 1
+    folders.write("trained part", folders.adapter | {"decoder.final_layernorm.weight": norm})
+    found = folders.export("trained part", adapter_alpha=2.0, base=folders.folder / "base")
+    assert torch.equal(found["model.norm.weight"], norm)
+
+
+def test_the_alpha_of_the_run_is_taken_where_none_is_given_and_0_is_one(folders):
+    folders.write("of a run", folders.tensors | folders.adapter, lora_alpha=2.0)
+    plain, merged = folders.export("base"), folders.export("whole", adapter_alpha=2.0)
+    for expected, options in ((merged, {}), (plain, {"adapter_alpha": 0.0})):
+        found = folders.export("of a run", **options)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_what_cannot_be_merged_is_refused_by_name(folders):

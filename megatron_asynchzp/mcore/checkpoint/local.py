@@ -123,13 +123,13 @@ def _reason_against(
     mine = partial(_first_difference, args, place, iteration)
     if difference := next(filter(None, on_each(peers, mine)), None):
         return difference
-    places = [list(_looked_for_at(args, rank)) for rank in range(args.world_size)]
+    places = [list(keepers_of(args, rank)) for rank in range(args.world_size)]
     if ranks := lacking(held, iteration, places):
         return f"no copy of the shard of {name_ranks(ranks)} is left"
     return None
 
 
-def _looked_for_at(args: Namespace, rank: int) -> Iterable[int]:
+def keepers_of(args: Namespace, rank: int) -> Iterable[int]:
     """The ranks that keep a copy of its shard, as the library forms its groups."""
     if not args.replication:
         return (rank,)

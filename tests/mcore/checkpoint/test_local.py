@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_asynchzp.checkpoint_files.local_files import Place, adopt, lacking
 from megatron_asynchzp.checkpoint_files.peers import Alone
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.checkpoint.local import find_local
+from megatron_asynchzp.mcore.checkpoint.local import find_local, keepers_of
 from scripts.testbed.megatron_runs import RunRecord, run_pretrain
 from tests.support.checkpoints import Job, state_of
 from tests.support.world import on_ranks
@@ -311,6 +311,22 @@ def test_a_shard_is_lacking_where_no_rank_that_is_asked_has_it():
         held = [[(4, o) for o in range(4) if bits >> 4 * r + o & 1] for r in range(4)]
         expected = [o for o in range(4) if not any((4, o) in held[r] for r in asked[o])]
         assert lacking(held, 4, asked) == expected
+
+
+@pytest.mark.parametrize("jump, factor", [(1, 2), (2, 2), (4, 2), (2, 4), (1, 1), (3, 2)])
+def test_copies_of_a_shard_are_kept_by_ranks_that_lie_a_jump_apart(jump, factor):
+    """As the library deals ranks out: one to each group of a block in turn."""
+    args, world_size = Namespace(replication=True, replication_jump=jump), 4 * jump * factor
+    args.replication_factor = factor
+    groups = [
+        [block + first + jump * number for number in range(factor)]
+        for block in range(0, world_size, jump * factor)
+        for first in range(jump)
+    ]
+    assert sorted(rank for group in groups for rank in group) == list(range(world_size))
+    for group in groups:
+        assert all(list(keepers_of(args, rank)) == group for rank in group)
+    assert list(keepers_of(Namespace(replication=False), 5)) == [5]
 
 
 def test_what_a_rank_kept_elsewhere_on_its_node_is_adopted_by_the_one_in_its_place(tmp_path):
