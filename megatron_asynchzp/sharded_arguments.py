@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
+from megatron_asynchzp.sharding.value_hash import value_hash
 from megatron_asynchzp.zero.guard import SHARDED_AS
 
 _REPLICATING = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -180,7 +181,7 @@ def sizes_of_mesh(mesh: DeviceMesh) -> ShardSizes:
 
 
 Description = tuple[str, int]
-"""What is to be equal of a parameter on all ranks, in words, and a sum of its values' bits."""
+"""What is to be equal of a tensor on all ranks, in words, and a hash of its values."""
 
 
 @torch.no_grad()
@@ -190,13 +191,14 @@ def refuse_different_models(
     known: Mapping[nn.Parameter, Description] = MappingProxyType({}),
 ) -> None:
     """Raise ConfigurationError, on every rank of `group`, where its ranks have not the same model:
-    parameters of the same names, shapes, dtypes and values. Collective over `group`.
+    parameters and buffers of the same names, shapes, dtypes and values. Collective over `group`.
 
     known: of parameters of which a rank has only a part by now."""
     lines = {
         name: known[param] if param in known else describe(param)
         for name, param in model.named_parameters()
     }
+    lines |= {name: describe(buffer) for name, buffer in model.named_buffers()}
     text = repr(list(lines.items())).encode()
     mine = int.from_bytes(hashlib.sha256(text).digest()[:7])
     codes = torch.tensor([mine, -mine], device=next(model.parameters()).device)
@@ -212,7 +214,8 @@ def refuse_different_models(
         if other is not None:
             raise ConfigurationError(_difference(name, found[0], found[other], other))
     raise ConfigurationError(
-        "the ranks have the same parameters in another order; build the model alike on every rank"
+        "the ranks have the same parameters and buffers in another order; build the model alike on "
+        "every rank"
     )
 
 
@@ -228,12 +231,14 @@ def _difference(name: str, first: Description | None, line: Description | None, 
     )
 
 
-def describe(param: nn.Parameter) -> Description:
-    """Of a parameter that is whole."""
-    trained = "" if param.requires_grad else ", not trained"
-    bits = torch.int16 if param.element_size() == 2 else torch.int32
-    values = param.detach().contiguous().view(-1)
-    # Each bit pattern counts by its place as well, coarsely: sums of halves.
-    half = values.numel() // 2
-    sums = [int(part.view(bits).sum(dtype=torch.int64)) for part in (values[:half], values[half:])]
-    return f"{param.dtype} of shape {tuple(param.shape)}{trained}", hash(tuple(sums))
+def describe(tensor: torch.Tensor) -> Description:
+    """Of a parameter or buffer that is whole."""
+    is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    kind = (
+        "a buffer" if not isinstance(tensor, nn.Parameter) else "" if is_trained else "not trained"
+    )
+    words = f"{tensor.dtype} of shape {tuple(tensor.shape)}" + (f", {kind}" if kind else "")
+    # A wrapper (a DTensor, a quantized tensor) has no elements of its own to look at.
+    if type(tensor.data) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta:
+        return words, 0
+    return words, int(value_hash([tensor], tensor.device))

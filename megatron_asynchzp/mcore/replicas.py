@@ -11,12 +11,9 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.collectives import AxisGroup, all_reduce_steps, run_steps
 from megatron_asynchzp.errors import name_ranks
+from megatron_asynchzp.sharding.value_hash import value_hash
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.unit import HZPUnit
-
-_AT_ONCE = 1 << 20  # elements
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FACTOR = -7046029254386353131  # 2^64 over the golden ratio, odd
 
 
 class ReplicasDiffer(RuntimeError):
@@ -83,7 +80,7 @@ def _differing(
     if not units or not axes:
         return []
     device = units[0].device
-    own = torch.stack([_hash_of(states_of(unit), device) for unit in units])
+    own = torch.stack([value_hash(states_of(unit), device) for unit in units])
     num_holders, index = 1, 0
     for one in axes:
         index += one.axis.coordinate * num_holders
@@ -108,19 +105,3 @@ def _who(hashes: Sequence[int], ranks: Sequence[int]) -> str:
         alike = sorted(rank for rank, one in zip(ranks, hashes) if one == usual)
         return f"on {name_ranks(odd)} are unlike those on {name_ranks(alike)}"
     return f"are not the same on {name_ranks(sorted(ranks))}"
-
-
-def _hash_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A number (int64) that differs where a single bit does: the sum of all elements' bits, each
-    times an odd number of its own, modulo 2^64. It is computed where the tensors are."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    place = 0
-    for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        for start in range(0, flat.numel(), _AT_ONCE):
-            part = flat[start : start + _AT_ONCE]
-            bits = part.view(_BITS[part.element_size()]).to(torch.int64)
-            places = torch.arange(place, place + bits.numel(), device=bits.device)
-            total += (bits * (2 * places + 1).mul_(_FACTOR)).sum().to(device)
-            place += bits.numel()
-    return total
