@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.sharding.value_hash import value_hash
+from megatron_asynchzp.zero.tensors_within import tensors_kept
 
-Fill = Callable[[], object]
+Fill = Any
+"""A method without arguments."""
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -28,23 +31,40 @@ def materialize(
     complete: Callable[[nn.Module], object],
 ) -> None:
     """Allocate the parameters and buffers of `model` on `device`, and let each module's own
-    reset_parameters() fill them, in the order of model.modules(). Tied parameters stay tied.
+    reset_parameters() fill them, in the order of model.modules(). Tied parameters stay tied. In a
+    model of transformers the `_init_weights` of the model around a module does it otherwise.
 
     complete: called with each of `units` when all modules that have its parameters are filled.
     Raises ConfigurationError, by name, for a module that cannot fill its own tensors.
     """
     names = {module: name for name, module in model.named_modules()}
-    fills = {module: _fill_of(module, name) for module, name in names.items()}
+    around = _init_weights_around(model)
+    fills = {module: _fill_of(module, name, around.get(module)) for module, name in names.items()}
     order = list(names)
     last = {unit: _completed_at(unit, order) for unit in units}
     made: dict[torch.Tensor, torch.Tensor] = {}
     for index, module in enumerate(order):
         if (fill := fills[module]) is not None:
+            unfilled = [own for own, tensor in _own_tensors(module) if tensor.is_meta]
             _allocate(module, device, made)
-            fill()
-            _refuse_unfilled(module, names[module])
+            _fill(module, names[module], fill, unfilled, device)
         for unit in (unit for unit, end in last.items() if end == index):
             complete(unit)
+    for path, tensor in tensors_kept({name: module for module, name in names.items()}):
+        if tensor.is_meta:
+            raise ConfigurationError(
+                f"{path} is on the meta device, and is neither parameter nor buffer: register it "
+                "as a buffer that reset_parameters() fills, or build the model on a device"
+            )
+
+
+def _init_weights_around(model: nn.Module) -> dict[nn.Module, Callable[[nn.Module], object]]:
+    """By module, the `_init_weights` of the innermost module around it that has one."""
+    found: dict[nn.Module, Callable[[nn.Module], object]] = {}
+    for module in model.modules():  # from the outside to the inside
+        if callable(init := getattr(module, "_init_weights", None)):
+            found.update(dict.fromkeys(module.modules(), init))
+    return found
 
 
 def _completed_at(unit: nn.Module, order: Sequence[nn.Module]) -> int:
@@ -58,12 +78,25 @@ def _completed_at(unit: nn.Module, order: Sequence[nn.Module]) -> int:
     )
 
 
+class _InitWeights:
+    """A call of `init` with `module`, by the names that a message needs."""
+
+    def __init__(self, init: Callable[[nn.Module], object], module: nn.Module):
+        self._init, self._module = init, module
+        self.__name__, self.__self__ = init.__name__, getattr(init, "__self__", module)
+
+    def __call__(self) -> None:
+        self._init(self._module)
+
+
 def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     own = chain(module._parameters.items(), module._buffers.items())
     return [(name, tensor) for name, tensor in own if tensor is not None]
 
 
-def _fill_of(module: nn.Module, name: str) -> Fill | None:
+def _fill_of(
+    module: nn.Module, name: str, init_weights: Callable[[nn.Module], object] | None
+) -> Fill | None:
     """What gives the module's own tensors their values; None where it has none."""
     unfilled = [own for own, tensor in _own_tensors(module) if tensor.is_meta]
     if not unfilled:
@@ -71,6 +104,8 @@ def _fill_of(module: nn.Module, name: str) -> Fill | None:
     for method in ("reset_parameters", "_reset_parameters"):
         if callable(found := getattr(module, method, None)):
             return found
+    if init_weights is not None:
+        return _InitWeights(init_weights, module)
     where = name or "the model"
     raise ConfigurationError(
         f"{where} (a {type(module).__name__}) is on the meta device, and nothing says which values "
@@ -82,7 +117,6 @@ def _fill_of(module: nn.Module, name: str) -> Fill | None:
 def _allocate(
     module: nn.Module, device: torch.device, made: dict[torch.Tensor, torch.Tensor]
 ) -> None:
-    """Values that nobody fills are NaN."""
     for tensors in (module._parameters, module._buffers):
         slots: dict[str, Any] = dict(tensors)
         for name, tensor in slots.items():
@@ -90,8 +124,6 @@ def _allocate(
                 continue
             if tensor not in made:
                 value = torch.empty_like(tensor, device=device)
-                if value.is_floating_point():
-                    value.fill_(float("nan"))
                 if isinstance(tensor, nn.Parameter):
                     value = nn.Parameter(value, requires_grad=tensor.requires_grad)
                     for key, attribute in vars(tensor).items():
@@ -101,11 +133,66 @@ def _allocate(
         tensors.update(slots)
 
 
-def _refuse_unfilled(module: nn.Module, name: str) -> None:
-    for own, tensor in _own_tensors(module):
-        if tensor.is_floating_point() and tensor.isnan().any():
-            where = f"{name}." if name else ""
+def _fill(
+    module: nn.Module, name: str, fill: Fill, own: Sequence[str], device: torch.device
+) -> None:
+    """Let `fill` give the tensors `own` of `module` their values, and refuse one that it leaves
+    without.
+
+    Floats that nobody fills stay NaN, and what is computed of them is NaN. Other dtypes have no
+    such value: there, and where NaN is left, the same is done again over other memory, with the
+    same random numbers. What is not the same then came from the memory.
+    """
+    generators = _generator_states(device)
+    first = _filled(module, fill, own, device, is_again=False)
+    if all(_can_be_nan(value) and not value.isnan().any() for value in first.values()):
+        return
+    first = {key: value.clone() for key, value in first.items()}
+    _restore_generators(generators, device)
+    for key, value in _filled(module, fill, own, device, is_again=True).items():
+        before = first[key]
+        if _can_be_nan(value):
+            is_unfilled = bool((before.isnan() & ~value.isnan()).any())
+        else:
+            is_unfilled = bool(value_hash([before], device) != value_hash([value], device))
+        if is_unfilled:
             raise ConfigurationError(
-                f"{where}{own}: the reset_parameters() of {type(module).__name__} leaves it "
-                "without values; fill it there, or build the model on a device"
+                f"{name}{'.' if name else ''}{key}: the {fill.__name__}() of "
+                f"{type(getattr(fill, '__self__', module)).__name__} leaves it without values; "
+                "fill it there, or build the model on a device"
             )
+
+
+def _filled(
+    module: nn.Module, fill: Fill, own: Sequence[str], device: torch.device, is_again: bool
+) -> dict[str, torch.Tensor]:
+    """The tensors `own` of `module`, which `fill` gives their values over memory of this turn."""
+    for key in own:
+        tensor = getattr(module, key).data
+        usual, mark = (0, torch.nan) if _can_be_nan(tensor) else (43, 84)
+        if tensor.dtype == torch.bool:
+            usual, mark = True, False
+        elif tensor.is_complex():
+            mark = complex("nan+nanj")
+        tensor.fill_(usual if is_again else mark)
+    fill()
+    for key, buffer in module._buffers.items():
+        if key in own and buffer is not None:
+            module._buffers[key] = buffer.to(device)  # one that was made anew
+    found = {key: getattr(module, key, None) for key in own}
+    return {key: tensor.data for key, tensor in found.items() if tensor is not None}
+
+
+def _can_be_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_complex() or (tensor.is_floating_point() and tensor.element_size() > 1)
+
+
+def _generator_states(device: torch.device) -> list[torch.Tensor]:
+    own = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]
+    return [torch.get_rng_state(), *own]
+
+
+def _restore_generators(states: Sequence[torch.Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module(device).set_rng_state(state, device)

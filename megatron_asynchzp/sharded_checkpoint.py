@@ -4,7 +4,7 @@
 them back.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.sharded_fragments import HeldFragment, TrainedFragment
 from megatron_asynchzp.sharded_state import ShardedState
 from megatron_asynchzp.sharding.topology import Range
+from megatron_asynchzp.whole_values import saved_buffers
 from megatron_asynchzp.zero.autograd import HZPRuntime
 
 
@@ -95,12 +96,3 @@ def _is_place_of(part: HeldFragment, state: Mapping[str, Any]) -> bool:
     """Whether loading into `state` has written the values of `part`."""
     found = state.get(f"model.{part.name}")
     return isinstance(found, ShardedState) and found.values.data_ptr() == part.values.data_ptr()
-
-
-def saved_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What torch's own state_dict would have of `model` beside its parameters."""
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(path, recurse=False):
-            is_saved = name.rpartition(".")[2] not in module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-            if is_saved and buffer.numel():
-                yield name, buffer

@@ -37,7 +37,7 @@ from megatron_asynchzp.sharded_arguments import (
     refuse_param_dtype,
     sizes_of_mesh,
 )
-from megatron_asynchzp.sharded_checkpoint import ModelCheckpoint, saved_buffers
+from megatron_asynchzp.sharded_checkpoint import ModelCheckpoint
 from megatron_asynchzp.sharded_fragments import TrainedFragment, fragments_of
 from megatron_asynchzp.sharded_optimizer import (
     AwaitedParam,
@@ -50,6 +50,7 @@ from megatron_asynchzp.sharded_params import ShardedParams
 from megatron_asynchzp.sharded_runtime import checked_model, runtime_of
 from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.weight_delta import WeightDelta
+from megatron_asynchzp.whole_values import loadable_tensors, problem_of_values
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.early_update import EarlyUpdate, is_elementwise
 from megatron_asynchzp.zero.params import TRAINED_DTYPES
@@ -111,23 +112,6 @@ def shard(
 
 def _usual_device() -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
-def _problem_of_values(
-    named: list[tuple[str, torch.Tensor]], values: Mapping[str, torch.Tensor] | None
-) -> str | None:
-    """Why `values` are not those of the model."""
-    if values is None:
-        return "the source rank has no values; hand over the model's whole state_dict() there"
-    shapes = {name: tensor.shape for name, tensor in named}
-    for name, shape in shapes.items():
-        if name not in values:
-            return f"{name} is not among the values; hand over the model's whole state_dict()"
-        if values[name].shape != shape:
-            return (
-                f"{name} has shape {tuple(values[name].shape)} there, {tuple(shape)} in the model"
-            )
-    return None
 
 
 def _owner(sharded: "ShardedModel") -> "Callable[[], ShardedModel]":
@@ -533,27 +517,30 @@ class ShardedModel:
         model's state_dict, from one rank: tensor by tensor, so that no other rank holds more than
         one whole. Between two steps; the optimizer's state stays. Collective.
 
-        values: on rank `source` of the group; any dtype and device. Not looked at elsewhere.
+        values: on rank `source` of the group; of any device, and of any dtype that the model's
+            holds. A mapping that reads each from a file when it is asked takes no more memory. A
+            tied weight has one of its names, or all with the same values. Not looked at elsewhere.
         Raises ConfigurationError, on all ranks, for a name that lacks or is not the model's, and
-        for another shape.
+        for another shape or kind of dtype.
         """
         self.runtime.refuse_use()
         self.runtime.settle()
-        named: list[tuple[str, torch.Tensor]] = list(self.model.named_parameters())
-        named += saved_buffers(self.model)
         is_source = dist.get_rank(self._group) == source
-        problem = [_problem_of_values(named, values) if is_source else None]
+        targets = loadable_tensors(self.model)
+        problem = [problem_of_values(self.model, targets, values) if is_source else None]
         place = dist.get_global_rank(self._group, source) if self._group else source
         dist.broadcast_object_list(problem, place, group=self._group)
         if problem[0] is not None:
             raise ConfigurationError(problem[0])
-        for name, target in named:
+        for names, target in targets:
+            is_trained = isinstance(target, nn.Parameter) and target.requires_grad
             # fp32 holds what main parameters hold.
-            dtype = torch.float32 if target.is_floating_point() else target.dtype
+            dtype = torch.float32 if is_trained else target.dtype
             whole = torch.empty(target.shape, dtype=dtype, device=self._device)
             if is_source and values is not None:
-                whole.copy_(values[name])
-            dist.broadcast(whole, place, group=self._group)
+                whole.copy_(values[next(name for name in names if name in values)])
+            # As bytes: not every backend sends every dtype.
+            dist.broadcast(whole.view(-1).view(torch.uint8), place, group=self._group)
             if isinstance(target, nn.Parameter):
                 self._params.load(target, whole)
             else:

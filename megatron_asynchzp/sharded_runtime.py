@@ -28,7 +28,7 @@ from megatron_asynchzp.sharded_arguments import (
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.construction import Construction
-from megatron_asynchzp.zero.params import refuse_params, refuse_shared_memory
+from megatron_asynchzp.zero.params import refuse_params, refuse_shared_memory, refuse_views
 from megatron_asynchzp.zero.plan import plan_units
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -54,6 +54,7 @@ def checked_model(
     refuse_params(model, allows_meta)
     if not is_meta(model):
         refuse_shared_memory(model)
+    refuse_views(model)
     return unit_modules
 
 
@@ -84,7 +85,7 @@ def runtime_of(
         schedule,
         grad_scale=1.0 / len(ranks),
         construction=construction,
-        is_compiled=True,
+        is_any_model=True,
     )
     if construction is not None:
         construction.close()

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, apply_delta, shard
 from scripts.testbed.ranks import Place, free_port, run_ranks
-from tests import test_habits, test_library_starts
+from tests import test_habits, test_library_starts, test_meta_model, test_model_habits
 from tests.support.engine import build_toy
 from tests.support.selection import slow_unless
 from tests.support.toy_models import toy_batch, toy_llama_config, toy_loss
@@ -51,6 +51,7 @@ from tests.test_habits import (
 
 Sizes = tuple[int, int, int]
 PAGE = Path(__file__).parents[1] / "docs" / "habits.md"
+ELSEWHERE = (test_habits, test_library_starts, test_meta_model, test_model_habits)
 
 
 def trains_alike(
@@ -834,7 +835,7 @@ def rows_of_the_page() -> list[str]:
 
 def test_each_row_of_the_page_of_habits_has_a_test_and_there_are_60():
     tested: list[str] = []
-    for module in (test_habits, test_library_starts, __import__(__name__, fromlist=["x"])):
+    for module in (*ELSEWHERE, __import__(__name__, fromlist=["x"])):
         for _, function in inspect.getmembers(module, inspect.isfunction):
             if function.__module__ == module.__name__:
                 marks = [m for m in getattr(function, "pytestmark", []) if m.name == "habit"]

@@ -5,20 +5,22 @@ micro-batch that runs.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils.hooks import RemovableHandle
 
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.timeline import COMPUTE
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import LARGE_GRAD_NBYTES
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
@@ -27,6 +29,7 @@ from megatron_asynchzp.zero.guard import Answer, new_guarded_class
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.saved_views import SavedViews
 from megatron_asynchzp.zero.step import KeepBudgets, StepScheduler
+from megatron_asynchzp.zero.tensors_within import memory_of, tensors_kept, tensors_within
 from megatron_asynchzp.zero.unit import HZPUnit
 
 _NOTHING = nullcontext()
@@ -65,8 +68,9 @@ class HZPRuntime(StepScheduler):
     groups: communicators by group key of the plans.
     construction: under which `root` was built, if its modules are sharded already.
     fuses_grads: whether layers write weight gradients to main_grad themselves ([Note: fused
-        gradients]); is_compiled: whether torch.compile may trace the calls of modules, which leaves
-        out the hooks; the rest is as in StepScheduler.
+        gradients]); is_any_model: whether modules may be of any form, so that torch.compile may
+        trace their calls, which leaves out the hooks, and backward may begin in their midst
+        ([Note: saved views]); the rest is as in StepScheduler.
     """
 
     def __init__(
@@ -80,12 +84,12 @@ class HZPRuntime(StepScheduler):
         construction: Construction | None = None,
         fuses_grads: bool = False,
         budgets: KeepBudgets | None = None,
-        is_compiled: bool = False,
+        is_any_model: bool = False,
     ):
         self._fuses_grads = fuses_grads
-        self._around: Callable[[Any], Any] = torch.compiler.disable if is_compiled else _as_it_is  # pyright: ignore[reportUnknownMemberType]
+        self._around: Callable[[Any], Any] = torch.compiler.disable if is_any_model else _as_it_is  # pyright: ignore[reportUnknownMemberType]
         self.group_keys: dict[HZPUnit, str] = {}
-        self._saved_views = SavedViews(on_missing=self._unshard)
+        self._saved_views = SavedViews(self._unshard_saved, may_go_without=not is_any_model)
         self._has_pushed: list[bool] = []
         self._batch = _MicroBatch()
         self._reduce_last: set[HZPUnit] = set()
@@ -143,9 +147,9 @@ class HZPRuntime(StepScheduler):
         def call(*args: Any, **kwargs: Any) -> Any:
             if is_root:
                 runtime.begin_forward()
-            args, kwargs = before(module, args, kwargs)
             output = None
             try:
+                args, kwargs = before(module, args, kwargs)
                 output = method(*args, **kwargs)
             finally:
                 after(module, args, output)
@@ -220,9 +224,7 @@ class HZPRuntime(StepScheduler):
     def before_forward(self, units: list[HZPUnit]) -> None:
         """A module that needs `units` is called."""
         # First what after_forward undoes, then what can fail.
-        self._has_pushed.append(self._saved_views.are_needed_by(units))
-        if self._has_pushed[-1]:
-            self._saved_views.push()
+        self._has_pushed.append(False)
         batch = self._batch
         for unit in units:
             batch.depth[unit] = batch.depth.get(unit, 0) + 1
@@ -234,6 +236,9 @@ class HZPRuntime(StepScheduler):
                 if calls > 1:
                     self._note_second_call(unit)
             self._unshard(unit)
+        if self._saved_views.are_needed_by(units):
+            self._saved_views.push()
+            self._has_pushed[-1] = True
         self._mark_compute("forward", units)
 
     def _note_second_call(self, unit: HZPUnit) -> None:
@@ -257,15 +262,29 @@ class HZPRuntime(StepScheduler):
             self._batch.depth[unit] -= 1
             # A recomputation in backward is followed by that unit's backward: keep it gathered.
             if self._batch.depth[unit] == 0 and not self._batch.in_backward:
-                self.gathers.release(unit)
+                place = None if unit.is_always_unsharded else memory_of(unit.full_param_storage)
+                self._release(unit)
+                if unit in self.gathers.viewed and place is not None:
+                    self._refuse_kept_views(unit, place[0])
+
+    def _refuse_kept_views(self, unit: HZPUnit, place: int) -> None:
+        """Raise ConfigurationError where a module of `unit`, or the root itself, keeps a view of
+        the parameters that were gathered at `place`: the next update would not reach it."""
+        users = [module for module, units in self._units_of.items() if unit in units]
+        parts = {part for user in users for part in user.modules()} | {self._root}
+        modules: dict[str, nn.Module] = dict(self._root.named_modules())  # pyright: ignore[reportUnknownArgumentType]
+        named = {name: part for name, part in modules.items() if part in parts}
+        for path, tensor in tensors_kept(named):
+            memory = None if isinstance(tensor, nn.Parameter) else memory_of(tensor)
+            if memory is not None and memory[0] == place:
+                raise ConfigurationError(
+                    f"{path} keeps a view of parameters of {unit.name} after forward, and would "
+                    "keep their values of now: make it in each forward, or let it be a clone()"
+                )
 
     def before_backward(self, units: list[HZPUnit]) -> None:
         """A gradient has reached an output of the module of `units`."""
-        if not self._batch.in_backward:
-            self._batch.in_backward = True
-            for unit in self._resting:
-                unit.wake()
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # pyright: ignore[reportPrivateUsage]
+        self._begin_backward()
         if torch.is_grad_enabled():
             # A backward that builds a graph (that of a gradient's norm): the backward of that graph
             # reads parameters again, where it likes.
@@ -277,11 +296,26 @@ class HZPRuntime(StepScheduler):
                 self.reductions.provide(unit)
         self._mark_compute("backward", units)
 
+    def _begin_backward(self) -> None:
+        if not self._batch.in_backward:
+            self._batch.in_backward = True
+            for unit in self._resting:
+                unit.wake()
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # pyright: ignore[reportPrivateUsage]
+
+    def _unshard_saved(self, unit: HZPUnit) -> None:
+        """What autograd saved of `unit` is read, maybe before a gradient has reached an output that
+        its module is known to have: its tensors may be hidden in an object, or kept elsewhere."""
+        if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
+            self._begin_backward()
+        self._unshard(unit)
+
     def after_backward(self, units: list[HZPUnit]) -> None:
         """The backward of the module of `units` is done."""
+        self._begin_backward()
         self._note_compute("backward", units)
         for unit in units:
-            self.gathers.release(unit)
+            self._release(unit)
             if unit in self._batch.reduced:
                 # One backward of several forwards: autograd adds up what they give a parameter.
                 self._reduce_last.add(unit)
@@ -294,7 +328,7 @@ class HZPRuntime(StepScheduler):
         for unit in self.units:
             if unit in self._batch.started_backward or self.reductions.has_pending(unit):
                 self._reduce(unit)
-            self.gathers.release(unit)
+            self._release(unit)
         self._batch.started_backward.clear()
         self._batch.reduced.clear()
         self._batch.in_backward = False
@@ -303,11 +337,17 @@ class HZPRuntime(StepScheduler):
     def _unshard(self, unit: HZPUnit) -> None:
         # What is made here outlives an inference mode, which would mark it.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
-            self.gathers.use(unit)
+            with _without_modes():
+                self.gathers.use(unit)
         self._saved_views.track(unit)
 
+    def _release(self, unit: HZPUnit) -> None:
+        with _without_modes():
+            self.gathers.release(unit)
+
     def _reduce(self, unit: HZPUnit) -> None:
-        self.reduce(unit)
+        with _without_modes():
+            self.reduce(unit)
         self._batch.reduced.add(unit)
         self._batch.started_backward.discard(unit)
 
@@ -335,59 +375,85 @@ def _as_it_is(hook: Any) -> Any:
     return hook
 
 
-class _AfterBackward(torch.autograd.Function):
-    """Identity on a module's inputs whose backward runs when the module's backward is done.
+@contextmanager
+def _apart() -> Generator[None]:
+    with _disable_current_modes(), temporarily_clear_interpreter_stack():
+        yield
 
-    It is the oldest node of the module's graph and autograd runs the youngest ready node first
-    (AccumulateGrad before all), so the gradients of the module's parameters exist by then.
+
+def _without_modes() -> AbstractContextManager[None]:
+    """Around the engine's own operations: modes of the model (selective checkpointing, a counter of
+    operations) would keep their results, or count them, and torch.func's would wrap them."""
+    has_modes = torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore[reportPrivateUsage]
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+    return _apart() if has_modes or is_transformed else _NOTHING
+
+
+class _Call:
+    """One call of a module: when its backward begins and when it is done.
+
+    [Note: after backward] Each tensor that the module is called with is handed on as a view. It is
+    the oldest node of the module's graph and autograd runs the youngest ready node first
+    (AccumulateGrad before all), so when its gradient is complete those of the module's parameters
+    exist. A module that writes into its input in place leaves that node out of the graph; then the
+    gradient of the tensor before the view says so, which is older still. Containers are left as
+    they are, for the module may write into them: their tensors say so themselves.
     """
 
-    @staticmethod
-    def forward(ctx: Any, runtime: HZPRuntime, units: list[HZPUnit], *inputs: torch.Tensor):
-        ctx.runtime, ctx.units = runtime, units
-        return inputs
+    def __init__(self, runtime: "HZPRuntime", units: list[HZPUnit]):
+        self._runtime, self._units, self._is_done = runtime, units, False
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
-        ctx.runtime.after_backward(ctx.units)
-        return (None, None, *grads)
+    def begin_backward(self, _grad: torch.Tensor) -> None:
+        self._is_done = False
+        self._runtime.before_backward(self._units)
 
+    def end_backward(self, _grad: torch.Tensor) -> None:
+        if not self._is_done:
+            self._is_done = True
+            self._runtime.after_backward(self._units)
 
-def _pass_through_after_backward(
-    runtime: HZPRuntime, units: list[HZPUnit], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same inputs; the tensors among them that carry a gradient through _AfterBackward.
+    def watch_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same inputs, of which those that carry a gradient are views.
 
-    A parameter among them (a tied weight) is left alone: what comes out would be a view of it
-    that the caller's frame keeps for longer than the unit is gathered.
-    """
-    values, spec = [*args, *kwargs.values()], None
-    for value in values:  # flattening takes longer than to look
-        if not (value is None or isinstance(value, torch.Tensor) or tree_is_leaf(value)):
-            values, spec = tree_flatten((args, kwargs))
-            break
-    where = [
-        index
-        for index, value in enumerate(values)
-        if isinstance(value, torch.Tensor)
-        and value.requires_grad
-        and not isinstance(value, nn.Parameter)
-    ]
-    if not where:
+        A parameter among them (a tied weight) is left alone: what comes out would be a view of it
+        that the caller's frame keeps for longer than the unit is gathered.
+        """
+        values = [*args, *kwargs.values()]
+        where = [index for index, value in enumerate(values) if _carries_grad(value)]
+        for index in where:
+            self._watch(values[index])
+            if values[index].layout is not torch.strided or values[index].is_nested:
+                continue
+            values[index] = values[index].view_as(values[index])
+            values[index].register_hook(self.end_backward)
+        if where:
+            named = zip(kwargs, values[len(args) :], strict=True)
+            return tuple(values[: len(args)]), dict(named)
+        for _, tensor in tensors_within(values):
+            if _carries_grad(tensor):
+                self._watch(tensor)
         return args, kwargs
-    through = _AfterBackward.apply(runtime, units, *(values[i] for i in where))  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    passed = cast("tuple[torch.Tensor, ...]", through)
-    for i, tensor in zip(where, passed, strict=True):
-        values[i] = tensor
-    if spec is not None:
-        return tree_unflatten(values, spec)
-    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+    def _watch(self, tensor: torch.Tensor) -> None:
+        # Hooks of a leaf, which the caller may keep for ever, would become more and more.
+        if not tensor.is_leaf:
+            tensor.register_hook(self.end_backward)  # pyright: ignore[reportUnknownMemberType]
+
+    def watch_output(self, output: Any) -> None:
+        """What the module returns, of any form."""
+        found = (
+            [output] if isinstance(output, torch.Tensor) else dict(tensors_within(output)).values()
+        )
+        for tensor in found:
+            if tensor.requires_grad:
+                tensor.register_hook(self.begin_backward)  # pyright: ignore[reportUnknownMemberType]
 
 
-def _tensors_of(output: Any) -> list[torch.Tensor]:
-    """The tensors of a module's output that carry a gradient."""
-    leaves = [output] if isinstance(output, torch.Tensor) else tree_flatten(output)[0]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+def _carries_grad(value: Any) -> bool:
+    is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+    return is_tensor and value.requires_grad
 
 
 def _attach_call_hooks(
@@ -406,21 +472,18 @@ def _hooks_of_call(
     units: list[HZPUnit], runtime: HZPRuntime
 ) -> tuple[Callable[..., Any], Callable[..., None]]:
     """What comes before and after a call that needs the parameters of `units`."""
+    calls: list[_Call] = []
 
     def pre_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        calls.append(_Call(runtime, units))
         runtime.before_forward(units)
-        if torch.is_grad_enabled():
-            args, kwargs = _pass_through_after_backward(runtime, units, args, kwargs)
-        return args, kwargs
-
-    def begin_backward(_grad: torch.Tensor) -> None:
-        runtime.before_backward(units)
+        return calls[-1].watch_inputs(args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
 
     def post_forward(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        call = calls.pop()
         runtime.after_forward(units)
         if torch.is_grad_enabled():
-            for tensor in _tensors_of(output):
-                tensor.register_hook(begin_backward)  # pyright: ignore[reportUnknownMemberType]
+            call.watch_output(output)
 
     return pre_forward, post_forward
 

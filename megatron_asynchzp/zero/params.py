@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.zero.tensors_within import memory_of, tensors_kept
 
 TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Those whose values fp32 main parameters and gradients hold without loss."""
@@ -118,3 +119,23 @@ def refuse_shared_memory(model: nn.Module) -> None:
                 f"{one.title} and {other.title} share memory and would be trained apart; tie them "
                 "as one parameter (b.weight = a.weight), or make one of them a clone()"
             )
+
+
+def refuse_views(model: nn.Module) -> None:
+    """Raise ConfigurationError where a buffer of `model`, or a tensor in an attribute of its
+    modules, views a parameter: the parameter gets another memory, and the view would keep what is
+    in it now. Looks at no element."""
+    titles: dict[int, list[tuple[int, int, str]]] = {}
+    for title, param in titled_params(model):
+        if (memory := memory_of(param.data)) is not None:
+            titles.setdefault(memory[0], []).append((*memory[1:], title))
+    own = set(model.parameters())
+    modules: dict[str, nn.Module] = dict(model.named_modules())  # pyright: ignore[reportUnknownArgumentType]
+    for path, tensor in tensors_kept(modules):
+        memory = None if tensor in own else memory_of(tensor)
+        for start, stop, title in [] if memory is None else titles.get(memory[0], []):
+            if memory is not None and start < memory[2] and memory[1] < stop:
+                raise ConfigurationError(
+                    f"{path} is a view of {title}, and would keep the values of now: make it in "
+                    "forward or as a property, or let it be a clone()"
+                )

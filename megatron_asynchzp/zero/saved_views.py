@@ -4,14 +4,17 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_asynchzp.zero.unit import HZPUnit, Phase
 
 # Private to torch: its public form is a context manager, and these are set by two hooks.
 _saved_tensor_hooks: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+_ENTER = saved_tensors_hooks.__enter__
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,19 @@ class SavedViews:
     Transformer Engine save the parameter itself, which autograd keeps as the object that it is: it
     reads what was gathered for backward without any hook. So a unit of which a whole step saved
     nothing else goes without them, until a view of it is found when its memory is to be reused
-    ([Note: views that outlive the unit]).
+    ([Note: views that outlive the unit]). That needs modules whose backward begins at an output
+    that the runtime sees: with may_go_without False every unit has the hooks.
+
+    [Note: hooks of others] Torch applies the innermost hooks alone. Where a program has hooks of
+    its own around a unit or within it (save_on_cpu, say), ours come first, and what is no view of a
+    unit goes to them: they see the activations, and copy no parameter.
     """
 
-    def __init__(self, on_missing: Callable[[HZPUnit], None]):
-        self._on_missing = on_missing
+    def __init__(self, on_missing: Callable[[HZPUnit], None], may_go_without: bool = True):
+        self._on_missing, self._may_go_without = on_missing, may_go_without
+        self._num_pushed = 0
         self._units_by_storage: dict[int, HZPUnit] = {}
+        self._storages: dict[int, StorageWeakRef] = {}  # in which a unit was gathered
         self._watched: set[HZPUnit] = set()  # gathered for a forward of this step, under hooks
         self._with_views: set[HZPUnit] = set()
         self._without_views: set[HZPUnit] = set()
@@ -54,8 +64,11 @@ class SavedViews:
         viewed: units of which a view was found when their memory was to be reused.
         """
         self._with_views |= viewed
-        self._without_views = (self._without_views | self._watched) - self._with_views
+        if self._may_go_without:
+            self._without_views = (self._without_views | self._watched) - self._with_views
         self._watched.clear()
+        alive = {key: ref for key, ref in self._storages.items() if not ref.expired()}
+        self._storages = alive
 
     def note_view(self, unit: HZPUnit) -> None:
         """`unit` needs the hooks: a view of its parameters was found."""
@@ -63,40 +76,77 @@ class SavedViews:
 
     def are_needed_by(self, units: Iterable[HZPUnit]) -> bool:
         """Whether the forward of `units` is to run under the hooks."""
-        return not self._without_views.issuperset(units)
+        return not self._without_views.issuperset(units) or _top_hooks() is not None
 
     def track(self, unit: HZPUnit) -> None:
         """Recognise views of `unit`'s gathered parameters from now on."""
-        if unit not in self._without_views and not unit.is_always_unsharded:
-            pointer = unit.full_param_storage.untyped_storage().data_ptr()
-            self._units_by_storage[pointer] = unit
-            if torch.is_grad_enabled():
-                self._watched.add(unit)
+        storage = unit.full_param_storage.untyped_storage()
+        self._units_by_storage[storage.data_ptr()] = unit
+        if (key := _number_of(storage)) not in self._storages:
+            self._storages[key] = StorageWeakRef(storage)
+        is_new = unit not in self._without_views and not unit.is_always_unsharded
+        if is_new and torch.is_grad_enabled():
+            self._watched.add(unit)
 
     def push(self) -> None:
         """Let autograd save through this object until the matching `pop`."""
-        _saved_tensor_hooks._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        theirs = _top_hooks()
+        owner = None if theirs is None else getattr(theirs[0], "__self__", None)
+        if isinstance(owner, SavedViews):
+            theirs = None
+        elif isinstance(owner, _JoinedHooks):
+            theirs = owner.theirs
+        hooks = self if theirs is None else _JoinedHooks(self, theirs)
+        _saved_tensor_hooks._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+        if not self._num_pushed:
+            saved_tensors_hooks.__enter__ = _enter_within_a_unit
+        self._num_pushed += 1
 
     def pop(self) -> None:
         """Undo the latest `push`."""
+        self._num_pushed -= 1
+        if not self._num_pushed:
+            saved_tensors_hooks.__enter__ = _ENTER
         _saved_tensor_hooks._pop_saved_tensors_default_hooks()
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedView:
+    def unit_of(self, tensor: torch.Tensor) -> HZPUnit | None:
+        """The unit of which `tensor` views the full parameters."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            return tensor  # a wrapper subclass has no storage of its own to ask
-        pointer = tensor.untyped_storage().data_ptr()
+            return None  # a wrapper subclass has no storage of its own to ask
+        if tensor.layout is not torch.strided:
+            return None
+        try:
+            pointer = tensor.untyped_storage().data_ptr()
+        except RuntimeError:  # torch.func's have none; a view in one keeps its memory all the same
+            return None
         unit = self._units_by_storage.get(pointer)
-        if unit is None or not unit.is_gathered_at(pointer):
+        return unit if unit is not None and unit.is_gathered_at(pointer) else None
+
+    def is_view(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is a view of a unit's full parameters of now, or of earlier ones that
+        it has kept, as the view that selective checkpointing kept for a recomputation."""
+        if self.unit_of(tensor) is not None:
+            return True
+        try:
+            return _number_of(tensor.untyped_storage()) in self._storages
+        except (NotImplementedError, RuntimeError):
+            return False
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedView:
+        """What autograd keeps in place of `tensor`."""
+        unit = self.unit_of(tensor)
+        if unit is None or unit.is_always_unsharded:
             # [Note: saved outputs] A node that saves its own output through hooks would hold a
             # tensor that holds the node: a cycle that nothing collects where backward never runs.
-            # Autograd puts its own edges on what `_unpack` returns.
+            # Autograd puts its own edges on what `unpack` returns.
             return tensor if tensor.grad_fn is None else tensor.detach()
         if type(tensor) is torch.Tensor:
             self.note_view(unit)
         offset = int(tensor.storage_offset())
         return SavedView(unit, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
-    def _unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
+    def unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
+        """The tensor that was packed as `saved`."""
         if not isinstance(saved, SavedView):
             return saved
         if saved.unit.phase is not Phase.UNSHARDED:
@@ -106,3 +156,49 @@ class SavedViews:
         if saved.dtype != full.dtype:
             full = full.view(saved.dtype)
         return full.as_strided(saved.shape, saved.stride, saved.offset)
+
+
+class _Theirs(NamedTuple):
+    """What somebody else's hook has made of a tensor."""
+
+    packed: Any
+
+
+class _JoinedHooks:
+    """Hooks of `views`, with those of somebody else for what is no view of a unit."""
+
+    def __init__(self, views: SavedViews, theirs: tuple[Callable[..., Any], Callable[..., Any]]):
+        self.views, self.theirs = views, theirs
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        if self.views.is_view(tensor):
+            return self.views.pack(tensor)
+        return _Theirs(self.theirs[0](tensor))
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, _Theirs):
+            return self.theirs[1](saved.packed)
+        return self.views.unpack(saved)
+
+
+def _number_of(storage: Any) -> int:
+    """Of a storage; no other has it while this one is there, or a weak reference to it."""
+    return storage._cdata
+
+
+def _top_hooks() -> Any:
+    """Pack and unpack that torch applies now, None without."""
+    return _saved_tensor_hooks._top_saved_tensors_default_hooks(False)
+
+
+def _enter_within_a_unit(self: Any) -> None:
+    """In place of saved_tensors_hooks.__enter__ while a unit computes."""
+    top = _top_hooks()
+    owner = None if top is None else getattr(top[0], "__self__", None)
+    views = owner.views if isinstance(owner, _JoinedHooks) else owner
+    pack, unpack = self.pack_hook, self.unpack_hook
+    # Those of a checkpoint keep nothing, and count what they see here and in a recomputation.
+    if isinstance(views, SavedViews) and type(self).__module__ != "torch.utils.checkpoint":
+        joined = _JoinedHooks(views, (pack, unpack))
+        pack, unpack = joined.pack, joined.unpack
+    _saved_tensor_hooks._push_saved_tensors_default_hooks(pack, unpack)

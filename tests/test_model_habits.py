@@ -1,0 +1,367 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What people do in their modules: what these are handed, write into, return and keep. It trains as
+in one process, or is refused by name in the first forward that does it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.utils import checkpoint
+
+from megatron_asynchzp import ConfigurationError, ShardSizes, shard
+from scripts.testbed.ranks import run_ranks
+from tests.support.selection import slow_unless
+
+Sizes = tuple[int, int, int]
+SIZES: list[Sizes] = [(2, 2, 2), (1, 1, 2)]
+SIZES_OF_4: list[Sizes] = [(1, 1, 1), (2, 2, 4)]
+WIDTH, STEPS = 8, 4
+
+
+@dataclass
+class Result:
+    hidden: torch.Tensor
+
+
+class Closed:
+    """An object that shows its tensor nowhere."""
+
+    def __init__(self, hidden: torch.Tensor):
+        self.get = lambda: hidden
+
+
+class Cache:
+    """As transformers' caches: lists in an object, which layers append to."""
+
+    def __init__(self) -> None:
+        self.layers: list[torch.Tensor] = []
+
+
+class Layer(nn.Module):
+    """One layer, whose norm and gate save the parameter itself, and whose linear layer a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Parameter(torch.rand(WIDTH))
+        self.has_linear = True
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x) * self.gate
+        return torch.tanh(self.linear(y)) if self.has_linear else y
+
+    def forward(self, x: Any, form: str = "", extra: Any = None) -> Any:
+        if form == "in place":
+            return self.compute(functional.relu(x, inplace=True))
+        if form == "list":
+            x.append(self.compute(x[-1]))
+            return None
+        if form == "dict":
+            x["hidden"] = self.compute(x["hidden"])
+            x["number"] = x.get("number", 0) + 1
+            return x
+        if form == "nested":
+            x[0]["all"].append(self.compute(x[0]["all"][-1]))
+            return None
+        if form == "cache":
+            extra.layers.append(x * 2)
+            return self.compute(x) + sum(extra.layers)
+        y = self.compute(x)
+        if form == "attribute":
+            self.loss = y.square().mean()
+            return x
+        if form == "namespace":
+            return SimpleNamespace(h=[y])
+        return {"dataclass": Result, "closed": Closed}.get(form, torch.clone)(y)
+
+
+class Model(nn.Module):
+    def __init__(self, form: Callable[[int], str] | str, has_linear: bool = True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        for layer in self.layers:
+            layer.has_linear = has_linear
+        self.form = form
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        form = self.form if isinstance(self.form, str) else self.form(step)
+        x = self.embedding(x)
+        hidden, named, cache = [x], {"hidden": x}, Cache()
+        nested = ({"all": hidden},)
+        losses = []
+        for layer in self.layers:
+            if form in ("list", "nested"):
+                layer(hidden if form == "list" else nested, form)
+            elif form == "dict":
+                assert layer(named, form=form) is named
+            elif form == "in place":
+                x = x + layer(x, form)
+            elif form == "attribute":
+                x = layer(x, form)
+                losses.append(layer.loss)
+            elif form in ("recomputed", "selective", "saved ahead"):
+                x = self.recomputed(layer, x, form)
+            else:
+                y = layer(x, form, extra=cache)
+                x = self.opened(y)
+        if form in ("list", "nested"):
+            assert len(hidden) == 4
+            return sum(each.square().mean() for each in hidden)
+        if form == "dict":
+            assert named["number"] == 3
+            x = named["hidden"]
+        assert form != "cache" or len(cache.layers) == 3
+        return x.square().mean() + sum(losses)
+
+    def opened(self, y: Any) -> torch.Tensor:
+        if isinstance(y, Result):
+            return y.hidden
+        if isinstance(y, Closed):
+            return y.get()
+        return y.h[0] if isinstance(y, SimpleNamespace) else y
+
+    def recomputed(self, layer: nn.Module, x: torch.Tensor, form: str) -> torch.Tensor:
+        if form == "recomputed":
+            return checkpoint.checkpoint(layer, x, use_reentrant=False)
+        policy = checkpoint.CheckpointPolicy.MUST_SAVE
+        if form == "selective":
+
+            def save_products(_, operation, *args, **kwargs):
+                is_product = operation is torch.ops.aten.addmm.default
+                return policy if is_product else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+            contexts = partial(checkpoint.create_selective_checkpoint_contexts, save_products)
+        else:
+            contexts = partial(
+                checkpoint.create_selective_checkpoint_contexts, lambda *_, **__: policy
+            )
+        return checkpoint.checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+Loss = Callable[[nn.Module, int, int], torch.Tensor]
+
+
+def usual_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    return model(batch(step, rank), step)
+
+
+def new_sgd(params) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.02)
+
+
+def trains_alike(
+    build: Callable[[], nn.Module],
+    all_sizes: list[Sizes],
+    loss_of: Loss = usual_loss,
+    steps: int = STEPS,
+) -> None:
+    world, plain, expected = dist.get_world_size(), build(), []
+    optimizer = new_sgd(plain.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses = [loss_of(plain, step, rank) / world for rank in range(world)]
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+        expected.append(pytest.approx(sum(loss.item() for loss in losses), rel=1e-6))
+    for sizes in all_sizes:
+        model, found = build(), []
+        with shard(model, model.layers, ShardSizes(*sizes), new_sgd) as sharded:
+            for step in range(steps):
+                sharded.zero_grad()
+                loss = loss_of(model, step, dist.get_rank())
+                loss.backward()
+                sharded.step()
+                total = loss.detach() / world
+                dist.all_reduce(total)
+                found.append(total.item())
+        assert found == expected, sizes
+
+
+FORMS = {
+    "a unit that begins with `ReLU(inplace=True)`": ["in place"],
+    "a list or dict that a unit writes into": ["list", "dict", "nested"],
+    "a cache that layers append to": ["cache"],
+    "a unit that returns a dataclass or another object": ["dataclass", "namespace", "closed"],
+    "a loss that a unit keeps in an attribute": ["attribute"],
+    "`checkpoint` around a unit, also selective": ["recomputed", "selective"],
+}  # fmt: skip
+
+
+def check_forms(all_sizes: list[Sizes]) -> None:
+    """Each form comes after a step of tensors, which teaches the engine what it may leave out."""
+    forms = [form for each in FORMS.values() for form in each]
+    in_turn = [form for each in forms for form in ("", each)]
+    for has_linear in (True, False):
+        build = partial(Model, in_turn.__getitem__, has_linear)
+        trains_alike(build, all_sizes, steps=len(in_turn))
+
+
+# ---- what others do around a model
+
+
+class Offload:
+    """As save_on_cpu from a device: copies what it gets; counts, and notes parameters."""
+
+    def __init__(self) -> None:
+        self.num = self.num_params = 0
+
+    def __call__(self):
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num += 1
+        self.num_params += isinstance(tensor, nn.Parameter) or tensor.shape == (WIDTH, WIDTH)
+        return tensor.detach().clone()
+
+    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+def check_hooks_of_others(all_sizes: list[Sizes]) -> None:
+    for where in ("around the model", "around a unit", "within a unit"):
+        offload = Offload()
+
+        def build(where: str = where, offload: Offload = offload) -> nn.Module:
+            model = Model("")
+            compute = Layer.compute
+            for layer in model.layers if where != "around the model" else ():
+                inner = layer.forward if where == "around a unit" else partial(compute, layer)
+
+                def hooked(*args: Any, inner: Any = inner, **kwargs: Any) -> Any:
+                    with offload():
+                        return inner(*args, **kwargs)
+
+                if where == "around a unit":
+                    layer.forward = hooked
+                else:
+                    layer.compute = hooked
+            return model
+
+        def loss_of(model: nn.Module, step: int, rank: int, where=where, offload=offload):
+            offload.num = offload.num_params = 0
+            if where != "around the model":
+                return usual_loss(model, step, rank)
+            with offload():
+                return usual_loss(model, step, rank)
+
+        loss_of(build(), 0, 0)
+        of_plain = offload.num - offload.num_params
+        for sizes in all_sizes:
+            trains_alike(build, [sizes], loss_of)
+            assert offload.num >= of_plain, (where, sizes)
+            outside = 1 if where == "around the model" else 0  # the embedding is in no unit
+            assert offload.num_params <= outside, (where, sizes)
+    saved_on_cpu = torch.autograd.graph.save_on_cpu
+
+    def saving_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+        with saved_on_cpu():
+            return usual_loss(model, step, rank)
+
+    trains_alike(partial(Model, "recomputed"), all_sizes, saving_loss)
+
+
+# ---- what modules keep
+
+
+def views_of(layer: Layer) -> dict[str, Any]:
+    """Attributes by path, as in a message."""
+    weight = layer.linear.weight
+    return {
+        "layers.0.view": weight.t(),
+        "layers.0.kept[0]": (weight[:2],),
+        "layers.0.kept['a'][1]": {"a": [None, weight.detach()]},
+        "layers.0.kept.hidden": Result(weight.data.view(-1)),
+        "layers.0.kept.h[0]": SimpleNamespace(h=[layer.gate.data]),
+        "layers.0.other": nn.Parameter(weight.data).requires_grad_(False).data,
+    }
+
+
+def check_views(all_sizes: list[Sizes]) -> None:
+    for path in views_of(Layer()):
+        for is_buffer in {False, path.endswith("view")}:
+            model = Model("")
+            name = path.removeprefix("layers.0.").partition("[")[0].partition(".")[0]
+            kept = views_of(model.layers[0])[path]
+            if is_buffer:
+                model.layers[0].register_buffer(name, kept.detach())
+            else:
+                setattr(model.layers[0], name, kept)
+            with pytest.raises(ConfigurationError) as refused:
+                shard(model, model.layers, ShardSizes(2, 2, 2), new_sgd)
+            assert f"{path} is a view of layers.0." in str(refused.value)
+    # What is no view of a parameter, or is the parameter itself.
+    model = Model("")
+    layer = model.layers[0]
+    layer.copied, layer.weights = layer.gate.clone().detach(), [layer.linear.weight]
+    shard(model, model.layers, ShardSizes(2, 2, 2), new_sgd).close()
+    trains_alike(build_spectral, all_sizes)
+    check_views_of_a_forward()
+
+
+def build_spectral() -> nn.Module:
+    """Its hook sets an attribute, a view of the parameter at first, anew in each forward."""
+    model = Model("")
+    for layer in model.layers:
+        nn.utils.spectral_norm(layer.linear).eval()
+    return model
+
+
+class Keeping(Layer):
+    """Keeps a view of its weight from the first forward in which it may."""
+
+    keeps = False
+
+    def forward(self, x: Any, form: str = "", extra: Any = None) -> Any:
+        if self.keeps and not hasattr(self, "kept"):
+            self.kept = {"weight": self.linear.weight.t()}
+        return torch.tanh(x @ self.kept["weight"]) if self.keeps else self.compute(x)
+
+
+def check_views_of_a_forward() -> None:
+    for first_step in (0, 2):
+        model = Model("")
+        for layer in model.layers:
+            layer.__class__ = Keeping
+        sharded = shard(model, model.layers, ShardSizes(2, 2, 2), new_sgd)
+        for step in range(first_step):
+            sharded.zero_grad()
+            usual_loss(model, step, dist.get_rank()).backward()
+            sharded.step()
+        for layer in model.layers:
+            layer.keeps = True
+        with pytest.raises(ConfigurationError, match=r"layers.0.kept\['weight'\] keeps a view of"):
+            usual_loss(model, 0, dist.get_rank())
+        sharded.runtime.driver.close()
+
+
+@pytest.mark.habit(*FORMS)
+@pytest.mark.habit(
+    "`torch.autograd.graph.save_on_cpu` around a model, around a unit or within it",
+    "an attribute or buffer that views a weight, made before `shard` or in a forward",
+    "`spectral_norm`, whose hook sets an attribute anew",
+)
+@pytest.mark.parametrize(
+    "ranks, all_sizes", [(2, SIZES), slow_unless(False, 4, SIZES_OF_4)], ids=["2", "4"]
+)
+def test_what_modules_are_handed_return_and_keep_trains_or_is_refused_by_name(ranks, all_sizes):
+    run_ranks(check_all, ranks, all_sizes)
+
+
+def check_all(all_sizes: list[Sizes]) -> None:
+    check_forms(all_sizes)
+    check_hooks_of_others(all_sizes)
+    check_views(all_sizes)
