@@ -65,10 +65,12 @@ def guard_load_checkpoint(
     load: Callable[[], Any],
     args: Namespace,
     load_arg: str,
+    scheduler: Any = None,
     context: Mapping[str, Any] | None = None,
 ) -> Any:
     """Call Megatron's load_checkpoint for the newest intact checkpoint, not for the tracker's.
 
+    scheduler: Megatron's, of learning rates and weight decay.
     context: Megatron's, which holds what manages local checkpoints.
     Collective. Raises ConfigurationError where there is none, or it does not fit.
     """
@@ -106,6 +108,9 @@ def guard_load_checkpoint(
             "--exit-on-missing-checkpoint ends such a run"
         )
         log([line], peers)
+    if scheduler is not None and args.use_checkpoint_opt_param_scheduler:
+        # Megatron's applies its schedule before it has read the weight decay of the checkpoint.
+        scheduler.step(increment=0)
     return loaded
 
 

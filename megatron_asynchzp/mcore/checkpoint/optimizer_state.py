@@ -18,6 +18,8 @@ We write all of them, a few hundred bytes, and read whichever is there.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from math import isclose
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,19 @@ _SHARDING_TYPE = "fully_reshardable"
 _OWN_KEY = "asynchzp"
 _RECORDS_KEY = "asynchzp_grad_records"
 _SHARDING_TYPE_KEY = "distrib_optim_sharding_type"
+# What Megatron's scheduler reads in a group, what it writes there, and whether the rate is the
+# run's own.
+_SCHEDULE = ("max_lr", "min_lr", "start_wd", "end_wd", "lr", "weight_decay", "default_config")
+_STRUCTURE = tuple(key for key in _IDENTITY if key not in _SCHEDULE)
+
+
+class ScheduleRule(Enum):
+    """Whose schedule a group has after a load: that of the run and of the checkpoint, which must be
+    equal (Megatron's own rule), or of the one that a flag names."""
+
+    EQUAL = "equal"
+    OF_RUN = "--override-opt-param-scheduler"
+    OF_CHECKPOINT = "--use-checkpoint-opt-param-scheduler"
 
 
 class FragmentPlace(NamedTuple):
@@ -162,15 +177,18 @@ class OptimizerCheckpoint:
         return _forms(state_dict)[0].get(_RECORDS_KEY, ())
 
     def _load_groups(self, saved: Sequence[dict]) -> None:
-        by_identity = {_identity(group): group for group in saved}
-        for group in self._param_groups:
-            if (loaded := by_identity.get(_identity(group))) is None:
-                identity = ", ".join(f"{key} {group[key]}" for key in _IDENTITY if group.get(key))
-                raise ConfigurationError(
-                    f"the checkpoint has no parameter group with {identity}; resume with the same "
-                    "--lr, --min-lr and --weight-decay, or pass --no-load-optim"
-                )
-            group.update({k: v for k, v in loaded.items() if k not in ("params", "step")})
+        from megatron.training import get_args
+
+        args = get_args()
+        rule = ScheduleRule.EQUAL
+        if args.override_opt_param_scheduler:
+            rule = ScheduleRule.OF_RUN
+        elif args.use_checkpoint_opt_param_scheduler:
+            rule = ScheduleRule.OF_CHECKPOINT
+        kept = {"params", "step", *(_SCHEDULE if rule is ScheduleRule.OF_RUN else ())}
+        groups = self._param_groups
+        for group, loaded in zip(groups, pair_groups(groups, saved, rule), strict=True):
+            group.update({k: v for k, v in loaded.items() if k not in kept})
 
     def _load_step(self, step: torch.Tensor | int | None) -> None:
         if step is None:
@@ -208,9 +226,90 @@ def _refuse_buckets(metadata: Mapping) -> None:
         )
 
 
+def pair_groups(
+    groups: Sequence[Mapping], saved: Sequence[Mapping], rule: ScheduleRule
+) -> list[Mapping]:
+    """The saved parameter group that belongs to each of `groups`.
+
+    What separates groups pairs them. Megatron's identity of a group also has its schedule, which
+    another --lr changes: it counts under EQUAL alone. Where groups differ in nothing else, those
+    with the run's own rate belong together, and several others where all their rates are the saved
+    ones times one factor.
+    Raises ConfigurationError, one line, for a group that has none, or cannot tell which.
+    """
+    return [_partner(group, groups, saved, rule) for group in groups]
+
+
+def _partner(
+    group: Mapping, groups: Sequence[Mapping], saved: Sequence[Mapping], rule: ScheduleRule
+) -> Mapping:
+    mine, theirs = (
+        [one for one in side if _structure(one) == _structure(group)] for side in (groups, saved)
+    )
+    if not theirs:
+        raise ConfigurationError(
+            f"the checkpoint has no parameter group with {_described(group, _STRUCTURE)}; resume "
+            "with the flags it was saved with, or pass --no-load-optim"
+        )
+    if rule is ScheduleRule.EQUAL:
+        same = [one for one in theirs if _identity(one) == _identity(group)]
+        if not same:
+            raise ConfigurationError(
+                f"the checkpoint has no parameter group with {_described(group, _IDENTITY)}; add "
+                "--override-opt-param-scheduler to go by this run's flags, or "
+                "--use-checkpoint-opt-param-scheduler to go by the checkpoint's"
+            )
+        return same[0]
+    if rule is ScheduleRule.OF_RUN and len({_settings(one) for one in theirs}) == 1:
+        return theirs[0]  # of which no schedule is taken
+    if all("default_config" in one for one in (*mine, *theirs)):
+        is_default = group["default_config"]
+        mine, theirs = ([g for g in s if g["default_config"] == is_default] for s in (mine, theirs))
+    mine, theirs = sorted(mine, key=_rates), sorted(theirs, key=_rates)
+    if len(mine) != len(theirs) or (
+        len(mine) > 1
+        and not all(map(_are_proportional, zip(*map(_rates, mine)), zip(*map(_rates, theirs))))
+    ):
+        raise ConfigurationError(
+            f"the checkpoint has {len(theirs)} parameter groups for {len(mine)} of this run with "
+            f"{_described(group, _STRUCTURE)}, and their rates do not tell which is which; resume "
+            "with the rates it was saved with, or pass --no-load-optim"
+        )
+    return theirs[next(i for i, one in enumerate(mine) if one is group)]
+
+
+def _are_proportional(some: Sequence[float], others: Sequence[float]) -> bool:
+    largest, other = max(some), max(others)
+    return all(isclose(a * other, b * largest, rel_tol=1e-6) for a, b in zip(some, others))
+
+
+def _rates(group: Mapping) -> tuple[float, ...]:
+    return tuple(float(group.get(key) or 0) for key in ("max_lr", "min_lr"))
+
+
+def _settings(group: Mapping) -> str:
+    """All that belongs to no schedule, and to no run."""
+    left_out = {"params", "step", *_SCHEDULE}
+    return repr(sorted((key, value) for key, value in group.items() if key not in left_out))
+
+
+def _value(group: Mapping, key: str) -> Any:
+    return group.get(key, group.get(f"pre_{key}"))
+
+
 def _identity(group: Mapping) -> tuple:
     """What makes two parameter groups the same one for Megatron."""
-    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _IDENTITY)
+    return tuple(_value(group, key) for key in _IDENTITY)
+
+
+def _structure(group: Mapping) -> tuple:
+    return (_has_momentum(group), *(_value(group, key) for key in _STRUCTURE))
+
+
+def _described(group: Mapping, keys: Sequence[str]) -> str:
+    return ", ".join(
+        f"{key} {_value(group, key)}" for key in keys if _value(group, key) is not None
+    )
 
 
 def _forms(state_dict: Mapping) -> list[Mapping]:

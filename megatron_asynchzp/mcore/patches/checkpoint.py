@@ -74,7 +74,7 @@ load_checkpoint = replaces(
     why="the newest checkpoint that is complete and intact is loaded, and whatever keeps it from "
     "being loaded is one line and an exit status",
     drop_when="Megatron looks at the files before it believes the tracker",
-)(_guarded_by("guard_load_checkpoint", "load_arg", "checkpointing_context"))
+)(_guarded_by("guard_load_checkpoint", "load_arg", "opt_param_scheduler", "checkpointing_context"))
 
 
 @replaces(
