@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_asynchzp.checkpoint_files.parts import LoadPlanner, SavePlanner
     from megatron_asynchzp.errors import ConfigurationError
     from megatron_asynchzp.hf.save_running import save_hf
     from megatron_asynchzp.hf.weight_stream import (
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 # fmt: off
-__all__ = ["ConfigurationError", "ScheduleConfig", "ShardSizes", "ShardedModel", "WeightDelta",
-           "apply_delta", "forget_mark", "mark_weights", "save_hf", "shard", "stream_changes",
-           "stream_weights"]
+__all__ = ["ConfigurationError", "LoadPlanner", "SavePlanner", "ScheduleConfig", "ShardSizes",
+           "ShardedModel", "WeightDelta", "apply_delta", "forget_mark", "mark_weights", "save_hf",
+           "shard", "stream_changes", "stream_weights"]
 # fmt: on
 
 _HOMES = {
@@ -32,6 +33,8 @@ _HOMES = {
     "ShardedModel": "sharded_model",
     "ShardSizes": "sharding.topology",
     "ConfigurationError": "errors",
+    "LoadPlanner": "checkpoint_files.parts",
+    "SavePlanner": "checkpoint_files.parts",
     "ScheduleConfig": "schedule",
     "WeightDelta": "weight_delta",
     "apply_delta": "weight_delta",

@@ -14,7 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
 
-from megatron_asynchzp import ScheduleConfig, ShardedModel, ShardSizes, shard
+from megatron_asynchzp import (
+    LoadPlanner,
+    SavePlanner,
+    ScheduleConfig,
+    ShardedModel,
+    ShardSizes,
+    shard,
+)
 from megatron_asynchzp.errors import ConfigurationError
 from scripts.testbed.ranks import Place, free_port, run_ranks, start_process
 from tests.support.bare_environment import forget_other_packages
@@ -104,12 +111,12 @@ def sharded_keeping_toy(sizes: tuple[int, int, int]) -> ShardedModel:
 
 
 def save(sharded: ShardedModel, folder: Path) -> None:
-    checkpoint.save(sharded.state_dict(), checkpoint_id=folder)
+    checkpoint.save(sharded.state_dict(), checkpoint_id=folder, planner=SavePlanner())
 
 
 def load(sharded: ShardedModel, folder: Path) -> None:
     state = sharded.state_dict()
-    checkpoint.load(state, checkpoint_id=folder)
+    checkpoint.load(state, checkpoint_id=folder, planner=LoadPlanner())
     sharded.load_state_dict(state)
 
 

@@ -4,6 +4,7 @@
 Megatron's tracker file is a hint.
 """
 
+import functools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -89,15 +90,19 @@ def _list(load_dir: Path) -> _Listing:
     names.sort(key=_number, reverse=True)
     unfinished = [name for name in names if _is_unfinished(load_dir / name)]
     candidates = [name for name in names if name not in unfinished]
-    saved_at = {name: _saved_at(load_dir / name) for name in candidates}
     current = read_tracker(load_dir)
+
+    @functools.cache  # of few: a manifest may name many thousand files
+    def saved_at(name: str) -> float:
+        return _saved_at(load_dir / name)
+
     if current not in candidates:
         sealed = [name for name in candidates if (load_dir / name / MANIFEST).exists()]
-        current = max(sealed or candidates[:1], key=saved_at.__getitem__, default=RELEASE)
+        current = max(sealed or candidates[:1], key=saved_at, default=RELEASE)
     left_behind = [
         name
         for name in candidates
-        if _number(name) > _number(current) and saved_at[name] < saved_at[current]
+        if _number(name) > _number(current) and saved_at(name) < saved_at(current)
     ]
     best_first = [name for name in candidates if name not in left_behind] + left_behind
     return _Listing(best_first, unfinished, TRACKER in present)

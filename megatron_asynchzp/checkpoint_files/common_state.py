@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from megatron_asynchzp.checkpoint_files.index import COMMON_OBJECT, IndexReader
+
 COMMON = "common.pt"
-COMMON_OBJECT = "common_state/shard_0_1"
 
 
 def read_common_state(iteration_dir: Path | str) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def read_common_state(iteration_dir: Path | str) -> dict[str, Any]:
     if file.is_file():
         return torch.load(file, map_location="cpu", weights_only=True)
     found: dict[str, Any] = {COMMON_OBJECT: io.BytesIO()}
-    reader = FileSystemReader(iteration_dir)
+    reader = IndexReader(iteration_dir)
     if COMMON_OBJECT not in reader.read_metadata().state_dict_metadata:
         raise FileNotFoundError(f"{iteration_dir} keeps no arguments: it has no {COMMON}")
     try:

@@ -5,19 +5,26 @@ a pickle without a checksum: where no manifest has one either, nothing in it is 
 """
 
 import math
+import os
 import pickle
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorProperties
 
 from megatron_asynchzp.checkpoint_files.errors import Damage
+from megatron_asynchzp.checkpoint_files.parts import find_fault
 
 METADATA, CONFIG = ".metadata", "metadata.json"
+COMMON_OBJECT = "common_state/shard_0_1"
+"""The object in which Megatron keeps arguments and step."""
 
 Items = dict[tuple[int, int], int]
 """(offset, length) of each archive in a file -> bytes of the tensor in it, 0 for an object."""
@@ -57,6 +64,44 @@ def unpickle_index(data: bytes) -> Metadata:
     return _Unpickler(BytesIO(data)).load()
 
 
+# The indices that this process has read, by folder; None while each read is one of a file.
+_READ: ContextVar[dict[str, Metadata] | None] = ContextVar("asynchzp_read_indices", default=None)
+
+
+@contextmanager
+def index_read_once() -> Iterator[None]:
+    """Within, a process reads the index of a folder once, however often it is asked for."""
+    token = _READ.set({} if _READ.get() is None else _READ.get())
+    try:
+        yield
+    finally:
+        _READ.reset(token)
+
+
+def is_read_once() -> bool:
+    """Whether that is so now."""
+    return _READ.get() is not None
+
+
+class IndexReader(FileSystemReader):
+    """torch's reader of files, to which index_read_once applies."""
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        read, folder = _READ.get(), os.path.abspath(self.path)
+        if read is None:
+            return super().read_metadata(*args, **options)
+        if folder not in read:
+            read[folder] = super().read_metadata(*args, **options)
+        return read[folder]
+
+
+def changed(index: Metadata, **fields: Any) -> Metadata:
+    """A copy with other `fields`, and with what Megatron adds to an index, which is no field."""
+    copy = replace(index, **fields)
+    vars(copy).update({name: it for name, it in vars(index).items() if name not in vars(copy)})
+    return copy
+
+
 def pickle_index(index: Metadata) -> bytes:
     """The index as every version of torch and Python reads it."""
     meta = index.storage_meta
@@ -64,7 +109,7 @@ def pickle_index(index: Metadata) -> bytes:
         # Python 3.13 has another name for its class.
         meta = replace(meta, checkpoint_id=str(meta.checkpoint_id))
     file = BytesIO()
-    _Pickler(file).dump(replace(index, storage_meta=meta))
+    _Pickler(file).dump(changed(index, storage_meta=meta))
     return file.getvalue()
 
 
@@ -112,17 +157,13 @@ def _parts(index: Metadata) -> Iterator[tuple[tuple, int]]:
         if isinstance(entry, BytesStorageMetadata):
             yield (name, None), 0
             continue
-        size, seen, num_elements = tuple(entry.size), set(), 0
+        fault = find_fault(entry.size, entry.chunks)
+        if fault is not None:
+            raise Damage(f"the parts of {name} do not fit its shape: {fault}")
+        seen: set[tuple[int, ...]] = set()
         for chunk in entry.chunks:
-            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            is_inside = len(offsets) == len(sizes) == len(size) and all(
-                0 <= offset <= offset + extent <= whole
-                for offset, extent, whole in zip(offsets, sizes, size)
-            )
-            if not is_inside or offsets in seen:
-                raise Damage(f"the parts of {name} do not fit its shape")
+            offsets = tuple(chunk.offsets)
+            if offsets in seen:
+                raise Damage(f"{name} has two parts at one place")
             seen.add(offsets)
-            num_elements += math.prod(sizes)
-            yield (name, offsets), math.prod(sizes) * entry.properties.dtype.itemsize
-        if num_elements != math.prod(size):
-            raise Damage(f"the parts of {name} do not cover it")
+            yield (name, offsets), math.prod(chunk.sizes) * entry.properties.dtype.itemsize

@@ -7,15 +7,16 @@ a checksum of each small one, a seal of each data file.
 import hashlib
 import json
 import math
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_asynchzp.checkpoint_files.archive import read_archives, seal_of
 from megatron_asynchzp.checkpoint_files.errors import Damage
-from megatron_asynchzp.checkpoint_files.index import CONFIG, METADATA, Items
+from megatron_asynchzp.checkpoint_files.index import CONFIG, METADATA
 from megatron_asynchzp.checkpoint_files.small_files import (
     hash_file,
     read_small,
@@ -26,6 +27,8 @@ from megatron_asynchzp.checkpoint_files.small_files import (
 
 MANIFEST = "asynchzp_manifest.json"
 _FORMAT = 1
+# The time stands before the files, of which there may be many thousands.
+_SAVED_AT, _HEAD_NBYTES = re.compile(rb'"saved_at": ([0-9.e+]{1,30}),'), 300
 _REMEDY = f"without {MANIFEST} it is judged by its data alone"
 
 
@@ -45,23 +48,41 @@ class Manifest(NamedTuple):
     files: dict[str, FileRecord]
 
 
-def seal_file(path: Path, items: Items) -> str:
-    """The seal of a data file that was just written. Raises OSError, and Damage where it does not
-    hold what the index lists."""
+class SealedFile(NamedTuple):
+    """A data file that was just written: its size, its seal, and a digest of where archives lie in
+    it, which tells one rank what another has read."""
+
+    name: str
+    size: int
+    seal: str
+    places: str
+
+
+def seal_file(path: Path) -> SealedFile:
+    """A data file that was just written. Raises OSError, and Damage where it is none."""
     with open(path, "rb") as file:
-        archives = read_archives(file)
-    if {(archive.start, archive.nbytes) for archive in archives} != items.keys():
-        raise Damage(f"{path.name} does not hold what {METADATA} lists")
-    return seal_of(archives)
+        try:
+            archives = read_archives(file)
+        except Damage as damage:
+            raise Damage(f"{path.name}: {damage}") from None
+    places = digest_of_places((archive.start, archive.nbytes) for archive in archives)
+    return SealedFile(
+        path.name, archives[-1].start + archives[-1].nbytes, seal_of(archives), places
+    )
 
 
-def write_manifest(iteration_dir: Path, seals: Mapping[str, str]) -> None:
+def digest_of_places(places: Iterable[tuple[int, int]]) -> str:
+    """One text for (offset, length) of all archives in a file, in any order."""
+    return hashlib.sha256(repr(sorted(places)).encode()).hexdigest()
+
+
+def write_manifest(iteration_dir: Path, sealed: Iterable[SealedFile]) -> None:
     """Make the checkpoint in this directory complete: atomically, and on disk on return.
 
-    seals: of all data files. Raises OSError, and Damage for a file that is missing.
+    sealed: all data files. Raises OSError, and Damage for a file that is missing.
     """
     small = {METADATA, CONFIG, *(path.name for path in iteration_dir.glob("*.pt"))}
-    files = {name: FileRecord(size_of(iteration_dir / name), None, seals[name]) for name in seals}
+    files = {one.name: FileRecord(one.size, None, one.seal) for one in sealed}
     for name in small:
         path = iteration_dir / name
         files[name] = FileRecord(size_of(path), hash_file(path), None)
@@ -97,11 +118,14 @@ def read_manifest(iteration_dir: Path) -> Manifest | None:
 
 
 def _time_after_all_saves_in(folder: Path) -> float:
+    """Now, or just after the latest time of which a manifest begins with. A damaged one may say
+    anything: what is saved then is later still, and the order of saves stays what it is."""
     now = time.time()
     for path in folder.glob(f"*/{MANIFEST}"):
-        with suppress(Damage, OSError):
-            if (other := read_manifest(path.parent)) is not None:
-                now = max(now, math.nextafter(other.saved_at, math.inf))
+        with suppress(OSError, ValueError), open(path, "rb") as file:
+            if (found := _SAVED_AT.search(file.read(_HEAD_NBYTES))) is not None:
+                other = float(found[1])
+                now = max(now, math.nextafter(other, math.inf))
     return now
 
 

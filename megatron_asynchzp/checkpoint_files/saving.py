@@ -5,6 +5,7 @@ Collective: rank 0 changes names, all ranks read.
 """
 
 from collections.abc import Callable
+from itertools import count, takewhile
 from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -12,14 +13,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_asynchzp.checkpoint_files.common_state import COMMON
 from megatron_asynchzp.checkpoint_files.errors import Damage, SaveError, one_line
-from megatron_asynchzp.checkpoint_files.index import (
-    CONFIG,
-    METADATA,
-    Items,
-    items_by_file,
-    pickle_index,
+from megatron_asynchzp.checkpoint_files.index import CONFIG, METADATA, items_by_file, pickle_index
+from megatron_asynchzp.checkpoint_files.manifest import (
+    MANIFEST,
+    SealedFile,
+    digest_of_places,
+    seal_file,
+    write_manifest,
 )
-from megatron_asynchzp.checkpoint_files.manifest import MANIFEST, seal_file, write_manifest
 from megatron_asynchzp.checkpoint_files.peers import Alone, Peers, on_each, on_first
 from megatron_asynchzp.checkpoint_files.small_files import replace_file, sync
 
@@ -58,21 +59,34 @@ def complete_directory(
     """
     iteration_dir, peers = Path(iteration_dir), peers or Alone()
     try:
-        items = on_first(peers, lambda: _amend_index(iteration_dir, amend))
-        mine = list(items)[peers.rank :: peers.size]
-        shares = on_each(
-            peers, lambda: {name: seal_file(iteration_dir / name, items[name]) for name in mine}
-        )
-        seals = {name: seal for share in shares for name, seal in share.items()}
-        on_first(peers, lambda: write_manifest(iteration_dir, seals))
+        # Each rank reads what it wrote itself: nothing has to be told to all of them.
+        shares = on_each(peers, lambda: _seal_own(iteration_dir, peers.rank))
+        sealed = {one.name: one for share in shares for one in share}
+        on_first(peers, lambda: _complete(iteration_dir, amend, sealed))
     except (OSError, Damage) as error:
         raise save_error(iteration_dir, one_line(error)) from None
 
 
-def _amend_index(iteration_dir: Path, amend: Callable[[Metadata], Metadata]) -> dict[str, Items]:
+def _seal_own(iteration_dir: Path, rank: int) -> list[SealedFile]:
+    """Of the files that this rank wrote, by the names that torch gives them."""
+    names = (f"__{rank}_{number}.distcp" for number in count())
+    paths = takewhile(Path.exists, (iteration_dir / name for name in names))
+    return [seal_file(path) for path in paths]
+
+
+def _complete(
+    iteration_dir: Path, amend: Callable[[Metadata], Metadata], sealed: dict[str, SealedFile]
+) -> None:
     index = amend(FileSystemReader(iteration_dir).read_metadata())
     replace_file(iteration_dir / METADATA, pickle_index(index))
-    return items_by_file(index)
+    files = []
+    for name, items in items_by_file(index).items():
+        # What no rank has named: the ranks of a save and of its end may be others.
+        file = sealed.get(name) or seal_file(iteration_dir / name)
+        if file.places != digest_of_places(items):
+            raise Damage(f"{name} does not hold what {METADATA} lists")
+        files.append(file)
+    write_manifest(iteration_dir, files)
 
 
 def save_error(iteration_dir: Path | str, reason: str) -> SaveError:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
 from megatron_asynchzp.checkpoint_files.archive import (
     Archive,
     Record,
@@ -21,8 +23,10 @@ from megatron_asynchzp.checkpoint_files.archive import (
 from megatron_asynchzp.checkpoint_files.common_state import COMMON
 from megatron_asynchzp.checkpoint_files.errors import Damage
 from megatron_asynchzp.checkpoint_files.index import (
+    COMMON_OBJECT,
     CONFIG,
     METADATA,
+    IndexReader,
     Items,
     items_by_file,
     unpickle_index,
@@ -37,30 +41,33 @@ _BUFFER_NBYTES = 1 << 16
 
 
 class VerifyLevel(enum.StrEnum):
-    """What is read of data files: the zip directories alone, also the records that hold no
-    tensor's elements, or all records."""
+    """What is read of data files: what holds Megatron's arguments (without a manifest, all records
+    but those of tensors' elements), the zip directories alone, or all records."""
 
+    ARGUMENTS = "arguments"
     STRUCTURE = "structure"
-    OBJECTS = "objects"
     FULL = "full"
 
     def reads(self, record: Record) -> bool:
-        return self is VerifyLevel.FULL or (self is VerifyLevel.OBJECTS and not record.is_storage)
+        if record.is_storage:
+            return self is VerifyLevel.FULL
+        return self is not VerifyLevel.STRUCTURE
 
 
 class DataFile(NamedTuple):
-    """A data file, and what it must be: the file with this seal, or one that holds these items.
-    With neither any archives will do."""
+    """A data file, and what it must be: the file with this size and seal, or one that holds these
+    items. Without them any archives will do."""
 
     name: str
     seal: str | None = None
     items: Items | None = None
+    size: int | None = None
 
 
 def check_checkpoint(iteration_dir: Path, peers: Peers, level: VerifyLevel) -> None:
     """Judge all files of a checkpoint; each rank reads a share of the data files. Collective.
     Raises Damage, on all ranks, with the first thing that is wrong."""
-    files = on_first(peers, lambda: _data_files(iteration_dir))
+    files = on_first(peers, lambda: _data_files(iteration_dir, level))
     mine = files[peers.rank :: peers.size]
     on_each(peers, lambda: [_check_file(iteration_dir, file, level) for file in mine])
 
@@ -78,31 +85,49 @@ def _judging(name: str) -> Iterator[None]:
         raise Damage(f"{name or 'it'} cannot be read ({type(error).__name__})") from None
 
 
-def _data_files(iteration_dir: Path) -> list[DataFile]:
+def _data_files(iteration_dir: Path, level: VerifyLevel) -> list[DataFile]:
     """The files to read, all of them there, after the small files were judged. Raises Damage."""
     with _judging(""):
         manifest = read_manifest(iteration_dir)
         if manifest is not None:
-            return _sealed_files(iteration_dir, manifest)
+            files = _sealed_files(iteration_dir, manifest)
+            if level is VerifyLevel.ARGUMENTS:
+                return _with_arguments(iteration_dir, files)
+            return files
         _check_config(iteration_dir)
         index = read_small(iteration_dir / METADATA)
     with _judging(METADATA):
         items = items_by_file(unpickle_index(index))
     with _judging(""):
-        for name in items:
-            size_of(iteration_dir / name)
         files = [DataFile(name, items=of_file) for name, of_file in items.items()]
         return files + [DataFile(COMMON)] * (iteration_dir / COMMON).is_file()
 
 
 def _sealed_files(iteration_dir: Path, manifest: Manifest) -> list[DataFile]:
     for name, record in manifest.files.items():
-        path = iteration_dir / name
-        if (size := size_of(path)) != record.size:
-            raise Damage(f"{name} has {size} bytes, and had {record.size} when it was saved")
-        if record.sha256 is not None and record.sha256 != hash_file(path):
-            raise Damage(f"the checksum of {name} is wrong")
-    return [DataFile(name, record.seal) for name, record in manifest.files.items() if record.seal]
+        if record.sha256 is not None:
+            path = iteration_dir / name
+            _check_size(path, record.size)
+            if record.sha256 != hash_file(path):
+                raise Damage(f"the checksum of {name} is wrong")
+    return [
+        DataFile(name, record.seal, size=record.size)
+        for name, record in manifest.files.items()
+        if record.sha256 is None
+    ]
+
+
+def _with_arguments(iteration_dir: Path, files: list[DataFile]) -> list[DataFile]:
+    """Those of `files` that hold Megatron's arguments, by an index that is intact."""
+    places = IndexReader(iteration_dir).read_metadata().storage_data
+    place = places.get(MetadataIndex(COMMON_OBJECT))
+    return [file for file in files if place is not None and file.name == place.relative_path]
+
+
+def _check_size(path: Path, expected: int | None) -> None:
+    """Of a file that is there. Raises Damage."""
+    if (size := size_of(path)) != expected and expected is not None:
+        raise Damage(f"{path.name} has {size} bytes, and had {expected} when it was saved")
 
 
 def _check_config(iteration_dir: Path) -> None:
@@ -120,6 +145,8 @@ def _check_config(iteration_dir: Path) -> None:
 
 
 def _check_file(iteration_dir: Path, wanted: DataFile, level: VerifyLevel) -> None:
+    with _judging(""):
+        _check_size(iteration_dir / wanted.name, wanted.size)
     with _judging(wanted.name), open(iteration_dir / wanted.name, "rb", _BUFFER_NBYTES) as file:
         archives = read_archives(file)
         if wanted.seal is not None and wanted.seal != seal_of(archives):

@@ -34,12 +34,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint
 from megatron_asynchzp.checkpoint_files.common_state import read_common_state
 from megatron_asynchzp.checkpoint_files.index import METADATA, pickle_index
+from megatron_asynchzp.checkpoint_files.parts import create_read_items
 from megatron_asynchzp.checkpoint_files.small_files import replace_file
 from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
 from megatron_asynchzp.errors import ConfigurationError
@@ -101,9 +101,11 @@ class TensorReader:
         size[: len(place)], offsets[: len(place)] = [1] * len(place), place
         target = torch.empty(size, dtype=stored.properties.dtype)
         chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(size))
-        items = create_read_items_for_chunk_list(key, stored, [chunk])
-        num_read = sum(item.lengths.numel() for item in items)
-        if num_read != target.numel():
+        try:
+            items = create_read_items(key, stored, [chunk])
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from None
+        if sum(item.lengths.numel() for item in items) != target.numel():
             raise ConfigurationError(f"the checkpoint holds only a part of {key}")
         self._reader.read_data(LoadPlan(items), _IntoTensor(target)).wait()
         return target.view(stored.size[len(place) :])

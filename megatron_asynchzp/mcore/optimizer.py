@@ -91,8 +91,9 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         for chunk in self.model_chunks:
             chunk.runtime.early = self._early
             chunk.communication.moments_of = self._moments_of
+        chunks = [chunk.checkpoint for chunk in self.model_chunks]
         self._checkpoint = OptimizerCheckpoint(
-            optimizers, joined.state, grad_scaler, parameters.places
+            optimizers, joined.state, grad_scaler, parameters.places, chunks
         )
         self._use_fused_steps()
 

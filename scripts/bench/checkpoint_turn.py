@@ -25,7 +25,7 @@ TIMED_PARTS = {
     "megatron_asynchzp.mcore.checkpoint.save_guard": (
         "prepare_directory",
         "complete_directory",
-        "name_main_params",
+        "complete_index",
     ),
     "megatron_asynchzp.mcore.checkpoint.load_guard": ("choose_checkpoint", "ask_for_what_is_there"),
 }

@@ -12,8 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_asynchzp.checkpoint_files.choice import choose_checkpoint, repair_tracker
+from megatron_asynchzp.checkpoint_files.common_state import read_common_state
+from megatron_asynchzp.checkpoint_files.index import IndexReader, index_read_once
 from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
 from megatron_asynchzp.errors import ConfigurationError
 from tests.support.checkpoint_damage import (
@@ -45,7 +49,6 @@ _IN_DATA = {
     *("a header's signature", "a header's name length", "a header's extra length"),
     "a header's name",
 }
-_IN_TENSORS = {f"{DATA[0]} bit in record data/0"}
 # What a seal shows, or the data.
 _IN_DIRECTORIES = {"a directory's checksum", "a directory's name", "a directory's offset"}
 
@@ -153,15 +156,40 @@ def _judge_stock(folder: Path, truth: dict) -> None:
 # --- what is read ------------------------------------------------------------------------------
 
 
-_UNSEEN = {VerifyLevel.OBJECTS: _IN_TENSORS, VerifyLevel.STRUCTURE: _IN_DATA}
-
-
-@pytest.mark.parametrize("level", _UNSEEN)
 @pytest.mark.parametrize("kind", HARMFUL)
-def test_what_is_not_read_is_not_judged_and_all_else_is(folder, kind, level):
+def test_what_is_not_read_is_not_judged_and_all_else_is(folder, kind):
     HARMFUL[kind](folder)
-    expected = NEWER if kind in _UNSEEN[level] else OLDER
-    assert choose_checkpoint(folder, level=level).folder.name == expected
+    expected = NEWER if kind in _IN_DATA else OLDER
+    assert choose_checkpoint(folder, level=VerifyLevel.STRUCTURE).folder.name == expected
+
+
+@pytest.mark.parametrize("kind", HARMFUL)
+def test_the_arguments_that_a_rank_reads_alone_are_those_that_were_saved(folder, kind):
+    whole = read_common_state(folder / OLDER), read_common_state(folder / NEWER)
+    HARMFUL[kind](folder)
+    choice = choose_checkpoint(folder, level=VerifyLevel.ARGUMENTS)
+    assert read_common_state(choice.folder) == whole[choice.folder.name == NEWER]
+
+
+def test_a_rank_alone_opens_no_more_files_than_hold_the_arguments(folder):
+    (folder / NEWER / DATA[1]).unlink()  # all ranks together miss it, before they load
+    assert choose_checkpoint(folder, level=VerifyLevel.ARGUMENTS).folder.name == NEWER
+    assert choose_checkpoint(folder, level=VerifyLevel.STRUCTURE).folder.name == OLDER
+
+
+def test_within_a_load_the_index_is_read_once(folder, monkeypatch):
+    read = []
+    monkeypatch.setattr(
+        FileSystemReader, "read_metadata", lambda self: read.append(self.path) or Metadata({})
+    )
+    with index_read_once():
+        for _ in range(2):
+            IndexReader(folder / NEWER).read_metadata()
+            with index_read_once():
+                IndexReader(folder / OLDER).read_metadata()
+    assert sorted(read) == [folder / OLDER, folder / NEWER]
+    IndexReader(folder / OLDER).read_metadata()
+    assert len(read) == 3
 
 
 @pytest.mark.parametrize("kind", _SEEN_WITHOUT_MANIFEST)

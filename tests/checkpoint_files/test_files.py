@@ -150,7 +150,7 @@ def test_every_byte_is_read_once_or_hardly_any(tmp_path, has_manifest):
     if has_manifest:
         assert _bytes_read(lambda: complete_directory(folder)) < 200_000
     assert _bytes_read(lambda: choose_checkpoint(tmp_path, level=VerifyLevel.STRUCTURE)) < 200_000
-    assert _bytes_read(lambda: choose_checkpoint(tmp_path, level=VerifyLevel.OBJECTS)) < 600_000
+    assert _bytes_read(lambda: choose_checkpoint(tmp_path, level=VerifyLevel.ARGUMENTS)) < 600_000
     assert nbytes < _bytes_read(lambda: choose_checkpoint(tmp_path)) < nbytes + 600_000
 
 

@@ -12,12 +12,22 @@ from dataclasses import replace
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from megatron_asynchzp.checkpoint_files.index import changed
+
 _STATE = "optimizer.state."
+_PLANS = "all_local_plans"
 _MAIN_PARAM_NAMES = (f"{_STATE}fp32_param.", f"{_STATE}param.")
 
 
-def name_main_params(index: Metadata) -> Metadata:
-    """The index with all names of every main parameter; the same object where it has them."""
+def complete_index(index: Metadata, keeps_plans: bool) -> Metadata:
+    """The index with all names of every main parameter.
+
+    keeps_plans: with the plan of each rank, which a run of the same structure that goes on from
+        here compares with its own, in place of planning its first save anew
+        (--ckpt-assume-constant-structure). It is as long as the rest.
+    """
+    if hasattr(index, _PLANS) and not keeps_plans:
+        delattr(index, _PLANS)
     tensors, places = dict(index.state_dict_metadata), dict(index.storage_data)
     names: dict[str, list[str]] = {}
     for alias, source in _missing_names(index):
@@ -27,13 +37,19 @@ def name_main_params(index: Metadata) -> Metadata:
         return index
     for place, info in index.storage_data.items():
         places |= {replace(place, fqn=alias): info for alias in names.get(place.fqn, ())}
-    return replace(index, state_dict_metadata=tensors, storage_data=places)
+    return changed(index, state_dict_metadata=tensors, storage_data=places)
 
 
 def _missing_names(index: Metadata) -> list[tuple[str, str]]:
-    """New name, and the name under which the tensor is stored."""
+    """New name, and the name under which the tensor is stored. In the index of a save that was
+    planned with an earlier one's, names are there whose tensor lies nowhere yet."""
+    placed = {place.fqn for place in index.storage_data}
     entries = index.state_dict_metadata.items()
-    stored = {key for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+    stored = {
+        key
+        for key, entry in entries
+        if isinstance(entry, TensorStorageMetadata) and (key in placed or not entry.chunks)
+    }
     keys = {
         key.removeprefix(kind)
         for kind in (f"{_STATE}exp_avg.", _MAIN_PARAM_NAMES[0])

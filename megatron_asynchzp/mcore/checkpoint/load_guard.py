@@ -9,6 +9,7 @@ import pickle
 import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron_asynchzp.checkpoint_files.choice import (
 )
 from megatron_asynchzp.checkpoint_files.common_state import read_common_state
 from megatron_asynchzp.checkpoint_files.errors import one_line
+from megatron_asynchzp.checkpoint_files.index import index_read_once
 from megatron_asynchzp.checkpoint_files.peers import Peers, on_first
 from megatron_asynchzp.checkpoint_files.verification import VerifyLevel
 from megatron_asynchzp.errors import ConfigurationError
@@ -44,6 +46,7 @@ from megatron_asynchzp.mcore.checkpoint.mismatch import (
 )
 from megatron_asynchzp.mcore.checkpoint.progress import bytes_read, log_progress
 from megatron_asynchzp.mcore.checkpoint.save_guard import claim_save_directory, passing_dir
+from megatron_asynchzp.mcore.checkpoint.save_ranks import loading_shared
 from megatron_asynchzp.mcore.checkpoint.world import log, peers_of_job
 
 # What the reading of files can end in. A RuntimeError may also be a peer's death, or ours.
@@ -77,7 +80,7 @@ def guard_load_checkpoint(
     claim_save_directory(args)
     peers = peers_of_job()
     load_dir = given_dir = getattr(args, load_arg)
-    with log_progress(f"reading {load_dir}", bytes_read, peers.rank == 0):
+    with log_progress(f"reading {load_dir}", bytes_read, peers.rank == 0), index_read_once():
         choice = _newer(_choose(load_dir, args, peers), _choose_passing(load_dir, args, peers))
         if choice is not None:
             load_dir = str(choice.folder.parent)
@@ -96,7 +99,7 @@ def guard_load_checkpoint(
                 setattr(args, load_arg, load_dir)
             if local != -1:
                 args.pretrained_checkpoint = None  # else Megatron begins from it
-            with loading(local):
+            with loading(local), loading_shared() if local == -1 else nullcontext():
                 loaded = _load_choice(load, args, load_dir, choice)
         finally:
             setattr(args, load_arg, given_dir)
@@ -208,7 +211,7 @@ def _load_base(load: Callable[[], Any], args: Namespace, choice: Choice, peers: 
                 f"{base_dir or 'no other one'} has not the rest: add --pretrained-checkpoint DIR"
             )
         log([f"the frozen part of the model is that of {base.folder}"], peers)
-        with loading(-1):
+        with loading(-1), loading_shared():
             _load_choice(load, args, base_dir, base)
     finally:
         vars(args).update(asked)
@@ -216,12 +219,14 @@ def _load_base(load: Callable[[], Any], args: Namespace, choice: Choice, peers: 
 
 def guard_load_args(load: Callable[[], Any], args: Namespace, load_dir: str | None) -> Any:
     """Call Megatron's load_args_from_checkpoint, which each rank does by itself: hence without a
-    look at the tensors, which all ranks together take before they load them."""
-    choice = None
-    if load_dir:
-        level = min(VerifyLevel.OBJECTS, _level(args), key=list(VerifyLevel).index)
-        choice = choose_checkpoint(load_dir, args.ckpt_step or None, level=level)
-    return _load_choice(load, args, load_dir, choice)
+    look at other files than those with the arguments. All ranks together look at the rest before
+    they load it."""
+    with index_read_once():
+        choice = None
+        if load_dir:
+            level = VerifyLevel.ARGUMENTS
+            choice = choose_checkpoint(load_dir, args.ckpt_step or None, level=level)
+        return _load_choice(load, args, load_dir, choice)
 
 
 def _level(args: Namespace) -> VerifyLevel:

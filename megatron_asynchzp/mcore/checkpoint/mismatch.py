@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_asynchzp.checkpoint_files.common_state import read_common_state
+from megatron_asynchzp.checkpoint_files.index import IndexReader
 from megatron_asynchzp.checkpoint_files.peers import Peers, on_first
 from megatron_asynchzp.mcore.checkpoint.causes import cause_of, describe, differing
 
@@ -72,7 +72,7 @@ def compare(
 
 
 def _read_facts(iteration_dir: str) -> Facts:
-    entries = FileSystemReader(iteration_dir).read_metadata().state_dict_metadata
+    entries = IndexReader(iteration_dir).read_metadata().state_dict_metadata
     shapes = {
         name: tuple(entry.size)
         for name, entry in entries.items()

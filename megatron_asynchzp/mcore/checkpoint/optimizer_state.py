@@ -29,6 +29,14 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys as _ID
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.local import is_saved_locally
+from megatron_asynchzp.mcore.checkpoint.save_ranks import (
+    Held,
+    held_part,
+    is_loaded_shared,
+    is_read_here,
+    runs_to_write,
+    spread,
+)
 from megatron_asynchzp.mcore.checkpoint.shards import SHARDS_KEY, ChunkCheckpoint, fill
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -36,6 +44,7 @@ from megatron_asynchzp.zero.unit import HZPUnit
 TORCHS_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 _SHARDING_TYPE = "fully_reshardable"
 _OWN_KEY = "asynchzp"
+_MAIN_PARAM = "fp32_param"
 _RECORDS_KEY = "asynchzp_grad_records"
 _SHARDING_TYPE_KEY = "distrib_optim_sharding_type"
 # What Megatron's scheduler reads in a group, what it writes there, and whether the rate is the
@@ -67,15 +76,18 @@ class OptimizerCheckpoint:
 
     state: of all of them, by fragment.
     grad_scaler: of an fp16 run, else None.
+    chunks: all of this rank.
     """
 
     optimizers: Sequence[torch.optim.Optimizer]
     state: Mapping[torch.nn.Parameter, dict[str, Any]]
     grad_scaler: MegatronGradScaler | None
     places: Mapping[torch.nn.Parameter, FragmentPlace]
+    chunks: Sequence[ChunkCheckpoint]
 
     def __post_init__(self):
         self._asked: dict[str, Any] = {}
+        self._is_spread = False
 
     @property
     def _param_groups(self) -> list[dict[str, Any]]:
@@ -96,18 +108,29 @@ class OptimizerCheckpoint:
         if is_loading:
             _refuse_buckets(metadata)
             is_distributed = _SHARDING_TYPE_KEY in metadata and _OWN_KEY not in metadata
-            main_param = "param" if is_distributed else "fp32_param"
+            main_param = "param" if is_distributed else _MAIN_PARAM
         else:
             if not is_saved_locally():  # Megatron refuses local checkpoints of any such type
                 metadata |= {_SHARDING_TYPE_KEY: _SHARDING_TYPE, _OWN_KEY: True}
-            main_param = "fp32_param"
+            main_param = _MAIN_PARAM
+        self._is_spread = is_loading and is_loaded_shared()
         shards = list(self._shards(main_param))
         self._asked = {str(i): shard.data for i, shard in enumerate(shards)}
-        some_place = next(iter(self.places.values()), None)
-        state = some_place.checkpoint.as_state(shards) if some_place else {}
-        return self._common(grad_records) | state
+        return self._common(grad_records) | self.chunks[0].as_state(shards)
 
     def _shards(self, main_param: str) -> Iterator[ShardedTensor]:
+        states = {
+            unit: state for unit, state in self._held(main_param).items() if is_read_here(unit)
+        }
+        chunk_of = {unit: chunk for chunk in self.chunks for unit in chunk.units}
+        for unit, name, held in runs_to_write(states):
+            yield from chunk_of[unit].shards_of(unit, held, f"optimizer.state.{name}.")
+
+    def _held(self, main_param: str) -> dict[HZPUnit, dict[str, list[Held]]]:
+        """What this rank has of each trained unit, by state; equally ordered on its replicas."""
+        states: dict[HZPUnit, dict[str, list[Held]]] = {
+            unit: {} for chunk in self.chunks for unit in chunk.units if unit.is_trained
+        }
         for fragment, (checkpoint, unit, index) in self.places.items():
             tensors = {
                 name: value
@@ -117,7 +140,8 @@ class OptimizerCheckpoint:
             if not unit.is_main_param_aliased:  # else they are the model's parameters
                 tensors[main_param] = checkpoint.at_rest(fragment.data)
             for name, values in tensors.items():
-                yield from checkpoint.shards_of(unit, index, values, f"optimizer.state.{name}.")
+                states[unit].setdefault(name, []).append(held_part(unit, index, values))
+        return states
 
     def _common(self, grad_records: Sequence[Sequence[str]]) -> dict[Any, Any]:
         # One form for each optimizer that a stock run has: of Muon, of Adam, and for experts.
@@ -164,6 +188,10 @@ class OptimizerCheckpoint:
         """Take over what was read. Raises ConfigurationError for groups or a state that differ."""
         fill(self._asked, state_dict.get(SHARDS_KEY, {}))
         self._asked = {}
+        if self._is_spread:
+            for unit, held in self._held(_MAIN_PARAM).items():
+                for _, parts in sorted(held.items()):
+                    spread(unit, [part.values for part in parts])
         forms = _forms(state_dict)
         self._load_groups([group for form in forms for group in _groups_of(form)])
         steps = [step for form in forms if (step := _step_of(form)) is not None]

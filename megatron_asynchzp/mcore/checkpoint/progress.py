@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _EVERY_S = 10.0
+_MANY_FILES = 64
 _PROCESS_IO = Path("/proc/self/io")
 
 
@@ -50,8 +51,11 @@ def _count(count_bytes: Callable[[], int]) -> int:
 
 
 def bytes_in(directory: Path | str) -> int:
-    """Size of all files in `directory`: on a shared file system, what all ranks have written."""
-    return sum(path.stat().st_size for path in Path(directory).iterdir())
+    """Size of all files in `directory`: on a shared file system, what all ranks have written. Of
+    many files some are asked."""
+    paths = list(Path(directory).iterdir())
+    asked = paths[:: 1 + len(paths) // _MANY_FILES]
+    return sum(path.stat().st_size for path in asked) * len(paths) // max(1, len(asked))
 
 
 def bytes_read() -> int:

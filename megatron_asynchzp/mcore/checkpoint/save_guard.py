@@ -27,11 +27,12 @@ from megatron_asynchzp.checkpoint_files.saving import (
 from megatron_asynchzp.comm.driver import CollectiveFailure
 from megatron_asynchzp.comm.other_collective import collective_of
 from megatron_asynchzp.comm.saves import Saves
-from megatron_asynchzp.mcore.checkpoint.aliases import name_main_params
+from megatron_asynchzp.mcore.checkpoint.aliases import complete_index
 from megatron_asynchzp.mcore.checkpoint.frozen import drop_frozen, is_trained_only
 from megatron_asynchzp.mcore.checkpoint.local import LOCAL, saving
 from megatron_asynchzp.mcore.checkpoint.progress import bytes_in, log_progress
 from megatron_asynchzp.mcore.checkpoint.save_queue import return_results_in_process
+from megatron_asynchzp.mcore.checkpoint.save_ranks import saving_shared
 from megatron_asynchzp.mcore.checkpoint.world import log, peers_of_job
 
 # Where Megatron logs what became of a write; the exception that follows does not hold it.
@@ -64,7 +65,7 @@ def guard_save_checkpoint(
         with _explaining(saves, Path(args.non_persistent_local_ckpt_dir, name)), saving():
             return save()
     place = passing_dir(args, args.save) if is_passing else args.save or "."
-    with _explaining(saves, Path(place, name)):
+    with _explaining(saves, Path(place, name)), saving_shared(args):
         return save()
 
 
@@ -87,7 +88,9 @@ def guard_save(
         log_progress(f"writing {iteration_dir}", written, peers.rank == 0),
     ):
         request = save()
-    complete = partial(complete_directory, iteration_dir, peers, name_main_params)
+    keeps_plans = getattr(args, "ckpt_assume_constant_structure", False)
+    amend = partial(complete_index, keeps_plans=keeps_plans)
+    complete = partial(complete_directory, iteration_dir, peers, amend)
     if request is None:
         complete()
     else:

@@ -7,8 +7,9 @@ Megatron's format this rank holds.
 A checkpoint holds whole tensors with the model's own names and shapes, whatever its sharding. A
 rank owns a run of elements of a flat buffer, hence of each parameter a run of elements; cut into
 boxes (at most three for a matrix) such a run is what torch.distributed.checkpoint saves and
-loads natively. So nothing is gathered to save or to load: every rank writes and reads the elements
-it owns, in place, and any other sharding, AsyncHZP's or Megatron's, finds them by their offsets.
+loads natively. So nothing has to be gathered to save or to load: a rank writes the elements that it
+owns (in a large world those of its neighbours too, see save_ranks.py) and reads those in place, and
+any other sharding, AsyncHZP's or Megatron's, finds them by their offsets.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,15 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.utils import unwrap_model
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.checkpoint.save_ranks import (
+    Held,
+    States,
+    held_part,
+    is_loaded_shared,
+    is_read_here,
+    runs_to_write,
+    spread,
+)
 from megatron_asynchzp.sharding.boxes import cut_into_boxes
 from megatron_asynchzp.sharding.buffer import FlatBuffer
 from megatron_asynchzp.sharding.topology import Range
@@ -146,6 +156,7 @@ class ChunkCheckpoint:
         self._model.sharded_state_dict = self.sharded_state_dict
         self._pieces: dict[torch.nn.Parameter, list[list[StoredRun]]] = {}
         self._asked: dict[str, dict[str, Any]] = {}
+        self._is_spread = False
 
     # ---- what there is
 
@@ -157,6 +168,7 @@ class ChunkCheckpoint:
         if self._runtime.asleep is None:
             self._runtime.settle()
         self._pieces, rest = self._stored_runs(*args, **kwargs)
+        self._is_spread = is_loaded_shared()
         state: dict[str, Any] = rest
         for key, is_trained in ((SHARDS_KEY, True), (FROZEN_KEY, False)):
             shards = list(self._model_shards(is_trained))
@@ -195,30 +207,34 @@ class ChunkCheckpoint:
         return runs, rest  # pyright: ignore[reportReturnType]
 
     def _model_shards(self, is_trained: bool) -> Iterator[ShardedTensor]:
+        states: dict[HZPUnit, States] = {}
         for unit in self._runtime.units:
-            if unit.is_trained != is_trained:
-                continue
-            shard = unit.model_param
-            held = FlatBuffer(unit.layout, shard.range, self.at_rest(shard.storage))
-            for index, values in enumerate(held.sub_buffer(unit.optim_range).fragment_views()):
-                yield from self.shards_of(unit, index, values)
+            if unit.is_trained == is_trained and is_read_here(unit):
+                shard = unit.model_param
+                held = FlatBuffer(unit.layout, shard.range, self.at_rest(shard.storage))
+                views = held.sub_buffer(unit.optim_range).fragment_views()
+                states[unit] = {"": [held_part(unit, *pair) for pair in enumerate(views)]}
+        for unit, _, held in runs_to_write(states):
+            yield from self.shards_of(unit, held)
 
     def at_rest(self, values: torch.Tensor) -> torch.Tensor:
         """See StepScheduler.at_rest."""
         return self._runtime.at_rest(values)
 
-    def shards_of(
-        self, unit: HZPUnit, index: int, values: torch.Tensor, prefix: str = ""
-    ) -> Iterator[ShardedTensor]:
-        """Entries for `values` (1-D): one per element of this rank's optimizer shard of parameter
-        `index`. Where several replicas hold the same elements the first one's are written."""
-        whole = unit.layout.slices[index].range
-        part = whole.intersect(unit.optim_range)
-        held = part.within(whole) if part.numel else Range(0, 0)
+    @property
+    def units(self) -> Sequence[HZPUnit]:
+        """All of the chunk."""
+        return self._runtime.units
+
+    def shards_of(self, unit: HZPUnit, held: Held, prefix: str = "") -> Iterator[ShardedTensor]:
+        """Entries for `held` of one of its units. Where several replicas hold the same elements the
+        first one's are written."""
+        whole = unit.layout.slices[held.index].range
+        part = held.part.within(whole) if held.part.numel else Range(0, 0)
         replica = unit.groups.topology.replica_index
-        for copy in self._pieces[unit.params[index]]:
+        for copy in self._pieces[unit.params[held.index]]:
             for one in copy:
-                yield from one.shards(values, held, replica, prefix)
+                yield from one.shards(held.values, part, replica, prefix)
 
     def as_state(self, shards: Sequence[ShardedTensor], key: str = SHARDS_KEY) -> dict[str, Any]:
         """`shards` as a part of a state dict, under `key`; empty without shards."""
@@ -240,6 +256,9 @@ class ChunkCheckpoint:
         for key, asked in self._asked.items():
             fill(asked, rest.pop(key, {}))
         self._asked = {}
+        if self._is_spread:
+            for unit in self._runtime.units:
+                spread(unit, [unit.model_param.view(unit.optim_range)])
         self._load_rest(rest)
         self._runtime.complete_params()
 

@@ -150,6 +150,15 @@ def add_asynchzp_arguments(parser: ArgumentParser) -> ArgumentParser:
         "or manifest, sizes and zip directories without the data (structure). Default: full.",
     )
     group.add_argument(
+        "--asynchzp-save-ranks",
+        type=_at_least_1,
+        default=None,
+        metavar="RANKS",
+        help="How many of the ranks that share the optimizer states of a layer write it, at most: "
+        "the others bring them theirs, and the layers take turns. Files and parts of tensors grow "
+        "with it. Default: 64 over the tensor- and expert-parallel ranks of a layer.",
+    )
+    group.add_argument(
         "--asynchzp-save-trained-only",
         action="store_true",
         help="Save of the model only what is trained (adapters). Loading such a checkpoint takes "

@@ -7,6 +7,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
+from megatron_asynchzp.checkpoint_files.parts import check_plan, create_read_items
 from megatron_asynchzp.comm.saves import Saves
 from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.patch import Patch, replaces, run_args
@@ -151,6 +152,89 @@ def load_common(original: Callable, checkpoint_dir: str) -> Any:
     return read_common_state(checkpoint_dir)
 
 
+@replaces(
+    "megatron.core.dist_checkpointing.strategies.torch._get_filesystem_reader",
+    "checkpoint_dir cache_metadata async_strategy",
+    why="a rank reads the index of a checkpoint once for each load, and not for each part of it",
+    drop_when="Megatron hands on what it has read",
+)
+def get_filesystem_reader(original: Callable, *args: Any, **options: Any) -> Any:
+    # No flag is asked: only while a guarded function loads is an index read once.
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    from megatron_asynchzp.checkpoint_files.index import IndexReader, is_read_once
+
+    reader = original(*args, **options)
+    is_plain = is_read_once() and type(reader) is FileSystemReader
+    return IndexReader(reader.path) if is_plain else reader
+
+
+@replaces(
+    "torch.distributed.checkpoint.default_planner._validate_global_plan",
+    "global_plan metadata",
+    why="the check of a save grows with the parts of the model, not with their square: torch "
+    "compares pairs of boxes",
+    drop_when="torch sorts parts that are runs of elements",
+)
+def validate_global_plan(original: Callable, global_plan: Any, metadata: Any) -> Any:
+    if run_args() is None:
+        return original(global_plan, metadata)
+    return check_plan(original, global_plan, metadata)
+
+
+@replaces(
+    "torch.distributed.checkpoint.planner_helpers.create_read_items_for_chunk_list",
+    "fqn checkpoint_md local_chunks",
+    why="a rank finds what it reads by bisection, and a part that no file holds is an error",
+    drop_when="as above, and torch compares what it found with what was asked for",
+)
+def create_read_items_for_chunk_list(
+    original: Callable, fqn: str, checkpoint_md: Any, local_chunks: Any
+) -> Any:
+    create = original if run_args() is None else create_read_items
+    return create(fqn, checkpoint_md, local_chunks)
+
+
+@replaces(
+    "megatron.core.dist_checkpointing.validation.determine_global_metadata",
+    "sharded_state_dict process_group[0.19]",
+    why="whether the shards of all ranks are whole is known from one small sum, where Megatron "
+    "gathers their descriptions on each rank",
+    drop_when="Megatron compares them without a gather",
+)
+def determine_global_metadata(
+    original: Callable, sharded_state_dict: Any, *group: Any, **named: Any
+):
+    args, communication = run_args(), Communication.current()
+    call = partial(original, sharded_state_dict, *group, **named)
+    if args is None or communication is None or not communication.runtimes:
+        return call()
+    from megatron_asynchzp.mcore.checkpoint.agreement import exchange, needs_all
+
+    if needs_all(args):
+        return call()
+    (process_group,) = (*group, *named.values()) or (None,)
+    device = communication.runtimes[0].units[0].device
+    return exchange(call, sharded_state_dict, process_group, device)
+
+
+@replaces(
+    "megatron.core.dist_checkpointing.validation.validate_sharding_integrity",
+    "global_metadata common_state_dict",
+    why="the other half of the same",
+    drop_when="as above",
+)
+def validate_sharding_integrity(
+    original: Callable, global_metadata: Any, common_state_dict: Any = None
+) -> Any:
+    if run_args() is not None:
+        from megatron_asynchzp.mcore.checkpoint.agreement import Agreed
+
+        if isinstance(global_metadata, Agreed):
+            global_metadata = []  # what is left is the comparison of what is common to all ranks
+    return original(global_metadata, common_state_dict)
+
+
 CHECKPOINT_PATCHES: tuple[Patch, ...] = (
     save_checkpoint,
     save,
@@ -161,4 +245,9 @@ CHECKPOINT_PATCHES: tuple[Patch, ...] = (
     read_metadata,
     load_global,
     load_common,
+    get_filesystem_reader,
+    validate_global_plan,
+    create_read_items_for_chunk_list,
+    determine_global_metadata,
+    validate_sharding_integrity,
 )

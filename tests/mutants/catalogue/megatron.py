@@ -9,11 +9,46 @@ MUTANTS = [
         "saved-at-by-the-clock",
         "a save is later than all that were there, whatever the clock says",
         "checkpoint_files/manifest.py",
-        "now = max(now, math.nextafter(other.saved_at, math.inf))",
+        "now = max(now, math.nextafter(other, math.inf))",
         "pass",
         (
             "tests/checkpoint_files/test_choice.py::"
             "test_where_the_clock_was_set_back_a_save_is_still_later_than_those_before"
+        ),
+    ),
+    Mutant(
+        "parts-that-overlap",
+        "two parts of a tensor that overlap are no checkpoint of it",
+        "checkpoint_files/parts.py",
+        "    return f\"two parts of it overlap: {first} and {second}\"",
+        "    return None",
+        "tests/checkpoint_files/test_parts.py::test_a_fault_is_named",
+    ),
+    Mutant(
+        "joined-runs-in-any-order",
+        "the runs that neighbours bring together lie in the order of their ranks",
+        "mcore/checkpoint/save_ranks.py",
+        "begin = (place * runs[one].numel + start) * itemsize",
+        "begin = ((factor - 1 - place) * runs[one].numel + start) * itemsize",
+        "tests/mcore/checkpoint/test_save_ranks.py::test_what_one_exchange_brings_is_bounded",
+    ),
+    Mutant(
+        "copies-are-not-sent",
+        "what the first copy of the optimizer states has read is in the others too",
+        "mcore/checkpoint/save_ranks.py",
+        "dist.broadcast(tensor, axis.ranks[0], axis.group)",
+        "pass",
+        "tests/mcore/checkpoint/test_save_ranks.py::test_the_first_of_several_copies_reads_for_all",
+    ),
+    Mutant(
+        "sum-without-shapes",
+        "ranks that save one tensor in two shapes are found out",
+        "mcore/checkpoint/agreement.py",
+        "number = _number_of((shard.key, kind, tuple(shard.global_shape)))",
+        "number = _number_of((shard.key, kind))",
+        (
+            "tests/mcore/checkpoint/test_agreement.py::"
+            "test_what_is_not_whole_is_gathered_and_refused_by_megatron"
         ),
     ),
     Mutant(

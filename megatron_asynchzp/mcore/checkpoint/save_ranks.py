@@ -1,0 +1,310 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns which ranks write and read what of a shared checkpoint, and how it comes to and from them.
+
+[Note: fewer and longer runs]
+Cut over all ranks, a checkpoint has as many parts as there are ranks, of every tensor, and each
+part is an entry of the index, which every rank reads when it loads. So a unit is written by at most
+`--asynchzp-save-ranks` of the ranks that share its optimizer states. Members of the outermost axis
+hold adjacent runs of elements (see topology.shard_range): those that are brought together are one
+run. The members take turns, unit by unit, so that all of them write, each about as much as it
+holds. It is brought together on the host, where a writer copies it from a device anyway, through
+two buffers of bounded size.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_asynchzp.comm.collectives import AxisGroup, all_to_all_steps, run_steps
+from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.sharding.topology import Range
+from megatron_asynchzp.zero.unit import HZPUnit
+
+PARTS_OF_A_TENSOR = 64
+"""How many ranks write each layer, tensor- and expert-parallel ones together, by default."""
+EXCHANGE_NBYTES = 1 << 26
+"""The most that one exchange sends from a rank, and brings to one."""
+
+_ARGS: ContextVar[Namespace | None] = ContextVar("asynchzp_shared_save", default=None)
+
+_IS_LOADED: ContextVar[bool] = ContextVar("asynchzp_shared_load", default=False)
+
+
+@contextmanager
+def saving_shared(args: Namespace) -> Iterator[None]:
+    """Within, Megatron saves a shared checkpoint, and state dicts are asked for to be written."""
+    token = _ARGS.set(args)
+    try:
+        yield
+    finally:
+        _ARGS.reset(token)
+
+
+@contextmanager
+def loading_shared() -> Iterator[None]:
+    """Within, Megatron loads a shared checkpoint, and state dicts are asked for to be read into."""
+    token = _IS_LOADED.set(True)
+    try:
+        yield
+    finally:
+        _IS_LOADED.reset(token)
+
+
+def is_loaded_shared() -> bool:
+    """Whether such a load is in progress: the first replica of a unit reads for all."""
+    return _IS_LOADED.get()
+
+
+def is_read_here(unit: HZPUnit) -> bool:
+    """Whether this rank reads what it holds of the unit, and does not hear it from a replica."""
+    return unit.groups.topology.replica_index == 0 or not is_loaded_shared()
+
+
+def spread(unit: HZPUnit, tensors: Iterable[torch.Tensor]) -> None:
+    """Give what the first replica of a unit holds to the others, which hold the same elements.
+    Collective over them."""
+    for tensor in tensors:
+        for axis in unit.groups.replica_sync:
+            dist.broadcast(tensor, axis.ranks[0], axis.group)
+
+
+def is_saved_shared() -> bool:
+    """Whether such a save is in progress."""
+    return _ARGS.get() is not None
+
+
+def most_writers(args: Namespace, groups: ShardGroups) -> int:
+    """How many of the ranks that share the optimizer states of a unit write it at most."""
+    given = getattr(args, "asynchzp_save_ranks", None)
+    if given is not None:
+        return given
+    beside = args.world_size // args.pipeline_model_parallel_size // groups.topology.world_size
+    return max(1, PARTS_OF_A_TENSOR // max(1, beside))
+
+
+def joined_along(sizes: Sequence[int], most: int) -> tuple[int, ...]:
+    """How many neighbours along each axis (sizes, outermost first) bring their runs together, so
+    that of the product of the sizes at most `most` are left. An axis is used up before the next."""
+    left, factors = prod(sizes), []
+    for size in sizes:
+        # Of the divisors the smallest that is enough; the last is the size itself.
+        enough = (one for one in range(1, size + 1) if size % one == 0 and left // one <= most)
+        factors.append(next(enough, size))
+        left //= factors[-1]
+    return tuple(factors)
+
+
+class Held(NamedTuple):
+    """What a rank has of one state of a unit: the values (1-D) of parameter `index`, which are the
+    elements `part` of the unit's flat layout."""
+
+    index: int
+    part: Range
+    values: torch.Tensor
+
+
+def held_part(unit: HZPUnit, index: int, values: torch.Tensor) -> Held:
+    """`values`: what this rank's optimizer shard has of parameter `index`."""
+    return Held(index, unit.layout.slices[index].range.intersect(unit.optim_range), values)
+
+
+States = Mapping[str, Sequence[Held]]
+"""What a rank has of a unit, by the name of the state."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run of elements of one state of one unit. turn: says who writes it; read: copies the
+    elements [start, stop) of it to a tensor."""
+
+    unit: HZPUnit
+    name: str
+    dtype: torch.dtype
+    indices: tuple[int, ...]
+    numel: int
+    turn: int
+    read: Callable[[int, int, torch.Tensor], None]
+
+
+def runs_to_write(states: Mapping[HZPUnit, States]) -> Iterator[tuple[HZPUnit, str, Held]]:
+    """What this rank writes of `states`, of all units and the same units on all their ranks.
+    Collective over the ranks that share optimizer states, where a shared checkpoint is saved;
+    elsewhere what it holds itself."""
+    args = _ARGS.get()
+    by_groups: dict[int, list[HZPUnit]] = {}
+    for unit in states:
+        by_groups.setdefault(id(unit.groups), []).append(unit)
+    for units in by_groups.values():
+        groups = units[0].groups
+        axes = tuple(reversed(groups.optim_gather_axes))
+        factors = (1,) * len(axes)
+        if args is not None and groups.topology.replica_index == 0:
+            factors = joined_along([one.axis.size for one in axes], most_writers(args, groups))
+        if prod(factors) == 1:
+            for unit in units:
+                for name, held in states[unit].items():
+                    yield from ((unit, name, one) for one in held)
+            continue
+        yield from _joined({unit: states[unit] for unit in units}, axes, factors)
+
+
+def _joined(
+    states: Mapping[HZPUnit, States], axes: Sequence[AxisGroup], factors: Sequence[int]
+) -> Iterator[tuple[HZPUnit, str, Held]]:
+    steps = [pair for pair in zip(axes, factors, strict=True) if pair[1] > 1]
+    runs = list(_own_runs(states, [axis for axis, _ in steps]))
+    for axis, factor in steps:
+        runs = list(_exchange(runs, axis, factor))
+    for run in runs:
+        assert isinstance(run.read, _Whole)
+        start = run.unit.optim_range.start // run.numel * run.numel
+        joined = Range(start, start + run.numel)
+        for index in run.indices:
+            part = run.unit.layout.slices[index].range.intersect(joined)
+            if part.numel:
+                values = run.read.values[slice(*part.within(joined))]
+                yield run.unit, run.name, Held(index, part, values)
+
+
+def _own_runs(states: Mapping[HZPUnit, States], axes: Sequence[AxisGroup]) -> Iterator[_Run]:
+    """What this rank holds, as runs, in an order in which neighbours go to different ranks. A rank
+    that holds none of a parameter has no states of it: it hears of them from the others."""
+    units = list(states)
+    kinds: dict[tuple[str, int], tuple[torch.dtype, set[int]]] = {}
+    for number, unit in enumerate(units):
+        for name, held in states[unit].items():
+            if held:
+                indices = {one.index for one in held}
+                kinds[name, number] = (held[0].values.dtype, indices)
+    for axis in axes:
+        heard: list[dict] = [{} for _ in axis.ranks]
+        dist.all_gather_object(heard, kinds, group=axis.group)
+        kinds = {}
+        for key, (dtype, indices) in (item for one in heard for item in one.items()):
+            kinds.setdefault(key, (dtype, set()))[1].update(indices)
+    for (name, number), (dtype, indices) in sorted(kinds.items(), key=lambda item: item[0]):
+        unit = units[number]
+        read = _Reader(unit.optim_range.start, states[unit].get(name, ()))
+        yield _Run(unit, name, dtype, tuple(sorted(indices)), unit.optim_range.numel, number, read)
+
+
+class _Reader:
+    """Reads elements from where a rank holds them; what nobody holds (padding) stays as it is."""
+
+    def __init__(self, origin: int, held: Iterable[Held]):
+        self._origin, self._held = origin, held
+
+    def __call__(self, start: int, stop: int, into: torch.Tensor) -> None:
+        wanted = Range(self._origin + start, self._origin + stop)
+        for one in self._held:
+            part = one.part.intersect(wanted)
+            if part.numel:
+                at = slice(*part.within(wanted))
+                into[at].copy_(one.values[slice(*part.within(one.part))])
+
+
+class _Whole:
+    """Reads elements of a tensor (1-D)."""
+
+    def __init__(self, values: torch.Tensor):
+        self.values = values
+
+    def __call__(self, start: int, stop: int, into: torch.Tensor) -> None:
+        into.copy_(self.values[start:stop])
+
+
+def _exchange(runs: Sequence[_Run], axis: AxisGroup, factor: int) -> Iterator[_Run]:
+    """Bring the runs of `factor` neighbours along an axis together. Collective over the axis.
+
+    The members have the same runs of the same lengths; each gets those whose turn it is.
+    """
+    first = axis.axis.coordinate // factor * factor
+    mine = axis.axis.coordinate - first
+    results = [
+        torch.empty(run.numel * factor, dtype=run.dtype) if run.turn % factor == mine else None
+        for run in runs
+    ]
+    for pieces in _batches(runs, factor):
+        _exchange_pieces([runs[number] for number, _, _ in pieces], pieces, results, axis, factor)
+    for run, result in zip(runs, results, strict=True):
+        if result is not None:
+            yield _Run(
+                run.unit,
+                run.name,
+                run.dtype,
+                run.indices,
+                run.numel * factor,
+                run.turn // factor,
+                _Whole(result),
+            )
+
+
+_Piece = tuple[int, int, int]
+"""Number of a run, and the elements [start, stop) of it."""
+
+
+def _batches(runs: Sequence[_Run], factor: int) -> Iterator[list[_Piece]]:
+    """Pieces that are sent at once: a rank sends and gets EXCHANGE_NBYTES at most."""
+    batch: list[_Piece] = []
+    sent, got = 0, [0] * factor
+    for number, run in enumerate(runs):
+        longest = max(1, EXCHANGE_NBYTES // factor // run.dtype.itemsize)
+        for start in range(0, run.numel, longest):
+            stop = min(run.numel, start + longest)
+            nbytes, to = (stop - start) * run.dtype.itemsize, run.turn % factor
+            if batch and max(sent + nbytes, got[to] + nbytes * factor) > EXCHANGE_NBYTES:
+                yield batch
+                batch, sent, got = [], 0, [0] * factor
+            batch.append((number, start, stop))
+            sent, got[to] = sent + nbytes, got[to] + nbytes * factor
+    if batch:
+        yield batch
+
+
+def _exchange_pieces(
+    runs: Sequence[_Run],
+    pieces: Sequence[_Piece],
+    results: Sequence[torch.Tensor | None],
+    axis: AxisGroup,
+    factor: int,
+) -> None:
+    """One all-to-all. runs: of the pieces."""
+    device, coordinate = runs[0].unit.device, axis.axis.coordinate
+    first = coordinate // factor * factor
+    order = sorted(range(len(pieces)), key=lambda one: runs[one].turn % factor)
+    nbytes = [(stop - start) * run.dtype.itemsize for run, (_, start, stop) in zip(runs, pieces)]
+    sent = torch.zeros(sum(nbytes), dtype=torch.uint8, device=device)
+    sent_splits, at = [0] * axis.axis.size, 0
+    for one in order:
+        run, (_, start, stop) = runs[one], pieces[one]
+        piece = torch.zeros(stop - start, dtype=run.dtype, device=device)
+        run.read(start, stop, piece)
+        sent[at : at + nbytes[one]].copy_(piece.view(torch.uint8))
+        sent_splits[first + run.turn % factor] += nbytes[one]
+        at += nbytes[one]
+    own = sent_splits[coordinate]
+    received_splits = [
+        own if first <= place < first + factor else 0 for place in range(axis.axis.size)
+    ]
+    received = torch.empty(own * factor, dtype=torch.uint8, device=device)
+    run_steps(all_to_all_steps(received, received_splits, sent, sent_splits, axis))
+    on_host, at = received.cpu(), 0
+    for one in order:
+        number, start, stop = pieces[one]
+        result, itemsize = results[number], runs[one].dtype.itemsize
+        if result is None:
+            continue
+        into = result.view(torch.uint8)
+        for place in range(factor):
+            begin = (place * runs[one].numel + start) * itemsize
+            came = on_host[place * own + at :][: nbytes[one]]
+            into[begin : begin + nbytes[one]].copy_(came)
+        at += nbytes[one]

@@ -1,0 +1,202 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Whoever writes it, a checkpoint holds the same bits; with fewer writers it has fewer parts."""
+
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dist_cp
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from megatron_asynchzp.mcore.checkpoint import save_ranks
+from megatron_asynchzp.mcore.checkpoint.save_ranks import joined_along
+from scripts.testbed.megatron_flags import BF16
+from tests.mcore.test_parity import TENSOR, TWO_EXPERT_RANKS
+from tests.support.checkpoints import RESHARDABLE, SAVED_AT, Job, find_differences, read_tensors
+from tests.support.selection import some_and_rest
+from tests.support.world import on_ranks
+
+
+@given(st.lists(st.integers(1, 24), min_size=1, max_size=4), st.integers(1, 500))
+def test_an_axis_is_used_up_before_the_next_and_no_more_is_joined_than_needed(sizes, most):
+    factors = joined_along(sizes, most)
+    left = prod(sizes) // prod(factors)
+    assert left <= most
+    assert all(size % factor == 0 for size, factor in zip(sizes, factors, strict=True))
+    touched = [place for place, factor in enumerate(factors) if factor > 1]
+    for place in touched[:-1]:
+        assert factors[place] == sizes[place]
+    if touched:  # with a smaller divisor along the last axis there would be too many
+        last = touched[-1]
+        smaller = [one for one in range(1, factors[last]) if sizes[last] % one == 0]
+        assert all(left * factors[last] // one > most for one in smaller)
+
+
+def index_of(folder: Path):
+    return dist_cp.FileSystemReader(folder / f"iter_{SAVED_AT:07d}").read_metadata()
+
+
+def num_parts(folder: Path) -> int:
+    entries = index_of(folder).state_dict_metadata.items()
+    return sum(
+        len(entry.chunks)
+        for key, entry in entries
+        if isinstance(entry, dist_cp.TensorStorageMetadata) and ".param." not in key
+    )
+
+
+def saved_by(job: Job, numbers: list[int], others: list[Job], folder: Path) -> dict:
+    """Save with each number of writers what was saved by all, and load that into other runs."""
+    source = folder / "all"
+    whole = job.train_and_save(source)
+    expected, found = read_tensors(source), {}
+    for number in numbers:
+        target = folder / str(number)
+        flags = (*job.flags, "--asynchzp-save-ranks", str(number))
+        Job(job.sizes, flags).load_and_save(source, target)
+        here = read_tensors(target)
+        differ = find_differences(expected, here) + find_differences(here, expected)
+        found[number] = (differ, num_parts(target))
+    resumed = job.resume(folder / str(numbers[0]))
+    found["resumed"] = resumed.steps == whole.steps[SAVED_AT:] and all(
+        torch.equal(*pair) for pair in zip(whole.inspected, resumed.inspected, strict=True)
+    )
+    for other in others:
+        place = folder / f"other {others.index(other)}"
+        other.load_and_save(folder / str(numbers[0]), place)
+        there = read_tensors(place)
+        found[f"other {others.index(other)}"] = find_differences(
+            {key: value for key, value in expected.items() if key in there}, there
+        )
+    return found
+
+
+CASES = {
+    "4 ranks": (4, Job((2, 1, 4), tuple(BF16)), [1, 2, 4], []),
+    "saved beside training": (
+        4,
+        Job(
+            (1, 4, 4),
+            (*BF16, "--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"),
+        ),
+        [1, 2],
+        [],
+    ),
+    "two replicas, tensor parallel": (
+        8,
+        Job((1, 2, 2), TENSOR),
+        [1, 2],
+        [Job((4, 4, 4)), Job(None, tuple(RESHARDABLE))],
+    ),
+    "8 ranks": (
+        8,
+        Job((2, 4, 8), tuple(BF16)),
+        [1, 2, 4, 8],
+        [Job((4, 4, 4), tuple(BF16)), Job(None, (*BF16, *RESHARDABLE)), Job(None, tuple(BF16))],
+    ),
+    "experts": (8, Job((2, 2, 8), TWO_EXPERT_RANKS), [1, 4], [Job((4, 1, 4), TWO_EXPERT_RANKS)]),
+}
+
+
+@pytest.mark.parametrize("names", some_and_rest(CASES, ["4 ranks"]))
+def test_a_checkpoint_has_the_same_bits_whoever_writes_it_and_fewer_parts_with_fewer_writers(
+    names, tmp_path
+):
+    for name in names:
+        world_size, job, numbers, others = CASES[name]
+        for found in on_ranks(saved_by, world_size, job, numbers, others, tmp_path / name):
+            assert found.pop("resumed"), name
+            parts = [found[number][1] for number in numbers]
+            assert parts == sorted(parts) and parts[0] < parts[-1], (name, parts)
+            for number in numbers:
+                assert not found.pop(number)[0], (name, number)
+            assert not any(found.values()), (name, found)
+
+
+def exchanged_in_small_pieces(folder: Path) -> dict:
+    save_ranks.EXCHANGE_NBYTES = 1000
+    largest = []
+    exchange = dist.all_to_all_single
+
+    def counted(received, sent, *rest, **options):
+        largest.append(max(received.numel(), sent.numel()))
+        return exchange(received, sent, *rest, **options)
+
+    dist.all_to_all_single = counted
+    try:
+        found = saved_by(Job((2, 1, 4)), [1, 4], [], folder)
+    finally:
+        dist.all_to_all_single = exchange
+    # The longest item of 1-D parts is one element of 4 bytes on 4 ranks: pieces are never smaller.
+    return {**found, "largest": max(largest)}
+
+
+def test_what_one_exchange_brings_is_bounded(tmp_path):
+    for found in on_ranks(exchanged_in_small_pieces, 4, tmp_path):
+        assert 500 < found["largest"] <= 1000
+        assert not found[1][0] and found["resumed"]
+
+
+def plan_once(folder: Path) -> dict:
+    """Save, go on and save, with a structure that stays; how often rank 0 planned in each run."""
+    counts = []
+    create = MCoreSavePlanner.create_global_plan
+
+    def counted(self, plans):
+        counts[-1] += 1
+        return create(self, plans)
+
+    MCoreSavePlanner.create_global_plan = counted
+    job = Job((2, 1, 4), (*BF16, "--ckpt-assume-constant-structure"))
+    try:
+        counts.append(0)
+        job.train_and_save(folder / "first")
+        for name, before in (("second", "first"), ("third", "second")):
+            counts.append(0)
+            job.load_and_save(folder / before, folder / name)
+    finally:
+        MCoreSavePlanner.create_global_plan = create
+    states = [read_tensors(folder / name) for name in ("first", "second", "third")]
+    return {
+        "counts": counts,
+        "differ": [find_differences(states[0], one) for one in states[1:]],
+        "lost": [sorted(states[0].keys() - one.keys()) for one in states[1:]],
+    }
+
+
+def test_the_first_save_after_a_resume_uses_the_plan_of_the_run_before(tmp_path):
+    first, *others = on_ranks(plan_once, 4, tmp_path)
+    assert first["counts"][0] >= 1 and first["counts"][1:] == [0, 0]
+    for found in (first, *others):
+        assert not any(found["differ"]) and not any(found["lost"])
+
+
+def reads_of(folder: Path) -> int:
+    """Loads with two copies of the optimizer states: how many parts this rank read."""
+    job = Job((1, 2, 2), tuple(BF16))
+    whole = job.train_and_save(folder)
+    counted, read = [], FileSystemReader.read_data
+
+    def count(self, plan, planner):
+        counted.append(sum(item.type.name == "TENSOR" for item in plan.items))
+        return read(self, plan, planner)
+
+    FileSystemReader.read_data = count
+    try:
+        resumed = job.resume(folder)
+    finally:
+        FileSystemReader.read_data = read
+    assert resumed.steps == whole.steps[SAVED_AT:]
+    assert all(torch.equal(*pair) for pair in zip(whole.inspected, resumed.inspected, strict=True))
+    return sum(counted)
+
+
+def test_the_first_of_several_copies_reads_for_all(tmp_path):
+    counts = on_ranks(reads_of, 4, tmp_path)
+    assert all(counts[:2]) and not any(counts[2:]), counts
