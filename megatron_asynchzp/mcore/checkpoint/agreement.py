@@ -5,9 +5,11 @@
 [Note: a sum in place of everybody's list]
 Megatron gathers the descriptions of all shards of all ranks on each of them, for rank 0 to look for
 what is missing or there twice. Each of our shards has a random number that follows from the key,
-dtype and shape of its whole, times its elements; the one with the first element counts against it
-the number times the elements of the whole. The sum over all ranks is zero where each whole is
-there once. Where it is not, Megatron's own exchange says what is wrong.
+dtype and shape of its whole, times its elements; one with the first element counts against it the
+number times the elements of the whole. The sum over all ranks is zero where each whole is there
+once, or several times: so the numbers of the wholes are compared too, each from the rank that has
+the first element. Where the sum is not zero or two numbers are equal, Megatron's own exchange says
+what is wrong.
 
 The sum does not see where shards lie. What a save writes where is compared by the check of its plan
 (checkpoint_files/parts.py); what a load reads is compared box by box.
@@ -27,8 +29,6 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from megatron_asynchzp.mcore.checkpoint.save_ranks import is_saved_shared
 
-_NUM_SUMS = 2
-
 
 class Agreed(list):
     """What Megatron is given in place of the descriptions of all ranks, which are whole together:
@@ -47,24 +47,43 @@ def exchange(
     """The descriptions of this rank's shards in `state`, and Agreed where those of all ranks of
     `group` (None: the world) are whole, else of all ranks, by `gather`. Collective."""
     mine = [shard.without_data() for shard in nested_values(state)]
-    sums = torch.tensor(_sums(mine), dtype=torch.int64, device=device)
-    dist.all_reduce(sums, group=group)
-    return gather() if bool(sums.any()) else (mine, Agreed([mine]))
+    return (mine, Agreed([mine])) if _are_whole(mine, group, device) else gather()
 
 
-def _sums(shards: Iterable[ShardedTensor | ShardedObject]) -> list[int]:
-    sums = [0] * _NUM_SUMS
+def _are_whole(
+    shards: Iterable[ShardedTensor | ShardedObject], group: Any, device: torch.device
+) -> bool:
+    rest, firsts = 0, []
     for shard in shards:
         if not is_main_replica(shard.replica_id):
             continue
         is_tensor = isinstance(shard, ShardedTensor)
-        held = prod(shard.local_shape) if is_tensor else 1
-        if not any(shard.global_offset) and held:
-            held -= prod(shard.global_shape)
         kind = str(shard.dtype) if is_tensor else "object"
-        whole = repr((shard.key, kind, tuple(shard.global_shape)))
-        digest = hashlib.sha256(whole.encode()).digest()
-        for number in range(_NUM_SUMS):
-            sums[number] += held * int.from_bytes(digest[8 * number :][:8], "little")
-    # As the sum of the ranks does, modulo 2 ** 64.
-    return [(one + 2**63) % 2**64 - 2**63 for one in sums]
+        number = _number_of((shard.key, kind, tuple(shard.global_shape)))
+        held = prod(shard.local_shape) if is_tensor else 1
+        if held and not any(shard.global_offset):
+            held -= prod(shard.global_shape)
+            firsts.append(_as_int64(_number_of(shard.key)))
+        rest += held * number
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    counts = torch.zeros(size + 1, dtype=torch.int64)
+    counts[rank], counts[size] = len(firsts), _as_int64(rest)
+    counts = counts.to(device)
+    dist.all_reduce(counts, group=group)  # modulo 2 ** 64
+    *lengths, total = counts.tolist()
+    if total != 0 or not any(lengths):
+        return total == 0
+    numbers = torch.zeros(sum(lengths), dtype=torch.int64)
+    start = sum(lengths[:rank])
+    numbers[start : start + len(firsts)] = torch.tensor(firsts, dtype=torch.int64)
+    numbers = numbers.to(device)
+    dist.all_reduce(numbers, group=group)
+    return len(set(numbers.tolist())) == len(numbers)
+
+
+def _number_of(whole: Any) -> int:
+    return int.from_bytes(hashlib.sha256(repr(whole).encode()).digest()[:8], "little")
+
+
+def _as_int64(number: int) -> int:
+    return (number + 2**63) % 2**64 - 2**63
