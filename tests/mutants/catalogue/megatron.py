@@ -20,7 +20,7 @@ MUTANTS = [
         "parts-that-overlap",
         "two parts of a tensor that overlap are no checkpoint of it",
         "checkpoint_files/parts.py",
-        "    return f\"two parts of it overlap: {first} and {second}\"",
+        '    return f"two parts of it overlap: {first} and {second}"',
         "    return None",
         "tests/checkpoint_files/test_parts.py::test_a_fault_is_named",
     ),
