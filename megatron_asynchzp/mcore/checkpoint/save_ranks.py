@@ -146,8 +146,10 @@ def runs_to_write(states: Mapping[HZPUnit, States]) -> Iterator[tuple[HZPUnit, s
         groups = units[0].groups
         axes = tuple(reversed(groups.optim_gather_axes))
         factors = (1,) * len(axes)
-        if args is not None and groups.topology.replica_index == 0:
+        if args is not None:
             factors = joined_along([one.axis.size for one in axes], most_writers(args, groups))
+        if prod(factors) > 1 and groups.topology.replica_index > 0:
+            continue  # else Megatron takes these, where they begin as a longer run does, for it
         if prod(factors) == 1:
             for unit in units:
                 for name, held in states[unit].items():
