@@ -104,16 +104,18 @@ def joined_along(sizes: Sequence[int], most: int) -> tuple[int, ...]:
 
 class Held(NamedTuple):
     """What a rank has of one state of a unit: the values (1-D) of parameter `index`, which are the
-    elements `part` of the unit's flat layout."""
+    elements `part` of the unit's flat layout. replica: 0 on the one rank that writes them."""
 
     index: int
     part: Range
     values: torch.Tensor
+    replica: int
 
 
 def held_part(unit: HZPUnit, index: int, values: torch.Tensor) -> Held:
     """`values`: what this rank's optimizer shard has of parameter `index`."""
-    return Held(index, unit.layout.slices[index].range.intersect(unit.optim_range), values)
+    part = unit.layout.slices[index].range.intersect(unit.optim_range)
+    return Held(index, part, values, unit.groups.topology.replica_index)
 
 
 States = Mapping[str, Sequence[Held]]
@@ -148,14 +150,16 @@ def runs_to_write(states: Mapping[HZPUnit, States]) -> Iterator[tuple[HZPUnit, s
         factors = (1,) * len(axes)
         if args is not None:
             factors = joined_along([one.axis.size for one in axes], most_writers(args, groups))
-        if prod(factors) > 1 and groups.topology.replica_index > 0:
-            continue  # else Megatron takes these, where they begin as a longer run does, for it
-        if prod(factors) == 1:
-            for unit in units:
-                for name, held in states[unit].items():
-                    yield from ((unit, name, one) for one in held)
+        if prod(factors) > 1:
+            # The copies of the states take turns too. The others must not show theirs: Megatron
+            # would take such a run, where it begins as a longer one does, for that one.
+            topology = groups.topology
+            mine = units[topology.replica_index :: topology.world_size // topology.sizes.optim]
+            yield from _joined({unit: states[unit] for unit in mine}, axes, factors)
             continue
-        yield from _joined({unit: states[unit] for unit in units}, axes, factors)
+        for unit in units:
+            for name, held in states[unit].items():
+                yield from ((unit, name, one) for one in held)
 
 
 def _joined(
@@ -173,7 +177,7 @@ def _joined(
             part = run.unit.layout.slices[index].range.intersect(joined)
             if part.numel:
                 values = run.read.values[slice(*part.within(joined))]
-                yield run.unit, run.name, Held(index, part, values)
+                yield run.unit, run.name, Held(index, part, values, replica=0)
 
 
 def _own_runs(states: Mapping[HZPUnit, States], axes: Sequence[AxisGroup]) -> Iterator[_Run]:

@@ -227,14 +227,12 @@ class ChunkCheckpoint:
         return self._runtime.units
 
     def shards_of(self, unit: HZPUnit, held: Held, prefix: str = "") -> Iterator[ShardedTensor]:
-        """Entries for `held` of one of its units. Where several replicas hold the same elements the
-        first one's are written."""
+        """Entries for `held` of one of its units."""
         whole = unit.layout.slices[held.index].range
         part = held.part.within(whole) if held.part.numel else Range(0, 0)
-        replica = unit.groups.topology.replica_index
         for copy in self._pieces[unit.params[held.index]]:
             for one in copy:
-                yield from one.shards(held.values, part, replica, prefix)
+                yield from one.shards(held.values, part, held.replica, prefix)
 
     def as_state(self, shards: Sequence[ShardedTensor], key: str = SHARDS_KEY) -> dict[str, Any]:
         """`shards` as a part of a state dict, under `key`; empty without shards."""
