@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.sharded_fragments import HeldFragment, TrainedFragment
-from megatron_asynchzp.sharded_state import ShardedState
+from megatron_asynchzp.sharded_state import NOT_THERE, AbsentState, ShardedState
+from megatron_asynchzp.sharded_trial import StateKind, has_all_at_once, kinds_of_states
 from megatron_asynchzp.sharding.topology import Range
 from megatron_asynchzp.whole_values import saved_buffers
 from megatron_asynchzp.zero.autograd import HZPRuntime
@@ -35,33 +37,52 @@ class ModelCheckpoint:
         return [part for part in self.parts if isinstance(part, TrainedFragment)]
 
     def state_dict(self, only_trained: bool) -> dict[str, Any]:
-        """Of an optimizer that has a state. Nothing is in flight, or the model is asleep."""
+        """Nothing is in flight, or the model is asleep."""
         state: dict[str, Any] = {
             f"model.{part.name}": part.state_of(self.runtime.at_rest(part.values))
             for part in (self._trained if only_trained else self.parts)
             if part.held.numel
         }
+        _refuse_inner_states(self.optimizer)
+        kinds = self._kinds()
         for part in self._trained:
-            for key, value in self.optimizer.state[part.param].items():
-                if part.held.numel:
-                    is_whole = not isinstance(value, torch.Tensor) or value.dim() == 0
-                    state[f"optim.{part.name}.{key}"] = value if is_whole else part.state_of(value)
+            own = self.optimizer.state.get(part.param, {})
+            for key, kind in kinds.get(part.param, {}).items() if part.held.numel else ():
+                is_there = key in own
+                place = _place_of(part, key, own[key], kind) if is_there else _absent(part, kind)
+                state[f"optim.{part.name}.{key}"] = place
         for name, buffer in saved_buffers(self.model):
             values = buffer.detach().reshape(-1)
             whole = ShardedState(buffer.shape, Range(0, buffer.numel()), values)
             whole.is_written = self.is_first
             state[f"model.{name}"] = whole
         state["grad_record"] = self.runtime.budgets.grad_record()
-        state["param_groups"] = [
-            {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            for group in self.optimizer.param_groups
-        ]
+        # Tuples: torch.distributed.checkpoint takes them whole, whatever settings there are.
+        state["param_groups"] = tuple(map(_settings_of, self.optimizer.param_groups))
+        state["optim_keys"] = tuple(
+            (part.name, *self.optimizer.state.get(part.param, {})) for part in self._trained
+        )
         return state
+
+    def _kinds(self) -> dict[nn.Parameter, dict[str, StateKind]]:
+        """What the optimizer keeps of each parameter, now or after some steps."""
+        kinds: dict[nn.Parameter, dict[str, StateKind]] = {}
+        states, tried = self.optimizer.state, None
+        for index, group in enumerate(self.optimizer.param_groups):
+            found: dict[str, StateKind] = {}
+            for param in group["params"]:
+                for key, value in states.get(param, {}).items():
+                    found[key] = StateKind.of(value, param)
+            if not (found and has_all_at_once(self.optimizer)):
+                tried = kinds_of_states(self.optimizer) if tried is None else tried
+                found |= tried[index]  # which no parameter of one element misleads
+            kinds |= dict.fromkeys(group["params"], found)
+        return kinds
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over `state`. Raises ConfigurationError for one that is not of this object."""
-        if missing := {"param_groups", "grad_record"} - state.keys():
+        if missing := {"param_groups", "grad_record", "optim_keys"} - state.keys():
             raise ConfigurationError(
                 f"the state has no {sorted(missing)[0]}: it is to be a state_dict() of this object "
                 "into which torch.distributed.checkpoint.load has read; a whole state dict of the "
@@ -75,13 +96,25 @@ class ModelCheckpoint:
                 "the state is not one of this object as it is now: call state_dict() again, after "
                 "wake(), and load into that"
             )
+        kinds = self._kinds()
+        self._refuse_unknown_states(state, kinds)
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
-            group.update(saved)
+            _take_settings(group, saved)
         for part in self._trained:
-            own = self.optimizer.state[part.param]
-            for key, value in own.items():
-                if not isinstance(value, torch.Tensor) and part.held.numel:
-                    own[key] = state[f"optim.{part.name}.{key}"]
+            own = dict(self.optimizer.state.get(part.param, {}))
+            for key, kind in kinds.get(part.param, {}).items():
+                found = state.get(f"optim.{part.name}.{key}", NOT_THERE)
+                if isinstance(found, AbsentState):
+                    shape = found.values.shape if kind.per == "element" else kind.shape
+                    found = found.values.view(shape) if found.is_loaded else NOT_THERE
+                if isinstance(found, str) and found == NOT_THERE:
+                    own.pop(key, None)
+                elif not isinstance(found, ShardedState):  # that is in its place already
+                    own[key] = found
+            if own and part.held.numel:
+                self.optimizer.state[part.param] = own
+            elif not own:
+                self.optimizer.state.pop(part.param, None)
         for name, buffer in saved_buffers(self.model):
             buffer.copy_(state[f"model.{name}"].values.view(buffer.shape))
         self.runtime.budgets.expect_grads(state["grad_record"], self.runtime.units)
@@ -90,6 +123,80 @@ class ModelCheckpoint:
                 unit.marks.note_rewritten()  # the others are cast now
         self.runtime.sync_params()
         self.runtime.settle()
+
+    def _refuse_unknown_states(
+        self, state: Mapping[str, Any], kinds: Mapping[nn.Parameter, Mapping[str, StateKind]]
+    ) -> None:
+        saved = {name: keys for name, *keys in state["optim_keys"]}
+        for part in self._trained:
+            known = kinds.get(part.param, {})
+            for key in saved.get(part.name, ()):
+                if key not in known:
+                    raise ConfigurationError(
+                        f"the checkpoint has a state {key!r} of {part.name}, of which "
+                        f"{type(self.optimizer).__name__} keeps {', '.join(known) or 'none'}; load "
+                        "it with the optimizer and the settings that it was saved with"
+                    )
+
+
+def _refuse_inner_states(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigurationError where what an optimizer keeps is in another one within it."""
+    for name, value in vars(optimizer).items():
+        for one in tree_leaves(value):
+            is_inner = isinstance(one, torch.optim.Optimizer) and one is not optimizer
+            if is_inner and one.state is not optimizer.state and any(one.state.values()):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} keeps states in an optimizer of its own, .{name}, "
+                    "of which a checkpoint would have nothing; let its `state` be theirs, or take "
+                    "one optimizer with groups"
+                )
+
+
+def _place_of(part: TrainedFragment, key: str, value: Any, kind: StateKind) -> Any:
+    """`value`, a state of `part`, for a checkpoint."""
+    if kind.per == "element" and value.shape == part.values.shape:
+        return part.state_of(value)
+    if kind.per in ("element", "other"):
+        raise ConfigurationError(
+            f"the optimizer's state {key!r} of {part.name} has shape {tuple(value.shape)} for the "
+            f"{part.held.numel} elements that this rank has: what is not one value per element no "
+            "checkpoint can have for other sizes; take an optimizer that keeps one per element"
+        )
+    return value
+
+
+def _absent(part: TrainedFragment, kind: StateKind) -> Any:
+    """In the place of a state of `part` that there is not."""
+    if kind.per == "element":
+        nothing = torch.empty(0, dtype=kind.dtype, device=kind.device)
+        return AbsentState(part.shape, part.held, nothing)
+    if kind.per == "parameter":
+        return AbsentState(
+            kind.shape, Range(0, 1), torch.empty(0, dtype=kind.dtype, device=kind.device)
+        )
+    return NOT_THERE
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def _take_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Let `group` have the settings that were saved, and no others: counters, too, are there."""
+    for key in [key for key in group if key not in (*saved, "params", "param_names")]:
+        del group[key]
+    for key, value in saved.items():
+        before = group.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
+            before.copy_(value)
+        elif isinstance(value, torch.Tensor) and group.get("capturable"):
+            group[key] = value.to(group["params"][0].device)
+        else:
+            group[key] = value
 
 
 def _is_place_of(part: HeldFragment, state: Mapping[str, Any]) -> bool:

@@ -50,6 +50,5 @@ def fragments_of(unit: HZPUnit) -> Iterator[HeldFragment]:
             yield HeldFragment(piece.name, piece.shape, held, values)
             continue
         param, grad = nn.Parameter(values), unit.main_grad_fragments()[index]
-        param.grad = grad
         is_counted = unit.groups.topology.replica_index == 0
         yield TrainedFragment(piece.name, piece.shape, held, values, unit, param, grad, is_counted)

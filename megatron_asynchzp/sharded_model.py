@@ -5,15 +5,7 @@
 import atexit
 import sys
 import weakref
-from collections.abc import (
-    Callable,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from megatron_asynchzp.comm.report import CommReport, CommReports
 from megatron_asynchzp.comm.timeline import captured_trace, profiler_range
@@ -39,13 +32,8 @@ from megatron_asynchzp.sharded_arguments import (
 )
 from megatron_asynchzp.sharded_checkpoint import ModelCheckpoint
 from megatron_asynchzp.sharded_fragments import TrainedFragment, fragments_of
-from megatron_asynchzp.sharded_optimizer import (
-    AwaitedParam,
-    NewOptimizer,
-    create_state,
-    guarded_optimizer,
-    watch_optimizers,
-)
+from megatron_asynchzp.sharded_grads import PartGrad, PartParam, grad_of, plain, set_grad
+from megatron_asynchzp.sharded_optimizer import NewOptimizer, guarded_optimizer, watch_optimizers
 from megatron_asynchzp.sharded_params import ShardedParams
 from megatron_asynchzp.sharded_runtime import checked_model, runtime_of
 from megatron_asynchzp.sharding.topology import ShardSizes
@@ -130,6 +118,16 @@ def _owner(sharded: "ShardedModel") -> "Callable[[], ShardedModel]":
     return owner
 
 
+def _changing_params(
+    method: Callable[[], Any], owner: "Callable[[], ShardedModel]"
+) -> Callable[[], None]:
+    def call() -> None:
+        with owner().changing_params(), torch.no_grad():
+            method()
+
+    return call
+
+
 def _close_at_exit(sharded: "weakref.ref[ShardedModel]") -> None:
     """A thread that still waits for a collective when the process is torn down would abort it.
 
@@ -164,19 +162,24 @@ class ShardedModel:
         self.model, self.runtime = model, runtime
         self._device = runtime.units[0].device
         self._group = group
+        runtime.agrees_on_reached = True
         owner = _owner(self)
         self._params = ShardedParams(model, runtime)
-        self._params.bind(lambda: owner().zero_grad(), lambda: owner().no_sync())
+        self._params.bind(lambda keeps: owner().zero_grad(keeps), lambda: owner().no_sync())
         self._parts = [part for unit in runtime.units for part in fragments_of(unit)]
         self._trained = [part for part in self._parts if isinstance(part, TrainedFragment)]
+        self._guarded = {
+            part.param: PartGrad.of(part.grad, lambda values: owner()._take_largest(values))
+            for part in self._trained
+        }
         self.optimizer = self._new_optimizer(new_optimizer)
         is_first = dist.get_rank(group) == 0
         self._checkpoint = ModelCheckpoint(model, runtime, self.optimizer, self._parts, is_first)
-        self._makes_state = False
-        self._sleeper = Sleeper([runtime], lambda: owner()._state_for_sleep())
+        self._sleeper = Sleeper([runtime], lambda: owner().optimizer.state)
         self.runtime.early = self._new_early_update()
         self._grads_seen: list[int] = []
         self._is_as_sent = False
+        self._are_in_place = False
         self._await_grads()
         self._reports = CommReports(runtime.driver)
         atexit.register(_close_at_exit, weakref.ref(self))
@@ -184,13 +187,26 @@ class ShardedModel:
     def _new_optimizer(self, new_optimizer: NewOptimizer) -> torch.optim.Optimizer:
         owner = _owner(self)
         optimizer = guarded_optimizer(new_optimizer, self._trained, self._device)
-        cast("Any", optimizer).zero_grad = lambda set_to_none=True: owner().zero_grad()
-        optimizer.register_step_pre_hook(lambda *call: owner()._before_update(*call))
+        attributes = cast("Any", optimizer)
+        attributes.zero_grad = lambda set_to_none=True: owner().zero_grad(set_to_none)
+        before = optimizer.register_step_pre_hook(lambda *call: owner()._before_update(*call))
+
+        def register(hook: Any) -> RemovableHandle:
+            """Let `hook` read gradients as outside of the step: ours comes last."""
+            handle = type(optimizer).register_step_pre_hook(optimizer, hook)
+            attributes._optimizer_step_pre_hooks.move_to_end(before.id)
+            return handle
+
+        attributes.register_step_pre_hook = register
         optimizer.register_step_post_hook(lambda *call: owner()._after_update())
         optimizer.register_load_state_dict_pre_hook(lambda *_: owner().runtime.refuse_use())
+        for name in ("eval", "train"):  # as Schedule-Free has them, which then writes parameters
+            if callable(method := getattr(optimizer, name, None)):
+                setattr(optimizer, name, _changing_params(method, owner))
         for part in self._trained:
             param: Any = part.param
-            param.await_grads = lambda to_scaler: owner()._hand_out_grads(to_scaler)
+            param.await_grads = lambda: owner()._sync_grads()
+            param.agree = lambda values: owner()._take_largest(values)
         return optimizer
 
     def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
@@ -222,10 +238,16 @@ class ShardedModel:
 
     # ---- one step
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Start a step: forget all gradients, and whatever an unfinished backward left. The same as
-        `zero_grad` of the model or of the optimizer."""
+        `zero_grad` of the model or of the optimizer.
+
+        set_to_none: as in torch. Where False, a unit that had gradients has zeros from now on, so
+            that an optimizer goes on to decay it, whether or not a backward reaches it.
+        """
+        had_grads = set[HZPUnit]() if set_to_none else set(self.runtime.reductions.reached)
         self.runtime.zero_grads()
+        self.runtime.reductions.reached |= had_grads
         self.set_is_last_micro_batch(True)
         self._await_grads()
 
@@ -253,31 +275,27 @@ class ShardedModel:
             self._params.refuse_changes()
             self.runtime.sync_grads()
             self._grads_seen = self._grad_versions()
+        elif self._are_in_place:
+            return
         for part in self._trained:
-            param: Any = part.param
-            if type(param) is not nn.Parameter:
-                param.__class__ = nn.Parameter
-                param.grad = part.grad
+            # What somebody has put there stays.
+            if not self._are_in_place or grad_of(part.param) is None:
+                set_grad(part.param, self._guarded_grad(part))
+        self._are_in_place = True
+
+    def _guarded_grad(self, part: TrainedFragment) -> torch.Tensor | None:
+        """None for a unit that no backward has reached, as in torch."""
+        is_reached = part.unit in self.runtime.reached
+        return self._guarded[part.param] if is_reached else None
 
     def _await_grads(self) -> None:
         """The gradients are not complete: who reads one waits for it."""
+        self._are_in_place = False
         for part in self._trained:
-            part.param.__class__ = AwaitedParam
+            part.param.__class__ = PartParam
 
-    @torch.no_grad()
-    def _hand_out_grads(self, to_scaler: bool) -> None:
-        """Somebody else reads gradients. A GradScaler leaves out a step in which one is not finite:
-        where it is so on one rank it becomes so on all."""
-        self._sync_grads()
-        if not to_scaler:
-            return
-        grads = [part.grad for part in self._trained if part.grad.numel()]
-        sums = [grad.sum() for grad in grads]
-        total = torch.stack(sums).sum() if sums else torch.zeros((), device=self._device)
-        is_finite = torch.isfinite(total).float()
-        dist.all_reduce(is_finite, dist.ReduceOp.MIN, group=self._group)
-        for grad in grads[:1]:
-            grad[:1].add_(torch.where(is_finite > 0, 0.0, float("nan")))
+    def _take_largest(self, values: torch.Tensor) -> None:
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
 
     def _grad_versions(self) -> list[int]:
         """Numbers that torch raises whenever the gradients are written."""
@@ -286,10 +304,10 @@ class ShardedModel:
     def _are_grads_complete(self) -> bool:
         """Whether the optimizer gets the gradients as the engine completed them."""
         is_written = self._grads_seen != self._grad_versions()
-        is_other = any(part.param.grad is not part.grad for part in self._trained)
-        # Another one of these comes after this.
-        is_hooked = len(self.optimizer._optimizer_step_pre_hooks) > 1  # pyright: ignore
-        return not (is_written or is_other or is_hooked)
+        is_other = any(
+            grad_of(part.param) is not self._guarded_grad(part) for part in self._trained
+        )
+        return not (is_written or is_other)
 
     def _is_so_everywhere(self, mine: bool) -> bool:
         everywhere = torch.tensor(int(mine), device=self._device)
@@ -301,17 +319,19 @@ class ShardedModel:
             raise ConfigurationError(
                 "step() of a sharded model's optimizer takes no closure; call backward before it"
             )
-        if not self._makes_state:
-            self._sync_grads()
-            if (early := self.runtime.early) is not None:
-                is_complete = self._are_grads_complete()
-                self._is_as_sent = early.decide(is_complete, self._is_so_everywhere)
+        self._sync_grads()
+        if (early := self.runtime.early) is not None:
+            is_complete = self._are_grads_complete()
+            self._is_as_sent = early.decide(is_complete, self._is_so_everywhere)
+        for part in self._trained:
+            grad = grad_of(part.param)
+            part.param.__class__ = nn.Parameter
+            set_grad(part.param, None if grad is None else plain(grad))
 
     def _after_update(self) -> None:
-        if not self._makes_state:
-            self.runtime.sync_params(self._is_as_sent)
-            self.runtime.rest()
-            self._await_grads()
+        self.runtime.sync_params(self._is_as_sent)
+        self.runtime.rest()
+        self._await_grads()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -321,18 +341,19 @@ class ShardedModel:
         """
         self._sync_grads()
         # Not part.grad: somebody may have put another one in its place.
-        counted = [part.param.grad for part in self._trained if part.is_counted]
-        norms = [
-            torch.linalg.vector_norm(grad) for grad in counted if grad is not None and grad.numel()
+        grads = [
+            (part, plain(grad))
+            for part in self._trained
+            if (grad := grad_of(part.param)) is not None and grad.numel()
         ]
+        norms = [torch.linalg.vector_norm(grad) for part, grad in grads if part.is_counted]
         total = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self._device)
         dist.all_reduce(total, group=self._group)
         norm = total.sqrt()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         is_as_seen = self._grads_seen == self._grad_versions()
-        for part in self._trained:
-            if part.param.grad is not None:
-                part.param.grad.mul_(scale)
+        for _, grad in grads:
+            grad.mul_(scale)
         # Where nothing was sent early the host does not wait for it.
         if self.runtime.has_sent_early and is_as_seen and bool(scale == 1.0):
             self._grads_seen = self._grad_versions()
@@ -396,15 +417,15 @@ class ShardedModel:
         model.NAME: the parameter, in fp32 if trained, or a persistent buffer, as the first rank has
         it; optim.NAME.KEY: the optimizer's state of a parameter; param_groups: the optimizer's
         settings; grad_record: see KeepBudgets. Nothing is gathered, and hardly anything copied:
-        save before the next step. It can be loaded into other sizes and numbers of ranks. An
-        optimizer that has not stepped yet gets zeros for its state.
+        save before the next step. It can be loaded into other sizes and numbers of ranks. A state
+        that the optimizer does not have yet is saved as not there, and is not there afterwards
+        where such a state is loaded.
 
         only_trained: leave out parameters that are not trained. Their values stay as they are when
             such a state is loaded.
         """
         if self.runtime.asleep is None:
             self.runtime.settle()
-            self._create_optimizer_state()
         return self._checkpoint.state_dict(only_trained)
 
     @torch.no_grad()
@@ -414,15 +435,6 @@ class ShardedModel:
         """
         self.runtime.refuse_use()
         self._checkpoint.load_state_dict(state)
-
-    def _create_optimizer_state(self) -> None:
-        self._makes_state = True
-        create_state(self.optimizer, self._trained)
-        self._makes_state = False
-
-    def _state_for_sleep(self) -> MutableMapping[Any, dict[str, Any]]:
-        self._create_optimizer_state()
-        return self.optimizer.state
 
     @torch.no_grad()
     def full_params(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,7 +4,6 @@
 against uses that know whole parameters only.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, cast
@@ -15,13 +14,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.sharded_fragments import TrainedFragment
+from megatron_asynchzp.sharded_grads import WholeShaped, refuse_whole_states
 from megatron_asynchzp.sharded_params import refuse_copies
+from megatron_asynchzp.sharded_trial import refuse_by_trial
 from megatron_asynchzp.zero.guard import SHARDED_AS
 
 NewOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 """Makes an optimizer of (name, parameter) pairs, as torch's optimizers take them."""
 
-_WHOLE_STATES = "torch.distributed.checkpoint.state_dict"
 _HELD = "asynchzp_held"
 """Where an optimizer's state_dict() says of which elements it is: (parameter, start, stop)."""
 
@@ -34,7 +34,7 @@ def guarded_optimizer(
     named = [(part.name, part.param) for part in trained]
     if not named:  # a reference or a teacher, which torch's optimizers refuse
         named = [("nothing", nn.Parameter(torch.zeros(0, device=device)))]
-    optimizer = new_optimizer(named)
+    optimizer = _made_by(new_optimizer, named, trained)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
             f"optimizer returned a {type(optimizer).__name__}; it is to return an optimizer of "
@@ -51,40 +51,42 @@ def guarded_optimizer(
             "the optimizer has parameters that shard() did not hand over; make it of the pairs "
             "that its function is called with, and another one for what is not in the model"
         )
+    if trained:
+        refuse_by_trial(optimizer)
     attributes = cast("Any", optimizer)
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} does not call torch.optim.Optimizer.__init__, so nobody "
+            "sees its steps; call it there, as super().__init__(params, defaults)"
+        )
+    attributes._patch_step_function()  # where the class has replaced what torch calls
     attributes.add_param_group = _refuse_new_group
     attributes.__reduce_ex__ = refuse_copies
     held = [(part.name, part.held.start, part.held.stop) for part in trained]
-    optimizer.register_state_dict_pre_hook(_refuse_whole_states)
+    optimizer.register_state_dict_pre_hook(refuse_whole_states)
     optimizer.register_state_dict_post_hook(lambda _, state: state.update({_HELD: held}))
     optimizer.register_load_state_dict_pre_hook(lambda _, state: _refuse_other_parts(state, held))
     return optimizer
 
 
-@torch.no_grad()
-def create_state(optimizer: torch.optim.Optimizer, trained: Sequence[TrainedFragment]) -> None:
-    """Torch's optimizers make their state in the first step: take one of no effect. Nothing where
-    there is a state."""
-    if optimizer.state or not trained:
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    before: list[tuple[type, torch.Tensor | None]] = []
+def _made_by(
+    new_optimizer: NewOptimizer,
+    named: list[tuple[str, nn.Parameter]],
+    trained: Sequence[TrainedFragment],
+) -> torch.optim.Optimizer:
+    """While the function runs each parameter says the shape of the whole one; afterwards it is what
+    the optimizer steps on, 1-D."""
     for part in trained:
         param: Any = part.param
-        kind, param.__class__ = type(param), nn.Parameter
-        before.append((kind, param.grad))
-        param.grad = torch.zeros_like(part.grad)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for part, (kind, grad) in zip(trained, before, strict=True):
-        param = part.param
-        param.grad, param.__class__ = grad, kind
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            state[key] = value.zero_() if isinstance(value, torch.Tensor) else type(value)()
+        param.__class__ = WholeShaped
+        param.whole = torch.empty(part.shape, device="meta")
+    try:
+        return new_optimizer(named)
+    finally:
+        for part in trained:
+            param = part.param
+            param.__class__ = nn.Parameter
+            del param.whole
 
 
 @cache
@@ -104,19 +106,6 @@ def _refuse_other_optimizers(optimizer: torch.optim.Optimizer, *_: object) -> No
                 )
 
 
-def _refuse_whole_states(*_: object) -> None:
-    """Before an optimizer's state_dict(): torch's get_state_dict looks for whole parameters."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != _WHOLE_STATES:
-        frame = frame.f_back
-    if frame is not None:
-        raise ConfigurationError(
-            "the optimizer of a sharded model has this rank's parts, which torch's functions for "
-            "state dicts do not know; sharded.state_dict() has model and optimizer for "
-            "torch.distributed.checkpoint"
-        )
-
-
 def _refuse_other_parts(state: Mapping[str, Any], held: list[tuple[str, int, int]]) -> None:
     """Before an optimizer's load_state_dict()."""
     found = [tuple(part) for part in state.get(_HELD, ())]
@@ -133,35 +122,3 @@ def _refuse_new_group(_group: object) -> None:
         "add_param_group: the optimizer has the parameters that the model had when it was sharded; "
         "make all groups in the function that shard() gets"
     )
-
-
-class AwaitedParam(nn.Parameter):
-    """The class, for now, of an optimizer's parameter whose gradient is on its way: who reads it
-    (a GradScaler, torch's clip_grad_norm_) waits for it."""
-
-    await_grads: Callable[[bool], None]
-
-    @property
-    def grad(self) -> torch.Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        reader = sys._getframe(1).f_globals.get("__name__")
-        if reader == _WHOLE_STATES:
-            _refuse_whole_states()
-        function = sys._getframe(1).f_code.co_name
-        if reader == "torch.nn.utils.clip_grad" and function != "clip_grad_value_":
-            raise ConfigurationError(
-                "torch's gradient clipping sees this rank's part alone; call "
-                "sharded.clip_grad_norm_()"
-            )
-        # From then on `self` is a plain parameter. What else reads may do so on one rank alone.
-        self.await_grads(reader == "torch.amp.grad_scaler")
-        return self.grad
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        if value is None:
-            raise ConfigurationError(
-                "the gradients of a sharded model are collected elsewhere, and add up; forget them "
-                "with zero_grad()"
-            )
-        self.await_grads(False)
-        self.grad = value

@@ -94,7 +94,7 @@ class ShardedParams:
         self._versions = {param: param._version for param in self._places}
 
     def bind(
-        self, zero_grad: Callable[[], None], no_sync: Callable[[], AbstractContextManager[None]]
+        self, zero_grad: Callable[[bool], None], no_sync: Callable[[], AbstractContextManager[None]]
     ) -> None:
         """From now on what people do out of habit with the model is right, or refused.
 
@@ -104,7 +104,7 @@ class ShardedParams:
         for param in self._places:
             setattr(param, SHARDED_AS, self.name_of(param))
         model: Any = self._model
-        model.zero_grad = lambda set_to_none=True: zero_grad()
+        model.zero_grad = lambda set_to_none=True: zero_grad(set_to_none)
         model.no_sync = no_sync
         model._apply = partial(_convert, model)
         model.__reduce_ex__ = refuse_copies

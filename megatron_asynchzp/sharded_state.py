@@ -93,3 +93,29 @@ class ShardedState(torch.Tensor):
             if torch.Size(box.offset) == index.offset:
                 return values
         raise ValueError(f"{index.fqn}: this rank holds nothing at offset {index.offset}")
+
+
+NOT_THERE = "not there yet"
+"""What a checkpoint has in place of a state that there is not."""
+
+
+class AbsentState(ShardedState):
+    """A state that is not there yet. torch.distributed.checkpoint saves it as NOT_THERE, and loads
+    it, if the checkpoint has it, into memory that is taken then.
+
+    is_loaded: whether `values` are there now.
+    """
+
+    is_loaded: bool = False
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        return [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if not self.is_loaded:  # the checkpoint has it
+            self.values = self.values.new_zeros(self.held.numel)
+            self.is_loaded = True
+        return super().__create_chunk_list__()
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Any:
+        return NOT_THERE if index.offset is None else super().__get_tensor_shard__(index)

@@ -103,6 +103,10 @@ class OrderCheck:
             self._driver.fail(mismatch)  # this step's gradients are of no use
             raise mismatch
 
+    def take_largest(self, values: torch.Tensor) -> None:
+        """Replace each of `values` by the largest over all ranks, in place. Collective."""
+        self._submit_max(values, self._axes)
+
     def _submit_max(self, values: torch.Tensor, axes: Sequence[AxisGroup]) -> None:
         """Replace each of `values` by the largest over all ranks along `axes`, in place."""
         self._submit(partial(all_reduce_steps, values, axes, dist.ReduceOp.MAX)).wait()

@@ -91,6 +91,8 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
     scale: factor on the summed gradients.
     residency: decides whose gradients of several micro-batches are added up before they are
         reduced, None for none.
+
+    reached: units that a backward has reached since gradients were forgotten.
     """
 
     def __init__(
@@ -111,12 +113,14 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         self._last_reduction: dict[HZPUnit, Task] = {}
         self._syncs: dict[HZPUnit, Task] = {}
         self._previews: dict[HZPUnit, Task] = {}
+        self.reached: set[HZPUnit] = set()
 
     # ---- one micro-batch
 
     def take(self, unit: HZPUnit, indices: Iterable[int]) -> None:
         """Collect the gradients of the parameters `indices`, as far as there are any; another one
         of the same parameter is added in fp32."""
+        self.reached.add(unit)
         if unit.reduces_in_place:
             self.reopen(unit)
             unit.write_grads(indices, unit.whole_grads)
@@ -175,6 +179,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
 
     def start_reduction(self, unit: HZPUnit) -> None:
         """Reduce the gradients of `unit` over the G axes; the lane adds them to main_grad."""
+        self.reached.add(unit)
         self.reopen(unit)
         if unit.reduces_in_place:
             self.take(unit, range(len(unit.params)))
@@ -306,6 +311,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
                 self.arena.give_back(collected.place.extent)
         self._collected.clear()
         self._kept.clear()
+        self.reached.clear()
         if self._residency is not None:
             self._residency.restart()
         self._await_syncs()

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -102,6 +103,8 @@ class StepScheduler:
     early: which units are sent before the update, None for none.
     asleep: what was moved to the host, None where nothing was.
     is_in_step: whether a forward came whose gradients are not complete yet.
+    agrees_on_reached: whether `sync_grads` finds out which units have gradients; reached: these, of
+        any rank, since gradients were forgotten.
     _has_reduced: whether this step had a backward; _reduced_last: trained units of its last
         micro-batch, in order; _order: those of the last step with one, [Note: no micro-batch].
     """
@@ -128,6 +131,7 @@ class StepScheduler:
         self.early: EarlyUpdate | None = None
         self.asleep: HostCopy | None = None
         self.is_in_step = self._is_streaming = False
+        self.agrees_on_reached, self.reached = False, set[HZPUnit]()
         self.schedule = config
         self.memory = memory_in_flight_of(self.units, config)
         self.budgets = budgets or KeepBudgets.of(config, driver, self.units[0].device)
@@ -248,6 +252,8 @@ class StepScheduler:
         self.gathers.join_syncs()
         self._order = list(self._reduced_last)
         self.gathers.record_order()
+        if self.agrees_on_reached:
+            self.reached = self._agree_on_reached()
         self._is_synced, self.is_in_step = True, False
         self._check_order()
 
@@ -265,6 +271,19 @@ class StepScheduler:
         for unit in self._order:
             self.reductions.reopen(unit)  # where a micro-batch has several backwards
             self._complete_grads(unit)
+
+    def _agree_on_reached(self) -> set[HZPUnit]:
+        """The units that a backward of any rank has reached. Where gradients are sharded over all
+        ranks a backward is a reduction of all, which the comparison of orders finds equal."""
+        mine = self.reductions.reached
+        topology = self.units[0].groups.topology
+        if topology.sizes.grad == topology.world_size:
+            return set(mine)
+        own = torch.tensor([unit in mine for unit in self.units], dtype=torch.int32)
+        flags = own.to(self.units[0].device)
+        self._order_check.take_largest(flags)
+        found = cast("list[int]", flags.tolist())  # pyright: ignore[reportUnknownMemberType]
+        return {unit for unit, flag in zip(self.units, found, strict=True) if flag}
 
     def _refuse_unknown_order(self) -> None:
         if self._groups_may_differ and any(unit.is_trained for unit in self.units):

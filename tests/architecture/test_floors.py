@@ -19,6 +19,7 @@ FLOORS = {
     "mcore": 4, "cpu_platform": 4, "planning": 5, "launch": 6,
     "sharded_state": 3, "sharded_arguments": 4, "sharded_params": 4, "sharded_fragments": 4,
     "whole_values": 4, "meta_model": 4,
+    "sharded_grads": 4, "sharded_trial": 4,
     "sharded_runtime": 5, "sharded_optimizer": 5, "sharded_checkpoint": 5, "sharded_model": 6,
     "weight_delta": 1, "command": 6, "torchrun": 6,
     "hf": 5,  # reads and writes Megatron's checkpoints through megatron.core.dist_checkpointing

@@ -1,0 +1,680 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers of a rank's parts: as in one process, whatever is asked of them and when, or refused
+by name.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint
+
+from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
+from megatron_asynchzp.sharded_trial import refuse_by_trial
+from scripts.testbed.ranks import run_ranks
+from tests.support.selection import slow_unless
+
+SIZES = (2, 2, 4), (1, 1, 2), (2, 2, 2), (1, 1, 1)
+STEPS = 3
+New = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+
+class Heads(nn.Module):
+    """A trunk, and heads of which a call takes one."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.heads = nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        for layer in self.trunk:
+            x = layer(x).tanh()
+        return self.heads[head](x)
+
+
+def build() -> Heads:
+    torch.manual_seed(7)
+    return Heads()
+
+
+def loss_of(model: nn.Module, step: int, rank: int, head: int = 0) -> torch.Tensor:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+    return (model(x, head) - 2).square().mean()
+
+
+def sharded_heads(new: New, sizes: Sequence[int]) -> ShardedModel:
+    model = build()
+    return shard(model, [*model.trunk, *model.heads], ShardSizes(*sizes), new)
+
+
+Chosen = Callable[[int], int]
+
+
+def always_0(step: int) -> int:
+    return 0
+
+
+def plainly(new: New, chosen: Chosen = always_0, steps: int = STEPS) -> dict[str, torch.Tensor]:
+    """What one process trains."""
+    model, world = build(), dist.get_world_size()
+    optimizer = new(list(model.named_parameters()))
+    getattr(optimizer, "train", bool)()
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(world):
+            (loss_of(model, step, rank, chosen(step)) / world).backward()
+        optimizer.step()
+    getattr(optimizer, "eval", bool)()
+    return dict(model.named_parameters())
+
+
+def train(sharded: ShardedModel, steps: Sequence[int], chosen: Chosen = always_0) -> None:
+    for step in steps:
+        sharded.zero_grad()
+        loss_of(sharded.model, step, dist.get_rank(), chosen(step)).backward()
+        sharded.step()
+
+
+def assert_same(sharded: ShardedModel, expected: dict[str, torch.Tensor], what: object) -> None:
+    for name, value in sharded.full_params():
+        assert torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6), (what, name)
+
+
+# ---- optimizers
+
+
+class Counting(torch.optim.Optimizer):
+    """As apex's and Transformer Engine's FusedAdam: the count of steps is in the group."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr, "bias_correction": True})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    mean = state.setdefault("exp_avg", torch.zeros_like(param))
+                    mean.lerp_(param.grad, 0.1)
+                    rate = group["lr"] / (1 - 0.9 ** group["step"])
+                    param.sub_(rate * mean / (1 + mean.abs()))
+
+
+class Lookahead(torch.optim.AdamW):
+    """Slow weights that follow every second step."""
+
+    def step(self, closure=None):
+        super().step()
+        with torch.no_grad():
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+                for param in group["params"]:
+                    state = self.state[param]
+                    if param.grad is not None and group["count"] % 2 == 0:
+                        slow = state.setdefault("slow", param.clone())
+                        param.copy_(slow.lerp_(param, 0.5))
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD as Schedule-Free's page has it: parameters are other ones for evaluation."""
+
+    def __init__(self, params, lr=1e-1):
+        super().__init__(params, {"lr": lr, "k": 0, "train_mode": False})
+
+    @torch.no_grad()
+    def _move(self, is_train: bool, weight: float):
+        for group in self.param_groups:
+            if group["train_mode"] is not is_train:
+                for param in group["params"]:
+                    if "z" in self.state[param]:
+                        param.lerp_(self.state[param]["z"], weight)
+                group["train_mode"] = is_train
+
+    def eval(self):
+        self._move(False, 1 - 1 / 0.9)
+
+    def train(self):
+        self._move(True, 0.1)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("step() in eval mode: call train()")
+            for param in group["params"]:
+                if param.grad is not None:
+                    z = self.state[param].setdefault("z", param.clone())
+                    param.lerp_(z, 1 / (group["k"] + 1))
+                    param.add_(param.grad, alpha=group["lr"] * (0.9 * (1 - 1 / (group["k"] + 1))))
+                    z.sub_(param.grad, alpha=group["lr"])
+            group["k"] += 1
+
+
+class Kept(torch.optim.SGD):
+    """One's own subclass, which adds nothing."""
+
+
+class Momenta(torch.optim.Optimizer):
+    """Its states are there from the start, and a count is a tensor of one element."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param] = {"m": torch.full_like(param, 0.1), "n": torch.zeros(1)}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["n"] += 1
+                    state["m"].mul_(0.9).add_(param.grad)
+                    param.sub_(state["m"] * group["lr"] / state["n"])
+
+
+def of(kind: Callable, **settings) -> New:
+    return lambda named: kind(named, **settings)
+
+
+def with_schedule_in_a_hook(named):
+    optimizer = torch.optim.SGD(named, lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    return optimizer
+
+
+def decayed_by_ndim(named):
+    """The commonest habit there is."""
+    groups = [
+        {"params": [param for _, param in named if param.ndim >= 2], "weight_decay": 0.5},
+        {"params": [param for _, param in named if param.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def rates_by_size(named):
+    large = [param for _, param in named if param.numel() == 36 and param.shape[0] == 6]
+    small = [param for _, param in named if param.data.numel() < 36 and len(param.size()) < 3]
+    return torch.optim.SGD([{"params": large}, {"params": small, "lr": 0.3}], lr=0.1)
+
+
+OPTIMIZERS: dict[str, New] = {
+    "NAdam": of(torch.optim.NAdam, lr=1e-2),
+    "Rprop": of(torch.optim.Rprop, lr=1e-2),
+    "ASGD": of(torch.optim.ASGD, lr=1e-2, t0=1),
+    "dampening": of(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+    "amsgrad": of(torch.optim.Adam, lr=1e-2, amsgrad=True),
+    "AdamW": of(torch.optim.AdamW, lr=1e-2),
+    "RAdam": of(torch.optim.RAdam, lr=1e-2),
+    "Adagrad": of(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
+    "Adadelta": of(torch.optim.Adadelta, lr=1.0),
+    "a rate that is a tensor": of(torch.optim.AdamW, lr=torch.tensor(1e-2)),
+    "a count in the group": of(Counting),
+    "Lookahead": of(Lookahead, lr=1e-2),
+    "Schedule-Free": of(ScheduleFree),
+    "a schedule in a hook": with_schedule_in_a_hook,
+    "decay by ndim": decayed_by_ndim,
+    "rates by size": rates_by_size,
+    "a subclass": of(Kept, lr=0.1, momentum=0.9),
+    "states from the start": of(Momenta),
+}
+MODES = ("train", "eval")
+
+
+def asked_too_early(all_sizes: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+    """States are asked for before there are any, and before each step."""
+    for index, name in enumerate(names):
+        new = OPTIMIZERS[name]
+        expected = plainly(new)
+        for sizes in all_sizes if len(all_sizes) < 4 else [all_sizes[index % 4]]:
+            with sharded_heads(new, sizes) as sharded:
+                sharded.state_dict()
+                if index % 2:
+                    sharded.sleep(2)
+                    sharded.state_dict()
+                    sharded.wake()
+                getattr(sharded.optimizer, "train", bool)()
+                train(sharded, range(2))
+                sharded.state_dict()
+                train(sharded, range(2, STEPS))
+                getattr(sharded.optimizer, "eval", bool)()
+                assert_same(sharded, expected, (name, sizes))
+
+
+def load(sharded: ShardedModel, folder: Path) -> None:
+    state = sharded.state_dict()
+    checkpoint.load(state, checkpoint_id=folder)
+    sharded.load_state_dict(state)
+
+
+def resumed(folder: Path, names: Sequence[str], all_sizes: Sequence[Sequence[int]]) -> None:
+    """A checkpoint of before the first step and one of after it, each loaded into an optimizer that
+    has a state and into one that has none, of other sizes."""
+    for index, name in enumerate(names):
+        new, there = OPTIMIZERS[name], folder / name
+        expected = plainly(new)
+        sizes, others = (all_sizes[(index + k) % len(all_sizes)] for k in range(2))
+        with sharded_heads(new, sizes) as sharded:
+            checkpoint.save(sharded.state_dict(), checkpoint_id=there / "0")
+            getattr(sharded.optimizer, "train", bool)()
+            train(sharded, range(2))
+            checkpoint.save(sharded.state_dict(), checkpoint_id=there / "2")
+            load(sharded, there / "0")
+            getattr(sharded.optimizer, "train", bool)()
+            if "hook" not in name:  # the schedule is not in the checkpoint
+                train(sharded, range(STEPS))
+                getattr(sharded.optimizer, "eval", bool)()
+                assert_same(sharded, expected, (name, "from the start again"))
+        with sharded_heads(new, others) as sharded:
+            load(sharded, there / "2")
+            train(sharded, range(2, STEPS))
+            getattr(sharded.optimizer, "eval", bool)()
+            assert_same(sharded, expected, (name, "from step 2", sizes, others))
+
+
+def check_states(folder: Path, all_sizes, early: Sequence[str], late: Sequence[str]) -> None:
+    asked_too_early(all_sizes, early)
+    resumed(folder, late, all_sizes)
+
+
+RESUMED_FAST = ["NAdam", "dampening", "a count in the group", "Lookahead", "states from the start"]
+FAST = ["Rprop", "ASGD", "Adagrad", "Schedule-Free", "a schedule in a hook", "decay by ndim"]
+FAST += ["a count in the group", "rates by size"]
+
+
+@pytest.mark.habit(
+    "`sharded.state_dict()`, `sleep()` before the first step",
+    "weight decay grouped by `p.ndim >= 2`, rates by `p.numel()`",
+    "Schedule-Free: `optimizer.train()`, `optimizer.eval()`",
+    "resuming from a checkpoint of before the first step",
+    "a schedule that steps in a hook of the optimizer",
+    "an optimizer that counts its steps in the group, or has states before its first step",
+)
+@pytest.mark.parametrize(
+    "early, late",
+    [(FAST, RESUMED_FAST), slow_unless(False, list(OPTIMIZERS), list(OPTIMIZERS))],
+    ids=["some", "all"],
+)
+def test_a_state_that_is_not_there_yet_is_asked_for_saved_and_resumed_as_such(
+    early, late, tmp_path
+):
+    run_ranks(check_states, 4, tmp_path, SIZES, early, late)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_that_holds_for_every_optimizer_with_all_sizes(sizes):
+    run_ranks(asked_too_early, 4, [sizes], list(OPTIMIZERS), timeout_s=300.0)
+
+
+# ---- modules that a step does not use
+
+
+def in_turn(step: int) -> int:
+    return step % 2
+
+
+def new_adamw(named):
+    return torch.optim.AdamW(named, lr=1e-2, weight_decay=0.5)
+
+
+def zeros_stay(sizes: Sequence[int]) -> None:
+    """zero_grad(set_to_none=False): what had a gradient has zeros, and is decayed."""
+    model, world = build(), dist.get_world_size()
+    optimizer = new_adamw(model.named_parameters())
+    with sharded_heads(new_adamw, sizes) as sharded:
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            sharded.optimizer.zero_grad(set_to_none=False)
+            for rank in range(world):
+                (loss_of(model, step, rank, in_turn(step)) / world).backward()
+            loss_of(sharded.model, step, dist.get_rank(), in_turn(step)).backward()
+            optimizer.step()
+            sharded.optimizer.step()
+        assert_same(sharded, dict(model.named_parameters()), sizes)
+
+
+def of_several_ranks(sizes: Sequence[int]) -> None:
+    """Groups of ranks take other heads, and other numbers of micro-batches: a head has a gradient
+    where any of them gave it one."""
+    in_step, world, rank = max(sizes[:2]), dist.get_world_size(), dist.get_rank()
+
+    def heads_of(step: int, rank: int) -> list[int]:
+        if step == 1 and rank // in_step:
+            return [0, 1, 0]  # what crosses the groups is in the order of the others
+        return [] if step == 3 else [0]
+
+    model = build()
+    optimizer = new_adamw(model.named_parameters())
+    with sharded_heads(new_adamw, sizes) as sharded:
+        for step in range(4):
+            optimizer.zero_grad()
+            sharded.zero_grad()
+            for one in range(world):
+                for head in heads_of(step, one):
+                    (loss_of(model, step, one, head) / world).backward()
+            mine = heads_of(step, rank)
+            for index, head in enumerate(mine):
+                sharded.set_is_last_micro_batch(index == len(mine) - 1)
+                loss_of(sharded.model, step, rank, head).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            assert torch.allclose(sharded.clip_grad_norm_(0.5), norm, rtol=1e-5, atol=1e-7)
+            optimizer.step()
+            sharded.step()
+        assert_same(sharded, dict(model.named_parameters()), sizes)
+
+
+def unused(all_sizes: Sequence[Sequence[int]]) -> None:
+    expected = plainly(new_adamw, in_turn, 5)
+    for sizes in all_sizes:
+        with sharded_heads(new_adamw, sizes) as sharded:
+            train(sharded, range(4), in_turn)
+            sharded.zero_grad()
+            loss_of(sharded.model, 4, dist.get_rank(), 0).backward()
+            named = sharded.optimizer.param_groups[0]
+            for name, param in zip(named["param_names"], named["params"], strict=True):
+                assert (param.grad is None) is ("heads.1" in name), name
+            sharded.step()
+            assert_same(sharded, expected, sizes)
+        zeros_stay(sizes)
+        if max(sizes[:2]) < dist.get_world_size():
+            of_several_ranks(sizes)
+
+
+@pytest.mark.habit(
+    "modules that a step does not use (heads in turn)", "`zero_grad(set_to_none=False)`"
+)
+@pytest.mark.parametrize("all_sizes", [SIZES[:2], slow_unless(False, SIZES[2:])], ids=str)
+def test_a_unit_that_no_backward_reaches_is_left_out_as_in_one_process(all_sizes):
+    run_ranks(unused, 4, all_sizes)
+
+
+# ---- norms of a rank's part
+
+
+def params_of(sharded: ShardedModel) -> list[nn.Parameter]:
+    return [param for group in sharded.optimizer.param_groups for param in group["params"]]
+
+
+def grads_of(sharded: ShardedModel) -> list[torch.Tensor]:
+    return [param.grad for param in params_of(sharded) if param.grad is not None]
+
+
+def unscale(sharded: ShardedModel) -> None:
+    torch.amp.GradScaler("cpu", init_scale=1.0).unscale_(sharded.optimizer)
+
+
+def replace(sharded: ShardedModel) -> None:
+    for param in params_of(sharded):
+        if param.grad is not None:
+            param.grad = param.grad.detach().clone()
+
+
+READERS: dict[str, Callable[[ShardedModel], object]] = {
+    "nothing": lambda s: None,
+    "unscale_": unscale,
+    "a NaN check": lambda s: [bool(torch.isfinite(grad).all()) for grad in grads_of(s)],
+    "a log": lambda s: [float(grad.abs().sum()) for grad in grads_of(s)],
+    "replaced": replace,
+    "clipped": lambda s: s.clip_grad_norm_(1e9),
+    "values": lambda s: nn.utils.clip_grad_value_(params_of(s), 1e9),
+}
+NORMS: dict[str, Callable[[ShardedModel], object]] = {
+    "clip_grad_norm_": lambda s: nn.utils.clip_grad_norm_(params_of(s), 1.0),
+    "foreach": lambda s: nn.utils.clip_grad_norm_(params_of(s), 1.0, foreach=True),
+    "inf": lambda s: nn.utils.clip_grad_norm_(params_of(s), 1.0, math.inf),
+    "get_total_norm": lambda s: nn.utils.get_total_norm(grads_of(s)),
+    "a loop": lambda s: sum(grad.norm() ** 2 for grad in grads_of(s)),
+    "data": lambda s: sum(grad.data.norm(2) ** 2 for grad in grads_of(s)),
+    "together": lambda s: torch.cat([grad.flatten() for grad in grads_of(s)]).norm(),
+    "stacked": lambda s: torch.linalg.vector_norm(torch.cat(grads_of(s)) * 2),
+}
+
+
+def refused(what: Callable[[], object]) -> str:
+    with pytest.raises(ConfigurationError) as found:
+        what()
+    return str(found.value)
+
+
+def check_norms(all_sizes: Sequence[Sequence[int]]) -> None:
+    new = of(torch.optim.SGD, lr=0.1)
+    expected = plainly(new, steps=len(READERS) + 1)
+    for sizes in all_sizes:
+        with sharded_heads(new, sizes) as sharded:
+            for step, read in enumerate(READERS.values()):
+                sharded.zero_grad()
+                loss_of(sharded.model, step, dist.get_rank()).backward()
+                read(sharded)
+                for norm in NORMS.values():
+                    line = refused(lambda norm=norm: norm(sharded))
+                    assert "sharded.clip_grad_norm_(max_norm)" in line and "\n" not in line
+                sharded.step()
+
+            # Also in a hook of the step, where gradients are about to be used.
+            clip = sharded.optimizer.register_step_pre_hook(
+                lambda *_: nn.utils.clip_grad_norm_(params_of(sharded), 1.0)
+            )
+            sharded.zero_grad()
+            loss_of(sharded.model, len(READERS), dist.get_rank()).backward()
+            assert "sharded.clip_grad_norm_" in refused(sharded.optimizer.step)
+            clip.remove()
+            # A norm that is known scales what there is.
+            nn.utils.clip_grads_with_norm_(params_of(sharded), 1e9, sharded.clip_grad_norm_(1e9))
+            sharded.step()
+            assert_same(sharded, expected, sizes)
+
+
+@pytest.mark.habit("`get_total_norm`, `p.grad.norm()`")
+@pytest.mark.parametrize("all_sizes", [SIZES[1:3], slow_unless(False, SIZES)], ids=["some", "all"])
+def test_the_norm_of_a_ranks_part_is_refused_whatever_was_read_before(all_sizes):
+    run_ranks(check_norms, 4, all_sizes)
+
+
+# ---- which optimizers
+
+
+def step_of(update: Callable[[torch.Tensor, dict], torch.Tensor]) -> type:
+    class Own(torch.optim.Optimizer):
+        def __init__(self, params, lr=1e-2):
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.sub_(group["lr"] * update(param, self.state[param]))
+
+    return Own
+
+
+def trust_ratio(param: torch.Tensor, _: dict) -> torch.Tensor:  # LAMB, LARS
+    return param.grad * param.norm() / (param.grad.norm() + 1e-9)
+
+
+def mean_of_squares(param: torch.Tensor, _: dict) -> torch.Tensor:  # clips by a root mean square
+    return param.grad / param.grad.square().mean().sqrt().clamp(min=1.0)
+
+
+def centralized(param: torch.Tensor, _: dict) -> torch.Tensor:
+    return param.grad - param.grad.mean(-1, keepdim=True) if param.ndim > 1 else param.grad
+
+
+def decayed_in_step(param: torch.Tensor, _: dict) -> torch.Tensor:
+    return param.grad + (0.1 * param if param.ndim >= 2 else 0)
+
+
+def largest_so_far(param: torch.Tensor, state: dict) -> torch.Tensor:
+    state["top"] = max(state.get("top", 0.0), float(param.grad.abs().max()) if len(param) else 0.0)
+    return param.grad / (1 + state["top"])
+
+
+class Estimates(torch.optim.Optimizer):
+    """As Prodigy and D-Adaptation: a rate that all elements of all parameters decide."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1.0, "d": 1e-6})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            size = sum(float(param.grad.abs().sum()) for param in group["params"] if len(param))
+            group["d"] = max(group["d"], 1e-6 * size)
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(group["d"] * param.grad.sign())
+
+
+class Quantized(torch.optim.Optimizer):
+    """As bitsandbytes' AdamW8bit: 8 bits per element, and a scale for each block of 64."""
+
+    is_elementwise = True  # its author means it
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                state, numel = self.state[param], param.numel()
+                blocks = nn.functional.pad(param.grad.view(-1), (0, -numel % 64)).view(-1, 64)
+                state["absmax"] = blocks.abs().amax(1)
+                codes = blocks / state["absmax"].clamp(min=1e-9)[:, None] * 127
+                state["codes"] = codes.to(torch.int8).view(-1)[:numel]
+                param.sub_(param.grad, alpha=group["lr"])
+
+
+class Handle:
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot be copied")
+
+
+class Holding(torch.optim.SGD):
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.handle = Handle()
+
+
+class Believed(Holding):
+    is_elementwise = True
+
+
+NOT_ELEMENTWISE = {
+    "Adafactor": torch.optim.Adafactor,
+    "Own": step_of(trust_ratio),
+    "mean of squares": step_of(mean_of_squares),
+    "centralized": step_of(centralized),
+    "decayed in step": step_of(decayed_in_step),
+    "largest so far": step_of(largest_so_far),
+    "Estimates": Estimates,
+    "Muon": torch.optim.Muon,
+    "Shampoo": type("DistributedShampoo", (torch.optim.SGD,), {}),
+    "Holding": Holding,
+}
+
+
+def made(kind: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    shape = (4, 6) if kind is torch.optim.Muon else (24,)  # parts are 1-D
+    optimizer = kind([nn.Parameter(torch.randn(shape)) for _ in range(2)])
+    for param in optimizer.param_groups[0]["params"]:
+        param.data = param.data.view(-1)
+    return optimizer
+
+
+def test_what_looks_at_more_than_one_element_is_refused_by_name_with_the_remedy():
+    for kind in NOT_ELEMENTWISE.values():
+        optimizer = made(kind)
+        before = [param.clone() for param in optimizer.param_groups[0]["params"]]
+        line = refused(lambda optimizer=optimizer: refuse_by_trial(optimizer))
+        assert line.startswith(type(optimizer).__name__) and "is_elementwise = True" in line
+        assert "\n" not in line
+        assert ("--optimizer muon" in line) is (kind.__name__ in ("Muon", "DistributedShampoo"))
+        assert not optimizer.state
+        for one, param in zip(before, optimizer.param_groups[0]["params"], strict=True):
+            assert torch.equal(one, param) and param.grad is None
+
+
+def test_states_that_are_not_one_value_per_element_are_refused_by_name():
+    line = refused(lambda: refuse_by_trial(made(Quantized)))
+    assert line.startswith("Quantized keeps a state 'absmax'") and "\n" not in line
+
+
+def test_elementwise_optimizers_of_ones_own_are_taken_and_not_stepped():
+    for kind in (Kept, Counting, Lookahead, ScheduleFree, Momenta, Believed):
+        optimizer = made(kind)
+        groups = [dict(group) for group in optimizer.param_groups]
+        states = {key: dict(value) for key, value in optimizer.state.items()}
+        refuse_by_trial(optimizer)
+        assert groups == optimizer.param_groups and states == optimizer.state
+
+
+class Unhooked(torch.optim.Optimizer):
+    def __init__(self, params):
+        self.param_groups = [{"params": [param for _, param in params], "lr": 0.1}]
+        self.state = {}
+
+    def step(self, closure=None):
+        """Nothing."""
+
+
+class Inner(torch.optim.Optimizer):
+    """Of which the states are those of another one."""
+
+    def __init__(self, params):
+        self.inner = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        super().__init__(self.inner.param_groups[0]["params"], {})
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+def check_refusals() -> None:
+    for kind, text in (
+        (torch.optim.Muon, "Megatron's --optimizer muon"),
+        (torch.optim.Adafactor, "Adafactor is not known to update each element"),
+        (Quantized, "not one value per element"),
+        (Unhooked, "does not call torch.optim.Optimizer.__init__"),
+    ):
+        assert text in refused(lambda kind=kind: sharded_heads(kind, (1, 1, 2)))
+    with sharded_heads(Inner, (1, 1, 2)) as sharded:
+        train(sharded, range(2))
+        assert "an optimizer of its own, .inner" in refused(sharded.state_dict)
+
+
+@pytest.mark.habit(
+    "Adafactor, LAMB, LARS, Prodigy, Muon, Shampoo: optimizers that look at more than one element",
+    "8-bit optimizers, whose states are blocks",
+    "an optimizer within an optimizer, saved",
+)
+def test_shard_refuses_an_optimizer_of_whole_matrices_and_a_checkpoint_that_lacks_states():
+    run_ranks(check_refusals, 2)
+
+
+def states_of_others(folder: Path) -> Iterator[str]:
+    with sharded_heads(of(torch.optim.Adam, amsgrad=True), (1, 1, 2)) as sharded:
+        train(sharded, range(1))
+        checkpoint.save(sharded.state_dict(), checkpoint_id=folder)
+    with sharded_heads(of(torch.optim.Adam), (1, 1, 2)) as sharded:
+        yield refused(lambda: load(sharded, folder))
+
+
+def check_others(folder: Path) -> list[str]:
+    return list(states_of_others(folder))
+
+
+@pytest.mark.habit("resuming with an optimizer that keeps fewer states")
+def test_a_state_that_the_optimizer_does_not_keep_is_not_dropped_silently(tmp_path):
+    for (line,) in run_ranks(check_others, 2, tmp_path):
+        assert "'max_exp_avg_sq' of trunk.0.weight" in line
