@@ -68,11 +68,12 @@ class ModelCheckpoint:
         """What the optimizer keeps of each parameter, now or after some steps."""
         kinds: dict[nn.Parameter, dict[str, StateKind]] = {}
         states, tried = self.optimizer.state, None
+        values = {part.param: part.values for part in self._trained}  # a parameter sleeps
         for index, group in enumerate(self.optimizer.param_groups):
             found: dict[str, StateKind] = {}
             for param in group["params"]:
                 for key, value in states.get(param, {}).items():
-                    found[key] = StateKind.of(value, param)
+                    found[key] = StateKind.of(value, values.get(param, param))
             if not (found and has_all_at_once(self.optimizer)):
                 tried = kinds_of_states(self.optimizer) if tried is None else tried
                 found |= tried[index]  # which no parameter of one element misleads
@@ -101,6 +102,8 @@ class ModelCheckpoint:
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
             _take_settings(group, saved)
         for part in self._trained:
+            if not part.held.numel:  # whatever it has is of nothing
+                continue
             own = dict(self.optimizer.state.get(part.param, {}))
             for key, kind in kinds.get(part.param, {}).items():
                 found = state.get(f"optim.{part.name}.{key}", NOT_THERE)
@@ -111,9 +114,9 @@ class ModelCheckpoint:
                     own.pop(key, None)
                 elif not isinstance(found, ShardedState):  # that is in its place already
                     own[key] = found
-            if own and part.held.numel:
+            if own:
                 self.optimizer.state[part.param] = own
-            elif not own:
+            else:
                 self.optimizer.state.pop(part.param, None)
         for name, buffer in saved_buffers(self.model):
             buffer.copy_(state[f"model.{name}"].values.view(buffer.shape))

@@ -173,7 +173,10 @@ class _Tried:
                 twin = some[number] if number < len(some) else nn.Parameter(chosen[0][:0].clone())
                 memo[id(one)] = twin
                 for value in optimizer.state.get(one, {}).values():
-                    if isinstance(value, torch.Tensor) and value.shape == one.shape:
+                    if not isinstance(value, torch.Tensor):
+                        continue
+                    is_asleep = not one.numel() and value.dim() == 1 and value.numel() > 1
+                    if is_asleep or value.shape == one.shape:
                         memo[id(value)] = _resized(value, twin)
         attributes = vars(optimizer)
         hooks = [name for name in attributes if name.startswith("_optimizer_")]
