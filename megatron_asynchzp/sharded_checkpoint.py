@@ -68,16 +68,18 @@ class ModelCheckpoint:
         """What the optimizer keeps of each parameter, now or after some steps."""
         kinds: dict[nn.Parameter, dict[str, StateKind]] = {}
         states, tried = self.optimizer.state, None
-        values = {part.param: part.values for part in self._trained}  # a parameter sleeps
+        # Of a shape even where the parameter sleeps.
+        values: dict[Any, torch.Tensor] = {part.param: part.values for part in self._trained}
         for index, group in enumerate(self.optimizer.param_groups):
             found: dict[str, StateKind] = {}
-            for param in group["params"]:
+            params: list[nn.Parameter] = group["params"]
+            for param in params:
                 for key, value in states.get(param, {}).items():
                     found[key] = StateKind.of(value, values.get(param, param))
             if not (found and has_all_at_once(self.optimizer)):
                 tried = kinds_of_states(self.optimizer) if tried is None else tried
                 found |= tried[index]  # which no parameter of one element misleads
-            kinds |= dict.fromkeys(group["params"], found)
+            kinds |= dict.fromkeys(params, found)
         return kinds
 
     @torch.no_grad()
