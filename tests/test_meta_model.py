@@ -228,7 +228,7 @@ def _layers_of(model: nn.Module) -> nn.ModuleList:
     return model.transformer.h if hasattr(model, "transformer") else model.model.layers
 
 
-FAMILIES = ["llama", "llama-tied-scaled-rope", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2"]
+FAMILIES = ["llama", "llama-tied-scaled-rope", "qwen2", "qwen3", "gpt2"]
 
 
 @pytest.mark.slow

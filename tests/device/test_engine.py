@@ -9,7 +9,7 @@ import torch
 from scripts.testbed.device.delays import LAWS, Delays
 from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds
 from scripts.testbed.ranks import run_ranks
-from tests.device.programs import Case, train_engine, train_engine_each, train_engine_under
+from tests.device.programs import Case, Seen, train_engine, train_engine_each, train_engine_under
 from tests.support.selection import slow_unless
 
 EACH_LAW = [Delays(law, seed) for seed, law in enumerate(LAWS)]
@@ -120,3 +120,17 @@ def test_memory_that_a_task_frees_while_its_collective_is_under_way_is_found(wor
     """Without a delay, where its bits are right."""
     with pytest.raises(DeviceFailure, match=r"(allocating|freeing) .*default\).*nothing orders"):
         worlds.run(train_with_memory_freed_early, 2, PAIR[0])
+
+
+def train_with_activations_on_the_host(cases: list[Case], pins: bool) -> list[Seen]:
+    with torch.autograd.graph.save_on_cpu(pin_memory=pins):
+        return train_engine_each(cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pins", [False, True], ids=["pageable", "pinned"])
+def test_activations_that_autograd_saves_on_the_host_change_no_bit(
+    worlds: DeviceWorlds, pins: bool
+):
+    expected = run_ranks(train_engine_each, 2, PAIR)
+    assert worlds.run(train_with_activations_on_the_host, 2, PAIR, pins) == expected

@@ -51,6 +51,17 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "hooks-of-others-see-nothing",
+        "what is no view of a unit goes to the hooks of others",
+        "zero/saved_views.py",
+        "return _Theirs(self.theirs[0](tensor))",
+        "return self.views.pack(tensor)",
+        (
+            "tests/test_model_habits.py::"
+            "test_what_modules_are_handed_return_and_keep_trains_or_is_refused_by_name"
+        ),
+    ),
+    Mutant(
         "tied-weights-reduced-early",
         "the gradient of a tied weight is complete when it is reduced",
         "zero/autograd.py",
