@@ -24,12 +24,13 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import LARGE_GRAD_NBYTES
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
+from megatron_asynchzp.zero.calls import attach_call_hooks, hooks_of_call
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.guard import Answer, new_guarded_class
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.saved_views import SavedViews
 from megatron_asynchzp.zero.step import KeepBudgets, StepScheduler
-from megatron_asynchzp.zero.tensors_within import memory_of, tensors_kept, tensors_within
+from megatron_asynchzp.zero.tensors_within import memory_of, tensors_kept
 from megatron_asynchzp.zero.unit import HZPUnit
 
 _NOTHING = nullcontext()
@@ -119,7 +120,7 @@ class HZPRuntime(StepScheduler):
         runtime = weakref.proxy(self)
         # Registered before the units' own hooks and prepended after them: runs first.
         for module, units in units_of.items():
-            self._handles += _attach_call_hooks(module, units, runtime, self._around)
+            self._handles += attach_call_hooks(module, units, runtime, self._around)
 
         def begin_forward(_root: nn.Module, _args: object) -> None:
             runtime.begin_forward()
@@ -140,7 +141,7 @@ class HZPRuntime(StepScheduler):
         """Let a call of the method `name` of `module` be a call of the module, as torch's
         register_fsdp_forward_method does."""
         method, runtime = getattr(module, name), weakref.proxy(self)
-        before, after = _hooks_of_call(self._units_of.get(module, []), runtime)
+        before, after = hooks_of_call(self._units_of.get(module, []), runtime)
         is_root = module is self._root
 
         @wraps(method)
@@ -387,105 +388,6 @@ def _without_modes() -> AbstractContextManager[None]:
     has_modes = torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore[reportPrivateUsage]
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
     return _apart() if has_modes or is_transformed else _NOTHING
-
-
-class _Call:
-    """One call of a module: when its backward begins and when it is done.
-
-    [Note: after backward] Each tensor that the module is called with is handed on as a view. It is
-    the oldest node of the module's graph and autograd runs the youngest ready node first
-    (AccumulateGrad before all), so when its gradient is complete those of the module's parameters
-    exist. A module that writes into its input in place leaves that node out of the graph; then the
-    gradient of the tensor before the view says so, which is older still. Containers are left as
-    they are, for the module may write into them: their tensors say so themselves.
-    """
-
-    def __init__(self, runtime: "HZPRuntime", units: list[HZPUnit]):
-        self._runtime, self._units, self._is_done = runtime, units, False
-
-    def begin_backward(self, _grad: torch.Tensor) -> None:
-        self._is_done = False
-        self._runtime.before_backward(self._units)
-
-    def end_backward(self, _grad: torch.Tensor) -> None:
-        if not self._is_done:
-            self._is_done = True
-            self._runtime.after_backward(self._units)
-
-    def watch_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same inputs, of which those that carry a gradient are views.
-
-        A parameter among them (a tied weight) is left alone: what comes out would be a view of it
-        that the caller's frame keeps for longer than the unit is gathered.
-        """
-        values = [*args, *kwargs.values()]
-        where = [index for index, value in enumerate(values) if _carries_grad(value)]
-        for index in where:
-            self._watch(values[index])
-            if values[index].layout is not torch.strided or values[index].is_nested:
-                continue
-            values[index] = values[index].view_as(values[index])
-            values[index].register_hook(self.end_backward)
-        if where:
-            named = zip(kwargs, values[len(args) :], strict=True)
-            return tuple(values[: len(args)]), dict(named)
-        for _, tensor in tensors_within(values):
-            if _carries_grad(tensor):
-                self._watch(tensor)
-        return args, kwargs
-
-    def _watch(self, tensor: torch.Tensor) -> None:
-        # Hooks of a leaf, which the caller may keep for ever, would become more and more.
-        if not tensor.is_leaf:
-            tensor.register_hook(self.end_backward)  # pyright: ignore[reportUnknownMemberType]
-
-    def watch_output(self, output: Any) -> None:
-        """What the module returns, of any form."""
-        found = (
-            [output] if isinstance(output, torch.Tensor) else dict(tensors_within(output)).values()
-        )
-        for tensor in found:
-            if tensor.requires_grad:
-                tensor.register_hook(self.begin_backward)  # pyright: ignore[reportUnknownMemberType]
-
-
-def _carries_grad(value: Any) -> bool:
-    is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
-    return is_tensor and value.requires_grad
-
-
-def _attach_call_hooks(
-    module: nn.Module, units: list[HZPUnit], runtime: HZPRuntime, around: Callable[[Any], Any]
-) -> list[RemovableHandle]:
-    """Hook `module`, whose call needs the parameters of `units`. Returns the handles."""
-    before, after = _hooks_of_call(units, runtime)
-    return [
-        module.register_forward_pre_hook(around(before), prepend=True, with_kwargs=True),
-        # always_call: an exception in the forward must not leave saved-tensor hooks behind.
-        module.register_forward_hook(around(after), always_call=True),
-    ]
-
-
-def _hooks_of_call(
-    units: list[HZPUnit], runtime: HZPRuntime
-) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """What comes before and after a call that needs the parameters of `units`."""
-    calls: list[_Call] = []
-
-    def pre_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        calls.append(_Call(runtime, units))
-        runtime.before_forward(units)
-        return calls[-1].watch_inputs(args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
-
-    def post_forward(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        call = calls.pop()
-        runtime.after_forward(units)
-        if torch.is_grad_enabled():
-            call.watch_output(output)
-
-    return pre_forward, post_forward
 
 
 def _attach_grad_hooks(

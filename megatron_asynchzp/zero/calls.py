@@ -1,0 +1,123 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns one call of a module: the engine hears before and after it, and when its backward begins
+and is done.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron_asynchzp.zero.tensors_within import tensors_within
+from megatron_asynchzp.zero.unit import HZPUnit
+
+
+class Engine(Protocol):
+    """What hears of the calls of modules that need `units`."""
+
+    def before_forward(self, units: list[HZPUnit]) -> None: ...
+    def after_forward(self, units: list[HZPUnit]) -> None: ...
+    def before_backward(self, units: list[HZPUnit]) -> None: ...
+    def after_backward(self, units: list[HZPUnit]) -> None: ...
+
+
+class _Call:
+    """One call of a module: when its backward begins and when it is done.
+
+    [Note: after backward] Each tensor that the module is called with is handed on as a view. It is
+    the oldest node of the module's graph and autograd runs the youngest ready node first
+    (AccumulateGrad before all), so when its gradient is complete those of the module's parameters
+    exist. A module that writes into its input in place leaves that node out of the graph; then the
+    gradient of the tensor before the view says so, which is older still. Containers are left as
+    they are, for the module may write into them: their tensors say so themselves.
+    """
+
+    def __init__(self, runtime: Engine, units: list[HZPUnit]):
+        self._runtime, self._units, self._is_done = runtime, units, False
+
+    def begin_backward(self, _grad: torch.Tensor) -> None:
+        self._is_done = False
+        self._runtime.before_backward(self._units)
+
+    def end_backward(self, _grad: torch.Tensor) -> None:
+        if not self._is_done:
+            self._is_done = True
+            self._runtime.after_backward(self._units)
+
+    def watch_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same inputs, of which those that carry a gradient are views.
+
+        A parameter among them (a tied weight) is left alone: what comes out would be a view of it
+        that the caller's frame keeps for longer than the unit is gathered.
+        """
+        values = [*args, *kwargs.values()]
+        where = [index for index, value in enumerate(values) if _carries_grad(value)]
+        for index in where:
+            self._watch(values[index])
+            if values[index].layout is not torch.strided or values[index].is_nested:
+                continue
+            values[index] = values[index].view_as(values[index])
+            values[index].register_hook(self.end_backward)
+        if where:
+            named = zip(kwargs, values[len(args) :], strict=True)
+            return tuple(values[: len(args)]), dict(named)
+        for _, tensor in tensors_within(values):
+            if _carries_grad(tensor):
+                self._watch(tensor)
+        return args, kwargs
+
+    def _watch(self, tensor: torch.Tensor) -> None:
+        # Hooks of a leaf, which the caller may keep for ever, would become more and more.
+        if not tensor.is_leaf:
+            tensor.register_hook(self.end_backward)  # pyright: ignore[reportUnknownMemberType]
+
+    def watch_output(self, output: Any) -> None:
+        """What the module returns, of any form."""
+        found = (
+            [output] if isinstance(output, torch.Tensor) else dict(tensors_within(output)).values()
+        )
+        for tensor in found:
+            if tensor.requires_grad:
+                tensor.register_hook(self.begin_backward)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _carries_grad(value: Any) -> bool:
+    is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+    return is_tensor and value.requires_grad
+
+
+def attach_call_hooks(
+    module: nn.Module, units: list[HZPUnit], runtime: Engine, around: Callable[[Any], Any]
+) -> list[RemovableHandle]:
+    """Hook `module`, whose call needs the parameters of `units`. Returns the handles."""
+    before, after = hooks_of_call(units, runtime)
+    return [
+        module.register_forward_pre_hook(around(before), prepend=True, with_kwargs=True),
+        # always_call: an exception in the forward must not leave saved-tensor hooks behind.
+        module.register_forward_hook(around(after), always_call=True),
+    ]
+
+
+def hooks_of_call(
+    units: list[HZPUnit], runtime: Engine
+) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """What comes before and after a call that needs the parameters of `units`."""
+    calls: list[_Call] = []
+
+    def pre_forward(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        calls.append(_Call(runtime, units))
+        runtime.before_forward(units)
+        return calls[-1].watch_inputs(args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
+
+    def post_forward(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        call = calls.pop()
+        runtime.after_forward(units)
+        if torch.is_grad_enabled():
+            call.watch_output(output)
+
+    return pre_forward, post_forward
