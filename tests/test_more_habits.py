@@ -29,7 +29,13 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, apply_delta, shard
 from scripts.testbed.ranks import Place, free_port, run_ranks
-from tests import test_habits, test_library_starts, test_meta_model, test_model_habits
+from tests import (
+    test_changed_behind,
+    test_habits,
+    test_library_starts,
+    test_meta_model,
+    test_model_habits,
+)
 from tests.support.engine import build_toy
 from tests.support.selection import slow_unless
 from tests.support.toy_models import toy_batch, toy_llama_config, toy_loss
@@ -51,7 +57,7 @@ from tests.test_habits import (
 
 Sizes = tuple[int, int, int]
 PAGE = Path(__file__).parents[1] / "docs" / "habits.md"
-ELSEWHERE = (test_habits, test_library_starts, test_meta_model, test_model_habits)
+ELSEWHERE = (test_changed_behind, test_habits, test_library_starts, test_meta_model, test_model_habits)
 
 
 def trains_alike(

@@ -200,9 +200,9 @@ class NotingScheduler(StepScheduler):
         use, device = self.gathers.use, self.driver.device
         self.gathers.use = lambda unit: (use(unit), device.compute(unit.name))
 
-    def sync_params(self, is_as_sent=False) -> None:
+    def sync_params(self, may_stand=False) -> None:
         self.driver.device.updates.append(len(self.driver.device.before))
-        super().sync_params(is_as_sent)
+        super().sync_params(may_stand)
 
 
 @cache

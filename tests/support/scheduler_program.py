@@ -219,10 +219,8 @@ class Runner:
         self._micro_batches()
         self.scheduler.sync_grads()
         if self.step.is_applied:
-            early = self.scheduler.early
-            is_as_sent = early is not None and early.decide(not self.step.is_clipped)
             self._optimizer_step()
-            self.scheduler.sync_params(is_as_sent)
+            self.scheduler.sync_params(may_stand=not self.step.is_clipped)
 
     def _micro_batches(self) -> None:
         total = self.step.micro_batches

@@ -30,11 +30,20 @@ MUTANTS = [
         _BITS,
     ),
     Mutant(
-        "clipped-step-is-not-sent-again",
-        "what was sent for a step that is clipped is sent again",
-        "zero/early_update.py",
-        "agree(is_factor_1 and is_same)",
-        "agree(is_same)",
+        "what-differs-is-not-sent-again",
+        "what the update did not make of a unit that was sent is sent again",
+        "zero/step.py",
+        "return [unit for unit in sent if unit not in differing]",
+        "return sent",
         _BITS,
+    ),
+    Mutant(
+        "written-parameters-are-not-seen",
+        "values that are written after the step are refused at their next use",
+        "zero/autograd.py",
+        "                self.refuse_write(unit)\n",
+        "",
+        "tests/test_changed_behind.py::"
+        "test_values_that_are_written_after_the_step_are_refused_at_their_next_use",
     ),
 ]
