@@ -131,14 +131,9 @@ def rescale_in_hook(optimizer: Optimizer, step: int) -> None:
         optimizer.register_step_pre_hook(lambda *_: clamp_data(optimizer, step))
 
 
-def write_params_before(optimizer: Optimizer, step: int) -> None:
-    for param in params_of(optimizer):
-        param.data.mul_(0.9)
-
-
 BEFORE = [clamp_data, write_numpy, write_dlpack, write_kept_aliases, sign, clear_states]
 BEFORE += [reset_states, load_states, change_last_group, change_betas, change_rate_in_place]
-BEFORE += [move_params, take_params_out, change_class, rescale_in_hook, write_params_before]
+BEFORE += [move_params, take_params_out, change_class, rescale_in_hook]
 
 Change = Callable[[Optimizer, int], None]
 

@@ -61,7 +61,7 @@ class SentCheck:
 
     def refuse_write(self, unit: HZPUnit) -> None:
         """At a use of `unit`, whose shards are as they were sent last."""
-        differs = unit.differs_from_sent()
+        differs = unit.was_written()
         if self._driver.device.runs_ahead:
             self._written[self._index[unit]].logical_or_(differs)
         elif differs:

@@ -141,6 +141,7 @@ class HZPUnit:
                 self.main_param = self._new_buffer(self.optim_range, torch.float32)
                 self.copy_model_to_main()
             self._sent = torch.zeros((), dtype=torch.int64, device=self.device)
+            self._has_lost = torch.zeros((), dtype=torch.bool, device=self.device)
         self._placeholders = self._make_placeholders()
         if self.is_always_unsharded:
             self._full_param = self.model_param.storage
@@ -534,7 +535,13 @@ class HZPUnit:
         update(own)
         self.note_sent()
         last = yield from self.complete_param_steps()
-        return and_then(last, lambda: own.copy_(copy))
+
+        def restore() -> None:
+            if self.is_watched:
+                self._has_lost.logical_or_(fingerprint(own) != self._sent)
+            own.copy_(copy)
+
+        return and_then(last, restore)
 
     def note_sent(self) -> None:
         """What this rank's O range of the parameters holds is what other ranks get of it."""
@@ -545,6 +552,11 @@ class HZPUnit:
         """0-dim bool: whether main_param would be sent as something else than was noted last."""
         dtype = None if self.is_main_param_aliased else self.dtype
         return fingerprint(self.main_param.storage, dtype) != self._sent
+
+    def was_written(self) -> torch.Tensor:
+        """0-dim bool: whether somebody has written to main_param since it was sent, or while a
+        preview lay in its place."""
+        return self.differs_from_sent().logical_or_(self._has_lost)
 
     def complete_param_steps(self) -> Steps:
         """Gather the P shard from what the ranks hold of it in their O ranges."""
