@@ -44,6 +44,11 @@ def _weights(num: int, device: torch.device) -> torch.Tensor:
         return torch.randint(low, high, (num,), generator=random).to(device)
 
 
+def forget_weights() -> None:
+    """Free what fingerprints keep on devices until the next one is taken."""
+    _weights.cache_clear()
+
+
 def _odd(index: int) -> int:
     """Of piece number `index`, between -2^63 and 2^63."""
     mixed = (2 * index + 1) * _FACTOR % 2**64

@@ -16,6 +16,7 @@ of the next step, and before anything is saved, and a difference ends the run.
 """
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -48,14 +49,32 @@ class SentCheck:
         self._units = [unit for unit in units if unit.is_trained]
         self._driver, self._axes = driver, axes
         self._index = {unit: index for index, unit in enumerate(self._units)}
-        device = units[0].device
-        self._differs = torch.zeros(len(self._units), dtype=torch.int64, device=device)
-        self._written = torch.zeros(len(self._units), dtype=torch.int64, device=device)
-        self._answer = driver.device.new_host_memory((len(self._units),), torch.int64)
-        self._written_answer = driver.device.new_host_memory((len(self._units),), torch.int64)
+        self._where = units[0].device
         self._task: Task | None = None
         self._copied: Any = None  # the event after which _written_answer can be read
         self._is_copying = False
+
+    # A number for each unit, made when they are needed first.
+
+    @cached_property
+    def _differs(self) -> torch.Tensor:
+        return torch.zeros(len(self._units), dtype=torch.int64, device=self._where)
+
+    @cached_property
+    def _written(self) -> torch.Tensor:
+        return torch.zeros(len(self._units), dtype=torch.int64, device=self._where)
+
+    @cached_property
+    def _answer(self) -> torch.Tensor:
+        return self._driver.device.new_host_memory((len(self._units),), torch.int64)
+
+    @cached_property
+    def _written_answer(self) -> torch.Tensor:
+        return self._driver.device.new_host_memory((len(self._units),), torch.int64)
+
+    def states(self) -> list[torch.Tensor]:
+        """What it has on the device between two steps."""
+        return [vars(self)[name] for name in ("_differs", "_written") if name in vars(self)]
 
     # ---- at a use
 
@@ -107,7 +126,7 @@ class SentCheck:
         """A step's gradients are complete: let what was found in it travel to the host, and read
         what travelled a step ago."""
         self.finish()
-        if self._driver.device.runs_ahead:
+        if self._driver.device.runs_ahead and "_written" in vars(self):
             self._read_written()
             self._written_answer.copy_(self._written, non_blocking=True)
             self._copied, self._is_copying = self._driver.device.record_event(), True

@@ -148,7 +148,7 @@ class StepScheduler:
         self._groups_may_differ = num_in_step < len(axes)
         self._checks_order = config.checks_order
         self._order_check = OrderCheck(driver, axes, num_in_step, self.units[0].device)
-        self._sent_check = SentCheck(self.units, driver, axes)
+        self.sent_check = SentCheck(self.units, driver, axes)
         self._refuses_writes = False
 
     # ---- one micro-batch
@@ -253,7 +253,7 @@ class StepScheduler:
         self.gathers.record_order()
         self._is_synced, self.is_in_step = True, False
         self._check_order()
-        self._sent_check.send_answers()
+        self.sent_check.send_answers()
 
     def _follow_others(self) -> None:
         """[Note: no micro-batch] This rank's group has none in this step, and others may have some:
@@ -316,10 +316,10 @@ class StepScheduler:
         sent = self.gathers.sent
         if self.early is None or not sent:
             return []
-        self._sent_check.compare(sent)
+        self.sent_check.compare(sent)
         if self.driver.device.runs_ahead and not self.early.is_awaited:
             return sent
-        differing = self._sent_check.differing()
+        differing = self.sent_check.differing()
         return [unit for unit in sent if unit not in differing]
 
     # ---- writes of others
@@ -339,7 +339,7 @@ class StepScheduler:
             return
         if unit.groups.topology.world_size > 1 or not unit.is_main_param_aliased:
             self.gathers.await_sync(unit)
-            self._sent_check.refuse_write(unit)
+            self.sent_check.refuse_write(unit)
 
     # ---- asleep
 
@@ -387,7 +387,7 @@ class StepScheduler:
         self.settle()
         for unit in self.units:
             self.refuse_write(unit)
-        self._sent_check.settle()
+        self.sent_check.settle()
         self.driver.timeline.pause()
         self.driver.shorten_record()
         self._is_streaming = True
@@ -446,7 +446,7 @@ class StepScheduler:
         self.gathers.take_back()
         self.gathers.join_syncs()
         self._order_check.finish()
-        self._sent_check.settle()
+        self.sent_check.settle()
 
     def complete_params(self) -> None:
         """Rebuild the parameter shards from their O ranges, which the caller has written.

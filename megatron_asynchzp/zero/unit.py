@@ -263,7 +263,8 @@ class HZPUnit:
         """What is at rest of a trained unit beside model_param."""
         if not self.is_trained:
             return []
-        return [self.main_param.storage, self.main_grad.storage, *self.marks.bits.values()]
+        own = [self.main_param.storage, self.main_grad.storage, *self.marks.bits.values()]
+        return [*own, self._sent, self._has_lost]
 
     # ---- gradients
 
