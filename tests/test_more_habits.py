@@ -57,7 +57,13 @@ from tests.test_habits import (
 
 Sizes = tuple[int, int, int]
 PAGE = Path(__file__).parents[1] / "docs" / "habits.md"
-ELSEWHERE = (test_changed_behind, test_habits, test_library_starts, test_meta_model, test_model_habits)
+ELSEWHERE = (
+    test_changed_behind,
+    test_habits,
+    test_library_starts,
+    test_meta_model,
+    test_model_habits,
+)
 
 
 def trains_alike(
