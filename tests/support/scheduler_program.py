@@ -193,7 +193,8 @@ def new_optimizer(owned: dict[HZPUnit, list[torch.nn.Parameter]]) -> torch.optim
 
 def update(unit: HZPUnit) -> None:
     """What the optimizer does to a unit."""
-    unit.main_param.storage.add_(unit.main_grad.view(unit.optim_range), alpha=-0.1)
+    for value, grad in zip(unit.main_param_fragments(), unit.main_grad_fragments(), strict=True):
+        value.add_(grad, alpha=-0.1)  # not the gaps
 
 
 class Runner:
