@@ -177,9 +177,8 @@ class ShardedModel:
         self._checkpoint = ModelCheckpoint(model, runtime, self.optimizer, self._parts, is_first)
         self._sleeper = Sleeper([runtime], lambda: owner().optimizer.state)
         self.runtime.early = self._new_early_update()
-        self._grads_seen: list[int] = []
-        self._is_as_sent = False
         self._are_in_place = False
+        self.runtime.refuse_writes()
         self._await_grads()
         self._reports = CommReports(runtime.driver)
         atexit.register(_close_at_exit, weakref.ref(self))
@@ -227,7 +226,8 @@ class ShardedModel:
             params_of: dict[HZPUnit, list[nn.Parameter]] = {}
             for part in self._trained:
                 params_of.setdefault(part.unit, []).append(part.param)
-            return EarlyUpdate(self.optimizer, params_of, schedule.early_update == "on")
+            is_forced = schedule.early_update == "on"
+            return EarlyUpdate(self.optimizer, params_of, is_forced, is_awaited=True)
         if schedule.early_update == "on":
             raise ConfigurationError(
                 f"early_update='on': {type(self.optimizer).__name__} is not known to update each "
@@ -274,7 +274,6 @@ class ShardedModel:
         if not self.runtime.are_grads_synced:
             self._params.refuse_changes()
             self.runtime.sync_grads()
-            self._grads_seen = self._grad_versions()
         elif self._are_in_place:
             return
         for part in self._trained:
@@ -297,39 +296,19 @@ class ShardedModel:
     def _take_largest(self, values: torch.Tensor) -> None:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
 
-    def _grad_versions(self) -> list[int]:
-        """Numbers that torch raises whenever the gradients are written."""
-        return [unit.main_grad.storage._version for unit in self.runtime.units if unit.is_trained]
-
-    def _are_grads_complete(self) -> bool:
-        """Whether the optimizer gets the gradients as the engine completed them."""
-        is_written = self._grads_seen != self._grad_versions()
-        is_other = any(
-            grad_of(part.param) is not self._guarded_grad(part) for part in self._trained
-        )
-        return not (is_written or is_other)
-
-    def _is_so_everywhere(self, mine: bool) -> bool:
-        everywhere = torch.tensor(int(mine), device=self._device)
-        dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=self._group)
-        return bool(everywhere)
-
     def _before_update(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise ConfigurationError(
                 "step() of a sharded model's optimizer takes no closure; call backward before it"
             )
         self._sync_grads()
-        if (early := self.runtime.early) is not None:
-            is_complete = self._are_grads_complete()
-            self._is_as_sent = early.decide(is_complete, self._is_so_everywhere)
         for part in self._trained:
             grad = grad_of(part.param)
             part.param.__class__ = nn.Parameter
             set_grad(part.param, None if grad is None else plain(grad))
 
     def _after_update(self) -> None:
-        self.runtime.sync_params(self._is_as_sent)
+        self.runtime.sync_params(may_stand=True)
         self.runtime.rest()
         self._await_grads()
 
@@ -351,12 +330,8 @@ class ShardedModel:
         dist.all_reduce(total, group=self._group)
         norm = total.sqrt()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        is_as_seen = self._grads_seen == self._grad_versions()
         for _, grad in grads:
             grad.mul_(scale)
-        # Where nothing was sent early the host does not wait for it.
-        if self.runtime.has_sent_early and is_as_seen and bool(scale == 1.0):
-            self._grads_seen = self._grad_versions()
         return norm
 
     def step(self) -> None:

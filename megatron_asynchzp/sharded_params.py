@@ -178,12 +178,16 @@ class ShardedParams:
         is_part = isinstance(values, ShardedState)
         part = values.values if is_part else values.detach().reshape(-1)[held.start : held.stop]
         part = part.to(own.device)
+        # Where others were not sent what main_param holds it stays refused.
+        is_as_sent = unit.is_trained and not unit.differs_from_sent()
         if unit.is_trained:
             trained, main = unit.main_param.held_of(index)
             if trained.numel:
                 inside = trained.within(held)
                 main.copy_(part[inside.start : inside.stop])
         own.copy_(part)
+        if is_as_sent:
+            unit.note_sent()
         unit.marks.note_rewritten()
         self._runtime.gathers.note_written()
 

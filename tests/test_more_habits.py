@@ -30,6 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, apply_delta, shard
 from scripts.testbed.ranks import Place, free_port, run_ranks
 from tests import (
+    test_changed_behind,
     test_habits,
     test_library_starts,
     test_meta_model,
@@ -57,7 +58,14 @@ from tests.test_habits import (
 
 Sizes = tuple[int, int, int]
 PAGE = Path(__file__).parents[1] / "docs" / "habits.md"
-ELSEWHERE = (test_habits, test_library_starts, test_meta_model, test_model_habits, test_optimizers)
+ELSEWHERE = (
+    test_changed_behind,
+    test_habits,
+    test_library_starts,
+    test_meta_model,
+    test_model_habits,
+    test_optimizers,
+)
 
 
 def trains_alike(

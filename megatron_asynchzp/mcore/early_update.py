@@ -47,7 +47,8 @@ def build_early_update(
     if reason is None and not early:
         reason = "Megatron changes gradients of every unit when backward is over"
     if reason is None:
-        return EarlyUpdate(optimizers[0], early, schedule.early_update == "on", inverse_scale)
+        is_forced = schedule.early_update == "on"
+        return EarlyUpdate(optimizers[0], early, is_forced, inverse_scale=inverse_scale)
     if schedule.early_update == "on":
         raise ConfigurationError(f"{EARLY_UPDATE_FLAG} on: {reason}; leave the flag out")
     return None

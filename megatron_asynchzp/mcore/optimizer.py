@@ -85,7 +85,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         self._early = build_early_update(
             self.model_chunks, optimizers, parameters.by_unit, self._inverse_scale
         )
-        self._is_as_sent = False
+        self._may_stand = False  # what was sent before this step's update
         runtimes = [chunk.runtime for chunk in self.model_chunks]
         self._sleeper = Sleeper(runtimes, self._state_for_sleep)
         for chunk in self.model_chunks:
@@ -174,8 +174,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
             if grad_norm > getattr(self.config, "grad_norm_skip_threshold", float("inf")):
                 self._skip_update()
                 return False, grad_norm, num_zeros
-            if self._early is not None:
-                self._is_as_sent = self._early.decide(not self._is_clipped(grad_norm))
+            self._may_stand = not self._is_clipped(grad_norm)
             return self.step_with_ready_grads(), grad_norm, num_zeros
 
     def _is_clipped(self, grad_norm: float) -> bool:
@@ -184,8 +183,6 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         return limit > 0.0 and limit / (grad_norm + 1.0e-6) < 1.0
 
     def _skip_update(self) -> None:
-        if self._early is not None:
-            self._early.decide(False)
         for chunk in self.model_chunks:
             chunk.runtime.skip_update()
 
@@ -199,8 +196,8 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
     def _copy_main_params_to_model_params(self) -> None:
         self.model_chunks[0].communication.take_free_memory()
         for chunk in self.model_chunks:
-            chunk.runtime.sync_params(self._is_as_sent)
-        self._is_as_sent = False
+            chunk.runtime.sync_params(self._may_stand)
+        self._may_stand = False
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
         if state_dict is not None:

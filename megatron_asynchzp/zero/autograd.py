@@ -340,6 +340,7 @@ class HZPRuntime(StepScheduler):
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
             with _without_modes():
                 self.gathers.use(unit)
+                self.refuse_write(unit)
         self._saved_views.track(unit)
 
     def _release(self, unit: HZPUnit) -> None:

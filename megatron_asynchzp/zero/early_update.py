@@ -4,10 +4,10 @@
 nothing changes the gradients any more, computed on copies.
 """
 
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -35,21 +35,24 @@ def is_elementwise(optimizer: object) -> bool:
 
 
 class EarlyUpdate:
-    """Lets units be sent before the update that makes them, and says whether that came true.
+    """Lets units be sent before the update that makes them.
 
     [Note: early update] The factor that clips gradients is known when the last gradient is, so an
     optimizer that clips begins after backward. Most steps clip nothing: their factor is exactly 1.
     So the update of a unit whose gradient is complete is computed with that factor, on copies of
     its states, and its parameters are sent while backward goes on. When the norm is known, the
     optimizer updates its states as ever. With a factor of 1 the same arithmetic on the same numbers
-    gives the bits that were sent, and nothing is sent again. Otherwise all is sent, as without
-    this. No state is written before the norm is known, so nothing is ever undone.
+    gives the bits that were sent, and nothing is sent again. Whether it does is compared
+    ([Note: compared with what was sent]); what differs is sent, as without this. No state is
+    written before the norm is known, so nothing is ever undone.
 
     optimizer: for which `is_elementwise` holds.
     params_of: of each unit whose gradient nothing changes between its reduction and the clipping:
         the optimizer's parameters that this rank owns, 1-D views of the unit's main_param.
     is_forced: all these units, in every step. Otherwise as many as backward has room for; and where
         three times in a row all had to be sent again, in every 64th step.
+    is_awaited: whether the host waits for the comparison also where it runs ahead of a device, and
+        sends again what differs. Otherwise a difference ends the run.
     inverse_scale: the factor that takes the loss scale out of the gradients, a 1-element fp32
         tensor, or None for none.
     """
@@ -59,54 +62,68 @@ class EarlyUpdate:
         optimizer: torch.optim.Optimizer,
         params_of: Mapping[HZPUnit, Sequence[torch.nn.Parameter]],
         is_forced: bool = False,
+        is_awaited: bool = False,
         inverse_scale: Callable[[], torch.Tensor | None] = lambda: None,
     ):
-        self._optimizer, self.is_forced = optimizer, is_forced
-        # One that the optimizer does not have stays as it is.
-        known = {param for group in optimizer.param_groups for param in group["params"]}
+        self._optimizer = optimizer
+        self.is_forced, self.is_awaited = is_forced, is_awaited
         self._params_of = {
-            unit: [param for param in params if param.numel() and param in known]
-            for unit, params in params_of.items()
+            unit: [param for param in params if param.numel()] for unit, params in params_of.items()
         }
         self._inverse_scale = inverse_scale
-        self._outcomes: deque[bool] = deque(maxlen=_REMEMBERED)
-        self._num_pauses = 0
-        self._settings: _Settings | None = None  # of this step's previews
+        self._outcomes: dict[int, bool] = {}  # of the last steps in which something was sent
+        self._group_of: dict[torch.nn.Parameter, dict[str, Any]] = {}
+        self._step = 0  # to which that belongs
 
-    def may_send(self, unit: HZPUnit) -> bool:
-        """Whether the parameters of `unit` may be sent before this step's update."""
-        if unit not in self._params_of:
+    def may_send(self, unit: HZPUnit, step: int) -> bool:
+        """Whether the parameters of `unit` may be sent before the update of step number `step`."""
+        # Somebody may have given it another class since.
+        if unit not in self._params_of or not is_elementwise(self._optimizer):
             return False
-        is_vain = len(self._outcomes) == _REMEMBERED and not any(self._outcomes)
-        return self.is_forced or not is_vain or self._num_pauses >= _UNTIL_NEXT_TRIAL
+        recent = [number for number in self._outcomes if number != step]
+        is_vain = len(recent) == _REMEMBERED and not any(map(self._outcomes.get, recent))
+        return self.is_forced or not is_vain or step - recent[-1] >= _UNTIL_NEXT_TRIAL
 
-    def preview_of(self, unit: HZPUnit) -> Callable[[torch.Tensor], None]:
+    def note_outcome(self, step: int, did_stand: bool) -> None:
+        """Whether anything that was sent in step number `step` was not sent again; once for each
+        model chunk that sent something, and the same on all ranks."""
+        self._outcomes[step] = self._outcomes.pop(step, False) or did_stand
+        while len(self._outcomes) > _REMEMBERED:
+            del self._outcomes[next(iter(self._outcomes))]
+
+    def preview_of(self, unit: HZPUnit, step: int) -> Callable[[torch.Tensor], None]:
         """What updates its argument, this rank's main parameters of `unit` (1-D, fp32) or a copy of
-        them, with the gradients as they are then and the settings of now, and writes nothing else.
+        them, with the gradients and settings as they are then, and writes nothing else.
 
-        For the thread of a lane.
+        It is for the thread of a lane. What that reads is collected here, where nobody else
+        changes it. step: the number of the one that runs.
         """
-        if self._settings is None:
-            self._settings = _Settings.of(self._optimizer)
-        return partial(self._preview, unit, self._settings)
-
-    def decide(self, is_factor_1: bool, agree: Callable[[bool], bool] = bool) -> bool:
-        """Whether the update that comes now makes what was sent, once per step.
-
-        is_factor_1: whether nothing has changed the gradients since they were complete.
-        agree: what all ranks say to it, where one may see what the others do not.
-        """
-        before, self._settings = self._settings, None
-        if before is None:
-            self._num_pauses += 1
-            return False
-        is_same = before.groups == _Settings.of(self._optimizer).groups
-        self._num_pauses = 0
-        self._outcomes.append(agree(is_factor_1 and is_same))
-        return self._outcomes[-1]
+        optimizer, params = self._optimizer, self._params_of[unit]
+        if step != self._step:
+            groups = optimizer.param_groups
+            self._group_of = {param: group for group in groups for param in group["params"]}
+            self._step = step
+        # One that no group has any more is not updated.
+        of_params = [(param, self._group_of[param]) for param in params if param in self._group_of]
+        # Transformer Engine has more by parameter than the state: the scales of its moments.
+        attributes, tables = dict(vars(optimizer)), dict[str, _Table]()
+        for name, table in attributes.items():
+            if isinstance(table, dict):
+                by_param = cast("dict[Any, dict[str, Any]]", table)
+                found = {param: dict(by_param[param]) for param in params if param in by_param}
+                if found or name == "state":
+                    tables[name] = found
+        return partial(self._preview, unit, of_params, tables, attributes)
 
     @torch.no_grad()
-    def _preview(self, unit: HZPUnit, settings: "_Settings", values: torch.Tensor) -> None:
+    def _preview(
+        self,
+        unit: HZPUnit,
+        of_params: list[tuple[torch.nn.Parameter, dict[str, Any]]],
+        tables: "dict[str, _Table]",
+        attributes: dict[str, Any],
+        values: torch.Tensor,
+    ) -> None:
         main, grads = unit.main_param.storage, unit.main_grad.view(unit.optim_range)
         if (inverse := self._inverse_scale()) is not None:
             grads = grads.clone()
@@ -114,16 +131,24 @@ class EarlyUpdate:
             torch._amp_foreach_non_finite_check_and_unscale_([grads], found, inverse)  # pyright: ignore
         groups: dict[int, dict[str, Any]] = {}
         copy_of: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-        for param in self._params_of[unit]:
+        for param, group in of_params:
             start = (param.data_ptr() - main.data_ptr()) // FP32_NBYTES
             copy = copy_of[param] = torch.nn.Parameter(values[start : start + param.numel()])
             copy.grad = grads[start : start + param.numel()]
-            index = settings.group_of[param]
-            if index not in groups:
-                groups[index] = {**_copied(settings.groups[index]), "params": []}
-            groups[index]["params"].append(copy)
+            if id(group) not in groups:
+                settings = {key: group[key] for key in list(group) if key != "params"}
+                groups[id(group)] = {**_copied(settings), "params": []}
+            groups[id(group)]["params"].append(copy)
         if groups:
-            _step_on(self._optimizer, list(groups.values()), copy_of)
+            own_tables: dict[str, _Table] = {
+                name: {copy_of[one]: _copied(table[one]) for one in copy_of if one in table}
+                for name, table in tables.items()
+            }
+            _step_on(type(self._optimizer), attributes, list(groups.values()), own_tables)
+
+
+_Table = dict[Any, dict[str, Any]]
+"""What an optimizer keeps by parameter."""
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,43 +158,19 @@ def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class _Settings(NamedTuple):
-    """Of an optimizer. groups: learning rates and the like; group_of: where each parameter is."""
-
-    groups: list[dict[str, Any]]
-    group_of: dict[torch.nn.Parameter, int]
-
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer) -> "_Settings":
-        groups: list[dict[str, Any]] = []
-        group_of: dict[torch.nn.Parameter, int] = {}
-        for index, group in enumerate(optimizer.param_groups):
-            groups.append(_copied({key: group[key] for key in group if key != "params"}))
-            group_of |= dict.fromkeys(group["params"], index)
-        return cls(groups, group_of)
-
-
 def _step_on(
-    optimizer: torch.optim.Optimizer,
+    kind: type[torch.optim.Optimizer],
+    attributes: dict[str, Any],
     groups: list[dict[str, Any]],
-    copy_of: Mapping[torch.nn.Parameter, torch.nn.Parameter],
+    tables: dict[str, _Table],
 ) -> None:
-    """A step of `optimizer` on copies of some of its parameters, without the hooks that were put on
-    it. groups: of the copies."""
-    kind = type(optimizer)
+    """A step of an optimizer of class `kind` with `attributes` and, in their place, `groups` and
+    `tables`, of copies of some of its parameters; without the hooks that were put on it."""
     other = object.__new__(kind)
-    other.__dict__.update(optimizer.__dict__)
+    other.__dict__.update(attributes)
     other.__dict__.pop("step", None)  # a learning rate scheduler counts calls there
-    # Beside the state Transformer Engine has the scales of moments that are not fp32.
-    for name, table in vars(optimizer).items():
-        if isinstance(table, dict) and any(param in table for param in copy_of):
-            by_param = cast("dict[Any, dict[str, Any]]", table)
-            found = {
-                copy: _copied(by_param[one]) for one, copy in copy_of.items() if one in by_param
-            }
-            other.__dict__[name] = defaultdict[Any, dict[str, Any]](dict, found)
-    if other.state is optimizer.state:  # before the first step
-        other.state = defaultdict(dict)
+    for name, table in tables.items():
+        other.__dict__[name] = defaultdict[Any, dict[str, Any]](dict, table)
     other.param_groups = groups
     other.__dict__ |= {hooks: OrderedDict[int, Any]() for hooks in _HOOKS}
     # torch wraps the step of a class once, for hooks of all optimizers: they are not for a copy.

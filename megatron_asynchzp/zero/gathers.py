@@ -5,7 +5,7 @@ are rebuilt after the optimizer.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -267,13 +267,17 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
         """Whether `unit`, whose gradient is complete, is sent now. See BackwardRoom.sends."""
         return self._room.sends(unit.outer_traffic, may_send, is_forced)
 
-    def start_syncs(self, is_as_sent: bool = False) -> None:
+    @property
+    def sent(self) -> list[HZPUnit]:
+        """Units that were sent before the update, with all of their gradients."""
+        return [unit for unit in self._sent if unit not in self._outdated]
+
+    def start_syncs(self, done: Collection[HZPUnit] = ()) -> None:
         """Rebuild the shards in the order in which this step first used them, and gather the first
-        units again. is_as_sent: the update has made what was sent early."""
+        units again. done: the update has made of them what was sent early."""
         self.drop_spares()
         self.restart()
         self.note_written()
-        done = self._sent.keys() - self._outdated if is_as_sent else ()
         self._forget_previews()
         self.rebuild(unit for unit in self.units_in_order if unit.is_trained and unit not in done)
 
@@ -298,6 +302,12 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
         self._sent, self._room = {}, BackwardRoom()
         self._previews.clear()
         self._outdated.clear()
+
+    def await_sync(self, unit: HZPUnit) -> None:
+        """Return when the parameter shard of `unit`, which is in use, is up to date. Who uses what
+        is still gathered has not waited for that."""
+        if (sync := self._syncs.get(unit)) is not None:
+            sync.wait()
 
     def join_syncs(self) -> None:
         """Return when every parameter shard is up to date, or was sent early, and nothing reads the

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.zero.fingerprint import forget_weights
 from megatron_asynchzp.zero.host_copy import HostCopy
 from megatron_asynchzp.zero.step import StepScheduler
 
@@ -72,6 +73,7 @@ class _Sleep:
             raise TimeoutError(f"the device was busy for {limit_s:g} s")
         params = [one for unit in units for one in unit.params_at_rest()]
         moved = [*states, *(one for unit in units for one in unit.states())]
+        moved += [one for scheduler in schedulers for one in scheduler.sent_check.states()]
         kept = [] if level == 2 else params
         self._copy = HostCopy([*params, *moved], kept, driver.device, limit_s)
         # Only now: where memory of the host is short everything is as it was.
@@ -82,6 +84,7 @@ class _Sleep:
                     values[key] = self._copy.value_of(value)
         for scheduler in schedulers:
             scheduler.fall_asleep(self._copy)
+        forget_weights()
         driver.device.release_cached()
 
     def end(self) -> None:

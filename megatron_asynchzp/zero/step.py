@@ -26,6 +26,7 @@ from megatron_asynchzp.zero.early_update import EarlyUpdate
 from megatron_asynchzp.zero.gathers import Gathers, ParamBudget
 from megatron_asynchzp.zero.host_copy import HostCopy
 from megatron_asynchzp.zero.reductions import Reductions
+from megatron_asynchzp.zero.sent_check import SentCheck
 from megatron_asynchzp.zero.unit import HZPUnit
 from megatron_asynchzp.zero.weight_stream import WholeUnit, stream_units
 
@@ -151,6 +152,8 @@ class StepScheduler:
         self._groups_may_differ = num_in_step < len(axes)
         self._checks_order = config.checks_order
         self._order_check = OrderCheck(driver, axes, num_in_step, self.units[0].device)
+        self.sent_check = SentCheck(self.units, driver, axes)
+        self._refuses_writes = False
 
     # ---- one micro-batch
 
@@ -197,8 +200,8 @@ class StepScheduler:
         early = self.early
         if early is None or not self.gathers.sends_early or self.gathers.was_sent(unit):
             return
-        if self.gathers.is_to_send(unit, early.may_send(unit), early.is_forced):
-            preview = self.gathers.preview(unit, grads, early.preview_of(unit))
+        if self.gathers.is_to_send(unit, early.may_send(unit, self.num_begun), early.is_forced):
+            preview = self.gathers.preview(unit, grads, early.preview_of(unit, self.num_begun))
             self.reductions.note_preview(unit, preview)
 
     # ---- one step
@@ -256,6 +259,7 @@ class StepScheduler:
             self.reached = self._agree_on_reached()
         self._is_synced, self.is_in_step = True, False
         self._check_order()
+        self.sent_check.send_answers()
 
     def _follow_others(self) -> None:
         """[Note: no micro-batch] This rank's group has none in this step, and others may have some:
@@ -307,23 +311,54 @@ class StepScheduler:
         if not self.driver.device.runs_ahead:
             self._order_check.finish()
 
-    @property
-    def has_sent_early(self) -> bool:
-        """Whether units of this step were sent before its update."""
-        return any(map(self.gathers.was_sent, self.units))
-
     def skip_update(self) -> None:
         """In place of the optimizer and of `sync_params`: this step has no update."""
+        if self.early is not None and self.gathers.sent:
+            self.early.note_outcome(self.num_begun, False)
         self.gathers.take_back()
 
-    def sync_params(self, is_as_sent: bool = False) -> None:
+    def sync_params(self, may_stand: bool = False) -> None:
         """After the optimizer: rebuild the parameter shards from main_param, in the background, and
         gather the first units again.
 
-        is_as_sent: the update has made what was sent early, which is not sent again then.
+        may_stand: what was sent early is compared with what the update made, and is not sent again
+            where that is the same ([Note: compared with what was sent]). Collective then.
         """
         self.driver.timeline.end_computation()
-        self.gathers.start_syncs(is_as_sent)
+        done = self._find_done() if may_stand else []
+        if self.early is not None and self.gathers.sent:
+            self.early.note_outcome(self.num_begun, bool(done))
+        self.gathers.start_syncs(done)
+
+    def _find_done(self) -> list[HZPUnit]:
+        """Units that were sent early and are as the update made them, or else end the run later."""
+        sent = self.gathers.sent
+        if self.early is None or not sent:
+            return []
+        self.sent_check.compare(sent)
+        if self.driver.device.runs_ahead and not self.early.is_awaited:
+            return sent
+        differing = self.sent_check.differing()
+        return [unit for unit in sent if unit not in differing]
+
+    # ---- writes of others
+
+    def refuse_writes(self) -> None:
+        """From now on: what is written to main_param otherwise than by an update is refused when
+        the parameters are used next. Now all ranks hold what main_param holds."""
+        self._refuses_writes = True
+        for unit in self.units:
+            if unit.is_trained:
+                unit.note_sent()
+                unit.is_watched = True
+
+    def refuse_write(self, unit: HZPUnit) -> None:
+        """At a use of `unit`: refuse_writes. A model of one rank alone has nobody to send to."""
+        if not (self._refuses_writes and unit.is_trained) or self.gathers.was_sent(unit):
+            return
+        if unit.groups.topology.world_size > 1 or not unit.is_main_param_aliased:
+            self.gathers.await_sync(unit)
+            self.sent_check.refuse_write(unit)
 
     # ---- asleep
 
@@ -369,6 +404,9 @@ class StepScheduler:
         if since is not None:
             self.refuse_unknown_mark(since)
         self.settle()
+        for unit in self.units:
+            self.refuse_write(unit)
+        self.sent_check.settle()
         self.driver.timeline.pause()
         self.driver.shorten_record()
         self._is_streaming = True
@@ -427,6 +465,7 @@ class StepScheduler:
         self.gathers.take_back()
         self.gathers.join_syncs()
         self._order_check.finish()
+        self.sent_check.settle()
 
     def complete_params(self) -> None:
         """Rebuild the parameter shards from their O ranges, which the caller has written.

@@ -37,6 +37,7 @@ from megatron_asynchzp.sharding.in_flight import (
 from megatron_asynchzp.sharding.layout import FlatLayout
 from megatron_asynchzp.sharding.pieces import GradPiece
 from megatron_asynchzp.sharding.topology import Range
+from megatron_asynchzp.zero.fingerprint import fingerprint
 from megatron_asynchzp.zero.marks import Marks
 
 _NOTHING = nullcontext()
@@ -76,7 +77,10 @@ class HZPUnit:
     views_key: equal for those whose parameters lie at the same places.
     overwrites_main_grads: see fuse_grads, None without it.
     marks: what changed since when.
+    is_watched: whether each sending is noted, see `note_sent`, and not only those before an update.
     """
+
+    is_watched = False
 
     def __init__(
         self,
@@ -136,6 +140,8 @@ class HZPUnit:
             else:
                 self.main_param = self._new_buffer(self.optim_range, torch.float32)
                 self.copy_model_to_main()
+            self._sent = torch.zeros((), dtype=torch.int64, device=self.device)
+            self._has_lost = torch.zeros((), dtype=torch.bool, device=self.device)
         self._placeholders = self._make_placeholders()
         if self.is_always_unsharded:
             self._full_param = self.model_param.storage
@@ -257,7 +263,8 @@ class HZPUnit:
         """What is at rest of a trained unit beside model_param."""
         if not self.is_trained:
             return []
-        return [self.main_param.storage, self.main_grad.storage, *self.marks.bits.values()]
+        own = [self.main_param.storage, self.main_grad.storage, *self.marks.bits.values()]
+        return [*own, self._sent, self._has_lost]
 
     # ---- gradients
 
@@ -510,6 +517,8 @@ class HZPUnit:
         """Once per step: cast main_param to the model dtype and gather it into the P shard."""
         if not self.is_main_param_aliased:
             self.marks.write(self.main_param.storage, self.model_param.view(self.optim_range))
+        if self.is_watched:
+            self.note_sent()
         return (yield from self.complete_param_steps())
 
     def preview_param_steps(self, update: Callable[[torch.Tensor], None]) -> Steps:
@@ -522,10 +531,33 @@ class HZPUnit:
         if not self.is_main_param_aliased:
             update(copy)
             self.marks.write(copy, own)
+            self.note_sent()
             return (yield from self.complete_param_steps())
         update(own)
+        self.note_sent()
         last = yield from self.complete_param_steps()
-        return and_then(last, lambda: own.copy_(copy))
+
+        def restore() -> None:
+            if self.is_watched:
+                self._has_lost.logical_or_(fingerprint(own) != self._sent)
+            own.copy_(copy)
+
+        return and_then(last, restore)
+
+    def note_sent(self) -> None:
+        """What this rank's O range of the parameters holds is what other ranks get of it."""
+        # Into memory that stays: another stream reads it.
+        self._sent.copy_(fingerprint(self.model_param.view(self.optim_range)))
+
+    def differs_from_sent(self) -> torch.Tensor:
+        """0-dim bool: whether main_param would be sent as something else than was noted last."""
+        dtype = None if self.is_main_param_aliased else self.dtype
+        return fingerprint(self.main_param.storage, dtype) != self._sent
+
+    def was_written(self) -> torch.Tensor:
+        """0-dim bool: whether somebody has written to main_param since it was sent, or while a
+        preview lay in its place."""
+        return self.differs_from_sent().logical_or_(self._has_lost)
 
     def complete_param_steps(self) -> Steps:
         """Gather the P shard from what the ranks hold of it in their O ranges."""

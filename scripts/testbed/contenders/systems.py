@@ -224,11 +224,9 @@ class Engine(System):
 
     def update(self) -> None:
         self.runtime.sync_grads()
-        early, is_as_sent = self.runtime.early, False
-        if early is not None:
-            is_as_sent = early.decide(self._clip() == 1.0)
+        may_stand = self.runtime.early is not None and self._clip() == 1.0
         self.optimizer.step()
-        self.runtime.sync_params(is_as_sent)
+        self.runtime.sync_params(may_stand)
 
     def _clip(self) -> float:
         """Clip the gradients by their global norm, as Megatron does; the factor."""

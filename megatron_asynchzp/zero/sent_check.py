@@ -1,0 +1,160 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the comparison of what other ranks were sent of the parameters with what the main parameters
+hold.
+
+[Note: compared with what was sent] Parameters travel before their update, and whoever trains may
+write to them afterwards. Counters of writes, settings that are noted and the like can be bypassed,
+the bits cannot. So each rank keeps a fingerprint of what it sent of its O range, and compares it
+with what it would send now:
+
+    after an update    of units that were sent before it: one that differs on any rank is sent again
+    at a use           of all units: one that differs was written to, which is refused
+
+On a CPU the host reads the answer at once. Where it runs ahead of a device it reads it at the end
+of the next step, and before anything is saved, and a difference ends the run.
+"""
+
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from megatron_asynchzp.comm.collectives import AxisGroup, Steps, all_reduce_steps, and_then
+from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.zero.unit import HZPUnit
+
+_WRITTEN = (
+    "{}: the values of the optimizer's parameters were written where other ranks do not see it; "
+    "write them within sharded.changing_params(), which sends them"
+)
+_NOT_AS_SENT = (
+    "step {}: {} was sent before the update, which made something else of it: gradients, states or "
+    "settings of the optimizer were changed otherwise than by clipping; set early updates off "
+    "(--asynchzp-early-update off)"
+)
+
+
+class SentCheck:
+    """The comparisons of one model chunk.
+
+    units: of the chunk.
+    axes: of their sharding groups, innermost first.
+    """
+
+    def __init__(self, units: Sequence[HZPUnit], driver: Driver, axes: Sequence[AxisGroup]):
+        self._units = [unit for unit in units if unit.is_trained]
+        self._driver, self._axes = driver, axes
+        self._index = {unit: index for index, unit in enumerate(self._units)}
+        self._where = units[0].device
+        self._task: Task | None = None
+        self._copied: Any = None  # the event after which _written_answer can be read
+        self._is_copying = False
+
+    # A number for each unit, made when they are needed first.
+
+    @cached_property
+    def _differs(self) -> torch.Tensor:
+        return torch.zeros(len(self._units), dtype=torch.int64, device=self._where)
+
+    @cached_property
+    def _written(self) -> torch.Tensor:
+        return torch.zeros(len(self._units), dtype=torch.int64, device=self._where)
+
+    @cached_property
+    def _answer(self) -> torch.Tensor:
+        return self._driver.device.new_host_memory((len(self._units),), torch.int64)
+
+    @cached_property
+    def _written_answer(self) -> torch.Tensor:
+        return self._driver.device.new_host_memory((len(self._units),), torch.int64)
+
+    def states(self) -> list[torch.Tensor]:
+        """What it has on the device between two steps."""
+        return [vars(self)[name] for name in ("_differs", "_written") if name in vars(self)]
+
+    # ---- at a use
+
+    def refuse_write(self, unit: HZPUnit) -> None:
+        """At a use of `unit`, whose shards are as they were sent last."""
+        differs = unit.was_written()
+        if self._driver.device.runs_ahead:
+            self._written[self._index[unit]].logical_or_(differs)
+        elif differs:
+            raise ConfigurationError(_WRITTEN.format(unit.name))
+
+    # ---- after an update
+
+    def compare(self, sent: Collection[HZPUnit]) -> None:
+        """Begin to compare `sent` with what the update made, on all ranks. Collective."""
+        self.finish()
+        places = [self._index[unit] for unit in sent]
+        for place, unit in zip(places, sent, strict=True):
+            self._differs[place].copy_(unit.differs_from_sent())
+        differs, answer = self._differs, self._answer
+
+        def steps() -> Steps:
+            last = yield from all_reduce_steps(differs, self._axes, dist.ReduceOp.MAX)
+
+            def end() -> None:
+                answer.copy_(differs, non_blocking=True)
+                differs.zero_()
+
+            return and_then(last, end)
+
+        driver = self._driver
+        after = [driver.latest.get(lane) for lane in ("reduce", "grad-sync")]
+        ready = (driver.device.record_event(),)
+        self._task = driver.submit(Task("order", "what was sent", self._axes, steps, ready, after))
+
+    def differing(self) -> list[HZPUnit]:
+        """Those of the last `compare` that differ on any rank; holds the host until all have
+        compared."""
+        if self._task is None:
+            return []
+        task, self._task = self._task, None
+        task.await_usable()
+        self._driver.device.synchronize(task.event, self._driver.limit_s)
+        return self._named_in(self._answer)
+
+    # ---- where the host runs ahead
+
+    def send_answers(self) -> None:
+        """A step's gradients are complete: let what was found in it travel to the host, and read
+        what travelled a step ago."""
+        self.finish()
+        if self._driver.device.runs_ahead and "_written" in vars(self):
+            self._read_written()
+            self._written_answer.copy_(self._written, non_blocking=True)
+            self._copied, self._is_copying = self._driver.device.record_event(), True
+
+    def settle(self) -> None:
+        """Before anything is saved: hold the host until all comparisons are made."""
+        self.send_answers()
+        self._read_written()
+
+    def finish(self) -> None:
+        """Raises ConfigurationError, on all ranks, where the last comparison found a difference
+        that was not asked for."""
+        step = self._task.step if self._task is not None else 0
+        if found := self.differing():
+            self._fail(ConfigurationError(_NOT_AS_SENT.format(step, found[0].name)))
+
+    def _read_written(self) -> None:
+        if not self._is_copying:
+            return
+        self._is_copying = False
+        self._driver.device.synchronize(self._copied, self._driver.limit_s)
+        if found := self._named_in(self._written_answer):
+            self._fail(ConfigurationError(_WRITTEN.format(found[0].name)))
+
+    def _fail(self, error: ConfigurationError) -> None:
+        self._driver.fail(error)  # what was computed since is of no use
+        raise error
+
+    def _named_in(self, answer: torch.Tensor) -> list[HZPUnit]:
+        numbers = cast("list[int]", answer.tolist())  # pyright: ignore[reportUnknownMemberType]
+        return [unit for unit, found in zip(self._units, numbers, strict=True) if found]

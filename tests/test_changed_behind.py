@@ -1,0 +1,343 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a loop does to gradients, states, settings and parameters of a sharded model's optimizer by
+ways that nothing counts: a step has the values of one process, or ends in one line."""
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_asynchzp import ConfigurationError, ScheduleConfig, ShardSizes, shard
+from scripts.testbed.device.worlds import DeviceWorlds
+from scripts.testbed.ranks import run_ranks
+from tests.device.conftest import worlds as worlds
+from tests.device.programs import device_of_rank
+from tests.support.selection import slow_unless
+
+STEPS, RATE = 4, 0.05
+Optimizer = torch.optim.Optimizer
+Sizes = tuple[int, int, int]
+
+
+def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def grads_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [param.grad for param in params_of(optimizer) if param.grad is not None]
+
+
+# ---- between backward and step
+
+
+def clamp_data(optimizer: Optimizer, step: int) -> None:
+    for grad in grads_of(optimizer):
+        grad.data.clamp_(-1e-3, 1e-3)
+
+
+def write_numpy(optimizer: Optimizer, step: int) -> None:
+    for grad in grads_of(optimizer):
+        if grad.device.type == "cpu":
+            grad.numpy()[:] *= 0.5
+        else:
+            grad.data.mul_(0.5)
+
+
+def write_dlpack(optimizer: Optimizer, step: int) -> None:
+    for grad in grads_of(optimizer):
+        if grad.numel():
+            torch.from_dlpack(grad.detach()).mul_(0.5)
+
+
+_kept: list[torch.Tensor] = []
+
+
+def write_kept_aliases(optimizer: Optimizer, step: int) -> None:
+    if step == 0:
+        _kept[:] = [grad.data.view(-1) for grad in grads_of(optimizer)]
+    # The gradients of a plain model may be other tensors by now.
+    current = grads_of(optimizer)
+    for alias, grad in zip(_kept, current, strict=True):
+        same = alias.numel() == 0 or alias.data_ptr() == grad.data_ptr()
+        (alias if same else grad.data).mul_(0.25)
+
+
+def sign(optimizer: Optimizer, step: int) -> None:
+    for grad in grads_of(optimizer):
+        grad.data.neg_()
+
+
+def clear_states(optimizer: Optimizer, step: int) -> None:
+    optimizer.state.clear()
+
+
+def reset_states(optimizer: Optimizer, step: int) -> None:
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.data.zero_()
+
+
+def load_states(optimizer: Optimizer, step: int) -> None:
+    state = optimizer.state_dict()
+    for values in state["state"].values():
+        values["exp_avg"] = values["exp_avg"] * 0.5
+    optimizer.load_state_dict(state)
+
+
+def change_last_group(optimizer: Optimizer, step: int) -> None:
+    optimizer.param_groups[-1]["lr"] = RATE * (2 + step)
+
+
+def change_betas(optimizer: Optimizer, step: int) -> None:
+    optimizer.param_groups[-1]["betas"] = (0.5, 0.5 + 0.1 * step)
+    optimizer.param_groups[0]["weight_decay"] = 0.1 * step
+
+
+def change_rate_in_place(optimizer: Optimizer, step: int) -> None:
+    group = optimizer.param_groups[-1]
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].mul_(2.0)
+    else:
+        group["lr"] = torch.tensor(RATE, device=group["params"][0].device)
+
+
+def move_params(optimizer: Optimizer, step: int) -> None:
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = second["params"], first["params"]
+
+
+def take_params_out(optimizer: Optimizer, step: int) -> None:
+    if step == 1:
+        optimizer.param_groups[0]["params"] = []
+
+
+class Slower(torch.optim.AdamW):
+    def step(self, closure=None):
+        for grad in grads_of(self):
+            grad.data.mul_(0.1)
+        return super().step(closure)
+
+
+def change_class(optimizer: Optimizer, step: int) -> None:
+    optimizer.__class__ = Slower
+
+
+def rescale_in_hook(optimizer: Optimizer, step: int) -> None:
+    if step == 1:
+        optimizer.register_step_pre_hook(lambda *_: clamp_data(optimizer, step))
+
+
+BEFORE = [clamp_data, write_numpy, write_dlpack, write_kept_aliases, sign, clear_states]
+BEFORE += [reset_states, load_states, change_last_group, change_betas, change_rate_in_place]
+BEFORE += [move_params, take_params_out, change_class, rescale_in_hook]
+
+Change = Callable[[Optimizer, int], None]
+
+
+def new_model(device: torch.device) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).to(device)
+
+
+def new_optimizer(named: object) -> Optimizer:
+    pairs = list(named)  # pyright: ignore
+    groups = [{"params": [p for name, p in pairs if int(name[0]) < 2]}]
+    groups += [{"params": [p for name, p in pairs if int(name[0]) >= 2], "lr": RATE / 2}]
+    return torch.optim.AdamW(groups, lr=RATE)
+
+
+def inputs_of(step: int, rank: int, device: torch.device) -> torch.Tensor:
+    return torch.linspace(-1, 1, 16).view(2, 8).add(0.1 * (rank + step)).to(device)
+
+
+def one_process(change: Change) -> list[torch.Tensor]:
+    """The parameters after the last step."""
+    device, world = device_of_rank(), dist.get_world_size()
+    model = new_model(device)
+    optimizer = new_optimizer(model.named_parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        for rank in range(world):
+            (model(inputs_of(step, rank, device)).pow(2).mean() / world).backward()
+        change(optimizer, step)
+        optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+def trained(change: Change, sizes: Sizes, early: str) -> list[torch.Tensor]:
+    device = device_of_rank()
+    model = new_model(device)
+    schedule = ScheduleConfig(early_update=early)
+    made = shard(model, list(model), ShardSizes(*sizes), new_optimizer, schedule=schedule)
+    sent = 0
+    with made:
+        for step in range(STEPS):
+            made.zero_grad()
+            model(inputs_of(step, dist.get_rank(), device)).pow(2).mean().backward()
+            sent += sum(map(made.runtime.gathers.was_sent, made.runtime.units))
+            change(made.optimizer, step)
+            made.step()
+        assert bool(sent) is (early == "on")
+        return [value.clone() for _, value in made.full_params()]
+
+
+def compare(changes: list[Change], all_sizes: list[Sizes]) -> None:
+    for change, sizes in product(changes, all_sizes):
+        expected = one_process(change)
+        for early in ("on", "off"):
+            found = trained(change, sizes, early)
+            for one, other in zip(found, expected, strict=True):
+                assert (one - other).abs().max() <= 1e-6, (change.__name__, sizes, early)
+
+
+FAST = [clamp_data, load_states, change_last_group, take_params_out]
+WORLDS = [(1, [(1, 1, 1)]), (2, [(2, 2, 2), (1, 1, 2)]), (4, [(1, 1, 1), (2, 2, 2), (2, 2, 4)])]
+
+
+@pytest.mark.habit(
+    "writing gradients by `.grad.data`, `.numpy()`, DLPack or a kept view",
+    "the optimizer's state cleared, reset or loaded between backward and `step()`",
+    "settings, groups or class of the optimizer changed between backward and `step()`",
+)
+@pytest.mark.parametrize(
+    ("world_size", "changes", "all_sizes"),
+    [
+        slow_unless(True, 2, FAST, [(1, 2, 2)], id="some"),
+        *(slow_unless(False, size, BEFORE, some, id=f"{size} ranks") for size, some in WORLDS),
+    ],
+)
+def test_what_is_changed_between_backward_and_step_counts_by_whatever_way_it_is_changed(
+    world_size: int, changes: list[Change], all_sizes: list[Sizes]
+):
+    run_ranks(compare, world_size, changes, all_sizes, timeout_s=900.0)
+
+
+@pytest.mark.slow
+def test_so_it_does_on_a_device_where_the_host_runs_ahead(worlds: DeviceWorlds):
+    worlds.run(compare, 2, BEFORE, [(2, 2, 2), (1, 1, 2)], timeout_s=600)
+
+
+def one_rank_alone(sizes: Sizes) -> None:
+    def change(optimizer: Optimizer, step: int) -> None:
+        # The replicas would go apart, were all of them not equal: gradients are of all ranks.
+        if dist.get_rank() == 1:
+            clamp_data(optimizer, step)
+
+    for one, other in zip(trained(change, sizes, "on"), trained(change, sizes, "off"), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_one_rank_alone_changes_all_send_again():
+    run_ranks(one_rank_alone, 2, (1, 2, 2))
+
+
+# ---- after the step
+
+
+def clamp_params(optimizer: Optimizer) -> None:
+    for param in params_of(optimizer):
+        param.data.clamp_(-0.05, 0.05)
+
+
+def clamp_openly(optimizer: Optimizer) -> None:
+    with torch.no_grad():
+        for param in params_of(optimizer):
+            param.clamp_(-0.05, 0.05)
+
+
+def write_to_views(optimizer: Optimizer) -> None:
+    for param in params_of(optimizer):
+        param.detach().view(-1)[:1].mul_(2.0)
+
+
+def swap_two(optimizer: Optimizer) -> None:
+    for param in params_of(optimizer):
+        param.data.copy_(param.data.flip(0))
+
+
+def average(optimizer: Optimizer) -> None:
+    slow = [torch.zeros_like(param) for param in params_of(optimizer)]
+    torch._foreach_lerp_([param.data for param in params_of(optimizer)], slow, 0.5)
+
+
+AFTER = [clamp_params, clamp_openly, write_to_views, swap_two, average]
+
+
+def write_after(sizes: Sizes, dtype: torch.dtype | None, is_refused: bool = True) -> None:
+    device = device_of_rank()
+    for write, use in product(AFTER, ("evaluate", "train", "stream")):
+        model = new_model(device)
+        made = shard(model, list(model), ShardSizes(*sizes), new_optimizer, param_dtype=dtype)
+        inputs = inputs_of(0, dist.get_rank(), device)
+        with made:
+            for _ in range(2):
+                made.zero_grad()
+                model(inputs).pow(2).mean().backward()
+                made.step()
+            write(made.optimizer)
+            if not is_refused:
+                values = [param.detach().clone() for param in params_of(made.optimizer)]
+                found = [value.flatten() for _, value in made.full_params()]
+                assert all(map(torch.equal, found, values))
+                continue
+            with pytest.raises(ConfigurationError, match=r"changing_params\(\)"):
+                if use == "evaluate":
+                    with torch.no_grad():
+                        model(inputs)
+                elif use == "train":
+                    made.zero_grad()
+                    model(inputs).pow(2).mean().backward()
+                else:
+                    dict(made.full_params())
+            with made.changing_params():  # by which it is right
+                pass
+            whole = {name: value.float().clone() for name, value in made.full_params()}
+            for part in made._trained:
+                held = part.held
+                own = whole[part.name].flatten()[held.start : held.stop]
+                assert torch.equal(own, part.values.to(dtype or torch.float32).float())
+
+
+@pytest.mark.habit("weights clamped, swapped or averaged after `step()`")
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "dtype"),
+    [
+        slow_unless(True, 2, (1, 1, 2), None, id="fp32"),
+        slow_unless(False, 2, (1, 2, 2), torch.bfloat16, id="bf16"),
+        slow_unless(False, 2, (2, 2, 2), None, id="(2, 2, 2)"),
+        slow_unless(False, 4, (2, 2, 4), None, id="(2, 2, 4)"),
+        slow_unless(False, 4, (1, 1, 1), None, id="(1, 1, 1)"),
+    ],
+)
+def test_values_that_are_written_after_the_step_are_refused_at_their_next_use(
+    world_size: int, sizes: Sizes, dtype: torch.dtype | None
+):
+    run_ranks(write_after, world_size, sizes, dtype, timeout_s=300.0)
+
+
+def test_a_rank_alone_may_write_what_its_model_computes_with():
+    run_ranks(write_after, 1, (1, 1, 1), None, False)
+
+
+def ends_on_a_device(sizes: Sizes) -> str:
+    """The host runs ahead: the line comes in the next step."""
+    device = device_of_rank()
+    model = new_model(device)
+    made = shard(model, list(model), ShardSizes(*sizes), new_optimizer)
+    with pytest.raises(ConfigurationError) as found:
+        for _ in range(4):
+            made.zero_grad()
+            model(inputs_of(0, dist.get_rank(), device)).pow(2).mean().backward()
+            made.step()
+            clamp_params(made.optimizer)
+    return str(found.value)
+
+
+@pytest.mark.slow
+def test_on_a_device_such_a_run_ends_in_the_next_step(worlds: DeviceWorlds):
+    for line in worlds.run(ends_on_a_device, 2, (1, 1, 2)):
+        assert "changing_params()" in line and "\n" not in line
