@@ -35,6 +35,7 @@ from tests import (
     test_meta_model,
     test_model_habits,
     test_optimizers,
+    test_unlike_ranks,
 )
 from tests.support.engine import build_toy
 from tests.support.selection import slow_unless
@@ -57,7 +58,14 @@ from tests.test_habits import (
 
 Sizes = tuple[int, int, int]
 PAGE = Path(__file__).parents[1] / "docs" / "habits.md"
-ELSEWHERE = (test_habits, test_library_starts, test_meta_model, test_model_habits, test_optimizers)
+ELSEWHERE = (
+    test_habits,
+    test_library_starts,
+    test_meta_model,
+    test_model_habits,
+    test_optimizers,
+    test_unlike_ranks,
+)
 
 
 def trains_alike(
