@@ -14,6 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megatron_asynchzp.comm.agreement import (
+    refuse_differences,
+    settings_of_groups,
+    settings_of_process,
+    text_of,
+)
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
@@ -163,6 +169,45 @@ def refuse_sharded(model: nn.Module) -> None:
                 f"{name} is sharded already; call shard once for each model, with all its units, "
                 "and build the model again to shard it otherwise"
             )
+
+
+_ALIKE = "call shard with the same arguments on every rank of the group"
+
+
+def refuse_other_arguments(
+    model: nn.Module,
+    units: Iterable[nn.Module],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    sizes: ShardSizes,
+    schedule: ScheduleConfig,
+    param_dtype: torch.dtype | None,
+) -> None:
+    """Raise ConfigurationError, on every rank of `group`, where its ranks call `shard` with other
+    arguments, or in another environment. Collective over `group`; needs no group of the engine."""
+    paths = {module: path for path, module in model.named_modules()}
+    found = {"sizes": text_of(sizes), "param_dtype": text_of(param_dtype)}
+    found |= {f"schedule.{name}": text_of(value) for name, value in vars(schedule).items()}
+    found |= {f"units[{place}]": paths[unit] for place, unit in enumerate(units)}
+    is_meta = any(param.is_meta for param in model.parameters())
+    found["the model's device"] = "meta" if is_meta else device.type
+    refuse_differences(found | settings_of_process(), group, device, _ALIKE)
+
+
+def refuse_other_optimizers(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[nn.Parameter, str],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> None:
+    """As refuse_other_arguments, for the optimizer that was made. names: of its parameters."""
+    found = {"optimizer": type(optimizer).__qualname__}
+    found |= settings_of_groups(optimizer.param_groups)
+    for index, settings in enumerate(optimizer.param_groups):
+        for param in settings["params"]:
+            found[f"the optimizer's group of {names.get(param, 'nothing')}"] = str(index)
+    refuse_differences(found, group, device, _ALIKE)
 
 
 def sizes_of_mesh(mesh: DeviceMesh) -> ShardSizes:

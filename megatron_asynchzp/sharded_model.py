@@ -17,9 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from megatron_asynchzp.comm.agreement import settings_of_groups
 from megatron_asynchzp.comm.report import CommReport, CommReports
 from megatron_asynchzp.comm.timeline import captured_trace, profiler_range
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.meta_model import is_meta
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharded_arguments import (
     checked_group,
@@ -27,6 +29,8 @@ from megatron_asynchzp.sharded_arguments import (
     default_sizes,
     default_units,
     refuse_arguments,
+    refuse_other_arguments,
+    refuse_other_optimizers,
     refuse_param_dtype,
     sizes_of_mesh,
 )
@@ -94,6 +98,10 @@ def shard(
     refuse_param_dtype(param_dtype, model)
     watch_optimizers()
     where = torch.device(device) if device is not None else _usual_device()
+    there = where if is_meta(model) else next(model.parameters(), torch.empty(0)).device
+    refuse_other_arguments(
+        model, unit_modules, group, there, sizes=sizes, schedule=schedule, param_dtype=param_dtype
+    )
     runtime = runtime_of(model, unit_modules, sizes, group, schedule, where, param_dtype)
     return ShardedModel(model, runtime, new_optimizer, group)
 
@@ -173,6 +181,9 @@ class ShardedModel:
             for part in self._trained
         }
         self.optimizer = self._new_optimizer(new_optimizer)
+        names = {part.param: part.name for part in self._trained}
+        refuse_other_optimizers(self.optimizer, names, group, self._device)
+        runtime.settings_of_update = lambda: settings_of_groups(owner().optimizer.param_groups)
         is_first = dist.get_rank(group) == 0
         self._checkpoint = ModelCheckpoint(model, runtime, self.optimizer, self._parts, is_first)
         self._sleeper = Sleeper([runtime], lambda: owner().optimizer.state)

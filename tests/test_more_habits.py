@@ -36,6 +36,7 @@ from tests import (
     test_meta_model,
     test_model_habits,
     test_optimizers,
+    test_unlike_ranks,
 )
 from tests.support.engine import build_toy
 from tests.support.selection import slow_unless
@@ -65,6 +66,7 @@ ELSEWHERE = (
     test_meta_model,
     test_model_habits,
     test_optimizers,
+    test_unlike_ranks,
 )
 
 

@@ -1,12 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns the comparison of what the ranks submitted: one hash per step and, where it differs, the
-first difference in words.
+"""Owns the comparison of what the ranks submitted, and of what they are set to: one hash per step
+and, where it differs, the first difference in words.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 import torch
@@ -24,6 +25,7 @@ from megatron_asynchzp.comm.driver import Driver, Task, crosses_groups, hash_of
 from megatron_asynchzp.errors import name_ranks
 
 _NOTHING = -1  # the code of an entry that a shorter record does not have
+_SETTING = "setting "  # begins an entry that is no collective
 _MAX_CHARACTERS = 160  # of an entry, in the message
 
 
@@ -51,13 +53,16 @@ class OrderCheck:
         self._answer = torch.empty(0)  # on the host
         self._task: Task | None = None
 
-    def start(self) -> None:
+    def start(self, settings: Mapping[str, str] = MappingProxyType({})) -> None:
         """Begin to compare, and forget what was submitted. Collective.
+
+        settings: see agreement.Settings, compared with it.
 
         Finishes the comparison before, which may raise.
         """
         self.finish()
         self._mine, self._driver.submitted = self._driver.submitted, []
+        self._mine += (f"{_SETTING}{name}: {value}" for name, value in settings.items())
         values = hash_of(self._mine), hash_of(filter(crosses_groups, self._mine))
         answer = self._answer = self._driver.device.new_host_memory((2, 2), torch.int64)
 
@@ -133,6 +138,8 @@ class OrderCheck:
             for place in places:
                 if place.group == first:
                     ranks_of.setdefault(place.entry, []).append(place.rank)
+            if any(entry.startswith(_SETTING) for entry in ranks_of):
+                return _describe_setting(ranks_of)
             parts = [f"'{entry}' on {name_ranks(ranks)}" for entry, ranks in ranks_of.items()]
             number = next(place.number for place in places if place.group == first)
             return (
@@ -178,6 +185,21 @@ class _Place(NamedTuple):
     group: int
     number: int
     entry: str
+
+
+def _describe_setting(ranks_of: Mapping[str, Sequence[int]]) -> str:
+    """Who is set to what. ranks_of: of an entry."""
+    texts = {entry.removeprefix(_SETTING): name_ranks(ranks) for entry, ranks in ranks_of.items()}
+    names = {text.partition(": ")[0] for text in texts}
+    if len(names) == 1:
+        parts = [f"{text.partition(': ')[2]} on {ranks}" for text, ranks in texts.items()]
+    else:
+        names = {"what an optimizer is set to"}
+        parts = [f"'{text}' on {ranks}" for text, ranks in texts.items()]
+    return (
+        f"{names.pop()} is {' and '.join(parts)}; change the optimizer's settings alike on every "
+        "rank, as by a scheduler that each of them steps"
+    )
 
 
 def _first_difference(extremes: torch.Tensor) -> int | None:

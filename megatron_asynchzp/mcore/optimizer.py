@@ -25,6 +25,7 @@ from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_asynchzp.comm.agreement import settings_of_groups
 from megatron_asynchzp.comm.timeline import profiler_range
 from megatron_asynchzp.mcore.checkpoint.optimizer_state import (
     TORCHS_ADAM,
@@ -90,6 +91,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         self._sleeper = Sleeper(runtimes, self._state_for_sleep)
         for chunk in self.model_chunks:
             chunk.runtime.early = self._early
+            chunk.runtime.settings_of_update = lambda: settings_of_groups(self.param_groups)
             chunk.communication.moments_of = self._moments_of
         chunks = [chunk.checkpoint for chunk in self.model_chunks]
         self._checkpoint = OptimizerCheckpoint(

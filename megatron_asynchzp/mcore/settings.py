@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns what the flags of a run resolve to, as the model, its communicators and its communication
-need it.
+need it, and the check that all ranks have the same.
 """
 
-from argparse import Namespace
+import re
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,6 +13,7 @@ from functools import partial
 
 import torch
 
+from megatron_asynchzp.comm.agreement import PATH, refuse_differences, settings_of_process, text_of
 from megatron_asynchzp.mcore.flags.asynchzp import (
     TraceRequest,
     resolve_grad_dtype,
@@ -19,10 +21,18 @@ from megatron_asynchzp.mcore.flags.asynchzp import (
     resolve_trace,
 )
 from megatron_asynchzp.mcore.flags.shard_sizes import resolve_shard_sizes, sharding_ranks_per_node
+from megatron_asynchzp.mcore.patch import found_version
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
 
 _LIBRARY_WAITS_LONGER = timedelta(minutes=1)
+# Arguments that may differ between ranks or nodes: who they are, and what they only report.
+_OF_ONE_RANK = re.compile(
+    r"rank|tensorboard_dir|config_logger_dir|data_cache_path"
+    r"|(wandb|one_logger|profile|pytorch_profiler|flight_recorder|record|memory_snapshot)(_.*)?"
+    r"|(.*_)?(host|hostname|addr|address|ip|port|name|tag|url|local_rank|node_rank|logging_level)"
+)
+_FILES = re.compile(r"(.*_)?(load|save|dir|path|file|folder|prefix|tokenizer_model)")
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,46 @@ class Settings:
             resolve_trace(args),
             partial(_number_of_step, args),
         )
+
+
+def refuse_other_flags(args: Namespace) -> None:
+    """Raise ConfigurationError, on every rank, where the ranks were not started with the same
+    flags, versions and environment, up to who a rank is, where files lie and what is reported.
+    Collective over the world. args: validated.
+    """
+    flags = {
+        name: _without_files(value) if _FILES.fullmatch(name) else text_of(value)
+        for name, value in vars(args).items()
+        if not _OF_ONE_RANK.fullmatch(name)
+    }
+    process = settings_of_process() | {"the version of megatron-core": found_version()}
+    refuse_differences(
+        flags | process,
+        None,
+        torch.accelerator.current_accelerator() or torch.device("cpu"),
+        "start every rank with the same flags, versions and environment",
+        _spelt,
+    )
+
+
+def _spelt(name: str) -> str:
+    """The flag that sets the argument `name`."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(ArgumentParser(add_help=False))
+    options = (one.option_strings for one in parser._actions if one.dest == name)  # pyright: ignore[reportPrivateUsage]
+    return next((option[0] for option in options if option), name)
+
+
+def _without_files(value: object) -> str:
+    """Whether there are any, and the weights among them."""
+    if isinstance(value, (list, tuple)):
+        return text_of([one if _is_number(one) else PATH for one in value])
+    return PATH if isinstance(value, str) else text_of(value)
+
+
+def _is_number(word: object) -> bool:
+    return re.fullmatch(r"[\d.eE+-]+", str(word)) is not None
 
 
 def _number_of_step(args: Namespace) -> int | None:

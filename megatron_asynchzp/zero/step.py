@@ -5,7 +5,7 @@ order. Free of hooks and autograd.
 """
 
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -102,6 +102,7 @@ class StepScheduler:
     is_last_micro_batch: whether the gradients of the one that runs are reduced over the whole
         sharding group, see `no_sync`.
     early: which units are sent before the update, None for none.
+    settings_of_update: what the optimizer is set to, which has to be the same on all ranks.
     asleep: what was moved to the host, None where nothing was.
     is_in_step: whether a forward came whose gradients are not complete yet.
     agrees_on_reached: whether `sync_grads` finds out which units have gradients; reached: these, of
@@ -130,6 +131,7 @@ class StepScheduler:
         self._reduced_last: list[HZPUnit] = []
         self._order: list[HZPUnit] | None = None
         self.early: EarlyUpdate | None = None
+        self.settings_of_update: Callable[[], Mapping[str, str]] = dict[str, str]
         self.asleep: HostCopy | None = None
         self.is_in_step = self._is_streaming = False
         self.agrees_on_reached, self.reached = False, set[HZPUnit]()
@@ -305,7 +307,7 @@ class StepScheduler:
         if not self._checks_order:
             self.driver.submitted.clear()
             return
-        self._order_check.start()
+        self._order_check.start(self.settings_of_update())
         # On a device the host would have to wait. Then the next comparison raises, or `settle`,
         # before a checkpoint is written.
         if not self.driver.device.runs_ahead:

@@ -29,8 +29,9 @@ def short_times(monkeypatch):
 class World:
     """Ranks of one process, each with its own connection to one store."""
 
-    def __init__(self, *there: int):
+    def __init__(self, *there: int, num_closed_before: int = 0):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store.add(roll_call._NUM_CLOSED, num_closed_before)
         self.called = {rank: threading.Event() for rank in there}
         self.submitted = {rank: Counter(gather=5) for rank in there}
         self.is_writing = dict.fromkeys(there, False)
@@ -140,7 +141,8 @@ def test_the_rank_that_may_hold_the_store_leaves_when_the_others_have_read(monke
 
 def test_the_rank_that_may_hold_the_store_closes_when_the_others_have(monkeypatch):
     monkeypatch.setattr(roll_call, "ANSWERS_WITHIN_S", SOON_S)
-    world = World(*range(WORLD_SIZE))
+    # torchrun's store may be that of a start before, whose ranks have closed.
+    world = World(*range(WORLD_SIZE), num_closed_before=WORLD_SIZE)
     closing = threading.Thread(target=world.ranks[0].close)
     closing.start()
     for rank in range(1, WORLD_SIZE):
@@ -151,6 +153,17 @@ def test_the_rank_that_may_hold_the_store_closes_when_the_others_have(monkeypatc
         assert time.monotonic() - start_s < SOON_S / 4  # it waits for nobody
     closing.join(SOON_S / 4)
     assert not closing.is_alive()
+
+
+def test_it_waits_for_nobody_once_it_has_heard_of_a_failure(monkeypatch):
+    world = World(*range(WORLD_SIZE))
+    world.ranks[1].about()
+    assert world.called[0].wait(SOON_S)
+    monkeypatch.setattr(roll_call, "ANSWERS_WITHIN_S", SOON_S)
+    start_s = time.monotonic()
+    world.ranks[0].close()
+    assert time.monotonic() - start_s < SOON_S / 4
+    world.close()
 
 
 def test_it_does_not_wait_for_ever_for_a_rank_that_never_closes(without_2):

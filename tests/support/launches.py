@@ -64,8 +64,12 @@ class Launch:
         line: str,
         world_size: int = 1,
         env: dict[str, str] | None = None,
+        of_last: tuple[str, dict[str, str]] = ("", {}),
     ):
-        """Start `script` with the arguments in `line`; the logs go to `folder`."""
+        """Start `script` with the arguments in `line`; the logs go to `folder`.
+
+        of_last: further arguments and variables of the last rank alone.
+        """
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}
         shared |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
         shared |= {"GLOO_SOCKET_IFNAME": "lo"} | (env or {})
@@ -74,7 +78,9 @@ class Launch:
         for rank in range(world_size):
             self._logs.append(folder / f"rank{rank}.log")
             own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            args = ([str(script), *line.split()], own, str(self._logs[-1]))
+            more, variables = of_last if rank == world_size - 1 else ("", {})
+            words = [str(script), *line.split(), *more.split()]
+            args = (words, own | variables, str(self._logs[-1]))
             self.processes.append(ranks.start_process(_run_main, *args))
 
     def await_text(self, words: str, timeout_s: float = 120.0) -> None:

@@ -1,6 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where Megatron logs a step and looks for a signal, and where torch destroys process groups."""
+"""Where the ranks of Megatron have met, where it logs a step and looks for a signal, and where
+torch destroys process groups.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +10,28 @@ from typing import Any
 from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.patch import replaces, run_args
 from megatron_asynchzp.mcore.scalars import write_scalars
+from megatron_asynchzp.mcore.settings import refuse_other_flags
 
 # What Megatron's line about an iteration has, and nothing else it prints on the last rank.
 _ITERATION_LINE = "elapsed time per iteration (ms):"
+
+
+@replaces(
+    "megatron.core.parallel_state.initialize_model_parallel",
+    "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
+    "pipeline_model_parallel_comm_backend use_sharp context_parallel_size "
+    "hierarchical_context_parallel_sizes hybrid_context_parallel expert_model_parallel_size "
+    "gtp_remat_size[0.19] expert_gtp_remat_size[0.19] num_distributed_optimizer_instances "
+    "expert_tensor_parallel_size nccl_communicator_config_path distributed_timeout_minutes order "
+    "get_embedding_ranks get_position_embedding_ranks create_gloo_process_groups "
+    "high_priority_stream_groups sharp_enabled_group rank_offset local_world_size",
+    why="ranks with other flags are refused before they make groups, for which they would wait",
+    drop_when="Megatron compares the flags of its ranks",
+)
+def initialize_model_parallel(original: Callable, *args: Any, **options: Any) -> None:
+    if (run := run_args()) is not None:
+        refuse_other_flags(run)
+    return original(*args, **options)
 
 
 @replaces(

@@ -15,6 +15,7 @@ PATCHES: tuple[Patch, ...] = (
     model.ddp_wrap,
     model.wrap_chunks,
     model.get_optimizer,
+    process.initialize_model_parallel,
     process.print_rank_last,
     process.report_theoretical_memory,
     process.get_signal_handler,

@@ -148,14 +148,6 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "a-bit-that-is-not-hashed",
-        "every bit of a state changes its hash",
-        "mcore/replicas.py",
-        "(2 * places + 1)",
-        "(2 * places)",
-        "tests/mcore/test_replicas.py::test_every_bit_of_a_state_changes_its_hash",
-    ),
-    Mutant(
         "sigterm-without-a-line",
         "law 7: a rank that torchrun ends says where it was",
         "mcore/process/interrupts.py",

@@ -1,0 +1,134 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns the comparison of settings: whether the ranks were started with the same, and which one is
+not. Ranks that differ would wait for each other, or train a mixture without a word.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from megatron_asynchzp.errors import ConfigurationError, name_ranks
+
+Settings = Mapping[str, str]
+"""By name, each as text that is the same in every process."""
+
+PATH = "a path"
+"""Stands for any path: the folders of nodes have different names."""
+_MISSING = "not given"
+_MOST_KINDS = 8  # sets of settings that are looked at, once something differs
+_MOST_CHARACTERS = 60  # of a value, in the message
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+# Variables that change numbers, or which collectives are launched in which order.
+_VARIABLES = re.compile(
+    r"(NVTE|ASYNCHZP|FLASH_ATTENTION)_\w+|CUDA_DEVICE_MAX_CONNECTIONS|CUBLAS_WORKSPACE_CONFIG"
+    r"|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|NCCL_(ALGO|PROTO|NVLS_ENABLE"
+    r"|COLLNET_ENABLE)|HCCL_(ALGO|DETERMINISTIC)|LCCL_DETERMINISTIC"
+)
+_ONLY_REPORT = re.compile(r"NVTE_DEBUG\w*|ASYNCHZP_\w+_LOG")
+
+
+def text_of(value: Any) -> str:
+    """`value` for Settings; what names a file becomes PATH."""
+    if isinstance(value, str):
+        return PATH if "/" in value else value
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(text_of, cast('Sequence[Any]', value)))}]"
+    if isinstance(value, torch.Tensor):
+        # Another device would hold the host until it has caught up.
+        known = value.tolist() if value.device.type == "cpu" else tuple(value.shape)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        return f"tensor {known}"
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__name__))
+    return _ADDRESS.sub("", repr(value))
+
+
+def settings_of_process() -> dict[str, str]:
+    """Versions and environment variables that change numbers or the order of collectives."""
+    found = {
+        name: text_of(value)
+        for name, value in sorted(os.environ.items())
+        if _VARIABLES.fullmatch(name) and not _ONLY_REPORT.fullmatch(name)
+    }
+    return {"the version of torch": str(torch.__version__), **found}
+
+
+def settings_of_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Those of an optimizer's parameter groups."""
+    return {
+        f"{key} of the optimizer's group {index}": text_of(value)
+        for index, group in enumerate(groups)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def refuse_differences(
+    settings: Settings,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    remedy: str,
+    spelt: Callable[[str], str] = str,
+) -> None:
+    """Raise ConfigurationError, with one message on every rank of `group`, where `settings` are not
+    the same on all. Collective over `group`: reduces 16 bytes, and looks for what differs only
+    where something does.
+
+    remedy: the end of the message. spelt: how a name is written in the message.
+    """
+    mine = int.from_bytes(hashlib.sha256(repr(list(settings.items())).encode()).digest()[:7])
+    extremes = torch.tensor([mine, -mine], device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)  # pyright: ignore[reportUnknownMemberType]
+    if extremes[0] == -extremes[1]:
+        return
+    hashes = [torch.zeros_like(extremes) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(hashes, extremes.new_tensor([mine, 0]), group=group)  # pyright: ignore[reportUnknownMemberType]
+    ranks_of: dict[int, list[int]] = {}
+    for rank, found in enumerate(hashes):
+        ranks_of.setdefault(int(found[0]), []).append(rank)
+    kinds: list[tuple[list[int], Settings]] = []
+    for ranks in list(ranks_of.values())[:_MOST_KINDS]:
+        told: list[Any] = [dict(settings)]
+        ranks = [dist.get_global_rank(group, rank) if group else rank for rank in ranks]
+        dist.broadcast_object_list(told, ranks[0], group=group)
+        kinds.append((ranks, told[0]))
+    raise ConfigurationError(f"{_describe(kinds, spelt)}; {remedy}")
+
+
+def _describe(kinds: list[tuple[list[int], Settings]], spelt: Callable[[str], str]) -> str:
+    """Which setting has which value on which ranks, and which others differ. kinds: ranks, and what
+    they have."""
+    names = list(dict.fromkeys(name for _, settings in kinds for name in settings))
+    differing = [name for name in names if len({settings.get(name) for _, settings in kinds}) > 1]
+    if not differing:
+        return "the settings of the ranks have another order"
+    first, *others = differing
+    ranks_of: dict[str, list[int]] = {}
+    for ranks, settings in kinds:
+        ranks_of.setdefault(settings.get(first, _MISSING), []).extend(ranks)
+    start = _first_difference(list(ranks_of))
+    parts = [f"{_cut(value, start)} on {name_ranks(sorted(r))}" for value, r in ranks_of.items()]
+    more = ", ".join(spelt(name) for name in others[:3])
+    more += f" and {len(others) - 3} more" if len(others) > 3 else ""
+    return f"{spelt(first)} is {' and '.join(parts)}" + (
+        f" ({more} {'differ' if len(others) > 1 else 'differs'} too)" if others else ""
+    )
+
+
+def _first_difference(values: list[str]) -> int:
+    columns = enumerate(zip_longest(*values))
+    return next((place for place, column in columns if len(set(column)) > 1), 0)
+
+
+def _cut(value: str, start: int) -> str:
+    """The part of a long value that differs."""
+    begin = max(0, start - _MOST_CHARACTERS // 2) if len(value) > _MOST_CHARACTERS else 0
+    part = value[begin : begin + _MOST_CHARACTERS]
+    end = "..." if begin + _MOST_CHARACTERS < len(value) else ""
+    return f"{'...' if begin else ''}{part}{end}"
