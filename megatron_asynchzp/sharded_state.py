@@ -2,10 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a rank's part of a tensor appears in a checkpoint of torch.distributed.checkpoint."""
 
+import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -17,10 +21,33 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.sharding.boxes import Box, cut_into_boxes
 from megatron_asynchzp.sharding.topology import Range
 
+_ASYNC_SAVE = inspect.unwrap(checkpoint.async_save).__code__
 _ONLY_SAVED = (
-    "a rank has a part of this parameter, for torch.distributed.checkpoint to save and load alone; "
-    "take whole values from sharded.full_params()"
+    "a rank has a part of this parameter, for torch.distributed.checkpoint to save and load alone, "
+    "or for its async_save in a thread with torch's own stager; take whole values from "
+    "sharded.full_params()"
 )
+
+_OWN_GROUP = (
+    "the thread of async_save would send in the default process group while the next step does, "
+    "and ranks could take one for the other; make a group once, "
+    'group = dist.new_group(backend="gloo"), and call async_save(..., process_group=group)'
+)
+
+
+def _refuse_unless_staged() -> None:
+    """[Note: staged] async_save makes an empty tensor like each of the state's, on the CPU, and
+    gives it copies of the attributes. Its stager is not told the process group in which its thread
+    sends later, so it is read where async_save has it.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _ASYNC_SAVE:
+        frame = frame.f_back
+    if frame is None:
+        raise ConfigurationError(_ONLY_SAVED)
+    is_shared = frame.f_locals["process_group"] in (None, dist.group.WORLD)
+    if is_shared and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigurationError(_OWN_GROUP)
 
 
 class ShardedState(torch.Tensor):
@@ -48,6 +75,10 @@ class ShardedState(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.new_empty.default and args[1] == list(args[0].shape):
+            _refuse_unless_staged()
+            whole: ShardedState = args[0]
+            return cls(whole.shape, whole.held, whole.values[:0].to(kwargs["device"]))
         raise ConfigurationError(_ONLY_SAVED)
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
@@ -59,7 +90,10 @@ class ShardedState(torch.Tensor):
     def untyped_storage(self) -> Any:
         raise ConfigurationError(_ONLY_SAVED)
 
-    data_ptr = untyped_storage
+    def data_ptr(self) -> int:
+        """[Note: staged]"""
+        _refuse_unless_staged()
+        return 0
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ShardedState({tuple(self.shape)}, {self.held})"

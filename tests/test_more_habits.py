@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -36,6 +35,7 @@ from tests import (
     test_meta_model,
     test_model_habits,
     test_optimizers,
+    test_other_checkpoints,
     test_unlike_ranks,
 )
 from tests.support.engine import build_toy
@@ -66,6 +66,7 @@ ELSEWHERE = (
     test_meta_model,
     test_model_habits,
     test_optimizers,
+    test_other_checkpoints,
     test_unlike_ranks,
 )
 
@@ -573,10 +574,6 @@ def optimizer_and_model(sharded: ShardedModel) -> None:
     get_state_dict(sharded.model, sharded.optimizer)
 
 
-def save_in_background(sharded: ShardedModel) -> None:
-    checkpoint.async_save(sharded.state_dict(), checkpoint_id="/dev/null/none")
-
-
 def unfreeze(sharded: ShardedModel) -> None:
     sharded.model.norm.requires_grad_(False)
     usual_step(sharded, one(sharded.model, 0, 0))
@@ -635,9 +632,8 @@ REFUSED: dict[str, list[Refusal]] = {
         (lambda s: torch.save(s.optimizer, "/dev/null"), "cannot be copied or pickled"),
         (lambda s: copy.deepcopy(s.optimizer), "cannot be copied or pickled"),
     ],
-    "`torch.save(sharded.state_dict())`, `async_save`": [
-        (lambda s: torch.save(s.state_dict(), "/dev/null"), "sharded.full_params"),
-        (save_in_background, "sharded.full_params"),
+    "`torch.save(sharded.state_dict())`": [
+        (lambda s: torch.save(s.state_dict(), "/dev/null"), "sharded.full_params")
     ],
     "a state dict of another kind in `sharded.load_state_dict`": [
         (lambda s: s.load_state_dict(build_toy().state_dict()), "sharded.model.load_state_dict")

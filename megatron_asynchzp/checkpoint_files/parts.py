@@ -39,6 +39,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
+from megatron_asynchzp.errors import ConfigurationError
+
 # Fewer candidates are compared one by one.
 _MANY = 64
 
@@ -237,6 +239,13 @@ class LoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         index = self.metadata
         assert index is not None  # as in torch's
+        own = self.state_dict.keys() & {"grad_record", "optim_keys"}
+        if missing := own - index.state_dict_metadata.keys():
+            raise ConfigurationError(
+                f"the checkpoint has no {min(missing)}: it is not of this version's "
+                "sharded.state_dict(); load its weights and moments under the names that it has, "
+                "as docs/library.md does, Coming from fully_shard"
+            )
         met = {
             name: _that_meet(stored, self.state_dict[name])
             for name, stored in index.state_dict_metadata.items()

@@ -1,0 +1,138 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that go on beside training, and those of other systems as the page loads them."""
+
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import LambdaLR
+
+from megatron_asynchzp import ConfigurationError, LoadPlanner, ShardedModel, ShardSizes, shard
+from scripts.testbed.ranks import run_ranks
+from tests.support.engine import build_toy
+from tests.support.toy_models import toy_batch, toy_loss
+from tests.test_habits import new_adamw, one, sharded_toy, usual_step
+
+_PAGE = Path(__file__).parents[1] / "docs" / "library.md"
+
+
+def shared_folder() -> Path:
+    found = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return Path(str(found[0]))
+
+
+def halving(sharded: ShardedModel) -> LambdaLR:
+    return LambdaLR(sharded.optimizer, lambda step: 0.5**step)
+
+
+def train_on(sharded: ShardedModel, scheduler: LambdaLR, steps: range) -> list[float]:
+    norms = []
+    for step in steps:
+        norms.append(usual_step(sharded, one(sharded.model, step, dist.get_rank())))
+        scheduler.step()
+    return norms
+
+
+def goes_on_from_an_async_save() -> None:
+    folder, group = shared_folder(), dist.new_group(backend="gloo")
+    with sharded_toy((1, 2, 2)) as sharded:
+        checkpoint.save(sharded.state_dict(), checkpoint_id=folder / "no scheduler")
+        scheduler = halving(sharded)
+        train_on(sharded, scheduler, range(2))
+        for shared in (None, dist.group.WORLD):
+            with pytest.raises(ConfigurationError, match=r"dist.new_group\(backend="):
+                checkpoint.async_save(
+                    sharded.state_dict(), checkpoint_id=folder, process_group=shared
+                )
+        saving = checkpoint.async_save(
+            sharded.state_dict(), checkpoint_id=folder / "own", process_group=group
+        )
+        schedule = scheduler.state_dict()
+        expected = train_on(sharded, scheduler, range(2, 4))  # while it is written
+        saving.result()
+        rate = scheduler.get_last_lr()
+    with sharded_toy((2, 2, 2)) as other:
+        scheduler = halving(other)
+        for saved in ("no scheduler", "own"):
+            state = other.state_dict()
+            checkpoint.load(state, checkpoint_id=folder / saved)
+            other.load_state_dict(state)
+            if saved == "no scheduler":
+                train_on(other, scheduler, range(1))
+        scheduler.load_state_dict(schedule)
+        assert train_on(other, scheduler, range(2, 4)) == pytest.approx(expected, rel=1e-6)
+        assert scheduler.get_last_lr() == rate == [other.optimizer.param_groups[0]["lr"]]
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """With the mean of the gradients of all ranks, as of DistributedDataParallel."""
+    optimizer.zero_grad()
+    for rank in range(dist.get_world_size()):
+        (toy_loss(model, toy_batch(step, 0, rank)) / dist.get_world_size()).backward()
+    optimizer.step()
+
+
+def recipe() -> str:
+    """The code of the page."""
+    found = re.search(
+        r"```python\n(state = sharded\.state_dict\(\).*?)```", _PAGE.read_text(), re.S
+    )
+    assert found is not None
+    return found[1]
+
+
+def goes_on_from(is_fsdp: bool) -> None:
+    """A checkpoint of fully_shard, or of a whole model, saved as torch's functions return it."""
+    folder, model = shared_folder(), build_toy()
+    if is_fsdp:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    optimizer = new_adamw(model.parameters())
+    for step in range(2):
+        plain_step(model, optimizer, step)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    saved = {"model": model_state, "optim": optimizer_state}
+    checkpoint.save(saved, checkpoint_id=folder)
+    expected = []
+    for step in range(2, 4):
+        plain_step(model, optimizer, step)
+        with torch.no_grad():
+            expected.append(toy_loss(model, toy_batch(9, 0, 0)).item())
+    with shard(build_toy(), None, ShardSizes(1, 2, 2), new_adamw) as sharded:
+        with pytest.raises(CheckpointException, match="Coming from fully_shard"):
+            checkpoint.load(sharded.state_dict(), checkpoint_id=folder, planner=LoadPlanner())
+        names = {"sharded": sharded, "checkpoint": checkpoint, "folder": folder}
+        exec(recipe().replace('("model", "optim")', '("model",)'), names)
+        assert not any(sharded.optimizer.state.values())
+        exec(recipe(), names)
+        found = []
+        for step in range(2, 4):
+            sharded.zero_grad()
+            toy_loss(sharded.model, toy_batch(step, 0, dist.get_rank())).backward()
+            sharded.step()
+            with torch.no_grad():
+                found.append(toy_loss(sharded.model, toy_batch(9, 0, 0)).item())
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def check_all() -> None:
+    goes_on_from_an_async_save()
+    goes_on_from(is_fsdp=True)
+    goes_on_from(is_fsdp=False)
+
+
+@pytest.mark.habit("`async_save(sharded.state_dict())`", "a scheduler made before the load")
+@pytest.mark.habit("a checkpoint of FSDP2 or of a whole model")
+def test_a_checkpoint_of_fully_shard_of_a_plain_model_or_made_beside_training_goes_on():
+    run_ranks(check_all, 2)
