@@ -16,8 +16,8 @@ if TYPE_CHECKING:
         stream_changes,
         stream_weights,
     )
+    from megatron_asynchzp.library.sharded_model import ShardedModel, shard
     from megatron_asynchzp.schedule import ScheduleConfig
-    from megatron_asynchzp.sharded_model import ShardedModel, shard
     from megatron_asynchzp.sharding.topology import ShardSizes
     from megatron_asynchzp.weight_delta import WeightDelta, apply_delta
 
@@ -29,8 +29,8 @@ __all__ = ["ConfigurationError", "LoadPlanner", "SavePlanner", "ScheduleConfig",
 # fmt: on
 
 _HOMES = {
-    "shard": "sharded_model",
-    "ShardedModel": "sharded_model",
+    "shard": "library.sharded_model",
+    "ShardedModel": "library.sharded_model",
     "ShardSizes": "sharding.topology",
     "ConfigurationError": "errors",
     "LoadPlanner": "checkpoint_files.parts",

@@ -26,8 +26,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "launch": Command("launch", "start", "train with torchrun and an unmodified Megatron script"),
     "dry-run": Command("launch", "dry_run", "the memory of each rank that launch would start"),
-    "plan": Command("planning.plan", "main", "the fastest shard sizes for a model on a cluster"),
-    "calibrate": Command("planning.calibrate", "main", "measure a cluster, within torchrun"),
+    "plan": Command("commands.plan", "main", "the fastest shard sizes for a model on a cluster"),
+    "calibrate": Command("commands.calibrate", "main", "measure a cluster, within torchrun"),
     "hf": Command("hf.__main__", "main", "checkpoints to Hugging Face directories and back"),
     "inspect": Command("attention.inspect", "main", "whether a model needs PASA attention"),
 }

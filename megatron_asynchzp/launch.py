@@ -80,7 +80,15 @@ def start(argv: list[str]) -> None:
         ranks = _most_ranks(known, arguments)
     if ranks is not None:
         _let_megatron_check(script, arguments, ranks, int(known.nproc_per_node))
-    run = ["-m", "megatron_asynchzp.torchrun", *options, "-m", __name__, script, *arguments]
+    run = [
+        "-m",
+        "megatron_asynchzp.commands.torchrun",
+        *options,
+        "-m",
+        __name__,
+        script,
+        *arguments,
+    ]
     os.execv(sys.executable, [sys.executable, *run])
 
 
@@ -173,7 +181,7 @@ def _let_megatron_check(script: str, arguments: list[str], ranks: int, per_node:
     refuses: here within seconds, and once; the ranks would each end in torchrun's table."""
     print("megatron_asynchzp: Megatron checks the command line before torchrun starts", flush=True)
     words = [str(ranks), str(min(per_node, ranks)), script, *arguments]
-    command = [sys.executable, "-m", "megatron_asynchzp.planning.validation", *words]
+    command = [sys.executable, "-m", "megatron_asynchzp.commands.validation", *words]
     try:
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=_CHECKED_S)
     except subprocess.TimeoutExpired:
@@ -222,8 +230,8 @@ def run_script(script: Path, arguments: list[str]) -> None:
     sys.path.insert(0, str(script.resolve().parent))
     sys.argv = [str(script), *arguments]
     try:
+        from megatron_asynchzp.commands import dry_run as command
         from megatron_asynchzp.mcore import ending, startup
-        from megatron_asynchzp.planning import dry_run as command
     except ModuleNotFoundError as error:
         if (missing := MissingPackage.of(error, script.name)) is None:
             raise

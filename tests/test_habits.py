@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
-from megatron_asynchzp.sharded_arguments import default_units
+from megatron_asynchzp.library.arguments import default_units
 from scripts.testbed.ranks import Place, free_port, run_ranks
 from tests.support.engine import build_toy
 from tests.support.selection import slow_unless

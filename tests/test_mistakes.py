@@ -35,7 +35,7 @@ def let_megatron_say(monkeypatch: pytest.MonkeyPatch, checked: Checked) -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the command is given: with a script, a dataset, broken datasets and a file."""
     monkeypatch.chdir(tmp_path)
-    # Megatron's own check takes seconds; tests/planning/test_validation.py has it.
+    # Megatron's own check takes seconds; tests/commands/test_validation.py has it.
     let_megatron_say(monkeypatch, Checked())
     monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", None)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
@@ -241,7 +241,7 @@ def test_a_command_line_without_a_mistake_becomes_torchrun(folder, monkeypatch):
     monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
     command.main(uses("--data-path 0.3 good 0.7 good --asynchzp-param-shard-size 2").split())
     (words,) = started
-    assert words[1:5] == ["-m", "megatron_asynchzp.torchrun", "--nproc-per-node", "4"]
+    assert words[1:5] == ["-m", "megatron_asynchzp.commands.torchrun", "--nproc-per-node", "4"]
     assert words[5:8] == ["-m", "megatron_asynchzp.launch", SCRIPT]
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp import ConfigurationError, ShardSizes, shard
-from megatron_asynchzp.sharded_arguments import default_sizes
+from megatron_asynchzp.library.arguments import default_sizes
 from scripts.testbed.ranks import run_ranks
 
 Change = Callable[[torch.Tensor], torch.Tensor]

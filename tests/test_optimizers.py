@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import checkpoint
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
-from megatron_asynchzp.sharded_trial import refuse_by_trial
+from megatron_asynchzp.library.trial import refuse_by_trial
 from scripts.testbed.ranks import run_ranks
 from tests.support.selection import slow_unless
 

@@ -110,7 +110,9 @@ def test_sigterm_while_a_checkpoint_is_loaded_saves_after_the_first_step(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "runs", [("torch.distributed.run", 1), ("megatron_asynchzp.torchrun", 0)], ids=["torch", "ours"]
+    "runs",
+    [("torch.distributed.run", 1), ("megatron_asynchzp.commands.torchrun", 0)],
+    ids=["torch", "ours"],
 )
 def test_torchrun_hands_sigterm_on_and_waits_for_the_save(tmp_path, runs):
     """torch's ends with a status of its own, whatever that of the ranks is; ours with theirs."""

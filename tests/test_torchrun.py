@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron_asynchzp import torchrun
+from megatron_asynchzp.commands import torchrun
 
 
 class Ended:
@@ -84,7 +84,7 @@ def test_of_each_place_the_process_counts_that_was_started_last(monkeypatch):
 
 _HELD = """
 import threading, time
-from megatron_asynchzp import torchrun
+from megatron_asynchzp.commands import torchrun
 torchrun._HELD_S = 0.2
 gone = threading.Event()
 def end():

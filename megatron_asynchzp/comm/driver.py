@@ -25,15 +25,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_asynchzp.comm.collectives import AxisGroup, Last, Steps, ranks_along
-from megatron_asynchzp.comm.other_collective import (
+from megatron_asynchzp.comm.timeline import LANES, WAIT, Timeline, profiler_range
+from megatron_asynchzp.errors import name_ranks
+from megatron_asynchzp.failure.other_collective import (
     collective_of_main_thread,
     is_main_thread_waiting,
 )
-from megatron_asynchzp.comm.roll_call import OTHERS_FIRST_S, RollCall
-from megatron_asynchzp.comm.saves import Saves
-from megatron_asynchzp.comm.timeline import LANES, WAIT, Timeline, profiler_range
-from megatron_asynchzp.comm.watchdog import Watchdog
-from megatron_asynchzp.errors import name_ranks
+from megatron_asynchzp.failure.roll_call import OTHERS_FIRST_S, RollCall
+from megatron_asynchzp.failure.saves import Saves
+from megatron_asynchzp.failure.watchdog import Watchdog
 
 
 def hash_of(entries: Iterable[str]) -> int:
@@ -277,7 +277,7 @@ class Driver:
 
     step: the latest that has begun.
     submitted: "lane unit" of each task, in order, until the comparison of orders takes it.
-    counts: tasks submitted so far, by lane.
+    counts: tasks submitted so far, by lane; all ranks have the lanes in one order.
     latest: of each lane the task that was submitted last.
     last_task: of all lanes.
     saves: checkpoints that this rank is saving, for messages.
@@ -291,7 +291,7 @@ class Driver:
         self.timeline, self.device, self.limit_s = timeline, timeline.device, limit_s
         self.step = self.num_steps = 0
         self.submitted: list[str] = []
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter[str](dict.fromkeys(LANES, 0))
         self.latest: dict[str, Task] = {}
         self.last_task: Task | None = None
         self._failure: Exception | None = None

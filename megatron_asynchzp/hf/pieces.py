@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_asynchzp.sharding.held_runs import HeldRun
+from megatron_asynchzp.hf.held_runs import HeldRun
 
 _INDEX = torch.int32
 ALL = -1

@@ -12,22 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_asynchzp.comm.delivery import Parcel, deliver
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.contents import Job, jobs_in_order_of_use, match_keys
-from megatron_asynchzp.hf.mapping import TensorRule, rules_of
-from megatron_asynchzp.hf.megatron_arguments import read_arguments
-from megatron_asynchzp.hf.pieces import ALL, Piece, join
-from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
-from megatron_asynchzp.mcore.described_runs import (
+from megatron_asynchzp.hf.delivery import Parcel, deliver
+from megatron_asynchzp.hf.described_runs import (
     changed_elements_of,
     described_runs,
     elements_of,
     unit_at,
 )
+from megatron_asynchzp.hf.held_runs import Address, HeldRun, distinct_runs
+from megatron_asynchzp.hf.mapping import TensorRule, rules_of
+from megatron_asynchzp.hf.megatron_arguments import read_arguments
+from megatron_asynchzp.hf.pieces import ALL, Piece, join
+from megatron_asynchzp.hf.routes import Holders, Routes, sharing_block
+from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
 from megatron_asynchzp.mcore.whole_tensors import whole_marks, whole_unit
-from megatron_asynchzp.sharding.held_runs import Address, HeldRun, distinct_runs
-from megatron_asynchzp.sharding.routes import Holders, Routes, sharing_block
 from megatron_asynchzp.weight_delta import WeightDelta
 from megatron_asynchzp.zero.params import TRAINED_DTYPES
 from megatron_asynchzp.zero.unit import HZPUnit

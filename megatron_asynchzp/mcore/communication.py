@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.report import CommReport, CommReports
-from megatron_asynchzp.comm.roll_call import ANSWERS_WITHIN_S, RollCall
 from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.timeline import stop_trace
 from megatron_asynchzp.device import Device
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.failure.roll_call import ANSWERS_WITHIN_S, RollCall
 from megatron_asynchzp.mcore.flags.asynchzp import TraceRequest
 from megatron_asynchzp.mcore.process.interrupts import watch_interrupts
 from megatron_asynchzp.mcore.process.last_line import EXIT_FAILURE, LastLine, end_process

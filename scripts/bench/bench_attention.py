@@ -25,7 +25,7 @@ from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.delegate import VENDORS, delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.pasa import SHIFTS, block_attention
-from megatron_asynchzp.planning import styles
+from megatron_asynchzp.commands import styles
 from scripts.report.records import append, read
 from scripts.testbed.attention.exact import exact_backward, exact_forward
 

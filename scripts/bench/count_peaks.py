@@ -135,7 +135,7 @@ import json, os, sys
 out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-from megatron_asynchzp.planning.stages import dry_run_of_flags
+from megatron_asynchzp.commands.stages import dry_run_of_flags
 for line in sys.stdin:
     flags, ranks = json.loads(line)
     stages = dry_run_of_flags(tuple([*flags, "--asynchzp-device", "cpu"]), ranks, ranks).stages

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from megatron_asynchzp.commands.calibrate import calibrate
 from megatron_asynchzp.planner.cluster import Cluster
-from megatron_asynchzp.planning.calibrate import calibrate
 from scripts.bench.planner_points import EmulatedCluster, Point
 from scripts.testbed.contenders.layer_delay import layers_take
 from scripts.testbed.fabric.network import Network

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from megatron_asynchzp.torchrun import keeping_store, watch_rendezvous
+from megatron_asynchzp.commands.torchrun import keeping_store, watch_rendezvous
 from scripts.faults.cells import LAST_STEP, SAVE_EVERY, Cell
 from scripts.faults.processes import is_alive
 from scripts.testbed import preload_megatron  # noqa: F401  so that no rank has to

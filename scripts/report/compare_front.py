@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_asynchzp.planning import styles
-from megatron_asynchzp.planning.styles import INK, NORMAL, SIZES_MEANING, SMALL, bare
+from megatron_asynchzp.commands import styles
+from megatron_asynchzp.commands.styles import INK, NORMAL, SIZES_MEANING, SMALL, bare
 from scripts.report.compare_memory import peak_of
 from scripts.report.compare_picture import MEANING, on_networks
 from scripts.report.compare_rows import Comparison, Row, comparisons

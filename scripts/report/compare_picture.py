@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_asynchzp.planning import styles
-from megatron_asynchzp.planning.styles import INK, NORMAL, RED, SIZES_MEANING, SMALL, bare
+from megatron_asynchzp.commands import styles
+from megatron_asynchzp.commands.styles import INK, NORMAL, RED, SIZES_MEANING, SMALL, bare
 from scripts.report.compare_rows import Comparison, Row, comparisons
 from scripts.report.records import write_picture
 from scripts.testbed.contenders.side_by_side import ND, OURS, SHARDED

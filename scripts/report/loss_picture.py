@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_asynchzp.planning import styles
-from megatron_asynchzp.planning.styles import (
+from megatron_asynchzp.commands import styles
+from megatron_asynchzp.commands.styles import (
     GREEN,
     GREY,
     GRID,

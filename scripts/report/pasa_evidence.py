@@ -25,8 +25,8 @@ from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.delegate import delegate_attention
 from megatron_asynchzp.attention.mask import AttentionMask
 from megatron_asynchzp.attention.vendors import Sdpa
-from megatron_asynchzp.planning import styles
-from megatron_asynchzp.planning.styles import BLUE, GREEN, GREY, INK, VERMILION, bare
+from megatron_asynchzp.commands import styles
+from megatron_asynchzp.commands.styles import BLUE, GREEN, GREY, INK, VERMILION, bare
 from scripts.report.records import replace
 from scripts.testbed.machine import machine_record
 

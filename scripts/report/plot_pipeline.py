@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_asynchzp.comm.timeline import WAIT, union_s
+from megatron_asynchzp.commands import styles
+from megatron_asynchzp.commands.styles import INK, SMALL, STEP_COLOURS, bare
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.planning import styles
-from megatron_asynchzp.planning.styles import INK, SMALL, STEP_COLOURS, bare
 from scripts.report.plot_timeline import save_picture
 from scripts.report.step_trace import Computation, Trace, read_trace
 

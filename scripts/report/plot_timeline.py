@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_asynchzp.comm.timeline import COMPUTE, WAIT, Span
+from megatron_asynchzp.commands import styles
+from megatron_asynchzp.commands.styles import INK, SMALL
+from megatron_asynchzp.commands.styles import STEP_COLOURS as COLOURS
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.planning import styles
-from megatron_asynchzp.planning.styles import INK, SMALL
-from megatron_asynchzp.planning.styles import STEP_COLOURS as COLOURS
 from scripts.report.step_trace import (
     Computation,
     Trace,

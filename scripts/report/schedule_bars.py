@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_asynchzp.planning import styles
-from megatron_asynchzp.planning.styles import (
+from megatron_asynchzp.commands import styles
+from megatron_asynchzp.commands.styles import (
     BLUE,
     GREEN,
     INK,

@@ -89,7 +89,7 @@ class Nodes:
         """A node that was not there, or that was lost, comes."""
         words = [word.replace("{node}", name) for word in self._words]
         node = self._names.index(name) if self._links is not None else 0
-        command = [*self._enter(node), sys.executable, "-m", "megatron_asynchzp.torchrun"]
+        command = [*self._enter(node), sys.executable, "-m", "megatron_asynchzp.commands.torchrun"]
         command += ["--local-addr", self._address(node), *self._options, *words]
         kind, _, mark = self._mark(name).partition("=")
         env = self._env | {kind: mark}

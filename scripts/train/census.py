@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+from megatron_asynchzp.commands.pretended_world import fewest_ranks, parse, patch_megatron
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.planning.pretended_world import fewest_ranks, parse, patch_megatron
 from scripts.testbed.machine import machine_record
 
 _RANKS_PER_NODE = 8

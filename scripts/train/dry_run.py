@@ -48,7 +48,7 @@ class Machine:
 
 def _measure(*run: Any) -> Any:
     # Here and not above: a wrong name of a row is reported without importing Megatron.
-    from megatron_asynchzp.planning import stages
+    from megatron_asynchzp.commands import stages
 
     return stages.dry_run_of_flags(*run)
 
@@ -81,7 +81,7 @@ class Report:
         return self.memory.left_of(self.device_nbytes) >= 0
 
     def verdict(self) -> str:
-        from megatron_asynchzp.planning import memory_tables
+        from megatron_asynchzp.commands import memory_tables
 
         return f"{self.row.name}: {memory_tables.verdict(self.found, self.device_nbytes)}"
 
@@ -98,7 +98,7 @@ class Report:
         }
 
     def text(self) -> str:
-        from megatron_asynchzp.planning import memory_tables
+        from megatron_asynchzp.commands import memory_tables
 
         row, found = self.row, self.found
         parts = [

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.driver import CollectiveFailure, Driver, Task
-from megatron_asynchzp.comm.other_collective import collective_of
-from megatron_asynchzp.comm.saves import Saves
 from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.device import CpuDevice
+from megatron_asynchzp.failure.other_collective import collective_of
+from megatron_asynchzp.failure.saves import Saves
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
 
 _TITLE = "all-gather of the parameters of u0 on this rank in step 0"

@@ -10,9 +10,9 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
-from megatron_asynchzp.comm import roll_call
-from megatron_asynchzp.comm.roll_call import RollCall
 from megatron_asynchzp.errors import name_ranks
+from megatron_asynchzp.failure import roll_call
+from megatron_asynchzp.failure.roll_call import RollCall
 
 WORLD_SIZE = 4
 SOON_S = 20.0

@@ -13,7 +13,7 @@ import pytest
 from megatron_asynchzp.comm.driver import CollectiveFailure, Driver, Task
 from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.timeline import LANES
-from megatron_asynchzp.comm.watchdog import Watchdog
+from megatron_asynchzp.failure.watchdog import Watchdog
 from megatron_asynchzp.schedule import ON_STREAMS, ScheduleConfig
 from tests.support.recording_device import RecordingDevice
 

@@ -7,8 +7,8 @@ from itertools import pairwise, product
 import pytest
 import torch
 
+from megatron_asynchzp.hf.held_runs import Address, HeldRun
 from megatron_asynchzp.hf.pieces import Piece, join
-from megatron_asynchzp.sharding.held_runs import Address, HeldRun
 
 LAYERS = 3
 

@@ -34,7 +34,7 @@ def cluster(tmp_path):
 
 def chosen(more: list[str], rank: int = 0, ranks: int = 32) -> tuple[tuple[int, ...], list[str]]:
     """The sizes of a rank of nodes of four, and what it logs."""
-    from megatron_asynchzp.planning import pretended_world
+    from megatron_asynchzp.commands import pretended_world
 
     args, lines = pretended_world.parse([*FLAGS, *more], ranks, 4)
     sizes = (getattr(args, f"asynchzp_{state}_shard_size") for state in STATES)

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_asynchzp.commands import plan as command
+from megatron_asynchzp.commands.stages import dry_run_of_flags
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore import planned
 from megatron_asynchzp.mcore.flags.asynchzp import AUTO
@@ -19,8 +21,6 @@ from megatron_asynchzp.mcore.flags.shard_sizes import STATES
 from megatron_asynchzp.planner.cluster import Cluster, Device, Link
 from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.search import Space, plans
-from megatron_asynchzp.planning import plan as command
-from megatron_asynchzp.planning.stages import dry_run_of_flags
 from scripts.testbed.megatron_flags import flags_of
 from tests.support import real_units
 from tests.support.command_lines import random_flags

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.sharding.held_runs import Address, HeldRun, distinct_runs
+from megatron_asynchzp.hf.held_runs import Address, HeldRun, distinct_runs
 
 
 def run(offset: tuple[int, ...], holders: tuple[int, ...], copy: tuple[int, int] = (0, 0)):

@@ -25,8 +25,8 @@ from megatron_asynchzp.checkpoint_files.saving import (
     save_error,
 )
 from megatron_asynchzp.comm.driver import CollectiveFailure
-from megatron_asynchzp.comm.other_collective import collective_of
-from megatron_asynchzp.comm.saves import Saves
+from megatron_asynchzp.failure.other_collective import collective_of
+from megatron_asynchzp.failure.saves import Saves
 from megatron_asynchzp.mcore.checkpoint.aliases import complete_index
 from megatron_asynchzp.mcore.checkpoint.frozen import drop_frozen, is_trained_only
 from megatron_asynchzp.mcore.checkpoint.local import LOCAL, saving

@@ -8,7 +8,7 @@ from inspect import signature
 from typing import Any
 
 from megatron_asynchzp.checkpoint_files.parts import check_plan, create_read_items
-from megatron_asynchzp.comm.saves import Saves
+from megatron_asynchzp.failure.saves import Saves
 from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.patch import Patch, replaces, run_args
 

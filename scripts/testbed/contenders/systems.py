@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_asynchzp.library.runtime import new_runtime
 from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharded_runtime import new_runtime
 from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.early_update import EarlyUpdate

@@ -173,7 +173,7 @@ MUTANTS = [
     Mutant(
         "nobody-watches-streams",
         "law 7: what does not end in time is named, in every schedule",
-        "comm/watchdog.py",
+        "failure/watchdog.py",
         "return item if time.monotonic() > deadline else None",
         "return None",
         (
@@ -227,7 +227,7 @@ MUTANTS = [
     Mutant(
         "nobody-hears-the-call",
         "law 7: all ranks hear of a failure",
-        "comm/roll_call.py",
+        "failure/roll_call.py",
         "if not self._has_answered and self._store.check([_CALLED]):",
         "if False:",
         (
@@ -238,7 +238,7 @@ MUTANTS = [
     Mutant(
         "nobody-writes",
         "law 7: a failure in a save names who was writing",
-        "comm/roll_call.py",
+        "failure/roll_call.py",
         "self._answer(self._is_found_writing())",
         "self._answer(False)",
         (

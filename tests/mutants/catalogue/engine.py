@@ -20,9 +20,8 @@ MUTANTS = [
         "no-param-sync",
         "what the optimizer writes is what every rank gathers",
         "zero/unit.py",
-        "self.model_param.view(self.optim_range))\n"
-        "        return (yield from self.complete_param_steps())",
-        "self.model_param.view(self.optim_range))\n        yield from ()",
+        "            self.note_sent()\n        return (yield from self.complete_param_steps())",
+        "            self.note_sent()\n        yield from ()",
         (
             "tests/zero/test_main_params.py::"
             "test_updates_smaller_than_bf16_can_see_add_up_as_in_a_plain_fp32_adam"

@@ -139,7 +139,7 @@ MUTANTS = [
     Mutant(
         "dropped-expert",
         "a model of which no rank describes a part is not streamed",
-        "sharding/held_runs.py",
+        "hf/held_runs.py",
         "if held != wanted or",
         "if held > wanted or",
         (

@@ -4,7 +4,7 @@
 
 import pytest
 
-from megatron_asynchzp.planning.stages import dry_run_of_flags
+from megatron_asynchzp.commands.stages import dry_run_of_flags
 from scripts.testbed.megatron_flags import flags_of
 from tests.support import real_units
 

@@ -3,7 +3,7 @@
 """Whether Megatron and --use-asynchzp take a command line, before any rank is started. In a process
 of its own: a script that runs up to Megatron's validation may change its environment.
 
-    python -m megatron_asynchzp.planning.validation RANKS RANKS_PER_NODE SCRIPT [arguments]
+    python -m megatron_asynchzp.commands.validation RANKS RANKS_PER_NODE SCRIPT [arguments]
 
 Exit status: 0; 2 with one line where the command line is refused.
 """
@@ -28,8 +28,8 @@ def refusal(script: Path, flags: list[str], ranks: int, ranks_per_node: int) -> 
     sys.path.insert(0, str(script.resolve().parent))  # a Megatron checkout beside the script counts
     try:
         # Only now: it imports Megatron, which that may be.
+        from megatron_asynchzp.commands import pretended_world
         from megatron_asynchzp.mcore.process.platform import reason_for_cpu
-        from megatron_asynchzp.planning import pretended_world
 
         on_cpu = ["--asynchzp-device", "cpu"] if reason_for_cpu(flags) else []
         stop = ["--asynchzp-dry-run", str(ranks)]
@@ -44,7 +44,7 @@ def _is_of_the_command_line(error: ConfigurationError) -> bool:
     if isinstance(error, MissingPackage):
         return True
     if isinstance(cause, ConfigurationError):
-        from megatron_asynchzp.planning.pretended_world import NotValidated
+        from megatron_asynchzp.commands.pretended_world import NotValidated
 
         return not isinstance(cause, NotValidated)
     paths = [Path(frame.filename).parts for frame in traceback.extract_tb(cause.__traceback__)]

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_asynchzp.hf.held_runs import Address, HeldRun
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
-from megatron_asynchzp.sharding.held_runs import Address, HeldRun
 from megatron_asynchzp.sharding.topology import Range
 from megatron_asynchzp.zero.marks import unpacked
 from megatron_asynchzp.zero.unit import HZPUnit

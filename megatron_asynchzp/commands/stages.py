@@ -8,15 +8,15 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_asynchzp.commands import pretended_world
+from megatron_asynchzp.commands.communicators import Communicators, engine_communicators
+from megatron_asynchzp.commands.group_kinds import GroupKind, RankGroups, group_kinds
+from megatron_asynchzp.commands.savings import Saving, savings
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
 from megatron_asynchzp.mcore.planned import costing_of, moments_nbytes, naming_the_flag, shard_sizes
 from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.memory import Memory, stage_activations
 from megatron_asynchzp.planner.model import Parallel, stage_units
-from megatron_asynchzp.planning import pretended_world
-from megatron_asynchzp.planning.communicators import Communicators, engine_communicators
-from megatron_asynchzp.planning.group_kinds import GroupKind, RankGroups, group_kinds
-from megatron_asynchzp.planning.savings import Saving, savings
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from megatron_asynchzp.commands import plan_table
 from megatron_asynchzp.errors import ConfigurationError, require
 from megatron_asynchzp.mcore.flags import checks
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
@@ -27,7 +28,6 @@ from megatron_asynchzp.planner.activations import Recompute, Setting
 from megatron_asynchzp.planner.cluster import GIB, Cluster
 from megatron_asynchzp.planner.cluster_files import cluster_names, load_cluster
 from megatron_asynchzp.planner.search import VARIED, Outcome, Progress, Space
-from megatron_asynchzp.planning import plan_table
 
 EXIT_TOO_LARGE = 1
 _DEFAULT_SCRIPT = "pretrain_gpt.py"
@@ -93,8 +93,8 @@ def space_of(setting: Setting, args: Namespace, asked: Namespace, cluster: Clust
 def setting_of(command: Sequence[str], cluster: Cluster) -> tuple[Setting, Namespace]:
     """The model of a training command in a pretended world of the cluster's ranks. Raises
     ConfigurationError for what Megatron or --use-asynchzp refuses."""
+    from megatron_asynchzp.commands import pretended_world
     from megatron_asynchzp.mcore import planned
-    from megatron_asynchzp.planning import pretended_world
 
     # Megatron asks for it beside some parallel sizes; no device is used here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -146,11 +146,11 @@ def _print(outcome: Outcome, space: Space, asked: Namespace, command: Sequence[s
     if text := explain.missed(outcome, space):
         print(f"- {text}")
     if asked.trace is not None:
-        from megatron_asynchzp.planning import plan_picture
+        from megatron_asynchzp.commands import plan_picture
 
         plan_picture.write_trace(best, asked.trace)
     if asked.picture is not None:
-        from megatron_asynchzp.planning import plan_picture
+        from megatron_asynchzp.commands import plan_picture
 
         plan_picture.draw(outcome, space, asked.picture)
 

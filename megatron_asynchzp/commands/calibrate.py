@@ -3,7 +3,7 @@
 """Measures the links and the computing of the machines it runs on, and writes a cluster file for
 the planner:
 
-    torchrun --nnodes 2 --nproc-per-node 8 [...] -m megatron_asynchzp.planning.calibrate \\
+    torchrun --nnodes 2 --nproc-per-node 8 [...] -m megatron_asynchzp.commands.calibrate \\
         --tflops 989 --memory-gib 80 --output mine.toml
 
 All-gathers of several sizes within each node and between the nodes, and a product of matrices; the
@@ -139,7 +139,7 @@ def calibrate(
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="torchrun [...] -m megatron_asynchzp.planning.calibrate",
+        prog="torchrun [...] -m megatron_asynchzp.commands.calibrate",
         description=(__doc__ or "").split("\n\n")[0],
     )
     add = parser.add_argument
@@ -156,7 +156,7 @@ def main(argv: list[str]) -> int:
     if "RANK" not in os.environ:
         parser.error(
             "start it with torchrun on the nodes to measure: torchrun --nproc-per-node 8 -m "
-            "megatron_asynchzp.planning.calibrate --tflops 989 --memory-gib 80 --output mine.toml"
+            "megatron_asynchzp.commands.calibrate --tflops 989 --memory-gib 80 --output mine.toml"
         )
     if not asked.output.parent.is_dir():
         parser.error(f"--output {asked.output}: name a file in a folder that exists")
@@ -177,7 +177,7 @@ def main(argv: list[str]) -> int:
             blank,
             replace(blank, cards=asked.cards or per_node),
             runs_ahead=has_device,
-            source="megatron_asynchzp.planning.calibrate",
+            source="megatron_asynchzp.commands.calibrate",
         )
         sizes = [size for size in SIZES if size <= 2**20 * asked.largest_mib]
         found = calibrate(cluster, sizes, _REPETITIONS)

@@ -44,7 +44,7 @@ def dry_run(script: Path, arguments: list[str], asked: Namespace) -> int:
     if os.environ.get("RANK", "0") != "0":  # started with torchrun all the same
         return 0
     # Only now: a wrong flag is reported without importing Megatron.
-    from megatron_asynchzp.planning import memory_tables, pretended_world, stages
+    from megatron_asynchzp.commands import memory_tables, pretended_world, stages
 
     ranks = asked.asynchzp_dry_run or int(os.environ.get("WORLD_SIZE", 0))
     ranks = ranks or pretended_world.fewest_ranks(arguments)

@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.sharded_fragments import TrainedFragment
-from megatron_asynchzp.sharded_grads import WholeShaped, refuse_whole_states
-from megatron_asynchzp.sharded_params import refuse_copies
-from megatron_asynchzp.sharded_trial import refuse_by_trial
+from megatron_asynchzp.library.fragments import TrainedFragment
+from megatron_asynchzp.library.grads import WholeShaped, refuse_whole_states
+from megatron_asynchzp.library.params import refuse_copies
+from megatron_asynchzp.library.trial import refuse_by_trial
 from megatron_asynchzp.zero.guard import SHARDED_AS
 
 NewOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]

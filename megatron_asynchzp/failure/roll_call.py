@@ -21,7 +21,6 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from megatron_asynchzp.comm.timeline import LANES
 from megatron_asynchzp.errors import name_ranks
 
 _LOOKS_EVERY_S = 1.0
@@ -48,7 +47,8 @@ class RollCall:
 
     store: for this alone, with a connection of its own. A thread of this object alone uses it: a
         store whose host is gone can hold whoever asks it for minutes.
-    counts: tasks that this rank has submitted so far, by lane; read when somebody calls.
+    counts: tasks that this rank has submitted so far, by lane; read when somebody calls. All ranks
+        have the same lanes, in one order.
     on_call: called once, in a thread of its own, when another rank has called.
     is_writing: whether this rank writes a checkpoint, for which others may wait; asked when another
         rank has called.
@@ -72,7 +72,7 @@ class RollCall:
         self._is_asked = threading.Event()
         self._is_over = threading.Event()
         self._is_lost = self._has_answered = False
-        # By rank: what it had submitted, in the order of LANES, when it answered.
+        # By rank: what it had submitted, in the order of its lanes, when it answered.
         self._answers: dict[int, list[int]] = {}
         self._writing: set[int] = set()  # when they answered
         self._failed: set[int] = set()
@@ -113,7 +113,7 @@ class RollCall:
         if lane is None:
             writing = sorted(self._writing)
         else:
-            place = tuple(LANES).index(lane)
+            place = tuple(self._counts).index(lane)
             behind = [r for r in ranks if r in answers and answers[r][place] < number]
         before = sorted(self._failed_before)
         texts = (
@@ -177,8 +177,7 @@ class RollCall:
             return False
 
     def _answer(self, is_writing: bool) -> None:
-        counts = (self._counts.get(lane, 0) for lane in LANES)
-        self._tell(_IS_HERE, int(is_writing), *counts)
+        self._tell(_IS_HERE, int(is_writing), *self._counts.values())
         self._store.add(_NUM_ANSWERED, 1)
         self._has_answered = True
 

@@ -6,9 +6,9 @@ import io
 from collections.abc import Sequence
 from math import ceil
 
+from megatron_asynchzp.commands.stages import DryRun
 from megatron_asynchzp.device import STAYS_FREE
 from megatron_asynchzp.planner.memory import Memory
-from megatron_asynchzp.planning.stages import DryRun
 
 GIB = 2**30
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_asynchzp.planning import validation
+from megatron_asynchzp.commands import validation
 from tests.support.command_server import Ended, serving
 
 _SCRIPT = str(Path(__file__).parents[2] / "scripts" / "train" / "pretrain_gpt.py")

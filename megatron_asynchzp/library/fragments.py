@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron_asynchzp.sharded_state import ShardedState
+from megatron_asynchzp.library.state import ShardedState
 from megatron_asynchzp.sharding.topology import Range
 from megatron_asynchzp.zero.unit import HZPUnit
 

@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.sharded_fragments import HeldFragment, TrainedFragment
-from megatron_asynchzp.sharded_state import NOT_THERE, AbsentState, ShardedState
-from megatron_asynchzp.sharded_trial import StateKind, has_all_at_once, kinds_of_states
+from megatron_asynchzp.library.fragments import HeldFragment, TrainedFragment
+from megatron_asynchzp.library.state import NOT_THERE, AbsentState, ShardedState
+from megatron_asynchzp.library.trial import StateKind, has_all_at_once, kinds_of_states
+from megatron_asynchzp.library.whole_values import saved_buffers
 from megatron_asynchzp.sharding.topology import Range
-from megatron_asynchzp.whole_values import saved_buffers
 from megatron_asynchzp.zero.autograd import HZPRuntime
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.sharded_state import ShardedState
+from megatron_asynchzp.library.state import ShardedState
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.guard import DATA, GRAD, SET_GRAD, SHARDED_AS, Use
 from megatron_asynchzp.zero.unit import HZPUnit

@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_asynchzp.torchrun ...` is torchrun, but for three ends. torchrun itself ends
+"""`python -m megatron_asynchzp.commands.torchrun ...` is torchrun, but for three ends. torchrun
+itself ends
 
 - after SIGTERM with 1 and a traceback whatever its ranks did, so that a scheduler takes a run that
   saved well for a failure;
@@ -24,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 
-from megatron_asynchzp.comm.roll_call import LASTS_S
+from megatron_asynchzp.failure.roll_call import LASTS_S
 
 _HELD_S = 5.0
 """How long a call of the rendezvous' store takes before the store counts as gone: milliseconds."""

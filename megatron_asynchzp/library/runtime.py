@@ -15,9 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from megatron_asynchzp.comm.groups import ShardGroups
-from megatron_asynchzp.meta_model import is_meta, materialize
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharded_arguments import (
+from megatron_asynchzp.library.arguments import (
     Description,
     checked_group,
     checked_units,
@@ -25,6 +23,8 @@ from megatron_asynchzp.sharded_arguments import (
     refuse_different_models,
     refuse_sharded,
 )
+from megatron_asynchzp.library.meta_model import is_meta, materialize
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.construction import Construction

@@ -8,12 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_asynchzp.comm import timeline
-from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.planner.cluster import GIB
-from megatron_asynchzp.planner.search import Candidate, Outcome, Space
-from megatron_asynchzp.planner.simulate import Interval
-from megatron_asynchzp.planning import styles
-from megatron_asynchzp.planning.styles import (
+from megatron_asynchzp.commands import styles
+from megatron_asynchzp.commands.styles import (
     GREEN,
     GREY,
     INK,
@@ -24,6 +20,10 @@ from megatron_asynchzp.planning.styles import (
     STEP_COLOURS,
     bare,
 )
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.planner.cluster import GIB
+from megatron_asynchzp.planner.search import Candidate, Outcome, Space
+from megatron_asynchzp.planner.simulate import Interval
 
 _SHOWN_MICRO_BATCHES = 2  # of a step without a pipeline: more look the same
 _LANES = ("compute", "wait", "gather", "reduce", "grad-sync", "param-sync")

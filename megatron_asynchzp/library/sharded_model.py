@@ -21,9 +21,7 @@ from megatron_asynchzp.comm.agreement import settings_of_groups
 from megatron_asynchzp.comm.report import CommReport, CommReports
 from megatron_asynchzp.comm.timeline import captured_trace, profiler_range
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.meta_model import is_meta
-from megatron_asynchzp.schedule import ScheduleConfig
-from megatron_asynchzp.sharded_arguments import (
+from megatron_asynchzp.library.arguments import (
     checked_group,
     checked_optimizer,
     default_sizes,
@@ -34,15 +32,17 @@ from megatron_asynchzp.sharded_arguments import (
     refuse_param_dtype,
     sizes_of_mesh,
 )
-from megatron_asynchzp.sharded_checkpoint import ModelCheckpoint
-from megatron_asynchzp.sharded_fragments import TrainedFragment, fragments_of
-from megatron_asynchzp.sharded_grads import PartGrad, PartParam, grad_of, plain, set_grad
-from megatron_asynchzp.sharded_optimizer import NewOptimizer, guarded_optimizer, watch_optimizers
-from megatron_asynchzp.sharded_params import ShardedParams
-from megatron_asynchzp.sharded_runtime import checked_model, runtime_of
+from megatron_asynchzp.library.checkpoint import ModelCheckpoint
+from megatron_asynchzp.library.fragments import TrainedFragment, fragments_of
+from megatron_asynchzp.library.grads import PartGrad, PartParam, grad_of, plain, set_grad
+from megatron_asynchzp.library.meta_model import is_meta
+from megatron_asynchzp.library.optimizer import NewOptimizer, guarded_optimizer, watch_optimizers
+from megatron_asynchzp.library.params import ShardedParams
+from megatron_asynchzp.library.runtime import checked_model, runtime_of
+from megatron_asynchzp.library.whole_values import loadable_tensors, problem_of_values
+from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.weight_delta import WeightDelta
-from megatron_asynchzp.whole_values import loadable_tensors, problem_of_values
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.early_update import EarlyUpdate, is_elementwise
 from megatron_asynchzp.zero.params import TRAINED_DTYPES
