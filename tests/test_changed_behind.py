@@ -181,7 +181,8 @@ def trained(change: Change, sizes: Sizes, early: str) -> list[torch.Tensor]:
             sent += sum(map(made.runtime.gathers.was_sent, made.runtime.units))
             change(made.optimizer, step)
             made.step()
-        assert bool(sent) is (early == "on")
+        # With one holder of each shard nothing travels.
+        assert bool(sent) is (early == "on" and sizes[2] > sizes[0])
         return [value.clone() for _, value in made.full_params()]
 
 
@@ -218,7 +219,8 @@ def test_what_is_changed_between_backward_and_step_counts_by_whatever_way_it_is_
 
 @pytest.mark.slow
 def test_so_it_does_on_a_device_where_the_host_runs_ahead(worlds: DeviceWorlds):
-    worlds.run(compare, 2, BEFORE, [(2, 2, 2), (1, 1, 2)], timeout_s=600)
+    # A loop may write what a preview still reads: what comes of that differs, and is sent again.
+    worlds.run(compare, 2, BEFORE, [(2, 2, 2), (1, 1, 2)], timeout_s=600, watches=False)
 
 
 def one_rank_alone(sizes: Sizes) -> None:
@@ -324,7 +326,8 @@ def test_a_rank_alone_may_write_what_its_model_computes_with():
 
 
 def ends_on_a_device(sizes: Sizes) -> str:
-    """The host runs ahead: the line comes in the next step."""
+    """The host runs ahead: the line comes in the next step. (The write itself is not ordered with
+    what is on its way.)"""
     device = device_of_rank()
     model = new_model(device)
     made = shard(model, list(model), ShardSizes(*sizes), new_optimizer)
@@ -339,5 +342,5 @@ def ends_on_a_device(sizes: Sizes) -> str:
 
 @pytest.mark.slow
 def test_on_a_device_such_a_run_ends_in_the_next_step(worlds: DeviceWorlds):
-    for line in worlds.run(ends_on_a_device, 2, (1, 1, 2)):
+    for line in worlds.run(ends_on_a_device, 2, (1, 1, 2), watches=False):
         assert "changing_params()" in line and "\n" not in line

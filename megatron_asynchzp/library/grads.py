@@ -62,7 +62,6 @@ class PartGrad(torch.Tensor):
         if part is None:
             return result
         if func is _SCALER:
-            torch.autograd.graph.increment_version(args[0])  # which this operation leaves out
             part.agree(args[1])
         if isinstance(result, (list, tuple)):
             parts: list[Any] = [_derived(one, args, part) for one in cast("list[Any]", result)]

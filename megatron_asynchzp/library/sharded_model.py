@@ -189,7 +189,7 @@ class ShardedModel:
         self._sleeper = Sleeper([runtime], lambda: owner().optimizer.state)
         self.runtime.early = self._new_early_update()
         self._are_in_place = False
-        self.runtime.refuse_writes()
+        self.runtime.refuse_writes(lambda: owner()._params.refuse_writes())
         self._await_grads()
         self._reports = CommReports(runtime.driver)
         atexit.register(_close_at_exit, weakref.ref(self))

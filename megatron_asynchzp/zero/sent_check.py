@@ -15,7 +15,7 @@ On a CPU the host reads the answer at once. Where it runs ahead of a device it r
 of the next step, and before anything is saved, and a difference ends the run.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from megatron_asynchzp.comm.collectives import AxisGroup, Steps, all_reduce_steps, and_then
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.zero.fingerprint import forget_weights
 from megatron_asynchzp.zero.unit import HZPUnit
 
 _WRITTEN = (
@@ -43,6 +44,8 @@ class SentCheck:
 
     units: of the chunk.
     axes: of their sharding groups, innermost first.
+
+    explain: called before a write is refused; may raise an error that knows more of it.
     """
 
     def __init__(self, units: Sequence[HZPUnit], driver: Driver, axes: Sequence[AxisGroup]):
@@ -50,6 +53,8 @@ class SentCheck:
         self._driver, self._axes = driver, axes
         self._index = {unit: index for index, unit in enumerate(self._units)}
         self._where = units[0].device
+        self.explain: Callable[[], None] = lambda: None
+        forget_weights()  # so that a process that builds several models runs each alike
         self._task: Task | None = None
         self._copied: Any = None  # the event after which _written_answer can be read
         self._is_copying = False
@@ -84,6 +89,7 @@ class SentCheck:
         if self._driver.device.runs_ahead:
             self._written[self._index[unit]].logical_or_(differs)
         elif differs:
+            self.explain()
             raise ConfigurationError(_WRITTEN.format(unit.name))
 
     # ---- after an update
@@ -149,6 +155,7 @@ class SentCheck:
         self._is_copying = False
         self._driver.device.synchronize(self._copied, self._driver.limit_s)
         if found := self._named_in(self._written_answer):
+            self.explain()
             self._fail(ConfigurationError(_WRITTEN.format(found[0].name)))
 
     def _fail(self, error: ConfigurationError) -> None:

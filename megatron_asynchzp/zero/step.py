@@ -345,10 +345,11 @@ class StepScheduler:
 
     # ---- writes of others
 
-    def refuse_writes(self) -> None:
+    def refuse_writes(self, explain: Callable[[], None]) -> None:
         """From now on: what is written to main_param otherwise than by an update is refused when
-        the parameters are used next. Now all ranks hold what main_param holds."""
-        self._refuses_writes = True
+        the parameters are used next. Now all ranks hold what main_param holds. explain: see
+        SentCheck."""
+        self._refuses_writes, self.sent_check.explain = True, explain
         for unit in self.units:
             if unit.is_trained:
                 unit.note_sent()
