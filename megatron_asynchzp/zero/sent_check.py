@@ -58,6 +58,7 @@ class SentCheck:
         self._task: Task | None = None
         self._copied: Any = None  # the event after which _written_answer can be read
         self._is_copying = False
+        self._last_use: Any = None  # the event after which _written is as the last use left it
 
     # A number for each unit, made when they are needed first.
 
@@ -87,7 +88,10 @@ class SentCheck:
         """At a use of `unit`, whose shards are as they were sent last."""
         differs = unit.was_written()
         if self._driver.device.runs_ahead:
+            # Units may be used on several streams, in turns.
+            self._driver.device.wait_event(self._last_use)
             self._written[self._index[unit]].logical_or_(differs)
+            self._last_use = self._driver.device.record_event()
         elif differs:
             self.explain()
             raise ConfigurationError(_WRITTEN.format(unit.name))
@@ -134,6 +138,7 @@ class SentCheck:
         self.finish()
         if self._driver.device.runs_ahead and "_written" in vars(self):
             self._read_written()
+            self._driver.device.wait_event(self._last_use)
             self._written_answer.copy_(self._written, non_blocking=True)
             self._copied, self._is_copying = self._driver.device.record_event(), True
 
