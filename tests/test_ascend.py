@@ -2,15 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a start on Ascend needs beside torch_npu, with stand-ins for it: no NPU."""
 
+import sys
 from argparse import Namespace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_asynchzp import launch
 from megatron_asynchzp.attention import npu
 from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.delegate import choose_vendor
@@ -146,3 +149,28 @@ def test_hccls_buffers_count_in_the_need_of_a_rank_on_ascend_alone(monkeypatch):
         assert other.hccl_nbytes == 0 and verdict(other, 11 * GIB).startswith("fits")
     monkeypatch.setenv("HCCL_BUFFSIZE", "50")
     assert ascend.hccl_nbytes == 5 * 100 * 2**20
+
+
+def test_the_start_script_installs_all_that_it_brings_before_the_script_runs(monkeypatch, tmp_path):
+    script = tmp_path / "pretrain.py"
+    script.write_text("")
+    ran: list[list[str]] = []
+
+    def run(path: Path, arguments: list[str]) -> None:
+        assert on_ascend.os.environ["TORCH_NPU_DEVICE_CAPABILITY"] == "8.0"
+        assert torch.Tensor.type is not read and hasattr(torch.Tensor.type, "__wrapped__")
+        assert dist.all_reduce is not all_reduce and hasattr(dist.all_reduce, "__wrapped__")
+        ran.append(arguments)
+
+    read, all_reduce = torch.Tensor.type, dist.all_reduce
+    monkeypatch.setattr(torch.Tensor, "type", read)  # put back in the end
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setenv("TORCH_NPU_DEVICE_CAPABILITY", "")
+    monkeypatch.delenv("TORCH_NPU_DEVICE_CAPABILITY")
+    for name in ("torch_npu", "torch_npu.contrib", "torch_npu.contrib.transfer_to_npu"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["torch_npu"].__spec__ = ModuleSpec("torch_npu", None)
+    monkeypatch.setattr(on_ascend, "refuse_cuda_build", lambda folder: None)
+    monkeypatch.setattr(launch, "run_script", run)
+    on_ascend.main([str(script), "--seed", "1"])
+    assert ran == [["--seed", "1"]]
