@@ -122,6 +122,7 @@ class StreamDevice:
 
     def new_stream(self) -> Any:
         # High: a collective that waits for the device would hold up the peers that wait for it.
+        # Of no effect on an NPU: torch_npu makes every stream with priority 0.
         return self._module.Stream(device=self._device, priority=-1)
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:

@@ -20,6 +20,9 @@ _UNLIMITED = 2147483647
 _COMPRESSED = 2048  # side of the triangle that stands for any causal or banded mask
 # 0 and 1 are reserved; 2 computes rows that attend nothing, which otherwise lose accuracy.
 _INNER_PRECISE, _INNER_PRECISE_EMPTY_ROWS = 0, 2
+# The operator's documented limits.
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MOST_HEADS, _MOST_CHANNELS, _MOST_SEQUENCES = 256, 768, 1024
 
 
 class NpuFusion:
@@ -30,6 +33,16 @@ class NpuFusion:
     def reason_against(self, call: AttentionCall) -> str | None:
         if call.device.type != "npu":
             return "it runs on Ascend NPUs only"
+        if call.q_BHSD.dtype not in _DTYPES:
+            return "it computes fp16, bf16 and fp32 only"
+        if call.q_BHSD.shape[1] > _MOST_HEADS:
+            return f"it has at most {_MOST_HEADS} heads"
+        if max(call.q_BHSD.shape[-1], call.v_BGTE.shape[-1]) > _MOST_CHANNELS:
+            return f"it has at most {_MOST_CHANNELS} channels in a head"
+        if call.mask.packed is not None and (
+            call.mask.packed.cu_seqlens_q.numel() - 1 > _MOST_SEQUENCES
+        ):
+            return f"its TND layout has at most {_MOST_SEQUENCES} packed sequences"
         if call.mask.packed is not None and call.mask.packed.has_padding:
             return "its TND layout has no padding between packed sequences"
         if call.mask.packed is not None and not call.mask.served_queries_BS("cpu").all():

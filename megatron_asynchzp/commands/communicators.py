@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Owns how many communicators the engine has on a rank, and what NCCL's buffers for them take."""
+"""Owns how many communicators the engine has on a rank, and what NCCL's or HCCL's buffers take."""
 
 import os
 from collections.abc import Iterable
@@ -20,6 +20,10 @@ _BUFFERS = {
 _CHANNELS, _USUAL_CHANNELS = ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"), 24
 
 
+# HCCL keeps two buffers for each communicator, of MB of 2^20 bytes (CANN's documentation).
+_HCCL_BUFFER, _USUAL_HCCL_MB = "HCCL_BUFFSIZE", 200
+
+
 @dataclass(frozen=True)
 class Communicators:
     """Of the engine on one rank: those whose ranks are all in one node, and the others."""
@@ -36,6 +40,13 @@ class Communicators:
         bounds = (os.environ.get(name) for name in _CHANNELS)
         channels = int(next(filter(None, bounds), _USUAL_CHANNELS))
         return connection * channels * (self.in_node + 2 * self.between_nodes)
+
+    @property
+    def hccl_nbytes(self) -> int:
+        """Of HCCL's buffers on Ascend, whatever the ranks: one to send, one to receive. Not
+        measured."""
+        megabytes = int(os.environ.get(_HCCL_BUFFER) or _USUAL_HCCL_MB)
+        return 2 * megabytes * 2**20 * (self.in_node + self.between_nodes)
 
 
 def engine_communicators(

@@ -59,7 +59,7 @@ def dry_run(script: Path, arguments: list[str], asked: Namespace) -> int:
     print(memory_tables.verdict(found, device_nbytes), flush=True)
     if advice := memory_tables.budgets_to_keep(found, device_nbytes):
         print(advice, flush=True)
-    fits = found.fullest.memory.left_of(device_nbytes) >= 0
+    fits = found.left_of(device_nbytes) >= 0
     if not fits:
         print(f"megatron_asynchzp: {memory_tables.verdict(found, device_nbytes)}", file=sys.stderr)
     return 0 if fits else EXIT_TOO_LARGE

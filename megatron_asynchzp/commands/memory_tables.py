@@ -119,19 +119,30 @@ def savings_table(found: DryRun) -> str:
 def verdict(found: DryRun, device_nbytes: float) -> str:
     """Whether the fullest rank fits into a device, in one sentence."""
     stage = found.fullest
-    total, there = stage.memory.total / GIB, device_nbytes / GIB
-    where = f"a rank of stage {stage.index} needs {total:.1f} GiB, a device has {there:g}"
+    total, there = (stage.memory.total + found.hccl_nbytes) / GIB, device_nbytes / GIB
+    where = f"a rank of stage {stage.index} needs {total:.1f} GiB{_of_hccl(found)}, a device has "
+    where += f"{there:g}"
     if total > there:
         return f"does not fit: {where}"
     left = f"{there - total:.1f} GiB are left for temporaries, fragmentation and the libraries"
     return f"fits: {where}; {left}{_of_communicators(found)}"
 
 
+def _of_hccl(found: DryRun) -> str:
+    if not found.hccl_nbytes:
+        return ""
+    number = found.communicators.in_node + found.communicators.between_nodes
+    return (
+        f", {_amount(found.hccl_nbytes)} of them for HCCL's buffers of the engine's {number} "
+        "communicators (2 x HCCL_BUFFSIZE each, not measured)"
+    )
+
+
 def _of_communicators(found: DryRun) -> str:
     """What NCCL takes of what is left, for the engine."""
     communicators = found.communicators
     number = communicators.in_node + communicators.between_nodes
-    if not number or found.args.distributed_backend != "nccl":
+    if not number or found.hccl_nbytes or found.args.distributed_backend != "nccl":
         return ""
     return (
         f", of which NCCL's rings of the engine's {number} communicators take about "
@@ -143,7 +154,7 @@ def budgets_to_keep(found: DryRun, device_nbytes: float) -> str:
     """The memory budgets that a device has room for, and what they save, in one sentence; "" where
     there is no room or nothing to save. A tenth of the device stays free."""
     asked = found.asked_budgets
-    room = found.fullest.memory.left_of(device_nbytes) - STAYS_FREE * device_nbytes
+    room = found.left_of(device_nbytes) - STAYS_FREE * device_nbytes
     flags: list[str] = []
     saved: list[str] = []
     kinds = [("params", "keep_params_nbytes", "gathers")]

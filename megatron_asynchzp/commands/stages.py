@@ -4,6 +4,7 @@
 planner's formulas.
 """
 
+import importlib.util
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,19 @@ class DryRun:
     def fullest(self) -> StageBytes:
         """The stage whose ranks need most."""
         return max(self.stages, key=lambda stage: stage.memory.total)
+
+    @property
+    def hccl_nbytes(self) -> int:
+        """Of HCCL's buffers for the engine's communicators; 0 where the run is not on Ascend."""
+        asked = getattr(self.args, "pasa_vendor", None) == "npu-fusion"
+        is_on_ascend = asked or importlib.util.find_spec("torch_npu") is not None
+        if not is_on_ascend or self.args.distributed_backend == "gloo":
+            return 0
+        return self.communicators.hccl_nbytes
+
+    def left_of(self, device_nbytes: float) -> float:
+        """What the fullest rank leaves of a device; negative: too little."""
+        return self.fullest.memory.left_of(device_nbytes) - self.hccl_nbytes
 
 
 def dry_run_of_flags(flags: tuple[str, ...], ranks: int, ranks_per_node: int) -> DryRun:

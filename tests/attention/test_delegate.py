@@ -255,7 +255,8 @@ def test_ascend_is_handed_no_packed_queries_that_attend_nothing(monkeypatch):
     def on_ascend(is_causal: bool, *keys: int) -> AttentionCall:
         packed = PackedSequences(cumulative(3, 5), cumulative(*keys))
         mask = AttentionMask(8, sum(keys), is_causal, packed=packed)
-        return AttentionCall(*normal_inputs(mask)[:3], mask, 1.0)
+        q, k, v = (x.float() for x in normal_inputs(mask)[:3])
+        return AttentionCall(q, k, v, mask, 1.0)
 
     monkeypatch.setattr(AttentionCall, "device", SimpleNamespace(type="npu"))
     monkeypatch.setattr(npu.importlib.util, "find_spec", lambda name: True)
