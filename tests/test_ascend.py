@@ -18,10 +18,10 @@ from megatron_asynchzp.attention import npu
 from megatron_asynchzp.attention.call import AttentionCall
 from megatron_asynchzp.attention.delegate import choose_vendor
 from megatron_asynchzp.attention.mask import AttentionMask, PackedSequences
+from megatron_asynchzp.commands.communicators import Communicators
+from megatron_asynchzp.commands.memory_tables import GIB, verdict
+from megatron_asynchzp.commands.stages import DryRun
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.planning.communicators import Communicators
-from megatron_asynchzp.planning.memory_tables import GIB, verdict
-from megatron_asynchzp.planning.stages import DryRun
 from scripts.train import on_ascend
 
 _STARTS = [1764110000.125, 1764109990.5, 1764110003.25]  # fp32 is 128 s apart here

@@ -21,7 +21,7 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.sharding.boxes import Box, cut_into_boxes
 from megatron_asynchzp.sharding.topology import Range
 
-_ASYNC_SAVE = inspect.unwrap(checkpoint.async_save).__code__
+_ASYNC_SAVE = inspect.unwrap(checkpoint.async_save).__code__  # pyright: ignore[reportPrivateImportUsage]
 _ONLY_SAVED = (
     "a rank has a part of this parameter, for torch.distributed.checkpoint to save and load alone, "
     "or for its async_save in a thread with torch's own stager; take whole values from "

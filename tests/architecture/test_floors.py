@@ -24,7 +24,7 @@ FLOORS = {
 }
 # Lines that a room may have. A commit that raises one says for which promise.
 BUDGETS = {
-    "attention": 2700, "checkpoint_files": 1600, "comm": 2000, "commands": 1700,
+    "attention": 2700, "checkpoint_files": 1600, "comm": 2000, "commands": 1750,
     "cpu_platform": 1050, "failure": 450, "hf": 2850, "library": 2600, "mcore": 8750,
     "planner": 3700, "sharding": 1600, "zero": 4450, "beside the rooms": 1000,
 }

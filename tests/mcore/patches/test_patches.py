@@ -129,7 +129,8 @@ def test_a_function_that_is_gone_is_refused_by_name(patch, monkeypatch, unpatche
 
 def test_a_missing_megatron_is_reported_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core.package_info", None)
-    with pytest.raises(ConfigurationError, match=re.escape('pip install "megatron_asynchzp[megatron]"')):
+    command = 'pip install "megatron_asynchzp[megatron]"'
+    with pytest.raises(ConfigurationError, match=re.escape(command)):
         found_version()
 
 
