@@ -120,8 +120,7 @@ def messages_of_all() -> dict[str, str]:
 
 @pytest.mark.habit(
     "ranks that call `shard` with other `sizes`, `units`, `schedule`, `param_dtype` or optimizer",
-    "other variables that change numbers (`NVTE_*`, `NCCL_ALGO`, ...) or another torch on "
-    "some ranks",
+    "other variables that change numbers (`NVTE_*`, `NCCL_ALGO`, ...) on some ranks",
 )
 def test_ranks_that_call_shard_with_something_else_are_named_with_both_values():
     first, *others = run_ranks(messages_of_all, 3)
