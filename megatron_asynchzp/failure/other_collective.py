@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from megatron_asynchzp.errors import name_ranks
 
 _TORCH = str(Path(torch.__file__).parent)
-_ENGINE = Path(__file__).parent
+_ENGINE = Path(__file__).parents[1] / "comm"
 
 
 def collective_of(error: BaseException) -> str | None:
