@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -28,16 +29,6 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, apply_delta, shard
 from scripts.testbed.ranks import Place, free_port, run_ranks
-from tests import (
-    test_changed_behind,
-    test_habits,
-    test_library_starts,
-    test_meta_model,
-    test_model_habits,
-    test_optimizers,
-    test_other_checkpoints,
-    test_unlike_ranks,
-)
 from tests.support.engine import build_toy
 from tests.support.selection import slow_unless
 from tests.support.toy_models import toy_batch, toy_llama_config, toy_loss
@@ -59,16 +50,19 @@ from tests.test_habits import (
 
 Sizes = tuple[int, int, int]
 PAGE = Path(__file__).parents[1] / "docs" / "habits.md"
-ELSEWHERE = (
-    test_changed_behind,
-    test_habits,
-    test_library_starts,
-    test_meta_model,
-    test_model_habits,
-    test_optimizers,
-    test_other_checkpoints,
-    test_unlike_ranks,
-)
+ELSEWHERE = [
+    import_module(f"tests.test_{name}")
+    for name in (
+        "changed_behind",
+        "habits",
+        "library_starts",
+        "meta_model",
+        "model_habits",
+        "optimizers",
+        "other_checkpoints",
+        "unlike_ranks",
+    )
+]
 
 
 def trains_alike(

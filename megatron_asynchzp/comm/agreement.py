@@ -59,14 +59,30 @@ def settings_of_process() -> dict[str, str]:
     return {"the version of torch": str(torch.__version__), **found}
 
 
+def settings_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """All that a parameter group of an optimizer has beside its parameters."""
+    return {key: group[key] for key in group if key not in ("params", "param_names")}
+
+
 def settings_of_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Those of an optimizer's parameter groups."""
     return {
         f"{key} of the optimizer's group {index}": text_of(value)
         for index, group in enumerate(groups)
-        for key, value in group.items()
-        if key not in ("params", "param_names")
+        for key, value in settings_of_group(group).items()
     }
+
+
+def code_of(text: str) -> int:
+    """A hash that fits into 56 bits, the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+
+def is_same_everywhere(code: int, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether all ranks of `group` have this code_of. Collective over `group`: reduces 16 bytes."""
+    extremes = torch.tensor([code, -code], device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)  # pyright: ignore[reportUnknownMemberType]
+    return bool(extremes[0] == -extremes[1])
 
 
 def refuse_differences(
@@ -82,13 +98,12 @@ def refuse_differences(
 
     remedy: the end of the message. spelt: how a name is written in the message.
     """
-    mine = int.from_bytes(hashlib.sha256(repr(list(settings.items())).encode()).digest()[:7])
-    extremes = torch.tensor([mine, -mine], device=device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)  # pyright: ignore[reportUnknownMemberType]
-    if extremes[0] == -extremes[1]:
+    mine = code_of(repr(list(settings.items())))
+    if is_same_everywhere(mine, group, device):
         return
-    hashes = [torch.zeros_like(extremes) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(hashes, extremes.new_tensor([mine, 0]), group=group)  # pyright: ignore[reportUnknownMemberType]
+    own = torch.tensor([mine], device=device)
+    hashes = [torch.zeros_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(hashes, own, group=group)  # pyright: ignore[reportUnknownMemberType]
     ranks_of: dict[int, list[int]] = {}
     for rank, found in enumerate(hashes):
         ranks_of.setdefault(int(found[0]), []).append(rank)

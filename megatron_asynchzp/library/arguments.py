@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the check of what `shard` is called with: each mistake ends in one line, on every rank."""
 
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_asynchzp.comm.agreement import (
+    code_of,
+    is_same_everywhere,
     refuse_differences,
     settings_of_groups,
     settings_of_process,
@@ -244,11 +245,8 @@ def refuse_different_models(
         for name, param in model.named_parameters()
     }
     lines |= {name: describe(buffer) for name, buffer in model.named_buffers()}
-    text = repr(list(lines.items())).encode()
-    mine = int.from_bytes(hashlib.sha256(text).digest()[:7])
-    codes = torch.tensor([mine, -mine], device=next(model.parameters()).device)
-    dist.all_reduce(codes, dist.ReduceOp.MAX, group=group)
-    if codes[0] == -codes[1]:
+    mine = code_of(repr(list(lines.items())))
+    if is_same_everywhere(mine, group, next(model.parameters()).device):
         return
     all_lines: list[dict[str, Description]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(all_lines, lines, group=group)

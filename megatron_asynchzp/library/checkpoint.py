@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from megatron_asynchzp.comm.agreement import settings_of_group
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.library.fragments import HeldFragment, TrainedFragment
 from megatron_asynchzp.library.state import NOT_THERE, AbsentState, ShardedState
@@ -185,14 +186,13 @@ def _absent(part: TrainedFragment, kind: StateKind) -> Any:
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key not in ("params", "param_names")
+        for key, value in settings_of_group(group).items()
     }
 
 
 def _take_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Let `group` have the settings that were saved, and no others: counters, too, are there."""
-    for key in [key for key in group if key not in (*saved, "params", "param_names")]:
+    for key in settings_of_group(group).keys() - saved.keys():
         del group[key]
     for key, value in saved.items():
         before = group.get(key)

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from megatron_asynchzp.comm.agreement import settings_of_group
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.zero.early_update import is_elementwise
 
@@ -191,7 +192,7 @@ class _Tried:
             self.optimizer.state = defaultdict(dict, deepcopy(dict(optimizer.state), memo))
         if "param_groups" in attributes:
             self.optimizer.param_groups = [
-                {**deepcopy(_settings_of(group), memo), "params": params}
+                {**deepcopy(settings_of_group(group), memo), "params": params}
                 for group, params in zip(optimizer.param_groups, self.params, strict=True)
             ]
         for group in self.optimizer.param_groups:
@@ -241,15 +242,11 @@ class _Tried:
                     ]
                     if not _are_states_close(param, value, states):
                         return f"the states {key!r}"
-            for key, value in _settings_of(group).items():
+            for key, value in settings_of_group(group).items():
                 for part in parts:
                     if not _is_number_close(value, part.optimizer.param_groups[index].get(key)):
                         return f"the settings {key!r}"
         return None
-
-
-def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: group[key] for key in group if key not in ("params", "param_names")}
 
 
 def _resized(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

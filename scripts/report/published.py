@@ -5,7 +5,7 @@
 import json
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +36,8 @@ from scripts.report.plot_timeline import write_picture
 from scripts.report.records import NotRecorded, Record, read_record
 
 MIB = 2**20
+# Records that hold their tables, which have the same names.
+RECORDED = ["bit_flips", "grad_wire", "long_run", "restarts", "unequal_lengths", "weight_deltas"]
 
 
 class Picture(NamedTuple):
@@ -194,9 +196,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "checkpoints": lambda: checkpoint_table.tables(read_record("checkpoints").lines),
     "parity": parity,
     "shrunk models": lambda: shrunk_table(read_record("shrunk_models").lines),
-    "grad wire": lambda: recorded("grad_wire"),
     "host cost": host_cost,
     "device cost": device_cost,
+    **{name.replace("_", " "): partial(recorded, name) for name in RECORDED},
     "muon": lambda: f"{recorded('muon')}\n\n{provenance('muon')}",
     "pipeline": pipeline,
     "quickstart": quickstart,
@@ -213,11 +215,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "versions": lambda: versions_table.versions_table(read_record("versions").lines),
     "versions checkpoints": lambda: versions_table.moves_table(read_record("versions").lines),
     "launch orders": lambda: launch_table(read_record("launch_orders").lines),
-    "bit flips": lambda: recorded("bit_flips"),
-    "unequal lengths": lambda: recorded("unequal_lengths"),
-    "long run": lambda: recorded("long_run"),
-    "restarts": lambda: recorded("restarts"),
-    "weight deltas": lambda: recorded("weight_deltas"),
     "faults library": lambda: fault_table.grid(read_record("faults").lines, "library"),
     "faults lines": lambda: fault_table.ends(read_record("faults").lines, "library"),
     "faults megatron lines": lambda: fault_table.ends(read_record("faults").lines, "megatron"),

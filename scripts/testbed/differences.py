@@ -6,10 +6,6 @@ which is what a broken run computes: here it is infinitely far from everything."
 from collections.abc import Iterable, Sequence
 from math import inf, isfinite
 
-BF16_LOSSES = 2e-3
-"""Largest relative difference in a step between runs of a few steps that differ in how they round
-to bf16. Measured: 2.2e-4; a wrong update is further away."""
-
 
 def largest(errors: Iterable[float]) -> float:
     """Infinite where one of them is not a number; 0 for none."""
