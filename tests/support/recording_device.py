@@ -263,6 +263,9 @@ class RecordingDevice:
     def recording(self) -> Iterator[None]:
         """Note what this thread does, and put recorded collectives in place of torch's."""
         with (
+            # The engine takes its own operations out of the modes of a model. This mode is to see
+            # them: memory that it does not see taken is taken for that of what lay there before.
+            mock.patch("megatron_asynchzp.zero.autograd._without_modes", nullcontext),
             mock.patch("megatron_asynchzp.comm.collectives.all_gather_flat", self._all_gather),
             mock.patch(
                 "megatron_asynchzp.comm.collectives.reduce_scatter_flat", self._reduce_scatter
