@@ -4,6 +4,7 @@
 ways that nothing counts: a step has the values of one process, or ends in one line."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import product
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_asynchzp import ConfigurationError, ScheduleConfig, ShardSizes, shard
+from megatron_asynchzp import ConfigurationError, ScheduleConfig, ShardedModel, ShardSizes, shard
+from megatron_asynchzp.comm.driver import CollectiveFailure
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.ranks import run_ranks
 from tests.device.conftest import worlds as worlds
@@ -269,39 +271,66 @@ def average(optimizer: Optimizer) -> None:
 AFTER = [clamp_params, clamp_openly, write_to_views, swap_two, average]
 
 
-def write_after(sizes: Sizes, dtype: torch.dtype | None, is_refused: bool = True) -> None:
+def evaluate(made: ShardedModel, inputs: torch.Tensor) -> None:
+    with torch.no_grad():
+        made.model(inputs)
+
+
+def train_on(made: ShardedModel, inputs: torch.Tensor) -> None:
+    made.zero_grad()
+    made.model(inputs).pow(2).mean().backward()
+
+
+def take_whole(made: ShardedModel, inputs: torch.Tensor) -> None:
+    for _ in made.full_params():
+        pass
+
+
+USES = [evaluate, train_on, take_whole]
+
+
+def write_after(sizes: Sizes, dtype: torch.dtype | None, pairs: list[tuple]) -> None:
     device = device_of_rank()
-    for write, use in product(AFTER, ("evaluate", "train", "stream")):
+    inputs = inputs_of(0, dist.get_rank(), device)
+    for write, use in pairs:
         model = new_model(device)
-        made = shard(model, list(model), ShardSizes(*sizes), new_optimizer, param_dtype=dtype)
-        inputs = inputs_of(0, dist.get_rank(), device)
-        with made:
-            for _ in range(2):
-                made.zero_grad()
-                model(inputs).pow(2).mean().backward()
-                made.step()
-            write(made.optimizer)
-            if not is_refused:
-                values = [param.detach().clone() for param in params_of(made.optimizer)]
-                found = [value.flatten() for _, value in made.full_params()]
-                assert all(map(torch.equal, found, values))
-                continue
-            with pytest.raises(ConfigurationError, match=r"changing_params\(\)"):
-                if use == "evaluate":
-                    with torch.no_grad():
-                        model(inputs)
-                elif use == "train":
-                    made.zero_grad()
-                    model(inputs).pow(2).mean().backward()
-                else:
-                    dict(made.full_params())
-            with made.changing_params():  # by which it is right
-                pass
-            whole = {name: value.float().clone() for name, value in made.full_params()}
-            for part in made._trained:
-                held = part.held
-                own = whole[part.name].flatten()[held.start : held.stop]
-                assert torch.equal(own, part.values.to(dtype or torch.float32).float())
+        made = shard(
+            model,
+            list(model),
+            ShardSizes(*sizes),
+            new_optimizer,
+            param_dtype=dtype,
+            schedule=ScheduleConfig(time_limit_s=5.0),
+        )
+        for _ in range(2):
+            train_on(made, inputs)
+            made.step()
+        with made.changing_params():
+            average(made.optimizer)
+        values = [param.detach().clone() for param in params_of(made.optimizer)]
+        use(made, inputs)
+        assert all(map(torch.equal, params_of(made.optimizer), values))
+        write(made.optimizer)
+        with pytest.raises((ConfigurationError, CollectiveFailure)) as found:
+            for _ in range(3):  # a rank that owns nothing is told
+                use(made, inputs)
+        lines: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(lines, str(found.value))
+        assert "changing_params()" in lines[0] and not any("\n" in line for line in lines), lines
+        with suppress(ConfigurationError, CollectiveFailure):
+            made.close()
+
+
+def write_alone() -> None:
+    """A model of one rank."""
+    model = new_model(device_of_rank())
+    made = shard(model, list(model), ShardSizes(1, 1, 1), new_optimizer)
+    for write in AFTER:
+        write(made.optimizer)
+        values = [param.detach().clone() for param in params_of(made.optimizer)]
+        found = [value.flatten() for _, value in made.full_params()]
+        assert all(map(torch.equal, found, values))
+    made.close()
 
 
 @pytest.mark.habit("weights clamped, swapped or averaged after `step()`")
@@ -318,11 +347,12 @@ def write_after(sizes: Sizes, dtype: torch.dtype | None, is_refused: bool = True
 def test_values_that_are_written_after_the_step_are_refused_at_their_next_use(
     world_size: int, sizes: Sizes, dtype: torch.dtype | None
 ):
-    run_ranks(write_after, world_size, sizes, dtype, timeout_s=300.0)
+    pairs = list(zip(AFTER, [*USES, *USES]))
+    run_ranks(write_after, world_size, sizes, dtype, pairs, timeout_s=300.0)
 
 
 def test_a_rank_alone_may_write_what_its_model_computes_with():
-    run_ranks(write_after, 1, (1, 1, 1), None, False)
+    run_ranks(write_alone, 1)
 
 
 def ends_on_a_device(sizes: Sizes) -> str:

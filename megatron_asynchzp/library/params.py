@@ -179,7 +179,7 @@ class ShardedParams:
         part = values.values if is_part else values.detach().reshape(-1)[held.start : held.stop]
         part = part.to(own.device)
         # Where others were not sent what main_param holds it stays refused.
-        is_as_sent = unit.is_trained and not unit.differs_from_sent()
+        is_as_sent = unit.is_trained and not unit.was_written()
         if unit.is_trained:
             trained, main = unit.main_param.held_of(index)
             if trained.numel:
@@ -188,6 +188,7 @@ class ShardedParams:
         own.copy_(part)
         if is_as_sent:
             unit.note_sent()
+            unit.note_due(is_as_sent=True)
         unit.marks.note_rewritten()
         self._runtime.gathers.note_written()
 

@@ -17,7 +17,7 @@ of the next step, and before anything is saved, and a difference ends the run.
 
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -93,8 +93,7 @@ class SentCheck:
             self._written[self._index[unit]].logical_or_(differs)
             self._last_use = self._driver.device.record_event()
         elif differs:
-            self.explain()
-            raise ConfigurationError(_WRITTEN.format(unit.name))
+            self._fail_as_written(unit)
 
     # ---- after an update
 
@@ -160,11 +159,15 @@ class SentCheck:
         self._is_copying = False
         self._driver.device.synchronize(self._copied, self._driver.limit_s)
         if found := self._named_in(self._written_answer):
-            self.explain()
-            self._fail(ConfigurationError(_WRITTEN.format(found[0].name)))
+            self._fail_as_written(found[0])
 
-    def _fail(self, error: ConfigurationError) -> None:
-        self._driver.fail(error)  # what was computed since is of no use
+    def _fail_as_written(self, unit: HZPUnit) -> NoReturn:
+        self.explain()
+        # Another rank may have written nothing, or own nothing, and wait for this one: it is told.
+        self._fail(ConfigurationError(_WRITTEN.format(unit.name)), ())
+
+    def _fail(self, error: ConfigurationError, asks: tuple[()] | None = None) -> NoReturn:
+        self._driver.fail(error, asks)  # what was computed since is of no use
         raise error
 
     def _named_in(self, answer: torch.Tensor) -> list[HZPUnit]:

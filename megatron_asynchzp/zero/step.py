@@ -330,6 +330,10 @@ class StepScheduler:
         done = self._find_done() if may_stand else []
         if self.early is not None and self.gathers.sent:
             self.early.note_outcome(self.num_begun, bool(done))
+        if self._refuses_writes:
+            for unit in self.units:
+                if unit.is_trained:
+                    unit.note_due(is_as_sent=unit in done)
         self.gathers.start_syncs(done)
 
     def _find_done(self) -> list[HZPUnit]:
@@ -353,6 +357,7 @@ class StepScheduler:
         for unit in self.units:
             if unit.is_trained:
                 unit.note_sent()
+                unit.note_due(is_as_sent=True)
                 unit.is_watched = True
 
     def refuse_write(self, unit: HZPUnit) -> None:

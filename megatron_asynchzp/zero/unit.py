@@ -141,6 +141,7 @@ class HZPUnit:
                 self.main_param = self._new_buffer(self.optim_range, torch.float32)
                 self.copy_model_to_main()
             self._sent = torch.zeros((), dtype=torch.int64, device=self.device)
+            self._due = self._sent.clone()
             self._has_lost = torch.zeros((), dtype=torch.bool, device=self.device)
         self._placeholders = self._make_placeholders()
         if self.is_always_unsharded:
@@ -264,7 +265,7 @@ class HZPUnit:
         if not self.is_trained:
             return []
         own = [self.main_param.storage, self.main_grad.storage, *self.marks.bits.values()]
-        return [*own, self._sent, self._has_lost]
+        return [*own, self._sent, self._due, self._has_lost]
 
     # ---- gradients
 
@@ -549,15 +550,25 @@ class HZPUnit:
         # Into memory that stays: another stream reads it.
         self._sent.copy_(fingerprint(self.model_param.view(self.optim_range)))
 
+    def _fingerprint_now(self) -> torch.Tensor:
+        """Of what would be sent now."""
+        dtype = None if self.is_main_param_aliased else self.dtype
+        return fingerprint(self.main_param.storage, dtype)
+
     def differs_from_sent(self) -> torch.Tensor:
         """0-dim bool: whether main_param would be sent as something else than was noted last."""
-        dtype = None if self.is_main_param_aliased else self.dtype
-        return fingerprint(self.main_param.storage, dtype) != self._sent
+        return self._fingerprint_now() != self._sent
+
+    def note_due(self, is_as_sent: bool = False) -> None:
+        """What main_param holds now is what other ranks are to get, by a task that may run later.
+        is_as_sent: they have it."""
+        self._due.copy_(self._sent if is_as_sent else self._fingerprint_now())
 
     def was_written(self) -> torch.Tensor:
-        """0-dim bool: whether somebody has written to main_param since it was sent, or while a
-        preview lay in its place."""
-        return self.differs_from_sent().logical_or_(self._has_lost)
+        """0-dim bool: whether somebody has written to main_param since `note_due`, be it only until
+        it was sent, or while a preview lay in its place."""
+        is_other = (self._fingerprint_now() != self._due).logical_or_(self._sent != self._due)
+        return is_other.logical_or_(self._has_lost)
 
     def complete_param_steps(self) -> Steps:
         """Gather the P shard from what the ranks hold of it in their O ranges."""
