@@ -70,7 +70,7 @@ def mark_weights(model: Sequence[Any], name: str) -> None:
     """From now on record which weights change, for stream_changes(model, since=name), as
     ShardedModel.mark_weights: on every rank, between two steps."""
     for chunk in _chunks(model):
-        chunk.runtime.refuse_step("mark_weights()")
+        chunk.runtime.between_steps("mark_weights()")
         chunk.runtime.mark(name)
 
 

@@ -410,7 +410,7 @@ class ShardedModel:
         only_trained: leave out parameters that are not trained. Their values stay as they are when
             such a state is loaded.
         """
-        if self.runtime.asleep is None:
+        if not self.runtime.is_asleep:
             self.runtime.settle()
         return self._checkpoint.state_dict(only_trained)
 
@@ -459,7 +459,7 @@ class ShardedModel:
 
         Raises ConfigurationError within a step, asleep, and while weights are streamed.
         """
-        self.runtime.refuse_step("mark_weights()")
+        self.runtime.between_steps("mark_weights()")
         self.runtime.mark(name)
 
     def forget_mark(self, name: str) -> None:
@@ -493,8 +493,7 @@ class ShardedModel:
         since: str | None = None,
     ) -> Iterator[WholeUnit]:
         """call: for messages."""
-        self.runtime.refuse_step(call.partition("(")[0] + "()")
-        self.runtime.refuse_use()
+        self.runtime.between_steps(call.partition("(")[0] + "()")
         size = dist.get_world_size(self._group)
         calls: list[Any] = [None] * size
         dist.all_gather_object(calls, call, group=self._group)

@@ -245,7 +245,7 @@ class AsyncHZPOptimizer(MixedPrecisionOptimizer):
         runtime = self.model_chunks[0].runtime
         if is_loading:
             runtime.refuse_sleep()
-        if runtime.asleep is None:
+        if not runtime.is_asleep:
             self._init_state()
         if is_loading:
             return self._checkpoint.sharded_state_dict(is_loading, metadata)

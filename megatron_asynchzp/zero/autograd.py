@@ -29,7 +29,7 @@ from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.guard import Answer, new_guarded_class
 from megatron_asynchzp.zero.plan import UnitPlan
 from megatron_asynchzp.zero.saved_views import SavedViews
-from megatron_asynchzp.zero.step import KeepBudgets, StepScheduler
+from megatron_asynchzp.zero.step import KeepBudgets, StepScheduler, StepState
 from megatron_asynchzp.zero.tensors_within import memory_of, tensors_kept
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -210,7 +210,7 @@ class HZPRuntime(StepScheduler):
     def begin_forward(self) -> None:
         """The root is called: a new micro-batch, or a recomputation within backward."""
         if not self._batch.in_backward and not any(self._batch.depth.values()):
-            for unit in self._resting if self.asleep is None else ():
+            for unit in () if self.is_asleep else self._resting:
                 unit.wake()
             self._batch.calls.clear()
             self._batch.depth.clear()
@@ -230,7 +230,8 @@ class HZPRuntime(StepScheduler):
         for unit in units:
             batch.depth[unit] = batch.depth.get(unit, 0) + 1
         self.refuse_use()
-        self.is_in_step |= torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self.state = StepState.COLLECTING
         for unit in units:
             if not batch.in_backward:
                 calls = batch.calls[unit] = batch.calls.get(unit, 0) + 1

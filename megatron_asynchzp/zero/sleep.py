@@ -40,7 +40,7 @@ class Sleeper:
         memory cannot be moved; then nothing has changed.
         """
         for scheduler in self._schedulers:
-            scheduler.refuse_to_sleep()
+            scheduler.between_steps("sleep()")
         if level not in (1, 2):
             raise ConfigurationError(f"sleep({level!r}): the level is 1, or 2 with the parameters")
         for scheduler in self._schedulers:

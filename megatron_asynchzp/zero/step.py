@@ -4,6 +4,7 @@
 order. Free of hooks and autograd.
 """
 
+import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -78,6 +79,21 @@ class KeepBudgets:
             self.grads.expect([by_name[name] for name in names])
 
 
+class StepState(enum.Enum):
+    """What a model chunk is doing; see StepScheduler.state."""
+
+    IDLE = "idle"
+    """No gradient is there: since `zero_grads`."""
+    COLLECTING = "collecting"
+    """Within a step: a forward has come, or a backward, whose gradients are not complete."""
+    COMPLETE = "complete"
+    """`sync_grads` has completed the gradients, and none came since: they may be used."""
+    STREAMING = "streaming"
+    """Between two steps whole parameters are being taken; then as before."""
+    ASLEEP = "asleep"
+    """Between two steps: states are on the host, and there is no memory in flight."""
+
+
 class StepScheduler:
     """Gathers the units of a model chunk ahead of their use and reduces their gradients.
 
@@ -103,12 +119,11 @@ class StepScheduler:
         sharding group, see `no_sync`.
     early: which units are sent before the update, None for none.
     settings_of_update: what the optimizer is set to, which has to be the same on all ranks.
-    asleep: what was moved to the host, None where nothing was.
-    is_in_step: whether a forward came whose gradients are not complete yet.
+    state: see StepState; what may be done when, `between_steps` and `refuse_use` say.
     agrees_on_reached: whether `sync_grads` finds out which units have gradients; reached: these, of
         any rank, since gradients were forgotten.
-    _has_reduced: whether this step had a backward; _reduced_last: trained units of its last
-        micro-batch, in order; _order: those of the last step with one, [Note: no micro-batch].
+    _reduced: trained units of the last micro-batch of this step, in order; None before its first
+        backward. _order: those of the last step with one, [Note: no micro-batch].
     """
 
     def __init__(
@@ -125,15 +140,14 @@ class StepScheduler:
             driver = start_driver(config, device_of(self.units[0].model_param.storage))
         self.driver = driver
         self.step = self.num_begun = 0
-        self._is_synced = False
+        self.state = StepState.IDLE
         self.is_last_micro_batch = False
-        self._has_reduced = False
-        self._reduced_last: list[HZPUnit] = []
+        self._reduced: list[HZPUnit] | None = None
         self._order: list[HZPUnit] | None = None
         self.early: EarlyUpdate | None = None
         self.settings_of_update: Callable[[], Mapping[str, str]] = dict[str, str]
-        self.asleep: HostCopy | None = None
-        self.is_in_step = self._is_streaming = False
+        self._host_copy: HostCopy | None = None
+        self._before_sleep = self.state
         self.agrees_on_reached, self.reached = False, set[HZPUnit]()
         self.schedule = config
         self.memory = memory_in_flight_of(self.units, config)
@@ -173,24 +187,22 @@ class StepScheduler:
 
     def reduce(self, unit: HZPUnit) -> None:
         """Reduce the gradients of `unit`, which are complete for this micro-batch."""
-        if not self._has_reduced:
-            self._has_reduced = True
-            self._reduced_last.clear()
+        self._reduced = self._reduced or []
+        self.state = StepState.COLLECTING
         if not unit.is_trained:
             return
         # On a CPU each lane issues by itself. A comparison that is still on its way has the
         # communicators of the gradients, on which one rank must not reduce what another compares.
         self._order_check.wait()
-        self._is_synced = False
         if self.reductions.keep(unit, self.is_last_micro_batch):
             return
         self.reductions.start_reduction(unit)
         if self.is_last_micro_batch:
+            self._reduced.append(unit)
             self._complete_grads(unit)
 
     def _complete_grads(self, unit: HZPUnit) -> None:
         """No later micro-batch changes the gradients of `unit`."""
-        self._reduced_last.append(unit)
         self._send_early(unit, self._start_grad_sync(unit))
 
     def _start_grad_sync(self, unit: HZPUnit) -> Task:
@@ -220,8 +232,7 @@ class StepScheduler:
         self.gathers.release_all()
         self.reductions.begin_step()
         self.is_last_micro_batch = False
-        self._is_synced = self.is_in_step = self._has_reduced = False
-        self._reduced_last.clear()
+        self.state, self._reduced = StepState.IDLE, None
         self.step = self.step + 1 if number is None else number
         self.num_begun += 1
         self.driver.begin_step(self.step)
@@ -238,7 +249,9 @@ class StepScheduler:
         """
         self.refuse_use()
         self._order_check.wait()
-        if not (self._has_reduced or any(map(self.reductions.has_pending, self.units))):
+        if self._reduced is not None or any(map(self.reductions.has_pending, self.units)):
+            self._order = list(self._reduced or ())
+        elif self.state is not StepState.COMPLETE:
             self._follow_others()
         for unit in self.units:
             if not unit.is_trained:
@@ -255,11 +268,10 @@ class StepScheduler:
         # not use a unit, and so do spare gathers, where it had fewer micro-batches.
         self.gathers.drop_spares()
         self.gathers.join_syncs()
-        self._order = list(self._reduced_last)
         self.gathers.record_order()
         if self.agrees_on_reached:
             self.reached = self._agree_on_reached()
-        self._is_synced, self.is_in_step = True, False
+        self.state = StepState.COMPLETE
         self._check_order()
         self.sent_check.send_answers()
 
@@ -271,8 +283,6 @@ class StepScheduler:
         if self._order is None:
             self._refuse_unknown_order()
             return
-        if self._reduced_last:
-            return  # it has followed them already
         self.gathers.follow_others()
         for unit in self._order:
             self.reductions.reopen(unit)  # where a micro-batch has several backwards
@@ -301,7 +311,8 @@ class StepScheduler:
     @property
     def are_grads_synced(self) -> bool:
         """Whether no gradient came since `sync_grads`."""
-        return self._is_synced and not any(map(self.reductions.has_pending, self.units))
+        is_complete = self.state is StepState.COMPLETE
+        return is_complete and not any(map(self.reductions.has_pending, self.units))
 
     def _check_order(self) -> None:
         if not self._checks_order:
@@ -370,33 +381,29 @@ class StepScheduler:
 
     # ---- asleep
 
-    def refuse_to_sleep(self) -> None:
-        """Raises ConfigurationError where a sleep cannot begin now."""
-        self.refuse_use()
-        self.refuse_step("sleep()")
-
     def fall_asleep(self, copy: HostCopy) -> None:
-        """The states are in `copy`, and nothing is in flight: free the memory for that. Nothing but
-        `wake_up` and `close` may be called then."""
+        """After `between_steps`: the states are in `copy`, and nothing is in flight: free the
+        memory for that. Nothing but `wake_up` and `close` may be called then."""
         self.gathers.arena.free()
         self.reductions.arena.free()
-        self.asleep = copy
+        self._host_copy, self._before_sleep = copy, self.state
+        self.state = StepState.ASLEEP
 
     def wake_up(self) -> None:
         """The states are back."""
         self.gathers.arena.allocate()
         self.reductions.arena.allocate()
-        self.asleep = None
+        self._host_copy, self.state = None, self._before_sleep
         self.gathers.note_written()
 
     def refuse_sleep(self) -> None:
         """Before whatever needs the states on the device."""
-        if self.asleep is not None:
+        if self.is_asleep:
             raise ConfigurationError("the sharded model is asleep: call wake() first")
 
     def at_rest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The values of `tensor`, which is one of the states or views it: on the host, asleep."""
-        return tensor if self.asleep is None else self.asleep.value_of(tensor)
+        return tensor if self._host_copy is None else self._host_copy.value_of(tensor)
 
     # ---- whole parameters
 
@@ -417,13 +424,13 @@ class StepScheduler:
         self.sent_check.settle()
         self.driver.timeline.pause()
         self.driver.shorten_record()
-        self._is_streaming = True
+        before, self.state = self.state, StepState.STREAMING
         try:
             yield from stream_units(
                 self.gathers.units_in_order, self.driver, receivers, dtype, since
             )
         finally:
-            self._is_streaming = False
+            self.state = before
 
     def mark(self, name: str) -> None:
         """From now on record which elements of the parameters change, for a stream since `name`. A
@@ -449,15 +456,26 @@ class StepScheduler:
             known = ", ".join(sorted(names)) or "none"
             raise ConfigurationError(f"no mark {name!r} of the weights; there are: {known}")
 
-    def refuse_step(self, what: str) -> None:
-        """Before `what`, which takes the parameters as they are between two steps."""
+    def between_steps(self, what: str) -> None:
+        """The door of `what`, which takes or moves the states as they are between two steps."""
+        self.refuse_use()
         if self.is_in_step:
             raise ConfigurationError(f"{what} within a step: call it after step() or zero_grad()")
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a forward came whose gradients are not complete."""
+        return self.state is StepState.COLLECTING
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the states are on the host."""
+        return self.state is StepState.ASLEEP
 
     def refuse_use(self) -> None:
         """Before whatever computes with the parameters, or changes them."""
         self.refuse_sleep()
-        if self._is_streaming:
+        if self.state is StepState.STREAMING:
             raise ConfigurationError(
                 "whole parameters are being taken: take them all, or close() the iterator, first"
             )
@@ -491,7 +509,7 @@ class StepScheduler:
         Raises the failure that the communication ended with, without waiting for anything.
         """
         try:
-            if self.asleep is None:
+            if not self.is_asleep:
                 self.settle()
         finally:
             if self._owns_driver:

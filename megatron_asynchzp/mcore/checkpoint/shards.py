@@ -165,7 +165,7 @@ class ChunkCheckpoint:
 
         Nothing is in flight when it returns. Arguments as for the model's.
         """
-        if self._runtime.asleep is None:
+        if not self._runtime.is_asleep:
             self._runtime.settle()
         self._pieces, rest = self._stored_runs(*args, **kwargs)
         self._is_spread = is_loaded_shared()
