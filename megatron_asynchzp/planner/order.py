@@ -69,7 +69,7 @@ class StepOrder:
         if budget := schedule.keep_grads_nbytes:
             sum_nbytes = lambda unit: units[unit].sum_nbytes  # noqa: E731
             self.kept_grads = Residency[int](budget, sum_nbytes, counts_own=True)
-        together: list[ParamsInFlight[int, int]] = []
+        together: list[ParamsInFlight[int, int, int]] = []
         self._chunks = [
             _Chunk(self, one, [] if self.shared_params is None else together) for one in visits
         ]
@@ -112,7 +112,7 @@ class StepOrder:
 
     def reduce(self, chunk: "_Chunk", unit: int, computed: int, is_last: bool) -> None:
         if self.units[unit].is_reduced:
-            if chunk.grads.is_to_wait(unit, is_last):
+            if chunk.grads.should_wait(unit, is_last):
                 return
             memory = self.units[unit].memory
             extent = chunk.grads.take_extent(memory.grads, memory.num_pieces)
@@ -140,7 +140,7 @@ class StepOrder:
         self.waited += (action,)
 
 
-class _Params(ParamsInFlight[int, int]):
+class _Params(ParamsInFlight[int, int, int]):
     """The decisions about gathers, as actions of `order`.
 
     units: of the chunk, in the order of the forward.
@@ -151,10 +151,9 @@ class _Params(ParamsInFlight[int, int]):
         order: StepOrder,
         units: Sequence[int],
         memory: MemoryMap[int],
-        chunks: list[ParamsInFlight[int, int]],
+        chunks: list[ParamsInFlight[int, int, int]],
     ):
         self._order, self._units = order, units
-        self._gathers: dict[int, int] = {}
         self._used_at: dict[int, int] = {}
         self._syncs: dict[int, int] = {}
         self.early: set[int] = set()
@@ -179,7 +178,7 @@ class _Params(ParamsInFlight[int, int]):
         """The index of the action."""
         if self._order.units[unit].is_gathered:
             self.use_unit(unit)
-            waits_for = self._gathers[unit]
+            waits_for = self._gathered[unit].held
         else:
             self.rebuild_now(unit)
             waits_for = self._syncs.pop(unit, None)
@@ -187,25 +186,26 @@ class _Params(ParamsInFlight[int, int]):
         self._used_at[unit] = self._order.compute(unit, (waits_for,))
         return self._used_at[unit]
 
-    def start_gather(self, unit: int, extent: Extent) -> None:
+    def start_gather(self, unit: int, extent: Extent) -> int:
         after = (*self._memory.hand_over(extent), self._syncs.pop(unit, None))
-        self._gathers[unit] = self._order.submit(GATHER, unit, after)
+        return self._order.submit(GATHER, unit, after)
 
-    def begin_use(self, unit: int) -> None:
+    def begin_use(self, unit: int, held: int) -> None:
         """`compute` waits for the gather."""
 
-    def end_use(self, unit: int) -> int:
+    def end_use(self, unit: int, held: int) -> int:
         return self._used_at[unit]
 
-    def abandon_gather(self, unit: int) -> int:
-        self._order.await_action(self._gathers[unit])
-        return self._gathers[unit]
+    def abandon_gather(self, unit: int, held: int) -> int:
+        self._order.await_action(held)
+        return held
 
     def start_sync(self, unit: int) -> None:
         self._syncs[unit] = self._order.submit(PARAM_SYNC, unit, ())
 
     def start_preview(self, unit: int) -> None:
-        after = (self._order.grad_sync_of(unit), self._gathers.get(unit))
+        gathered = self._gathered.get(unit)
+        after = (self._order.grad_sync_of(unit), None if gathered is None else gathered.held)
         self.previews.append(self._order.submit(PARAM_SYNC, unit, after))
 
 
@@ -227,7 +227,10 @@ class _Chunk:
     """
 
     def __init__(
-        self, order: StepOrder, visits: Sequence[Visit], together: list[ParamsInFlight[int, int]]
+        self,
+        order: StepOrder,
+        visits: Sequence[Visit],
+        together: list[ParamsInFlight[int, int, int]],
     ):
         self._order, self._visits, self._all = order, visits, order.units
         self.units = list(dict.fromkeys(in_use_order(visits, is_forward=True)))

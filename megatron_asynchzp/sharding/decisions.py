@@ -9,9 +9,11 @@ the same on every rank of a sharding group, and so is the order of collectives (
 is iterated is a set: its order would differ between ranks.
 """
 
+import enum
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_asynchzp.sharding.in_flight import UnitInFlight, needed_together, seen_from_top
@@ -20,16 +22,36 @@ from megatron_asynchzp.sharding.residency import Residency
 from megatron_asynchzp.sharding.uses import Uses
 
 
-class ParamsInFlight[Unit: Hashable, User](ABC):
-    """Which units of a model chunk are gathered, and where.
+class Stage(enum.Enum):
+    """Where a unit that is gathered, or being gathered, is in its life.
 
-        sharded -> gathered ahead -> in use -> sharded
-                         ^             |
-                         |      kept between two uses
-                      spare           spare
+        (sharded) -> AHEAD -> IN_USE -> (sharded)
+                                | ^
+                                v |
+                               KEPT
 
-    A unit is spare while it is gathered and not in use: its gather was started ahead of the use, or
-    it was kept from one use to the next. The place of a spare unit can be taken from it.
+    While it is not in use a unit is spare: another one that is needed now may take its place.
+    """
+
+    AHEAD = "ahead"
+    """Its gather was started, by `prefetch` or by the use that needs it; nothing has used it."""
+    IN_USE = "in use"
+    """From `use_unit` until `release`: a module computes with it."""
+    KEPT = "kept"
+    """Released, and used again soon, or there is memory for it until its next use."""
+
+
+@dataclass
+class _Gathered[Held]:
+    """A unit that is not sharded. held: what start_gather returned."""
+
+    extent: Extent
+    held: Held
+    stage: Stage = Stage.AHEAD
+
+
+class ParamsInFlight[Unit: Hashable, User, Held](ABC):
+    """Which units of a model chunk are gathered, and where: see Stage.
 
     needs: of each unit, in the order of the chunk.
     sizes: of each unit, equal for those that fit the same place.
@@ -47,7 +69,7 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
         sizes: Mapping[Unit, Hashable],
         depth: int,
         memory: MemoryMap[User],
-        chunks: "list[ParamsInFlight[Unit, User]]",
+        chunks: "list[ParamsInFlight[Unit, User, Held]]",
         residency: Residency[Unit] | None = None,
     ):
         self._needs, self._sizes, self._depth = needs, sizes, depth
@@ -62,10 +84,7 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
             units[index]: [units[other] for other in others]
             for index, others in needed_together(in_flight).items()
         }
-        self._spans: dict[Unit, Extent] = {}
-        self._ahead: dict[Unit, None] = {}  # gathered, or being gathered, and not used yet
-        self._active: dict[Unit, None] = {}  # in use, or kept
-        self._kept: dict[Unit, None] = {}
+        self._gathered: dict[Unit, _Gathered[Held]] = {}  # in the order of their last `_enter`
         self._to_rebuild: dict[Unit, None] = {}  # shards, in the order of their use
         self._rebuilt_ahead: dict[Unit, None] = {}  # or being rebuilt, and not used yet
         self._sent: dict[Unit, None] = {}  # before the update that makes them
@@ -74,19 +93,19 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
     # ---- what carries the decisions out
 
     @abstractmethod
-    def start_gather(self, unit: Unit, extent: Extent) -> None:
-        """Begin to gather `unit` into `extent`."""
+    def start_gather(self, unit: Unit, extent: Extent) -> Held:
+        """Begin to gather `unit` into `extent`. Returns what the other three are given."""
 
     @abstractmethod
-    def begin_use(self, unit: Unit) -> None:
+    def begin_use(self, unit: Unit, held: Held) -> None:
         """Wait for the gather of `unit`, and compute with what it brought."""
 
     @abstractmethod
-    def end_use(self, unit: Unit) -> User | None:
+    def end_use(self, unit: Unit, held: Held) -> User | None:
         """Nothing computes with `unit` any more. Returns the last user of its memory."""
 
     @abstractmethod
-    def abandon_gather(self, unit: Unit) -> User | None:
+    def abandon_gather(self, unit: Unit, held: Held) -> User | None:
         """Wait for the gather of `unit`, whose place is needed. Returns as end_use."""
 
     @abstractmethod
@@ -108,45 +127,59 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
         """Whether a training step runs, not an evaluation."""
         return self._uses is self._training_uses
 
+    # ---- where units are
+
+    def _stage_of(self, unit: Unit) -> Stage | None:
+        """None where it is sharded."""
+        one = self._gathered.get(unit)
+        return None if one is None else one.stage
+
+    def _enter(self, unit: Unit, stage: Stage) -> _Gathered[Held]:
+        one = self._gathered[unit] = self._gathered.pop(unit)
+        one.stage = stage
+        return one
+
+    def _all_in(self, *stages: Stage) -> list[Unit]:
+        """Those that entered theirs last come last."""
+        return [unit for unit, one in self._gathered.items() if one.stage in stages]
+
     # ---- use
 
     def use_unit(self, unit: Unit) -> Unit | None:
         """`unit` is needed now. Returns who was expected, at the first departure of a step."""
-        if unit in self._active and unit not in self._kept:
+        if self._stage_of(unit) is Stage.IN_USE:
             return None
         if self._residency is not None and self.is_training:
             self._residency.visit(unit)
         expected = self._uses.visit(unit)
-        if unit in self._kept:
-            del self._kept[unit]
+        if self._stage_of(unit) is Stage.KEPT:
+            self._enter(unit, Stage.IN_USE)
         else:
-            if unit not in self._ahead:
+            if unit not in self._gathered:
                 self._start(unit, self._take_extent(unit))
-            del self._ahead[unit]
-            self._active[unit] = None
-            self.begin_use(unit)
+            self.begin_use(unit, self._enter(unit, Stage.IN_USE).held)
         self.note_shard_used(unit)
         self.prefetch()
         return expected
 
     def release(self, unit: Unit) -> None:
         """The computation with `unit` has been issued; its memory may be used again."""
-        if unit not in self._active or unit in self._kept:
+        if self._stage_of(unit) is not Stage.IN_USE:
             return
-        if self._is_next(unit) or self._is_to_stay(unit):
-            self._kept[unit] = None  # the turn from forward to backward, or a later use
+        if self._is_next(unit) or self._should_keep(unit):
+            self._enter(unit, Stage.KEPT)  # the turn from forward to backward, or a later use
             return
         self._drop(unit)
         self.prefetch()
 
     def release_all(self) -> None:
         """Drop every unit in use, or kept: nothing is computed with them any more."""
-        for unit in list(self._active):
+        for unit in self._all_in(Stage.IN_USE, Stage.KEPT):
             self._drop(unit)
 
     def drop_spares(self) -> None:
         """Return when nothing is gathered that is not in use."""
-        for unit in [*self._ahead, *self._kept]:
+        for unit in [*self._all_in(Stage.AHEAD), *self._all_in(Stage.KEPT)]:
             self._drop_spare(unit)
 
     def expect(self, unit: Unit) -> None:
@@ -231,7 +264,7 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
             self.rebuild_now(unit)
             self.prefetch()
 
-    def _is_to_stay(self, unit: Unit) -> bool:
+    def _should_keep(self, unit: Unit) -> bool:
         """Whether there is memory for `unit` until its next use in this step."""
         residency = self._residency
         return self.is_training and residency is not None and residency.keeps(unit)
@@ -241,7 +274,7 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
         for following in self._upcoming():
             if following == unit:
                 return True
-            if following not in self._active and following not in self._ahead:
+            if following not in self._gathered:
                 return False
         return False
 
@@ -253,17 +286,15 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
 
     def _start(self, unit: Unit, extent: Extent) -> None:
         self.use_shard(unit)
-        self._spans[unit] = extent
-        self._ahead[unit] = None
         self.rebuild_now(unit)
-        self.start_gather(unit, extent)
+        self._gathered[unit] = _Gathered(extent, self.start_gather(unit, extent))
 
     def prefetch(self) -> None:
         """Gather what is used next, in that order, as far as it fits and the depth allows it, which
         is counted for each size of unit: a small one does not hold up a layer. A unit whose shard
         is yet to be rebuilt, or was sent early, has to wait."""
         for unit in self._upcoming():
-            if unit in self._active or unit in self._ahead:
+            if unit in self._gathered:
                 continue
             if unit in self._to_rebuild or unit in self._sent or not self._try_gather_ahead(unit):
                 return
@@ -271,7 +302,7 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
     def _try_gather_ahead(self, unit: Unit) -> bool:
         """Gather `unit` if the depth and the memory allow it. Returns whether."""
         size = self._sizes[unit]
-        if sum(self._sizes[ahead] == size for ahead in self._ahead) >= self._depth:
+        if sum(self._sizes[ahead] == size for ahead in self._all_in(Stage.AHEAD)) >= self._depth:
             return False
         extent = self._find_span(unit)
         if extent is not None:
@@ -291,9 +322,9 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
         placed between others ahead of its use may lie in the middle of the memory when they are
         gone, with too little on both sides of it for the other units of its layer."""
         others = self._needed_with.get(unit, ())
-        if not (missing := [other for other in others if other not in self._spans]):
+        if not (missing := [other for other in others if other not in self._gathered]):
             return True
-        held = [self._spans[other] for other in others if other in self._spans]
+        held = [self._gathered[other].extent for other in others if other in self._gathered]
         more = [(self._needs[other].params, self._is_at_top[other]) for other in missing]
         nbytes = self._needs[unit].params
         return self._memory.leaves_room(nbytes, self._is_at_top[unit], held, more)
@@ -310,29 +341,30 @@ class ParamsInFlight[Unit: Hashable, User](ABC):
             self._memory.grow(self._needs[unit].params)
         return extent
 
-    def _spares(self) -> "list[tuple[ParamsInFlight[Unit, User], Unit]]":
+    def _spares(self) -> "list[tuple[ParamsInFlight[Unit, User, Held], Unit]]":
         """What may lose its place to a unit that is needed now, the last one first; with its
         chunk."""
         others = [chunk for chunk in self._chunks if chunk is not self]
-        all_kept = [(chunk, unit) for chunk in (*others, self) for unit in chunk._kept]
+        all_kept = [
+            (chunk, unit) for chunk in (*others, self) for unit in chunk._all_in(Stage.KEPT)
+        ]
         return [
-            *((chunk, unit) for chunk, unit in all_kept if chunk._is_to_stay(unit)),
-            *((chunk, unit) for chunk in others for unit in chunk._ahead),
-            *((chunk, unit) for chunk, unit in all_kept if not chunk._is_to_stay(unit)),
-            *((self, unit) for unit in self._ahead),
+            *((chunk, unit) for chunk, unit in all_kept if chunk._should_keep(unit)),
+            *((chunk, unit) for chunk in others for unit in chunk._all_in(Stage.AHEAD)),
+            *((chunk, unit) for chunk, unit in all_kept if not chunk._should_keep(unit)),
+            *((self, unit) for unit in self._all_in(Stage.AHEAD)),
         ]
 
     def _drop(self, unit: Unit) -> None:
-        self._kept.pop(unit, None)
-        del self._active[unit]
-        self._memory.give_back(self._spans.pop(unit), self.end_use(unit))
+        one = self._gathered.pop(unit)
+        self._memory.give_back(one.extent, self.end_use(unit, one.held))
 
     def _drop_spare(self, unit: Unit) -> None:
-        if unit in self._kept:
+        if self._stage_of(unit) is Stage.KEPT:
             self._drop(unit)
             return
-        del self._ahead[unit]
-        self._memory.give_back(self._spans.pop(unit), self.abandon_gather(unit))
+        one = self._gathered.pop(unit)
+        self._memory.give_back(one.extent, self.abandon_gather(unit, one.held))
 
 
 class _UnderWay[Reduction](NamedTuple):
@@ -357,7 +389,7 @@ class GradsInFlight[Unit: Hashable, Reduction](ABC):
     def await_reduction(self, reduction: Reduction) -> None:
         """Return when `reduction` has ended: its memory is needed."""
 
-    def is_to_wait(self, unit: Unit, is_last: bool) -> bool:
+    def should_wait(self, unit: Unit, is_last: bool) -> bool:
         """Whether the gradients of `unit`, complete for this micro-batch, wait for those of a later
         one. is_last: there is none."""
         if self._residency is None:

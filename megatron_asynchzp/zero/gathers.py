@@ -45,7 +45,7 @@ class ParamBudget:
         self.arena = Arena(aligned(budget), device, record_event)
         self.takes_free_memory = takes_free_memory
         self._device = device
-        self.chunks: list[ParamsInFlight[HZPUnit, Any]] = []
+        self.chunks: list[ParamsInFlight[HZPUnit, Any, _Gather]] = []
 
     def take_free_memory(self, left_nbytes: int) -> None:
         """Enlarge the budget by the least of what the ranks have left, so that all keep the same.
@@ -61,6 +61,14 @@ class ParamBudget:
 
 
 @dataclass
+class _Gather:
+    """Into `place`. task: None once the unit is in use."""
+
+    place: Place
+    task: Task | None
+
+
+@dataclass
 class _Preview:
     """What is sent early. grads: what it reads; update: as for preview_param_steps."""
 
@@ -69,7 +77,7 @@ class _Preview:
     task: Task | None = None
 
 
-class Gathers(ParamsInFlight[HZPUnit, Any]):
+class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
     """Gathers units ahead of their use, and rebuilds their shards after the optimizer.
 
         gather      | u0 | u1 |      | u2 | ...                            parameters in flight
@@ -99,9 +107,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
         self._order: list[HZPUnit] = []
         self.warned: set[str] = set()
         self.viewed: set[HZPUnit] = set()
-        self._places: dict[HZPUnit, Place] = {}
         self._outside: set[str] = set()  # sizes of units that do not use the arena's memory
-        self._gathers: dict[HZPUnit, Task] = {}  # of units that are not in use yet
         self._syncs: dict[HZPUnit, Task] = {}
         self._previews: dict[HZPUnit, _Preview] = {}
         self._outdated: set[HZPUnit] = set()  # sent early, and a gradient came after it
@@ -150,15 +156,15 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
 
     # ---- what ParamsInFlight decides
 
-    def start_gather(self, unit: HZPUnit, extent: Extent) -> None:
-        place = self._places[unit] = self.arena.place_at(
+    def start_gather(self, unit: HZPUnit, extent: Extent) -> _Gather:
+        place = self.arena.place_at(
             extent,
             unit.size_key,
             unit.layout.padded_numel,
             unit.dtype,
             unit.size_key in self._outside,
         )
-        self._gathers[unit] = self._driver.submit(
+        task = self._driver.submit(
             Task(
                 "gather",
                 unit.name,
@@ -169,16 +175,22 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
                 after=(self._syncs.get(unit),),
             )
         )
+        return _Gather(place, task)
 
-    def begin_use(self, unit: HZPUnit) -> None:
-        self._gathers.pop(unit).wait()
+    def begin_use(self, unit: HZPUnit, held: _Gather) -> None:
+        self._await(held)
         self._syncs.pop(unit, None)  # the gather came after it
-        place = self._places[unit]
+        place = held.place
         unit.point_at(place.storage, place.views_for(unit.views_key, unit.views_of))
 
-    def end_use(self, unit: HZPUnit) -> Any:
+    def _await(self, held: _Gather) -> None:
+        task, held.task = held.task, None
+        assert task is not None  # nobody has waited for it
+        task.wait()
+
+    def end_use(self, unit: HZPUnit, held: _Gather) -> Any:
         unit.reshard()
-        place = self._places.pop(unit)
+        place = held.place
         # On a device a collective's handle is dropped where it is waited for, by this thread.
         if place.is_viewed(patiently=not (self._device.runs_ahead or place.is_outside)):
             self._leave_to_views(unit, place)
@@ -200,10 +212,9 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
             self._outside.add(unit.size_key)
             self.arena.abandon(place)
 
-    def abandon_gather(self, unit: HZPUnit) -> Any:
-        self._gathers.pop(unit).wait()
-        is_outside = self._places.pop(unit).is_outside
-        return None if is_outside else self._device.record_event()
+    def abandon_gather(self, unit: HZPUnit, held: _Gather) -> Any:
+        self._await(held)
+        return None if held.place.is_outside else self._device.record_event()
 
     def start_sync(self, unit: HZPUnit) -> None:
         self._syncs[unit] = self._driver.submit(
@@ -234,7 +245,8 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
     # ---- shards
 
     def start_preview(self, unit: HZPUnit) -> None:
-        preview = self._previews[unit]
+        preview, gathered = self._previews[unit], self._gathered.get(unit)
+        gather = None if gathered is None else gathered.held.task
         self._syncs[unit] = preview.task = self._driver.submit(
             Task(
                 "param-sync",
@@ -243,7 +255,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
                 lambda: unit.preview_param_steps(preview.update),
                 ready=(self._shards_written.pop("param-sync", None),),
                 # The gradients, and what else may still read the shard.
-                after=(preview.grads, self._gathers.get(unit), self._syncs.get(unit)),
+                after=(preview.grads, gather, self._syncs.get(unit)),
             )
         )
 
@@ -263,7 +275,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any]):
         if unit in self._sent:
             self._outdated.add(unit)
 
-    def is_to_send(self, unit: HZPUnit, may_send: bool, is_forced: bool) -> bool:
+    def should_send(self, unit: HZPUnit, may_send: bool, is_forced: bool) -> bool:
         """Whether `unit`, whose gradient is complete, is sent now. See BackwardRoom.sends."""
         return self._room.sends(unit.outer_traffic, may_send, is_forced)
 

@@ -31,12 +31,14 @@ class _Collected:
     grads: autograd's own; or, where layers write gradients themselves ([Note: fused gradients]),
     place: for all of them, places: of each parameter in it, and of the gaps between, written: of
     which parameters there is a gradient in it.
+    is_kept: complete for a micro-batch, it waits for a later one, and nothing was added since.
     """
 
     grads: _Grads = field(default_factory=_Grads)
     place: Place | None = None
     places: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     written: set[int] = field(default_factory=set[int])
+    is_kept: bool = False
 
 
 class _Piece(NamedTuple):
@@ -106,7 +108,6 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
     ):
         self.arena = Arena(nbytes, units[0].device, driver.device.record_event)
         super().__init__(self.arena, residency)
-        self._kept: set[HZPUnit] = set()  # collected, and nothing was added since
         self._driver, self._scale = driver, scale
         self._pieces = {unit: _Piece.all_of(unit, cut) for unit, cut in pieces.items()}
         self._collected: dict[HZPUnit, _Collected] = {}
@@ -125,9 +126,8 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
             self.reopen(unit)
             unit.write_grads(indices, unit.whole_grads)
             return
-        if unit in self._kept and unit.has_grads:
-            self._kept.discard(unit)
         collected = self._collect(unit)
+        collected.is_kept = collected.is_kept and not unit.has_grads
         if collected.place is None:
             unit.take_grads(indices, collected.grads)
         else:
@@ -162,19 +162,20 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
 
     def has_pending(self, unit: HZPUnit) -> bool:
         """Whether gradients of this micro-batch are there that are not on their way yet."""
-        return (unit in self._collected and unit not in self._kept) or unit.has_grads
+        collected = self._collected.get(unit)
+        return (collected is not None and not collected.is_kept) or unit.has_grads
 
     def is_kept(self, unit: HZPUnit) -> bool:
         """Whether gradients of earlier micro-batches are there that are not on their way yet."""
-        return unit in self._kept
+        return unit in self._collected and self._collected[unit].is_kept
 
     def keep(self, unit: HZPUnit, is_last: bool) -> bool:
         """Whether the gradients of `unit`, complete for this micro-batch, wait for those of a later
         one, to which they are added in fp32. is_last: there is none."""
-        if unit.reduces_in_place or not self.is_to_wait(unit, is_last):
+        if unit.reduces_in_place or not self.should_wait(unit, is_last):
             return False
         self.take(unit, range(len(unit.params)))
-        self._kept.add(unit)
+        self._collected[unit].is_kept = True
         return True
 
     def start_reduction(self, unit: HZPUnit) -> None:
@@ -217,7 +218,6 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
             unit.zero_rest(places, written)
             return place, {}
         self.take(unit, indices)
-        self._kept.discard(unit)
         collected = self._collected.pop(unit)
         if (place := collected.place) is not None:
             unit.zero_rest(collected.places, collected.written)
@@ -310,7 +310,6 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
             if collected.place is not None:
                 self.arena.give_back(collected.place.extent)
         self._collected.clear()
-        self._kept.clear()
         self.reached.clear()
         if self._residency is not None:
             self._residency.restart()

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_asynchzp.zero.unit import HZPUnit, Phase
+from megatron_asynchzp.zero.unit import HZPUnit
 
 # Private to torch: its public form is a context manager, and these are set by two hooks.
 _saved_tensor_hooks: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
@@ -149,7 +149,7 @@ class SavedViews:
         """The tensor that was packed as `saved`."""
         if not isinstance(saved, SavedView):
             return saved
-        if saved.unit.phase is not Phase.UNSHARDED:
+        if not saved.unit.is_unsharded:
             self.note_view(saved.unit)  # nothing else would gather it in time
         self._on_missing(saved.unit)
         full = saved.unit.full_param_storage

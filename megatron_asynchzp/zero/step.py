@@ -214,7 +214,7 @@ class StepScheduler:
         early = self.early
         if early is None or not self.gathers.sends_early or self.gathers.was_sent(unit):
             return
-        if self.gathers.is_to_send(unit, early.may_send(unit, self.num_begun), early.is_forced):
+        if self.gathers.should_send(unit, early.may_send(unit, self.num_begun), early.is_forced):
             preview = self.gathers.preview(unit, grads, early.preview_of(unit, self.num_begun))
             self.reductions.note_preview(unit, preview)
 

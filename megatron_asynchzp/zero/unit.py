@@ -4,7 +4,6 @@
 persistent buffers of their states.
 """
 
-import enum
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -43,17 +42,8 @@ from megatron_asynchzp.zero.marks import Marks
 _NOTHING = nullcontext()
 
 
-class Phase(enum.Enum):
-    """Where the full parameters of a unit are."""
-
-    SHARDED = "sharded"
-    """Only this rank's shard exists; every parameter is a placeholder that reads as NaN."""
-    UNSHARDED = "unsharded"
-    """The full parameters are in memory and every parameter is a view of them."""
-
-
 class IllegalTransition(RuntimeError):
-    """The phase of a unit does not allow what was requested of it."""
+    """The full parameters are, or are not, in memory, which what was requested does not allow."""
 
 
 class HZPUnit:
@@ -107,7 +97,6 @@ class HZPUnit:
         self.size_key += f" of {groups.topology.world_size}"
         self.views_key = str([(piece.shape, piece.range.start) for piece in self.layout.slices])
         self.overwrites_main_grads: bool | None = None
-        self.phase = Phase.SHARDED
         self._full_param: torch.Tensor | None = None
         self._kinds = [type(param) for param in self.params]
         self._guarded_kinds: list[type] | None = None
@@ -147,7 +136,6 @@ class HZPUnit:
         if self.is_always_unsharded:
             self._full_param = self.model_param.storage
             self._point_params_at(self.model_param.param_views())
-            self.phase = Phase.UNSHARDED
         else:
             self._point_params_at(self._placeholders)
 
@@ -168,7 +156,7 @@ class HZPUnit:
         Where they are always gathered, `rest` and `wake` say when.
         """
         self._guarded_kinds = list(guarded_kinds)
-        if self.phase is Phase.SHARDED:
+        if not self.is_unsharded:
             self.rest()
 
     def rest(self) -> None:
@@ -214,10 +202,11 @@ class HZPUnit:
 
     # ---- parameters
 
-    def _enter(self, phase: Phase) -> None:
-        if phase is self.phase:
-            raise IllegalTransition(f"{self.name}: {self.phase.value} -> {phase.value}")
-        self.phase = phase
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the full parameters are in memory, and every parameter is a view of them.
+        Otherwise each is a placeholder that reads as NaN."""
+        return self._full_param is not None
 
     def gather_steps(self, full: torch.Tensor) -> Steps:
         """Gather the full parameters over the P axes into `full` (1-D, padded_numel)."""
@@ -230,18 +219,18 @@ class HZPUnit:
     def point_at(self, full: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
         """Make every parameter one of `views`, which are views_of(full); `full` holds the gathered
         parameters."""
-        self._enter(Phase.UNSHARDED)
+        if self.is_unsharded:
+            raise IllegalTransition(f"{self.name}: its parameters are gathered already")
         self._full_param = full
         self.wake()
         self._point_params_at(views)
 
     def reshard(self) -> None:
         """Drop the full parameters. No-op where they are dropped already or never sharded."""
-        if self.phase is Phase.SHARDED or self.is_always_unsharded:
+        if self.is_always_unsharded or not self.is_unsharded:
             return
         self._point_params_at(self._placeholders)
         self._full_param = None
-        self._enter(Phase.SHARDED)
         self.rest()
 
     @property

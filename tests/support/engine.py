@@ -24,7 +24,7 @@ from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.early_update import EarlyUpdate
 from megatron_asynchzp.zero.plan import UnitPlan, plan_units
 from megatron_asynchzp.zero.step import KeepBudgets
-from megatron_asynchzp.zero.unit import HZPUnit, Phase
+from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
 
 
@@ -43,7 +43,7 @@ def nested_sizes(world_size: int) -> list[tuple[int, int, int]]:
 
 def unshard(unit: HZPUnit) -> None:
     """Gather the parameters of `unit` into new memory, at once. Collective over its P group."""
-    if unit.phase is Phase.SHARDED:
+    if not unit.is_unsharded:
         full = torch.empty(unit.layout.padded_numel, dtype=unit.dtype, device=unit.device)
         run_steps(unit.gather_steps(full))
         unit.point_at(full, unit.views_of(full))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp.comm.collectives import run_steps
-from megatron_asynchzp.zero.unit import HZPUnit, IllegalTransition, Phase
+from megatron_asynchzp.zero.unit import HZPUnit, IllegalTransition
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import (
     EngineTrainer,
@@ -34,7 +34,7 @@ def new_unit(sizes=(2, 2, 4), dtype=torch.bfloat16) -> tuple[HZPUnit, list[torch
 
 def check_phases() -> None:
     unit, originals = new_unit()
-    assert unit.phase is Phase.SHARDED
+    assert not unit.is_unsharded
     for param, original in zip(unit.params, originals):
         assert param.shape == original.shape and param.isnan().all()
         assert param.untyped_storage().nbytes() == param.element_size()
