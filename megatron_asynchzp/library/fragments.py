@@ -43,12 +43,11 @@ class TrainedFragment(HeldFragment):
 
 
 def fragments_of(unit: HZPUnit) -> Iterator[HeldFragment]:
-    buffer = unit.main_param if unit.is_trained else unit.model_param
-    for index, piece in enumerate(unit.layout.slices):
-        held, values = buffer.held_of(index)
-        if not unit.is_trained:
-            yield HeldFragment(piece.name, piece.shape, held, values)
-            continue
-        param, grad = nn.Parameter(values), unit.main_grad_fragments()[index]
-        is_counted = unit.groups.topology.replica_index == 0
-        yield TrainedFragment(piece.name, piece.shape, held, values, unit, param, grad, is_counted)
+    slices = unit.layout.slices
+    if not unit.is_trained:
+        for index, piece in enumerate(slices):
+            yield HeldFragment(piece.name, piece.shape, *unit.model_param.held_of(index))
+        return
+    for piece, own in zip(slices, unit.new_fragments(), strict=True):
+        named = piece.name, piece.shape, own.held, own.values
+        yield TrainedFragment(*named, unit, own.param, own.grad, unit.is_counted)

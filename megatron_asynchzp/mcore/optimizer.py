@@ -324,22 +324,19 @@ class ShardedParameters:
                     self._add(chunk, unit)
 
     def _add(self, chunk: AsyncHZPDataParallel, unit: HZPUnit) -> None:
-        fragments = zip(
-            unit.params, unit.main_param_fragments(), unit.main_grad_fragments(), strict=True
-        )
         owned = self.by_unit[unit] = []
-        for index, (model_param, values, grad) in enumerate(fragments):
-            if values.numel() == 0:
+        for model_param, own in zip(unit.params, unit.new_fragments(), strict=True):
+            fragment = own.param
+            if fragment.numel() == 0:
                 continue
-            fragment = torch.nn.Parameter(values)
             copy_optimizer_param_metadata(fragment, model_param)
             tensor_parallel.copy_tensor_model_parallel_attributes(fragment, model_param)
             model_param.main_param = fragment  # pyright: ignore[reportAttributeAccessIssue]
             self.by_model_param[model_param] = fragment
-            self._grads[fragment] = grad
+            self._grads[fragment] = own.grad
             owned.append(fragment)
-            self.places[fragment] = FragmentPlace(chunk.checkpoint, unit, index)
-            if unit.groups.topology.replica_index == 0:
+            self.places[fragment] = FragmentPlace(chunk.checkpoint, unit, own.index)
+            if unit.is_counted:
                 self._counted.add(fragment)
 
     def attach_grads(self) -> None:

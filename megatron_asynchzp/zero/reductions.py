@@ -18,6 +18,15 @@ from megatron_asynchzp.sharding.decisions import GradsInFlight
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES
 from megatron_asynchzp.sharding.pieces import GradPiece
 from megatron_asynchzp.sharding.residency import Residency
+from megatron_asynchzp.zero.taken_grads import (
+    has_grads,
+    pack_grads,
+    places_of,
+    point_at_places,
+    take_grads,
+    write_grads,
+    zero_rest,
+)
 from megatron_asynchzp.zero.unit import HZPUnit
 
 _Grads = dict[int, torch.Tensor]
@@ -124,21 +133,21 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         self.reached.add(unit)
         if unit.reduces_in_place:
             self.reopen(unit)
-            unit.write_grads(indices, unit.whole_grads)
+            write_grads(unit, indices, unit.whole_grads)
             return
         collected = self._collect(unit)
-        collected.is_kept = collected.is_kept and not unit.has_grads
+        collected.is_kept = collected.is_kept and not has_grads(unit)
         if collected.place is None:
-            unit.take_grads(indices, collected.grads)
+            take_grads(unit, indices, collected.grads)
         else:
-            unit.write_grads(indices, collected.places, collected.written)
+            write_grads(unit, indices, collected.places, collected.written)
 
     def provide(self, unit: HZPUnit) -> None:
         """The backward of `unit`, which is reduced in one piece, begins: let its layers find the
         places of their gradients."""
         if unit.reduces_in_place:
             self.reopen(unit)
-            unit.point_main_grads_at(unit.whole_grads)
+            point_at_places(unit, unit.whole_grads)
             return
         collected = self._collect(unit)
         if collected.place is None:
@@ -150,9 +159,9 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
             collected.grads.clear()
         places = collected.places[: len(unit.params)]
         if not unit.overwrites_main_grads:
-            unit.zero_rest(places, collected.written)
+            zero_rest(places, collected.written)
             collected.written.update(range(len(places)))
-        unit.point_main_grads_at(places)
+        point_at_places(unit, places)
 
     def _collect(self, unit: HZPUnit) -> _Collected:
         collected = self._collected.get(unit)
@@ -163,7 +172,7 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
     def has_pending(self, unit: HZPUnit) -> bool:
         """Whether gradients of this micro-batch are there that are not on their way yet."""
         collected = self._collected.get(unit)
-        return (collected is not None and not collected.is_kept) or unit.has_grads
+        return (collected is not None and not collected.is_kept) or has_grads(unit)
 
     def is_kept(self, unit: HZPUnit) -> bool:
         """Whether gradients of earlier micro-batches are there that are not on their way yet."""
@@ -214,13 +223,13 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
         if unit not in self._collected and len(pieces) == 1:  # the usual case, and the fastest way
             place, written = self._acquire_place(unit), set[int]()
             places = self._places_in(unit, pieces[0], place)
-            unit.write_grads(indices, places, written)
-            unit.zero_rest(places, written)
+            write_grads(unit, indices, places, written)
+            zero_rest(places, written)
             return place, {}
         self.take(unit, indices)
         collected = self._collected.pop(unit)
         if (place := collected.place) is not None:
-            unit.zero_rest(collected.places, collected.written)
+            zero_rest(collected.places, collected.written)
             return place, {}
         place = self._acquire_place(unit)
         self._pack(unit, pieces[0], collected.grads, place)
@@ -247,11 +256,11 @@ class Reductions(GradsInFlight[HZPUnit, _Reduction]):
     def _places_in(self, unit: HZPUnit, piece: _Piece, place: Place) -> list[torch.Tensor]:
         """Where what `piece` holds of each parameter goes, and then the gaps of the piece."""
         full = self._memory_for(unit, piece, place)[0]
-        return place.views_for(piece.places_key, lambda _: unit.places_of(piece.grads, full))
+        return place.views_for(piece.places_key, lambda _: places_of(unit, piece.grads, full))
 
     def _pack(self, unit: HZPUnit, piece: _Piece, grads: _Grads, place: Place) -> None:
         """Write a piece of the unit's gradients to `place`."""
-        unit.pack_grads(piece.grads, grads, self._places_in(unit, piece, place))
+        pack_grads(piece.grads, grads, self._places_in(unit, piece, place))
 
     def _reduce_steps(self, unit: HZPUnit, grads: _Grads, place: Place) -> Steps:
         last = None

@@ -5,7 +5,7 @@ persistent buffers of their states.
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -44,6 +44,18 @@ _NOTHING = nullcontext()
 
 class IllegalTransition(RuntimeError):
     """The full parameters are, or are not, in memory, which what was requested does not allow."""
+
+
+class Fragment:
+    """What this rank's optimizer shard holds of one parameter, number `index` of its unit.
+
+    held: which of its row-major elements; values: these of main_param, 1-D fp32; param: as a
+    parameter of an optimizer; grad: their place in main_grad, 1-D fp32, not yet its `grad`.
+    """
+
+    def __init__(self, index: int, held: Range, values: torch.Tensor, grad: torch.Tensor):
+        self.index, self.held, self.values, self.grad = index, held, values, grad
+        self.param = torch.nn.Parameter(values)
 
 
 class HZPUnit:
@@ -272,7 +284,7 @@ class HZPUnit:
         """Let layers put the gradients of their weights where they are collected themselves.
 
         [Note: fused gradients] Megatron's DDP, and Transformer Engine for it: in backward a layer
-        finds the place in `param.main_grad` (point_main_grads_at), adds to it, sets
+        finds the place in `param.main_grad` (point_at_places), adds to it, sets
         `grad_added_to_main_grad` and gives autograd a dummy of undefined values. `overwrites`: it
         writes over what is there, with `overwrite_main_grad`. Layers read that in forward.
         """
@@ -281,111 +293,6 @@ class HZPUnit:
             params: list[Any] = self.params
             for param in params:
                 param.grad_added_to_main_grad, param.overwrite_main_grad = False, overwrites
-
-    def point_main_grads_at(self, places: Sequence[torch.Tensor]) -> None:
-        """Make `places` (fp32, one per parameter) those that layers write gradients to."""
-        params: list[Any] = self.params
-        for param, place in zip(params, places, strict=True):
-            param.main_grad = place
-
-    @property
-    def has_grads(self) -> bool:
-        """Whether a parameter has a gradient that was not taken yet."""
-        with self.own_uses():
-            for param in self.params:
-                if param.grad is not None:
-                    return True
-        return False
-
-    def take_grads(self, indices: Iterable[int], taken: dict[int, torch.Tensor]) -> None:
-        """Move the gradients of the parameters `indices`, as far as there are any, to `taken`.
-
-        Another one of the same parameter is added in fp32, in memory of its own.
-        """
-        with self.own_uses():
-            for index in indices:
-                param = self.params[index]
-                if (grad := param.grad) is None:
-                    continue
-                if grad.is_sparse:  # nn.Embedding(sparse=True)
-                    grad = grad.to_dense()
-                param.grad = None
-                if (before := taken.setdefault(index, grad)) is grad:
-                    continue
-                if before.dtype == torch.float32:
-                    before.add_(grad)  # as autograd would
-                else:
-                    taken[index] = before.float().add_(grad)
-
-    def write_grads(
-        self,
-        indices: Iterable[int],
-        places: Sequence[torch.Tensor],
-        written: set[int] | None = None,
-    ) -> None:
-        """Move the gradients of the parameters `indices`, as far as there are any, to their
-        `places` (fp32, one per parameter), with one operation for all.
-
-        written: places that have a gradient, to which another one is added; None for all. What a
-        layer has put there itself is there already.
-        """
-        is_fused = self.overwrites_main_grads is not None
-        new: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        more: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        with self.own_uses():
-            for index in indices:
-                param = self.params[index]
-                if (grad := param.grad) is None:
-                    continue
-                if is_fused and _has_dummy(param):
-                    param.grad = None
-                    if written is not None:
-                        written.add(index)
-                    continue
-                if grad.is_sparse:
-                    grad = grad.to_dense()
-                into, grads = more if written is None or index in written else new
-                into.append(places[index])
-                grads.append(grad)
-                param.grad = None
-                if written is not None:
-                    written.add(index)
-        if new[0]:
-            torch._foreach_copy_(*new)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        if more[0]:
-            torch._foreach_add_(*more)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-
-    def zero_rest(self, places: Sequence[torch.Tensor], written: Container[int]) -> None:
-        """Zero those of `places`, of parameters and gaps, that are not among `written`."""
-        _zero([place for index, place in enumerate(places) if index not in written])
-
-    def pack_grads(
-        self, piece: GradPiece, grads: Mapping[int, torch.Tensor], places: Sequence[torch.Tensor]
-    ) -> None:
-        """Write what `piece` holds of `grads` (by index of the parameter) to `places` (fp32), which
-        are places_of(piece). Parameters without a gradient, and what belongs to none, become 0."""
-        sources: list[torch.Tensor] = []
-        into: list[torch.Tensor] = []
-        rest = list(places[len(piece.copies) :])  # the gaps
-        for copy, place in zip(piece.copies, places):
-            if (grad := grads.get(copy.index)) is None:
-                rest.append(place)
-                continue
-            cut = copy.source
-            sources.append(grad if cut is None else grad.reshape(-1)[slice(*cut)])
-            into.append(place)
-        if sources:
-            torch._foreach_copy_(into, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        _zero(rest)
-
-    def places_of(self, piece: GradPiece, full: torch.Tensor) -> list[torch.Tensor]:
-        """Where in `full` (1-D, fp32, piece.numel) each copy of `piece` goes, and then its gaps."""
-        places: list[torch.Tensor] = []
-        for copy in piece.copies:
-            place = full[slice(*copy.target)]
-            shape = self.layout.slices[copy.index].shape
-            places.append(place.view(shape) if copy.source is None else place)
-        return places + [full[slice(*gap)] for gap in piece.gaps]
 
     def in_flight(self, slot_nbytes: int) -> UnitInFlight:
         """What this unit needs beside its states; slot_nbytes: see ScheduleConfig."""
@@ -485,15 +392,28 @@ class HZPUnit:
         """What this rank's optimizer shard holds of each parameter: 1-D fp32 views."""
         return self.main_param.fragment_views()
 
+    def new_fragments(self) -> "list[Fragment]":
+        """What this rank's optimizer shard holds of a trained unit, for an optimizer: a parameter
+        of each, those included of which it holds nothing."""
+        grads = self.main_grad_fragments()
+        return [
+            Fragment(index, *self.main_param.held_of(index), grads[index])
+            for index in range(len(self.params))
+        ]
+
     def owned_params(self) -> list[torch.nn.Parameter]:
-        """For an optimizer of this unit alone: the main_param_fragments that are not empty, as
-        parameters whose `grad` is their place in main_grad."""
-        owned: list[torch.nn.Parameter] = []
-        for value, grad in zip(self.main_param_fragments(), self.main_grad_fragments()):
-            if value.numel():
-                owned.append(torch.nn.Parameter(value))
-                owned[-1].grad = grad
-        return owned
+        """For an optimizer of this unit alone: those of new_fragments that are not empty, each with
+        its `grad`."""
+        owned = [one for one in self.new_fragments() if one.held.numel]
+        for one in owned:
+            one.param.grad = one.grad
+        return [one.param for one in owned]
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether sums over all ranks take this unit's O range from this rank, and not from another
+        replica of it."""
+        return self.groups.topology.replica_index == 0
 
     # ---- after the optimizer
 
@@ -574,17 +494,3 @@ class HZPUnit:
             if trained and not self.is_main_param_aliased
             else 0,
         }
-
-
-def _zero(tensors: list[torch.Tensor]) -> None:
-    """With one operation for all."""
-    if tensors:
-        torch._foreach_zero_(tensors)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-
-
-def _has_dummy(param: Any) -> bool:
-    """Whether `param.grad` is a dummy: since this was last asked, a layer has put the gradient into
-    main_grad. For a weight that several modules use Megatron asks for dummies of zeros, to which
-    autograd adds what the others give it."""
-    was_added, param.grad_added_to_main_grad = param.grad_added_to_main_grad, False
-    return was_added and not getattr(param, "zero_out_wgrad", False)

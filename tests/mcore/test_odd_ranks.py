@@ -39,16 +39,17 @@ def test_a_rank_that_owns_no_element_still_steps_clips_and_unscales_with_the_oth
 
 
 def run_with_a_bad_gradient() -> None:
+    from megatron_asynchzp.zero import reductions
     from megatron_asynchzp.zero.unit import HZPUnit
 
-    take_grads = HZPUnit.take_grads
+    take_grads = reductions.take_grads
 
-    def poisoned(self: HZPUnit, indices: Iterable[int], *places: Any) -> None:
-        if dist.get_rank() == 1 and self.params[0].grad is not None:
-            self.params[0].grad.view(-1)[0] = float("nan")
-        take_grads(self, indices, *places)
+    def poisoned(unit: HZPUnit, indices: Iterable[int], *places: Any) -> None:
+        if dist.get_rank() == 1 and unit.params[0].grad is not None:
+            unit.params[0].grad.view(-1)[0] = float("nan")
+        take_grads(unit, indices, *places)
 
-    with mock.patch.object(HZPUnit, "take_grads", poisoned):
+    with mock.patch.object(reductions, "take_grads", poisoned):
         argv = gpt_args("--train-iters", "2", "--rerun-mode", "disabled")
         run_pretrain([*argv, *size_flags((4, 4, 4))])
 

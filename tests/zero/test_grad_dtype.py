@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_asynchzp.comm.collectives import run_steps, split_for_reduction
 from megatron_asynchzp.sharding.pieces import grad_pieces
 from megatron_asynchzp.sharding.topology import MeshAxis, ShardSizes, ShardTopology
+from megatron_asynchzp.zero.taken_grads import pack_grads, places_of
 from megatron_asynchzp.zero.unit import HZPUnit
 from scripts.testbed.counters import total
 from scripts.testbed.ranks import run_ranks
@@ -46,7 +47,7 @@ def reduce_unit(sizes: tuple[int, int, int], dtype: torch.dtype, numel: int) -> 
                 packed, shards = split_for_reduction(
                     torch.empty(nbytes // 4), piece.numel, groups.grad_reduce, dtype
                 )
-                unit.pack_grads(piece, {0: full[:numel]}, unit.places_of(piece, packed))
+                pack_grads(piece, {0: full[:numel]}, places_of(unit, piece, packed))
                 own = unit.main_grad.storage[slice(*piece.part)]
                 run_steps(unit.reduce_steps(packed, shards, own))
     run_steps(unit.sync_grad_steps(SCALE))

@@ -14,6 +14,7 @@ import torch
 from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.schedule import ON_STREAMS, SCHEDULES, ScheduleConfig
 from megatron_asynchzp.zero.step import StepScheduler
+from megatron_asynchzp.zero.taken_grads import take_grads
 from megatron_asynchzp.zero.unit import HZPUnit
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy
@@ -99,7 +100,7 @@ def test_another_gradient_of_the_same_parameter_is_added_in_fp32():
     taken: dict[int, torch.Tensor] = {}
     for value in (256.0, 1.0, 1.0):  # in bf16 the sum would stay 256
         unit.params[1].grad = torch.full((3,), value, dtype=torch.bfloat16)
-        unit.take_grads((0, 1), taken)
+        take_grads(unit, (0, 1), taken)
     assert list(taken) == [1] and taken[1].tolist() == [258.0] * 3
 
 
