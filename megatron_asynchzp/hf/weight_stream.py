@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_asynchzp.at_rest.unit_stream import drop_mark, mark, refuse_unknown_mark
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.hf.contents import Job, jobs_in_order_of_use, match_keys
 from megatron_asynchzp.hf.delivery import Parcel, deliver
@@ -70,14 +71,13 @@ def mark_weights(model: Sequence[Any], name: str) -> None:
     """From now on record which weights change, for stream_changes(model, since=name), as
     ShardedModel.mark_weights: on every rank, between two steps."""
     for chunk in _chunks(model):
-        chunk.runtime.between_steps("mark_weights()")
-        chunk.runtime.mark(name)
+        mark(chunk.runtime, name)
 
 
 def forget_mark(model: Sequence[Any], name: str) -> None:
     """Record nothing for `name` any more. Raises ConfigurationError where it is no mark."""
     for chunk in _chunks(model):
-        chunk.runtime.drop_mark(name)
+        drop_mark(chunk.runtime, name)
 
 
 def stream_changes(
@@ -171,7 +171,7 @@ class WeightStream:
             if chunk.runtime.is_in_step:
                 raise ConfigurationError("within a step: call it after optimizer.step()")
             if self._since is not None:
-                chunk.runtime.refuse_unknown_mark(self._since)
+                refuse_unknown_mark(chunk.runtime, self._since)
             chunk.runtime.settle()
 
     @property

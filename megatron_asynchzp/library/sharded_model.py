@@ -17,6 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from megatron_asynchzp.at_rest.sleep import Sleeper
+from megatron_asynchzp.at_rest.unit_stream import WholeUnit, drop_mark, mark, stream_units
 from megatron_asynchzp.comm.agreement import settings_of_groups
 from megatron_asynchzp.comm.report import CommReport, CommReports
 from megatron_asynchzp.comm.timeline import captured_trace, profiler_range
@@ -46,9 +48,7 @@ from megatron_asynchzp.weight_delta import WeightDelta
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.early_update import EarlyUpdate, is_elementwise
 from megatron_asynchzp.zero.params import TRAINED_DTYPES
-from megatron_asynchzp.zero.sleep import Sleeper
 from megatron_asynchzp.zero.unit import HZPUnit
-from megatron_asynchzp.zero.weight_stream import WholeUnit
 
 
 def shard(
@@ -426,7 +426,7 @@ class ShardedModel:
     def full_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and whole value of each parameter, one unit at a time in memory. Collective: every
         rank must take them all. A value is valid until the next one is taken."""
-        for whole in self.runtime.stream():
+        for whole in stream_units(self.runtime):
             yield from whole.params
         self._params.refuse_writes()
 
@@ -459,12 +459,11 @@ class ShardedModel:
 
         Raises ConfigurationError within a step, asleep, and while weights are streamed.
         """
-        self.runtime.between_steps("mark_weights()")
-        self.runtime.mark(name)
+        mark(self.runtime, name)
 
     def forget_mark(self, name: str) -> None:
         """Record nothing for `name` any more. Raises ConfigurationError where it is no mark."""
-        self.runtime.drop_mark(name)
+        drop_mark(self.runtime, name)
 
     def stream_changes(
         self, since: str, *, receivers: Sequence[int] | None = None
@@ -505,7 +504,7 @@ class ShardedModel:
             raise ConfigurationError(f"{call}: dtype is torch.float32, bfloat16 or float16")
         ranks = dist.get_process_group_ranks(self._group)
         chosen = None if receivers is None else {ranks[one] for one in receivers}
-        yield from self.runtime.stream(chosen, dtype, since)
+        yield from stream_units(self.runtime, chosen, dtype, since)
         self._params.refuse_writes()
 
     @torch.no_grad()

@@ -25,6 +25,7 @@ from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_asynchzp.at_rest.sleep import Sleeper
 from megatron_asynchzp.comm.agreement import settings_of_groups
 from megatron_asynchzp.comm.timeline import profiler_range
 from megatron_asynchzp.mcore.checkpoint.optimizer_state import (
@@ -42,7 +43,6 @@ from megatron_asynchzp.mcore.differences import (
 )
 from megatron_asynchzp.mcore.early_update import build_early_update
 from megatron_asynchzp.mcore.rounded_adam import MomentDtypes, build_rounded_adam
-from megatron_asynchzp.zero.sleep import Sleeper
 from megatron_asynchzp.zero.unit import HZPUnit
 
 

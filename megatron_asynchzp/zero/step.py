@@ -6,7 +6,7 @@ order. Free of hooks and autograd.
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -25,11 +25,9 @@ from megatron_asynchzp.sharding.pieces import grad_pieces
 from megatron_asynchzp.sharding.residency import Residency
 from megatron_asynchzp.zero.early_update import EarlyUpdate
 from megatron_asynchzp.zero.gathers import Gathers, ParamBudget
-from megatron_asynchzp.zero.host_copy import HostCopy
 from megatron_asynchzp.zero.reductions import Reductions
 from megatron_asynchzp.zero.sent_check import SentCheck
 from megatron_asynchzp.zero.unit import HZPUnit
-from megatron_asynchzp.zero.weight_stream import WholeUnit, stream_units
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ class StepScheduler:
         self._order: list[HZPUnit] | None = None
         self.early: EarlyUpdate | None = None
         self.settings_of_update: Callable[[], Mapping[str, str]] = dict[str, str]
-        self._host_copy: HostCopy | None = None
+        self._value_of: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._before_sleep = self.state
         self.agrees_on_reached, self.reached = False, set[HZPUnit]()
         self.schedule = config
@@ -379,82 +377,7 @@ class StepScheduler:
             self.gathers.await_sync(unit)
             self.sent_check.refuse_write(unit)
 
-    # ---- asleep
-
-    def fall_asleep(self, copy: HostCopy) -> None:
-        """After `between_steps`: the states are in `copy`, and nothing is in flight: free the
-        memory for that. Nothing but `wake_up` and `close` may be called then."""
-        self.gathers.arena.free()
-        self.reductions.arena.free()
-        self._host_copy, self._before_sleep = copy, self.state
-        self.state = StepState.ASLEEP
-
-    def wake_up(self) -> None:
-        """The states are back."""
-        self.gathers.arena.allocate()
-        self.reductions.arena.allocate()
-        self._host_copy, self.state = None, self._before_sleep
-        self.gathers.note_written()
-
-    def refuse_sleep(self) -> None:
-        """Before whatever needs the states on the device."""
-        if self.is_asleep:
-            raise ConfigurationError("the sharded model is asleep: call wake() first")
-
-    def at_rest(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of `tensor`, which is one of the states or views it: on the host, asleep."""
-        return tensor if self._host_copy is None else self._host_copy.value_of(tensor)
-
-    # ---- whole parameters
-
-    def stream(
-        self,
-        receivers: Collection[int] | None = None,
-        dtype: torch.dtype | None = None,
-        since: str | None = None,
-    ) -> Iterator[WholeUnit]:
-        """The whole parameters of all units, as in stream_units, in the order in which the last
-        step used them. Until it is exhausted or closed nothing else may be called."""
-        self.refuse_use()
-        if since is not None:
-            self.refuse_unknown_mark(since)
-        self.settle()
-        for unit in self.units:
-            self.refuse_write(unit)
-        self.sent_check.settle()
-        self.driver.timeline.pause()
-        self.driver.shorten_record()
-        before, self.state = self.state, StepState.STREAMING
-        try:
-            yield from stream_units(
-                self.gathers.units_in_order, self.driver, receivers, dtype, since
-            )
-        finally:
-            self.state = before
-
-    def mark(self, name: str) -> None:
-        """From now on record which elements of the parameters change, for a stream since `name`. A
-        mark of this name is forgotten. A bit per element that this rank's optimizer owns."""
-        self.refuse_use()
-        self.settle()
-        for unit in self.units:
-            unit.marks.set(name)
-        self.gathers.note_written()
-
-    def drop_mark(self, name: str) -> None:
-        """Record nothing for `name` any more."""
-        self.refuse_use()
-        self.refuse_unknown_mark(name)
-        self.settle()
-        for unit in self.units:
-            unit.marks.drop(name)
-
-    def refuse_unknown_mark(self, name: str) -> None:
-        """Before changes since `name` are taken."""
-        names = self.units[0].marks.names  # all units have the same
-        if name not in names:
-            known = ", ".join(sorted(names)) or "none"
-            raise ConfigurationError(f"no mark {name!r} of the weights; there are: {known}")
+    # ---- what may be done when
 
     def between_steps(self, what: str) -> None:
         """The door of `what`, which takes or moves the states as they are between two steps."""
@@ -479,6 +402,50 @@ class StepScheduler:
             raise ConfigurationError(
                 "whole parameters are being taken: take them all, or close() the iterator, first"
             )
+
+    @contextmanager
+    def streaming(self) -> Generator[Sequence[HZPUnit]]:
+        """Around the taking of whole parameters, of the units in the order in which the last step
+        used them. Within it nothing else may be called."""
+        self.refuse_use()
+        self.settle()
+        for unit in self.units:
+            self.refuse_write(unit)
+        self.sent_check.settle()
+        self.driver.timeline.pause()
+        self.driver.shorten_record()
+        before, self.state = self.state, StepState.STREAMING
+        try:
+            yield self.gathers.units_in_order
+        finally:
+            self.state = before
+
+    # ---- asleep
+
+    def fall_asleep(self, value_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """After `between_steps`, while nothing is in flight: the states are on the host, where
+        `value_of` has their values; free the memory in flight. Nothing but `wake_up` and `close`
+        may be called then."""
+        self.gathers.arena.free()
+        self.reductions.arena.free()
+        self._value_of, self._before_sleep = value_of, self.state
+        self.state = StepState.ASLEEP
+
+    def wake_up(self) -> None:
+        """The states are back."""
+        self.gathers.arena.allocate()
+        self.reductions.arena.allocate()
+        self._value_of, self.state = None, self._before_sleep
+        self.gathers.note_written()
+
+    def refuse_sleep(self) -> None:
+        """Before whatever needs the states on the device."""
+        if self.is_asleep:
+            raise ConfigurationError("the sharded model is asleep: call wake() first")
+
+    def at_rest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of `tensor`, which is one of the states or views it: on the host, asleep."""
+        return tensor if self._value_of is None else self._value_of(tensor)
 
     # ---- between steps
 

@@ -401,14 +401,6 @@ class HZPUnit:
             for index in range(len(self.params))
         ]
 
-    def owned_params(self) -> list[torch.nn.Parameter]:
-        """For an optimizer of this unit alone: those of new_fragments that are not empty, each with
-        its `grad`."""
-        owned = [one for one in self.new_fragments() if one.held.numel]
-        for one in owned:
-            one.param.grad = one.grad
-        return [one.param for one in owned]
-
     @property
     def is_counted(self) -> bool:
         """Whether sums over all ranks take this unit's O range from this rank, and not from another

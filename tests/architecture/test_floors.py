@@ -17,16 +17,16 @@ TESTBED = ROOT / "scripts" / "testbed"
 FLOORS = {
     "device": 0, "errors": 0, "replacements": 0, "schedule": 0, "versions": 0,
     "sharding": 1, "attention": 1, "checkpoint_files": 1, "failure": 1, "weight_delta": 1,
-    "comm": 2, "planner": 2, "zero": 3,
-    "library": 4, "mcore": 4, "cpu_platform": 4,
-    "hf": 5,  # reads and writes Megatron's checkpoints through megatron.core.dist_checkpointing
-    "commands": 5, "launch": 6, "command": 6,
+    "comm": 2, "planner": 2, "zero": 3, "at_rest": 4,
+    "library": 5, "mcore": 5, "cpu_platform": 5,
+    "hf": 6,  # reads and writes Megatron's checkpoints through megatron.core.dist_checkpointing
+    "commands": 6, "launch": 7, "command": 7,
 }
 # Lines that a room may have. A commit that raises one says for which promise.
 BUDGETS = {
-    "attention": 2700, "checkpoint_files": 1600, "comm": 2000, "commands": 1750,
+    "at_rest": 530, "attention": 2700, "checkpoint_files": 1600, "comm": 2000, "commands": 1750,
     "cpu_platform": 1050, "failure": 450, "hf": 2850, "library": 2600, "mcore": 8750,
-    "planner": 3700, "sharding": 1600, "zero": 4450, "beside the rooms": 1000,
+    "planner": 3700, "sharding": 1600, "zero": 3960, "beside the rooms": 1000,
 }
 # Within the library.
 LIBRARY = {
@@ -201,7 +201,7 @@ def test_the_package_imports_neither_scripts_nor_tests_and_scripts_import_no_tes
 
 
 # The measuring instruments are the same for every system: they import none of what they measure.
-MEASURED = ("device", "sharding", "comm", "zero", "mcore", "cpu_platform", "attention")
+MEASURED = ("device", "sharding", "comm", "zero", "at_rest", "mcore", "cpu_platform", "attention")
 KNOWS_SYSTEMS = ("attention", "contenders", "megatron_runs.py")
 
 

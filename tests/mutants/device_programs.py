@@ -20,6 +20,7 @@ from megatron_asynchzp.sharding.topology import ShardTopology
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.early_update import EarlyUpdate
 from megatron_asynchzp.zero.step import KeepBudgets
+from scripts.testbed.contenders.adam import owned_params
 from tests.device.programs import CLIP, Seen, device_of_rank, new_adamw, steps_of
 from tests.support.engine import shard_model
 from tests.support.toy_models import Block, ToyLM, toy_batch, toy_loss
@@ -191,7 +192,7 @@ def _engine(
     def train() -> Seen:
         model = _new_model().to(torch.bfloat16)
         runtime = shard_model(model, sizes, groups=_groups_of(sizes, wire))
-        owned = {unit: unit.owned_params() for unit in runtime.units}
+        owned = {unit: owned_params(unit) for unit in runtime.units}
         optimizer = new_adamw([param for params in owned.values() for param in params])
         early = EarlyUpdate(optimizer, owned, is_forced=True)
         if sends_early:
@@ -230,7 +231,7 @@ def _two_chunks(name: str, sizes: tuple[int, int, int]) -> Program:
             for model in models
         ]
         optimizers = [
-            new_adamw([param for unit in runtime.units for param in unit.owned_params()])
+            new_adamw([param for unit in runtime.units for param in owned_params(unit)])
             for runtime in runtimes
         ]
 

@@ -25,6 +25,7 @@ from megatron_asynchzp.zero.early_update import EarlyUpdate
 from megatron_asynchzp.zero.plan import UnitPlan, plan_units
 from megatron_asynchzp.zero.step import KeepBudgets
 from megatron_asynchzp.zero.unit import HZPUnit
+from scripts.testbed.contenders.adam import owned_params
 from tests.support.toy_models import ToyLM, toy_batch, toy_loss
 
 
@@ -152,7 +153,7 @@ class EngineTrainer:
         )
         self._topology = self.runtime.units[0].groups.topology
         assert not trains_all or all(unit.is_trained for unit in self.runtime.units)
-        owned = {unit: unit.owned_params() for unit in self.runtime.units if unit.is_trained}
+        owned = {unit: owned_params(unit) for unit in self.runtime.units if unit.is_trained}
         params = [param for params in owned.values() for param in params]
         nothing = [nn.Parameter(torch.zeros(0))]
         self.optimizer = torch.optim.AdamW(params or nothing, lr=1e-2, weight_decay=0.1)

@@ -20,6 +20,7 @@ from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
 from megatron_asynchzp.zero.early_update import EarlyUpdate
 from megatron_asynchzp.zero.step import StepScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
+from scripts.testbed.contenders.adam import owned_params
 from tests.support.engine import on_submit, with_memory
 from tests.support.recording_device import Collective, Group, RecordingDevice
 
@@ -171,7 +172,7 @@ def execute(
             done = Execution(device, scheduler)
             _note_tasks(driver, done)
             if program.sends_early is not None:
-                owned = {unit: unit.owned_params() for unit in units if unit.is_trained}
+                owned = {unit: owned_params(unit) for unit in units if unit.is_trained}
                 scheduler.early = EarlyUpdate(new_optimizer(owned), owned, program.sends_early)
             _label_places(done)
             for unit in units:

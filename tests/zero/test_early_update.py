@@ -13,6 +13,7 @@ import torch
 
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
 from megatron_asynchzp.zero.early_update import EarlyUpdate, is_elementwise
+from scripts.testbed.contenders.adam import owned_params
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy, toy_batch, toy_loss
 
@@ -152,7 +153,7 @@ def add_a_gradient_late(sends_early: bool | None) -> list[list]:
 
 def train_with_scales(sends_early: bool | None) -> tuple[list[list], int]:
     trainer = EngineTrainer(build_toy(BF16), (1, 2, 2))
-    owned = {unit: unit.owned_params() for unit in trainer.runtime.units}
+    owned = {unit: owned_params(unit) for unit in trainer.runtime.units}
     params = [param for params in owned.values() for param in params]
     trainer.optimizer = ScaledAdam(params, lr=1e-2)
     if sends_early:

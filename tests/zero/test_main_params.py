@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.plan import plan_units
+from scripts.testbed.contenders.adam import owned_params
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import nested_sizes, own_fragments, shard_groups, unshard
 
@@ -69,7 +70,7 @@ def compare_main_params(sizes_list: list[tuple]) -> None:
             grad_scale=1 / groups.topology.world_size,
         )
         (unit,) = runtime.units
-        optimizer = adam(unit.owned_params()) if unit.owned_params() else None
+        optimizer = adam(owned_params(unit)) if owned_params(unit) else None
         for step in range(NUM_STEPS):
             runtime.zero_grads()
             model(factors_of(step)).backward()

@@ -17,6 +17,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from megatron_asynchzp.zero.unit import HZPUnit
+
 _TORCHS = (torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -25,6 +27,15 @@ def new_adamw(
 ) -> torch.optim.Optimizer:
     """For a contender that brings no optimizer of its own."""
     return torch.optim.AdamW(params, lr=learning_rate, weight_decay=0.0, fused=True)
+
+
+def owned_params(unit: HZPUnit) -> list[torch.nn.Parameter]:
+    """For an optimizer of `unit` alone: what this rank holds of its main parameters, each with its
+    `grad`."""
+    owned = [one for one in unit.new_fragments() if one.held.numel]
+    for one in owned:
+        one.param.grad = one.grad
+    return [one.param for one in owned]
 
 
 class FusedAdam:

@@ -21,7 +21,7 @@ from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.topology import ShardSizes
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.early_update import EarlyUpdate
-from scripts.testbed.contenders.adam import new_adamw
+from scripts.testbed.contenders.adam import new_adamw, owned_params
 from scripts.testbed.contenders.delayed_model import DelayedModel, ModelSize, batch_of
 from scripts.testbed.contenders.fsdp2 import SHARDINGS, Sharding, shard_fully
 from scripts.testbed.contenders.hierarchical_baseline import HierarchicalBaseline
@@ -202,7 +202,7 @@ class Engine(System):
         units = blocks + [block.down for block in blocks if self.halves]
         schedule = ScheduleConfig(self.kind, timed_every=self.timed_every)
         self.runtime = self.new_runtime(units, schedule)
-        owned = {unit: unit.owned_params() for unit in self.runtime.units}
+        owned = {unit: owned_params(unit) for unit in self.runtime.units}
         self.optimizer = new_adamw([param for params in owned.values() for param in params])
         if self.is_early:
             self.runtime.early = EarlyUpdate(self.optimizer, owned, self.is_forced)

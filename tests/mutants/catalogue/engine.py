@@ -109,18 +109,18 @@ MUTANTS = [
         "packed(old.view(torch.int16) != new.view(torch.int16))",
         "packed(old != new)",
         (
-            "tests/zero/test_weight_stream.py::"
+            "tests/at_rest/test_unit_stream.py::"
             "test_every_bit_pattern_that_becomes_another_one_is_marked_and_no_other"
         ),
     ),
     Mutant(
         "three-units-of-a-stream",
         "a stream has two units in memory",
-        "zero/weight_stream.py",
+        "at_rest/unit_stream.py",
         "(gathered[0::2], gathered[1::2])",
         "(gathered[0::3], gathered[1::3], gathered[2::3])",
         (
-            "tests/zero/test_weight_stream.py::"
+            "tests/at_rest/test_unit_stream.py::"
             "test_a_copy_follows_what_is_sent_early_and_loaded_within_two_units_and_to_receivers_alone"
         ),
     ),

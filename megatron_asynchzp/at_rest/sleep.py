@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from megatron_asynchzp.at_rest.host_copy import HostCopy
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.zero.fingerprint import forget_weights
-from megatron_asynchzp.zero.host_copy import HostCopy
 from megatron_asynchzp.zero.step import StepScheduler
 
 State = MutableMapping[Any, dict[str, Any]]
@@ -83,7 +83,7 @@ class _Sleep:
                 if isinstance(value, torch.Tensor):
                     values[key] = self._copy.value_of(value)
         for scheduler in schedulers:
-            scheduler.fall_asleep(self._copy)
+            scheduler.fall_asleep(self._copy.value_of)
         forget_weights()
         driver.device.release_cached()
 

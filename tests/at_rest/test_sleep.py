@@ -11,8 +11,8 @@ import torch
 from torch.distributed import checkpoint
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, shard
+from megatron_asynchzp.at_rest.host_copy import NUM_COPIES, HostCopy
 from megatron_asynchzp.device import CpuDevice
-from megatron_asynchzp.zero.host_copy import NUM_COPIES, HostCopy
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import build_toy
 from tests.support.toy_models import toy_batch, toy_loss

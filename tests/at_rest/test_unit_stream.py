@@ -23,6 +23,7 @@ from megatron_asynchzp import (
     apply_delta,
     shard,
 )
+from megatron_asynchzp.at_rest.unit_stream import stream_units
 from megatron_asynchzp.sharding.topology import Range
 from megatron_asynchzp.zero import fingerprint as fingerprint_module
 from megatron_asynchzp.zero.marks import Marks, packed, unpacked
@@ -83,7 +84,7 @@ def compare_streams() -> list[tuple]:
         for receivers, wanted in product(asked, (None, FP32, BF16, FP16)):
             found = {
                 name: bits_of(value)
-                for _, params, _ in runtime.stream(receivers, wanted)
+                for _, params, _ in stream_units(runtime, receivers, wanted)
                 for name, value in params
             }
             is_mine = receivers is None or rank in receivers
@@ -198,11 +199,11 @@ def count_bytes(
     """Bytes that this rank sends in a stream, and those of the whole model."""
     sharded = new_sharded(sizes)
     whole = sum(unit.gathered_nbytes for unit in sharded.runtime.units)
-    units = list(sharded.runtime.stream(()))  # nobody asks: no byte
+    units = list(stream_units(sharded.runtime, ()))  # nobody asks: no byte
     assert not units
     chosen = None if receivers is None else set(receivers)
     before = network.counters.snapshot()
-    for _ in sharded.runtime.stream(chosen):
+    for _ in stream_units(sharded.runtime, chosen):
         pass
     sent = total(network.counters.since(before).values()).wire_nbytes
     sharded.close()
@@ -244,7 +245,7 @@ def count_bytes_of_axes(
     counted = []
     for receivers in subsets:
         before = network.counters.snapshot()
-        for _ in sharded.runtime.stream(receivers):
+        for _ in stream_units(sharded.runtime, receivers):
             pass
         sent = total(network.counters.since(before).values())
         counted.append((sent.wire_nbytes - sent.node_nbytes, sent.node_nbytes, whole))

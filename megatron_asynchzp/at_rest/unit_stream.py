@@ -4,7 +4,7 @@
 caller has this one.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from megatron_asynchzp.comm.collectives import (
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.zero.marks import unpacked
+from megatron_asynchzp.zero.step import StepScheduler
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -39,17 +40,44 @@ class WholeUnit(NamedTuple):
         return None if self.changed is None else unpacked(self.changed, piece.range, piece.shape)
 
 
+def mark(scheduler: StepScheduler, name: str) -> None:
+    """From now on record which elements of the parameters change, for a stream since `name`. A mark
+    of this name is forgotten. A bit per element that this rank's optimizer owns."""
+    scheduler.between_steps("mark_weights()")
+    scheduler.settle()
+    for unit in scheduler.units:
+        unit.marks.set(name)
+    scheduler.gathers.note_written()
+
+
+def drop_mark(scheduler: StepScheduler, name: str) -> None:
+    """Record nothing for `name` any more."""
+    scheduler.refuse_use()
+    refuse_unknown_mark(scheduler, name)
+    scheduler.settle()
+    for unit in scheduler.units:
+        unit.marks.drop(name)
+
+
+def refuse_unknown_mark(scheduler: StepScheduler, name: str) -> None:
+    """Before changes since `name` are taken."""
+    names = scheduler.units[0].marks.names  # all units have the same
+    if name not in names:
+        known = ", ".join(sorted(names)) or "none"
+        raise ConfigurationError(f"no mark {name!r} of the weights; there are: {known}")
+
+
 @torch.no_grad()
 def stream_units(
-    units: Iterable[HZPUnit],
-    driver: Driver,
+    scheduler: StepScheduler,
     receivers: Collection[int] | None = None,
     dtype: torch.dtype | None = None,
     since: str | None = None,
 ) -> Iterator[WholeUnit]:
-    """The whole parameters of `units`, in this order. Values are there until the next unit is
-    taken. Between two steps, while nothing is in flight. Collective over the sharding groups; a
-    rank without values has to exhaust it, too.
+    """The whole parameters of all units, in the order in which the last step used them. Values are
+    there until the next unit is taken. Between two steps; until it is exhausted or closed nothing
+    else may be called. Collective over the sharding groups; a rank without values has to exhaust
+    it, too.
 
         gather   | u0 | u1 |    | u2 |    | u3 |
         caller        | u0      | u1      | u2      memory for two units
@@ -64,8 +92,22 @@ def stream_units(
 
     Raises ConfigurationError where a value was written to, or kept until its memory was reused.
     """
+    scheduler.refuse_use()
+    if since is not None:
+        refuse_unknown_mark(scheduler, since)
+    with scheduler.streaming() as units:
+        yield from _stream(units, scheduler.driver, receivers, dtype, since)
+
+
+def _stream(
+    units: Sequence[HZPUnit],
+    driver: Driver,
+    receivers: Collection[int] | None,
+    dtype: torch.dtype | None,
+    since: str | None,
+) -> Iterator[WholeUnit]:
     coming = [
-        _Coming(unit, receivers, dtype, since)
+        _StreamedUnit(unit, receivers, dtype, since)
         for unit in units
         if since is None or unit.marks.may_have_changed(since)
     ]
@@ -92,7 +134,7 @@ def stream_units(
             one.wait()
 
 
-class _Coming:
+class _StreamedUnit:
     """A unit of a stream.
 
     is_received: whether this rank gets it.
@@ -115,13 +157,14 @@ class _Coming:
         source, dtype = unit.model_param, dtype or unit.dtype
         if dtype != unit.dtype and unit.is_trained and not unit.is_main_param_aliased:
             source, axes = unit.main_param, unit.groups.optim_gather_axes
-        self._values = _Part(source.storage, source.range.start, axes, dtype, asking, unit)
+        whole = source.storage, source.range.start, axes, dtype, asking, unit
+        self._values = _GatheredTensor(*whole)
         self._parts = [self._values]
-        self._bits: _Part | None = None
+        self._bits: _GatheredTensor | None = None
         if since is not None and (bits := unit.marks.bits.get(since)) is not None:
             axes = unit.groups.optim_gather_axes
             start = unit.optim_range.start * bits.numel() // unit.optim_range.numel
-            self._bits = _Part(bits, start, axes, bits.dtype, asking, unit)
+            self._bits = _GatheredTensor(bits, start, axes, bits.dtype, asking, unit)
             self._parts.append(self._bits)
         for part in self._parts[1:]:
             part.offset = self._values.nbytes
@@ -179,7 +222,7 @@ class _Coming:
             )
 
 
-class _Part:
+class _GatheredTensor:
     """A flat tensor whose parts ranks hold.
 
     shard: this rank's part, 1-D, from element `start` on.
