@@ -61,8 +61,11 @@ def distinct_runs(described: Iterable[HeldRun]) -> dict[str, list[HeldRun]]:
     for run in boxes.values():
         by_key.setdefault(run.key, []).append(run)
     for key, runs in by_key.items():
-        held, wanted = sum(run.numel for run in runs), prod(runs[0].size)
-        if held != wanted or len({run.size for run in runs}) > 1:
+        sizes = sorted({run.size for run in runs})
+        if len(sizes) > 1:
+            raise ConfigurationError(f"{key}: the ranks describe it with sizes {sizes}")
+        held, wanted = sum(run.numel for run in runs), prod(sizes[0])
+        if held != wanted:
             raise ConfigurationError(
                 f"{key}: the ranks hold {held} of its {wanted} elements; a model of which a part "
                 "is elsewhere cannot be streamed"

@@ -1,14 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""A running model of tensor parallelism 2 is streamed, saved and followed through a step. More
-layouts are in test_weight_stream.py."""
+"""A running model of tensor parallelism 2 is streamed, saved and followed through a step, and what
+cannot be is refused in one line on all ranks. More layouts are in test_weight_stream.py."""
 
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_asynchzp import (
@@ -37,6 +39,9 @@ FLAGS = ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--f
 _SMALL = 20_000  # bytes: less than a layer, so that several exchanges and files are made
 
 
+WAYS = "whole", "in parts", "followed", "afterwards"
+
+
 def stream_and_save(folder: Path) -> dict[str, Any]:
     """Body of a rank: what it is given, and what its model computes."""
     model, marked, found = list[Any](), dict[str, torch.Tensor](), dict[str, Any]()
@@ -60,9 +65,9 @@ def stream_and_save(folder: Path) -> dict[str, Any]:
             apply_delta(marked, delta)
         found["followed"] = marked
         save_hf(model, folder / "saved", max_file_nbytes=_SMALL)
-        with pytest.raises(ConfigurationError, match="not empty") as refusal:
-            save_hf(model, folder / "saved")
-        found["refusal"] = str(refusal.value)
+        found["most at once"] = most_units_at_once(model)
+        found["refused"] = refusals(model, optimizer, folder / "saved")
+        found["afterwards"] = taken()
 
     listening = megatron_runs.listening(
         mark, lambda _: None, setup_model_and_optimizer=lambda built: model.extend(built[0])
@@ -70,6 +75,86 @@ def stream_and_save(folder: Path) -> dict[str, Any]:
     with listening:
         run_pretrain(gpt_args(*FLAGS), inspect)
     return found
+
+
+def most_units_at_once(model: list) -> int:
+    """While all weights are streamed in small parts, whole units in memory."""
+    alive, most, gather = weakref.WeakSet[torch.Tensor](), 0, weight_stream.whole_unit
+
+    def counted(unit: Any) -> torch.Tensor:
+        nonlocal most
+        whole = gather(unit).detach()
+        alive.add(whole)
+        most = max(most, len(alive))
+        return whole
+
+    with (
+        mock.patch.object(weight_stream, "_TOGETHER_NBYTES", _SMALL),
+        mock.patch.object(weight_stream, "whole_unit", counted),
+    ):
+        for _ in stream_weights(model):
+            pass
+    return most
+
+
+def said(call: Callable[..., Any], *args: Any, **options: Any) -> str:
+    try:
+        call(*args, **options)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def refusals(model: list, optimizer: Any, occupied: Path) -> dict[str, str]:
+    """What each wrong call says, by what is wrong."""
+    from megatron.training import get_args
+
+    rank, args = dist.get_rank(), get_args()
+    found = {
+        "no ranks": said(stream_weights, model, receivers=()),
+        "other ranks": said(stream_weights, model, receivers=(1, 2)),
+        "different": said(stream_weights, model, receivers=(rank,)),
+        "dtype on one rank": said(stream_weights, model, dtype=torch.int8 if rank else None),
+        "one chunk": said(stream_weights, model[0]),
+        "bare": said(stream_weights, [model[0].module]),
+        "unknown mark": said(stream_changes, model, "monday"),
+        "occupied": said(save_hf, model, occupied),
+        "not writable": said(save_hf, model, occupied / "config.json" / "model"),
+    }
+    with mock.patch.object(args, "squared_relu", True):
+        found["unknown"] = said(stream_weights, model)
+    positions = torch.arange(32).view(1, 32)
+    model[0](positions, positions, None, labels=positions).sum().backward()
+    found["in a step"] = said(stream_weights, model)
+    model[0].zero_grad_buffer()
+    stream = stream_weights(model)
+    next(stream)
+    model[0].zero_grad_buffer()
+    found["interrupted"] = said(next, stream)
+    optimizer.sleep(level=2)
+    found["asleep"] = said(stream_weights, model)
+    optimizer.wake()
+    return found
+
+
+REFUSED = {
+    "no ranks": "stream_weights(): receivers = []: give global ranks below 2",
+    "other ranks": "stream_weights(): receivers = [1, 2]: give global ranks below 2",
+    "different": "stream_weights(): ranks ask for different receivers, dtypes, marks or "
+    "vocabularies",
+    "dtype on one rank": "stream_weights(): dtype = torch.int8: weights are in fp32, bf16 or fp16",
+    "one chunk": "stream_weights(): the model is not the list of chunks of a run with "
+    "--use-asynchzp",
+    "bare": "stream_weights(): the model is not the list of chunks of a run with --use-asynchzp",
+    "unknown mark": "stream_changes(): no mark 'monday' of the weights; there are: start",
+    "occupied": "save_hf(): FOLDER is there already and not empty; name another",
+    "not writable": "save_hf(): [Errno 17] File exists: 'FOLDER/config.json'",
+    "unknown": "stream_weights(): the model has squared ReLU (squared_relu = True), which does "
+    "not map",
+    "in a step": "stream_weights(): within a step: call it after optimizer.step()",
+    "interrupted": "stream_weights(): a step began before all weights were taken",
+    "asleep": "stream_weights(): the sharded model is asleep: call wake() first",
+}
 
 
 def test_every_way_out_of_a_running_model_gives_the_weights_that_it_computes_with(tmp_path):
@@ -82,11 +167,17 @@ def test_every_way_out_of_a_running_model_gives_the_weights_that_it_computes_wit
         logits_of(load_model(tmp_path / "saved")), torch.from_numpy(first["logits"]),
         rtol=1e-4, atol=1e-4,
     )  # fmt: skip
-    ways = [one[way] for one in (first, second) for way in ("whole", "in parts", "followed")]
+    ways = [one[way] for one in (first, second) for way in WAYS]
     for way in (*ways, second["to rank 1"]):
         assert way.keys() == saved.keys()
         assert all(torch.equal(way[name], saved[name]) for name in saved)
     assert not first["to rank 1"]
     for name, tensor in second["in bf16"].items():
         assert torch.equal(tensor, saved[name].bfloat16())
-    assert first["refusal"] == second["refusal"] and "save_hf()" in first["refusal"]
+    for one in (first, second):
+        assert 0 < one["most at once"] <= 2
+        lines = {
+            what: line.replace(str(tmp_path / "saved"), "FOLDER")
+            for what, line in one["refused"].items()
+        }
+        assert lines == REFUSED

@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_asynchzp import (
-    ConfigurationError,
     apply_delta,
     forget_mark,
     mark_weights,
@@ -457,86 +455,3 @@ def test_what_changed_turns_the_weights_of_the_mark_into_those_of_now_bit_for_bi
             assert (dense > 0) == (nbytes > 0) == (rank in case.wanted)
             if "--bf16" in case.flags and learning_rate < 1e-5 and rank in case.wanted:
                 assert nbytes < 0.5 * dense
-
-
-# ---- what is refused
-
-
-def refusals(folder: Path) -> dict[str, str]:
-    """Body of a rank: what each wrong call says, by what is wrong."""
-    argv = gpt_args(*_VOCABULARY, *_LLAMA, *_TRAIN, *size_flags((2, 1, 2)))
-    said = run_pretrain(argv, partial(_refusals, folder)).inspected
-    unknown = gpt_args(*_VOCABULARY, "--squared-relu", *_TRAIN, *size_flags((2, 1, 2)))
-    said |= run_pretrain(unknown, lambda model, _: {"unknown": _said(model)}).inspected
-    return said
-
-
-def _said(model: Any, **options: Any) -> str:
-    try:
-        stream_weights(model, **options)
-    except ConfigurationError as error:
-        return str(error)
-    return ""
-
-
-def _refusals(folder: Path, model: list, optimizer: Any) -> dict[str, str]:
-    rank = dist.get_rank()
-    said = {
-        "no ranks": _said(model, receivers=()),
-        "other ranks": _said(model, receivers=(1, 2)),
-        "different": _said(model, receivers=(rank,)),
-        "dtype on one rank": _said(model, dtype=torch.int8 if rank else None),
-        "one chunk": _said(model[0]),
-        "bare": _said([model[0].module]),
-    }
-    try:
-        stream_changes(model, "monday")
-    except ConfigurationError as error:
-        said["unknown mark"] = str(error)
-    before = [digest(tensor) for _, tensor in stream_weights(model)]
-    positions = torch.arange(32).view(1, 32)
-    model[0](positions, positions, None, labels=positions).sum().backward()
-    said["in a step"] = _said(model)
-    model[0].zero_grad_buffer()
-    stream = stream_weights(model)
-    next(stream)
-    model[0].zero_grad_buffer()
-    try:
-        next(stream)
-    except ConfigurationError as error:
-        said["interrupted"] = str(error)
-    optimizer.sleep(level=2)
-    said["asleep"] = _said(model)
-    optimizer.wake()
-    folder.mkdir(exist_ok=True)
-    (folder / "file").touch()
-    try:
-        save_hf(model, folder)
-    except ConfigurationError as error:
-        said["occupied"] = str(error)
-    assert [digest(tensor) for _, tensor in stream_weights(model)] == before
-    return said
-
-
-def test_what_cannot_be_streamed_is_refused_in_one_line_on_all_ranks_and_nothing_is_lost(tmp_path):
-    first, second = run_ranks(refusals, 2, tmp_path / "there")
-    assert first == second
-    assert first == {
-        "no ranks": "stream_weights(): receivers = []: give global ranks below 2",
-        "other ranks": "stream_weights(): receivers = [1, 2]: give global ranks below 2",
-        "different": "stream_weights(): ranks ask for different receivers, dtypes, marks or "
-        "vocabularies",
-        "dtype on one rank": "stream_weights(): dtype = torch.int8: weights are in fp32, bf16 or "
-        "fp16",
-        "one chunk": "stream_weights(): the model is not the list of chunks of a run with "
-        "--use-asynchzp",
-        "bare": "stream_weights(): the model is not the list of chunks of a run with "
-        "--use-asynchzp",
-        "unknown mark": "stream_changes(): no mark 'monday' of the weights; there are: none",
-        "in a step": "stream_weights(): within a step: call it after optimizer.step()",
-        "interrupted": "stream_weights(): a step began before all weights were taken",
-        "asleep": "stream_weights(): the sharded model is asleep: call wake() first",
-        "occupied": f"save_hf(): {tmp_path / 'there'} is there already and not empty; name another",
-        "unknown": "stream_weights(): the model has squared ReLU (squared_relu = True), which does "
-        "not map",
-    }

@@ -32,3 +32,9 @@ def test_a_tensor_of_which_nobody_describes_a_part_is_refused():
     for missing in RUNS:
         with pytest.raises(ConfigurationError, match="w: the ranks hold 25 of its 30 elements"):
             distinct_runs(one for one in RUNS if one is not missing)
+
+
+def test_ranks_that_know_a_tensor_by_two_sizes_are_refused():
+    last = RUNS[-1]._replace(size=(1, 3, 2, 6))
+    with pytest.raises(ConfigurationError, match="w: the ranks describe it with sizes"):
+        distinct_runs([*RUNS[:-1], last])

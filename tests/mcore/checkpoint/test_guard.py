@@ -73,6 +73,7 @@ def _train_damage_and_resume(folder: str, origin: str) -> dict:
     _on_rank_0(lambda: (place / TRACKER).write_text("-7"))
     step = _run("--load", folder, "--ckpt-step", "2")
     output["from step 2"] = step.losses
+    output["tracker after it"] = (place / TRACKER).read_text()
     return output
 
 
@@ -162,6 +163,7 @@ def test_a_run_goes_on_from_the_newest_intact_checkpoint_as_if_it_had_not_stoppe
     assert f"{TRACKER} now names {OLDER}" in found["log"]
     assert found["last step"] == 4  # as Megatron counts, and not the second of this process
     assert found["tracker"] == "4" and found["chosen"] == 4
+    assert found["tracker after it"] == "-7"  # a step that is asked for is not the newest
     states = [name for name in found["saved"] if "rng" not in name and "common" not in name]
     assert len(states) > 30
     assert [name for name in states if found["saved"][name] != found["saved again"][name]] == []
