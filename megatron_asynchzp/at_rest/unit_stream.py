@@ -127,7 +127,7 @@ def _stream(
                 num_begun += 1
             one.wait()
             if one.is_received:
-                yield one.hand_over(patiently=not driver.device.runs_ahead)
+                yield one.yield_unit(patiently=not driver.device.runs_ahead)
                 one.refuse_writes()
     finally:
         for one in coming[:num_begun]:
@@ -200,7 +200,7 @@ class _StreamedUnit:
         if task is not None:
             task.wait()
 
-    def hand_over(self, patiently: bool) -> WholeUnit:
+    def yield_unit(self, patiently: bool) -> WholeUnit:
         """Its values, for the caller. patiently: see Place.is_viewed."""
         if self.nbytes and self.place.is_viewed(patiently):
             raise ConfigurationError(

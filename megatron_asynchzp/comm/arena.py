@@ -96,7 +96,7 @@ class Arena(MemoryMap[Any]):
         place = self._known.get((extent[0], kind))
         if place is None:
             place = self._known[extent[0], kind] = Place(extent, self._storage(extent, dtype))
-        place.ready = self.hand_over(extent)
+        place.ready = self.claim(extent)
         return place
 
     def _storage(self, extent: Extent, dtype: torch.dtype) -> torch.Tensor:

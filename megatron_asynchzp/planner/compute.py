@@ -103,7 +103,7 @@ class ComputeTimes:
         return tokens * elements * self.model.itemsize / self.parallel.tp
 
     @cached_property
-    def hand_over_s(self) -> float:
+    def send_s(self) -> float:
         """Of one micro-batch's hidden states to the next stage."""
         parallel, cluster = self.parallel, self.cluster
         parts = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)

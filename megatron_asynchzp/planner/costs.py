@@ -395,7 +395,7 @@ class Costing:
         return simulate(
             self.stages(micro_batches),
             self.cluster.runs_ahead,
-            self.compute.hand_over_s,
+            self.compute.send_s,
             self.plan.parallel.virtual,
             with_spans,
         )

@@ -187,7 +187,7 @@ class _Params(ParamsInFlight[int, int, int]):
         return self._used_at[unit]
 
     def start_gather(self, unit: int, extent: Extent) -> int:
-        after = (*self._memory.hand_over(extent), self._syncs.pop(unit, None))
+        after = (*self._memory.claim(extent), self._syncs.pop(unit, None))
         return self._order.submit(GATHER, unit, after)
 
     def begin_use(self, unit: int, held: int) -> None:

@@ -270,14 +270,14 @@ class _StageNodes:
 def simulate(
     stages: Sequence[Stage],
     runs_ahead: bool = True,
-    hand_over_s: float = 0.0,
+    send_s: float = 0.0,
     chunks: int = 1,
     with_spans: bool = False,
 ) -> Step:
     """One step in the steady state, from one optimizer to the next.
 
     runs_ahead: see Cluster.
-    hand_over_s: from the end of a phase to the begin of the next stage's.
+    send_s: from the end of a phase to the begin of the next stage's.
     chunks: on each rank.
     """
     network = _Network(_PER_STAGE * len(stages))
@@ -291,7 +291,7 @@ def simulate(
             source = before(phase, part.index, len(stages), chunks)
             if source is not None:
                 sender = parts[source[0]].last_of_phase[is_forward, source[1], batch]
-                network.length[arrival] = hand_over_s if source[0] != part.index else 0.0
+                network.length[arrival] = send_s if source[0] != part.index else 0.0
                 network.waits[arrival] += 1
                 network.then[sender].append(arrival)
     network.run()

@@ -66,7 +66,7 @@ class MemoryMap[User]:
         """`user` is the last one of `extent`."""
         self._last_users.append((extent, user))
 
-    def hand_over(self, extent: Extent) -> list[User]:
+    def claim(self, extent: Extent) -> list[User]:
         """The last users of a part of `extent`, forgotten as far as it goes: what writes there
         later comes after its next user."""
         users: list[User] = []

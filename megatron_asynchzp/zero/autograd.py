@@ -173,7 +173,7 @@ class HZPRuntime(StepScheduler):
     def rest(self) -> None:
         """No forward or backward is under way."""
         for unit in self._resting:
-            unit.rest()
+            unit.hide()
 
     def detach(self) -> None:
         """Close and remove every hook; the parameters stay sharded."""
@@ -211,7 +211,7 @@ class HZPRuntime(StepScheduler):
         """The root is called: a new micro-batch, or a recomputation within backward."""
         if not self._batch.in_backward and not any(self._batch.depth.values()):
             for unit in () if self.is_asleep else self._resting:
-                unit.wake()
+                unit.unhide()
             self._batch.calls.clear()
             self._batch.depth.clear()
             if not torch.is_grad_enabled():
@@ -302,7 +302,7 @@ class HZPRuntime(StepScheduler):
         if not self._batch.in_backward:
             self._batch.in_backward = True
             for unit in self._resting:
-                unit.wake()
+                unit.unhide()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # pyright: ignore[reportPrivateUsage]
 
     def _unshard_saved(self, unit: HZPUnit) -> None:

@@ -165,19 +165,19 @@ class HZPUnit:
     def guard(self, guarded_kinds: Sequence[type]) -> None:
         """Let parameters that are not gathered notice their use: each is of its guarded kind then.
 
-        Where they are always gathered, `rest` and `wake` say when.
+        Where they are always gathered, `hide` and `unhide` say when.
         """
         self._guarded_kinds = list(guarded_kinds)
         if not self.is_unsharded:
-            self.rest()
+            self.hide()
 
-    def rest(self) -> None:
+    def hide(self) -> None:
         """Nothing computes with the parameters: from here on they notice their use."""
         if self._guarded_kinds is not None:
             for param, kind in zip(self.params, self._guarded_kinds, strict=True):
                 param.__class__ = kind
 
-    def wake(self) -> None:
+    def unhide(self) -> None:
         """What comes now may compute with the parameters."""
         if self._guarded_kinds is not None:
             for param, kind in zip(self.params, self._kinds, strict=True):
@@ -234,7 +234,7 @@ class HZPUnit:
         if self.is_unsharded:
             raise IllegalTransition(f"{self.name}: its parameters are gathered already")
         self._full_param = full
-        self.wake()
+        self.unhide()
         self._point_params_at(views)
 
     def reshard(self) -> None:
@@ -243,7 +243,7 @@ class HZPUnit:
             return
         self._point_params_at(self._placeholders)
         self._full_param = None
-        self.rest()
+        self.hide()
 
     @property
     def full_param_storage(self) -> torch.Tensor:

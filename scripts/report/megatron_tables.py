@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
+from megatron_asynchzp.mcore.flags.normalisations import NORMALISATIONS
 from megatron_asynchzp.mcore.flags.pasa import PASA_REFUSALS, add_pasa_arguments
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS, Refusal
-from megatron_asynchzp.mcore.flags.switched_off import NORMALISATIONS
 from megatron_asynchzp.mcore.patches.table import PATCHES
 
 PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"

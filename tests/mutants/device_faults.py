@@ -186,7 +186,7 @@ class Breaker:
             (StreamDevice, "synchronize"),
             (StreamDevice, "on_stream"),
             (StreamDevice, "new_stream"),
-            (MemoryMap, "hand_over"),
+            (MemoryMap, "claim"),
             (MemoryMap, "note_user"),
             (Driver, "submit"),
             (Driver, "complete"),
@@ -255,7 +255,7 @@ class Breaker:
     def _new_stream(self, caller: _Caller, real: Any, device: Any) -> Any:
         return torch.cuda.Stream() if self.is_broken(PRIORITY, "of every lane") else real(device)
 
-    def _hand_over(self, caller: _Caller, real: Any, memory: Any, extent: Any) -> Any:
+    def _claim(self, caller: _Caller, real: Any, memory: Any, extent: Any) -> Any:
         users = real(memory, extent)
         return [] if users and self.is_broken(REUSED, caller.text) else users
 

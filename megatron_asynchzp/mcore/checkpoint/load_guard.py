@@ -45,7 +45,7 @@ from megatron_asynchzp.mcore.checkpoint.mismatch import (
     wanted_tensors,
 )
 from megatron_asynchzp.mcore.checkpoint.progress import bytes_read, log_progress
-from megatron_asynchzp.mcore.checkpoint.save_guard import claim_save_directory, passing_dir
+from megatron_asynchzp.mcore.checkpoint.save_guard import claim_save_directory, non_persistent_dir
 from megatron_asynchzp.mcore.checkpoint.save_ranks import loading_shared
 from megatron_asynchzp.mcore.checkpoint.world import log, peers_of_job
 
@@ -123,7 +123,7 @@ def _choose_passing(load_dir: str | None, args: Namespace, peers: Peers) -> Choi
     if kind != "global" or load_dir is None or args.ckpt_step or args.finetune:
         return None
     try:
-        choice = _choose(passing_dir(args, load_dir), args, peers)
+        choice = _choose(non_persistent_dir(args, load_dir), args, peers)
     except ConfigurationError as error:
         log([f"no non-persistent checkpoint is loaded: {error}"], peers)
         return None

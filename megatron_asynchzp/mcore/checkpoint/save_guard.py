@@ -64,7 +64,7 @@ def guard_save_checkpoint(
     if is_passing and args.non_persistent_ckpt_type == LOCAL:
         with _explaining(saves, Path(args.non_persistent_local_ckpt_dir, name)), saving():
             return save()
-    place = passing_dir(args, args.save) if is_passing else args.save or "."
+    place = non_persistent_dir(args, args.save) if is_passing else args.save or "."
     with _explaining(saves, Path(place, name)), saving_shared(args):
         return save()
 
@@ -170,6 +170,6 @@ def _free_space(iteration_dir: Path | str) -> str:
     return f" ({found.f_bavail * found.f_frsize >> 20} MiB are free there)"
 
 
-def passing_dir(args: Namespace, folder: str | None) -> str:
+def non_persistent_dir(args: Namespace, folder: str | None) -> str:
     """Where Megatron keeps non-persistent checkpoints on shared storage."""
     return args.non_persistent_global_ckpt_dir or os.path.join(folder or "", "non_persistent")

@@ -18,6 +18,7 @@ from megatron_asynchzp.checkpoint_files.other_format import (
 from megatron_asynchzp.errors import ConfigurationError, require
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule, resolve_trace
 from megatron_asynchzp.mcore.flags.moments import take_moment_dtypes
+from megatron_asynchzp.mcore.flags.normalisations import normalize_args, refuse_changes
 from megatron_asynchzp.mcore.flags.refusals import refuse_unsupported
 from megatron_asynchzp.mcore.flags.shard_sizes import (
     STATES,
@@ -29,7 +30,6 @@ from megatron_asynchzp.mcore.flags.shard_sizes import (
     sharding_ranks_per_node,
     translated_sizes,
 )
-from megatron_asynchzp.mcore.flags.switched_off import normalize_args, refuse_changes
 
 
 def prepare_args(args: Namespace) -> list[str]:

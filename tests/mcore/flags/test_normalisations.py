@@ -6,9 +6,9 @@ import pytest
 from packaging.version import Version
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags import switched_off
+from megatron_asynchzp.mcore.flags import normalisations
 from megatron_asynchzp.mcore.flags.checks import confirm_args, prepare_args
-from megatron_asynchzp.mcore.flags.switched_off import (
+from megatron_asynchzp.mcore.flags.normalisations import (
     NORMALISATIONS,
     normalize_args,
     refuse_changes,
@@ -55,7 +55,7 @@ INSTALLATIONS = [
 def test_layers_keep_fused_gradients_where_what_they_need_is_installed(
     parse, monkeypatch, modules, version, is_kept
 ):
-    monkeypatch.setattr(switched_off, "find_spec", lambda name: name in modules)
+    monkeypatch.setattr(normalisations, "find_spec", lambda name: name in modules)
     monkeypatch.setattr("megatron.core.utils.get_te_version", lambda: Version(version))
     args = parse()
     normalize_args(args)
