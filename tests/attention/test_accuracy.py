@@ -4,6 +4,7 @@
 not depend on the bias of K. Controls are the same arithmetic without a shift."""
 
 from collections.abc import Callable
+from itertools import product
 from math import sqrt
 from statistics import median
 
@@ -27,6 +28,7 @@ from scripts.testbed.attention.paper_data import (
 )
 from scripts.testbed.differences import largest
 from tests.attention.cases import growth_of_dq_error, resonant_inputs
+from tests.support.selection import slow_unless
 
 LENGTH, DIM = 384, 128
 SCALE = 1 / sqrt(DIM)
@@ -59,9 +61,14 @@ def fp16_scores_without_scale(inputs: Inputs) -> torch.Tensor:
 
 
 CASES = {f"{c.law} {c.x0} {c.amplitude}": c for c in PAPER_GRID}
+# Both laws, with the largest bias and without one.
+FAST_CASES = ("uniform 30 0.5", "uniform 0 20", "hybrid 0 10", "hybrid 30 20")
+each_case = pytest.mark.parametrize(
+    "case", [slow_unless(name in FAST_CASES, case, id=name) for name, case in CASES.items()]
+)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@each_case
 def test_on_the_papers_data_block_mode_is_as_accurate_as_without_a_shift(case: PaperData):
     inputs = case.draw(LENGTH).to(torch.float16)
     true = exact_forward(*inputs[:3], FULL, SCALE).output_BHSE
@@ -72,7 +79,7 @@ def test_on_the_papers_data_block_mode_is_as_accurate_as_without_a_shift(case: P
         assert relative_rmse(found.output_BHSE, true) <= 2 * control + 3e-4
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@each_case
 def test_on_the_papers_data_the_published_arithmetic_never_overflows(case: PaperData):
     inputs = case.draw(LENGTH).to(torch.float16)
     true = exact_forward(*inputs[:3], FULL, SCALE).output_BHSE
@@ -99,8 +106,15 @@ def test_resonance_in_either_sign_overflows_no_mode(sign):
         assert found.output_BHSE.isfinite().all() and found.lse_BHS.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "dtype, is_causal",
+    [
+        (torch.float16, True),
+        (torch.bfloat16, False),
+        slow_unless(False, torch.float16, False),
+        slow_unless(False, torch.bfloat16, True),
+    ],
+)
 def test_the_error_of_dq_does_not_depend_on_the_bias_of_k(dtype, is_causal):
     mask = AttentionMask(LENGTH, LENGTH, is_causal=is_causal)
     ways = {
@@ -128,6 +142,7 @@ def test_the_error_of_dq_does_not_depend_on_the_bias_of_k(dtype, is_causal):
 
 # Lengths of queries and keys from its list that one core does in reasonable time.
 SHAPES = [(113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256)]
+FAST_SHAPES = [((113, 203), False), ((108, 256), True)]
 LONG_SHAPES = [(1024, 1024), (1023, 1024), (1024, 1023), (2048, 2048)]
 
 
@@ -181,8 +196,11 @@ def check_rule(lengths, dim, is_causal, dtype, draws: int = 1) -> None:
             assert median(largest([ratios[name]]) for ratios in found) <= 1, (bias, found)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("lengths", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "lengths, is_causal",
+    [slow_unless(one in FAST_SHAPES, *one) for one in product(SHAPES, (False, True))],
+    ids=str,
+)
 def test_flash_attentions_rule_holds_with_and_without_bias(lengths, is_causal):
     check_rule(lengths, 64, is_causal, torch.float16)
     check_rule(lengths, 64, is_causal, torch.bfloat16)

@@ -35,7 +35,10 @@ def biased(mask: AttentionMask, dtype: torch.dtype, bias: float = 8.0, **sizes) 
     return drawn._replace(k=drawn.k + steps[:, None]).to(dtype)
 
 
-@pytest.mark.parametrize("name", ["full", "causal window", "packed, padded", "padding"])
+@pytest.mark.parametrize(
+    "name",
+    ["causal window", "packed, padded", slow_unless(False, "full"), slow_unless(False, "padding")],
+)
 def test_in_fp32_the_kernels_are_softmax_attention_and_its_gradients(interpreted, name):
     mask = MASKS[name]
     inputs = biased(mask, torch.float32, heads=2, groups=1, value_dim=16)
@@ -67,7 +70,7 @@ def test_in_fp16_the_kernels_are_as_accurate_as_the_reference(interpreted, name,
         assert relative_rmse(one, true) <= 1.3 * relative_rmse(other, true) + 1e-6
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, pytest.param(192, marks=pytest.mark.slow), 256])
+@pytest.mark.parametrize("dim", [slow_unless(d in (96, 256), d) for d in (64, 96, 128, 192, 256)])
 def test_every_head_dimension_has_tiles_that_work(interpreted, dim):
     mask = AttentionMask(40, 140, is_causal=True)
     inputs = biased(mask, torch.float16, heads=1, groups=1, dim=dim)
@@ -113,7 +116,7 @@ def test_dk_and_dv_are_those_of_one_program_into_however_many_their_heads_are_di
             assert torch.equal(one, other) or (index > 2 and error <= 1.01 * of_whole + 1e-7)
 
 
-@pytest.mark.parametrize("shift", ["block", "none"])
+@pytest.mark.parametrize("shift", ["block", slow_unless(False, "none")])
 def test_the_kernels_dq_does_not_depend_on_the_bias_of_k(interpreted, shift):
     mask = AttentionMask(128, 256, is_causal=True)
 
@@ -171,7 +174,7 @@ def _saved_bytes(length: int, shift: str) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("shift", ["block", "none"])
+@pytest.mark.parametrize("shift", ["block", slow_unless(False, "none")])
 def test_what_is_kept_for_backward_grows_by_the_same_bytes_with_every_key(interpreted, shift):
     kept = [interpreted(_saved_bytes, length, shift) for length in (256, 512, 1024)]
     assert kept[2] - kept[1] == 2 * (kept[1] - kept[0]) > 0

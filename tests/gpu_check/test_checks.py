@@ -27,10 +27,10 @@ def place(tmp_path) -> Place:
 
 def test_the_loopback_world_trains_as_a_plain_process():
     every = list(loopback.cases(list(SHAPES)))
-    chosen = [(case, SHAPES[case.variant]) for case in every[::5]]
+    chosen = [(case, SHAPES[case.variant]) for case in every[::15]]
     assert {case.schedule for case, _ in chosen} == set(loopback.ON_STREAMS)
     assert {case.sizes for case, _ in chosen} == set(loopback.SIZES)
-    assert loopback.run_cases(chosen, CPU)["cases"] == len(chosen) > 6
+    assert loopback.run_cases(chosen, CPU)["cases"] == len(chosen) == 4
 
 
 def difference(schedule: str) -> str | None:

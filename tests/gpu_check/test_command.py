@@ -30,12 +30,11 @@ def run(folder: Path, *flags: str, checks=CHECKS) -> tuple[int, dict[str, dict],
 
 
 def test_every_check_is_a_row_and_what_cannot_run_here_has_its_reason(tmp_path, capsys):
-    names = ["side_stream", "synchronisations", "attention", "parity_8", "node_row"]
+    names = ["side_stream", "synchronisations", "endless", "parity_8", "node_row"]
     status, rows, markdown = run(tmp_path, "--only", ",".join(names))
     assert status == 0
     assert list(rows) == names
-    assert rows["attention"]["status"] == "passed"
-    assert rows["attention"]["figures"]["cases"] > 10
+    assert rows["endless"]["status"] == "passed" and rows["endless"]["figures"]
     if rows["side_stream"]["status"] == "skipped":  # no GPU here
         assert rows["side_stream"]["reason"] == "needs a GPU, this machine has none"
         assert rows["node_row"]["reason"] == "needs 8 GPUs, this machine has none"

@@ -196,6 +196,7 @@ def test_tensor_and_pipeline_parallel_models_on_4_ranks_are_stock_ddp():
     run(in_turn(variants, [(2, 2, 2), (1, 2, 2)]), 4)
 
 
+@pytest.mark.slow  # on the engine it is fast, in tests/zero/test_engine_parity.py
 def test_three_different_sizes_on_8_ranks_are_stock_ddp():
     run([(FP32, EIGHT[:1])], 8)
 

@@ -25,12 +25,9 @@ from tests.support.live_memory import live_nbytes
 from tests.support.parity import Sizes, Variant, size_flags
 from tests.support.world import on_ranks
 
-FAST = [
+ALL = [
     (Variant("interleaved pipeline, recomputed", (*INTERLEAVED, *FULL_RECOMPUTE), 4, 2), (2, 2, 2)),
     (Variant("experts on 2 ranks, bf16", (*TWO_EXPERT_RANKS, *BF16), 2), (2, 4, 4)),
-]
-ALL = [
-    *FAST,
     (Variant("fp32", samples_per_rank=1), (2, 2, 4)),
     (Variant("fp32, 3 micro-batches", samples_per_rank=3), (2, 4, 4)),
     (Variant("bf16", BF16), (4, 2, 4)),
@@ -88,7 +85,7 @@ def assert_identical(of_ranks: list[list[tuple]], iterations: int) -> None:
 
 
 def test_the_three_schedules_are_identical_over_3_steps_of_megatron():
-    assert_identical(on_ranks(run_schedules, 4, FAST, 3, timeout_s=300), 3)
+    assert_identical(on_ranks(run_schedules, 4, ALL[:1], 3), 3)
 
 
 @pytest.mark.slow

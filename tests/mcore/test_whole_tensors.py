@@ -13,6 +13,7 @@ from scripts.testbed.megatron_flags import BF16, MIXTURE_OF_EXPERTS
 from scripts.testbed.megatron_runs import RunRecord, gpt_args, run_pretrain
 from tests.mcore.test_data_parallel import tiny_config, wrap
 from tests.support.parity import size_flags
+from tests.support.selection import slow_unless
 from tests.support.world import on_ranks
 
 
@@ -85,10 +86,14 @@ def _dump_twice(folder: str, flags: tuple[str, ...], sizes: tuple[int, int, int]
 @pytest.mark.parametrize(
     "flags, sizes",
     [
-        (("--pipeline-model-parallel-size", "2"), (2, 1, 2)),
-        ((*BF16, *MIXTURE_OF_EXPERTS, "--expert-model-parallel-size", "2"), (1, 2, 4)),
+        slow_unless(False, ("--pipeline-model-parallel-size", "2"), (2, 1, 2), id="pipeline"),
+        slow_unless(
+            True,
+            (*BF16, *MIXTURE_OF_EXPERTS, "--expert-model-parallel-size", "2"),
+            (1, 2, 4),
+            id="experts",
+        ),
     ],
-    ids=["pipeline", "experts"],
 )
 def test_dumps_hold_the_whole_tensors_of_stock_megatron(tmp_path, flags, sizes):
     logs = on_ranks(_dump_twice, 4, str(tmp_path), flags, sizes)

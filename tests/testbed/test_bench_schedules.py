@@ -18,6 +18,7 @@ TOY = [
 # fmt: on
 
 
+@pytest.mark.slow  # test_contenders.py and test_trainers.py hold each kind fast
 def test_every_contender_learns_the_same_and_sends_the_ideal_volume(tmp_path, monkeypatch, capsys):
     """In this process: one of its own would import Megatron for ranks that do not need it."""
     files = ["--out", str(tmp_path / "out.jsonl"), "--traces", str(tmp_path / "traces")]

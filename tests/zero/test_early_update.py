@@ -121,20 +121,28 @@ def compare_with_late(cases: Iterable[tuple], chosen: Sequence[int], ways: Seque
 
 
 FAST_CASES = [((2, 2, 4), FP32, TIED), ((1, 2, 4), BF16, {}), ((1, 1, 2), FP32, RECOMPUTED)]
-FAST_WAYS = [("threaded", True), ("main-thread", False), ("threaded", False), ("inline", True)]
+FAST_WAYS = [("threaded", True), ("main-thread", False)]
 FAST_FATES = [PASSES, IS_CLIPPED, PASSES, EVALUATES, IS_SKIPPED, IS_SKIPPED, IS_BEGUN_AGAIN, PASSES]
 
 
 def test_the_bits_are_those_of_an_update_after_the_norm_whatever_becomes_of_a_step():
-    assert all(run_ranks(compare_with_late, 4, FAST_CASES, FAST_FATES, FAST_WAYS))
+    assert all(run_ranks(compare_with_late, 4, FAST_CASES[:2], FAST_FATES, FAST_WAYS))
+
+
+@pytest.mark.slow
+def test_every_schedule_has_the_bits_of_an_update_after_the_norm_recomputed_or_not():
+    assert all(run_ranks(compare_with_late, 4, FAST_CASES, FAST_FATES, timeout_s=600.0))
+
+
+def compare_each(cases: list[tuple], all_chosen: list[list[int]], ways: list) -> list[int]:
+    return [compare_with_late(cases, chosen, ways) for chosen in all_chosen]
 
 
 def test_a_model_that_is_used_again_after_its_last_micro_batch_is_no_longer_sent_early():
     chosen = [PASSES, IS_USED_AGAIN, IS_CLIPPED, PASSES, PASSES]
-    cases, ways = [((2, 2, 4), FP32, {}), ((1, 2, 4), BF16, {})], [("threaded", True)]
-    in_all = run_ranks(compare_with_late, 4, cases, chosen, ways)
-    in_two = run_ranks(compare_with_late, 4, cases, chosen[:2], ways)
-    assert in_all == in_two and all(in_all)
+    cases, ways = [((1, 2, 4), BF16, {})], [("threaded", True)]
+    for in_all, in_two in run_ranks(compare_each, 4, cases, [chosen, chosen[:2]], ways):
+        assert in_all == in_two > 0
 
 
 def add_a_gradient_late(sends_early: bool | None) -> list[list]:

@@ -59,8 +59,11 @@ def compare_with_ddp(sizes_list: list[tuple[int, int, int]], is_product: bool) -
     """Every model with all sizes; or, without `is_product`, each of the sizes with one model."""
     worst = {}
     for index, (model, (kwargs, micro_batches)) in enumerate(MODELS.items()):
+        chosen = sizes_list if is_product else sizes_list[index :: len(MODELS)]
+        if not chosen:
+            continue
         expected, params = ddp_losses(micro_batches, **kwargs)
-        for sizes in sizes_list if is_product else sizes_list[index :: len(MODELS)]:
+        for sizes in chosen:
             trainer = EngineTrainer(build_toy(**kwargs), sizes)
             losses = [trainer.step(step, micro_batches) for step in range(STEPS)]
             mine = trainer.full_params()

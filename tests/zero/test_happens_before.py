@@ -187,7 +187,14 @@ def train_recorded(config: ScheduleConfig, sizes, dtype, **toy) -> RecordingDevi
     return device
 
 
-@pytest.mark.parametrize("toy", [{}, {"is_tied": True}, {"recompute": True}], ids=str)
+@pytest.mark.parametrize(
+    "toy",
+    [
+        {"is_tied": True, "recompute": True},
+        *(slow_unless(False, one) for one in ({}, {"is_tied": True}, {"recompute": True})),
+    ],
+    ids=str,
+)
 def test_a_model_that_autograd_trains_never_reads_memory_that_is_rewritten(toy):
     for sizes in ((2, 4, 8), (4, 1, 4), (8, 2, 8)):
         for dtype, depth in ((torch.float32, 2), (torch.bfloat16, 1)):

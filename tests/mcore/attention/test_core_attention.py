@@ -41,7 +41,8 @@ class Case(NamedTuple):
 
 
 LOCAL = {
-    "grouped queries, rotary": Case([*GROUPED, *ROPE], [], [PASA, BLOCK]),
+    "grouped queries, rotary": Case([*GROUPED, *ROPE], [], [PASA]),
+    "grouped queries, rotary, block": Case([*GROUPED, *ROPE], [], [BLOCK]),
     # Which the local attention cannot.
     "latent": Case(LATENT, PASA, [BLOCK]),
     "shifted values": Case([*GROUPED, *ROPE], [], [VALUES]),

@@ -134,7 +134,9 @@ def load_from(source: str, flags: list[str], folder: Path) -> tuple:
 
 
 @pytest.mark.parametrize("flags", [BF16, pytest.param([], marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("source", ["ours", "stock", "hf"])
+@pytest.mark.parametrize(
+    "source", [slow_unless(one == "stock", one) for one in ("ours", "stock", "hf")]
+)
 def test_loading_takes_a_unit_and_a_read_buffer_beside_the_states(source, flags, tmp_path):
     for beyond, unit, buffer, different in on_ranks(load_from, 2, source, flags, tmp_path):
         assert different == []

@@ -19,7 +19,6 @@ from megatron_asynchzp.mcore.checkpoint.save_ranks import joined_along
 from scripts.testbed.megatron_flags import BF16
 from tests.mcore.test_parity import TENSOR, TWO_EXPERT_RANKS
 from tests.support.checkpoints import RESHARDABLE, SAVED_AT, Job, find_differences, read_tensors
-from tests.support.selection import some_and_rest
 from tests.support.world import on_ranks
 
 
@@ -104,12 +103,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("names", some_and_rest(CASES, ["4 ranks"]))
+@pytest.mark.slow
 def test_a_checkpoint_has_the_same_bits_whoever_writes_it_and_fewer_parts_with_fewer_writers(
-    names, tmp_path
+    tmp_path,
 ):
-    for name in names:
-        world_size, job, numbers, others = CASES[name]
+    for name, (world_size, job, numbers, others) in CASES.items():
         for found in on_ranks(saved_by, world_size, job, numbers, others, tmp_path / name):
             assert found.pop("resumed"), name
             parts = [found[number][1] for number in numbers]
@@ -130,7 +128,7 @@ def exchanged_in_small_pieces(folder: Path) -> dict:
 
     dist.all_to_all_single = counted
     try:
-        found = saved_by(Job((2, 1, 4)), [1, 4], [], folder)
+        found = saved_by(Job((2, 1, 4)), [1, 2], [], folder)
     finally:
         dist.all_to_all_single = exchange
     # The longest item of 1-D parts is one element of 4 bytes on 4 ranks: pieces are never smaller.
@@ -138,9 +136,11 @@ def exchanged_in_small_pieces(folder: Path) -> dict:
 
 
 def test_what_one_exchange_brings_is_bounded(tmp_path):
+    """Fast, whoever writes it, the same bits in fewer parts."""
     for found in on_ranks(exchanged_in_small_pieces, 4, tmp_path):
         assert 500 < found["largest"] <= 1000
-        assert not found[1][0] and found["resumed"]
+        (differ, num_few), (differ_too, num_more) = found[1], found[2]
+        assert not differ and not differ_too and num_few < num_more and found["resumed"]
 
 
 def plan_once(folder: Path) -> dict:
@@ -157,24 +157,18 @@ def plan_once(folder: Path) -> dict:
     try:
         counts.append(0)
         job.train_and_save(folder / "first")
-        for name, before in (("second", "first"), ("third", "second")):
-            counts.append(0)
-            job.load_and_save(folder / before, folder / name)
+        counts.append(0)
+        job.load_and_save(folder / "first", folder / "second")
     finally:
         MCoreSavePlanner.create_global_plan = create
-    states = [read_tensors(folder / name) for name in ("first", "second", "third")]
-    return {
-        "counts": counts,
-        "differ": [find_differences(states[0], one) for one in states[1:]],
-        "lost": [sorted(states[0].keys() - one.keys()) for one in states[1:]],
-    }
+    first, second = (read_tensors(folder / name) for name in ("first", "second"))
+    return {"counts": counts, "differ": find_differences(first, second)}
 
 
 def test_the_first_save_after_a_resume_uses_the_plan_of_the_run_before(tmp_path):
     first, *others = on_ranks(plan_once, 4, tmp_path)
-    assert first["counts"][0] >= 1 and first["counts"][1:] == [0, 0]
-    for found in (first, *others):
-        assert not any(found["differ"]) and not any(found["lost"])
+    assert first["counts"][0] >= 1 and first["counts"][1] == 0
+    assert not any(found["differ"] for found in (first, *others))
 
 
 def reads_of(folder: Path) -> int:
