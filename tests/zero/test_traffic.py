@@ -6,6 +6,7 @@ sends nothing.
 """
 
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -52,9 +53,9 @@ def lower_edges(sizes: tuple, inner: int, outer: int) -> list[int]:
     return [low for low, high in pairwise(edges) if inner <= low and high <= outer]
 
 
-def compare_traffic(sizes: tuple, dtype: torch.dtype) -> None:
+def compare_traffic(sizes: tuple, dtype: torch.dtype, **toy) -> None:
     (_, grad, optim), name = sizes, DTYPE_NAMES[dtype]
-    traffic = Traffic(sizes, dtype)
+    traffic = Traffic(sizes, dtype, **toy)
     gathers, reductions = set(), Counter()
     for numel in traffic.numels:
         for edge in lower_edges(sizes, 1, optim):  # parameters, and their shards once per step
@@ -82,6 +83,10 @@ def test_parameters_travel_in_the_models_dtype_and_gradients_in_fp32_as_often_as
     sizes, dtype
 ):
     run_ranks(compare_traffic, WORLD_SIZE, sizes, dtype)
+
+
+def test_a_weight_that_two_modules_use_is_reduced_once_for_each_micro_batch():
+    run_ranks(partial(compare_traffic, is_tied=True), WORLD_SIZE, (2, 2, 4), torch.bfloat16)
 
 
 def count_with_and_without_recomputation() -> list[list[Counter]]:

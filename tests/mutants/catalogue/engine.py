@@ -62,11 +62,14 @@ MUTANTS = [
     ),
     Mutant(
         "tied-weights-reduced-early",
-        "the gradient of a tied weight is complete when it is reduced",
+        "the gradient of a weight that two modules use is complete when it is reduced",
         "zero/autograd.py",
         "if unit not in self._reduce_last:",
         "if True:",
-        ("tests/zero/test_engine_parity.py::test_every_nesting_on_2_and_4_ranks_follows_ddp"),
+        (
+            "tests/zero/test_traffic.py::"
+            "test_a_weight_that_two_modules_use_is_reduced_once_for_each_micro_batch"
+        ),
     ),
     Mutant(
         "pieces-at-the-start-of-the-shard",
