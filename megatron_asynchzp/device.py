@@ -83,8 +83,11 @@ class CpuDevice:
         """Whether an event, or a mark, has happened."""
         return True
 
-    def synchronize(self, event: None, limit_s: float) -> bool:
-        """Hold the host until `event`; False where it has not happened after `limit_s` seconds."""
+    def synchronize(
+        self, event: None, limit_s: float, is_over: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Hold the host until `event`; False where it has not happened after `limit_s` seconds, or
+        `is_over` returns True."""
         return True
 
     def new_host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -149,10 +152,12 @@ class StreamDevice:
     def has_passed(self, event: Any) -> bool:
         return event.query()
 
-    def synchronize(self, event: Any, limit_s: float) -> bool:
+    def synchronize(
+        self, event: Any, limit_s: float, is_over: Callable[[], bool] = lambda: False
+    ) -> bool:
         deadline = time.monotonic() + limit_s
         while not event.query():
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or is_over():
                 return False
             time.sleep(self._POLL_S)
         return True

@@ -53,6 +53,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "habits.md"
 ELSEWHERE = [
     import_module(f"tests.test_{name}")
     for name in (
+        "apart",
         "changed_behind",
         "habits",
         "library_starts",

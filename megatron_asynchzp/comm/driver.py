@@ -18,8 +18,9 @@ waits, as a stream would, for what they depend on.
 """
 
 import threading
+import time
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,12 +28,15 @@ from typing import Any
 from megatron_asynchzp.comm.collectives import AxisGroup, Last, Steps, ranks_along
 from megatron_asynchzp.comm.timeline import LANES, WAIT, Timeline, profiler_range
 from megatron_asynchzp.errors import name_ranks
+from megatron_asynchzp.failure.last_line import end_where_main_stays
 from megatron_asynchzp.failure.other_collective import (
+    calls_of_main_thread,
     collective_of_main_thread,
     is_main_thread_waiting,
 )
 from megatron_asynchzp.failure.roll_call import OTHERS_FIRST_S, RollCall
 from megatron_asynchzp.failure.saves import Saves
+from megatron_asynchzp.failure.standstill import LENGTH, Progress
 from megatron_asynchzp.failure.watchdog import Watchdog
 
 
@@ -280,6 +284,8 @@ class Driver:
     counts: tasks submitted so far, by lane; all ranks have the lanes in one order.
     latest: of each lane the task that was submitted last.
     last_task: of all lanes.
+    compared: the ranks that have to submit the same, each with whether that is all (it computes in
+        step), or only what crosses groups.
     saves: checkpoints that this rank is saving, for messages.
     roll_call: who is asked, when something failed, which ranks are missing; it is closed with the
         driver.
@@ -298,6 +304,10 @@ class Driver:
         self._failing = threading.Lock()
         self._on_failure = on_failure
         self.roll_call: RollCall | None = None
+        self.compared: dict[int, bool] = {}
+        self._records = deque[tuple[int, str]](maxlen=LENGTH), deque[tuple[int, str]](maxlen=LENGTH)
+        self._num_seen, self._seen_s = 0, time.monotonic()
+        self._is_told = threading.Event()  # the main thread, of the failure
         self.saves = Saves()
         self._is_closed = threading.Event()
         # On a device that runs ahead the host waits for no collective.
@@ -319,7 +329,16 @@ class Driver:
     def raise_failure(self) -> None:
         """Raise the first failure, if there was one."""
         if self._failure is not None:
+            if threading.current_thread() is threading.main_thread():
+                self._is_told.set()
             raise self._failure
+
+    def call_roll(self) -> None:
+        """From now on ask other ranks where something fails or stands still. Every rank of the
+        world has to come here."""
+        self.roll_call = RollCall.of_world(
+            self.counts, self.fail_with_others, self.is_writing, self
+        )
 
     def fail(self, failure: Exception, asks: tuple[Any, ...] | None = None) -> bool:
         """From now on every submit and every wait raises `failure`. False: one came before it.
@@ -359,18 +378,50 @@ class Driver:
         failure where it waits, and may be stuck elsewhere."""
         self._report(self.fail_task(task, error))
 
-    def fail_with_others(self) -> None:
+    def fail_with_others(self, why: str = "") -> None:
         """Another rank has failed, and calls: this one would wait for it, and ends too, a moment
-        later, because what it meets itself says more. In a thread of its own."""
+        later, because what it meets itself says more. In a thread of its own.
+
+        why: where it has said so, it has asked already.
+        """
         if self._is_closed.wait(OTHERS_FIRST_S):
             return
-        error, where = RuntimeError("another rank has failed"), collective_of_main_thread()
+        error, where = RuntimeError(why or "another rank has failed"), collective_of_main_thread()
         title = self.saves.title(where) if where or self.is_writing() else None
         if where is None and title is None and self.last_task is not None:
-            self.fail_in_background(self.last_task, error)
-            return
+            title = (self._unfinished_task() or self.last_task).title
         title = title or f"{where or 'what comes'} in step {self.step}"
-        self._report(self.fail(CollectiveFailure.of(title, error), ()))
+        self._report(self.fail(CollectiveFailure.of(title, error), None if why else ()))
+
+    # ---- [Note: apart], for the thread of the roll call
+
+    def standing_s(self) -> float:
+        """Seconds since which nothing was submitted while something is not finished; 0 where
+        nothing is. The first call begins to count."""
+        self.device.bind_thread()
+        number, now = self.counts.total(), time.monotonic()
+        if number != self._num_seen or self._unfinished_task() is None:
+            self._num_seen, self._seen_s = number, now
+            return 0.0
+        return now - self._seen_s
+
+    def _unfinished_task(self) -> Task | None:
+        for task in tuple(self.latest.values()):
+            if not (task.is_usable and task.has_ended()):
+                return task
+        return None
+
+    def progress(self, is_closed: bool = False) -> Progress:
+        """How far this rank is. is_closed: it submits nothing more."""
+        tasks, crossing = map(list, self._records)
+        where = None if is_closed else collective_of_main_thread()
+        task = self._unfinished_task() or self.last_task
+        came = f"came last to the {task.title}" if task is not None else "has not called the model"
+        doing = f"has closed, and {came}" if is_closed else came
+        if where is not None:
+            doing = f"is in {where.rstrip(',')}"
+        calls = {} if is_closed else calls_of_main_thread()
+        return Progress(tasks, crossing, calls, is_closed, doing)
 
     def is_writing(self) -> bool:
         """Whether the main thread saves and is in no collective: others may wait for its files."""
@@ -378,13 +429,22 @@ class Driver:
 
     def _report(self, is_first: bool) -> None:
         failure = self._failure
-        if is_first and isinstance(failure, CollectiveFailure) and self._on_failure is not None:
+        if not is_first or not isinstance(failure, CollectiveFailure):
+            return
+        if self._on_failure is not None:
             self._on_failure(failure, self._is_closed.wait)
+        elif self.roll_call is not None:
+            end_where_main_stays(failure, self._is_told.wait)
 
     def _fail_as_late(self, task: Task) -> None:
         self.fail_in_background(task, TimeoutError(f"not finished after {self.limit_s:g} s"))
 
     # ---- tasks
+
+    def await_event(self, event: Any) -> None:
+        """Hold the host until `event`, at most as long as a collective may take."""
+        self.device.synchronize(event, self.limit_s, self.has_failed)
+        self.raise_failure()
 
     def submit(self, task: Task) -> Task:
         """Run `task`, now or later. Raises the failure of this task, or of one before it."""
@@ -395,6 +455,10 @@ class Driver:
         self.submitted.append(task.name)
         self.counts[task.lane] += 1
         task.number = self.counts[task.lane]
+        tasks, crossing = self._records
+        tasks.append((self.counts.total(), task.name))
+        if crosses_groups(task.name):
+            crossing.append((crossing[-1][0] + 1 if crossing else 1, task.name))
         self._start(task)
         return task
 
@@ -434,6 +498,7 @@ class Driver:
     def close(self) -> None:
         """Leave nothing running; after a failure, which is raised again, without waiting."""
         self._is_closed.set()
+        self._is_told.set()
         self._watchdog.close()
         if self.roll_call is not None:
             self.roll_call.close()

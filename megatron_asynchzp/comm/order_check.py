@@ -20,6 +20,7 @@ from megatron_asynchzp.comm.collectives import (
     all_reduce_steps,
     and_then,
     completed_last,
+    ranks_along,
 )
 from megatron_asynchzp.comm.driver import Driver, Task, crosses_groups, hash_of
 from megatron_asynchzp.errors import name_ranks
@@ -49,6 +50,8 @@ class OrderCheck:
     ):
         self._driver, self._axes, self._device = driver, axes, device
         self._in_step, self._crossing = axes[:num_in_step], axes[num_in_step:]
+        in_step = ranks_along(self._in_step)
+        driver.compared |= {rank: rank in in_step for rank in ranks_along(axes)}
         self._mine: list[str] = []
         self._answer = torch.empty(0)  # on the host
         self._task: Task | None = None
@@ -102,7 +105,7 @@ class OrderCheck:
             return
         task, self._task = self._task, None
         task.await_usable()
-        self._driver.device.synchronize(task.event, self._driver.limit_s)
+        self._driver.await_event(task.event)
         if _first_difference(self._answer) is not None:
             mismatch = OrderMismatch(f"step {task.step}: {self._describe_difference()}")
             self._driver.fail(mismatch)  # this step's gradients are of no use

@@ -17,6 +17,7 @@ from megatron_asynchzp.errors import name_ranks
 
 _TORCH = str(Path(torch.__file__).parent)
 _ENGINE = Path(__file__).parents[1] / "comm"
+_ALL_MEET = ("barrier", "all_", "reduce_scatter", "monitored_barrier")  # none ends before all began
 
 
 def collective_of(error: BaseException) -> str | None:
@@ -28,6 +29,41 @@ def collective_of(error: BaseException) -> str | None:
 def collective_of_main_thread() -> str | None:
     """The same of that in which the main thread is now."""
     return _named(reversed(_frames_of_main_thread()))
+
+
+def calls_of_main_thread() -> dict[str, int]:
+    """How many collectives this rank has called in the groups in which its main thread may wait
+    for all others: that of the collective in which it is, and, where calls return before they have
+    ended, the default one."""
+    groups = [dist.group.WORLD] if dist.is_initialized() and dist.get_backend() != "gloo" else []
+    for frame in reversed(_frames_of_main_thread()):
+        if frame.f_code.co_filename == distributed_c10d.__file__:
+            if frame.f_code.co_name.startswith(_ALL_MEET):
+                groups.append(_group_of(frame))
+            break
+    found = {group.group_name: num_called(group.group_name) for group in groups if group}
+    return {name: called for name, called in found.items() if called is not None}
+
+
+def num_called(name: str) -> int | None:
+    """Collectives that this rank has called in a process group; None where nobody can tell."""
+    try:
+        group = distributed_c10d._resolve_process_group(name)  # pyright: ignore
+        return group._get_sequence_number_for_group()  # pyright: ignore
+    except (RuntimeError, ValueError, AttributeError, KeyError):  # not of this rank, another kind
+        return None
+
+
+def where_main_thread_stands() -> object:
+    """A place in a program at which the main thread waits for other ranks, and no longer in the
+    engine, which ends such a wait itself; None where it does not. For other threads."""
+    frames = _frames_of_main_thread()
+    if not frames or any(Path(frame.f_code.co_filename).parent == _ENGINE for frame in frames):
+        return None
+    # Where calls return before they have ended it may wait for a device anywhere.
+    is_ahead = dist.is_initialized() and dist.get_backend() != "gloo"
+    is_waiting = is_ahead or is_main_thread_waiting()
+    return (id(frames[0]), frames[0].f_lasti) if is_waiting else None
 
 
 def _frames_of_main_thread() -> list[FrameType]:
@@ -56,7 +92,10 @@ def _named(frames: Iterable[FrameType]) -> str | None:
 
 
 def _ranks_of(frame: FrameType) -> list[int]:
-    group = frame.f_locals.get("group")
-    if not isinstance(group, dist.ProcessGroup):
-        group = dist.group.WORLD
+    group = _group_of(frame)
     return [] if group is None else sorted(dist.get_process_group_ranks(group))
+
+
+def _group_of(frame: FrameType) -> dist.ProcessGroup | None:
+    group = frame.f_locals.get("group")
+    return group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD

@@ -9,7 +9,8 @@ which the ranks met.
     rank 3   (its node is cut off)
 
 While nothing fails a rank asks once a second whether anybody has called, as torch's own monitor of
-NCCL does.
+NCCL does. Then, too, a rank whose tasks stand still looks whether others went another way,
+[Note: apart].
 """
 
 import itertools
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from megatron_asynchzp.errors import name_ranks
+from megatron_asynchzp.failure.standstill import Progress, Standstill, why_apart
 
 _LOOKS_EVERY_S = 1.0
 ANSWERS_WITHIN_S = 3.0
@@ -31,6 +33,9 @@ OTHERS_FIRST_S = 0.5
 """How long a rank that hears of another's failure waits for its own."""
 LASTS_S = _LOOKS_EVERY_S + OTHERS_FIRST_S + ANSWERS_WITHIN_S + _STORE_S
 """From a call on until every rank has heard it and read who answers, at most."""
+STANDS_STILL_S = 3.0
+"""From then on a rank looks at others."""
+_MOST_LOOKED_AT = 8  # of them, each time: all ranks of a large world may stand still
 _POLL_S = 0.1
 _CLOSE_POLL_S = 0.01  # of one rank
 _MOST_POLLS_PER_S = 10_000  # of all ranks, which ask one store
@@ -38,6 +43,7 @@ _THREAD = "asynchzp-roll-call"
 # Keys. The second has entries, each with a rank before it; the others count ranks.
 _CALLED, _ANSWERS, _NUM_ANSWERED, _NUM_READ = "called", "answers", "answered", "read"
 _NUM_CLOSED = "closed"
+_WONDERS, _PROGRESS = "wonders", "progress/"  # whether a rank stands still; how far each is
 _IS_HERE, _HAS_FAILED = "here", "failed"
 _calls = itertools.count()
 
@@ -49,9 +55,11 @@ class RollCall:
         store whose host is gone can hold whoever asks it for minutes.
     counts: tasks that this rank has submitted so far, by lane; read when somebody calls. All ranks
         have the same lanes, in one order.
-    on_call: called once, in a thread of its own, when another rank has called.
+    on_call: called once, in a thread of its own, when another rank has called; with why, where it
+        has said so.
     is_writing: whether this rank writes a checkpoint, for which others may wait; asked when another
         rank has called.
+    driver: None where nobody looks whether it stands still.
     """
 
     def __init__(
@@ -60,12 +68,15 @@ class RollCall:
         rank: int,
         world_size: int,
         counts: Mapping[str, int],
-        on_call: Callable[[], None],
+        on_call: Callable[[str], object],
         is_writing: Callable[[], bool] = lambda: False,
+        driver: Standstill | None = None,
     ):
         self._rank, self._world_size, self._counts = rank, world_size, counts
         self._poll_s = max(_POLL_S, world_size / _MOST_POLLS_PER_S)
         self._on_call, self._is_writing = on_call, is_writing
+        self._driver, self._looks_after_s = driver, STANDS_STILL_S
+        self._why_apart = ""
         self._where = _address(store)
         self._store = store
         self._is_closed = threading.Event()
@@ -83,7 +94,11 @@ class RollCall:
 
     @classmethod
     def of_world(
-        cls, counts: Mapping[str, int], on_call: Callable[[], None], is_writing: Callable[[], bool]
+        cls,
+        counts: Mapping[str, int],
+        on_call: Callable[[str], object],
+        is_writing: Callable[[], bool],
+        driver: Standstill | None = None,
     ) -> "RollCall | None":
         """That of the default process group; None where its ranks did not meet at a TCP store."""
         if not dist.is_initialized():
@@ -92,7 +107,8 @@ class RollCall:
         if dist.get_world_size() < 2 or _address(store) is None or not hasattr(store, "clone"):
             return None
         own = PrefixStore(f"asynchzp-roll-call-{next(_calls)}", store.clone())
-        return cls(own, dist.get_rank(), dist.get_world_size(), counts, on_call, is_writing)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        return cls(own, rank, world_size, counts, on_call, is_writing, driver)
 
     # ---- for the thread in which something failed
 
@@ -104,6 +120,8 @@ class RollCall:
             return "nobody was asked, as the communication was closed"
         self._is_asked.set()
         is_over = self._is_over.wait(ANSWERS_WITHIN_S + _STORE_S)
+        if self._why_apart:
+            return self._why_apart
         answers = dict(self._answers)
         silent = sorted(set(range(self._world_size)) - answers.keys())
         if silent and (self._is_lost or not is_over):
@@ -140,19 +158,25 @@ class RollCall:
 
     def close(self) -> None:
         """End the thread, unless the store holds it. Rank 0, whose process may be the one that
-        holds the store, waits for the others to close, ANSWERS_WITHIN_S at most: torch prints a
-        stack for each look at a store that is gone."""
+        holds the store, waits for the others to close, at most for as long as they need to find
+        out that it has: torch prints a stack for each look at a store that is gone."""
+        self.let_go()
+        self._thread.join(_STORE_S + (_parts_within_s() if self._rank == 0 else 0.0))
+
+    def let_go(self) -> None:
+        """As `close`, without waiting."""
         self._is_closed.set()
         self._is_asked.set()
-        self._thread.join(_STORE_S + (ANSWERS_WITHIN_S if self._rank == 0 else 0.0))
 
     # ---- the thread
 
     def _serve(self) -> None:
         try:
             if self._rank == 0:  # torchrun's store may be that of the start before
-                for key in (_CALLED, _ANSWERS, _NUM_ANSWERED, _NUM_READ, _NUM_CLOSED):
+                for key in (_CALLED, _ANSWERS, _NUM_ANSWERED, _NUM_READ, _NUM_CLOSED, _WONDERS):
                     self._store.delete_key(key)
+            if self._driver is not None:
+                self._store.delete_key(f"{_PROGRESS}{self._rank}")
             self._await_failure()
             if self._is_closed.is_set():
                 self._part()
@@ -166,9 +190,53 @@ class RollCall:
     def _await_failure(self) -> None:
         """Answer a call of another rank. Returns when this rank has failed or is closed."""
         while not self._is_asked.wait(_LOOKS_EVERY_S):
-            if not self._has_answered and self._store.check([_CALLED]):
+            if self._has_answered:
+                continue
+            self._look_at_others()
+            if self._why_apart:
+                self._in_thread(self._tell_all_and_end)
+                self._has_answered = True
+            elif self._store.check([_CALLED]):
                 self._answer(self._is_found_writing())
-                threading.Thread(target=self._on_call, name=_THREAD, daemon=True).start()
+                self._in_thread(self._on_call, self._store.get(_CALLED).decode())
+            elif self._driver is not None and self._store.check([_WONDERS]):
+                self._tell_progress(self._driver.progress())
+
+    def _in_thread(self, call: Callable[..., object], *args: object) -> None:
+        threading.Thread(target=call, args=args, name=_THREAD, daemon=True).start()
+
+    def _look_at_others(self) -> None:
+        """[Note: apart], later and later, for as long as this rank stands still."""
+        if self._driver is None:
+            return
+        standing_s = self._driver.standing_s()
+        if standing_s >= self._looks_after_s:
+            self._looks_after_s = 1.5 * standing_s
+            self._store.set(_WONDERS, "")
+            self._find_apart(self._driver)
+        elif standing_s == 0 and self._looks_after_s > STANDS_STILL_S:
+            self._looks_after_s = STANDS_STILL_S
+            self._store.delete_key(_WONDERS)  # who stands still yet sets it again
+
+    def _find_apart(self, driver: Standstill) -> None:
+        own = driver.progress()
+        self._tell_progress(own)
+        others = [rank for rank in sorted(driver.compared) if rank != self._rank]
+        start = sum(rank < self._rank for rank in others)
+        for rank in [*others[start:], *others[:start]][:_MOST_LOOKED_AT]:
+            if not self._why_apart and self._store.check([f"{_PROGRESS}{rank}"]):
+                other = Progress.of_text(self._store.get(f"{_PROGRESS}{rank}").decode())
+                in_step = driver.compared[rank]
+                self._why_apart = why_apart(self._rank, own, rank, other, in_step)
+
+    def _tell_all_and_end(self) -> None:
+        # This rank may hold the store: the others hear of it first.
+        told = self._store.compare_set(_CALLED, "", self._why_apart).decode()
+        if not self._is_closed.wait(2 * _LOOKS_EVERY_S):
+            self._on_call(told)
+
+    def _tell_progress(self, progress: Progress) -> None:
+        self._store.set(f"{_PROGRESS}{self._rank}", progress.to_text())
 
     def _is_found_writing(self) -> bool:
         try:
@@ -182,7 +250,12 @@ class RollCall:
         self._has_answered = True
 
     def _call(self) -> None:
-        self._store.set(_CALLED, "")
+        if self._driver is not None and not self._why_apart:
+            self._find_apart(self._driver)
+        self._store.compare_set(_CALLED, "", self._why_apart)
+        if self._why_apart:
+            self._has_answered = True
+            return
         if not self._has_answered:
             self._answer(False)  # it has failed
         self._read()
@@ -203,10 +276,12 @@ class RollCall:
     def _part(self) -> None:
         """This rank is closed; rank 0 awaits the others, unless it has heard of a failure, after
         which they may be gone."""
+        if self._driver is not None:
+            self._tell_progress(self._driver.progress(is_closed=True))
         num_closed = self._store.add(_NUM_CLOSED, 1)
         if self._rank != 0 or self._has_answered:
             return
-        deadline = time.monotonic() + ANSWERS_WITHIN_S
+        deadline = time.monotonic() + _parts_within_s()
         while num_closed < self._world_size and time.monotonic() < deadline:
             time.sleep(_CLOSE_POLL_S)
             num_closed = self._store.add(_NUM_CLOSED, 0)
@@ -223,6 +298,10 @@ class RollCall:
                     self._writing.add(int(rank))
             else:
                 self._failed.add(int(rank))
+
+
+def _parts_within_s() -> float:
+    return ANSWERS_WITHIN_S + STANDS_STILL_S
 
 
 def _address(store: Any) -> str | None:

@@ -191,6 +191,7 @@ class ShardedModel:
         self._are_in_place = False
         self.runtime.refuse_writes(lambda: owner()._params.refuse_writes())
         self._await_grads()
+        runtime.driver.call_roll()
         self._reports = CommReports(runtime.driver)
         atexit.register(_close_at_exit, weakref.ref(self))
 

@@ -21,10 +21,10 @@ from megatron_asynchzp.comm.schedules import start_driver
 from megatron_asynchzp.comm.timeline import stop_trace
 from megatron_asynchzp.device import Device
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.failure.roll_call import ANSWERS_WITHIN_S, RollCall
+from megatron_asynchzp.failure.last_line import EXIT_FAILURE, LastLine, end_process
+from megatron_asynchzp.failure.roll_call import ANSWERS_WITHIN_S
 from megatron_asynchzp.mcore.flags.asynchzp import TraceRequest
 from megatron_asynchzp.mcore.process.interrupts import watch_interrupts
-from megatron_asynchzp.mcore.process.last_line import EXIT_FAILURE, LastLine, end_process
 from megatron_asynchzp.mcore.process.stop_signal import StopSignal
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.zero.autograd import HZPRuntime
@@ -62,10 +62,7 @@ class Communication:
             self.last_line, partial(_why_terminated, weakref.ref(self))
         )
         self.driver = start_driver(schedule, device, self.last_line.watch_main)
-        # Every rank comes here.
-        self.driver.roll_call = RollCall.of_world(
-            self.driver.counts, self.driver.fail_with_others, self.driver.is_writing
-        )
+        self.driver.call_roll()
         self.stop_signal = StopSignal(device, schedule.time_limit_s)
         self.runtimes: list[HZPRuntime] = []
         # The optimizer's, which there is only after the runtimes.

@@ -40,6 +40,7 @@ _NOTHING = nullcontext()
 class _MicroBatch:
     """The forward and backward that run now.
 
+    kind: see StepScheduler.meet;
     calls: of a unit's modules in this forward; depth: how many of them have not returned;
     started_backward: units whose gradients are not on their way yet; reduced: those whose gradients
     are, in this backward; compute_marks: when the
@@ -47,6 +48,7 @@ class _MicroBatch:
     """
 
     in_backward: bool = False
+    kind: str = "training"
     calls: dict[HZPUnit, int] = field(default_factory=dict[HZPUnit, int])
     depth: dict[HZPUnit, int] = field(default_factory=dict[HZPUnit, int])
     started_backward: set[HZPUnit] = field(default_factory=set[HZPUnit])
@@ -214,6 +216,7 @@ class HZPRuntime(StepScheduler):
                 unit.unhide()
             self._batch.calls.clear()
             self._batch.depth.clear()
+            self._batch.kind = "training" if torch.is_grad_enabled() else "evaluation"
             if not torch.is_grad_enabled():
                 self.gathers.begin_evaluation()
 
@@ -230,6 +233,7 @@ class HZPRuntime(StepScheduler):
         for unit in units:
             batch.depth[unit] = batch.depth.get(unit, 0) + 1
         self.refuse_use()
+        self.meet(self._batch.kind)
         if torch.is_grad_enabled():
             self.state = StepState.COLLECTING
         for unit in units:

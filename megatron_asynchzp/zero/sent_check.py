@@ -126,7 +126,7 @@ class SentCheck:
             return []
         task, self._task = self._task, None
         task.await_usable()
-        self._driver.device.synchronize(task.event, self._driver.limit_s)
+        self._driver.await_event(task.event)
         return self._named_in(self._answer)
 
     # ---- where the host runs ahead
@@ -157,7 +157,7 @@ class SentCheck:
         if not self._is_copying:
             return
         self._is_copying = False
-        self._driver.device.synchronize(self._copied, self._driver.limit_s)
+        self._driver.await_event(self._copied)
         if found := self._named_in(self._written_answer):
             self._fail_as_written(found[0])
 

@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from megatron_asynchzp.comm.collectives import run_steps
+from megatron_asynchzp.comm.collectives import Steps, all_reduce_steps, run_steps
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.comm.order_check import OrderCheck
 from megatron_asynchzp.comm.schedules import start_driver
@@ -115,6 +115,7 @@ class StepScheduler:
     step: number of the one that began last; num_begun: how many have, a repeated one again.
     is_last_micro_batch: whether the gradients of the one that runs are reduced over the whole
         sharding group, see `no_sync`.
+    _gathers_for: of what kind the last gathers were, see `meet`.
     early: which units are sent before the update, None for none.
     settings_of_update: what the optimizer is set to, which has to be the same on all ranks.
     state: see StepState; what may be done when, `between_steps` and `refuse_use` say.
@@ -141,6 +142,7 @@ class StepScheduler:
         self.state = StepState.IDLE
         self.is_last_micro_batch = False
         self._reduced: list[HZPUnit] | None = None
+        self._gathers_for = "training"
         self._order: list[HZPUnit] | None = None
         self.early: EarlyUpdate | None = None
         self.settings_of_update: Callable[[], Mapping[str, str]] = dict[str, str]
@@ -217,6 +219,25 @@ class StepScheduler:
             self.reductions.note_preview(unit, preview)
 
     # ---- one step
+
+    def meet(self, kind: str) -> None:
+        """Gathers of another kind than before begin, behind a sum over the ranks that gather
+        together: where one evaluates and others train, gathers of different sizes would meet. gloo
+        ends the process for that, and NCCL may give anything. So they stand still, and find out."""
+        groups, device = self.units[0].groups, self.units[0].device
+        size = groups.topology.sizes.param
+        # Of one communicator NCCL wants the same operations.
+        axes = [one for one in groups.all_reduce_axes if one.axis.stride * one.axis.size <= size]
+
+        def steps() -> Steps:
+            value = torch.zeros(4, dtype=torch.int64, device=device)  # as the comparison of orders
+            return (yield from all_reduce_steps(value, axes))
+
+        if kind != self._gathers_for and axes:
+            after = [self.driver.latest.get(lane) for lane in ("reduce", "grad-sync", "order")]
+            meeting = Task("gather", f"no unit, before {kind},", axes, steps, (), after)
+            self.driver.submit(meeting).wait()
+        self._gathers_for = kind
 
     def zero_grads(self, number: int | None = None) -> None:
         """Start a step, or start it again: nothing of the last one is in flight any more.
@@ -409,6 +430,7 @@ class StepScheduler:
         used them. Within it nothing else may be called."""
         self.refuse_use()
         self.settle()
+        self.meet("a stream of the weights")
         for unit in self.units:
             self.refuse_write(unit)
         self.sent_check.settle()

@@ -31,7 +31,7 @@ class HostIsHeld(RecordingDevice):
             self.step_of[id(event)] = self.driver.step
         return event
 
-    def synchronize(self, event, limit_s: float) -> bool:
+    def synchronize(self, event, limit_s: float, *_) -> bool:
         assert self.driver is not None
         self.waits.append(self.step_of[id(event)] == self.driver.step)
         return super().synchronize(event, limit_s)

@@ -38,9 +38,11 @@ class World:
         self.ranks = {rank: self._rank(rank) for rank in there}
 
     def _rank(self, rank: int) -> RollCall:
-        counts, called = self.submitted[rank], self.called[rank].set
+        counts, event = self.submitted[rank], self.called[rank]
         is_writing = partial(self.is_writing.__getitem__, rank)
-        return RollCall(self.store.clone(), rank, WORLD_SIZE, counts, called, is_writing)
+        return RollCall(
+            self.store.clone(), rank, WORLD_SIZE, counts, lambda _: event.set(), is_writing
+        )
 
     def close(self) -> None:
         for one in self.ranks.values():
@@ -113,7 +115,7 @@ class HeldStore(dist.Store):
 
 def test_a_store_that_never_answers_holds_no_rank():
     store, said = HeldStore(), []
-    one = RollCall(store, 1, WORLD_SIZE, Counter(), lambda: None)
+    one = RollCall(store, 1, WORLD_SIZE, Counter(), lambda _: None)
     thread = threading.Thread(target=lambda: said.append(one.about()), daemon=True)
     thread.start()
     thread.join(SOON_S)

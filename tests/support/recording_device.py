@@ -14,7 +14,7 @@ what other streams do, in any order, with memory that this stream's was and that
 import threading
 import time
 from bisect import bisect, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -129,7 +129,9 @@ class RecordingDevice:
     def wait_work(self, work: "FinishedLater", limit_s: float, is_over=None) -> None:
         work.wait()
 
-    def synchronize(self, event: Clock | None, limit_s: float) -> bool:
+    def synchronize(
+        self, event: Clock | None, limit_s: float, is_over: Callable[[], bool] = lambda: False
+    ) -> bool:
         self.wait_event(event)  # what is issued from now on comes after it, on any stream
         return True
 

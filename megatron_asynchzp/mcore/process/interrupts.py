@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from megatron_asynchzp.mcore.process.last_line import (
+from megatron_asynchzp.failure.last_line import (
     EXIT_INTERRUPTED,
     EXIT_TERMINATED,
     LastLine,

@@ -228,12 +228,28 @@ MUTANTS = [
         "nobody-hears-the-call",
         "law 7: all ranks hear of a failure",
         "failure/roll_call.py",
-        "if not self._has_answered and self._store.check([_CALLED]):",
-        "if False:",
+        "elif self._store.check([_CALLED]):",
+        "elif False:",
         (
             "tests/comm/test_roll_call.py::"
             "test_the_ranks_that_do_not_answer_are_named_and_all_others_hear_of_the_failure"
         ),
+    ),
+    Mutant(
+        "the-closed-are-waited-for",
+        "law 7: ranks that call the model differently say so",
+        "failure/standstill.py",
+        "(other.is_closed or _is_awaited(other))",
+        "_is_awaited(other)",
+        "tests/test_apart.py::test_another_order_an_early_end_and_a_wait_elsewhere_are_apart[True]",
+    ),
+    Mutant(
+        "a-slow-rank-is-apart",
+        "law 7: a slow peer is no fault",
+        "failure/standstill.py",
+        " and (other.is_closed or _is_awaited(other))",
+        "",
+        "tests/test_apart.py::test_no_two_moments_of_one_program_are_apart[True]",
     ),
     Mutant(
         "nobody-writes",

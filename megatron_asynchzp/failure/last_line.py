@@ -11,7 +11,10 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.driver import CollectiveFailure
+from megatron_asynchzp.failure.other_collective import (
+    collective_of_main_thread,
+    where_main_thread_stands,
+)
 
 # The last two are a shell's statuses for SIGINT and SIGTERM.
 EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
@@ -42,13 +45,28 @@ class LastLine:
         sys.stderr.write(f"megatron_asynchzp: rank {rank}: {text}\n")
         sys.stderr.flush()
 
-    def watch_main(self, failure: CollectiveFailure, wait: Callable[[float], bool]) -> None:
+    def watch_main(self, failure: Exception, wait: Callable[[float], bool]) -> None:
         """Print a line and end the process, where the main thread does neither; see OnFailure."""
         if wait(_MAIN_PRINTS_S):
             return
         self.print(str(failure))
         if not wait(_GRACE_S):
             end_process(EXIT_FAILURE)
+
+
+def end_where_main_stays(failure: Exception, wait: Callable[[float], bool]) -> None:
+    """Where no exception of ours reaches the main thread, as it stays in a collective of the script
+    or waits for a device: print `failure`, and end the process. wait: as in OnFailure; here also
+    whether the main thread has raised the failure."""
+    before = where_main_thread_stands()
+    if before is None:
+        return
+    is_known = collective_of_main_thread() is not None  # elsewhere it may be about to go on
+    if not is_known and (wait(_MAIN_PRINTS_S) or where_main_thread_stands() != before):
+        return
+    LastLine().print(str(failure))
+    if not wait(_GRACE_S) and where_main_thread_stands() == before:
+        end_process(EXIT_FAILURE)
 
 
 def end_process(status: int) -> NoReturn:
