@@ -87,7 +87,7 @@ def train(sharded: ShardedModel, steps: Sequence[int], chosen: Chosen = always_0
 
 def assert_same(sharded: ShardedModel, expected: dict[str, torch.Tensor], what: object) -> None:
     for name, value in sharded.full_params():
-        assert torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6), (what, name)
+        assert torch.allclose(value, expected[name], rtol=0.0, atol=1e-6), (what, name)
 
 
 # ---- optimizers
