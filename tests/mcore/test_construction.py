@@ -52,7 +52,7 @@ CASES: dict[str, list[str]] = {
     "interleaved pipeline, untied": [*BF16, *UNTIED, *INTERLEAVED],
     "random ranks": [*BF16, "--data-parallel-random-init"],
 }
-FAST = ["gpt, fp32", "experts"]
+FAST = ["experts"]
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ def save_and_resume(names: list[str], folder: Path) -> dict[str, dict]:
     return output
 
 
-@pytest.mark.parametrize("names", some_and_rest(FLAGS, ["adam", "sgd with momentum"]))
+@pytest.mark.parametrize("names", some_and_rest(FLAGS, ["adam"]))
 def test_saving_changes_no_run_and_resuming_repeats_it_bit_by_bit(names, tmp_path):
     for output in on_ranks(save_and_resume, 2, names, tmp_path):
         for name, found in output.items():
