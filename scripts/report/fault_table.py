@@ -4,7 +4,7 @@
 
 from collections.abc import Sequence
 
-from scripts.faults.cells import FAULTS, MOMENTS, Cell
+from scripts.faults.cells import FAULTS, Cell
 from scripts.report.records import markdown_table
 
 
@@ -28,24 +28,6 @@ def _slowest_over(cells: Sequence[dict]) -> str:
     if missed := len(cells) - len(reached):
         parts.append(f"{missed} not reached")
     return ", ".join(parts)
-
-
-def grid(lines: Sequence[dict], program: str) -> str:
-    """Faults by moments: good cells of all, and the slowest end in seconds over the limit."""
-    cells = _cells(lines, program)
-    rows = []
-    for fault in FAULTS:
-        row = [fault]
-        for moment in MOMENTS:
-            here = [
-                line
-                for line in cells
-                if (line["cell"]["fault"], line["cell"]["moment"]) == (fault, moment)
-            ]
-            good = sum(not line["faults"] for line in here)
-            row.append(f"{good} of {len(here)}, {_slowest_over(here)}" if here else "")
-        rows.append(row)
-    return markdown_table(["fault", *MOMENTS], rows)
 
 
 def ends(lines: Sequence[dict], program: str) -> str:

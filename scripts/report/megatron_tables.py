@@ -13,6 +13,7 @@ from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
 from megatron_asynchzp.mcore.flags.normalisations import NORMALISATIONS
 from megatron_asynchzp.mcore.flags.pasa import PASA_REFUSALS, add_pasa_arguments
 from megatron_asynchzp.mcore.flags.refusals import REFUSALS, Refusal
+from megatron_asynchzp.mcore.patch import Patch
 from megatron_asynchzp.mcore.patches.table import PATCHES
 
 PAGE = Path(__file__).parents[2] / "docs" / "megatron.md"
@@ -32,23 +33,33 @@ def _flags(add_arguments: Callable[[ArgumentParser], ArgumentParser]) -> list[st
     return _table(("flag", "meaning"), rows)
 
 
+def _file_of(patch: Patch) -> str:
+    path = patch.call.__module__.partition(".mcore.patches.")[2].replace(".", "/")
+    return f"mcore/patches/{path}.py"
+
+
 def _refusals(refusals: Sequence[Refusal]) -> list[str]:
     """Flags with one reason and one remedy share a row."""
-    rows: dict[tuple[str, str], list[str]] = {}
-    for row in refusals:
-        flag = f"`{row.flag}` {row.condition}".rstrip()
-        rows.setdefault((row.reason, row.remedy), []).append(flag)
-    return _table(("flag", "reason", "instead"), ((", ".join(f), *why) for why, f in rows.items()))
+    pairs = [(f"`{r.flag}` {r.condition}".rstrip(), r.reason, r.remedy) for r in refusals]
+    return _table(("flag", "reason", "instead"), _shared(pairs))
+
+
+def _shared(rows: Iterable[tuple[str, ...]]) -> Iterable[tuple[str, ...]]:
+    """Rows that differ in their first cell alone become one."""
+    firsts: dict[tuple[str, ...], list[str]] = {}
+    for first, *rest in rows:
+        firsts.setdefault(tuple(rest), []).append(first)
+    return ((", ".join(names), *rest) for rest, names in firsts.items())
 
 
 def tables() -> dict[str, list[str]]:
     """The lines of every table, by the name in its marker."""
-    switched_off = [(f"`{rule.name}`", rule.value, rule.reason) for rule in NORMALISATIONS]
-    patches = [(i, f"`{p.target}`", p.why) for i, p in enumerate(PATCHES, 1)]
+    switched_off = _shared((f"`{r.name}`", str(r.value), r.reason) for r in NORMALISATIONS)
+    patches = _shared((f"`{p.target}`", f"`{_file_of(p)}`") for p in PATCHES)
     return {
         "flags": _flags(add_asynchzp_arguments),
         "attention flags": _flags(add_pasa_arguments),
-        "patches": _table(("#", "what is replaced", "why"), patches),
+        "patches": _table(("what is replaced", "with its reason, in"), patches),
         "switched off": _table(("argument", "becomes", "because"), switched_off),
         "refusals": _refusals(REFUSALS),
         "attention refusals": _refusals(PASA_REFUSALS),

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 from scripts.report.records import markdown_table, print_table
 
+_MOST_NAMES = 2
+
 
 def parity_table(comparisons: list[dict]) -> str:
     """Configurations with the same bounds, as tests/support/parity.py writes them, share a row."""
@@ -29,7 +31,10 @@ def parity_table(comparisons: list[dict]) -> str:
         records = [one for variant in variants for one in by_variant[variant]]
         loss, norm = (_largest(records, key) for key in ("loss_error", "grad_norm_error"))
         worst = [f"{value:.1e}" for value in (loss, loss_bound, norm, norm_bound)]
-        rows.append(["; ".join(variants), str(len(records)), *worst, _num_different(records)])
+        names = variants[:_MOST_NAMES]
+        if more := len(variants) - len(names):
+            names.append(f"{more} more")
+        rows.append(["; ".join(names), str(len(records)), *worst, _num_different(records)])
     return markdown_table(head, rows)
 
 

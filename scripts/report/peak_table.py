@@ -5,17 +5,23 @@
 from collections.abc import Sequence
 
 MIB = 2**20
+_MOST_ROWS = 5
 
 
 def table(lines: Sequence[dict]) -> str:
-    """One row for each model and pipeline stage, with the higher of its two peaks."""
+    """A row for each of the models and pipeline stages that are predicted worst, with the higher of
+    its two peaks."""
     columns = ("model", "ranks", "stage", "predicted", "counted", "apart")
     rows = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
-    for line in lines:
+    worst_first = sorted(lines, key=lambda line: -abs(apart(line)))
+    for line in worst_first[:_MOST_ROWS]:
         numbers = [f"{max(line[side].values()) / MIB:.2f}" for side in ("predicted", "counted")]
         cells = (line["model"], str(line["ranks"]), str(line["stage"]), *numbers)
         rows.append(f"| {' | '.join(cells)} | {apart(line):+.1%} |")
-    return "\n".join(rows)
+    text = "\n".join(rows)
+    if others := worst_first[_MOST_ROWS:]:
+        text += f"\n\n{len(others)} more are at most {worst(others)} off."
+    return text
 
 
 def apart(line: dict) -> float:

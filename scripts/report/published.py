@@ -37,6 +37,9 @@ from scripts.report.records import NotRecorded, Record, read_record
 
 MIB = 2**20
 # Records that hold their tables, which have the same names.
+# What nearly all was measured with; docs/results/README.md says so once.
+USUAL = {"Python": "3.12.1", "torch": "2.13.0", "megatron-core": "0.19.2"}
+_MOST_COMMANDS = 2
 RECORDED = ["bit_flips", "grad_wire", "long_run", "restarts", "unequal_lengths", "weight_deltas"]
 
 
@@ -55,22 +58,27 @@ class Picture(NamedTuple):
 
 
 def provenance(name: str) -> str:
-    """When, on what and with which commands a record was measured."""
+    """When, on what and with which commands a record was measured: what differs from the usual
+    machine, and the first commands of many."""
     record = read_record(name)
     runs = [*record.machines, *(line for line in record.lines if "command" in line)]
     dates = sorted({run["date"] for run in runs})
     parts = [" to ".join(dict.fromkeys((dates[0], dates[-1])))]
     for first in record.machines[:1]:
-        parts += [f"{first['cpus']} cores", "no GPU", f"Python {first['python']}"]
-        parts += [f"{library} {found}" for library, found in first["versions"].items() if found]
+        found = {"Python": first["python"], **first["versions"]}
+        parts += [f"{first['cpus']} cores"] if first["cpus"] != 2 else []
+        parts += [f"{name} {it}" for name, it in found.items() if it and it != USUAL.get(name)]
     tags = sorted({run["tag"] for run in runs if "tag" in run})
     at = f" at the tag {', '.join(tags)}" if tags else ""
+    commands = list(dict.fromkeys(run["command"] for run in runs))
+    if more := len(commands[_MOST_COMMANDS:]):
+        commands[_MOST_COMMANDS:] = [f"# and {more} more: in the record"]
     return "\n".join(
         [
             f"{', '.join(parts)}. Record: `docs/results/records/{name}.jsonl`, made{at} by",
             "",
             "```sh",
-            *dict.fromkeys(run["command"] for run in runs),
+            *commands,
             "```",
         ]
     )
@@ -215,7 +223,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "versions": lambda: versions_table.versions_table(read_record("versions").lines),
     "versions checkpoints": lambda: versions_table.moves_table(read_record("versions").lines),
     "launch orders": lambda: launch_table(read_record("launch_orders").lines),
-    "faults library": lambda: fault_table.grid(read_record("faults").lines, "library"),
     "faults lines": lambda: fault_table.ends(read_record("faults").lines, "library"),
     "faults megatron lines": lambda: fault_table.ends(read_record("faults").lines, "megatron"),
     "clusters": lambda: cluster_table.table(read_record("clusters").lines),

@@ -21,7 +21,12 @@ def versions_table(lines: Sequence[dict]) -> str:
 
 
 def moves_table(lines: Sequence[dict]) -> str:
-    """Checkpoints: a row for each place where one was written, a column for each that loaded it."""
+    """Checkpoints: where all loaded alike, how many; else a row for each place where one was
+    written, a column for each that loaded it."""
+    results = [_moved(one) for one in _moves(lines)]
+    if len(set(results)) == 1:
+        places = dict.fromkeys(_place(one["written"]) for one in _moves(lines))
+        return f"{len(results)} of {len(results)} loads: {results[0]}. Between {'; '.join(places)}."
     cells = {(_place(one["written"]), _place(one["loaded"])): _moved(one) for one in _moves(lines)}
     places = list(dict.fromkeys(written for written, _ in cells))
     rows = [[here, *(cells.get((here, there), "") for there in places)] for here in places]
