@@ -148,12 +148,17 @@ def check_losses(all_sizes: Sequence[Sequence[int]], names: Sequence[str]) -> No
                 assert train(sharded, LOSSES[name]) == expected, (name, sizes)
 
 
-@pytest.mark.habit("several backwards in a step", "a forward whose backward never comes")
+@pytest.mark.habit(
+    "several backwards in a step",
+    "a forward whose backward never comes",
+    "two forwards and one backward",
+    "a gradient penalty",
+)
 def test_whatever_is_handed_to_backward_trains_as_in_one_process():
     run_ranks(check_losses, 2, SIZES, list(LOSSES))
 
 
-@pytest.mark.habit("two forwards and one backward", "a gradient penalty")
+@pytest.mark.slow  # fast above, on two ranks
 def test_two_forwards_and_one_backward_train_as_in_one_process_for_every_kind_of_sizes():
     run_ranks(check_losses, 4, SIZES_OF_4, ["two_forwards_one_backward", "a_gradient_penalty"])
 

@@ -35,6 +35,7 @@ def start(*words: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, *words], **pipes)
 
 
+@pytest.mark.slow  # the network itself is fast, in test_fabric.py
 def test_an_unmodified_script_on_gloo_is_on_the_modelled_network(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "neighbour.py").write_text("WORD = 'found'")

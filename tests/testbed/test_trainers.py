@@ -18,6 +18,7 @@ from scripts.testbed.profile import NetworkProfile
 from scripts.testbed.ranks import run_ranks
 from tests.support import engine
 from tests.support.fabric import replace_default_group
+from tests.support.selection import slow_unless
 from tests.support.toy_models import toy_batch, toy_loss
 
 STEPS = 3
@@ -99,7 +100,7 @@ def train_engine(sizes: tuple[int, int, int], with_streams: bool) -> None:
         installed.undo()
 
 
-@pytest.mark.parametrize("with_streams", [False, True])
+@pytest.mark.parametrize("with_streams", [False, slow_unless(False, True)])
 def test_the_engines_schedules_are_bitwise_equal_on_the_fabric(with_streams):
     run_ranks(train_engine, 4, (2, 2, 4), with_streams)
 
