@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
 
-from megatron_asynchzp.comm.collectives import Steps, all_reduce_steps, run_steps
+from megatron_asynchzp.comm.collectives import all_reduce_steps, run_steps
 from megatron_asynchzp.comm.driver import Driver, Task
 from megatron_asynchzp.comm.order_check import OrderCheck
 from megatron_asynchzp.comm.schedules import start_driver
@@ -228,14 +229,12 @@ class StepScheduler:
         size = groups.topology.sizes.param
         # Of one communicator NCCL wants the same operations.
         axes = [one for one in groups.all_reduce_axes if one.axis.stride * one.axis.size <= size]
-
-        def steps() -> Steps:
-            value = torch.zeros(4, dtype=torch.int64, device=device)  # as the comparison of orders
-            return (yield from all_reduce_steps(value, axes))
-
         if kind != self._gathers_for and axes:
+            # As the comparison of orders; kept until the sum has been waited for.
+            value = torch.zeros(4, dtype=torch.int64, device=device)
+            start, ready = partial(all_reduce_steps, value, axes), self.driver.device.record_event()
             after = [self.driver.latest.get(lane) for lane in ("reduce", "grad-sync", "order")]
-            meeting = Task("gather", f"no unit, before {kind},", axes, steps, (), after)
+            meeting = Task("gather", f"no unit, before {kind},", axes, start, (ready,), after)
             self.driver.submit(meeting).wait()
         self._gathers_for = kind
 
