@@ -25,11 +25,14 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str
 
 
 def _flags(add_arguments: Callable[[ArgumentParser], ArgumentParser]) -> list[str]:
-    rows = []
+    rows, told = [], set[str]()
     for action in add_arguments(ArgumentParser(add_help=False))._actions:
+        rule = (action.help or "").partition("; ")[2].partition(" Default: ")[0]
+        text = f"{action.help}".replace(f"; {rule}", "; as above.") if rule in told else action.help
+        told |= {rule} - {""}
         values = f" {{{','.join(action.choices)}}}" if action.choices else ""
         metavar = f" {action.metavar}" if action.metavar else values
-        rows.append((f"`{action.option_strings[0]}{metavar}`", action.help))
+        rows.append((f"`{action.option_strings[0]}{metavar}`", text))
     return _table(("flag", "meaning"), rows)
 
 
