@@ -10,14 +10,18 @@ _HEAD = ["torch", "megatron-core", "Python", "transformers", "result", "date"]
 
 
 def versions_table(lines: Sequence[dict]) -> str:
-    """A row for each combination; of one that was tested twice, the last."""
+    """A row for each combination, those with one result together; of two tests the last."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for line in lines:
         if line.get("kind") == "cell":
             key = tuple(line["cell"].values())
             rows.pop(key, None)
             rows[key] = [*key, _result(line), line["date"]]
-    return markdown_table(_HEAD, list(rows.values()), num_left=6)
+    shared: dict[tuple[str, ...], list[str]] = {}  # rows that differ in torch alone
+    for torch, *rest in rows.values():
+        shared.setdefault(tuple(rest), []).append(torch)
+    cells = [[", ".join(versions), *rest] for rest, versions in shared.items()]
+    return markdown_table(_HEAD, cells, num_left=6)
 
 
 def moves_table(lines: Sequence[dict]) -> str:
