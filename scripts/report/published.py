@@ -40,6 +40,7 @@ MIB = 2**20
 # What nearly all was measured with; docs/results/README.md says so once.
 USUAL = {"Python": "3.12.1", "torch": "2.13.0", "megatron-core": "0.19.2"}
 _MOST_COMMANDS = 2
+_MOST_CHARACTERS = 130
 RECORDED = ["bit_flips", "grad_wire", "long_run", "restarts", "unequal_lengths", "weight_deltas"]
 
 
@@ -57,6 +58,13 @@ class Picture(NamedTuple):
 # "provenance RECORD"
 
 
+def _shortened(command: str) -> str:
+    """A line of a page; the record has all of a command."""
+    if len(command) <= _MOST_CHARACTERS:
+        return command
+    return command[:_MOST_CHARACTERS].rpartition(" ")[0] + " ..."
+
+
 def provenance(name: str) -> str:
     """When, on what and with which commands a record was measured: what differs from the usual
     machine, and the first commands of many."""
@@ -70,7 +78,7 @@ def provenance(name: str) -> str:
         parts += [f"{name} {it}" for name, it in found.items() if it and it != USUAL.get(name)]
     tags = sorted({run["tag"] for run in runs if "tag" in run})
     at = f" at the tag {', '.join(tags)}" if tags else ""
-    commands = list(dict.fromkeys(run["command"] for run in runs))
+    commands = list(dict.fromkeys(_shortened(run["command"]) for run in runs))
     if more := len(commands[_MOST_COMMANDS:]):
         commands[_MOST_COMMANDS:] = [f"# and {more} more: in the record"]
     return "\n".join(
