@@ -30,9 +30,10 @@ def _slowest_over(cells: Sequence[dict]) -> str:
     return ", ".join(parts)
 
 
-def ends(lines: Sequence[dict], program: str) -> str:
+def ends(lines: Sequence[dict], program: str, is_explained: bool = True) -> str:
     """By fault: cells, the lines of ranks that could speak, those that name the missing ranks or
-    say that the store is gone, runs that went on to their end, and the slowest end."""
+    say that the store is gone, runs that went on to their end, and the slowest end.
+    is_explained: with what each fault is."""
     rows = []
     for fault in FAULTS:
         here = [line for line in _cells(lines, program) if line["cell"]["fault"] == fault]
@@ -44,7 +45,7 @@ def ends(lines: Sequence[dict], program: str) -> str:
         went_on = sum(map(_went_on, reached))
         rows.append(
             [
-                f"{fault}: {FAULTS[fault]}",
+                f"{fault}: {FAULTS[fault]}" if is_explained else fault,
                 str(len(here)),
                 str(sum(not line["faults"] for line in here)),
                 str(printed),

@@ -232,7 +232,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "versions checkpoints": lambda: versions_table.moves_table(read_record("versions").lines),
     "launch orders": lambda: launch_table(read_record("launch_orders").lines),
     "faults lines": lambda: fault_table.ends(read_record("faults").lines, "library"),
-    "faults megatron lines": lambda: fault_table.ends(read_record("faults").lines, "megatron"),
+    "faults megatron lines": lambda: fault_table.ends(
+        read_record("faults").lines, "megatron", is_explained=False
+    ),
     "clusters": lambda: cluster_table.table(read_record("clusters").lines),
 }
 
