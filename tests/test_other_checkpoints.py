@@ -14,7 +14,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
 
 from megatron_asynchzp import ConfigurationError, LoadPlanner, ShardedModel, ShardSizes, shard
 from scripts.testbed.ranks import run_ranks
@@ -35,7 +35,7 @@ def halving(sharded: ShardedModel) -> LambdaLR:
     return LambdaLR(sharded.optimizer, lambda step: 0.5**step)
 
 
-def train_on(sharded: ShardedModel, scheduler: LambdaLR, steps: range) -> list[float]:
+def train_on(sharded: ShardedModel, scheduler: LRScheduler, steps: range) -> list[float]:
     norms = []
     for step in steps:
         norms.append(usual_step(sharded, one(sharded.model, step, dist.get_rank())))
@@ -64,14 +64,56 @@ def goes_on_from_an_async_save() -> None:
     with sharded_toy((2, 2, 2)) as other:
         scheduler = halving(other)
         for saved in ("no scheduler", "own"):
-            state = other.state_dict()
-            checkpoint.load(state, checkpoint_id=folder / saved)
-            other.load_state_dict(state)
+            load(other, folder / saved)
             if saved == "no scheduler":
                 train_on(other, scheduler, range(1))
         scheduler.load_state_dict(schedule)
         assert train_on(other, scheduler, range(2, 4)) == pytest.approx(expected, rel=1e-6)
         assert scheduler.get_last_lr() == rate == [other.optimizer.param_groups[0]["lr"]]
+
+
+def one_cycle(sharded: ShardedModel) -> OneCycleLR:
+    return OneCycleLR(sharded.optimizer, max_lr=0.01, total_steps=8)
+
+
+def cosine(sharded: ShardedModel) -> CosineAnnealingLR:
+    return CosineAnnealingLR(sharded.optimizer, T_max=4)
+
+
+def schedulers_go_on() -> None:
+    """Each is made before the load: what it has put into the groups of the optimizer may be missing
+    in the checkpoint, which was saved before it was made, or with it."""
+    for new_scheduler in (one_cycle, cosine):
+        folder = shared_folder()
+        with sharded_toy((1, 2, 2)) as sharded:
+            checkpoint.save(sharded.state_dict(), checkpoint_id=folder / "no scheduler")
+            scheduler = new_scheduler(sharded)
+            train_on(sharded, scheduler, range(2))
+            checkpoint.save(sharded.state_dict(), checkpoint_id=folder / "with it")
+            schedule = scheduler.state_dict()
+            expected = train_on(sharded, scheduler, range(2, 4))
+            groups = settings_of(sharded)
+        with sharded_toy((2, 2, 2)) as other:
+            scheduler = new_scheduler(other)
+            load(other, folder / "no scheduler")
+            train_on(other, scheduler, range(1))  # from the rate that was saved, as with torch
+            load(other, folder / "with it")
+            scheduler.load_state_dict(schedule)
+            assert train_on(other, scheduler, range(2, 4)) == pytest.approx(expected, rel=1e-6)
+            assert settings_of(other) == groups
+
+
+def load(sharded: ShardedModel, folder: Path) -> None:
+    state = sharded.state_dict()
+    checkpoint.load(state, checkpoint_id=folder)
+    sharded.load_state_dict(state)
+
+
+def settings_of(sharded: ShardedModel) -> list[dict]:
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in sharded.optimizer.param_groups
+    ]
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -128,6 +170,7 @@ def goes_on_from(is_fsdp: bool) -> None:
 
 def check_all() -> None:
     goes_on_from_an_async_save()
+    schedulers_go_on()
     goes_on_from(is_fsdp=True)
     goes_on_from(is_fsdp=False)
 

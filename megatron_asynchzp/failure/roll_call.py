@@ -49,10 +49,11 @@ _calls = itertools.count()
 
 
 class RollCall:
-    """The part of one rank; all ranks of the world have theirs, made in the same order.
+    """The part of one rank; all ranks of the world have theirs, made in the same order. No rank may
+    call or close before rank 0 has made its own, which clears the store.
 
-    store: for this alone, with a connection of its own. A thread of this object alone uses it: a
-        store whose host is gone can hold whoever asks it for minutes.
+    store: for this alone, with a connection of its own. From then on a thread of this object alone
+        uses it: a store whose host is gone can hold whoever asks it for minutes.
     counts: tasks that this rank has submitted so far, by lane; read when somebody calls. All ranks
         have the same lanes, in one order.
     on_call: called once, in a thread of its own, when another rank has called; with why, where it
@@ -89,6 +90,11 @@ class RollCall:
         self._failed: set[int] = set()
         self._failed_before: set[int] = set()  # this one
         self._num_answered = self._num_read = 0  # on rank 0, for `leave`
+        if rank == 0:  # torchrun's store may be that of the start before
+            for key in (_CALLED, _ANSWERS, _NUM_ANSWERED, _NUM_READ, _NUM_CLOSED, _WONDERS):
+                store.delete_key(key)
+        if driver is not None:
+            store.delete_key(f"{_PROGRESS}{rank}")
         self._thread = threading.Thread(target=self._serve, name=_THREAD, daemon=True)
         self._thread.start()
 
@@ -172,16 +178,12 @@ class RollCall:
 
     def _serve(self) -> None:
         try:
-            if self._rank == 0:  # torchrun's store may be that of the start before
-                for key in (_CALLED, _ANSWERS, _NUM_ANSWERED, _NUM_READ, _NUM_CLOSED, _WONDERS):
-                    self._store.delete_key(key)
-            if self._driver is not None:
-                self._store.delete_key(f"{_PROGRESS}{self._rank}")
             self._await_failure()
             if self._is_closed.is_set():
                 self._part()
             else:
                 self._call()
+                self._store.add(_NUM_CLOSED, 1)  # it needs the store no more
         except RuntimeError:  # torch's errors of a store are of this kind
             self._is_lost = True
         finally:
@@ -283,6 +285,8 @@ class RollCall:
             return
         deadline = time.monotonic() + _parts_within_s()
         while num_closed < self._world_size and time.monotonic() < deadline:
+            if not self._has_answered and self._store.check([_CALLED]):
+                self._answer(False)  # another one has failed, and asks
             time.sleep(_CLOSE_POLL_S)
             num_closed = self._store.add(_NUM_CLOSED, 0)
 

@@ -190,9 +190,18 @@ def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+# What torch's schedulers put into a group when they are made.
+_OF_SCHEDULERS = {
+    "initial_lr",
+    *("max_lr", "min_lr", "base_momentum", "max_momentum"),  # OneCycleLR, CyclicLR
+    "swa_lr",
+}
+
+
 def _take_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Let `group` have the settings that were saved, and no others: counters, too, are there."""
-    for key in settings_of_group(group).keys() - saved.keys():
+    """Let `group` have the settings that were saved, and no others (counters, too, are there) but
+    those of a scheduler that was made since."""
+    for key in settings_of_group(group).keys() - saved.keys() - _OF_SCHEDULERS:
         del group[key]
     for key, value in saved.items():
         before = group.get(key)

@@ -191,7 +191,9 @@ class ShardedModel:
         self._are_in_place = False
         self.runtime.refuse_writes(lambda: owner()._params.refuse_writes())
         self._await_grads()
-        runtime.driver.call_roll()
+        if dist.get_world_size(group) == dist.get_world_size():  # others do not come here
+            runtime.driver.call_roll()
+            self._take_largest(torch.zeros((), device=self._device))  # all have come here
         self._reports = CommReports(runtime.driver)
         atexit.register(_close_at_exit, weakref.ref(self))
 
