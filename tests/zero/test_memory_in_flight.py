@@ -4,6 +4,7 @@
 formula allows, and a fraction of memory for each size of unit.
 """
 
+import gc
 from collections import Counter
 from contextlib import closing
 
@@ -54,6 +55,7 @@ def test_the_allocator_counts_what_the_formula_says_which_is_a_fraction_of_memor
             unit.layer = f"layer {layer}"
         driver = start_driver(config, device)
         with closing(driver), counted_allocations() as count:
+            gc.collect()  # what tests before this one have left
             before = count.live_nbytes
             scheduler = StepScheduler(units, config, driver)
             allocated = count.live_nbytes - before
