@@ -157,8 +157,8 @@ class _StreamedUnit:
         source, dtype = unit.model_param, dtype or unit.dtype
         if dtype != unit.dtype and unit.is_trained and not unit.is_main_param_aliased:
             source, axes = unit.main_param, unit.groups.optim_gather_axes
-        whole = source.storage, source.range.start, axes, dtype, asking, unit
-        self._values = _GatheredTensor(*whole)
+        start = source.range.start
+        self._values = _GatheredTensor(source.storage, start, axes, dtype, asking, unit)
         self._parts = [self._values]
         self._bits: _GatheredTensor | None = None
         if since is not None and (bits := unit.marks.bits.get(since)) is not None:

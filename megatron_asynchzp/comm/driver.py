@@ -452,13 +452,12 @@ class Driver:
             self._refuse(task)
         task.driver, task.step = self, self.step
         self.last_task = self.latest[task.lane] = task
-        self.submitted.append(task.name)
+        name = task.name
+        self.submitted.append(name)
         self.counts[task.lane] += 1
         task.number = self.counts[task.lane]
-        tasks, crossing = self._records
-        tasks.append((self.counts.total(), task.name))
-        if crosses_groups(task.name):
-            crossing.append((crossing[-1][0] + 1 if crossing else 1, task.name))
+        for record in self._records if crosses_groups(name) else self._records[:1]:
+            record.append((record[-1][0] + 1 if record else 1, name))
         self._start(task)
         return task
 

@@ -51,8 +51,11 @@ class ShardGroups:
         """How many of all_reduce_axes connect ranks that gather or reduce together, and so have
         equally many micro-batches."""
         sizes = self.topology.sizes
-        stop = max(sizes.param, sizes.grad)
-        return sum(one.axis.stride * one.axis.size <= stop for one in self.all_reduce_axes)
+        return len(self.reduce_axes_within(max(sizes.param, sizes.grad)))
+
+    def reduce_axes_within(self, size: int) -> list[AxisGroup]:
+        """Those of all_reduce_axes that lie within a group of `size` ranks."""
+        return [one for one in self.all_reduce_axes if one.axis.stride * one.axis.size <= size]
 
     @property
     def all_groups(self) -> set[dist.ProcessGroup]:

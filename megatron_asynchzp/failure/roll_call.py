@@ -166,13 +166,9 @@ class RollCall:
         """End the thread, unless the store holds it. Rank 0, whose process may be the one that
         holds the store, waits for the others to close, at most for as long as they need to find
         out that it has: torch prints a stack for each look at a store that is gone."""
-        self.let_go()
-        self._thread.join(_STORE_S + (_parts_within_s() if self._rank == 0 else 0.0))
-
-    def let_go(self) -> None:
-        """As `close`, without waiting."""
         self._is_closed.set()
         self._is_asked.set()
+        self._thread.join(_STORE_S + (_parts_within_s() if self._rank == 0 else 0.0))
 
     # ---- the thread
 

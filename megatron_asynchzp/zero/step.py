@@ -225,13 +225,13 @@ class StepScheduler:
         """Gathers of another kind than before begin, behind a sum over the ranks that gather
         together: where one evaluates and others train, gathers of different sizes would meet. gloo
         ends the process for that, and NCCL may give anything. So they stand still, and find out."""
-        groups, device = self.units[0].groups, self.units[0].device
-        size = groups.topology.sizes.param
+        if kind == self._gathers_for:
+            return
+        groups = self.units[0].groups
         # Of one communicator NCCL wants the same operations.
-        axes = [one for one in groups.all_reduce_axes if one.axis.stride * one.axis.size <= size]
-        if kind != self._gathers_for and axes:
+        if axes := groups.reduce_axes_within(groups.topology.sizes.param):
             # As the comparison of orders; kept until the sum has been waited for.
-            value = torch.zeros(4, dtype=torch.int64, device=device)
+            value = torch.zeros(4, dtype=torch.int64, device=self.units[0].device)
             start, ready = partial(all_reduce_steps, value, axes), self.driver.device.record_event()
             after = [self.driver.latest.get(lane) for lane in ("reduce", "grad-sync", "order")]
             meeting = Task("gather", f"no unit, before {kind},", axes, start, (ready,), after)
