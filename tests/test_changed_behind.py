@@ -3,9 +3,12 @@
 """What a loop does to gradients, states, settings and parameters of a sharded model's optimizer by
 ways that nothing counts: a step has the values of one process, or ends in one line."""
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp import ConfigurationError, ScheduleConfig, ShardedModel, ShardSizes, shard
+from megatron_asynchzp.comm.collectives import Steps, completed
 from megatron_asynchzp.comm.driver import CollectiveFailure
+from megatron_asynchzp.zero import unit as unit_module
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.ranks import run_ranks
 from tests.device.conftest import worlds as worlds
@@ -133,7 +138,36 @@ def rescale_in_hook(optimizer: Optimizer, step: int) -> None:
         optimizer.register_step_pre_hook(lambda *_: clamp_data(optimizer, step))
 
 
-BEFORE = [clamp_data, write_numpy, write_dlpack, write_kept_aliases, sign, clear_states]
+def decay_by_hand(optimizer: Optimizer, step: int) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.data.mul_(1.0 - 0.1 * group["lr"])
+
+
+def clamp_weights_openly(optimizer: Optimizer, step: int) -> None:
+    with torch.no_grad():
+        for param in params_of(optimizer):
+            param.clamp_(-0.2, 0.2)
+
+
+def return_to_first(optimizer: Optimizer, step: int) -> None:
+    if step == 0:
+        _kept[:] = [param.detach().clone() for param in params_of(optimizer)]
+    elif step == 2:
+        torch._foreach_copy_([param.data for param in params_of(optimizer)], _kept)
+
+
+BEFORE = [
+    decay_by_hand,
+    clamp_weights_openly,
+    return_to_first,
+    clamp_data,
+    write_numpy,
+    write_dlpack,
+    write_kept_aliases,
+    sign,
+    clear_states,
+]
 BEFORE += [reset_states, load_states, change_last_group, change_betas, change_rate_in_place]
 BEFORE += [move_params, take_params_out, change_class, rescale_in_hook]
 
@@ -197,7 +231,7 @@ def compare(changes: list[Change], all_sizes: list[Sizes]) -> None:
             assert (one - plain).abs().max() <= 1e-6, (change.__name__, sizes)
 
 
-FAST = [clamp_data, load_states, change_last_group, take_params_out]
+FAST = [decay_by_hand, clamp_data, load_states, change_last_group, take_params_out]
 WORLDS = [(1, [(1, 1, 1)]), (2, [(2, 2, 2), (1, 1, 2)]), (4, [(1, 1, 1), (2, 2, 2), (2, 2, 4)])]
 
 
@@ -205,6 +239,7 @@ WORLDS = [(1, [(1, 1, 1)]), (2, [(2, 2, 2), (1, 1, 2)]), (4, [(1, 1, 1), (2, 2, 
     "writing gradients by `.grad.data`, `.numpy()`, DLPack or a kept view",
     "the optimizer's state cleared, reset or loaded between backward and `step()`",
     "settings, groups or class of the optimizer changed between backward and `step()`",
+    "weights decayed by hand, clamped or put back between backward and `step()`",
 )
 @pytest.mark.parametrize(
     ("world_size", "changes", "all_sizes"),
@@ -237,6 +272,55 @@ def one_rank_alone(sizes: Sizes) -> None:
 
 def test_what_one_rank_alone_changes_all_send_again():
     run_ranks(one_rank_alone, 2, (1, 2, 2))
+
+
+def read_until_the_step(dtype: torch.dtype | None, sizes: Sizes) -> None:
+    """Each update travels for so long that who reads meanwhile would see it."""
+    gather = unit_module.all_gather_steps
+
+    def gather_slowly(*args: Any) -> Steps:
+        time.sleep(0.02)
+        last = yield from completed(gather(*args))
+        time.sleep(0.02)
+        return last
+
+    model = new_model(torch.device("cpu"))
+    schedule = ScheduleConfig(early_update="on")
+    made = shard(
+        model, list(model), ShardSizes(*sizes), new_optimizer, param_dtype=dtype, schedule=schedule
+    )
+    optimizer, reads = made.optimizer, 0
+
+    def values_now() -> list[torch.Tensor]:
+        return [param.detach().clone() for param in params_of(optimizer)]
+
+    def read(*_: object) -> None:
+        nonlocal reads
+        reads += 1
+        assert all(map(torch.equal, values_now(), values))
+
+    with made, patch.object(unit_module, "all_gather_steps", gather_slowly):
+        for layer in model:
+            layer.register_full_backward_hook(read)
+        for step in range(2):
+            made.zero_grad()
+            values = values_now()
+            model(inputs_of(step, dist.get_rank(), torch.device("cpu"))).sum().backward()
+            until = time.monotonic() + 0.2
+            while time.monotonic() < until:
+                read()
+            made.step()
+            changed = [not torch.equal(*both) for both in zip(values_now(), values, strict=True)]
+            assert any(changed) and reads > 8
+
+
+@pytest.mark.habit("weights of the optimizer read in hooks of backward and before `step()`")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("sizes", [(1, 1, 2), slow_unless(False, (1, 2, 2), id="(1, 2, 2)")])
+def test_until_the_step_the_optimizer_s_values_are_those_of_the_last_one(
+    dtype: torch.dtype | None, sizes: Sizes
+):
+    run_ranks(read_until_the_step, 2, dtype, sizes)
 
 
 # ---- after the step

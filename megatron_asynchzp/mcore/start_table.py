@@ -139,6 +139,7 @@ def preview_of_units(
                 unit.optim_range.numel,
                 mean_moment_nbytes(unit, moments),
                 is_scaled=unit.dtype == torch.float16,
+                shard_numel=unit.model_param.range.numel if unit.is_main_param_aliased else 0,
             )
             for unit in units
             if unit.is_trained

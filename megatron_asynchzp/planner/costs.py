@@ -316,8 +316,9 @@ class Costing:
         if not (is_early and unit.is_trained):
             return 0.0
         moments = self.plan.moments.mean(unit.numel, unit.matrix_numel)
-        numel = self.padded(unit) / self.groups[unit.group].sizes.optim
-        return preview_nbytes(numel, moments, self.plan.has_loss_scale)
+        padded, sizes = self.padded(unit), self.groups[unit.group].sizes
+        shard = padded / sizes.param if self.model.itemsize == FP32_NBYTES else 0.0
+        return preview_nbytes(padded / sizes.optim, moments, self.plan.has_loss_scale, shard)
 
     def _states(self, stage: int) -> tuple[dict[str, float], int]:
         """By state, and the bytes of the largest unit, whole."""

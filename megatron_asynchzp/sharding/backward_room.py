@@ -56,7 +56,12 @@ class BackwardRoom:
         return True
 
 
-def preview_nbytes(numel: float, moments_nbytes: float, is_scaled: bool = False) -> float:
+def preview_nbytes(
+    numel: float, moments_nbytes: float, is_scaled: bool = False, shard_numel: float = 0
+) -> float:
     """Bytes of the copies with which an update of `numel` elements of an optimizer shard is
-    computed ahead. moments_nbytes: of an element; is_scaled: by a loss scale, as in fp16."""
-    return (FP32_NBYTES * (1 + is_scaled) + moments_nbytes) * numel
+    computed ahead. moments_nbytes: of an element; is_scaled: by a loss scale, as in fp16;
+    shard_numel: elements of the parameter shard that is gathered beside the one in use, where that
+    one holds the main parameters themselves (an fp32 model)."""
+    copies_nbytes = (FP32_NBYTES * is_scaled + moments_nbytes) * numel
+    return copies_nbytes + FP32_NBYTES * max(numel, shard_numel)

@@ -247,6 +247,8 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
     def start_preview(self, unit: HZPUnit) -> None:
         preview, gathered = self._previews[unit], self._gathered.get(unit)
         gather = None if gathered is None else gathered.held.task
+        # One at a time gathers a shard beside the one in use.
+        before = self._driver.latest.get("param-sync") if unit.is_main_param_aliased else None
         self._syncs[unit] = preview.task = self._driver.submit(
             Task(
                 "param-sync",
@@ -255,7 +257,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
                 lambda: unit.preview_param_steps(preview.update),
                 ready=(self._shards_written.pop("param-sync", None),),
                 # The gradients, and what else may still read the shard.
-                after=(preview.grads, gather, self._syncs.get(unit)),
+                after=(preview.grads, gather, self._syncs.get(unit), before),
             )
         )
 

@@ -143,7 +143,6 @@ class HZPUnit:
                 self.copy_model_to_main()
             self._sent = torch.zeros((), dtype=torch.int64, device=self.device)
             self._due = self._sent.clone()
-            self._has_lost = torch.zeros((), dtype=torch.bool, device=self.device)
         self._placeholders = self._make_placeholders()
         if self.is_always_unsharded:
             self._full_param = self.model_param.storage
@@ -266,7 +265,7 @@ class HZPUnit:
         if not self.is_trained:
             return []
         own = [self.main_param.storage, self.main_grad.storage, *self.marks.bits.values()]
-        return [*own, self._sent, self._due, self._has_lost]
+        return [*own, self._sent, self._due]
 
     # ---- gradients
 
@@ -426,25 +425,33 @@ class HZPUnit:
     def preview_param_steps(self, update: Callable[[torch.Tensor], None]) -> Steps:
         """Gather into the P shard what `update` makes of main_param, which stays as it is.
 
-        update: called with this rank's main parameters, 1-D fp32, or with a copy of them.
+        update: called with a copy of this rank's main parameters, 1-D fp32.
         """
-        own = self.model_param.view(self.optim_range)
+        if self.is_main_param_aliased:
+            return (yield from self._preview_beside_steps(update))
         copy = self.main_param.storage.clone()
-        if not self.is_main_param_aliased:
-            update(copy)
-            self.marks.write(copy, own)
-            self.note_sent()
-            return (yield from self.complete_param_steps())
-        update(own)
+        update(copy)
+        self.marks.write(copy, self.model_param.view(self.optim_range))
         self.note_sent()
-        last = yield from self.complete_param_steps()
+        return (yield from self.complete_param_steps())
 
-        def restore() -> None:
-            if self.is_watched:
-                self._has_lost.logical_or_(fingerprint(own) != self._sent)
-            own.copy_(copy)
+    def _preview_beside_steps(self, update: Callable[[torch.Tensor], None]) -> Steps:
+        """preview_param_steps, where this rank's O range of the P shard is main_param itself: only
+        the other ranks' ranges may change. Whoever trains may read and write main_param until the
+        update."""
+        own, shard = self.optim_range, self.model_param.range.start
+        before, after = own.start - shard, own.stop - shard
+        gathered = torch.empty_like(self.model_param.storage)
+        copy = gathered[before:after].copy_(self.main_param.storage)
+        update(copy)
+        self._sent.copy_(fingerprint(copy))
+        last = yield from all_gather_steps(copy, gathered, self.groups.param_sync)
 
-        return and_then(last, restore)
+        def take_others() -> None:
+            for part in (slice(before), slice(after, None)):
+                self.model_param.storage[part].copy_(gathered[part])
+
+        return and_then(last, take_others)
 
     def note_sent(self) -> None:
         """What this rank's O range of the parameters holds is what other ranks get of it."""
@@ -467,9 +474,8 @@ class HZPUnit:
 
     def was_written(self) -> torch.Tensor:
         """0-dim bool: whether somebody has written to main_param since `note_due`, be it only until
-        it was sent, or while a preview lay in its place."""
-        is_other = (self._fingerprint_now() != self._due).logical_or_(self._sent != self._due)
-        return is_other.logical_or_(self._has_lost)
+        it was sent."""
+        return (self._fingerprint_now() != self._due).logical_or_(self._sent != self._due)
 
     def complete_param_steps(self) -> Steps:
         """Gather the P shard from what the ranks hold of it in their O ranges."""
