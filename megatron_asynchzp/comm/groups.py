@@ -2,18 +2,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the process groups of one sharding topology, one per axis and kind of operation."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.collectives import AxisGroup, all_gather_flat, reduce_scatter_flat
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.sharding.topology import MeshAxis, ShardTopology
+from megatron_asynchzp.versions import TORCH
 
 _REAL_NBYTES = 1 << 24
+_TORCH_NAMES = "_hash_ranks_to_str"  # names a group whose ranks alone create it
 
 
 @dataclass(frozen=True)
@@ -86,33 +91,40 @@ class ShardGroups:
     def create(
         cls,
         topology: ShardTopology,
-        global_ranks: Sequence[int],
+        sharding_group: dist.ProcessGroup,
         timeout: timedelta | None = None,
         grad_dtype: torch.dtype = torch.float32,
         new_options: Callable[[], Any] = lambda: None,
     ) -> "ShardGroups":
-        """Create the groups of all ranks. Collective over the world.
+        """Create this rank's groups. Collective over the ranks of `sharding_group`, and of nobody
+        else: its members are arithmetic, and each rank creates its own in the order of the axes, so
+        that creation cannot deadlock.
 
-        global_ranks: global rank of each rank of the sharding group, in its order; the sharding
-            groups of other ranks have the same size. Every rank creates every group, in one order,
-            so that creation cannot deadlock and names never collide.
         new_options: makes what torch takes as `pg_options`, once for each group.
-        """
-        everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
-        dist.all_gather_object(everyone, tuple(global_ranks))  # pyright: ignore[reportUnknownMemberType]
-        created: dict[tuple[str, tuple[int, ...]], Any] = {}
-        for purpose in ("gather", "reduce"):
-            for ranks in _axis_groups(topology, sorted(set(everyone))):
-                created[purpose, ranks] = dist.new_group(  # pyright: ignore[reportUnknownMemberType]
-                    list(ranks),
-                    timeout=timeout,
-                    pg_options=new_options(),
-                    group_desc=f"ASYNCHZP_{purpose.upper()}",
-                )
 
-        return cls.of_topology(
-            topology, global_ranks, lambda purpose, ranks: created[purpose, ranks], grad_dtype
-        )
+        Raises ConfigurationError for a torch that names groups in another way.
+        """
+        global_ranks = dist.get_process_group_ranks(sharding_group)
+        number = _created.get(sharding_group, 0)
+        _created[sharding_group] = number + 1
+        prefix = f"asynchzp-{sharding_group.group_name}-{number}"
+        axes = {tuple(global_ranks[m] for m in axis.members): axis for axis in topology.axes}
+        splits = _splits(sharding_group)
+
+        def new_group(purpose: str, ranks: tuple[int, ...]) -> Any:
+            axis = axes[ranks]
+            options: dict[str, Any] = {
+                "timeout": timeout,
+                "pg_options": new_options(),
+                "group_desc": f"ASYNCHZP_{purpose.upper()}",
+            }
+            with _named(f"{prefix}-{purpose}-{axis.stride}-{axis.members[0]}"):
+                if splits:
+                    lines = [list(line) for line in topology.lines(axis)]
+                    return dist.split_group(sharding_group, lines, **options)  # pyright: ignore[reportUnknownMemberType]
+                return dist.new_group(list(ranks), use_local_synchronization=True, **options)  # pyright: ignore[reportUnknownMemberType]
+
+        return cls.of_topology(topology, global_ranks, new_group, grad_dtype)
 
     @classmethod
     def of_topology(
@@ -156,13 +168,35 @@ def _of_real_size(
     return whole, torch.zeros(numel, device=device)
 
 
-def _axis_groups(
-    topology: ShardTopology, sharding_groups: Sequence[tuple[int, ...]]
-) -> list[tuple[int, ...]]:
-    """Global ranks along every axis of every sharding group, each once, in one order."""
-    groups: dict[tuple[int, ...], None] = {}
-    for global_ranks in sharding_groups:
-        for rank in range(topology.world_size):
-            for axis in replace(topology, rank=rank).axes:
-                groups[tuple(global_ranks[member] for member in axis.members)] = None
-    return list(groups)
+# How many times groups were made of each sharding group; the same number on all its ranks.
+_created: "WeakKeyDictionary[dist.ProcessGroup, int]" = WeakKeyDictionary()
+
+
+def _splits(group: dist.ProcessGroup) -> bool:
+    """Whether communicators are made by splitting that of `group`. Where the default group is bound
+    to a device, torch's new_group splits the default group's, for which the whole world must come.
+    """
+    default: Any = dist.group.WORLD
+    device = default.bound_device_id
+    return device is not None and group._get_backend(device).supports_splitting  # pyright: ignore[reportPrivateUsage]
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Let torch call the next group `name`, which all its ranks must give.
+
+    The name that torch makes for a group whose ranks alone create it depends on how many groups a
+    rank has, which differs between ranks, and comes back after a group was destroyed: ranks would
+    wait for each other under different keys of the store, or find the keys of the former group.
+    """
+    asked, torch_names = [name], getattr(dist.distributed_c10d, _TORCH_NAMES, None)
+    setattr(dist.distributed_c10d, _TORCH_NAMES, lambda _: asked.pop())
+    try:
+        yield
+    finally:
+        setattr(dist.distributed_c10d, _TORCH_NAMES, torch_names)
+    if asked:
+        raise ConfigurationError(
+            f"torch {torch.__version__} names process groups in a way that is not known; use a "
+            f"version that was tested: {', '.join(TORCH)}"
+        )

@@ -72,7 +72,7 @@ def runtime_of(
         refuse_different_models(model, group)
     ranks = dist.get_process_group_ranks(group)
     topology = ShardTopology(len(ranks), ranks.index(dist.get_rank()), sizes)
-    groups = ShardGroups.create(topology, ranks, timedelta(seconds=schedule.time_limit_s))
+    groups = ShardGroups.create(topology, group, timedelta(seconds=schedule.time_limit_s))
     all_groups = {"dense": groups}
     if is_meta(model):
         construction = _construct(model, unit_modules, all_groups, group, device)

@@ -21,15 +21,14 @@ def create_shard_groups(
     settings: Settings, pg_collection: ProcessGroupCollection, has_experts: bool
 ) -> dict[str, ShardGroups]:
     """Communicators of the dense and, with `has_experts`, of the expert sharding group. Collective
-    over the world; `has_experts` is its common answer.
+    over both groups; `has_experts` is their common answer.
     """
 
     def over(name: str, group: dist.ProcessGroup, group_sizes: ShardSizes) -> ShardGroups:
         topology = ShardTopology(group.size(), group.rank(), group_sizes)
-        ranks = dist.get_process_group_ranks(group)
         options = partial(communicator_options, name, dist.get_backend(group), settings.timeout)
         created = ShardGroups.create(
-            topology, ranks, settings.timeout, settings.grad_dtype, options
+            topology, group, settings.timeout, settings.grad_dtype, options
         )
         device = communication_device(group)
         if device.type != "cpu":

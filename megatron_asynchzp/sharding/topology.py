@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the arithmetic of ranks: which ranks share a shard, and which shard a rank owns."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
@@ -98,7 +98,7 @@ class MeshAxis:
     size: int
     stride: int
     coordinate: int
-    members: tuple[int, ...]
+    members: range
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,14 @@ class ShardTopology:
         size = outer // inner
         coordinate = self.rank // inner % size
         first = self.rank - coordinate * inner
-        return MeshAxis(size, inner, coordinate, tuple(first + i * inner for i in range(size)))
+        return MeshAxis(size, inner, coordinate, range(first, first + size * inner, inner))
+
+    def lines(self, axis: MeshAxis) -> Iterator[range]:
+        """The group ranks along `axis` for every rank of the group, each once, in one order."""
+        span = axis.stride * axis.size
+        for start in range(0, self.world_size, span):
+            for first in range(start, start + axis.stride):
+                yield range(first, start + span, axis.stride)
 
     def axes_between(self, inner: int, outer: int) -> tuple[MeshAxis, ...]:
         """The axes, innermost first, that take a shard of size `inner` to one of size `outer`."""

@@ -274,8 +274,7 @@ class _Both(nn.Module):
 
 def _groups_of(sizes: tuple[int, int, int], wire: torch.dtype) -> ShardGroups:
     topology = ShardTopology(dist.get_world_size(), dist.get_rank(), ShardSizes(*sizes))
-    everyone = list(range(dist.get_world_size()))
-    return ShardGroups.create(topology, everyone, grad_dtype=wire)
+    return ShardGroups.create(topology, dist.group.WORLD, grad_dtype=wire)
 
 
 def _norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -54,8 +54,7 @@ def unshard(unit: HZPUnit) -> None:
 def shard_groups(sizes: tuple[int, int, int], time_limit_s: float = 600.0) -> ShardGroups:
     """Communicators over the default group; once per rank, since creating them is slow."""
     topology = ShardTopology(dist.get_world_size(), dist.get_rank(), ShardSizes(*sizes))
-    everyone = list(range(dist.get_world_size()))
-    return ShardGroups.create(topology, everyone, timedelta(seconds=time_limit_s))
+    return ShardGroups.create(topology, dist.group.WORLD, timedelta(seconds=time_limit_s))
 
 
 def with_memory(
