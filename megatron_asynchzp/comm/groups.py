@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the process groups of one sharding topology, one per axis and kind of operation."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -182,7 +182,7 @@ def _splits(group: dist.ProcessGroup) -> bool:
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def _named(name: str) -> Generator[None]:
     """Let torch call the next group `name`, which all its ranks must give.
 
     The name that torch makes for a group whose ranks alone create it depends on how many groups a
@@ -190,7 +190,11 @@ def _named(name: str) -> Iterator[None]:
     wait for each other under different keys of the store, or find the keys of the former group.
     """
     asked, torch_names = [name], getattr(dist.distributed_c10d, _TORCH_NAMES, None)
-    setattr(dist.distributed_c10d, _TORCH_NAMES, lambda _: asked.pop())
+
+    def name_of(ranks: list[int]) -> str:
+        return asked.pop()
+
+    setattr(dist.distributed_c10d, _TORCH_NAMES, name_of)
     try:
         yield
     finally:

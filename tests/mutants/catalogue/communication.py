@@ -29,6 +29,17 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "torchs-group-names",
+        "a group's name does not depend on how many others a rank has",
+        "comm/groups.py",
+        "        return asked.pop()",
+        "        return asked.pop() and torch_names(ranks)",
+        (
+            "tests/comm/test_groups.py::"
+            "test_ranks_make_their_groups_alone_whatever_others_they_have_and_had"
+        ),
+    ),
+    Mutant(
         "sum-in-bf16",
         "gradients that travel in bf16 are summed in fp32",
         "comm/collectives.py",
