@@ -114,7 +114,7 @@ MISTAKES = {
     "a cluster that is not known": (
         uses("--asynchzp-param-shard-size auto --asynchzp-cluster h1000"), "h1000: No such file"),
     "two dtypes": (uses("--bf16 --fp16"), "--bf16 and --fp16 exclude each other"),
-    "quantised weights": (uses("--fp8-format hybrid"), "--fp8-format is not supported"),
+    "weights in FP4": (uses("--fp4-format e2m1"), "--fp4-format is not supported"),
     "a flag without its value": (
         uses("--asynchzp-param-shard-size"), "--asynchzp-param-shard-size: expected one"),
     "a size that does not divide": (

@@ -71,7 +71,7 @@ def test_a_run_without_a_finite_loss_in_every_step_is_not_trained(broken):
 
 @pytest.mark.slow
 def test_a_recipe_trains_and_one_that_is_refused_counts_as_failed(tmp_path, capsys):
-    for name, more in (("right", ""), ("refused", "  --fp8-format: e4m3\n")):
+    for name, more in (("right", ""), ("refused", "  --fp4-format: e2m1\n")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model_config.yaml").write_text(_RECIPE + more)
     scripts = str(ROOT / "scripts" / "train")  # whose pretrain_gpt.py needs the wheel alone
@@ -79,4 +79,4 @@ def test_a_recipe_trains_and_one_that_is_refused_counts_as_failed(tmp_path, caps
     assert main([scripts, *recipes, "--ranks", "2"]) == 1
     right, refused = capsys.readouterr().out.split(recipes[1])
     assert "trained: " in right and "use_distributed_optimizer = False" in right
-    assert "FAILED with status 1" in refused and "--fp8-format" in refused
+    assert "FAILED with status 1" in refused and "--fp4-format" in refused

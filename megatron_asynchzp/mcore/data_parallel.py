@@ -24,6 +24,7 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.checkpoint.shards import ChunkCheckpoint
 from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.differences import called_by_megatron
+from megatron_asynchzp.mcore.low_precision import forget_copies
 from megatron_asynchzp.mcore.settings import Settings
 from megatron_asynchzp.mcore.shard_groups import broadcast_from_first_rank, create_shard_groups
 from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
@@ -82,6 +83,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
                 "write over those that are kept; add --no-gradient-accumulation-fusion"
             )
         refuse_params(module)
+        forget_copies(module, config)
         plans = plan_megatron_units(module, index)
         try:
             self.runtime = HZPRuntime(

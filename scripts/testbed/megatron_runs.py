@@ -245,13 +245,18 @@ def patched(argv: Sequence[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def on_device() -> Iterator[None]:
+def on_device(uses_te: bool = False) -> Iterator[None]:
     """Inside, runs are on this rank's CUDA device instead of gloo, with the implementations that
-    the CPU platform chooses, and nothing else of it."""
+    the CPU platform chooses, and nothing else of it.
+
+    uses_te: with layers of Transformer Engine, experts in groups among them."""
     from megatron_asynchzp import cpu_platform
     from megatron_asynchzp.cpu_platform.arguments import CPU_VALUES
 
     values = CPU_VALUES | {"distributed_backend": "nccl", "use_cpu_initialization": False}
+    if uses_te:
+        values |= {"transformer_impl": "transformer_engine"}
+        del values["moe_grouped_gemm"]
     forward_step = _forward_step
 
     def choose(args: Any) -> list[str]:
@@ -412,6 +417,8 @@ def tear_down():
 
     training.destroy_global_state()
     _forget_losses()
+    if te := sys.modules.get("transformer_engine.pytorch"):
+        te.quantization.FP8GlobalStateManager.reset()  # it knows the last model's groups
     writer: Any = sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async")
     if writer is not None:
         writer._results_queue = None  # with it goes the process of its manager, where it has one

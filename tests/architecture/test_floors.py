@@ -25,7 +25,7 @@ FLOORS = {
 # Lines that a room may have. A commit that raises one says for which promise.
 BUDGETS = {
     "at_rest": 530, "attention": 2700, "checkpoint_files": 1600, "comm": 2060, "commands": 1750,
-    "cpu_platform": 1050, "failure": 720, "hf": 2850, "library": 2600, "mcore": 8650,
+    "cpu_platform": 1050, "failure": 720, "hf": 2850, "library": 2600, "mcore": 8750,
     "planner": 3700, "sharding": 1600, "zero": 3985, "beside the rooms": 1000,
 }
 # Within the library.
@@ -37,6 +37,7 @@ LIBRARY = {
 # Within the adapter: rooms, and files beside them.
 ADAPTER = {
     "flags": 0, "patch": 0, "units": 0, "state_bytes": 0, "rounded_adam": 0,
+    "low_precision": 0,
     "differences": 1, "whole_tensors": 2, "checkpoint": 1, "attention": 1, "process": 1,
     "replicas": 2, "planned": 1, "settings": 1,
     "shard_groups": 2, "communication": 2, "construction": 3, "scalars": 3, "ending": 3,
@@ -228,6 +229,7 @@ def test_reports_run_nothing_and_scripts_train_nothing_for_benchmarks():
 def test_no_script_and_no_module_changes_where_imports_are_found():
     names = ("launch.py", "commands/plan.py", "commands/validation.py")
     runs_scripts_of_others = {*(PACKAGE / name for name in names), TESTBED / "rank.py"}
+    runs_scripts_of_others.add(TESTBED / "te" / "environment.py")  # a package in the cache
     for folder in (PACKAGE, ROOT / "scripts"):
         for path in set(folder.rglob("*.py")) - runs_scripts_of_others:
             for node in ast.walk(ast.parse(path.read_text())):

@@ -9,6 +9,7 @@ import pytest
 
 from scripts.testbed.compiler import CompileError
 from scripts.testbed.device.worlds import DeviceWorlds
+from scripts.testbed.te.environment import te_folder
 
 
 @pytest.fixture(scope="session")
@@ -17,5 +18,17 @@ def worlds() -> Iterator[DeviceWorlds]:
         served = DeviceWorlds()
     except CompileError as error:
         pytest.skip(f"no emulated device: {error}")
+    with served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def te_worlds() -> Iterator[DeviceWorlds]:
+    """With Transformer Engine's own Python, and Megatron that has found it."""
+    try:
+        te_folder()
+        served = DeviceWorlds(["scripts.testbed.te.preload"])
+    except CompileError as error:
+        pytest.skip(str(error))
     with served:
         yield served

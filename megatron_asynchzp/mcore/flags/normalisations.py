@@ -42,6 +42,10 @@ class Normalisation(NamedTuple):
 _UNITS = "the engine has units, not buckets"
 _PARTS = "a layer is computed as one, because its parts have no hooks that gather and reduce"
 
+_BF16 = (
+    "the values are the same; parameters are held and gathered in bf16, 2 bytes each instead of 1"
+)
+
 # fmt: off
 _ROWS: tuple[tuple[Any, ...], ...] = (
     ("--use-distributed-optimizer", "use_distributed_optimizer", False,
@@ -74,6 +78,10 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
      "overlap_dispatch_backward_with_experts_wgrad", False, _PARTS),
     ("--use-transformer-engine-op-fuser", "use_transformer_engine_op_fuser", False,
      "fused operations would hold references to parameters outside their modules"),
+    ("--fp8-param-gather", "fp8_param_gather", False, _BF16),
+    ("--reuse-grad-buf-for-mxfp8-param-ag", "reuse_grad_buf_for_mxfp8_param_ag", False, _BF16),
+    ("--keep-fp8-transpose-cache", "keep_fp8_transpose_cache", False,
+     "the values are the same; a layer transposes its weight anew, and no copy outlives it"),
     ("--ddp-num-buckets", "ddp_num_buckets", None, _UNITS),
     ("--ddp-bucket-size", "ddp_bucket_size", None, _UNITS),
     ("--ddp-pad-buckets-for-high-nccl-busbw", "ddp_pad_buckets_for_high_nccl_busbw", False, _UNITS),

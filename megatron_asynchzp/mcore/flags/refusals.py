@@ -106,6 +106,11 @@ def _other_dtype_than_fp32(example: str) -> Refusal:
     return Refusal(example, lambda args: str(getattr(args, name)) not in fp32, "other than fp32")
 
 
+def _fp8(example: str, is_asked: Callable[[Namespace], bool], condition: str) -> Refusal:
+    """Refused with FP8 where `is_asked` is true."""
+    return Refusal(example, lambda args: bool(args.fp8 and is_asked(args)), condition)
+
+
 def _more_shards_than(tensor_size: str, example: str) -> Refusal:
     # Megatron's validation fills in the tensor-parallel size itself: that is no extra shard.
     name = argument_of(example)
@@ -134,14 +139,31 @@ REFUSALS: tuple[Refusal, ...] = (
         "--optimizer-cuda-graph",
     ),
     *because(
-        "quantised weights have not been tested with sharded parameters",
-        "use --bf16",
-        "--fp8-param-gather",
+        "weights in FP4, and layers with precisions of their own, have not been tested with "
+        "sharded parameters",
+        "use --bf16, with or without --fp8-format",
         "--fp4-param-gather",
-        given("--fp8-format hybrid", "fp8"),
         given("--fp4-format e2m1", "fp4"),
         "--te-precision-config-file precision.yaml",
-        "--reuse-grad-buf-for-mxfp8-param-ag",
+    ),
+    *because(
+        "it has not been tested with sharded parameters",
+        "use --fp8-recipe tensorwise, delayed, blockwise or mxfp8",
+        equal_to("--fp8-recipe custom"),
+    ),
+    *because(
+        "layers quantise what is gathered, which has not been tested in fp16",
+        "use --bf16",
+        _fp8("--fp8-format hybrid --fp16", lambda args: args.fp16, "with --fp16"),
+    ),
+    *because(
+        "Megatron's own layers compute in bf16 whatever it says",
+        "use --transformer-impl transformer_engine",
+        _fp8(
+            "--fp8-format hybrid --transformer-impl local",
+            lambda args: args.transformer_impl == "local",
+            "with local layers",
+        ),
     ),
     *because(
         "the sharded optimizer is Adam, SGD or Muon on fp32 main parameters",

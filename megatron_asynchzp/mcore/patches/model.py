@@ -43,8 +43,10 @@ def _build_in_shards(original: Callable, args: tuple, options: dict[str, Any]) -
     if run is None or not given.arguments["wrap_with_ddp"]:
         return original(*args, **options)
     from megatron_asynchzp.mcore.construction import constructing
+    from megatron_asynchzp.mcore.low_precision import refuse_missing_fp8
     from megatron_asynchzp.mcore.settings import Settings
 
+    refuse_missing_fp8(run)
     if run.rank == 0:
         print("megatron_asynchzp: building the model, one layer at a time", flush=True)
     pg_collection = given.arguments["pg_collection"] or _process_groups()

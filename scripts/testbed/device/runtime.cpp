@@ -120,10 +120,16 @@ EXPORT cudaError_t cudaRuntimeGetVersion(int* version) {
   return cudaSuccess;
 }
 
+// Programs choose and refuse formats of numbers by it, before they ask for a kernel.
+static int capability_major() {
+  const char* major = getenv("ASYNCHZP_DEVICE_MAJOR");
+  return major ? atoi(major) : 9;
+}
+
 EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* out, int) {
   *out = {};
   snprintf(out->name, sizeof out->name, "emulated CUDA device");
-  out->major = 9;
+  out->major = capability_major();
   out->totalGlobalMem = size_t(8) << 30;
   out->multiProcessorCount = 1;  // as slow as it is: programs may choose sizes by it
   out->warpSize = 32;
@@ -143,7 +149,7 @@ EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* out, int) {
 
 EXPORT cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
+    case cudaDevAttrComputeCapabilityMajor: *value = capability_major(); break;
     case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
     case cudaDevAttrMultiProcessorCount: *value = 1; break;
     case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;

@@ -1,0 +1,104 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The grids of Transformer Engine's FP8 formats in torch operations: scales and codes of a matrix,
+and the values that they stand for. Sources are named by their path in Transformer Engine."""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+class Grid(NamedTuple):
+    """Blocks of rows x columns of a matrix that share a scale; None: all of them.
+
+    kind: fp32 scales, powers of two in fp32, or the 8 bits of an exponent (E8M0).
+    """
+
+    rows: int | None
+    columns: int | None
+    kind: str = "fp32"
+
+
+class Coded(NamedTuple):
+    """codes: [M, K] uint8. inverse: what a code of each block is multiplied with, fp32, or its
+    exponent, uint8; one for each block."""
+
+    codes: torch.Tensor
+    inverse: torch.Tensor
+
+
+def scale_of(amax: torch.Tensor, top: float, is_power: bool, epsilon: float = 0.0) -> torch.Tensor:
+    """What values of the largest magnitude `amax` (fp32) are multiplied with before the cast.
+
+    Source: common/recipe/recipe_common.cuh, compute_scale_from_amax.
+    """
+    raised = amax.clamp_min(epsilon)
+    # torch would multiply a number with the reciprocal, and round twice.
+    scale = (torch.full_like(raised, top) / raised).clamp_max(_FP32_MAX)
+    if is_power:  # the mantissa's bits are cleared
+        scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
+    is_plain = torch.isfinite(raised) & (raised > 0)
+    return torch.where(is_plain, scale, torch.ones_like(scale))
+
+
+def exponent_of(amax: torch.Tensor, top: float) -> torch.Tensor:
+    """The biased exponent (E8M0) of the smallest power of two that is at least amax / top.
+
+    Source: common/util/ptx.cuh, float_to_e8m0: rounds up, and never below 2**-127.
+    """
+    bits = (amax * torch.tensor(1.0 / top, dtype=torch.float32)).view(torch.int32)
+    exponent, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
+    is_above = (mantissa > 0) & (exponent != 0xFE)
+    is_above &= ~((exponent == 0) & (mantissa <= 0x400000))
+    found = torch.where(exponent == 0xFF, 0xFE + (mantissa > 0).int(), exponent + is_above.int())
+    return found.to(torch.uint8)
+
+
+def power_of(exponent: torch.Tensor) -> torch.Tensor:
+    """The fp32 number of a biased exponent."""
+    return torch.exp2(exponent.float() - 127)
+
+
+def amax_of_blocks(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Largest magnitude of each block of a matrix, fp32; NaN where one is in it."""
+    rows, columns = grid.rows or len(x), grid.columns or x.shape[1]
+    tall, wide = -(-len(x) // rows), -(-x.shape[1] // columns)
+    padding = (0, wide * columns - x.shape[1], 0, tall * rows - len(x))
+    padded = functional.pad(x.float().abs(), padding)
+    return padded.view(tall, rows, wide, columns).amax((1, 3))
+
+
+def spread(of_blocks: torch.Tensor, grid: Grid, shape: torch.Size) -> torch.Tensor:
+    """One number for each block -> one for each element of [M, K]."""
+    rows, columns = grid.rows or shape[0], grid.columns or shape[1]
+    tall = of_blocks.repeat_interleave(rows, 0)[: shape[0]]
+    return tall.repeat_interleave(columns, 1)[:, : shape[1]]
+
+
+def cast(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Codes of x * scale: rounded to the nearest, ties to even, beyond the largest the largest."""
+    top = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-top, top).to(dtype).view(torch.uint8)
+
+
+def encode(x: torch.Tensor, grid: Grid, dtype: torch.dtype, epsilon: float = 0.0) -> Coded:
+    """Codes of a matrix [M, K] with scales of its own blocks."""
+    top, amax = torch.finfo(dtype).max, amax_of_blocks(x, grid)
+    if grid.kind == "e8m0":
+        inverse = exponent_of(amax, top)
+        # Source: common/util/ptx.cuh, exp2f_rcp.
+        scale = torch.where(inverse == 0, torch.ones_like(amax), power_of(254 - inverse.int()))
+    else:
+        scale = scale_of(amax, top, grid.kind == "power", epsilon)
+        inverse = 1 / scale
+    return Coded(cast(x, spread(scale, grid, x.shape), dtype), inverse)
+
+
+def decode(coded: Coded, grid: Grid, dtype: torch.dtype) -> torch.Tensor:
+    """The values of a matrix of codes, fp32 [M, K]."""
+    inverse = power_of(coded.inverse) if grid.kind == "e8m0" else coded.inverse
+    return coded.codes.view(dtype).float() * spread(inverse, grid, coded.codes.shape)
