@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron_asynchzp import ConfigurationError, ScheduleConfig, ShardedModel, ShardSizes, shard
 from megatron_asynchzp.comm.collectives import Steps, completed
-from megatron_asynchzp.comm.driver import CollectiveFailure
+from megatron_asynchzp.failure.collective_failure import CollectiveFailure
 from megatron_asynchzp.zero import unit as unit_module
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.ranks import run_ranks

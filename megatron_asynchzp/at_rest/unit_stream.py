@@ -18,7 +18,8 @@ from megatron_asynchzp.comm.collectives import (
     completed_last,
     gather_for_steps,
 )
-from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.driver import Driver
+from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.zero.marks import unpacked
 from megatron_asynchzp.zero.step import StepScheduler

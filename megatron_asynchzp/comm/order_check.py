@@ -22,7 +22,9 @@ from megatron_asynchzp.comm.collectives import (
     completed_last,
     ranks_along,
 )
-from megatron_asynchzp.comm.driver import Driver, Task, crosses_groups, hash_of
+from megatron_asynchzp.comm.driver import Driver
+from megatron_asynchzp.comm.submitted import crosses_groups, hash_of
+from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.errors import name_ranks
 
 _NOTHING = -1  # the code of an entry that a shorter record does not have
@@ -64,7 +66,7 @@ class OrderCheck:
         Finishes the comparison before, which may raise.
         """
         self.finish()
-        self._mine, self._driver.submitted = self._driver.submitted, []
+        self._mine = self._driver.submitted.take()
         self._mine += (f"{_SETTING}{name}: {value}" for name, value in settings.items())
         values = hash_of(self._mine), hash_of(filter(crosses_groups, self._mine))
         answer = self._answer = self._driver.device.new_host_memory((2, 2), torch.int64)

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the driver that a choice of a schedule stands for."""
 
-from megatron_asynchzp.comm.driver import Driver, MainThreadDriver, OnFailure
+from megatron_asynchzp.comm.driver import Driver, OnFailure
+from megatron_asynchzp.comm.main_thread_driver import MainThreadDriver
 from megatron_asynchzp.comm.thread_driver import ThreadDriver
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import Device

@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron_asynchzp.comm.driver import CollectiveFailure, Driver, OnFailure, Task
+from megatron_asynchzp.comm.driver import Driver, OnFailure
+from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.comm.timeline import LANES, Timeline
+from megatron_asynchzp.failure.collective_failure import CollectiveFailure
 
 # After a failure: for all threads together. One may be held by a driver that never returns.
 _ABANDON_S = 5.0

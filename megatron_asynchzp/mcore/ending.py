@@ -9,9 +9,9 @@ import sys
 from types import TracebackType
 
 from megatron_asynchzp.checkpoint_files.errors import SaveError
-from megatron_asynchzp.comm.driver import CollectiveFailure
 from megatron_asynchzp.comm.order_check import OrderMismatch
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.failure.collective_failure import CollectiveFailure
 from megatron_asynchzp.failure.last_line import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.arena import Arena, Place
-from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.driver import Driver
+from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.backward_room import BackwardRoom
 from megatron_asynchzp.sharding.decisions import ParamsInFlight
@@ -345,7 +346,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
     def begin_evaluation(self) -> None:
         """A forward without backward begins."""
         self._driver.timeline.pause()
-        self._driver.shorten_record()
+        self._driver.submitted.shorten()
         self.restart(is_training=False)
 
     def begin_step(self) -> None:

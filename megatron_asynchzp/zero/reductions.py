@@ -13,7 +13,8 @@ import torch
 
 from megatron_asynchzp.comm.arena import Arena, Place
 from megatron_asynchzp.comm.collectives import Steps, completed_last, split_for_reduction
-from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.driver import Driver
+from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.sharding.decisions import GradsInFlight
 from megatron_asynchzp.sharding.in_flight import FP32_NBYTES
 from megatron_asynchzp.sharding.pieces import GradPiece

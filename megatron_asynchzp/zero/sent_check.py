@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.collectives import AxisGroup, Steps, all_reduce_steps, and_then
-from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.driver import Driver
+from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.zero.fingerprint import forget_weights
 from megatron_asynchzp.zero.unit import HZPUnit

@@ -15,9 +15,10 @@ from typing import cast
 import torch
 
 from megatron_asynchzp.comm.collectives import all_reduce_steps, run_steps
-from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.order_check import OrderCheck
 from megatron_asynchzp.comm.schedules import start_driver
+from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.device import device_of
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
@@ -334,7 +335,7 @@ class StepScheduler:
 
     def _check_order(self) -> None:
         if not self._checks_order:
-            self.driver.submitted.clear()
+            self.driver.submitted.take()
             return
         self._order_check.start(self.settings_of_update())
         # On a device the host would have to wait. Then the next comparison raises, or `settle`,
@@ -434,7 +435,7 @@ class StepScheduler:
             self.refuse_write(unit)
         self.sent_check.settle()
         self.driver.timeline.pause()
-        self.driver.shorten_record()
+        self.driver.submitted.shorten()
         before, self.state = self.state, StepState.STREAMING
         try:
             yield self.gathers.units_in_order

@@ -13,7 +13,8 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
-from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.driver import Driver
+from megatron_asynchzp.comm.task import Task
 from scripts.report.records import replace
 from scripts.testbed.machine import machine_record
 from scripts.testbed.megatron_flags import UNTIED, size_flags

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.collectives import all_gather_flat, completed
-from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.sharding.topology import MeshAxis, ShardSizes, ShardTopology
 from megatron_asynchzp.zero.unit import HZPUnit
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.driver import CollectiveFailure, Driver, Task
+from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.schedules import start_driver
+from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.device import CpuDevice
+from megatron_asynchzp.failure.collective_failure import CollectiveFailure
 from megatron_asynchzp.failure.other_collective import collective_of
 from megatron_asynchzp.failure.saves import Saves
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_asynchzp.comm.collectives import Last, Steps
-from megatron_asynchzp.comm.driver import Driver, Task, crosses_groups, hash_of
+from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.schedules import start_driver
+from megatron_asynchzp.comm.submitted import crosses_groups, hash_of
+from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.comm.timeline import LANES
 from megatron_asynchzp.device import CpuDevice
 from megatron_asynchzp.schedule import ScheduleConfig
@@ -158,24 +160,24 @@ def record_of(units: list[str]) -> list[str]:
     driver = new_driver("inline")
     for index, unit in enumerate(units):
         if index % 4 == 0:
-            driver.shorten_record()
+            driver.submitted.shorten()
         driver.submit(Task("gather", unit, (), lambda: iter(())))
     driver.close()
-    return driver.submitted
+    return driver.submitted.entries
 
 
 def test_what_crosses_groups_is_the_same_however_long_the_evaluations_of_each_were():
     def crossing(num_forwards: int) -> list[str]:
         driver = new_driver("inline")
         for _ in range(num_forwards):
-            driver.shorten_record()
+            driver.submitted.shorten()
             for task in ("gather u0", "gather u1", "reduce u1"):
                 lane, unit = task.split()
                 driver.submit(Task(lane, unit, (), lambda: iter(())))
             if driver.counts["param-sync"] < 3:
                 driver.submit(Task("param-sync", "u1", (), lambda: iter(())))
         driver.close()
-        return list(filter(crosses_groups, driver.submitted))
+        return list(filter(crosses_groups, driver.submitted.entries))
 
     assert crossing(3) == crossing(400) == crossing(2000) == ["param-sync u1"] * 3
 

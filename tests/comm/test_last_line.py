@@ -4,8 +4,8 @@
 
 import pytest
 
-from megatron_asynchzp.comm.driver import CollectiveFailure
 from megatron_asynchzp.failure import last_line
+from megatron_asynchzp.failure.collective_failure import CollectiveFailure
 from megatron_asynchzp.failure.last_line import LastLine
 
 FAILURE = CollectiveFailure("a gather failed")

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.report import CommReports
+from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.comm.timeline import (
     CAPTURE,
     COMPUTE,

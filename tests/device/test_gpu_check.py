@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_asynchzp.comm.driver import Task
 from megatron_asynchzp.comm.order_check import OrderMismatch
+from megatron_asynchzp.comm.task import Task
 from scripts.gpu_check import loopback, synchronisations
 from scripts.gpu_check.outcome import Place
 from scripts.gpu_check.table import CHECKS

@@ -23,7 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from megatron_asynchzp.comm.driver import Driver, MainThreadDriver, Task
+from megatron_asynchzp.comm.driver import Driver
+from megatron_asynchzp.comm.main_thread_driver import MainThreadDriver
+from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.device import StreamDevice
 from megatron_asynchzp.sharding.memory_map import MemoryMap
 from megatron_asynchzp.zero.reductions import Reductions
@@ -277,7 +279,7 @@ class Breaker:
             task.driver, task.step = driver, driver.step
             self._held = partial(self._launch, real, driver, task, is_quiet)
             if is_quiet:
-                driver.submitted.append(task.name)
+                driver.submitted.entries.append(task.name)
         else:
             real(driver, task)
         if held is not None:
@@ -288,7 +290,7 @@ class Breaker:
     def _launch(real: Any, driver: Driver, task: Task, is_noted: bool) -> None:
         real(driver, task)
         if is_noted:
-            driver.submitted.pop()
+            driver.submitted.entries.pop()
 
     def _complete(self, caller: _Caller, real: Any, driver: Driver, task: Task) -> None:
         self._before = None

@@ -115,7 +115,7 @@ def _save_and_load(sharded: ShardedModel) -> torch.Tensor:
 def _submit_in_another_order(sharded: ShardedModel) -> torch.Tensor:
     """Rank 1 has submitted something else, which every rank must be told."""
     if dist.get_rank() == 1:
-        sharded.runtime.driver.submitted.append("nothing that rank 0 knows")
+        sharded.runtime.driver.submitted.entries.append("nothing that rank 0 knows")
     try:
         sharded.clip_grad_norm_(CLIP)
         sharded.runtime.settle()

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from megatron_asynchzp.comm.collectives import Steps, rounded_all_reduce_steps, run_steps
-from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.planner.cluster import Ring
 from megatron_asynchzp.planner.order import StepOrder
 from megatron_asynchzp.planner.pipeline import stage_phases

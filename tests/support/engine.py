@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp.comm.collectives import run_steps
-from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.groups import ShardGroups
+from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import UnitInFlight, least_in_flight, memory_in_flight

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_asynchzp.comm.collectives import Steps, completed
-from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.driver import Driver
+from megatron_asynchzp.comm.task import Task
 from tests.support.engine import on_submit
 
 Clock = dict[str, int]

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.comm.schedules import start_driver
+from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.comm.thread_driver import ThreadDriver
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.schedule import AUTO, ScheduleConfig

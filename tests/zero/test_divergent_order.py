@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.driver import CollectiveFailure, Driver, Task
+from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.order_check import OrderCheck, OrderMismatch
+from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.comm.timeline import Timeline
 from megatron_asynchzp.device import CpuDevice
+from megatron_asynchzp.failure.collective_failure import CollectiveFailure
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
 from scripts.testbed.ranks import observe_ranks, run_ranks
 from tests.support.engine import EngineTrainer, build_toy, shard_groups
@@ -164,7 +166,7 @@ def count_submissions_kept() -> dict[bool, list[int]]:
         lengths[checks_order] = []
         for step in range(4):
             trainer.step(step, 2)
-            lengths[checks_order].append(len(trainer.runtime.driver.submitted))
+            lengths[checks_order].append(len(trainer.runtime.driver.submitted.entries))
         trainer.runtime.detach()
     return lengths
 

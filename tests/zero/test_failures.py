@@ -15,8 +15,8 @@ from typing import NamedTuple
 import pytest
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.driver import CollectiveFailure
 from megatron_asynchzp.comm.timeline import LANES
+from megatron_asynchzp.failure.collective_failure import CollectiveFailure
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
 from scripts.testbed.ranks import observe_ranks, run_ranks
 from tests.support.engine import EngineTrainer, build_toy

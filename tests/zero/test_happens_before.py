@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 
-from megatron_asynchzp.comm.driver import Driver, Task
+from megatron_asynchzp.comm.driver import Driver
+from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.comm.timeline import LANES
 from megatron_asynchzp.schedule import ScheduleConfig
 from tests.support.engine import EngineTrainer, build_toy, nested_sizes

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_asynchzp.comm.driver import Task
 from megatron_asynchzp.comm.schedules import start_driver
+from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.comm.timeline import Span
 from megatron_asynchzp.schedule import ON_STREAMS, ScheduleConfig
 from megatron_asynchzp.zero.autograd import HZPRuntime

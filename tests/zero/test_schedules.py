@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_asynchzp.comm.driver import Task
+from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import EngineTrainer, build_toy, on_submit

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_asynchzp import ShardedModel, ShardSizes, shard
-from megatron_asynchzp.comm.driver import CollectiveFailure
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.failure.collective_failure import CollectiveFailure
 from megatron_asynchzp.schedule import ScheduleConfig
 from scripts.testbed.ranks import observe_ranks, run_ranks
 from tests.support.engine import EngineTrainer, build_toy

@@ -24,7 +24,7 @@ from megatron_asynchzp.checkpoint_files.saving import (
     prepare_directory,
     save_error,
 )
-from megatron_asynchzp.comm.driver import CollectiveFailure
+from megatron_asynchzp.failure.collective_failure import CollectiveFailure
 from megatron_asynchzp.failure.other_collective import collective_of
 from megatron_asynchzp.failure.saves import Saves
 from megatron_asynchzp.mcore.checkpoint.aliases import complete_index

@@ -94,7 +94,7 @@ MUTANTS = [
     Mutant(
         "what-crosses-groups-is-not-compared",
         "law 3: groups compare what crosses them",
-        "comm/driver.py",
+        "comm/submitted.py",
         'return entry.partition(" ")[0] not in _OF_MICRO_BATCHES',
         "return False",
         (
@@ -162,7 +162,7 @@ MUTANTS = [
     Mutant(
         "streams-ignore-earlier-jobs",
         "a task begins after those whose results it reads",
-        "comm/driver.py",
+        "comm/task.py",
         "for task in self.after:\n            task.order",
         "for task in ():\n            task.order",
         (
@@ -196,7 +196,7 @@ MUTANTS = [
     Mutant(
         "nothing-is-put-off",
         "nothing stands behind a collective before it is needed",
-        "comm/driver.py",
+        "comm/main_thread_driver.py",
         "if not task.is_on_its_way:",
         "if True:",
         (
@@ -207,7 +207,7 @@ MUTANTS = [
     Mutant(
         "a-lane-overtakes-itself",
         "a lane issues its tasks in the order of submission",
-        "comm/driver.py",
+        "comm/main_thread_driver.py",
         "            if other.lane == task.lane and other in self._postponed:\n"
         "                self._issue(other)",
         "            pass",

@@ -9,6 +9,10 @@ _BITS = _ENGINE + "test_the_bits_are_those_of_an_update_after_the_norm_whatever_
 _AGAIN = (
     _ENGINE + "test_a_model_that_is_used_again_after_its_last_micro_batch_is_no_longer_sent_early"
 )
+_READ = (
+    "tests/test_changed_behind.py::"
+    "test_until_the_step_the_optimizer_s_values_are_those_of_the_last_one"
+)
 _RACES = (
     "tests/zero/test_happens_before.py::test_every_two_conflicting_accesses_of_streams_are_ordered"
 )
@@ -22,12 +26,12 @@ _MEGATRON = (
 
 MUTANTS = [
     Mutant(
-        "commit-of-the-sent-copy",
-        "main parameters are what the update makes of them, not what was sent",
+        "preview-in-the-place-of-main-params",
+        "main parameters are those of the last step until the next one",
         "zero/unit.py",
-        "            own.copy_(copy)\n",
-        "",
-        _BITS,
+        "for part in (slice(before), slice(after, None)):",
+        "for part in (slice(None),):",
+        _READ,
     ),
     Mutant(
         "what-differs-is-not-sent-again",
