@@ -61,7 +61,6 @@ def preview_nbytes(
 ) -> float:
     """Bytes of the copies with which an update of `numel` elements of an optimizer shard is
     computed ahead. moments_nbytes: of an element; is_scaled: by a loss scale, as in fp16;
-    shard_numel: elements of the parameter shard that is gathered beside the one in use, where that
-    one holds the main parameters themselves (an fp32 model)."""
+    shard_numel: of the parameter shard, where it holds the main parameters (an fp32 model)."""
     copies_nbytes = (FP32_NBYTES * is_scaled + moments_nbytes) * numel
     return copies_nbytes + FP32_NBYTES * max(numel, shard_numel)
