@@ -7,6 +7,7 @@ arithmetic of ranks and our topology.
 from argparse import Namespace
 from typing import NamedTuple
 
+from megatron_asynchzp.mcore.flags.shard_sizes import STATES
 from megatron_asynchzp.sharding.topology import ShardSizes, spans_nodes
 
 
@@ -91,9 +92,9 @@ def _shard_kinds(prefix: str, group: GroupKind, sizes: ShardSizes) -> list[Group
         GroupKind(
             f"{prefix}{state} shards",
             f"one copy of the {prefix}{state} state",
-            size,
+            size := getattr(sizes, state),
             group.size * group.count // size,
             group.first[:size],
         )
-        for state, size in vars(sizes).items()
+        for state in STATES
     ]

@@ -67,11 +67,11 @@ def default_units(model: nn.Module) -> list[nn.Module]:
 
 def default_sizes(num_ranks: int) -> ShardSizes:
     """Parameters and gradients within a node, as torchrun tells its ranks, and the optimizer's
-    state over all ranks."""
+    state over all ranks, along axes that are not long."""
     node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     if num_ranks % node:
         node = num_ranks
-    return ShardSizes(node, node, num_ranks)
+    return ShardSizes(node, node, num_ranks).with_short_axes(node)
 
 
 def checked_units(model: nn.Module, units: Any) -> list[nn.Module]:

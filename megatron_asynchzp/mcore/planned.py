@@ -13,7 +13,13 @@ from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import AUTO, resolve_grad_dtype, resolve_schedule
-from megatron_asynchzp.mcore.flags.shard_sizes import STATES, automatic_states, node_size
+from megatron_asynchzp.mcore.flags.shard_sizes import (
+    STATES,
+    automatic_states,
+    describe_cuts,
+    node_size,
+    sharding_ranks_per_node,
+)
 from megatron_asynchzp.planner.activations import Kernels, Recompute, Setting
 from megatron_asynchzp.planner.cluster import GIB, Cluster, Device, Link
 from megatron_asynchzp.planner.cluster_files import load_cluster
@@ -74,7 +80,8 @@ def costing_of(args: Namespace, setting: Setting | None = None) -> Costing:
 def shard_sizes(args: Namespace) -> ShardSizes:
     """Of the dense group, as prepare_args resolved them."""
     sizes = [getattr(args, f"asynchzp_{state}_shard_size") for state in STATES]
-    return ShardSizes(*(1 if size in (None, AUTO) else size for size in sizes))
+    known = ShardSizes(*(1 if size in (None, AUTO) else size for size in sizes))
+    return known.with_short_axes(sharding_ranks_per_node(args))
 
 
 def moments_nbytes(args: Namespace) -> MomentBytes:
@@ -131,8 +138,8 @@ def naming_the_flag() -> Iterator[None]:
 
 
 def choose_sizes(args: Namespace) -> list[str]:
-    """Write the best sizes into `args` where one is auto; the line to log. Sizes that were given as
-    numbers stay, the others are chosen together.
+    """Write the best sizes into `args` where one is auto; the lines to log. Sizes that were given
+    as numbers stay, the others are chosen together.
 
     args: validated by Megatron. Raises ConfigurationError, one line, for a cluster that is not the
     run's and for a model that does not fit.
@@ -158,7 +165,8 @@ def choose_sizes(args: Namespace) -> list[str]:
         flags.append(f"--asynchzp-{state}-shard-size {size}")
     return [
         f"chosen of {outcome.num_plans} plans for {args.asynchzp_cluster}: {' '.join(flags)} "
-        f"(planned: {best.step_s:.3g} s a step, {best.costing.memory.total / GIB:.2f} GiB a rank)"
+        f"(planned: {best.step_s:.3g} s a step, {best.costing.memory.total / GIB:.2f} GiB a rank)",
+        *describe_cuts(best.plan.sizes, best.costing.dense_ranks),
     ]
 
 

@@ -10,6 +10,9 @@ from typing import NamedTuple
 from megatron_asynchzp.errors import ConfigurationError
 
 GIB, GB = 2**30, 1e9
+# Of NCCL's model of PAT (src/graph/tuning.cc): its steps overlap, each rank adds to the latency,
+# and it reaches a part of the ring's speed.
+_PAT_OVERLAP, _PAT_RANK_US, _PAT_SPEED = 3.5, 2.8, 0.75
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Link:
     shared: whether all ranks of a node share the link inside it.
     latency_us: of one message from a rank to the next.
     start_us: of one collective, whatever its size.
+    trees: whether collectives of few bytes may go along a tree, between nodes, as NCCL's do.
     efficiency: the part of gb_s that is reached, as (bytes of one message, part) pairs in ascending
         order, interpolated over the logarithm of the bytes.
     """
@@ -65,6 +69,7 @@ class Link:
     start_us: float = 0.0
     cards: int = 1
     shared: bool = False
+    trees: bool = False
     efficiency: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
 
     def reached(self, message_nbytes: float) -> float:
@@ -208,6 +213,28 @@ class Ring:
             paces.append(self.exchanged_node_nbytes(nbytes) / speed)
             start_us, latency_us = between.start_us, between.latency_us
         return Cost(max(paces), 1e-6 * (start_us + latency_us))
+
+    def gather(self, nbytes: float, cluster: Cluster) -> Cost:
+        """Of an all-gather or a reduce-scatter of tensors of `nbytes` (the whole one): a turn of
+        the ring, or where one rank of each node takes part NCCL's PAT, whichever is faster."""
+        ring = self.turn(nbytes, cluster)
+        if not (cluster.between.trees and self.in_node == 1 and self.crosses_nodes):
+            return ring
+        between, hops = cluster.between, self.nodes.bit_length() - 1
+        latency_us = hops * between.latency_us / _PAT_OVERLAP + _PAT_RANK_US * self.size
+        pat = Cost(ring.busy_s / _PAT_SPEED, 1e-6 * (between.start_us + latency_us))
+        return min(ring, pat, key=lambda cost: cost.alone_s)
+
+    def all_reduce(self, nbytes: float, cluster: Cluster) -> Cost:
+        """Of an all-reduce of `nbytes`: two turns of the ring, or up and down a tree of nodes."""
+        turn = self.turn(nbytes, cluster)
+        ring = Cost(2 * turn.busy_s, 2 * turn.latency_s)
+        if not (cluster.between.trees and self.crosses_nodes):
+            return ring
+        between, hops = cluster.between, self.nodes.bit_length() - 1
+        latency_us = hops * between.latency_us + (self.in_node - 1) * cluster.inside.latency_us
+        tree = Cost(ring.busy_s, 1e-6 * (between.start_us + 2 * latency_us))
+        return min(ring, tree, key=lambda cost: cost.alone_s)
 
     def turn(self, nbytes: float, cluster: Cluster) -> Cost:
         """Of an all-gather or a reduce-scatter of tensors of `nbytes` (the whole one).

@@ -125,17 +125,37 @@ def scheme_sizes(name: str, ranks: int, in_node: int) -> tuple[int, int, int]:
 def shard_divisors(ranks: int, in_node: int) -> list[int]:
     """Sizes to try: all divisors of `ranks` that lie within a node or consist of whole nodes; of
     many, those that are evenly spread, with 1, a node and all ranks."""
-    found = [
-        size
-        for size in range(1, ranks + 1)
-        if ranks % size == 0 and (in_node % size == 0 or size % in_node == 0)
-    ]
+    found = _all_divisors(ranks, in_node)
     kept = {1, ranks} | ({in_node} if in_node in found else set())
     rest = [size for size in found if size not in kept]
     room = max(0, _MOST_SIZES - len(kept))
     if len(rest) > room:
         rest = [rest[int((i + 0.5) * len(rest) / room)] for i in range(room)] if room else []
     return sorted(kept | set(rest))
+
+
+def _all_divisors(ranks: int, in_node: int) -> list[int]:
+    """All divisors of `ranks` that lie within a node or consist of whole nodes."""
+    return [
+        size
+        for size in range(1, ranks + 1)
+        if ranks % size == 0 and (in_node % size == 0 or size % in_node == 0)
+    ]
+
+
+def _neighbours(best: Candidate, kept: Mapping[str, int]) -> Iterator[Plan]:
+    """Plans with another size of one state, of those that `shard_divisors` leaves out."""
+    ranks, in_node = best.costing.dense_ranks, best.ranks_in_node
+    tried = shard_divisors(ranks, in_node)
+    left_out = [size for size in _all_divisors(ranks, in_node) if size not in tried]
+    for state in ("param", "grad", "optim"):
+        for size in left_out if state not in kept else ():
+            sizes = replace(best.plan.sizes, cuts=(), **{state: size})
+            try:
+                sizes.check(ranks)
+            except ConfigurationError:
+                continue
+            yield replace(best.plan, sizes=sizes.with_short_axes(in_node))
 
 
 def shard_sizes(
@@ -153,7 +173,7 @@ def shard_sizes(
                     sizes.check(ranks)
                 except ConfigurationError:
                     continue
-                yield sizes
+                yield sizes.with_short_axes(in_node)
 
 
 def parallels(space: Space) -> Iterator[Parallel]:
@@ -376,6 +396,19 @@ def search(space: Space, progress: Progress = lambda *_: None) -> Outcome:
         simulated.append(Candidate(costing, costing.step()))
     progress("simulations", len(chosen), len(chosen))
     ranked = _ranked(simulated)
+    # Of many divisors the first pass tries a few; those between them are tried around the best.
+    around: Candidate | None = None
+    while ranked and ranked[0] is not around:
+        around = ranked[0]
+        for plan in _neighbours(around, space.kept_sizes):
+            if plan in every:
+                continue
+            every.append(plan)
+            costing = space.costing(plan)
+            if costing.has_room and costing.fits:
+                rated.append((*bounds.of(costing)[::-1], costing))
+                simulated.append(Candidate(costing, costing.step()))
+        ranked = _ranked(simulated)
     return Outcome(
         tuple(ranked),
         {name: _fastest(ranked, name) for name in ("ZeRO-3", "HSDP", "distributed optimizer")},

@@ -102,9 +102,8 @@ class Group:
     def axes(self, inner: int, outer: int) -> tuple[Axis, ...]:
         """From a shard of `inner` ranks to one of `outer`, innermost first; the mesh of
         ShardTopology, without its members."""
-        sizes = self.sizes
-        cuts = sorted({1, sizes.param, sizes.grad, sizes.optim, self.ranks})
-        pairs = [pair for pair in zip(cuts, cuts[1:]) if inner <= pair[0] and pair[1] <= outer]
+        ends = self.sizes.boundaries(self.ranks)
+        pairs = [pair for pair in zip(ends, ends[1:]) if inner <= pair[0] and pair[1] <= outer]
         return tuple(Axis(high // low, low) for low, high in pairs)
 
     def padded(self, numel: int) -> int:
@@ -195,10 +194,12 @@ def transfers(collectives: Iterable[Collective], group: Group, cluster: Cluster)
         pieces = 1 if each.operation == ALL_REDUCE else group.wire.pieces
         nbytes = each.numel * each.itemsize / pieces
         if each.operation == ALL_TO_ALL:
-            times, cost = pieces, ring.exchange(nbytes, cluster)
+            cost = ring.exchange(nbytes, cluster)
+        elif each.operation == ALL_REDUCE:
+            cost = ring.all_reduce(nbytes, cluster)
         else:
-            times, cost = pieces * each.turns, ring.turn(nbytes, cluster)
-        found.append(Transfer(link, times * cost.busy_s, times * cost.latency_s))
+            cost = ring.gather(nbytes, cluster)
+        found.append(Transfer(link, pieces * cost.busy_s, pieces * cost.latency_s))
     return found
 
 

@@ -3,7 +3,7 @@
 """Owns the arithmetic of ranks: which ranks share a shard, and which shard a rank owns."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import NamedTuple
 
@@ -32,6 +32,11 @@ class Range(NamedTuple):
         return Range(self.start - outer.start, self.stop - outer.start)
 
 
+LONGEST_AXIS = 64
+"""Ranks along an axis that is not cut: NCCL's ring takes 0.9 ms for so many nodes, whatever is
+sent."""
+
+
 @dataclass(frozen=True)
 class ShardSizes:
     """How many ranks share one copy of each state (AsyncHZP section 3: Z3 | Z2 | Z1).
@@ -39,14 +44,23 @@ class ShardSizes:
     param: ranks per copy of the model parameters (Z3).
     grad: of the gradients (Z2).
     optim: of the optimizer state and main parameters (Z1).
+    cuts: where axes of the mesh end beside these (numbers of ranks, each a multiple of the one
+        before): a collective along one long axis takes a hop for each of its ranks, along two that
+        multiply to it a hop for each of their sum. `with_short_axes` chooses them.
     """
 
     param: int
     grad: int
     optim: int
+    cuts: tuple[int, ...] = ()
+
+    def boundaries(self, world_size: int) -> list[int]:
+        """Where the axes of the mesh of `world_size` ranks begin and end."""
+        return sorted({1, self.param, self.grad, self.optim, world_size, *self.cuts})
 
     def check(self, world_size: int) -> None:
-        """Raise ConfigurationError unless the sizes nest and `world_size` is a multiple of them.
+        """Raise ConfigurationError unless the sizes nest, with the cuts among them, and
+        `world_size` is a multiple of them.
 
         Nesting (each of the sorted sizes divides the next, optim is the largest) is what lets a
         rank's optimizer shard lie inside its gradient and its parameter shard, so that no byte
@@ -79,10 +93,41 @@ class ShardSizes:
                 f"optim shard size {self.optim} does not divide the {world_size} ranks of the "
                 "sharding group"
             )
+        for cut in self.cuts:
+            if not 1 <= cut <= self.optim:
+                raise ConfigurationError(
+                    f"an axis of the mesh cannot be cut at {cut} ranks, as the optim shard size is "
+                    f"{self.optim}"
+                )
+        ends = self.boundaries(world_size)
+        for inner, outer in zip(ends, ends[1:]):
+            if outer % inner:
+                raise ConfigurationError(
+                    f"the axes of the mesh would end at {', '.join(map(str, ends))} ranks, and "
+                    f"{inner} does not divide {outer}: choose other cuts"
+                )
 
     def restricted_to(self, world_size: int) -> "ShardSizes":
         """The same sizes for a smaller group (experts): gcd with its size keeps them nested."""
-        return ShardSizes(*(gcd(size, world_size) for size in (self.param, self.grad, self.optim)))
+        sizes = (gcd(size, world_size) for size in (self.param, self.grad, self.optim))
+        return ShardSizes(*sizes, cuts=tuple(sorted({gcd(cut, world_size) for cut in self.cuts})))
+
+    def with_short_axes(self, in_node: int) -> "ShardSizes":
+        """The same sizes with cuts where an axis, other than that of the replicas, would have more
+        than LONGEST_AXIS ranks. in_node: of a node, consecutive ranks of the sharding group; they
+        become an axis of their own where they are a part of one that is cut."""
+        cuts = set(self.cuts)
+        ends = self.boundaries(self.optim)
+        for inner, outer in zip(ends, ends[1:]):
+            if outer // inner <= LONGEST_AXIS:
+                continue
+            is_part = inner < in_node < outer and in_node % inner == outer % in_node == 0
+            end = in_node if is_part else inner
+            cuts.add(end)
+            for factor in _even_factors(outer // end)[:-1]:
+                end *= factor
+                cuts.add(end)
+        return replace(self, cuts=tuple(sorted(cuts - {1, self.param, self.grad, self.optim})))
 
 
 @dataclass(frozen=True)
@@ -105,8 +150,9 @@ class MeshAxis:
 class ShardTopology:
     """The mesh of one sharding group (law 1) and the place of one rank in it.
 
-    The distinct sizes, sorted, cut the group into axes, the inner one first (the fastest link:
-    consecutive ranks). A state of shard size Z is sharded over the inner axes whose product is Z:
+    The distinct sizes and cuts, sorted, cut the group into axes, the inner one first (the fastest
+    link: consecutive ranks). A state of shard size Z is sharded over the inner axes whose product
+    is Z:
 
         8 ranks, param 2, grad 4, optim 8          axes (inner first) 2, 2, 2
         rank       0    1    2    3    4    5    6    7
@@ -131,15 +177,11 @@ class ShardTopology:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in a group of {self.world_size}")
 
-    def _boundaries(self) -> list[int]:
-        cuts = {self.sizes.param, self.sizes.grad, self.sizes.optim, self.world_size, 1}
-        return sorted(cuts)
-
     @property
     def axes(self) -> tuple[MeshAxis, ...]:
         """Axes of size > 1, innermost first; the product of their sizes is `world_size`."""
-        cuts = self._boundaries()
-        return tuple(self._axis(inner, outer) for inner, outer in zip(cuts, cuts[1:]))
+        ends = self.sizes.boundaries(self.world_size)
+        return tuple(self._axis(inner, outer) for inner, outer in zip(ends, ends[1:]))
 
     def _axis(self, inner: int, outer: int) -> MeshAxis:
         size = outer // inner
@@ -202,6 +244,29 @@ class ShardTopology:
         if length * shard_size != numel:
             raise ValueError(f"shard size {shard_size} is not a product of inner axes")
         return Range(start, start + length)
+
+
+def _even_factors(size: int) -> list[int]:
+    """Factors of `size`, descending: as few as have at most LONGEST_AXIS each, or its largest prime
+    where that is more, and as even as can be."""
+    primes, rest, divisor = list[int](), size, 2
+    while rest > 1:
+        if divisor * divisor > rest:
+            divisor = rest
+        if rest % divisor:
+            divisor += 1
+        else:
+            primes.append(divisor)
+            rest //= divisor
+    count = 1
+    while True:
+        factors = [1] * count
+        for prime in reversed(primes):
+            smallest = factors.index(min(factors))
+            factors[smallest] *= prime
+        if max(factors) <= max(LONGEST_AXIS, *primes):
+            return sorted(factors, reverse=True)
+        count += 1
 
 
 def spans_nodes(global_ranks: Sequence[int], ranks_per_node: int) -> bool:

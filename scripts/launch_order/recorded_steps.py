@@ -4,7 +4,7 @@
 parallelism that communicates itself, and of the library. Each is of 4 ranks.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.megatron_flags import MIXTURE_OF_EXPERTS, TENSOR_PARALLEL, size_flags
@@ -21,7 +21,7 @@ class Layout(NamedTuple):
 
     name: str
     flags: tuple[str, ...]
-    sizes: tuple[int, int, int]
+    sizes: tuple[Any, ...]
     demands_one_queue: bool = False
 
 
@@ -36,6 +36,7 @@ LAYOUTS = {
     "expert": Layout("EP 2 x DP 2", (*MIXTURE_OF_EXPERTS, "--expert-model-parallel-size", "2"),
                      (2, 2, 4)),
     "library": Layout("library", (), (2, 2, 4)),
+    "cut": Layout("library, an axis cut in two", (), (4, 4, 4, (2,))),
 }
 # fmt: on
 
@@ -68,18 +69,25 @@ def _record_megatron(line: list[str]) -> list[str]:
     return lines
 
 
-def _record_library(sizes: tuple[int, int, int]) -> list[str]:
+def _record_library(sizes: tuple[Any, ...]) -> list[str]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    from megatron_asynchzp.library.runtime import new_runtime
+    from megatron_asynchzp.sharding.topology import ShardSizes
     from scripts.testbed.contenders.delayed_model import ModelSize
     from scripts.testbed.contenders.systems import SYSTEMS
     from scripts.testbed.device import inside
 
     model = ModelSize(hidden=32, blocks=4, rows=2, block_ms=0.0, micro_batches=2)
-    in_node, _, world_size = sizes
+    in_node, _, world_size = sizes[:3]
     mesh = init_device_mesh("cuda", (world_size // in_node, in_node))
-    system = SYSTEMS["main-thread"](model, mesh)
+
+    class OfSizes(SYSTEMS["main-thread"]):
+        def new_runtime(self, units: list[Any], schedule: Any) -> Any:
+            return new_runtime(self.model, units, ShardSizes(*sizes), schedule=schedule)
+
+    system = OfSizes(model, mesh)
     for step in range(NUM_WARM + NUM_RECORDED):
         if step == NUM_WARM:
             inside.record_commands()

@@ -14,7 +14,7 @@ from megatron_asynchzp.comm.collectives import (
     run_steps,
 )
 from scripts.testbed.ranks import run_ranks
-from tests.support.engine import nested_sizes, shard_groups
+from tests.support.engine import cut_sizes, nested_sizes, shard_groups
 from tests.support.selection import slow_unless
 
 
@@ -55,10 +55,10 @@ def gather_and_reduce_everything(all_sizes: list[tuple[int, int, int]]) -> int:
 @pytest.mark.parametrize(
     ("world_size", "chains"),
     [
-        slow_unless(True, 6, nested_sizes(6)),
-        slow_unless(True, 8, [(2, 4, 8), (4, 2, 8)]),  # three axes
-        slow_unless(False, 4, nested_sizes(4)),
-        slow_unless(False, 8, nested_sizes(8)),
+        slow_unless(True, 6, nested_sizes(6) + cut_sizes(6)),
+        slow_unless(True, 8, [(2, 4, 8), (4, 2, 8), (1, 1, 8, (2, 4))]),  # three axes
+        slow_unless(False, 4, nested_sizes(4) + cut_sizes(4)),
+        slow_unless(False, 8, nested_sizes(8) + cut_sizes(8)),
     ],
 )
 def test_gathering_and_reducing_over_any_nesting_puts_every_element_at_its_owner(

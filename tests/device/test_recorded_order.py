@@ -26,7 +26,8 @@ def test_no_order_of_a_recorded_step_ends_in_a_circle_and_every_planted_one_is_f
     assert unmet_of([[met for one in each for met in one.meetings] for each in programs]) == []
     assert all(num_waits(program) > 100 for program in programs)
     has_host_waits = any(one.stream == HOST for program in programs for one in program)
-    assert has_host_waits == (name != "library")  # Megatron's norm of the gradients, and its log
+    # Megatron's norm of the gradients, and its log.
+    assert has_host_waits == (name not in ("library", "cut"))
     for num_queues, num_places in product((1, 2, 4, 8, 32), (1, 2, 4, 8)):
         shipped = Device(num_queues, num_places, in_host_order=True)
         assert search(programs, shipped) == ((), 1, True), shipped

@@ -111,6 +111,25 @@ def test_cards_add_up_and_latency_is_paid_on_every_hop_of_a_turn():
     )
 
 
+def test_few_bytes_go_along_a_tree_between_nodes_where_a_cluster_has_trees_and_many_along_a_ring():
+    """NCCL's PAT needs one rank a node; its tree for sums does not."""
+    between = Link(50.0, latency_us=14.0, start_us=8.4, cards=8, trees=True)
+    cluster = replace(FLAT, between=between, ranks_per_node=8, nodes=2048)
+    alone, flat = Ring.of_axis(2048, 8, 8), Ring.of_axis(16384, 1, 8)
+    short, long = 1e6, 1e12
+    assert alone.gather(short, cluster).latency_s == pytest.approx(
+        1e-6 * (8.4 + 11 * 14 / 3.5 + 2048 * 2.8)
+    )
+    assert alone.gather(short, cluster).alone_s < 0.3 * alone.turn(short, cluster).alone_s
+    assert alone.gather(long, cluster) == alone.turn(long, cluster)
+    assert flat.gather(short, cluster) == flat.turn(short, cluster)
+    assert flat.all_reduce(short, cluster).latency_s < 0.1 * flat.turn(short, cluster).latency_s
+    ringed = replace(cluster, between=replace(between, trees=False))
+    twice = [2 * part for part in alone.turn(short, ringed)]
+    assert list(alone.all_reduce(short, ringed)) == twice
+    assert alone.gather(short, ringed) == alone.turn(short, ringed)
+
+
 def test_ranks_that_share_a_link_fill_each_others_latencies_but_for_the_last_hop():
     def cost(nbytes: float, shared: bool) -> Cost:
         inside = replace(FLAT.inside, latency_us=1000.0, shared=shared)

@@ -15,6 +15,7 @@ from megatron_asynchzp.planner.cluster import GIB, Cluster
 from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.planner.costs import Costing, Plan
 from megatron_asynchzp.planner.model import Attention, Batch, Layer, Mlp, Model, Parallel
+from megatron_asynchzp.planner.program import GRAD_SYNC, PARAM_SYNC
 from megatron_asynchzp.planner.search import (
     Candidate,
     Outcome,
@@ -103,6 +104,32 @@ def test_a_model_that_fits_nowhere_gives_no_plan_but_the_smallest():
 def test_a_hundred_thousand_ranks_are_searched_too():
     outcome = search(space(load_cluster("h100").with_ranks(100_000), 100_000, depths=(1,)))
     assert outcome.best is not None
+
+
+@pytest.mark.parametrize("ranks", [16_384, 98_304])
+def test_with_the_default_sizes_latency_is_a_small_part_of_a_step_however_many_ranks(ranks):
+    """Of Llama 70B on H100: 4.8 of 7.9 s, and 28.6 of 29.9 s, along one axis."""
+    layer = Layer(Attention(64, 8, 128), Mlp(28672, True))
+    model = Model(8192, 128256, (layer,) * 80, is_tied=False)
+    sizes = ShardSizes(8, 8, ranks).with_short_axes(8)
+    plan = Plan(sizes, Parallel(), Batch(1, 8192, 1))
+    costing = Costing(model, plan, load_cluster("h100").with_ranks(ranks))
+    each = costing.communication(0)
+    latency_s = sum(
+        one.latency_s for unit in each for k in (GRAD_SYNC, PARAM_SYNC) for one in unit[k]
+    )
+    assert latency_s < 0.05 * costing.step().step_s
+
+
+def test_sizes_that_the_first_pass_leaves_out_are_tried_around_the_best(monkeypatch):
+    fast = space(slow(8, 10.0), 512, micro_batch_sizes=(1,), depths=(1,))
+    every = search(fast)
+    monkeypatch.setattr(search_module, "_MOST_SIZES", 3)
+    few = search(fast)
+    assert few.num_plans < every.num_plans
+    tried = {size for one in few.ranked for size in (one.plan.sizes.grad, one.plan.sizes.optim)}
+    assert tried > {1, 8, 64}
+    assert few.ranked[0].step_s <= 1.01 * every.ranked[0].step_s
 
 
 def test_sizes_to_try_nest_and_are_all_there_are_in_small_worlds():

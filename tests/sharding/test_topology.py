@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.sharding.topology import Range, ShardSizes, ShardTopology, spans_nodes
+from tests.support.engine import cut_sizes
 
 WORLDS = [1, 2, 3, 4, 6, 8, 12, 16]
 
@@ -26,7 +27,8 @@ def legal_sizes(world_size: int) -> list[ShardSizes]:
 
 def topologies():
     for world_size in WORLDS:
-        for sizes in legal_sizes(world_size):
+        cut = [ShardSizes(*sizes) for sizes in cut_sizes(world_size)]
+        for sizes in legal_sizes(world_size) + cut:
             yield [ShardTopology(world_size, rank, sizes) for rank in range(world_size)]
 
 
@@ -51,6 +53,10 @@ def test_exactly_the_nested_sizes_are_accepted():
         ((2, 2, 6), 8, "does not divide the 8 ranks"),
         ((1, 1, 16), 8, "exceeds the 8 ranks"),
         ((0, 1, 4), 4, "not a positive number"),
+        ((1, 1, 8, (3,)), 8, "1, 3, 8 ranks, and 3 does not divide 8"),
+        ((1, 6, 12, (4,)), 12, "1, 4, 6, 12 ranks, and 4 does not divide 6"),
+        ((1, 1, 4, (8,)), 8, "cannot be cut at 8 ranks, as the optim shard size is 4"),
+        ((1, 1, 4, (0,)), 4, "cannot be cut at 0 ranks"),
     ],
 )
 def test_a_refused_size_is_named_with_the_reason(sizes, world_size, fragment):
@@ -88,6 +94,30 @@ def test_a_ranks_optimizer_shard_lies_within_its_gradient_and_its_parameter_shar
             optim = topology.shard_range(topology.sizes.optim, numel)
             for size in (topology.sizes.param, topology.sizes.grad):
                 assert optim.intersect(topology.shard_range(size, numel)) == optim
+
+
+@pytest.mark.parametrize(
+    ("sizes", "in_node", "axes"),
+    [
+        ((8, 8, 16384), 8, [8, 64, 32]),
+        ((8, 64, 16384), 8, [8, 8, 16, 16]),
+        ((16384, 16384, 16384), 8, [8, 64, 32]),
+        ((1, 1, 98304), 8, [8, 32, 24, 16]),
+        ((8, 8, 8 * 127), 8, [8, 127]),  # a prime cannot be cut
+        ((8, 8, 512), 8, [8, 64]),
+        ((16, 16, 8192), 8, [16, 32, 16]),
+    ],
+)
+def test_long_axes_are_cut_evenly_and_a_node_stays_together(sizes, in_node, axes):
+    whole = ShardSizes(*sizes)
+    cut = whole.with_short_axes(in_node)
+    assert (cut.param, cut.grad, cut.optim) == sizes
+    assert [axis.size for axis in ShardTopology(sizes[2], 5, cut).axes] == axes
+    assert cut.with_short_axes(in_node) == cut
+    # The copies of an optimizer shard are summed along a tree, whose latency grows slowly.
+    copies = ShardTopology(sizes[2] * 128, 5, cut)
+    assert [axis.size for axis in copies.axes] == [*axes, 128]
+    assert ShardTopology(sizes[2] // 2, 0, cut.restricted_to(sizes[2] // 2))
 
 
 def test_the_axes_of_each_operation_lead_from_one_size_to_the_other():

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,23 @@ def nested_sizes(world_size: int) -> list[tuple[int, int, int]]:
     return legal
 
 
+def cut_sizes(world_size: int) -> list[tuple[Any, ...]]:
+    """Every legal (param, grad, optim, cuts) with as many cuts as there can be: one for a chain of
+    prime factors, which is not the only one."""
+    found = []
+    for sizes in nested_sizes(world_size):
+        ends, cuts = ShardSizes(*sizes).boundaries(sizes[2]), []
+        for inner, outer in pairwise(ends):
+            while end := next(
+                (n for n in range(inner + 1, outer) if outer % n == n % inner == 0), 0
+            ):
+                cuts.append(end)
+                inner = end
+        if cuts:
+            found.append((*sizes, tuple(cuts)))
+    return found
+
+
 def unshard(unit: HZPUnit) -> None:
     """Gather the parameters of `unit` into new memory, at once. Collective over its P group."""
     if not unit.is_unsharded:
@@ -52,7 +70,7 @@ def unshard(unit: HZPUnit) -> None:
 
 
 @cache
-def shard_groups(sizes: tuple[int, int, int], time_limit_s: float = 600.0) -> ShardGroups:
+def shard_groups(sizes: tuple[Any, ...], time_limit_s: float = 600.0) -> ShardGroups:
     """Communicators over the default group; once per rank, since creating them is slow."""
     topology = ShardTopology(dist.get_world_size(), dist.get_rank(), ShardSizes(*sizes))
     return ShardGroups.create(topology, dist.group.WORLD, timedelta(seconds=time_limit_s))

@@ -7,6 +7,7 @@ The units, their generators and the drivers are the engine's own; only the colle
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -69,7 +70,7 @@ class Program:
     units: tuple[UnitShape, ...]
     steps: tuple[Step, ...]
     config: ScheduleConfig = ScheduleConfig()
-    sizes: tuple[int, int, int] = (2, 4, 8)
+    sizes: tuple[Any, ...] = (2, 4, 8)
     rank: int = 0
     dtype: torch.dtype = torch.bfloat16
     sends_early: bool | None = None
@@ -95,7 +96,7 @@ class Execution:
         return self.device.collectives
 
 
-def recorded_groups(sizes: tuple[int, int, int], rank: int) -> ShardGroups:
+def recorded_groups(sizes: tuple[Any, ...], rank: int) -> ShardGroups:
     """The communicators of `rank` without ranks."""
     topology = ShardTopology(WORLD_SIZE, rank, ShardSizes(*sizes))
     return ShardGroups.of_topology(topology, range(WORLD_SIZE), Group)

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine computes what torch DDP and FSDP2 compute, for every nesting of shard sizes."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scripts.testbed.differences import worst_difference
 from scripts.testbed.ranks import run_ranks
-from tests.support.engine import EngineTrainer, build_toy, nested_sizes
+from tests.support.engine import EngineTrainer, build_toy, cut_sizes, nested_sizes
 from tests.support.toy_models import toy_batch, toy_loss
 
 STEPS = 3
@@ -20,6 +22,7 @@ MODELS = {
     "tied, 2 micro-batches": ({"is_tied": True}, 2),
     "recomputed, 2 micro-batches": ({"recompute": True}, 2),
 }
+CUT_ON_8 = [(8, 8, 8, (2,)), (1, 4, 8, (2,)), (8, 8, 8, (2, 4))]
 
 
 def train(model: torch.nn.Module, micro_batches: int) -> list[float]:
@@ -55,7 +58,7 @@ def fsdp2_losses(micro_batches: int) -> list[float]:
     return train(fully_shard(model, mesh=mesh), micro_batches)
 
 
-def compare_with_ddp(sizes_list: list[tuple[int, int, int]], is_product: bool) -> dict[str, float]:
+def compare_with_ddp(sizes_list: list[tuple[Any, ...]], is_product: bool) -> dict[str, float]:
     """Every model with all sizes; or, without `is_product`, each of the sizes with one model."""
     worst = {}
     for index, (model, (kwargs, micro_batches)) in enumerate(MODELS.items()):
@@ -96,16 +99,16 @@ def test_every_nesting_on_2_and_4_ranks_follows_ddp():
 
 @pytest.mark.parametrize(
     "world_size, chains",
-    [(8, [(2, 4, 8), (4, 2, 8)]), (6, [(1, 2, 6), (6, 3, 6)])],
+    [(8, [(2, 4, 8), (4, 2, 8), *CUT_ON_8]), (6, [(1, 2, 6), (6, 3, 6)])],
 )  # fmt: skip
-def test_three_different_sizes_and_a_world_that_is_no_power_of_two_follow_ddp(world_size, chains):
+def test_three_sizes_cut_axes_and_a_world_that_is_no_power_of_two_follow_ddp(world_size, chains):
     assert_all_close(run_ranks(compare_with_ddp, world_size, chains, False))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4, 6, 8])
 def test_every_model_with_every_nesting_follows_ddp(world_size):
-    sizes = nested_sizes(world_size)
+    sizes = nested_sizes(world_size) + cut_sizes(world_size)
     assert_all_close(run_ranks(compare_with_ddp, world_size, sizes, True, timeout_s=600))
 
 

@@ -18,7 +18,7 @@ from megatron_asynchzp.zero.taken_grads import pack_grads, places_of
 from megatron_asynchzp.zero.unit import HZPUnit
 from scripts.testbed.counters import total
 from scripts.testbed.ranks import run_ranks
-from tests.support.engine import nested_sizes, shard_groups
+from tests.support.engine import cut_sizes, nested_sizes, shard_groups
 from tests.support.fabric import replace_default_group
 
 MICRO_BATCHES, SCALE, SLOT_NBYTES = 2, 0.25, 2048
@@ -105,7 +105,7 @@ def compare_with_one_process(all_sizes: list[tuple[int, int, int]], numel: int) 
 
 @pytest.mark.parametrize("world_size", [4, 6])
 def test_every_contribution_is_rounded_once_and_the_sum_is_made_in_fp32(world_size):
-    chains = nested_sizes(world_size)
+    chains = nested_sizes(world_size) + cut_sizes(world_size)
     # A size that the ranks do not divide: the padding of shards and of the exchange is tested.
     assert (
         run_ranks(compare_with_one_process, world_size, chains, 101) == [len(chains)] * world_size

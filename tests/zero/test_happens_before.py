@@ -16,7 +16,7 @@ from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.comm.timeline import LANES
 from megatron_asynchzp.schedule import ScheduleConfig
-from tests.support.engine import EngineTrainer, build_toy, nested_sizes
+from tests.support.engine import EngineTrainer, build_toy, cut_sizes, nested_sizes
 from tests.support.recording_device import RecordingDevice, RecordingHost
 from tests.support.scheduler_program import (
     WORLD_SIZE,
@@ -68,7 +68,7 @@ def programs(draw, kinds=("main-thread",)) -> Program:
         tuple(units),
         (first, *rest),
         draw(config),
-        draw(st.sampled_from(nested_sizes(WORLD_SIZE))),
+        draw(st.sampled_from(nested_sizes(WORLD_SIZE) + cut_sizes(WORLD_SIZE))),
         draw(st.integers(0, WORLD_SIZE - 1)),
         draw(st.sampled_from((torch.bfloat16, torch.float32))),
         draw(st.sampled_from((None, False, True))),

@@ -14,11 +14,13 @@ from megatron_asynchzp.comm.collectives import run_steps
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.zero.unit import HZPUnit
 from megatron_asynchzp.zero.whole_matrices import Matrix, assign_owners, fill_rounds, plan_rounds
-from tests.support.engine import nested_sizes, own_fragments
+from tests.support.engine import cut_sizes, nested_sizes, own_fragments
 from tests.support.thread_ranks import on_threads
 
 SHAPES = [(5, 7), (64, 3), (13, 13), (1, 130), (40, 9), (2, 2), (17, 5)]
-SOME_WORLDS = [(world, sizes) for world in (1, 2, 4) for sizes in nested_sizes(world)]
+SOME_WORLDS = [
+    (world, sizes) for world in (1, 2, 4) for sizes in nested_sizes(world) + cut_sizes(world)
+]
 SOME_WORLDS += [(6, (2, 6, 6)), (6, (3, 1, 3)), (8, (2, 4, 8)), (8, (4, 2, 8)), (8, (1, 2, 4))]
 
 

@@ -23,6 +23,7 @@ from megatron_asynchzp.mcore.flags.refusals import refuse_unsupported
 from megatron_asynchzp.mcore.flags.shard_sizes import (
     STATES,
     automatic_states,
+    describe_cuts,
     refuse_cluster,
     resolve_shard_sizes,
     ruled_states,
@@ -55,6 +56,7 @@ def prepare_args(args: Namespace) -> list[str]:
         flags = [f"--asynchzp-{state}-shard-size {getattr(sizes, state)}" for state in STATES]
         lines.append(f"the flags of another wrapper have become {' '.join(flags)}")
     is_chosen_later = bool(automatic_states(args))
+    lines += [] if is_chosen_later else describe_cuts(sizes, group_size)
     for state in ruled_states(args) if is_chosen_later else STATES:
         setattr(args, f"asynchzp_{state}_shard_size", getattr(sizes, state))
     return lines + normalize_args(args)

@@ -5,12 +5,14 @@
 import os
 from argparse import Namespace
 from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
 from math import gcd
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import AUTO, NODE, WORLD
 from megatron_asynchzp.planner.cluster_files import load_cluster
-from megatron_asynchzp.sharding.topology import ShardSizes
+from megatron_asynchzp.sharding.topology import LONGEST_AXIS, ShardSizes
 
 STATES = ("param", "grad", "optim")
 
@@ -88,7 +90,7 @@ def resolve_shard_sizes(args: Namespace, group_size: int, ranks_per_node: int) -
     Flags of other wrappers stand in for those of ours that were not given. A default follows the
     flags that were given: it is reduced until it nests with them. A rule is a default that was
     given, or the number that it stands for. A size that is auto has its default until it is chosen.
-    Experts use `ShardSizes.restricted_to` of their own group.
+    Long axes are cut. Experts use `ShardSizes.restricted_to` of their own group.
 
     Raises ConfigurationError, one line, naming the flag and the values that are valid for it.
     """
@@ -108,7 +110,24 @@ def resolve_shard_sizes(args: Namespace, group_size: int, ranks_per_node: int) -
         sizes.check(group_size)
     except ConfigurationError as error:
         raise ConfigurationError(_explain(sizes, given, group_size, error)) from error
-    return sizes
+    return sizes.with_short_axes(ranks_per_node)
+
+
+def describe_cuts(sizes: ShardSizes, group_size: int) -> list[str]:
+    """The line to log where axes of a sharding group of `group_size` ranks are cut."""
+    if not sizes.cuts:
+        return []
+    meshes = [
+        [outer // inner for inner, outer in pairwise(one.boundaries(sizes.optim))]
+        for one in (sizes, replace(sizes, cuts=()))
+    ]
+    hops, hops_uncut = (sum(mesh) - len(mesh) for mesh in meshes)
+    return [
+        f"the optimizer shard of {sizes.optim} ranks (of {group_size}) has axes of "
+        f"{' x '.join(map(str, meshes[0]))} ranks, innermost first: axes of more than "
+        f"{LONGEST_AXIS} are cut, so that what is sent along all of them waits for {hops} hops "
+        f"in place of {hops_uncut}"
+    ]
 
 
 def ruled_states(args: Namespace) -> list[str]:

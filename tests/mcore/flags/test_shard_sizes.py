@@ -49,6 +49,17 @@ def test_defaults_follow_the_node_and_the_flags_that_were_given(
     assert resolve_shard_sizes(parse(line), group_size, ranks_per_node) == ShardSizes(*expected)
 
 
+def test_long_axes_of_a_large_world_are_cut_and_the_start_says_so_in_one_line(parse, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for size in (512, 16384):
+        args = parse("--global-batch-size 16384", world_size=size)
+        lines = [one for one in prepare_args(args) if "axes of" in one]
+        sizes = resolve_shard_sizes(args, size, 8)
+        assert sizes == ShardSizes(8, 8, size, (512,) if size > 512 else ())
+        assert len(lines) == (size > 512)
+    assert "8 x 64 x 32 ranks" in lines[0] and "101 hops in place of 2054" in lines[0]
+
+
 @pytest.mark.parametrize(
     "line, expected",
     [
