@@ -79,8 +79,9 @@ def costing_of(args: Namespace, setting: Setting | None = None) -> Costing:
 
 def shard_sizes(args: Namespace) -> ShardSizes:
     """Of the dense group, as prepare_args resolved them."""
-    sizes = [getattr(args, f"asynchzp_{state}_shard_size") for state in STATES]
-    known = ShardSizes(*(1 if size in (None, AUTO) else size for size in sizes))
+    given = [getattr(args, f"asynchzp_{state}_shard_size") for state in STATES]
+    param, grad, optim = (1 if size in (None, AUTO) else size for size in given)
+    known = ShardSizes(param, grad, optim)
     return known.with_short_axes(sharding_ranks_per_node(args))
 
 

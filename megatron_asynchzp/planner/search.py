@@ -406,7 +406,8 @@ def search(space: Space, progress: Progress = lambda *_: None) -> Outcome:
             every.append(plan)
             costing = space.costing(plan)
             if costing.has_room and costing.fits:
-                rated.append((*bounds.of(costing)[::-1], costing))
+                bound, estimate = bounds.of(costing)
+                rated.append((estimate, bound, costing))
                 simulated.append(Candidate(costing, costing.step()))
         ranked = _ranked(simulated)
     return Outcome(

@@ -192,9 +192,8 @@ def _line(state, sizes, fault, valid: Iterable[int], group_size: int | None = No
 
 
 def _is_nested(sizes: ShardSizes, state: str, value: int, group_size: int) -> bool:
-    trial = {name: getattr(sizes, name) for name in STATES} | {state: value}
     try:
-        ShardSizes(**trial).check(group_size)
+        replace(sizes, **{state: value}).check(group_size)
     except ConfigurationError:
         return False
     return True
