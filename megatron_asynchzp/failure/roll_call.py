@@ -4,6 +4,7 @@
 which the ranks met.
 
     rank 0   a collective fails | calls ........... | reads: 1 answers, 2 and 3 do not
+                                                      and writes a verdict, which others read
     rank 1                          hears it | answers, and ends too
     rank 2   (stopped)
     rank 3   (its node is cut off)
@@ -14,6 +15,7 @@ NCCL does. Then, too, a rank whose tasks stand still looks whether others went a
 """
 
 import itertools
+import resource
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +24,15 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from megatron_asynchzp.errors import name_ranks
+from megatron_asynchzp.errors import ConfigurationError, name_ranks
 from megatron_asynchzp.failure.standstill import Progress, Standstill, why_apart
+from megatron_asynchzp.failure.verdict import HAS_FAILED, IS_HERE, Verdict
 
 _LOOKS_EVERY_S = 1.0
 ANSWERS_WITHIN_S = 3.0
 """For the answers of the others, from the call on."""
 _STORE_S = 1.0  # that much longer a store may take before it counts as lost
+_VERDICT_S = 1.0  # for the one that reads all answers
 OTHERS_FIRST_S = 0.5
 """How long a rank that hears of another's failure waits for its own."""
 LASTS_S = _LOOKS_EVERY_S + OTHERS_FIRST_S + ANSWERS_WITHIN_S + _STORE_S
@@ -39,12 +43,15 @@ _MOST_LOOKED_AT = 8  # of them, each time: all ranks of a large world may stand 
 _POLL_S = 0.1
 _CLOSE_POLL_S = 0.01  # of one rank
 _MOST_POLLS_PER_S = 10_000  # of all ranks, which ask one store
+_OTHER_DESCRIPTORS = 256  # of the process that holds the store
 _THREAD = "asynchzp-roll-call"
 # Keys. The second has entries, each with a rank before it; the others count ranks.
 _CALLED, _ANSWERS, _NUM_ANSWERED, _NUM_READ = "called", "answers", "answered", "read"
 _NUM_CLOSED = "closed"
 _WONDERS, _PROGRESS = "wonders", "progress/"  # whether a rank stands still; how far each is
-_IS_HERE, _HAS_FAILED = "here", "failed"
+_ALL_ANSWERED = "all answered"
+# What the answers say, by how often rank 0 began and by how many had answered, and its readers.
+_BEGINNINGS, _VERDICT = "beginnings", "verdict/"
 _calls = itertools.count()
 
 
@@ -84,15 +91,14 @@ class RollCall:
         self._is_asked = threading.Event()
         self._is_over = threading.Event()
         self._is_lost = self._has_answered = False
-        # By rank: what it had submitted, in the order of its lanes, when it answered.
-        self._answers: dict[int, list[int]] = {}
-        self._writing: set[int] = set()  # when they answered
-        self._failed: set[int] = set()
-        self._failed_before: set[int] = set()  # this one
+        self._verdict: Verdict | None = None
         self._num_answered = self._num_read = 0  # on rank 0, for `leave`
         if rank == 0:  # torchrun's store may be that of the start before
-            for key in (_CALLED, _ANSWERS, _NUM_ANSWERED, _NUM_READ, _NUM_CLOSED, _WONDERS):
+            for key in (_CALLED, _ANSWERS, _ALL_ANSWERED, _NUM_ANSWERED, _NUM_READ):
                 store.delete_key(key)
+            for key in (_NUM_CLOSED, _WONDERS):
+                store.delete_key(key)
+            store.add(_BEGINNINGS, 1)
         if driver is not None:
             store.delete_key(f"{_PROGRESS}{rank}")
         self._thread = threading.Thread(target=self._serve, name=_THREAD, daemon=True)
@@ -106,7 +112,10 @@ class RollCall:
         is_writing: Callable[[], bool],
         driver: Standstill | None = None,
     ) -> "RollCall | None":
-        """That of the default process group; None where its ranks did not meet at a TCP store."""
+        """That of the default process group; None where its ranks did not meet at a TCP store.
+
+        Raises ConfigurationError where the process that holds the store cannot have so many
+        connections."""
         if not dist.is_initialized():
             return None
         store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
@@ -114,6 +123,7 @@ class RollCall:
             return None
         own = PrefixStore(f"asynchzp-roll-call-{next(_calls)}", store.clone())
         rank, world_size = dist.get_rank(), dist.get_world_size()
+        refuse_few_descriptors(rank, world_size)
         return cls(own, rank, world_size, counts, on_call, is_writing, driver)
 
     # ---- for the thread in which something failed
@@ -125,23 +135,24 @@ class RollCall:
         if self._is_closed.is_set():
             return "nobody was asked, as the communication was closed"
         self._is_asked.set()
-        is_over = self._is_over.wait(ANSWERS_WITHIN_S + _STORE_S)
+        self._is_over.wait(ANSWERS_WITHIN_S + 2 * _VERDICT_S + _STORE_S)
         if self._why_apart:
             return self._why_apart
-        answers = dict(self._answers)
-        silent = sorted(set(range(self._world_size)) - answers.keys())
-        if silent and (self._is_lost or not is_over):
+        verdict = self._verdict
+        if verdict is None:
             return f"the store at {self._where}, where the ranks met, does not answer"
         behind: list[int] = []
-        writing: list[int] = []
-        if lane is None:
-            writing = sorted(self._writing)
-        else:
+        if lane is not None:
             place = tuple(self._counts).index(lane)
-            behind = [r for r in ranks if r in answers and answers[r][place] < number]
-        before = sorted(self._failed_before)
+            late = {r for those, counts in verdict.behind if counts[place] < number for r in those}
+            behind = [rank for rank in ranks if rank in late]
+        failed = verdict.failed
+        before = sorted(failed[: failed.index(self._rank)] if self._rank in failed else failed)
+        writing = verdict.writing if lane is None else []
+        more = verdict.num_silent - len(verdict.silent)
+        silent = name_ranks(verdict.silent) + (f" and {more} more" if more else "")
         texts = (
-            f"no answer from {name_ranks(silent)}" if silent else "",
+            f"no answer from {silent}" if verdict.num_silent else "",
             f"not come to it: {name_ranks(behind)}" if behind else "",
             f"still writing: {name_ranks(writing)}" if writing else "",
             f"failed before: {name_ranks(before)}" if before else "",
@@ -243,8 +254,9 @@ class RollCall:
             return False
 
     def _answer(self, is_writing: bool) -> None:
-        self._tell(_IS_HERE, int(is_writing), *self._counts.values())
-        self._store.add(_NUM_ANSWERED, 1)
+        self._tell(IS_HERE, int(is_writing), *self._counts.values())
+        if self._store.add(_NUM_ANSWERED, 1) == self._world_size:
+            self._store.set(_ALL_ANSWERED, "")
         self._has_answered = True
 
     def _call(self) -> None:
@@ -256,15 +268,10 @@ class RollCall:
             return
         if not self._has_answered:
             self._answer(False)  # it has failed
-        self._read()
-        self._failed_before = set(self._failed)
-        self._tell(_HAS_FAILED)
-        deadline = time.monotonic() + ANSWERS_WITHIN_S
-        # What is read each time has one size: the answers grow with the number of ranks that read.
-        while self._store.add(_NUM_ANSWERED, 0) < self._world_size and time.monotonic() < deadline:
-            time.sleep(self._poll_s)
-        self._read()
-        self._num_answered = len(self._answers)
+        self._tell(HAS_FAILED)
+        self._comes(_ALL_ANSWERED, ANSWERS_WITHIN_S)
+        self._num_answered = self._store.add(_NUM_ANSWERED, 0)
+        self._verdict = self._read_verdict()
         self._store.add(_NUM_READ, 1)
         self._is_over.set()
         while self._rank == 0 and not self._is_closed.wait(_POLL_S):
@@ -289,15 +296,39 @@ class RollCall:
     def _tell(self, *words: object) -> None:
         self._store.append(_ANSWERS, " ".join(map(str, (self._rank, *words))) + ";")
 
-    def _read(self) -> None:
-        for entry in self._store.get(_ANSWERS).decode().split(";")[:-1]:
-            rank, what, *counts = entry.split()
-            if what == _IS_HERE:
-                is_writing, *self._answers[int(rank)] = map(int, counts)
-                if is_writing:
-                    self._writing.add(int(rank))
-            else:
-                self._failed.add(int(rank))
+    def _read_verdict(self) -> Verdict | None:
+        """What the answers say. The first to ask reads them all, the second where that one has
+        ended meanwhile, and the others what it makes of them: all answers, read by every rank of a
+        large world, are more than a store can send."""
+        key = f"{_VERDICT}{self._store.add(_BEGINNINGS, 0)}/{self._num_answered}"
+        turn = self._store.add(f"{key}/readers", 1)
+        if turn > 1 and self._comes(key, min(2, turn - 1) * _VERDICT_S):
+            return Verdict.of_text(self._store.get(key).decode())
+        if turn > 2:
+            return None
+        verdict = Verdict.of_answers(self._store.get(_ANSWERS).decode(), self._world_size)
+        self._store.set(key, verdict.to_text())
+        return verdict
+
+    def _comes(self, key: str, within_s: float) -> bool:
+        """Whether the store has `key` by then. (torch's own wait prints a warning where it has
+        not.)"""
+        deadline = time.monotonic() + within_s
+        while not (is_there := self._store.check([key])) and time.monotonic() < deadline:
+            time.sleep(self._poll_s)
+        return is_there
+
+
+def refuse_few_descriptors(rank: int, world_size: int) -> None:
+    """Raise ConfigurationError on rank 0, beside which the store is, where a process there cannot
+    have the connections of `world_size` ranks: the ranks would wait for each other at the store."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * world_size + _OTHER_DESCRIPTORS
+    if rank == 0 and limit != resource.RLIM_INFINITY and limit < needed:
+        raise ConfigurationError(
+            f"ulimit -n is {limit} on the host of rank 0: the store at which {world_size} ranks "
+            f"meet takes {needed} files and connections; start with ulimit -n {needed} or more"
+        )
 
 
 def _parts_within_s() -> float:

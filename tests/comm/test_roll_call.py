@@ -2,17 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A failure says which ranks do not answer, a store that is gone holds nobody, and all hear it."""
 
+import random
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch.distributed as dist
 
-from megatron_asynchzp.errors import name_ranks
+from megatron_asynchzp.errors import ConfigurationError, name_ranks
 from megatron_asynchzp.failure import roll_call
 from megatron_asynchzp.failure.roll_call import RollCall
+from megatron_asynchzp.failure.verdict import Verdict
 
 WORLD_SIZE = 4
 SOON_S = 20.0
@@ -24,6 +27,7 @@ def short_times(monkeypatch):
     monkeypatch.setattr(roll_call, "_POLL_S", 0.02)
     monkeypatch.setattr(roll_call, "ANSWERS_WITHIN_S", 0.4)
     monkeypatch.setattr(roll_call, "_STORE_S", 0.2)
+    monkeypatch.setattr(roll_call, "_VERDICT_S", 0.4)
 
 
 class World:
@@ -172,6 +176,92 @@ def test_it_does_not_wait_for_ever_for_a_rank_that_never_closes(without_2):
     start_s = time.monotonic()
     without_2.close()
     assert time.monotonic() - start_s < SOON_S
+
+
+class CountedStore:
+    """A connection to a store, and the bytes that came over it."""
+
+    def __init__(self, store: dist.Store):
+        self._store, self.nbytes = store, 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._store, name)
+
+    def get(self, key: str) -> bytes:
+        value = self._store.get(key)
+        self.nbytes += len(value)
+        return value
+
+
+def ask_all(ranks: list[RollCall]) -> list[str]:
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(lambda one: one.about("gather", 5, range(64)), ranks))
+
+
+def test_ranks_that_all_fail_at_once_read_what_one_of_them_made_of_the_answers(monkeypatch):
+    """However many there are, each reads a few hundred bytes."""
+    monkeypatch.setattr(roll_call, "ANSWERS_WITHIN_S", 1.5)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    there = [rank for rank in range(64) if rank not in (17, 40)]
+    stores = [CountedStore(store.clone()) for _ in there]
+    ranks = [
+        RollCall(one, rank, 64, Counter(gather=4 if rank == 9 else 5), lambda _: None)
+        for one, rank in zip(stores, there, strict=True)
+    ]
+    answers_nbytes = len("".join(f"{rank} here 0 5;" for rank in there))
+    said = "no answer from ranks 17, 40; not come to it: rank 9"
+    assert all(text.startswith(said) for text in ask_all(ranks))
+    large = [one for one in stores if one.nbytes >= answers_nbytes]
+    assert len(large) == 1 and all(one.nbytes < 120 for one in stores if one not in large)
+    for one in ranks[1:]:
+        one.close()
+
+
+def test_another_one_reads_the_answers_where_the_first_reader_has_ended():
+    world = World(*range(WORLD_SIZE))
+    world.store.add(f"{roll_call._VERDICT}1/{WORLD_SIZE}/readers", 1)
+    assert world.ranks[2].about() == "every rank answers"
+    assert world.ranks[3].about() == "failed before: rank 2"
+    assert world.store.check([f"{roll_call._VERDICT}1/{WORLD_SIZE}"])
+    world.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_verdict_in_a_text_says_what_the_answers_say(seed):
+    chance = random.Random(seed)
+    world = chance.choice((3, 40, 5000))
+    counts = {rank: chance.choice(((5, 2), (5, 2), (5, 1), (3, 2))) for rank in range(world)}
+    silent = set(chance.sample(range(world), chance.choice((0, 1, world // 3))))
+    writing = [rank for rank in counts if chance.random() < 0.01 and rank not in silent]
+    failed = chance.sample(range(world), 2)
+    answers = [
+        f"{rank} here {int(rank in writing)} {a} {b};"
+        for rank, (a, b) in counts.items()
+        if rank not in silent
+    ]
+    chance.shuffle(answers)
+    text = Verdict.of_answers("".join(answers) + "".join(f"{r} failed;" for r in failed), world)
+    heard = Verdict.of_text(text.to_text())
+    assert len(text.to_text()) < 4000 and heard.num_silent == len(silent)
+    assert heard.failed == failed and heard.writing == writing
+    assert set(heard.silent) <= silent and heard.silent == sorted(silent)[: len(heard.silent)]
+    late = {rank: tuple(of_them) for ranks, of_them in heard.behind for rank in ranks}
+    assert all(counts[rank] == of_them for rank, of_them in late.items())
+    if world < 100:
+        assert heard.silent == sorted(silent)
+        there = [counts[rank] for rank in counts if rank not in silent]
+        front = tuple(map(max, zip(*there, strict=True)))
+        assert late.keys() == {r for r in counts.keys() - silent if counts[r] != front}
+
+
+def test_a_low_limit_of_descriptors_is_refused_beside_the_store_with_the_one_that_is_needed(
+    monkeypatch,
+):
+    monkeypatch.setattr(roll_call.resource, "getrlimit", lambda _: (1024, 4096))
+    roll_call.refuse_few_descriptors(0, 256)
+    roll_call.refuse_few_descriptors(1, 16384)
+    with pytest.raises(ConfigurationError, match="ulimit -n 33024 or more"):
+        roll_call.refuse_few_descriptors(0, 16384)
 
 
 def test_ranks_have_short_names():
