@@ -157,7 +157,15 @@ def return_to_first(optimizer: Optimizer, step: int) -> None:
         torch._foreach_copy_([param.data for param in params_of(optimizer)], _kept)
 
 
+def assign_data(optimizer: Optimizer, step: int) -> None:
+    for param in params_of(optimizer):
+        param.data = param.data * 0.9
+        if param.grad is not None:
+            param.grad.data = param.grad.data * 0.5
+
+
 BEFORE = [
+    assign_data,
     decay_by_hand,
     clamp_weights_openly,
     return_to_first,
@@ -231,7 +239,7 @@ def compare(changes: list[Change], all_sizes: list[Sizes]) -> None:
             assert (one - plain).abs().max() <= 1e-6, (change.__name__, sizes)
 
 
-FAST = [decay_by_hand, clamp_data, load_states, change_last_group, take_params_out]
+FAST = [assign_data, decay_by_hand, clamp_data, load_states, change_last_group, take_params_out]
 WORLDS = [(1, [(1, 1, 1)]), (2, [(2, 2, 2), (1, 1, 2)]), (4, [(1, 1, 1), (2, 2, 2), (2, 2, 4)])]
 
 
@@ -342,9 +350,9 @@ def write_to_views(optimizer: Optimizer) -> None:
         param.detach().view(-1)[:1].mul_(2.0)
 
 
-def swap_two(optimizer: Optimizer) -> None:
+def swap_by_assignment(optimizer: Optimizer) -> None:
     for param in params_of(optimizer):
-        param.data.copy_(param.data.flip(0))
+        param.data = param.data.flip(0)
 
 
 def average(optimizer: Optimizer) -> None:
@@ -352,7 +360,7 @@ def average(optimizer: Optimizer) -> None:
     torch._foreach_lerp_([param.data for param in params_of(optimizer)], slow, 0.5)
 
 
-AFTER = [clamp_params, clamp_openly, write_to_views, swap_two, average]
+AFTER = [clamp_params, clamp_openly, write_to_views, swap_by_assignment, average]
 
 
 def evaluate(made: ShardedModel, inputs: torch.Tensor) -> None:
@@ -414,6 +422,9 @@ def write_alone() -> None:
         values = [param.detach().clone() for param in params_of(made.optimizer)]
         found = [value.flatten() for _, value in made.full_params()]
         assert all(map(torch.equal, found, values))
+    for param in params_of(made.optimizer):
+        with pytest.raises(ConfigurationError, match="keeps its shape, dtype and device"):
+            param.data = param.data.half()
     made.close()
 
 

@@ -44,7 +44,9 @@ class Heads(nn.Module):
 
 def build() -> Heads:
     torch.manual_seed(7)
-    return Heads()
+    model = Heads()
+    model.trunk[1].weight.no_decay = True
+    return model
 
 
 def loss_of(model: nn.Module, step: int, rank: int, head: int = 0) -> torch.Tensor:
@@ -109,7 +111,7 @@ class Counting(torch.optim.Optimizer):
                     mean = state.setdefault("exp_avg", torch.zeros_like(param))
                     mean.lerp_(param.grad, 0.1)
                     rate = group["lr"] / (1 - 0.9 ** group["step"])
-                    param.sub_(rate * mean / (1 + mean.abs()))
+                    param.data = param - rate * mean / (1 + mean.abs())
 
 
 class Lookahead(torch.optim.AdamW):
@@ -198,10 +200,17 @@ def with_schedule_in_a_hook(named):
 
 
 def decayed_by_ndim(named):
-    """The commonest habit there is."""
+    """The commonest habit there is, and attributes of the model's parameters, as Mamba has them."""
+
+    def is_decayed(param):
+        is_matrix = param.ndim >= 2
+        assert is_matrix is (param.squeeze().dim() >= 2) is (len(param.stride()) >= 2)
+        assert is_matrix is (param.flatten().numel() > len(param)) is (param.T[0].ndim > 0)
+        return is_matrix and not getattr(param, "no_decay", False)
+
     groups = [
-        {"params": [param for _, param in named if param.ndim >= 2], "weight_decay": 0.5},
-        {"params": [param for _, param in named if param.dim() < 2], "weight_decay": 0.0},
+        {"params": [param for _, param in named if is_decayed(param)], "weight_decay": 0.5},
+        {"params": [param for _, param in named if not is_decayed(param)], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=1e-2)
 

@@ -60,15 +60,19 @@ def message_of(changes: dict[str, Any]) -> str:
     return ""
 
 
-def change(name: str, groups: list[dict[str, Any]]) -> None:
+def change(name: str, groups: list[dict[str, Any]]) -> float:
+    """What is changed; returns what gradients are clipped to from now on."""
     if name == "a scheduler":
         groups[0]["lr"] *= 0.9
     elif name == "a decay":
         groups[1]["weight_decay"] = 0.3
     elif name == "a new setting":
         groups[1]["swa_lr"] = 0.1
+    elif name == "a clip":
+        return 0.5
     elif name == "betas":
         groups[0]["betas"] = (0.9, 0.95)
+    return 1.0
 
 
 CHANGED = {
@@ -76,20 +80,22 @@ CHANGED = {
     "a decay": "step 3: weight_decay of the optimizer's group 1 is 0.1 on ranks 0, 1 and 0.3",
     "a new setting": "step 3: what an optimizer is set to is 'nothing' on ranks 0, 1 and 'swa_lr",
     "betas": "step 3: betas of the optimizer's group 0 is [0.9, 0.999] on ranks 0, 1",
+    "a clip": "step 4: max_norm of clip_grad_norm_ is 1.0 on ranks 0, 1 and 0.5 on rank 2",
     "nothing": "",
 }
 
 
 def message_of_change(name: str, sizes: ShardSizes) -> str:
     """What ends a training in which the last rank changes a setting after the second step."""
-    sharded = shard(build_toy(), None, sizes, by_bias)
+    sharded, max_norm = shard(build_toy(), None, sizes, by_bias), 1.0
     try:
         for step in range(4):
             sharded.zero_grad()
             toy_loss(sharded.model, toy_batch(step, 0, dist.get_rank())).backward()
+            sharded.clip_grad_norm_(max_norm)
             sharded.step()
             if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
-                change(name, sharded.optimizer.param_groups)
+                max_norm = change(name, sharded.optimizer.param_groups)
         sharded.close()
     except OrderMismatch as error:
         sharded.runtime.driver._is_closed.set()

@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron_asynchzp.library.state import ShardedState
 from megatron_asynchzp.sharding.topology import Range
+from megatron_asynchzp.zero.guard import SHARDED_AS
 from megatron_asynchzp.zero.unit import HZPUnit
 
 
@@ -50,4 +51,6 @@ def fragments_of(unit: HZPUnit) -> Iterator[HeldFragment]:
         return
     for piece, own in zip(slices, unit.new_fragments(), strict=True):
         named = piece.name, piece.shape, own.held, own.values
+        given = vars(unit.params[own.index]).items()  # by which people build groups
+        vars(own.param).update(one for one in given if one[0] != SHARDED_AS)
         yield TrainedFragment(*named, unit, own.param, own.grad, unit.is_counted)

@@ -15,6 +15,9 @@ from megatron_asynchzp.errors import ConfigurationError
 
 WHOLE_STATES = "torch.distributed.checkpoint.state_dict"
 _GRAD = cast("Any", torch.Tensor).grad
+_DATA = cast("Any", torch.Tensor).data
+set_data: Callable[[nn.Parameter, torch.Tensor], None] = _DATA.__set__
+"""As an assignment to the data of any parameter."""
 _ALONE = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]
 _SCALER = torch._amp_foreach_non_finite_check_and_unscale_  # pyright: ignore
 _NORMS: set[Any] = {
@@ -127,6 +130,21 @@ class PartParam(nn.Parameter):
         self.await_grads()
         set_grad(self, PartGrad.of(value, self.agree))
 
+    @property
+    def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """A write to where the values are: the engine sends them from there."""
+        own = self.data
+        if (value.shape, value.dtype, value.device) != (own.shape, own.dtype, own.device):
+            raise ConfigurationError(
+                "param.data of sharded.optimizer's parameters keeps its shape, dtype and device: "
+                f"{tuple(own.shape)}, {own.dtype}, {own.device}; sharded.sleep() moves it"
+            )
+        own.copy_(value)
+
 
 def refuse_whole_states(*_: object) -> None:
     """Before an optimizer's state_dict(): torch's get_state_dict looks for whole parameters."""
@@ -146,14 +164,36 @@ _SHAPES: set[Any] = {
     *(getattr(torch.Tensor, name) for name in ("size", "dim", "ndimension", "numel", "nelement")),
     *(torch.Tensor.__len__, torch.numel),
 }
+_VIEWS = (
+    *("__getitem__", "__iter__", "chunk", "expand", "flatten", "is_contiguous", "movedim"),
+    *(
+        "narrow",
+        "permute",
+        "ravel",
+        "reshape",
+        "reshape_as",
+        "select",
+        "split",
+        "squeeze",
+        "stride",
+    ),
+    *("swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten"),
+    *("unsqueeze", "view", "view_as"),
+)
+_SHAPES |= {
+    *(getattr(where, name) for where in (torch, torch.Tensor) for name in _VIEWS
+      if hasattr(where, name)),
+    *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")),
+}  # fmt: skip
 _ALIASES: set[Any] = {cast("Any", torch.Tensor).data.__get__, torch.Tensor.detach}
 
 
 class WholeShaped(nn.Parameter):
     """The class of an optimizer's parameter while the function that makes the optimizer runs: it
-    says the shape of the whole parameter, by which people build groups. All else is of the part.
+    says the shape of the whole parameter, by which people build groups, and so do views of it,
+    which have no values. All else is of the part.
 
-    whole: of the whole shape, without memory.
+    whole: of the whole shape, on the meta device.
     """
 
     whole: torch.Tensor

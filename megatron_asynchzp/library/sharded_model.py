@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_asynchzp.at_rest.sleep import Sleeper
 from megatron_asynchzp.at_rest.unit_stream import WholeUnit, drop_mark, mark, stream_units
-from megatron_asynchzp.comm.agreement import settings_of_groups
+from megatron_asynchzp.comm.agreement import settings_of_groups, text_of
 from megatron_asynchzp.comm.report import CommReport, CommReports
 from megatron_asynchzp.comm.timeline import captured_trace, profiler_range
 from megatron_asynchzp.errors import ConfigurationError
@@ -36,7 +36,7 @@ from megatron_asynchzp.library.arguments import (
 )
 from megatron_asynchzp.library.checkpoint import ModelCheckpoint
 from megatron_asynchzp.library.fragments import TrainedFragment, fragments_of
-from megatron_asynchzp.library.grads import PartGrad, PartParam, grad_of, plain, set_grad
+from megatron_asynchzp.library.grads import PartGrad, PartParam, grad_of, plain, set_data, set_grad
 from megatron_asynchzp.library.meta_model import is_meta
 from megatron_asynchzp.library.optimizer import NewOptimizer, guarded_optimizer, watch_optimizers
 from megatron_asynchzp.library.params import ShardedParams
@@ -176,19 +176,18 @@ class ShardedModel:
         self._params.bind(lambda keeps: owner().zero_grad(keeps), lambda: owner().no_sync())
         self._parts = [part for unit in runtime.units for part in fragments_of(unit)]
         self._trained = [part for part in self._parts if isinstance(part, TrainedFragment)]
-        self._guarded = {
-            part.param: PartGrad.of(part.grad, lambda values: owner()._take_largest(values))
-            for part in self._trained
-        }
         self.optimizer = self._new_optimizer(new_optimizer)
         names = {part.param: part.name for part in self._trained}
         refuse_other_optimizers(self.optimizer, names, group, self._device)
-        runtime.settings_of_update = lambda: settings_of_groups(owner().optimizer.param_groups)
+        runtime.settings_of_update = lambda: (
+            owner()._clipped_to | settings_of_groups(owner().optimizer.param_groups)
+        )
         is_first = dist.get_rank(group) == 0
         self._checkpoint = ModelCheckpoint(model, runtime, self.optimizer, self._parts, is_first)
         self._sleeper = Sleeper([runtime], lambda: owner().optimizer.state)
         self.runtime.early = self._new_early_update()
         self._are_in_place = False
+        self._clipped_to = {"max_norm of clip_grad_norm_": "nothing"}
         self.runtime.refuse_writes(lambda: owner()._params.refuse_writes())
         self._await_grads()
         if dist.get_world_size(group) == dist.get_world_size():  # others do not come here
@@ -298,8 +297,9 @@ class ShardedModel:
 
     def _guarded_grad(self, part: TrainedFragment) -> torch.Tensor | None:
         """None for a unit that no backward has reached, as in torch."""
+        # Anew: the `data` of the last one may lie elsewhere by now.
         is_reached = part.unit in self.runtime.reached
-        return self._guarded[part.param] if is_reached else None
+        return PartGrad.of(part.grad, part.param.agree) if is_reached else None
 
     def _await_grads(self) -> None:
         """The gradients are not complete: who reads one waits for it."""
@@ -322,6 +322,10 @@ class ShardedModel:
             set_grad(part.param, None if grad is None else plain(grad))
 
     def _after_update(self) -> None:
+        for part in self._trained:  # an optimizer may assign to param.data
+            if part.param.data_ptr() != part.values.data_ptr():
+                part.values.copy_(part.param.data)
+                part.param.data = part.values
         self.runtime.sync_params(may_stand=True)
         self.runtime.rest()
         self._await_grads()
@@ -333,6 +337,7 @@ class ShardedModel:
         Returns the norm before that, a 0-dim fp32 tensor, the same on all ranks. Collective.
         """
         self._sync_grads()
+        self._clipped_to = dict.fromkeys(self._clipped_to, text_of(max_norm))
         # Not part.grad: somebody may have put another one in its place.
         grads = [
             (part, plain(grad))
@@ -382,8 +387,8 @@ class ShardedModel:
         Raises ConfigurationError within a step, and where it sleeps already.
         """
         self._sleeper.sleep(level)
-        for part in self._trained:
-            part.param.data = part.values[:0]  # reading what has no memory would end the process
+        for part in self._trained:  # reading what has no memory would end the process
+            set_data(part.param, part.values[:0])
 
     def wake(self) -> None:
         """Bring back what `sleep` took from the device. Collective.
@@ -392,7 +397,7 @@ class ShardedModel:
         """
         self._sleeper.wake()
         for part in self._trained:
-            part.param.data = part.values
+            set_data(part.param, part.values)
 
     def state_dict(self, only_trained: bool = False) -> dict[str, Any]:
         """What torch.distributed.checkpoint saves, or loads in place.

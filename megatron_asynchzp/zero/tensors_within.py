@@ -3,15 +3,19 @@
 """Owns the search for tensors within values of any form: what modules are called with, return and
 keep."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten_with_path, tree_is_leaf
 
 _DEPTH = 6  # of objects in objects
 _OPAQUE = (nn.Module, type, str, bytes, int, float, torch.dtype, torch.device, torch.Size)
+_MEMBERS: dict[type, tuple[str, ...]] = {np.ndarray: ("base",), partial: ("args", "keywords")}
 
 
 def tensors_within(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -37,7 +41,7 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, part in cast("Mapping[Any, Any]", value).items():
             yield f"[{key!r}]", part
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         for index, part in enumerate(cast("list[Any]", value)):
             yield f"[{index}]", part
     elif not tree_is_leaf(value):  # a class that torch was told of
@@ -45,7 +49,7 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
             yield "".join(map(str, path)), part
     else:
         slots = [slot for kind in type(value).__mro__ for slot in getattr(kind, "__slots__", ())]
-        for key in (*getattr(value, "__dict__", ()), *slots):
+        for key in (*getattr(value, "__dict__", ()), *slots, *_MEMBERS.get(type(value), ())):
             if not key.startswith("__"):
                 yield f".{key}", getattr(value, key, None)
 
