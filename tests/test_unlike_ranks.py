@@ -28,7 +28,7 @@ def by_bias(named: list, decay: float = 0.1) -> AdamW:
 
 # What the last of 3 ranks is called with, and the message up to who has which.
 LAST: dict[str, tuple[dict[str, Any], str]] = {
-    "sizes": ({"sizes": ShardSizes(1, 1, 3)}, "sizes is ShardSizes(param=3, grad=3, optim=3)"),
+    "sizes": ({"sizes": ShardSizes(1, 1, 3)}, "sizes is ShardSizes(param=3, grad=3, optim=3, "),
     "a depth": ({"schedule": ScheduleConfig(prefetch_depth=2)}, "schedule.prefetch_depth is 1"),
     "a dtype": ({"param_dtype": torch.bfloat16}, "param_dtype is None"),
     "an order of units": ({"units": lambda model: [*model.blocks][::-1]}, "units[0] is blocks.0"),

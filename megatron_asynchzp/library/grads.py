@@ -161,30 +161,18 @@ def refuse_whole_states(*_: object) -> None:
 
 _SHAPES: set[Any] = {
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "nbytes")),
+    *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")),
     *(getattr(torch.Tensor, name) for name in ("size", "dim", "ndimension", "numel", "nelement")),
     *(torch.Tensor.__len__, torch.numel),
 }
 _VIEWS = (
-    *("__getitem__", "__iter__", "chunk", "expand", "flatten", "is_contiguous", "movedim"),
-    *(
-        "narrow",
-        "permute",
-        "ravel",
-        "reshape",
-        "reshape_as",
-        "select",
-        "split",
-        "squeeze",
-        "stride",
-    ),
-    *("swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten"),
-    *("unsqueeze", "view", "view_as"),
-)
-_SHAPES |= {
-    *(getattr(where, name) for where in (torch, torch.Tensor) for name in _VIEWS
-      if hasattr(where, name)),
-    *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")),
-}  # fmt: skip
+    "__getitem__", "__iter__", "chunk", "expand", "flatten", "is_contiguous", "movedim", "narrow",
+    "permute", "ravel", "reshape", "reshape_as", "select", "split", "squeeze", "stride", "swapaxes",
+    "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unsqueeze", "view",
+    "view_as",
+)  # fmt: skip
+_SHAPES |= {getattr(torch.Tensor, name) for name in _VIEWS}
+_SHAPES |= {getattr(torch, name) for name in _VIEWS if hasattr(torch, name)}
 _ALIASES: set[Any] = {cast("Any", torch.Tensor).data.__get__, torch.Tensor.detach}
 
 

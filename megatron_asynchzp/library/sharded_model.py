@@ -298,8 +298,8 @@ class ShardedModel:
     def _guarded_grad(self, part: TrainedFragment) -> torch.Tensor | None:
         """None for a unit that no backward has reached, as in torch."""
         # Anew: the `data` of the last one may lie elsewhere by now.
-        is_reached = part.unit in self.runtime.reached
-        return PartGrad.of(part.grad, part.param.agree) if is_reached else None
+        agree, is_reached = cast("PartParam", part.param).agree, part.unit in self.runtime.reached
+        return PartGrad.of(part.grad, agree) if is_reached else None
 
     def _await_grads(self) -> None:
         """The gradients are not complete: who reads one waits for it."""

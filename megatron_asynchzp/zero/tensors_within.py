@@ -3,7 +3,6 @@
 """Owns the search for tensors within values of any form: what modules are called with, return and
 keep."""
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, cast
@@ -13,25 +12,21 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten_with_path, tree_is_leaf
 
-_DEPTH = 6  # of objects in objects
 _OPAQUE = (nn.Module, type, str, bytes, int, float, torch.dtype, torch.device, torch.Size)
-_MEMBERS: dict[type, tuple[str, ...]] = {np.ndarray: ("base",), partial: ("args", "keywords")}
+_MEMBERS = {np.ndarray: ("base",), partial: ("args", "keywords")}  # they have no __slots__
+_Found = Iterator[tuple[str, torch.Tensor]]
 
 
-def tensors_within(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_within(value: Any, name: str = "") -> _Found:
     """Each tensor in `value` with its path, which begins with `name`: in containers, in dataclasses
     and in attributes of objects, however they are nested, but not in modules."""
-    yield from _within(value, name, _DEPTH, set())
+    yield from _within(value, name, 6, set())  # six objects deep
 
 
-def _within(
-    value: Any, name: str, depth: int, seen: set[int]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _within(value: Any, name: str, depth: int, seen: set[int]) -> _Found:
     if isinstance(value, torch.Tensor):
         yield name, value
-    elif not depth or value is None or isinstance(value, _OPAQUE) or id(value) in seen:
-        return
-    else:
+    elif depth and value is not None and not isinstance(value, _OPAQUE) and id(value) not in seen:
         seen.add(id(value))
         for key, part in _parts_of(value):
             yield from _within(part, name + key, depth - 1, seen)
@@ -41,20 +36,21 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, part in cast("Mapping[Any, Any]", value).items():
             yield f"[{key!r}]", part
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+    elif isinstance(value, (list, tuple, set, frozenset)):
         for index, part in enumerate(cast("list[Any]", value)):
             yield f"[{index}]", part
     elif not tree_is_leaf(value):  # a class that torch was told of
         for path, part in tree_flatten_with_path(value)[0]:
             yield "".join(map(str, path)), part
     else:
-        slots = [slot for kind in type(value).__mro__ for slot in getattr(kind, "__slots__", ())]
-        for key in (*getattr(value, "__dict__", ()), *slots, *_MEMBERS.get(type(value), ())):
+        kinds: tuple[Any, ...] = type(value).__mro__
+        slots = [slot for one in kinds for slot in getattr(one, "__slots__", _MEMBERS.get(one, ()))]
+        for key in (*getattr(value, "__dict__", ()), *slots):
             if not key.startswith("__"):
                 yield f".{key}", getattr(value, key, None)
 
 
-def tensors_kept(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_kept(modules: Mapping[str, nn.Module]) -> _Found:
     """Each buffer of `modules`, and each tensor in their attributes, with its path. modules: by
     name. What a hook sets anew before each forward (spectral_norm's weight) is left out."""
     usual = nn.Module().__dict__.keys()
