@@ -244,10 +244,10 @@ WORLDS = [(1, [(1, 1, 1)]), (2, [(2, 2, 2), (1, 1, 2)]), (4, [(1, 1, 1), (2, 2, 
 
 
 @pytest.mark.habit(
-    "writing gradients by `.grad.data`, `.numpy()`, DLPack or a kept view",
+    "writing gradients by `.grad.data`, `.numpy()`, DLPack or a kept view, assigning `.grad.data`",
     "the optimizer's state cleared, reset or loaded between backward and `step()`",
     "settings, groups or class of the optimizer changed between backward and `step()`",
-    "weights decayed by hand, clamped or put back between backward and `step()`",
+    "weights decayed by hand, clamped, assigned or put back between backward and `step()`",
 )
 @pytest.mark.parametrize(
     ("world_size", "changes", "all_sizes"),

@@ -305,7 +305,7 @@ EARLY, LATE = ["Rprop", "Schedule-Free", "decay by ndim"], ["NAdam", "a count in
 
 @pytest.mark.habit(
     "`sharded.state_dict()`, `sleep()` before the first step",
-    "weight decay grouped by `p.ndim >= 2`, rates by `p.numel()`",
+    "weight decay by `p.ndim >= 2` or an attribute (`p._no_weight_decay`), rates by `p.numel()`",
     "Schedule-Free: `optimizer.train()`, `optimizer.eval()`",
     "resuming from a checkpoint of before the first step",
     "a schedule that steps in a hook of the optimizer",
