@@ -109,7 +109,7 @@ def messages_of_changes() -> dict[str, str]:
 
 
 @pytest.mark.habit(
-    "other settings of the optimizer or another `max_norm` on some ranks (a scheduler that one steps)"
+    "other settings of the optimizer or another `max_norm` on some ranks (a scheduler of one)"
 )
 def test_settings_of_the_optimizer_that_change_on_one_rank_alone_end_the_next_step():
     first, *others = run_ranks(messages_of_changes, 3)
