@@ -52,7 +52,7 @@ class LoopbackWorld:
     def groups(self, sizes: Sequence[int]) -> ShardGroups:
         """The communicators of this rank."""
         topology = ShardTopology(self.size, self.rank, ShardSizes(*sizes))
-        axes = {axis.members: axis for axis in topology.axes}
+        axes = {tuple(axis.members): axis for axis in topology.axes}
 
         def group_of(purpose: str, ranks: tuple[int, ...]) -> "LoopbackGroup":
             key = (purpose, ranks)
