@@ -99,3 +99,42 @@ def test_the_census_counts_what_starts_and_names_the_flags_that_keep_the_rest(tm
     assert set(by) == {"plain", "sharded", "dumped", "wrong", "train.sh"}
     assert by["plain"] is None and by["dumped"] == "--save-dgrads-interval"
     assert list(by.values()).count("--save") == 1  # its value has no folder
+
+
+def test_recipes_of_a_list_get_a_model_that_their_sizes_divide(tmp_path):
+    flags = ["--bf16", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4"]
+    flags += ["--expert-model-parallel-size", "2", "--nccl-ub"]
+    recipe = {"name": "one", "hardware": "h100", "gpus": 16, "flags": flags, "vpp": 3}
+    (path := tmp_path / "recipes.json").write_text(json.dumps([recipe]))
+    (case,) = find_cases([path])
+    assert (case.name, case.hardware, case.ranks) == ("one", "h100", 16)
+    line = " ".join(case.flags)
+    assert "--num-layers 24" in line and "--num-virtual-stages-per-pipeline-rank 3" in line
+    assert "--num-experts 16" in line and "--use-nccl-ub" in line and "--mock-data" in line
+
+
+@pytest.mark.slow
+def test_the_census_of_a_list_says_what_runs_as_it_is_weakened_and_refused(tmp_path):
+    fp8 = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
+    cases = {
+        "plain": ["--bf16"],
+        "fp8": ["--bf16", *fp8],
+        "fp8 gathers": ["--bf16", *fp8, "--fp8-param-gather"],
+        "fp4": ["--bf16", "--fp4-format", "e2m1"],
+    }
+    recipes = [
+        {"name": name, "hardware": "h100", "gpus": 8, "flags": flags, "vpp": None}
+        for name, flags in cases.items()
+    ]
+    (path := tmp_path / "recipes.json").write_text(json.dumps(recipes))
+    out = tmp_path / "census.jsonl"
+    command = [sys.executable, "-m", "scripts.train.census", str(path), "--out", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    _, *lines = map(json.loads, out.read_text().splitlines())
+    found = {one["case"]: (one["ours"] and one["ours"]["by"], one["lost"]) for one in lines}
+    assert found == {
+        "plain": (None, []),
+        "fp8": (None, []),
+        "fp8 gathers": (None, ["fp8_param_gather"]),
+        "fp4": ("--fp4-format", []),
+    }

@@ -4,6 +4,7 @@
 they need of the machine, and the quantised copies of weights that outlive a layer's call."""
 
 from argparse import Namespace
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -12,8 +13,6 @@ from megatron_asynchzp.errors import ConfigurationError
 
 # Before, layers look for the place of a gradient at a copy of the weight.
 _LEAST = "2.15.0"
-# From here on a layer can be told to quantise its weight again in backward.
-_LEAST_FORGETFUL = "2.16.0"
 _ANSWERS = {"mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_available"}
 
 
@@ -44,12 +43,29 @@ def refuse_missing_fp8(args: Namespace) -> None:
 
 def forget_copies(module: nn.Module, config: Any) -> None:
     """Have layers quantise the gathered weight again in backward instead of keeping a copy until
-    then, which would be of every weight. With delayed scaling they keep it: backward would find
-    another scale."""
-    from megatron.core.utils import is_te_min_version
-
-    if not config.fp8 or config.fp8_recipe == "delayed" or not is_te_min_version(_LEAST_FORGETFUL):
-        return
-    for layer in module.modules():
-        if hasattr(layer, "is_fsdp2"):  # a property of Transformer Engine's layers
+    then, which would be of every weight."""
+    for layer in _quantising(module, config):
+        if not _keeps(layer, config):
             layer._is_fsdp2 = True
+
+
+def kept_nbytes(module: nn.Module, config: Any) -> int:
+    """Bytes of the copies that a model's layers still keep, at most: two of a weight, one of them
+    transposed."""
+    layers = [layer for layer in _quantising(module, config) if _keeps(layer, config)]
+    weights = [param for layer in layers for param in layer.parameters(recurse=False)]
+    return sum(2 * weight.numel() for weight in weights if weight.dim() == 2)
+
+
+def _quantising(module: nn.Module, config: Any) -> Iterator[Any]:
+    """The layers of Transformer Engine that have weights, where the model computes in FP8."""
+    if config.fp8:
+        # Every one of them has the property from 2.16 on, and these buffers before, too.
+        yield from (one for one in module.modules() if hasattr(one, "_fp8_workspaces"))
+
+
+def _keeps(layer: Any, config: Any) -> bool:
+    """With delayed scaling backward would find another scale; layers of experts in groups, and all
+    of earlier versions, cannot quantise again."""
+    is_grouped = hasattr(layer, "num_gemms")
+    return config.fp8_recipe == "delayed" or is_grouped or not hasattr(type(layer), "is_fsdp2")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_asynchzp.comm.collectives import AxisGroup
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.mcore.data_parallel import AsyncHZPDataParallel
+from megatron_asynchzp.mcore.low_precision import kept_nbytes
 from megatron_asynchzp.mcore.state_bytes import (
     mean_moment_nbytes,
     state_nbytes_allocated,
@@ -109,6 +110,8 @@ def _beside_states(
     rows.append(("in flight, together", formula.total(), allocated.total()))
     own_grads = max(chunk.runtime.memory.own_grads for chunk in chunks)
     rows.append(("autograd's own gradients, at most", own_grads, None))
+    if copies := sum(kept_nbytes(chunk.module, chunk.config) for chunk in chunks):
+        rows.append(("quantised copies of weights, at most", copies, None))
     units = [unit for chunk in chunks for unit in chunk.units]
     first = chunks[0]
     sizes = first.tp_group.size(), first.pp_group.size(), first.config.qk_layernorm

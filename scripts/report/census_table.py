@@ -25,6 +25,28 @@ def table(lines: Sequence[dict]) -> str:
     return "\n".join(rows)
 
 
+def by_hardware(lines: Sequence[dict]) -> str:
+    """A row for each kind of GPU that recipes are for, and one for all of them."""
+    rows = [
+        "| for | recipes | as they are | weakened | refused |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    kinds = sorted({line["hardware"] for line in lines})
+    for name, kind in [*((kind.upper(), kind) for kind in kinds), ("all", None)]:
+        found = [line for line in lines if kind in (None, line["hardware"])]
+        started = [line for line in found if line["ours"] is None]
+        weakened = sum(bool(line["lost"]) for line in started)
+        counts = len(found), len(started) - weakened, weakened, len(found) - len(started)
+        rows.append(f"| {name} | {' | '.join(map(str, counts))} |")
+    return "\n".join(rows)
+
+
+def lost(lines: Sequence[dict]) -> str:
+    """What is switched off in those that run weakened, and in how many."""
+    names = Counter(name for line in lines if line["ours"] is None for name in line["lost"])
+    return ", ".join(f"`{name}` {count}" for name, count in names.most_common())
+
+
 def _reason(refusal: dict) -> str:
     """Of "FLAG is not supported with --use-asynchzp: REASON; REMEDY", or the whole message."""
     return refusal["why"].split(" --use-asynchzp: ")[-1].split("; ")[0].rstrip(".")

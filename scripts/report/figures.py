@@ -235,6 +235,12 @@ def census_count(what: str) -> str:
     return census_table.count(read_record("census").lines, what)
 
 
+def recipes_count(what: str) -> str:
+    """what: as for census_table.count, or "lost": what is switched off, and in how many."""
+    lines = read_record("recipes").lines
+    return census_table.lost(lines) if what == "lost" else census_table.count(lines, what)
+
+
 def launch_orders(what: str) -> str:
     """what: "states", visited in every order of what we ship; "circles" among them; "planted" and
     "found" of those that were planted; "rate": states of a second of one core."""
@@ -298,6 +304,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "parity count": parity_count,
     "published": published_error,
     "census": census_count,
+    "recipes": recipes_count,
     "stated": stated,
     "grad wire ratio": grad_wire_ratio,
     "launch orders": launch_orders,

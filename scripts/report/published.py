@@ -227,6 +227,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "peaks": lambda: peak_table.table(read_record("peaks").lines),
     "real size": lambda: peak_table.table(read_record("real_size").lines),
     "census": lambda: census_table.table(read_record("census").lines),
+    "recipes": lambda: census_table.by_hardware(read_record("recipes").lines),
+    "recipes refused": lambda: census_table.table(read_record("recipes").lines),
     "early update": lambda: early_table(read_record("early_update").lines),
     "versions": lambda: versions_table.versions_table(read_record("versions").lines),
     "versions checkpoints": lambda: versions_table.moves_table(read_record("versions").lines),

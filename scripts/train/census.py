@@ -2,13 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many existing training recipes start with `--use-asynchzp`, and which flag keeps the rest:
 
-    python -m scripts.train.census FOLDER [FOLDER...] [--out FILE]
+    python -m scripts.train.census PLACE [PLACE...] [--out FILE]
 
 Reads every model_config.yaml (the form of Megatron-LM's functional tests) and every shell script
-below the folders. Each command line goes through Megatron's own parser and validation in a
-pretended world, once as it is and once with `--use-asynchzp`. What only names files (data,
-tokenizers) is replaced by mock data and a null tokenizer. Needs no device. --out: JSON lines for
-`python -m scripts.report.add_record census FILE`.
+below a folder, and the recipes of a JSON file: a list of {name, hardware, gpus, flags, vpp}, whose
+flags say nothing of the model's shape, so that they get a small one. Each command line goes through
+Megatron's own parser and validation in a pretended world, once as it is and once with
+`--use-asynchzp`: it runs as it is, runs weakened (something is switched off that nothing else
+gives), or is refused. What only names files (data, tokenizers) is replaced by mock data and a null
+tokenizer. Needs no device. --out: JSON lines for `python -m scripts.report.add_record census FILE`.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from unittest import mock
 
 from megatron_asynchzp.commands.pretended_world import fewest_ranks, parse, patch_megatron
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags.normalisations import NORMALISATIONS
 from scripts.testbed.machine import machine_record
 
 _RANKS_PER_NODE = 8
@@ -47,20 +50,25 @@ _WRITER = ["--async-strategy", "mcore"]
 
 @dataclass(frozen=True)
 class Case:
-    """One command line. flags: a shell variable that the recipe does not set stands for 1."""
+    """One command line. flags: a shell variable that the recipe does not set stands for 1; name,
+    hardware, ranks: where the recipe says so."""
 
     path: Path
     flags: list[str]
+    name: str = ""
+    hardware: str = ""
+    ranks: int | None = None
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What became of a case. stock, ours: None where Megatron alone, or with `--use-asynchzp`,
-    accepted it."""
+    accepted it; lost: the arguments that are then switched off without a replacement."""
 
     case: Case
     stock: ConfigurationError | None
     ours: ConfigurationError | None
+    lost: tuple[str, ...] = ()
 
     @property
     def is_ours_alone(self) -> bool:
@@ -156,8 +164,51 @@ def _words_of_script(path: Path) -> list[str]:
     return [word.strip("()") for word in words if word.strip("()")]
 
 
-def find_cases(folders: list[Path]) -> Iterator[Case]:
-    """The recipes below `folders` that train, in the order of their paths."""
+def _shape_for(flags: list[str], stages: int) -> list[str]:
+    """A small model that the parallel sizes divide, with the parts that `flags` name. stages: on a
+    pipeline rank."""
+
+    def size(name: str) -> int:
+        flag = f"--{name}-parallel-size"
+        return int(flags[flags.index(flag) + 1]) if flag in flags else 1
+
+    tensor, pipeline = size("tensor-model"), size("pipeline-model")
+    layers, length = 2 * pipeline * stages, 64 * tensor * size("context")
+    values = {"num-layers": layers, "hidden-size": 512 * tensor, "num-attention-heads": 8 * tensor}
+    values |= {"seq-length": length, "max-position-embeddings": length, "train-iters": 10}
+    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    words += ["--lr", "1e-3", "--micro-batch-size", "1", "--position-embedding-type", "rope"]
+    if stages > 1:
+        words += ["--num-virtual-stages-per-pipeline-rank", str(stages)]
+    if size("expert-model") > 1 or any("moe" in word for word in flags):
+        words += ["--num-experts", str(8 * size("expert-model")), "--moe-router-topk", "2"]
+        words += ["--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm"]
+        words += ["--disable-bias-linear"]
+    if any("mla" in word for word in flags):
+        words += ["--multi-latent-attention"]
+    return words
+
+
+def _of_list(path: Path) -> Iterator[Case]:
+    """The recipes of a JSON file."""
+    for recipe in json.loads(path.read_text()):
+        # As the configuration has it, and not the parser.
+        flags = ["--use-nccl-ub" if flag == "--nccl-ub" else flag for flag in recipe["flags"]]
+        ranks = recipe["gpus"]
+        flags += _shape_for(flags, recipe["vpp"] or 1)
+        # NVIDIA's recipes have it throughout, and some of their flags need it.
+        flags += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+        flags += ["--global-batch-size", str(16 * ranks), *_IN_PLACE_OF_FILES, *_VOCABULARY]
+        yield Case(path, flags, recipe["name"], recipe["hardware"], ranks)
+
+
+def find_cases(places: list[Path]) -> Iterator[Case]:
+    """The recipes that train of files, and below folders in the order of their paths."""
+    for place in places:
+        yield from _of_list(place) if place.suffix == ".json" else _below(place)
+
+
+def _below(*folders: Path) -> Iterator[Case]:
     flags = Flags()
     for folder in folders:
         for path in sorted((*folder.rglob("model_config.yaml"), *folder.rglob("*.sh"))):
@@ -176,27 +227,28 @@ def find_cases(folders: list[Path]) -> Iterator[Case]:
 # ---- asking Megatron
 
 
-def _refusal(flags: list[str], world_size: int) -> ConfigurationError | None:
-    """How Megatron or the plugin refuses `flags`; None where they are accepted."""
+def _answer(flags: list[str], world_size: int) -> tuple[ConfigurationError | None, list[str]]:
+    """How Megatron or the plugin refuses `flags`; None where they are accepted, and the lines that
+    we log then."""
     refusal = None
     for connections in _CONNECTIONS:
         environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
         with mock.patch.dict("os.environ", environment):
             try:
-                parse(flags, world_size, min(_RANKS_PER_NODE, world_size))
+                return None, parse(flags, world_size, min(_RANKS_PER_NODE, world_size))[1]
             except ConfigurationError as error:
                 refusal = refusal or error
-            else:
-                return None
-    return refusal
+    return refusal, []
 
 
 def judge(case: Case) -> Verdict:
     """Ask Megatron alone, and with `--use-asynchzp`."""
-    size = fewest_ranks(case.flags)
-    return Verdict(
-        case, _refusal(case.flags, size), _refusal([*case.flags, "--use-asynchzp"], size)
-    )
+    size = case.ranks or fewest_ranks(case.flags)
+    stock, _ = _answer(case.flags, size)
+    ours, lines = _answer([*case.flags, "--use-asynchzp"], size)
+    named = {line.partition(" = ")[0] for line in lines}
+    lost = tuple(rule.name for rule in NORMALISATIONS if rule.is_lost and rule.name in named)
+    return Verdict(case, stock, ours, lost)
 
 
 # ---- the report
@@ -220,40 +272,54 @@ def report(verdicts: list[Verdict], names_cases: bool = False) -> str:
         f"{len(by_stock)} start with stock Megatron in this pretended world",
         f"{len(accepted)} start with --use-asynchzp",
     ]
+    if weakened := [verdict for verdict in accepted if verdict.lost]:
+        counts = Counter(name for verdict in weakened for name in verdict.lost)
+        lines.append(f"{len(weakened)} of them weakened: something is switched off")
+        lines += [f"{count:5}  {name}" for name, count in counts.most_common()]
     for is_ours, title in ((True, "refused by --use-asynchzp"), (False, "refused by Megatron")):
         refusals = [v.ours for v in verdicts if v.ours is not None and v.is_ours_alone == is_ours]
         counts = Counter(map(_topic, refusals))
         lines += ["", f"{title}: {len(refusals)}"]
         lines += [f"{count:5}  {topic}" for topic, count in counts.most_common()]
     if names_cases:
-        lines += ["", *(f"{v.case.path}: {v.ours}" for v in verdicts if v.ours is not None)]
+        named = ((v.case.name or v.case.path, v) for v in verdicts)
+        lines += ["", *(f"{name}: {_verdict(v)}" for name, v in named if v.ours or v.lost)]
     return "\n".join(lines)
+
+
+def _verdict(verdict: Verdict) -> str:
+    return str(verdict.ours or f"weakened, without {', '.join(verdict.lost)}")
 
 
 def as_record(verdict: Verdict) -> dict:
     """One line of the record. stock, ours: who refuses the case, and why; None where it starts."""
     path = verdict.case.path
     words = path.parts[-3:-1] if path.suffix == ".yaml" else path.parts[-2:]
-    line: dict = {"kind": "case", "case": "/".join(words)}
+    line: dict = {"kind": "case", "case": verdict.case.name or "/".join(words)}
+    if verdict.case.hardware:
+        line["hardware"] = verdict.case.hardware
     for name, refusal in (("stock", verdict.stock), ("ours", verdict.ours)):
         by = None if refusal is None else _topic(refusal) if _is_ours(refusal) else "Megatron"
         line[name] = by and {"by": by, "why": str(refusal)}
-    return line
+    return line | {"lost": [*verdict.lost]}
 
 
 def main(argv: list[str]) -> int:
     """Print the census; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.train.census", description=__doc__)
-    parser.add_argument("folder", nargs="+", type=Path)
-    parser.add_argument("--cases", action="store_true", help="name every recipe that is refused")
+    parser.add_argument("place", nargs="+", type=Path, help="a folder, or a .json file of recipes")
+    parser.add_argument(
+        "--cases", action="store_true", help="name every recipe that is refused or weakened"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write a line for each recipe")
     asked = parser.parse_args(argv)
-    if missing := [folder for folder in asked.folder if not folder.is_dir()]:
-        parser.error(f"{missing[0]}: no such folder")
+    for place in asked.place:
+        if not (place.is_file() if place.suffix == ".json" else place.is_dir()):
+            parser.error(f"{place}: no such folder, and no .json file")
     patch_megatron()
-    verdicts = [judge(case) for case in find_cases(asked.folder)]
+    verdicts = [judge(case) for case in find_cases(asked.place)]
     if not verdicts:
-        print("census: no training recipe found below these folders", file=sys.stderr)
+        print("census: no training recipe found there", file=sys.stderr)
         return 1
     print(report(verdicts, asked.cases))
     if asked.out:

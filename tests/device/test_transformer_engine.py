@@ -4,6 +4,7 @@
 extension, on the emulated device: as stock DDP trains it, in bf16 and in FP8."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,8 +12,14 @@ import torch
 import torch.distributed as dist
 
 from scripts.testbed.device.delays import Delays
-from scripts.testbed.device.worlds import DeviceWorlds
-from scripts.testbed.megatron_flags import MIXTURE_OF_EXPERTS, size_flags
+from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds
+from scripts.testbed.megatron_flags import (
+    FULL_RECOMPUTE,
+    MIXTURE_OF_EXPERTS,
+    PIPELINE_PARALLEL,
+    TENSOR_PARALLEL,
+    size_flags,
+)
 from scripts.testbed.megatron_runs import RunRecord, Steps, gpt_args, on_device, run_pretrain
 
 pytestmark = pytest.mark.slow
@@ -43,19 +50,25 @@ OURS = [
 
 
 class Run(NamedTuple):
-    """fp8: whether a layer quantised anything; copies: bytes of quantised weights at the end."""
+    """fp8: whether a layer quantised anything; copies: bytes of quantised weights at the end;
+    counted: the same as the start table has them."""
 
     steps: Steps
     fp8: bool
     copies: int
+    counted: int
     log: str
 
 
-def quantised(model_chunks: list, optimizer: Any) -> tuple[bool, int]:
+def quantised(model_chunks: list, optimizer: Any) -> tuple[bool, int, int]:
+    from megatron_asynchzp.mcore.low_precision import kept_nbytes
+
+    counted = sum(kept_nbytes(chunk.module, chunk.config) for chunk in model_chunks)
     layers = [layer for chunk in model_chunks for layer in chunk.modules()]
     kept = [one for layer in layers for one in getattr(layer, "_fp8_workspaces", {}).values()]
     parts = [part for one in kept for part in vars(one).values() if isinstance(part, torch.Tensor)]
-    return any(getattr(layer, "fp8", False) for layer in layers), sum(p.nbytes for p in parts)
+    nbytes = sum(part.nbytes for part in parts)
+    return any(getattr(layer, "fp8", False) for layer in layers), nbytes, counted
 
 
 def train(argv: Sequence[str]) -> Run:
@@ -97,3 +110,126 @@ def test_losses_are_those_of_stock_ddp_bit_for_bit_under_every_law_of_delay(
     for run in ours:
         assert run.fp8 == stock.fp8
         assert equal(run.steps, stock.steps)
+        # Delayed scaling alone keeps copies of weights: backward would find another scale.
+        assert run.copies == (stock.copies if recipe == "delayed" else 0)
+        assert run.copies == pytest.approx(run.counted, rel=0.01)
+    assert (stock.copies > 0) == stock.fp8
+
+
+# fmt: off
+TENSOR = [*TENSOR_PARALLEL, "--sequence-parallel"]
+VARIANTS = {
+    "first and last layers in bf16": (2, "tensorwise", [
+        "--num-layers", "4", "--first-last-layers-bf16"]),
+    "grouped experts": (2, "blockwise", [*GROUPED_EXPERTS, "--expert-model-parallel-size", "2"]),
+    "grouped experts, delayed": (2, "delayed", GROUPED_EXPERTS),
+    "recomputation": (2, "tensorwise", FULL_RECOMPUTE),
+    "recomputation, delayed": (2, "delayed", FULL_RECOMPUTE),
+    "pipeline": (2, "delayed", PIPELINE_PARALLEL),
+    "tensor": (4, "tensorwise", TENSOR),
+    "tensor, delayed": (4, "delayed", TENSOR),
+}
+# fmt: on
+
+
+def train_two(line: Sequence[str], ours: Sequence[str]) -> list[Run]:
+    return [train(line), train([*line, *ours])]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_other_models_have_the_losses_of_stock_too(te_worlds: DeviceWorlds, name: str):
+    ranks, recipe, more = VARIANTS[name]
+    line = [*BASE, *RECIPES[recipe], *more]
+    sizes = (1, 1, 1) if "pipeline" in name else (2, 2, 2)
+    env = env_of(recipe) | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if ranks == 4 else {})
+    stock, ours = te_worlds.run(train_two, ranks, line, size_flags(sizes), timeout_s=590, env=env)[
+        0
+    ]
+    assert stock.fp8 and ours.fp8
+    assert len({loss for loss, _ in stock.steps}) == 4
+    for (loss, norm), (stocks, stocks_norm) in zip(ours.steps, stock.steps, strict=True):
+        assert loss == pytest.approx(stocks, rel=1e-6)
+        assert norm == pytest.approx(stocks_norm, rel=1e-6)
+    assert ours.copies == pytest.approx(ours.counted, rel=0.05)  # with the scales of blocks
+    assert ("quantised copies of weights" in ours.log) == (ours.counted > 0)
+
+
+def saved_and_resumed(base: Sequence[str], folder: str) -> list[Run]:
+    """A whole run; one that saves after two steps; and three that go on from there: with the same
+    sizes, with others, and stock."""
+    save = ["--save", folder, "--save-interval", "2", "--ckpt-format", "torch_dist"]
+    load = ["--load", folder, "--ckpt-step", "2", "--ckpt-format", "torch_dist"]
+    ours, others = size_flags((2, 2, 2)), size_flags((1, 1, 2))
+    lines = [ours, [*ours, *save], [*ours, *load], [*others, *load], load]
+    return [train([*base, *line]) for line in lines]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_run_goes_on_with_its_histories_in_other_sizes_and_in_stock(
+    te_worlds: DeviceWorlds, tmp_path: Path, recipe: str
+):
+    base = [*BASE, *RECIPES[recipe]]
+    # Transformer Engine from 2.20 on wants to be told that its pickled histories may be loaded.
+    env = {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
+    whole, saving, *resumed = te_worlds.run(
+        saved_and_resumed, 2, base, str(tmp_path), timeout_s=590, env=env
+    )[0]
+    assert saving.steps == whole.steps
+    for run in resumed:
+        assert equal(run.steps, whole.steps[2:])
+
+
+def test_a_recipe_that_the_gpu_cannot_compute_is_refused_before_the_model_is_built(
+    te_worlds: DeviceWorlds,
+):
+    line = [*BASE, *RECIPES["mxfp8"], *size_flags((1, 2, 2))]
+    with pytest.raises(DeviceFailure) as failure:
+        te_worlds.run(train, 2, line)
+    assert "ConfigurationError: --fp8-format e4m3 --fp8-recipe mxfp8: Device compute" in str(
+        failure.value
+    )
+
+
+def compared_with_references() -> None:
+    """Transformer Engine's own Python beside the stand-in for its kernels."""
+    from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling
+    from transformer_engine.pytorch import quantization
+    from transformer_engine.pytorch.constants import DType
+    from transformer_engine.pytorch.custom_recipes import reference_current_scaling as references
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+
+    from scripts.testbed.te import extension, formats
+
+    device = torch.device("cuda", dist.get_rank())
+    x = torch.randn(256, 384, generator=torch.Generator().manual_seed(1)).to(device).bfloat16()
+    made = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device)(x)
+    reference = references.CurrentScalingQuantizerRef(formats.E4M3).quantize(x)
+    assert torch.equal(made._data, reference.data.view(torch.uint8))
+    assert torch.equal(made._transpose, reference.data_t.view(torch.uint8))
+    assert torch.equal(made._scale_inv.view(-1), reference.scale.view(-1))
+
+    for dimension in (1, 2):
+        for way in ("rowwise", "columnwise"):
+            ways = {one: one == way for one in ("rowwise", "columnwise")}
+            quantizer = Float8BlockQuantizer(DType.kFloat8E4M3, block_scaling_dim=dimension, **ways)
+            tensor = quantizer(x)
+            own = extension._values(tensor, way == "rowwise").bfloat16()
+            assert torch.equal(tensor.dequantize(dtype=torch.bfloat16), own)
+
+    recipe = DelayedScaling(amax_history_len=3, amax_compute_algo="max")
+    history, scale = torch.rand(3, 2, device=device), torch.rand(2, device=device)
+    theirs, their_scale = history.clone(), scale.clone()
+    newest = torch.tensor([5.0, 0.0], device=device)
+    theirs[0] = newest
+    quantization._amax_and_scale_update(theirs, their_scale, 448.0, recipe)
+    extension.fused_amax_and_scale_update_after_reduction(
+        newest, [history], [scale], "max", DType.kFloat8E4M3, 0
+    )
+    assert torch.equal(history, theirs)
+    torch.testing.assert_close(scale, their_scale, rtol=1e-6, atol=0)  # theirs is rounded twice
+    assert Float8BlockScaling().fp8_quant_fwd_inp.power_2_scale
+
+
+def test_the_stand_in_agrees_with_the_references_in_transformer_engine(te_worlds: DeviceWorlds):
+    te_worlds.run(compared_with_references, 1)

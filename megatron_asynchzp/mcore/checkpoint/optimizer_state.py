@@ -158,7 +158,9 @@ class OptimizerCheckpoint:
 
     def _form(self, groups: list[dict]) -> dict[str, Any]:
         step = None if any(_has_momentum(group) for group in groups) else self._step()
-        common = {} if step is None else {"common_step": step}
+        # Fused ones, which count per group, would take a parameter's count for a moment.
+        is_common = any(isinstance(optimizer, TORCHS_ADAM) for optimizer in self.optimizers)
+        common = {"common_step": step} if is_common and step is not None else {}
         if step is not None:
             groups = [{**group, "step": int(step)} for group in groups]
         form = {

@@ -30,6 +30,7 @@ class Normalisation(NamedTuple):
     """A Megatron argument that gets one fixed value, because asynchzp does its job.
 
     is_spared: whether it keeps what the user gave it, in this installation.
+    is_lost: whether a run goes without what the flag gives it, instead of having it otherwise.
     """
 
     flag: str
@@ -37,6 +38,7 @@ class Normalisation(NamedTuple):
     value: object
     reason: str
     is_spared: Callable[[], bool] = lambda: False
+    is_lost: bool = False
 
 
 _UNITS = "the engine has units, not buckets"
@@ -97,8 +99,17 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("--init-model-with-meta-device", "init_model_with_meta_device", False,
      "each layer is sharded as soon as it is built, with its initial values"),
 )
+# Without them a run has the same values, and is slower or larger.
+_LOST = {
+    "nccl_ub", "fsdp_manual_registration", "defer_embedding_wgrad_compute",
+    "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
+    "overlap_dispatch_backward_with_experts_wgrad", "use_transformer_engine_op_fuser",
+    "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "keep_fp8_transpose_cache",
+}
 # fmt: on
-NORMALISATIONS = tuple(starmap(Normalisation, _ROWS))
+NORMALISATIONS = tuple(
+    row._replace(is_lost=row.name in _LOST) for row in starmap(Normalisation, _ROWS)
+)
 
 
 def normalize_args(args: Namespace) -> list[str]:

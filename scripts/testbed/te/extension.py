@@ -375,6 +375,22 @@ def te_general_grouped_gemm(
     return bias
 
 
+def fused_multi_row_padding(
+    x: Tensor, out: Tensor, splits: Sequence[int], padded: Sequence[int]
+) -> None:
+    """Rows of each group, with zeros up to its padded number."""
+    out.zero_()
+    for group, place in zip(x.split(list(splits)), out.split(list(padded)), strict=True):
+        place[: len(group)].copy_(group)
+
+
+def fused_multi_row_unpadding(
+    x: Tensor, out: Tensor, padded: Sequence[int], splits: Sequence[int]
+) -> None:
+    for group, place in zip(x.split(list(padded)), out.split(list(splits)), strict=True):
+        place.copy_(group[: len(place)])
+
+
 # ---- norms and activations
 
 
@@ -502,6 +518,7 @@ for _made in (
     DType, FP8FwdTensors, FP8BwdTensors, quantize, create_empty_quantized_tensor, split_quantize,
     bgrad_quantize, dequantize, fp8_transpose, fused_amax_and_scale_update_after_reduction,
     generic_gemm, te_general_grouped_gemm, layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd,
+    fused_multi_row_padding, fused_multi_row_unpadding,
     scaled_softmax_forward, scaled_masked_softmax_forward,
     scaled_upper_triang_masked_softmax_forward, multi_tensor_adam, multi_tensor_scale,
     multi_tensor_l2norm,

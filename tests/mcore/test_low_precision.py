@@ -1,0 +1,78 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What FP8 needs of a machine, refused in one line where it is not there."""
+
+import sys
+from argparse import Namespace
+from types import ModuleType
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.low_precision import refuse_missing_fp8
+
+
+def refusal(recipe: str = "tensorwise") -> str:
+    with pytest.raises(ConfigurationError) as refused:
+        refuse_missing_fp8(Namespace(fp8="hybrid", fp8_recipe=recipe))
+    line = str(refused.value)
+    assert line.startswith(f"--fp8-format hybrid --fp8-recipe {recipe}") and "\n" not in line
+    return line
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretends Transformer Engine of a version, on a GPU that computes some recipes."""
+
+    def install(version: str, *can: str) -> None:
+        def answer(name: str) -> Any:
+            return lambda return_reason: (name in can, "" if name in can else f"no {name} here.")
+
+        module = ModuleType("transformer_engine.pytorch")
+        for name in ("is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_available"):
+            setattr(module, name, answer(name))
+        monkeypatch.setitem(sys.modules, "transformer_engine", package := ModuleType("te"))
+        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
+        package.pytorch = module  # pyright: ignore[reportAttributeAccessIssue]
+        monkeypatch.setattr("megatron.core.utils.get_te_version", lambda: Version(version))
+
+    return install
+
+
+def test_nothing_is_asked_of_a_run_without_fp8(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    refuse_missing_fp8(Namespace(fp8=None, fp8_recipe="delayed"))
+
+
+def test_a_missing_transformer_engine_is_named_with_its_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    assert "pip install" in refusal()
+
+
+@pytest.mark.parametrize("version, is_known", [("2.14.1", False), ("2.15.0", True)])
+def test_a_transformer_engine_that_is_too_old_is_named_with_its_version(
+    installed, version, is_known
+):
+    installed(version, "is_fp8_available")
+    if is_known:
+        refuse_missing_fp8(Namespace(fp8="hybrid", fp8_recipe="tensorwise"))
+    else:
+        assert f"{version} is installed" in refusal()
+
+
+@pytest.mark.parametrize(
+    "recipe, asked",
+    [
+        ("tensorwise", "is_fp8_available"),
+        ("delayed", "is_fp8_available"),
+        ("blockwise", "is_fp8_block_scaling_available"),
+        ("mxfp8", "is_mxfp8_available"),
+    ],
+)
+def test_each_recipe_is_asked_of_the_gpu_by_its_own_question(installed, recipe, asked):
+    installed("2.18.0", asked)
+    refuse_missing_fp8(Namespace(fp8="hybrid", fp8_recipe=recipe))
+    installed("2.18.0")
+    assert f"no {asked} here" in refusal(recipe)
