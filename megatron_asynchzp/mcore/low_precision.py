@@ -60,7 +60,6 @@ def kept_nbytes(module: nn.Module, config: Any) -> int:
 def _quantising(module: nn.Module, config: Any) -> Iterator[Any]:
     """The layers of Transformer Engine that have weights, where the model computes in FP8."""
     if config.fp8:
-        # Every one of them has the property from 2.16 on, and these buffers before, too.
         yield from (one for one in module.modules() if hasattr(one, "_fp8_workspaces"))
 
 
