@@ -59,6 +59,17 @@ def _is_there(package: str) -> bool:
     return not package or find_spec(package) is not None
 
 
+def runs_of(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """The first and the last of each run of consecutive numbers in `ranks`, which are sorted."""
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], rank
+        else:
+            runs.append((rank, rank))
+    return runs
+
+
 def name_ranks(ranks: Sequence[int]) -> str:
     """In words that stay short for thousands: "rank 3", "ranks 1, 4 to 7", "ranks 0, 8, ..., 504".
 
@@ -70,12 +81,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
     steps = {after - before for before, after in zip(ranks, ranks[1:])}
     if len(ranks) > 3 and len(steps) == 1 and steps != {1}:
         return f"ranks {ranks[0]}, {ranks[1]}, ..., {ranks[-1]}"
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
+    runs = runs_of(ranks)
     named, rest = runs[:_MOST_RUNS], sum(b - a + 1 for a, b in runs[_MOST_RUNS:])
     parts = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a} to {b}" for a, b in named]
     return f"rank{plural} {', '.join(parts)}{f' and {rest} more' if rest else ''}"

@@ -45,9 +45,9 @@ class Task:
     after: tasks whose results it reads (None: there is none).
 
     The driver sets the rest. step: which step it belongs to; number: of its lane's tasks, from 1;
-    is_usable: the results exist or, on a
-    stream, are on their way; event: after which they can be read, from then on, where something
-    comes after its last collective; signal: set with is_usable, for other threads.
+    is_usable: the results exist or, on a stream, are on their way; event: after which they can be
+    read, from then on, where something comes after its last collective; signal: set with is_usable,
+    for other threads.
     """
 
     driver: Runs

@@ -94,9 +94,8 @@ class RollCall:
         self._verdict: Verdict | None = None
         self._num_answered = self._num_read = 0  # on rank 0, for `leave`
         if rank == 0:  # torchrun's store may be that of the start before
-            for key in (_CALLED, _ANSWERS, _ALL_ANSWERED, _NUM_ANSWERED, _NUM_READ):
-                store.delete_key(key)
-            for key in (_NUM_CLOSED, _WONDERS):
+            answers = _ANSWERS, _ALL_ANSWERED, _NUM_ANSWERED, _NUM_READ
+            for key in (_CALLED, *answers, _NUM_CLOSED, _WONDERS):
                 store.delete_key(key)
             store.add(_BEGINNINGS, 1)
         if driver is not None:

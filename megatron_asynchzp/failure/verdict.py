@@ -6,6 +6,8 @@ answers, and all ranks read that."""
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from megatron_asynchzp.errors import runs_of
+
 IS_HERE, HAS_FAILED = "here", "failed"
 _MOST_FAILED = 8  # the first ones: they are the cause
 _MOST_RANGES = 100  # of each kind: what thousands of ranks read has to be short
@@ -49,8 +51,8 @@ class Verdict:
             if counts[rank] != front:
                 equal.setdefault(counts[rank], []).append(rank)
         silent = [rank for rank in range(world_size) if rank not in counts]
-        behind = [(ranks, list(own)) for own, ranks in sorted(equal.items())]
-        behind.sort(key=lambda one: sum(one[1]))
+        by_place = sorted(equal.items(), key=lambda one: (sum(one[0]), one[0]))
+        behind = [(ranks, list(own)) for own, ranks in by_place]
         first = list(dict.fromkeys(failed))[:_MOST_FAILED]
         return cls(silent, len(silent), sorted(writing), first, behind)
 
@@ -82,15 +84,7 @@ class Verdict:
 
 def _ranges(ranks: Sequence[int], most: int = _MOST_RANGES) -> str:
     """Ranks in ascending order as "0-5,7", at most `most` ranges of them."""
-    found: list[list[int]] = []
-    for rank in ranks:
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
-        elif len(found) == most:
-            break
-        else:
-            found.append([rank, rank])
-    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in found)
+    return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in runs_of(ranks)[:most])
 
 
 def _ranks(text: str) -> list[int]:

@@ -180,14 +180,15 @@ class ShardedModel:
         names = {part.param: part.name for part in self._trained}
         refuse_other_optimizers(self.optimizer, names, group, self._device)
         runtime.settings_of_update = lambda: (
-            owner()._clipped_to | settings_of_groups(owner().optimizer.param_groups)
+            {"max_norm of clip_grad_norm_": owner()._clipped_to}
+            | settings_of_groups(owner().optimizer.param_groups)
         )
         is_first = dist.get_rank(group) == 0
         self._checkpoint = ModelCheckpoint(model, runtime, self.optimizer, self._parts, is_first)
         self._sleeper = Sleeper([runtime], lambda: owner().optimizer.state)
         self.runtime.early = self._new_early_update()
         self._are_in_place = False
-        self._clipped_to = {"max_norm of clip_grad_norm_": "nothing"}
+        self._clipped_to = "nothing"  # the last max_norm, as text
         self.runtime.refuse_writes(lambda: owner()._params.refuse_writes())
         self._await_grads()
         if dist.get_world_size(group) == dist.get_world_size():  # others do not come here
@@ -337,7 +338,7 @@ class ShardedModel:
         Returns the norm before that, a 0-dim fp32 tensor, the same on all ranks. Collective.
         """
         self._sync_grads()
-        self._clipped_to = dict.fromkeys(self._clipped_to, text_of(max_norm))
+        self._clipped_to = text_of(max_norm)
         # Not part.grad: somebody may have put another one in its place.
         grads = [
             (part, plain(grad))

@@ -24,7 +24,7 @@ def refuse_missing_fp8(args: Namespace) -> None:
     from megatron.core.utils import get_te_version, is_te_min_version
 
     try:
-        import transformer_engine.pytorch as te
+        import transformer_engine.pytorch as te  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigurationError(
             f"{what} needs Transformer Engine {_LEAST} or later ({error}); "

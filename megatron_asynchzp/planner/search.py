@@ -397,7 +397,7 @@ def search(space: Space, progress: Progress = lambda *_: None) -> Outcome:
     progress("simulations", len(chosen), len(chosen))
     ranked = _ranked(simulated)
     # Of many divisors the first pass tries a few; those between them are tried around the best.
-    around: Candidate | None = None
+    around, num_fitting = None, len(rated)
     while ranked and ranked[0] is not around:
         around = ranked[0]
         for plan in _neighbours(around, space.kept_sizes):
@@ -406,15 +406,14 @@ def search(space: Space, progress: Progress = lambda *_: None) -> Outcome:
             every.append(plan)
             costing = space.costing(plan)
             if costing.has_room and costing.fits:
-                bound, estimate = bounds.of(costing)
-                rated.append((estimate, bound, costing))
+                num_fitting += 1
                 simulated.append(Candidate(costing, costing.step()))
         ranked = _ranked(simulated)
     return Outcome(
         tuple(ranked),
         {name: _fastest(ranked, name) for name in ("ZeRO-3", "HSDP", "distributed optimizer")},
         len(every),
-        len(rated),
+        num_fitting,
         len(simulated),
         Candidate(smallest) if smallest is not None else None,
         _missed(too_large, ranked),

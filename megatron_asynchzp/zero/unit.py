@@ -439,16 +439,15 @@ class HZPUnit:
         """preview_param_steps, where this rank's O range of the P shard is main_param itself: only
         the other ranks' ranges may change. Whoever trains may read and write main_param until the
         update."""
-        own, shard = self.optim_range, self.model_param.range.start
-        before, after = own.start - shard, own.stop - shard
+        own = self.optim_range.within(self.model_param.range)
         gathered = torch.empty_like(self.model_param.storage)
-        copy = gathered[before:after].copy_(self.main_param.storage)
+        copy = gathered[own.start : own.stop].copy_(self.main_param.storage)
         update(copy)
         self._sent.copy_(fingerprint(copy))
         last = yield from all_gather_steps(copy, gathered, self.groups.param_sync)
 
         def take_others() -> None:
-            for part in (slice(before), slice(after, None)):
+            for part in (slice(own.start), slice(own.stop, None)):
                 self.model_param.storage[part].copy_(gathered[part])
 
         return and_then(last, take_others)

@@ -208,20 +208,19 @@ def find_cases(places: list[Path]) -> Iterator[Case]:
         yield from _of_list(place) if place.suffix == ".json" else _below(place)
 
 
-def _below(*folders: Path) -> Iterator[Case]:
+def _below(folder: Path) -> Iterator[Case]:
     flags = Flags()
-    for folder in folders:
-        for path in sorted((*folder.rglob("model_config.yaml"), *folder.rglob("*.sh"))):
-            words = _words_of_yaml(path) if path.suffix == ".yaml" else _words_of_script(path)
-            found = flags.among(words or [])
-            if {"--train-iters", "--train-samples"} & set(found):
-                found = ["1" if _VARIABLE.fullmatch(word) else word for word in found]
-                missing = [*_IN_PLACE_OF_FILES]
-                if "--vocab-size" not in found:
-                    missing += _VOCABULARY
-                if "--async-save" in found:
-                    missing += _WRITER
-                yield Case(path, [*found, *missing])
+    for path in sorted((*folder.rglob("model_config.yaml"), *folder.rglob("*.sh"))):
+        words = _words_of_yaml(path) if path.suffix == ".yaml" else _words_of_script(path)
+        found = flags.among(words or [])
+        if {"--train-iters", "--train-samples"} & set(found):
+            found = ["1" if _VARIABLE.fullmatch(word) else word for word in found]
+            missing = [*_IN_PLACE_OF_FILES]
+            if "--vocab-size" not in found:
+                missing += _VOCABULARY
+            if "--async-save" in found:
+                missing += _WRITER
+            yield Case(path, [*found, *missing])
 
 
 # ---- asking Megatron

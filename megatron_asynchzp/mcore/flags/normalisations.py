@@ -41,6 +41,9 @@ class Normalisation(NamedTuple):
     is_lost: bool = False
 
 
+# The ends of a row: without it a run has the same values, and is slower or larger.
+_LOST = (lambda: False, True)
+
 _UNITS = "the engine has units, not buckets"
 _PARTS = "a layer is computed as one, because its parts have no hooks that gather and reduce"
 
@@ -64,26 +67,30 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
      "its sharding strategy is given as shard sizes (--asynchzp-*-shard-size)"),
     ("--use-torch-fsdp2", "use_torch_fsdp2", False,
      "its sharding is given as shard sizes (--asynchzp-*-shard-size)"),
-    ("--use-nccl-ub", "nccl_ub", False, "the buffers of Megatron's wrapper are not used"),
+    ("--use-nccl-ub", "nccl_ub", False, "the buffers of Megatron's wrapper are not used",
+     *_LOST),
     ("--fsdp-manual-registration", "fsdp_manual_registration", False,
-     "the buffers of Megatron's wrapper are not used"),
+     "the buffers of Megatron's wrapper are not used", *_LOST),
     ("--ckpt-format", "ckpt_format", "torch_dist",
      "only that format can hold sharded states of any sizes; one in another format is not loaded"),
     ("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", False,
      "layers add gradients up themselves only with Transformer Engine 2.15 and apex's "
      "fused_weight_gradient_mlp_cuda; without them the engine does, in fp32", can_fuse_grads),
     ("--defer-embedding-wgrad-compute", "defer_embedding_wgrad_compute", False,
-     "the gradient of the output layer is reduced in each micro-batch, like the others"),
-    ("--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm", False, _PARTS),
-    ("--delay-wgrad-compute", "delay_wgrad_compute", False, _PARTS),
+     "the gradient of the output layer is reduced in each micro-batch, like the others", *_LOST),
+    ("--overlap-moe-expert-parallel-comm", "overlap_moe_expert_parallel_comm", False, _PARTS,
+     *_LOST),
+    ("--delay-wgrad-compute", "delay_wgrad_compute", False, _PARTS, *_LOST),
     ("--overlap-dispatch-backward-with-experts-wgrad",
-     "overlap_dispatch_backward_with_experts_wgrad", False, _PARTS),
+     "overlap_dispatch_backward_with_experts_wgrad", False, _PARTS, *_LOST),
     ("--use-transformer-engine-op-fuser", "use_transformer_engine_op_fuser", False,
-     "fused operations would hold references to parameters outside their modules"),
-    ("--fp8-param-gather", "fp8_param_gather", False, _BF16),
-    ("--reuse-grad-buf-for-mxfp8-param-ag", "reuse_grad_buf_for_mxfp8_param_ag", False, _BF16),
+     "fused operations would hold references to parameters outside their modules", *_LOST),
+    ("--fp8-param-gather", "fp8_param_gather", False, _BF16, *_LOST),
+    ("--reuse-grad-buf-for-mxfp8-param-ag", "reuse_grad_buf_for_mxfp8_param_ag", False, _BF16,
+     *_LOST),
     ("--keep-fp8-transpose-cache", "keep_fp8_transpose_cache", False,
-     "the values are the same; a layer transposes its weight anew, and no copy outlives it"),
+     "the values are the same; a layer transposes its weight anew, and no copy outlives it",
+     *_LOST),
     ("--ddp-num-buckets", "ddp_num_buckets", None, _UNITS),
     ("--ddp-bucket-size", "ddp_bucket_size", None, _UNITS),
     ("--ddp-pad-buckets-for-high-nccl-busbw", "ddp_pad_buckets_for_high_nccl_busbw", False, _UNITS),
@@ -99,17 +106,8 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("--init-model-with-meta-device", "init_model_with_meta_device", False,
      "each layer is sharded as soon as it is built, with its initial values"),
 )
-# Without them a run has the same values, and is slower or larger.
-_LOST = {
-    "nccl_ub", "fsdp_manual_registration", "defer_embedding_wgrad_compute",
-    "overlap_moe_expert_parallel_comm", "delay_wgrad_compute",
-    "overlap_dispatch_backward_with_experts_wgrad", "use_transformer_engine_op_fuser",
-    "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "keep_fp8_transpose_cache",
-}
 # fmt: on
-NORMALISATIONS = tuple(
-    row._replace(is_lost=row.name in _LOST) for row in starmap(Normalisation, _ROWS)
-)
+NORMALISATIONS = tuple(starmap(Normalisation, _ROWS))
 
 
 def normalize_args(args: Namespace) -> list[str]:

@@ -29,7 +29,7 @@ MUTANTS = [
         "preview-in-the-place-of-main-params",
         "main parameters are those of the last step until the next one",
         "zero/unit.py",
-        "for part in (slice(before), slice(after, None)):",
+        "for part in (slice(own.start), slice(own.stop, None)):",
         "for part in (slice(None),):",
         _READ,
     ),
