@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from megatron_asynchzp.zero.fingerprint import forget_weights
 from scripts.testbed.memory import MemoryCount, install_memory_count
 
 
@@ -20,7 +21,9 @@ def counted_allocations() -> Iterator[MemoryCount]:
     if count is None:
         pytest.skip("no compiler")
     try:
-        gc.collect()  # nothing of other tests goes while this one counts
+        # Nothing of other tests goes while this one counts.
+        gc.collect()
+        forget_weights()
         yield count
     finally:
         count.uninstall()
