@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """A running model of tensor parallelism 2 is streamed, saved and followed through a step, and what
-cannot be is refused in one line on all ranks. More layouts are in test_weight_stream.py."""
+cannot be is refused in one line on all ranks; another one is followed where two ranks share its
+optimizer's states. More layouts are in test_weight_stream.py."""
 
 import weakref
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -23,18 +25,19 @@ from megatron_asynchzp import (
 )
 from megatron_asynchzp.hf import weight_stream
 from scripts.testbed import megatron_runs
-from scripts.testbed.megatron_flags import UNTIED
+from scripts.testbed.megatron_flags import BF16, UNTIED, size_flags
 from scripts.testbed.megatron_runs import gpt_args, run_pretrain
 from tests.hf.models import load_model, logits_of
+from tests.hf.test_weight_stream import frozen
 from tests.hf.trained import _logits
 from tests.support.world import on_ranks
 
 # fmt: off
-FLAGS = ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--ffn-hidden-size",
-         "96", "--position-embedding-type", "rope", "--group-query-attention",
-         "--num-query-groups", "2", *UNTIED, "--tensor-model-parallel-size", "2", "--vocab-size",
-         "101", "--make-vocab-size-divisible-by", "16", "--train-iters", "2", "--use-asynchzp",
-         "--asynchzp-device", "cpu"]
+_LLAMA = ["--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--ffn-hidden-size",
+          "96", "--position-embedding-type", "rope", "--group-query-attention",
+          "--num-query-groups", "2", *UNTIED, "--vocab-size", "101",
+          "--make-vocab-size-divisible-by", "16", "--train-iters", "2", "--asynchzp-device", "cpu"]
+FLAGS = [*_LLAMA, "--tensor-model-parallel-size", "2", "--use-asynchzp"]
 # fmt: on
 _SMALL = 20_000  # bytes: less than a layer, so that several exchanges and files are made
 
@@ -65,7 +68,7 @@ def stream_and_save(folder: Path) -> dict[str, Any]:
             apply_delta(marked, delta)
         found["followed"] = marked
         save_hf(model, folder / "saved", max_file_nbytes=_SMALL)
-        found["most at once"] = most_units_at_once(model)
+        found["most at once"], found["most received"] = most_at_once(model)
         found["refused"] = refusals(model, optimizer, folder / "saved")
         found["afterwards"] = taken()
 
@@ -77,9 +80,11 @@ def stream_and_save(folder: Path) -> dict[str, Any]:
     return found
 
 
-def most_units_at_once(model: list) -> int:
-    """While all weights are streamed in small parts, whole units in memory."""
-    alive, most, gather = weakref.WeakSet[torch.Tensor](), 0, weight_stream.whole_unit
+def most_at_once(model: list) -> tuple[int, int]:
+    """While all weights are streamed in small parts: whole units in memory, and bytes of what other
+    ranks sent."""
+    alive, most, received = weakref.WeakSet[torch.Tensor](), 0, [0]
+    gather, deliver = weight_stream.whole_unit, weight_stream.deliver
 
     def counted(unit: Any) -> torch.Tensor:
         nonlocal most
@@ -88,13 +93,54 @@ def most_units_at_once(model: list) -> int:
         most = max(most, len(alive))
         return whole
 
+    def delivered(parcels: Any) -> None:
+        coming = [one.tensor.nbytes for one in parcels if one.receiver == dist.get_rank()]
+        received.append(sum(coming))
+        deliver(parcels)
+
     with (
         mock.patch.object(weight_stream, "_TOGETHER_NBYTES", _SMALL),
         mock.patch.object(weight_stream, "whole_unit", counted),
+        mock.patch.object(weight_stream, "deliver", delivered),
     ):
         for _ in stream_weights(model):
             pass
-    return most
+    return most, max(received)
+
+
+def follow_a_replica() -> tuple[list[str], int, dict[str, bool]]:
+    """Body of a rank, in data parallelism: what changed in a small step, for rank 1 alone. Names of
+    the deltas, their bytes, and of each tensor whether it is as it is now."""
+    model, marked, found = list[Any](), list[dict[str, torch.Tensor]](), []
+
+    def taken() -> dict[str, torch.Tensor]:
+        return {name: one.clone() for name, one in stream_weights(model, receivers=(1,))}
+
+    def mark() -> None:
+        if not marked:
+            mark_weights(model, "start")
+            marked.append(taken())
+
+    def inspect(*_: Any) -> None:
+        nbytes = {}
+        for delta in stream_changes(model, "start", receivers=(1,)):
+            nbytes[delta.name] = delta.nbytes
+            apply_delta(marked[0], delta)
+        same = {name: torch.equal(marked[0][name], one) for name, one in taken().items()}
+        found.extend((list(nbytes), sum(nbytes.values()), same))
+
+    rates = ["--lr", "1e-6", "--min-lr", "1e-6", "--lr-warmup-iters", "0"]
+    listening = megatron_runs.listening(
+        mark, lambda _: None, setup_model_and_optimizer=lambda built: model.extend(built[0])
+    )
+    with frozen("self_attention"), listening:
+        run_pretrain(gpt_args(*_LLAMA, *BF16, *rates, *size_flags((1, 1, 2))), inspect)
+    names, nbytes, same = found
+    return names, nbytes, same
+
+
+def stream_both(folder: Path) -> tuple[dict[str, Any], tuple[list[str], int, dict[str, bool]]]:
+    return stream_and_save(folder), follow_a_replica()
 
 
 def said(call: Callable[..., Any], *args: Any, **options: Any) -> str:
@@ -157,14 +203,20 @@ REFUSED = {
 }
 
 
-def test_every_way_out_of_a_running_model_gives_the_weights_that_it_computes_with(tmp_path):
-    first, second = on_ranks(stream_and_save, 2, tmp_path)
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory) -> tuple[Path, list]:
+    folder = tmp_path_factory.mktemp("streamed")
+    return folder, on_ranks(stream_both, 2, folder)
+
+
+def test_every_way_out_of_a_running_model_gives_the_weights_that_it_computes_with(streamed):
+    folder, ((first, _), (second, _)) = streamed
     saved = {}
-    for file in sorted((tmp_path / "saved").glob("*.safetensors")):
+    for file in sorted((folder / "saved").glob("*.safetensors")):
         saved |= load_file(file)
-    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 2
+    assert len(list((folder / "saved").glob("*.safetensors"))) > 2
     torch.testing.assert_close(
-        logits_of(load_model(tmp_path / "saved")), torch.from_numpy(first["logits"]),
+        logits_of(load_model(folder / "saved")), torch.from_numpy(first["logits"]),
         rtol=1e-4, atol=1e-4,
     )  # fmt: skip
     ways = [one[way] for one in (first, second) for way in WAYS]
@@ -176,8 +228,18 @@ def test_every_way_out_of_a_running_model_gives_the_weights_that_it_computes_wit
         assert torch.equal(tensor, saved[name].bfloat16())
     for one in (first, second):
         assert 0 < one["most at once"] <= 2
+        largest = max(tensor.nbytes for tensor in saved.values())
+        assert 0 < one["most received"] <= max(_SMALL, largest)
         lines = {
-            what: line.replace(str(tmp_path / "saved"), "FOLDER")
+            what: line.replace(str(folder / "saved"), "FOLDER")
             for what, line in one["refused"].items()
         }
         assert lines == REFUSED
+
+
+def test_a_receiver_alone_gets_what_a_small_step_changed_and_nothing_of_what_stayed(streamed):
+    _, ((first, of_first), (_, (names, nbytes, same))) = streamed
+    assert of_first == ([], 0, {})
+    assert same.keys() == first["whole"].keys() and all(same.values())
+    assert names and not any("self_attn." in name for name in names)
+    assert nbytes < sum(tensor.numel() for tensor in first["whole"].values())  # half of all bytes
