@@ -6,6 +6,7 @@ the other. What is gathered, kept and waited for when is decided where the engin
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from megatron_asynchzp.planner.program import (
     COMPUTE,
@@ -26,6 +27,9 @@ from megatron_asynchzp.sharding.decisions import GradsInFlight, ParamsInFlight
 from megatron_asynchzp.sharding.in_flight import MemoryInFlight, aligned, memory_in_flight
 from megatron_asynchzp.sharding.memory_map import Extent, MemoryMap
 from megatron_asynchzp.sharding.residency import Residency
+
+_Mark = tuple[int, ...]
+"""Actions that have ended when a point of the main thread's stream is reached, by index."""
 
 
 class StepOrder:
@@ -62,14 +66,14 @@ class StepOrder:
         self._last_reduction: dict[int, int] = {}
         self._grad_syncs: dict[int, int] = {}
         self.kept_params = self.kept_grads = None
-        self.shared_params: MemoryMap[int] | None = None
+        self.shared_params: MemoryMap[_Mark] | None = None
         if budget := schedule.keep_params_nbytes:
             self.kept_params = Residency[int](budget, lambda unit: units[unit].memory.params)
-            self.shared_params = MemoryMap[int](aligned(budget))
+            self.shared_params = MemoryMap[_Mark](aligned(budget))
         if budget := schedule.keep_grads_nbytes:
             sum_nbytes = lambda unit: units[unit].sum_nbytes  # noqa: E731
             self.kept_grads = Residency[int](budget, sum_nbytes, counts_own=True)
-        together: list[ParamsInFlight[int, int, int]] = []
+        together: list[ParamsInFlight[int, _Mark, int]] = []
         self._chunks = [
             _Chunk(self, one, [] if self.shared_params is None else together) for one in visits
         ]
@@ -110,7 +114,7 @@ class StepOrder:
         self.waited = ()
         return self._last_compute
 
-    def reduce(self, chunk: "_Chunk", unit: int, computed: int, is_last: bool) -> None:
+    def reduce(self, chunk: "_Chunk", unit: int, computed: int | None, is_last: bool) -> None:
         if self.units[unit].is_reduced:
             if chunk.grads.should_wait(unit, is_last):
                 return
@@ -135,12 +139,17 @@ class StepOrder:
     def last_compute(self) -> int | None:
         return self._last_compute
 
+    def mark(self) -> _Mark:
+        """What the main thread has issued by now, as an event on its stream has it."""
+        last = () if self._last_compute is None else (self._last_compute,)
+        return (*last, *self.waited)
+
     def await_action(self, action: int) -> None:
         """The main thread computes again when `action` has ended."""
         self.waited += (action,)
 
 
-class _Params(ParamsInFlight[int, int, int]):
+class _Params(ParamsInFlight[int, _Mark, int]):
     """The decisions about gathers, as actions of `order`.
 
     units: of the chunk, in the order of the forward.
@@ -150,11 +159,10 @@ class _Params(ParamsInFlight[int, int, int]):
         self,
         order: StepOrder,
         units: Sequence[int],
-        memory: MemoryMap[int],
-        chunks: list[ParamsInFlight[int, int, int]],
+        memory: MemoryMap[_Mark],
+        chunks: list[ParamsInFlight[int, _Mark, int]],
     ):
         self._order, self._units = order, units
-        self._used_at: dict[int, int] = {}
         self._syncs: dict[int, int] = {}
         self.early: set[int] = set()
         self.previews: list[int] = []
@@ -183,22 +191,22 @@ class _Params(ParamsInFlight[int, int, int]):
             self.rebuild_now(unit)
             waits_for = self._syncs.pop(unit, None)
             self.note_shard_used(unit)
-        self._used_at[unit] = self._order.compute(unit, (waits_for,))
-        return self._used_at[unit]
+        return self._order.compute(unit, (waits_for,))
 
     def start_gather(self, unit: int, extent: Extent) -> int:
-        after = (*self._memory.claim(extent), self._syncs.pop(unit, None))
+        users = chain.from_iterable(self._memory.claim(extent))
+        after = (*users, self._syncs.pop(unit, None))
         return self._order.submit(GATHER, unit, after)
 
     def begin_use(self, unit: int, held: int) -> None:
         """`compute` waits for the gather."""
 
-    def end_use(self, unit: int, held: int) -> int:
-        return self._used_at[unit]
+    def end_use(self, unit: int, held: int) -> _Mark:
+        return self._order.mark()
 
-    def abandon_gather(self, unit: int, held: int) -> int:
+    def abandon_gather(self, unit: int, held: int) -> _Mark:
         self._order.await_action(held)
-        return held
+        return self._order.mark()
 
     def start_sync(self, unit: int) -> None:
         self._syncs[unit] = self._order.submit(PARAM_SYNC, unit, ())
@@ -230,12 +238,12 @@ class _Chunk:
         self,
         order: StepOrder,
         visits: Sequence[Visit],
-        together: list[ParamsInFlight[int, int, int]],
+        together: list[ParamsInFlight[int, _Mark, int]],
     ):
         self._order, self._visits, self._all = order, visits, order.units
         self.units = list(dict.fromkeys(in_use_order(visits, is_forward=True)))
         memory = self._memory_in_flight()
-        shared = MemoryMap[int]() if order.shared_params is None else order.shared_params
+        shared = MemoryMap[_Mark]() if order.shared_params is None else order.shared_params
         shared.grow(memory.params)
         self.params = _Params(order, self.units, shared, together)
         self.grads = _Grads(order, MemoryMap[object](memory.grads))
@@ -281,10 +289,10 @@ class _Chunk:
         if phase.is_forward:
             self._forward(self._visits)
             return
-        at_end: list[tuple[int, int]] = []
+        at_end: list[int] = []
         self._backward(self._visits, phase.is_last, at_end)
-        for unit, computed in sorted(at_end):
-            self._order.reduce(self, unit, computed, phase.is_last)
+        for unit in sorted(at_end):
+            self._order.reduce(self, unit, self._order.last_compute, phase.is_last)
 
     def _forward(self, visits: Sequence[Visit]) -> None:
         for visit in visits:
@@ -292,7 +300,7 @@ class _Chunk:
             self._forward(visit.inner)
             self.params.release(visit.unit)
 
-    def _backward(self, visits: Sequence[Visit], is_last: bool, at_end: list) -> None:
+    def _backward(self, visits: Sequence[Visit], is_last: bool, at_end: list[int]) -> None:
         for visit in reversed(visits):
             unit = self._all[visit.unit]
             computed = self.params.compute(visit.unit)
@@ -302,6 +310,6 @@ class _Chunk:
             if not unit.is_trained:
                 continue
             if unit.reduces_at_end:
-                at_end.append((visit.unit, computed))
+                at_end.append(visit.unit)
             else:
                 self._order.reduce(self, visit.unit, last or computed, is_last)
