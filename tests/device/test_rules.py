@@ -38,6 +38,10 @@ def copies() -> list[float]:
     seen.append(direct[0].item())  # not there yet
     copy_directly(pageable, target)
     seen += [pageable[0].item(), direct[0].item()]  # complete when it has returned
+    copy_directly(target, pinned)
+    pinned.fill_(5)  # read when the stream gets there
+    copy_directly(pageable, target)
+    seen.append(pageable[0].item())
     return seen
 
 
@@ -51,7 +55,7 @@ def test_copies_read_and_write_page_locked_memory_late_and_pageable_memory_at_th
 ):
     for delays in (Delays("slow-rank", longest_us=20_000), Delays("on-demand")):
         # The host reads and writes too early, to see when kernels do.
-        assert worlds.run(copies, 1, delays=delays, watches=False) == [[0, 2, 1, 2, 0, 2, 3]]
+        assert worlds.run(copies, 1, delays=delays, watches=False) == [[0, 2, 1, 2, 0, 2, 3, 5]]
 
 
 def events() -> list[bool]:
