@@ -11,11 +11,13 @@ import warnings
 from argparse import ArgumentParser
 
 # Megatron imports these when it builds a tokenizer, an optimizer or a table of the start; the first
-# imports transformers, which takes longer than a whole run of the tiny GPT.
+# imports transformers, which takes longer than a whole run of the tiny GPT. The last are ours.
 # fmt: off
 _LATE = (
     "megatron.core.tokenizers.text", "megatron.core.models.mimo",
     "megatron.core.datasets.helpers_cpp", "rich.console", "rich.table", "einops", "pytest",
+    "megatron_asynchzp.mcore.startup", "megatron_asynchzp.cpu_platform.platform",
+    "megatron_asynchzp.library.sharded_model",
 )
 # fmt: on
 
