@@ -11,7 +11,6 @@ from megatron_asynchzp.comm.task import Task
 from scripts.gpu_check import endless, loopback, megatron_runs, memory
 from scripts.gpu_check.loopback import Case, first_difference, train_both
 from scripts.gpu_check.outcome import CheckFailed, Place
-from tests.support.live_memory import new_objects_only
 
 CPU = torch.device("cpu")
 SHAPES = loopback.variants(is_large=False)
@@ -62,11 +61,10 @@ def test_memory_that_a_step_leaves_behind_is_found(place):
         kept.append(torch.zeros(3))
         return step(self, batches)
 
-    with new_objects_only():
-        assert memory.run(place, 12, 5, ["inline"])
-        with mock.patch.object(memory.LoopbackTrainer, "step", leaking_step):
-            with pytest.raises(CheckFailed, match="inline, steps: tensors by 10"):
-                memory.run(place, 12, 4, ["inline"])
+    assert memory.run(place, 12, 5, ["inline"])
+    with mock.patch.object(memory.LoopbackTrainer, "step", leaking_step):
+        with pytest.raises(CheckFailed, match="inline, steps: tensors by 10"):
+            memory.run(place, 12, 4, ["inline"])
 
 
 def test_an_endless_collective_is_one_line(place):

@@ -29,18 +29,6 @@ def counted_allocations() -> Iterator[MemoryCount]:
         count.uninstall()
 
 
-@contextmanager
-def new_objects_only() -> Iterator[None]:
-    """Neither the collector nor gc.get_objects() sees what is there at the start, which may be
-    millions of objects: to look at each takes a second."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def live_nbytes() -> int:
     gc.collect()
     ends: dict[int, int] = {}

@@ -16,7 +16,6 @@ from megatron_asynchzp.comm.timeline import Span
 from megatron_asynchzp.schedule import ON_STREAMS, ScheduleConfig
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.plan import plan_units
-from tests.support.live_memory import new_objects_only
 from tests.support.recording_device import RecordingDevice
 from tests.support.scheduler_program import recorded_groups
 
@@ -58,12 +57,6 @@ class Engine:
     def close(self) -> None:
         self.runtime.close()
         self.driver.close()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def new_objects():
-    with new_objects_only():
-        yield
 
 
 def live(kind: type) -> int:
