@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from scripts.testbed.megatron_flags import BF16, FP16, FULL_RECOMPUTE, MIXTURE_OF_EXPERTS, UNTIED
 from tests.mcore.checkpoint.test_moments import ROUNDED
@@ -165,8 +166,9 @@ def round_trip(names: list[str], folder: Path) -> dict[str, tuple]:
     output = {}
     for name in names:
         stock = STOCK[name]
+        num_replicas = dist.get_world_size()
         has_model_ranks = "--tensor-model-parallel-size" in stock.flags
-        sizes = (1, 2, 2) if has_model_ranks else (2, 1, 4)
+        sizes = (1, 2, 2) if has_model_ranks else (2, 1, num_replicas)
         flags = tuple(flag for flag in stock.flags if flag not in RESHARDABLE)
         ours = Job(sizes, flags)
         first, second, third = (folder / f"{name.replace(' ', '_')}{i}" for i in range(3))
@@ -184,9 +186,10 @@ def round_trip(names: list[str], folder: Path) -> dict[str, tuple]:
     return output
 
 
-@pytest.mark.parametrize("names", some_and_rest(STOCK, FAST_STOCK))
-def test_a_stock_checkpoint_goes_through_asynchzp_and_back_bit_by_bit(names, tmp_path):
-    for output in on_ranks(round_trip, 4, names, tmp_path):
+@pytest.mark.parametrize("world_size", [2, slow_unless(False, 4)])
+def test_a_stock_checkpoint_goes_through_asynchzp_and_back_bit_by_bit(world_size, tmp_path):
+    names = FAST_STOCK if world_size == 2 else list(STOCK)
+    for output in on_ranks(round_trip, world_size, names, tmp_path):
         for name, (lost_in_ours, lost_on_return, losses) in output.items():
             assert not lost_in_ours and not lost_on_return, name
             whole, *others = losses

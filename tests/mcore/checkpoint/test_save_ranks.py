@@ -118,7 +118,7 @@ def test_a_checkpoint_has_the_same_bits_whoever_writes_it_and_fewer_parts_with_f
 
 
 def exchanged_in_small_pieces(folder: Path) -> dict:
-    save_ranks.EXCHANGE_NBYTES = 1000
+    save_ranks.EXCHANGE_NBYTES = 8000
     largest = []
     exchange = dist.all_to_all_single
 
@@ -128,17 +128,17 @@ def exchanged_in_small_pieces(folder: Path) -> dict:
 
     dist.all_to_all_single = counted
     try:
-        found = saved_by(Job((2, 1, 4)), [1, 2], [], folder)
+        found = saved_by(Job((2, 1, 2)), [1, 2], [], folder)
     finally:
         dist.all_to_all_single = exchange
-    # The longest item of 1-D parts is one element of 4 bytes on 4 ranks: pieces are never smaller.
+    # The longest item of 1-D parts is one element of 4 bytes on 2 ranks: pieces are never smaller.
     return {**found, "largest": max(largest)}
 
 
 def test_what_one_exchange_brings_is_bounded(tmp_path):
     """Fast, whoever writes it, the same bits in fewer parts."""
-    for found in on_ranks(exchanged_in_small_pieces, 4, tmp_path):
-        assert 500 < found["largest"] <= 1000
+    for found in on_ranks(exchanged_in_small_pieces, 2, tmp_path):
+        assert 4000 < found["largest"] <= 8000
         (differ, num_few), (differ_too, num_more) = found[1], found[2]
         assert not differ and not differ_too and num_few < num_more and found["resumed"]
 
@@ -153,7 +153,7 @@ def plan_once(folder: Path) -> dict:
         return create(self, plans)
 
     MCoreSavePlanner.create_global_plan = counted
-    job = Job((2, 1, 4), (*BF16, "--ckpt-assume-constant-structure"))
+    job = Job((2, 1, 2), (*BF16, "--ckpt-assume-constant-structure"))
     try:
         counts.append(0)
         job.train_and_save(folder / "first")
@@ -166,14 +166,14 @@ def plan_once(folder: Path) -> dict:
 
 
 def test_the_first_save_after_a_resume_uses_the_plan_of_the_run_before(tmp_path):
-    first, *others = on_ranks(plan_once, 4, tmp_path)
+    first, *others = on_ranks(plan_once, 2, tmp_path)
     assert first["counts"][0] >= 1 and first["counts"][1] == 0
     assert not any(found["differ"] for found in (first, *others))
 
 
 def reads_of(folder: Path) -> int:
     """Loads with two copies of the optimizer states: how many parts this rank read."""
-    job = Job((1, 2, 2), tuple(BF16))
+    job = Job((1, 1, 1), tuple(BF16))
     whole = job.train_and_save(folder)
     counted, read = [], FileSystemReader.read_data
 
@@ -192,5 +192,5 @@ def reads_of(folder: Path) -> int:
 
 
 def test_the_first_of_several_copies_reads_for_all(tmp_path):
-    counts = on_ranks(reads_of, 4, tmp_path)
-    assert all(counts[:2]) and not any(counts[2:]), counts
+    first, second = on_ranks(reads_of, 2, tmp_path)
+    assert first and not second, (first, second)
