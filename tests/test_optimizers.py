@@ -4,6 +4,7 @@
 by name.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -219,6 +220,75 @@ def rates_by_size(named):
     large = [param for _, param in named if param.numel() == 36 and param.shape[0] == 6]
     small = [param for _, param in named if param.data.numel() < 36 and len(param.size()) < 3]
     return torch.optim.SGD([{"params": large}, {"params": small, "lr": 0.3}], lr=0.1)
+
+
+# ---- what parameters answer while the optimizer is made
+
+SHAPED: list[Callable[[nn.Parameter], torch.Tensor]] = [
+    *(torch.clone, torch.empty_like, torch.zeros_like, torch.tensor, torch.as_tensor, copy.copy),
+    *(copy.deepcopy, nn.Parameter, torch.square, torch.Tensor.double, torch.Tensor.flatten),
+    *(torch.squeeze, torch.t_copy, torch.unbind, torch.atleast_3d, torch.trace),
+    *(lambda p: p.detach().cpu(), lambda p: p.to("meta"), lambda p: p.to("cpu", torch.float16)),
+    *(lambda p: p.new_empty(p.shape), lambda p: p.data.clone().T, lambda p: p[0], lambda p: 2 * p),
+    *(lambda p: p.sum(0, keepdim=True), lambda p: p.view(-1, 2), lambda p: torch.stack([p, p])),
+    *(lambda p: torch.zeros_like(p, device="cpu"), lambda p: nn.Parameter(p.detach().clone())),
+    *(lambda p: torch.rand_like(p, generator=torch.Generator()), lambda p: p.max(-1).values),
+    *(lambda p: torch.nn.utils.parameters_to_vector([p, p]), lambda p: p.clone().mul_(2)),
+]
+VALUED: list[Callable[[nn.Parameter], object]] = [
+    *(torch.Tensor.tolist, torch.unique, torch.nonzero, lambda p: p.detach().numpy()),
+    *(lambda p: p.norm().item(), lambda p: bool(p.std() > 1), lambda p: float(p.sum())),
+    *(lambda p: torch.equal(p, p.clone()), lambda p: f"{p.mean().item():.3f}"),
+]
+
+
+def shapes_said(param: nn.Parameter) -> list[object]:
+    def said(ask: Callable) -> object:
+        try:
+            found = ask(param)
+        except (RuntimeError, IndexError):
+            return "an error"
+        if isinstance(found, tuple):
+            found = found[0]
+        return found.shape, found.ndim, found.numel(), found.stride(), found.dtype
+
+    return [said(ask) for ask in SHAPED]
+
+
+def made_by_shapes(sizes: Sequence[int]) -> None:
+    plain, kept = build(), []
+
+    def new(named):
+        assert [name for name, _ in named] == [name for name, _ in plain.named_parameters()]
+        for (name, param), other in zip(named, plain.parameters(), strict=True):
+            for ask, said, right in zip(SHAPED, shapes_said(param), shapes_said(other)):
+                assert said == right, (name, ask)
+            assert not isinstance(param.new_ones(2).sum().item(), torch.Tensor)
+            for ask in VALUED:
+                with pytest.raises(ConfigurationError, match="ask for names, shapes or attributes"):
+                    ask(param)
+            kept.append((param, torch.full_like(param, 2.0), param.clone(), param.T))
+        return torch.optim.SGD(named, lr=0.1)
+
+    model = build()
+    with shard(model, [*model.heads, *model.trunk], ShardSizes(*sizes), new):
+        for param, twos, clone, _ in kept:
+            assert type(param) is not type(twos) is type(clone) is torch.Tensor
+            assert param.ndim == 1 and torch.equal(twos, torch.full_like(param.data, 2.0))
+            assert torch.equal(clone, param.data)
+
+
+def decided_by_shapes(all_sizes: Sequence[Sequence[int]]) -> None:
+    for sizes in all_sizes:
+        made_by_shapes(sizes)
+
+
+@pytest.mark.habit("groups by the shapes of copies, by values of parameters")
+@OF_2_OR_4
+def test_what_is_computed_of_parameters_says_the_whole_shape_while_the_optimizer_is_made(
+    num_ranks, all_sizes
+):
+    run_ranks(decided_by_shapes, num_ranks, all_sizes)
 
 
 OPTIMIZERS: dict[str, New] = {

@@ -5,13 +5,19 @@ gradients above all.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.zero.guard import DATA, GRAD, SET_GRAD, SHAPELESS
 
 WHOLE_STATES = "torch.distributed.checkpoint.state_dict"
 _GRAD = cast("Any", torch.Tensor).grad
@@ -159,43 +165,114 @@ def refuse_whole_states(*_: object) -> None:
         )
 
 
-_SHAPES: set[Any] = {
-    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "nbytes")),
-    *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH")),
-    *(getattr(torch.Tensor, name) for name in ("size", "dim", "ndimension", "numel", "nelement")),
-    *(torch.Tensor.__len__, torch.numel),
+_NEW = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+_OF_PART: set[Any] = {
+    *(*SHAPELESS, GRAD, SET_GRAD, DATA[1]),
+    *(getattr(torch.Tensor, name) for name in ("data_ptr", "is_pinned", "is_shared", *_NEW)),
+    *(torch.Tensor.__hash__, torch.Tensor.__repr__, torch.Tensor.__format__),
 }
-_VIEWS = (
-    "__getitem__", "__iter__", "chunk", "expand", "flatten", "is_contiguous", "movedim", "narrow",
-    "permute", "ravel", "reshape", "reshape_as", "select", "split", "squeeze", "stride", "swapaxes",
-    "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unsqueeze", "view",
-    "view_as",
-)  # fmt: skip
-_SHAPES |= {getattr(torch.Tensor, name) for name in _VIEWS}
-_SHAPES |= {getattr(torch, name) for name in _VIEWS if hasattr(torch, name)}
-_ALIASES: set[Any] = {cast("Any", torch.Tensor).data.__get__, torch.Tensor.detach}
+_MOVES = {getattr(torch.Tensor, name) for name in ("cpu", "cuda", "pin_memory", "to", "type")}
 
 
 class WholeShaped(nn.Parameter):
-    """The class of an optimizer's parameter while the function that makes the optimizer runs: it
-    says the shape of the whole parameter, by which people build groups, and so do views of it,
-    which have no values. All else is of the part.
+    """The class of an optimizer's parameter while the function that makes the optimizer runs, and
+    of all that is computed of it: it says the shape of the whole, by which people build groups.
+    What has one value for each element has those of the part, from which optimizers make states;
+    anything else has none, and values are refused to who asks for them.
 
-    whole: of the whole shape, on the meta device.
+    whole: of the whole shape, on the meta device. made: all that was computed, weakly.
     """
 
     whole: torch.Tensor
+    made: "list[weakref.ref[WholeShaped]]"
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         with _ALONE():
-            asked: Any = args[0] if args else None
-            if func in _SHAPES and isinstance(asked, WholeShaped):
-                return func(asked.whole, *args[1:], **(kwargs or {}))
-            result = func(*args, **(kwargs or {}))
-            if func in _ALIASES and isinstance(asked, WholeShaped):
-                result = result.as_subclass(cls)
-                result.whole = asked.whole
-            return result
+            if func in _OF_PART:
+                return func(*args, **kwargs)
+            asked = [one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)]
+            is_move = func in _MOVES  # which no tensor on the meta device makes
+            whole = asked[0].whole if is_move else cls._of_wholes(func, args, kwargs)
+            if not any(isinstance(one, torch.Tensor) for one in tree_leaves(whole)):
+                return whole
+            try:
+                part = func(*args, **kwargs)
+            except Exception:  # it makes sense for the whole alone
+                part = whole
+            if is_move:
+                if not isinstance(part, torch.Tensor):
+                    return part  # the name of a type
+                whole = whole.to(part.dtype)
+            if any(part is one and whole is getattr(one, "whole", whole) for one in args):
+                return part  # written in place, or moved to where it is
+            if isinstance(whole, torch.Tensor):
+                return cls._of(part, whole, asked)
+            parts = part if len(part) == len(whole) else whole
+            return type(whole)(map(partial(cls._of, asked=asked), parts, whole))
+
+    @classmethod
+    def _of_wholes(cls, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        def whole_of(one: Any) -> Any:
+            if isinstance(one, cls):
+                return one.whole
+            return one.to("meta") if isinstance(one, torch.Tensor) else one
+
+        kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
+        if "device" in kwargs:
+            kwargs["device"] = "meta"
+        try:
+            return func(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
+        except Exception as error:
+            if isinstance(error, AttributeError) or "meta" not in str(error).lower():
+                raise  # as that of the whole
+            name = getattr(func, "__name__", str(func))
+            raise ConfigurationError(
+                f"{name}() of a parameter, in the function that makes the optimizer: each rank has "
+                "a part of its values, so they cannot decide about groups or states; ask for "
+                "names, shapes or attributes there, and for values before shard()"
+            ) from error
+
+    @classmethod
+    def _of(cls, part: Any, whole: Any, asked: "Sequence[WholeShaped]") -> Any:
+        if not isinstance(whole, torch.Tensor):
+            return whole
+        has_part = any(
+            part.shape == one.shape and whole.numel() == one.whole.numel() for one in asked
+        )
+        result = (part if has_part else whole).as_subclass(cls)
+        result.whole, result.made = whole, asked[0].made
+        result.made.append(weakref.ref(result))
+        return result
+
+
+class _WithCopies(TorchFunctionMode):
+    """Sees what asks no class of a tensor."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.tensor and args and isinstance(args[0], WholeShaped):
+            return args[0].detach().clone().to(**(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def whole_shapes(shapes: Mapping[nn.Parameter, Sequence[int]]) -> Iterator[None]:
+    """Inside, these parameters are WholeShaped."""
+    made: list[weakref.ref[WholeShaped]] = []
+    for param, shape in shapes.items():
+        one: Any = param
+        one.__class__ = WholeShaped
+        one.whole, one.made = torch.empty(tuple(shape), device="meta"), made
+    try:
+        with _WithCopies():
+            yield
+    finally:
+        kept = [one for ref in made if (one := ref()) is not None]
+        for one in (*shapes, *kept):
+            one.__class__ = nn.Parameter if one in shapes else torch.Tensor
+            del one.whole, one.made

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.library.fragments import TrainedFragment
-from megatron_asynchzp.library.grads import WholeShaped, refuse_whole_states
+from megatron_asynchzp.library.grads import refuse_whole_states, whole_shapes
 from megatron_asynchzp.library.params import refuse_copies
 from megatron_asynchzp.library.trial import refuse_by_trial
 from megatron_asynchzp.zero.guard import SHARDED_AS
@@ -34,7 +34,8 @@ def guarded_optimizer(
     named = [(part.name, part.param) for part in trained]
     if not named:  # a reference or a teacher, which torch's optimizers refuse
         named = [("nothing", nn.Parameter(torch.zeros(0, device=device)))]
-    optimizer = _made_by(new_optimizer, named, trained)
+    with whole_shapes({part.param: part.shape for part in trained}):
+        optimizer = new_optimizer(named)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
             f"optimizer returned a {type(optimizer).__name__}; it is to return an optimizer of "
@@ -67,26 +68,6 @@ def guarded_optimizer(
     optimizer.register_state_dict_post_hook(lambda _, state: state.update({_HELD: held}))
     optimizer.register_load_state_dict_pre_hook(lambda _, state: _refuse_other_parts(state, held))
     return optimizer
-
-
-def _made_by(
-    new_optimizer: NewOptimizer,
-    named: list[tuple[str, nn.Parameter]],
-    trained: Sequence[TrainedFragment],
-) -> torch.optim.Optimizer:
-    """While the function runs each parameter says the shape of the whole one; afterwards it is what
-    the optimizer steps on, 1-D."""
-    for part in trained:
-        param: Any = part.param
-        param.__class__ = WholeShaped
-        param.whole = torch.empty(part.shape, device="meta")
-    try:
-        return new_optimizer(named)
-    finally:
-        for part in trained:
-            param = part.param
-            param.__class__ = nn.Parameter
-            del param.whole
 
 
 @cache

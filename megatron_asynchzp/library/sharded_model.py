@@ -175,7 +175,9 @@ class ShardedModel:
         self._params = ShardedParams(model, runtime)
         self._params.bind(lambda keeps: owner().zero_grad(keeps), lambda: owner().no_sync())
         self._parts = [part for unit in runtime.units for part in fragments_of(unit)]
-        self._trained = [part for part in self._parts if isinstance(part, TrainedFragment)]
+        trained = [part for part in self._parts if isinstance(part, TrainedFragment)]
+        places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+        self._trained = sorted(trained, key=lambda part: places[part.name])
         self.optimizer = self._new_optimizer(new_optimizer)
         names = {part.param: part.name for part in self._trained}
         refuse_other_optimizers(self.optimizer, names, group, self._device)

@@ -17,24 +17,31 @@ SHARDED_AS = "asynchzp_name"
 
 # What does not look at the elements of a parameter. Everything else gathers its unit.
 # fmt: off
-_PROPERTIES = ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn",
-               "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "_version",
-               "nbytes", "itemsize", "is_xpu", "is_mps", "is_nested", "retains_grad")
-_METHODS = ("size", "numel", "nelement", "dim", "ndimension", "stride", "element_size",
-            "storage_offset", "is_floating_point", "get_device", "is_complex", "requires_grad_",
-            "register_hook", "register_post_accumulate_grad_hook", "__len__")
+_PROPERTIES = ("dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda",
+               "is_cpu", "is_meta", "is_sparse", "is_quantized", "_version", "itemsize", "is_xpu",
+               "is_mps", "is_nested", "retains_grad")
+_METHODS = ("element_size", "storage_offset", "is_floating_point", "get_device", "is_complex",
+            "requires_grad_", "register_hook", "register_post_accumulate_grad_hook")
+_SHAPES = ("size", "numel", "nelement", "dim", "ndimension", "stride", "__len__")
 # fmt: on
+SHAPELESS: set[Use] = {
+    *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
+    *(getattr(torch.Tensor, name) for name in _METHODS),
+    cast("Any", torch.Tensor).requires_grad.__set__,
+    *(torch.is_floating_point, torch.is_complex),
+}
+"""What asks for neither the elements of a parameter nor its shape."""
+_HARMLESS: set[Use] = {
+    *SHAPELESS,
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "ndim", "nbytes")),
+    *(getattr(torch.Tensor, name) for name in _SHAPES),
+    torch.numel,
+}
 GRAD = cast("Any", torch.Tensor).grad.__get__
 """The gradient's getter."""
 SET_GRAD = cast("Any", torch.Tensor).grad.__set__
 DATA = (cast("Any", torch.Tensor).data.__get__, cast("Any", torch.Tensor).data.__set__)
 """Getter and setter of the elements that no version counts."""
-_HARMLESS: set[Any] = {
-    *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
-    *(getattr(torch.Tensor, name) for name in _METHODS),
-    cast("Any", torch.Tensor).requires_grad.__set__,
-    *(torch.is_floating_point, torch.is_complex, torch.numel),
-}
 
 
 def new_guarded_class(kind: type, answer: Answer) -> type:
