@@ -50,9 +50,9 @@ def test_it_is_0_where_sigterm_ended_every_rank_well(monkeypatch, statuses, numb
         assert torchrun.main(["script.py"]) == status
 
 
-@pytest.mark.parametrize("nodes, is_kept", [("1", False), ("2", True), ("1:4", True)])
+@pytest.mark.parametrize("nodes, kept_for", [("1", None), ("2", 32), ("1:4", 64)])
 def test_after_a_failed_rank_the_store_stays_for_the_ranks_of_other_nodes(
-    monkeypatch, nodes, is_kept
+    monkeypatch, nodes, kept_for
 ):
     seen = []
 
@@ -68,7 +68,7 @@ def test_after_a_failed_rank_the_store_stays_for_the_ranks_of_other_nodes(
     monkeypatch.setattr(torchrun.run, "main", fail)
     with pytest.raises(torchrun.ChildFailedError):
         torchrun.main(["--nnodes", nodes, "script.py"])
-    assert seen == ([(torchrun.LASTS_S, 1)] if is_kept else [])
+    assert seen == ([(torchrun.lasts_s(kept_for), 1)] if kept_for else [])
 
 
 def test_of_each_place_the_process_counts_that_was_started_last(monkeypatch):

@@ -25,11 +25,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 
-from megatron_asynchzp.failure.roll_call import LASTS_S
+from megatron_asynchzp.failure.roll_call import lasts_s
 
 _HELD_S = 5.0
 """How long a call of the rendezvous' store takes before the store counts as gone: milliseconds."""
 _LOOKS_EVERY_S = 0.2
+_MOST_ON_A_NODE = 16  # ranks
 
 
 def watch_ranks() -> dict[int, Popen]:
@@ -80,13 +81,13 @@ def watch_rendezvous(are_ranks_gone: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def keeping_store() -> Generator[None]:
+def keeping_store(nodes: int) -> Generator[None]:
     """Around a run of torchrun: after a rank has failed, its store stays for a while, for the ranks
     of other nodes. What holds it is the error's traceback."""
     try:
         yield
     except ChildFailedError:
-        time.sleep(LASTS_S)
+        time.sleep(lasts_s(nodes * _MOST_ON_A_NODE))
         raise
 
 
@@ -98,7 +99,7 @@ def main(argv: list[str]) -> int:
     )
     most_nodes = run.parse_min_max_nnodes(run.parse_args(argv).nnodes)[1]
     try:
-        with keeping_store() if most_nodes > 1 else nullcontext():
+        with keeping_store(most_nodes) if most_nodes > 1 else nullcontext():
             run.main(argv)
     except SignalException as ended:
         is_asked = ended.sigval == signal.SIGTERM

@@ -10,8 +10,8 @@ which the ranks met.
     rank 3   (its node is cut off)
 
 While nothing fails a rank asks once a second whether anybody has called, as torch's own monitor of
-NCCL does. Then, too, a rank whose tasks stand still looks whether others went another way,
-[Note: apart].
+NCCL does, and less often among so many that the store would do nothing else. Then, too, a rank
+whose tasks stand still looks whether others went another way, [Note: apart].
 """
 
 import itertools
@@ -19,6 +19,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -29,20 +30,19 @@ from megatron_asynchzp.failure.standstill import Progress, Standstill, why_apart
 from megatron_asynchzp.failure.verdict import HAS_FAILED, IS_HERE, Verdict
 
 _LOOKS_EVERY_S = 1.0
+_MOST_LOOKS_PER_S = 20_000  # of all ranks: each takes the one store 10 to 15 microseconds
 ANSWERS_WITHIN_S = 3.0
-"""For the answers of the others, from the call on."""
+"""For the answers of the others, from the call on, in a small world."""
+_ANSWERS_PER_S = 10_000  # that one store takes in
 _STORE_S = 1.0  # that much longer a store may take before it counts as lost
 _VERDICT_S = 1.0  # for the one that reads all answers
 OTHERS_FIRST_S = 0.5
 """How long a rank that hears of another's failure waits for its own."""
-LASTS_S = _LOOKS_EVERY_S + OTHERS_FIRST_S + ANSWERS_WITHIN_S + _STORE_S
-"""From a call on until every rank has heard it and read who answers, at most."""
 STANDS_STILL_S = 3.0
 """From then on a rank looks at others."""
 _MOST_LOOKED_AT = 8  # of them, each time: all ranks of a large world may stand still
 _POLL_S = 0.1
 _CLOSE_POLL_S = 0.01  # of one rank
-_MOST_POLLS_PER_S = 10_000  # of all ranks, which ask one store
 _OTHER_DESCRIPTORS = 256  # of the process that holds the store
 _THREAD = "asynchzp-roll-call"
 # Keys. The second has entries, each with a rank before it; the others count ranks.
@@ -50,8 +50,8 @@ _CALLED, _ANSWERS, _NUM_ANSWERED, _NUM_READ = "called", "answers", "answered", "
 _NUM_CLOSED = "closed"
 _WONDERS, _PROGRESS = "wonders", "progress/"  # whether a rank stands still; how far each is
 _ALL_ANSWERED = "all answered"
-# What the answers say, by how often rank 0 began and by how many had answered, and its readers.
-_BEGINNINGS, _VERDICT = "beginnings", "verdict/"
+# What the answers say, its readers, and its number: rank 0 begins with another one.
+_VERDICT, _VERDICTS = "verdict/", "verdicts"
 _calls = itertools.count()
 
 
@@ -81,7 +81,7 @@ class RollCall:
         driver: Standstill | None = None,
     ):
         self._rank, self._world_size, self._counts = rank, world_size, counts
-        self._poll_s = max(_POLL_S, world_size / _MOST_POLLS_PER_S)
+        self._looks_every_s = _looks_every_s(world_size)
         self._on_call, self._is_writing = on_call, is_writing
         self._driver, self._looks_after_s = driver, STANDS_STILL_S
         self._why_apart = ""
@@ -97,7 +97,7 @@ class RollCall:
             answers = _ANSWERS, _ALL_ANSWERED, _NUM_ANSWERED, _NUM_READ
             for key in (_CALLED, *answers, _NUM_CLOSED, _WONDERS):
                 store.delete_key(key)
-            store.add(_BEGINNINGS, 1)
+            store.add(_VERDICTS, 1)
         if driver is not None:
             store.delete_key(f"{_PROGRESS}{rank}")
         self._thread = threading.Thread(target=self._serve, name=_THREAD, daemon=True)
@@ -134,7 +134,8 @@ class RollCall:
         if self._is_closed.is_set():
             return "nobody was asked, as the communication was closed"
         self._is_asked.set()
-        self._is_over.wait(ANSWERS_WITHIN_S + 2 * _VERDICT_S + _STORE_S)
+        reads_s = self._world_size / _ANSWERS_PER_S  # what all need to read the verdict
+        self._is_over.wait(self._answers_within_s + 2 * _VERDICT_S + _STORE_S + reads_s)
         if self._why_apart:
             return self._why_apart
         verdict = self._verdict
@@ -159,6 +160,10 @@ class RollCall:
         return "; ".join(filter(None, texts)) or "every rank answers"
 
     @property
+    def _answers_within_s(self) -> float:
+        return ANSWERS_WITHIN_S + self._world_size / _ANSWERS_PER_S
+
+    @property
     def is_heard(self) -> bool:
         """Whether this rank has called, or heard another."""
         return self._is_asked.is_set() or self._has_answered
@@ -168,7 +173,7 @@ class RollCall:
         the answers first."""
         if self._rank != 0 or not self._is_over.is_set():
             return
-        deadline = time.monotonic() + ANSWERS_WITHIN_S
+        deadline = time.monotonic() + self._answers_within_s
         while self._num_read < self._num_answered and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
@@ -197,7 +202,7 @@ class RollCall:
 
     def _await_failure(self) -> None:
         """Answer a call of another rank. Returns when this rank has failed or is closed."""
-        while not self._is_asked.wait(_LOOKS_EVERY_S):
+        while not self._is_asked.wait(self._looks_every_s):
             if self._has_answered:
                 continue
             self._look_at_others()
@@ -240,7 +245,7 @@ class RollCall:
     def _tell_all_and_end(self) -> None:
         # This rank may hold the store: the others hear of it first.
         told = self._store.compare_set(_CALLED, "", self._why_apart).decode()
-        if not self._is_closed.wait(2 * _LOOKS_EVERY_S):
+        if not self._is_closed.wait(2 * self._looks_every_s):
             self._on_call(told)
 
     def _tell_progress(self, progress: Progress) -> None:
@@ -252,8 +257,9 @@ class RollCall:
         except Exception:  # it looks at another thread; the answer matters more
             return False
 
-    def _answer(self, is_writing: bool) -> None:
-        self._tell(IS_HERE, int(is_writing), *self._counts.values())
+    def _answer(self, is_writing: bool, *more: str) -> None:
+        counts = " ".join(map(str, self._counts.values()))
+        self._tell(f"{IS_HERE} {int(is_writing)} {counts}", *more)
         if self._store.add(_NUM_ANSWERED, 1) == self._world_size:
             self._store.set(_ALL_ANSWERED, "")
         self._has_answered = True
@@ -265,13 +271,14 @@ class RollCall:
         if self._why_apart:
             self._has_answered = True
             return
-        if not self._has_answered:
-            self._answer(False)  # it has failed
-        self._tell(HAS_FAILED)
-        self._comes(_ALL_ANSWERED, ANSWERS_WITHIN_S)
-        self._num_answered = self._store.add(_NUM_ANSWERED, 0)
-        self._verdict = self._read_verdict()
+        if self._has_answered:
+            self._tell(HAS_FAILED)
+        else:
+            self._answer(False, HAS_FAILED)
+        self._verdict = self._await_verdict()
         self._store.add(_NUM_READ, 1)
+        if self._rank == 0:
+            self._num_answered = self._store.add(_NUM_ANSWERED, 0)
         self._is_over.set()
         while self._rank == 0 and not self._is_closed.wait(_POLL_S):
             self._num_answered = self._store.add(_NUM_ANSWERED, 0)
@@ -292,30 +299,38 @@ class RollCall:
             time.sleep(_CLOSE_POLL_S)
             num_closed = self._store.add(_NUM_CLOSED, 0)
 
-    def _tell(self, *words: object) -> None:
-        self._store.append(_ANSWERS, " ".join(map(str, (self._rank, *words))) + ";")
+    def _tell(self, *entries: str) -> None:
+        self._store.append(_ANSWERS, "".join(f"{self._rank} {entry};" for entry in entries))
 
-    def _read_verdict(self) -> Verdict | None:
-        """What the answers say. The first to ask reads them all, the second where that one has
-        ended meanwhile, and the others what it makes of them: all answers, read by every rank of a
-        large world, are more than a store can send."""
-        key = f"{_VERDICT}{self._store.add(_BEGINNINGS, 0)}/{self._num_answered}"
+    def _await_verdict(self) -> Verdict | None:
+        """What the answers say. The first to ask awaits and reads them all, the second where that
+        one has ended meanwhile, and the others what it makes of them: all answers, read by every
+        rank of a large world, are more than a store can send. Who asks later reads a later one."""
+        key = f"{_VERDICT}{self._store.add(_VERDICTS, 0)}"
         turn = self._store.add(f"{key}/readers", 1)
-        if turn > 1 and self._comes(key, min(2, turn - 1) * _VERDICT_S):
+        if turn == 1:
+            self._await_answers()
+        elif self._comes(key, self._answers_within_s + min(2, turn - 1) * _VERDICT_S):
             return Verdict.of_text(self._store.get(key).decode())
-        if turn > 2:
+        elif turn > 2:
             return None
+        self._store.add(_VERDICTS, 1)  # whoever read the former number has told its answer
         verdict = Verdict.of_answers(self._store.get(_ANSWERS).decode(), self._world_size)
         self._store.set(key, verdict.to_text())
         return verdict
 
+    def _await_answers(self) -> None:
+        deadline = time.monotonic() + self._answers_within_s
+        while not self._store.check([_ALL_ANSWERED]) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
     def _comes(self, key: str, within_s: float) -> bool:
-        """Whether the store has `key` by then. (torch's own wait prints a warning where it has
-        not.)"""
-        deadline = time.monotonic() + within_s
-        while not (is_there := self._store.check([key])) and time.monotonic() < deadline:
-            time.sleep(self._poll_s)
-        return is_there
+        """Whether the store has `key` by then. torch prints a warning where it has not."""
+        try:
+            self._store.wait([key], timedelta(seconds=within_s))
+        except dist.DistStoreError:
+            return False
+        return True
 
 
 def refuse_few_descriptors(rank: int, world_size: int) -> None:
@@ -328,6 +343,16 @@ def refuse_few_descriptors(rank: int, world_size: int) -> None:
             f"ulimit -n is {limit} on the host of rank 0: the store at which {world_size} ranks "
             f"meet takes {needed} files and connections; start with ulimit -n {needed} or more"
         )
+
+
+def lasts_s(world_size: int) -> float:
+    """From a call on until every rank has heard it and read who answers, at most."""
+    takes_s = ANSWERS_WITHIN_S + world_size / _ANSWERS_PER_S + _STORE_S
+    return _looks_every_s(world_size) + OTHERS_FIRST_S + takes_s
+
+
+def _looks_every_s(world_size: int) -> float:
+    return max(_LOOKS_EVERY_S, world_size / _MOST_LOOKS_PER_S)
 
 
 def _parts_within_s() -> float:
