@@ -170,6 +170,7 @@ def write_end(case: Case, file: str) -> None:
     os._exit(1)
 
 
+@pytest.mark.slow
 def test_on_a_device_too_they_say_so(worlds: DeviceWorlds, tmp_path):
     check([is_slow], worlds.run(ends_of, 2, [is_slow], (2, 2, 2), watches=False))
     with pytest.raises(DeviceFailure):

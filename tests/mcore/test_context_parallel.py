@@ -3,6 +3,8 @@
 """States are sharded over data x context parallel ranks: with two of each, and three different
 sizes, a run prints the losses and gradient norms of stock DDP on the same ranks."""
 
+import pytest
+
 from scripts.testbed.megatron_flags import UNTIED
 from tests.support.parity import Sizes, Variant, assert_equal_runs, compare
 from tests.support.world import on_ranks
@@ -10,6 +12,9 @@ from tests.support.world import on_ranks
 # Megatron's local attention refuses context parallelism; both sides take PASA.
 CONTEXT = ("--context-parallel-size", "2", "--use-pasa-attention", "--clip-grad", "0.5")
 STEPS = 8
+
+
+LOSS_PER_TOKEN = ("--calculate-per-token-loss", "--data-parallel-random-init")
 
 
 def check(flags: tuple[str, ...], all_sizes: list[Sizes]) -> None:
@@ -20,9 +25,12 @@ def check(flags: tuple[str, ...], all_sizes: list[Sizes]) -> None:
 
 def test_states_are_sharded_over_data_and_context_parallel_ranks_as_in_stock():
     """(2, 1, 2) would also fit the two data-parallel ranks alone. Words that no sample has leave
-    zeros in the gradient of an untied embedding."""
-    check(tuple(UNTIED), [(1, 2, 4), (2, 1, 2)])
+    zeros in the gradient of an untied embedding. The loss is per token, and ranks start
+    differently."""
+    check((*UNTIED, *LOSS_PER_TOKEN), [(1, 2, 4), (2, 1, 2)])
 
 
-def test_a_loss_per_token_and_ranks_that_start_differently_are_stock_ddp():
-    check(("--calculate-per-token-loss", "--data-parallel-random-init"), [(2, 2, 4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [tuple(UNTIED), LOSS_PER_TOKEN], ids=["untied", "per token"])
+def test_each_kind_of_loss_and_of_start_is_that_of_stock_ddp(flags):
+    check(flags, [(1, 2, 4), (2, 1, 2), (2, 2, 4)])

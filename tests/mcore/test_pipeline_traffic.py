@@ -6,7 +6,7 @@ from scripts.bench.count_pipeline import measure
 
 
 def test_micro_batches_share_no_reduction_and_a_middle_layer_s_gathers_only_near_a_turn():
-    layers, micro_batches = 8, 8
+    layers, micro_batches = 6, 4
     lines = measure(layers, micro_batches)
     assert {line["reductions"] for line in lines} == {micro_batches}
     counts = {(line["stage"], line["unit"]): line["gathers"] for line in lines}
