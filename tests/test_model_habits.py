@@ -292,6 +292,75 @@ def check_modes_and_transforms(all_sizes: list[Sizes]) -> None:
     trains_alike(partial(Model, ""), all_sizes, loss_of)
 
 
+# ---- gradients in a forward, and of a model
+
+
+class Slopes(Layer):
+    """Computes with the gradients of what it computes."""
+
+    ask: Callable[[Callable, torch.Tensor], torch.Tensor]
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        if x.is_leaf:
+            x = x.clone().requires_grad_()
+        compute = super().compute
+        return compute(x) + self.ask(compute, x) + compute(x).detach()
+
+
+def by_autograd(compute: Callable, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return torch.autograd.grad(compute(x).square().sum(), x, create_graph=True, **kwargs)[0]
+
+
+SLOPES: dict[str, Callable[[Callable, torch.Tensor], torch.Tensor]] = {
+    "autograd.grad": by_autograd,
+    "without a graph": lambda compute, x: torch.autograd.grad(
+        compute(y := x.detach().requires_grad_()).square().sum(), y
+    )[0],
+    "recomputed": lambda compute, x: checkpoint.checkpoint(
+        partial(by_autograd, compute), x, use_reentrant=False
+    ),
+    "func.grad": lambda compute, x: torch.func.grad(lambda y: compute(y).square().sum())(x),
+    "jacrev": lambda compute, x: torch.func.vmap(torch.func.jacrev(compute))(x).sum(-1),
+    "twice": lambda compute, x: by_autograd(partial(by_autograd, compute), x),
+}
+
+
+class Forces(Model):
+    """What comes out is made of the gradient of an energy of all layers."""
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            (force,) = torch.autograd.grad(super().forward(x, step).sum(), x, create_graph=True)
+            return super().forward(force, step)
+
+
+def slopes_of_the_model(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    with torch.no_grad():
+        evaluated = model(batch(step, rank + 7), step).sum()
+    slope = torch.func.grad(lambda x: model(x, step).sum())(batch(step, rank))
+    return usual_loss(model, step, rank) + slope.square().mean() + 0 * evaluated
+
+
+def check_slopes(all_sizes: list[Sizes], ways: list[str]) -> None:
+    for way in ways:
+
+        def build(way: str = way) -> nn.Module:
+            model = Model("")
+            for layer in model.layers:
+                layer.__class__, layer.ask = Slopes, SLOPES[way]
+            return model
+
+        trains_alike(build, all_sizes)
+    trains_alike(partial(Forces, ""), all_sizes)
+    trains_alike(partial(Model, ""), [(1, 1, 2)], slopes_of_the_model)
+    model = Model("")
+    sharded = shard(model, model.layers, ShardSizes(2, 2, 2), new_sgd)
+    with pytest.raises(ConfigurationError, match="root is called within torch.func's grad"):
+        slopes_of_the_model(model, 0, 0)
+    sharded.runtime.driver.close()
+
+
 # ---- what modules keep
 
 
@@ -380,6 +449,8 @@ def check_views_of_a_forward() -> None:
 @pytest.mark.habit(
     "`torch.autograd.graph.save_on_cpu` around a model, around a unit or within it",
     "`torch.func.jvp` of a model",
+    "`torch.autograd.grad`, `torch.func.grad`, `jacrev` in a forward",
+    "`torch.func.grad`, `vjp`, `jacrev`, `hessian` of a model",
     "a counter of operations (`FlopCounterMode`)",
     "an attribute or buffer that views a weight, made before `shard` or in a forward",
     "`spectral_norm`, whose hook sets an attribute anew",
@@ -396,4 +467,5 @@ def check_all(all_sizes: list[Sizes], is_fast: bool) -> None:
     some = all_sizes[:1] if is_fast else all_sizes
     check_hooks_of_others(some)
     check_modes_and_transforms(some)
+    check_slopes(some, ["without a graph", "jacrev"] if is_fast else list(SLOPES))
     check_views(some)

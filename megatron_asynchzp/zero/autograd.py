@@ -43,8 +43,8 @@ class _MicroBatch:
     kind: see StepScheduler.meet;
     calls: of a unit's modules in this forward; depth: how many of them have not returned;
     started_backward: units whose gradients are not on their way yet; reduced: those whose gradients
-    are, in this backward; compute_marks: when the
-    computation of (direction, unit) began, for a captured trace.
+    are, in this backward; read_within: see [Note: backward within a forward]; compute_marks: when
+    the computation of (direction, unit) began, for a captured trace.
     """
 
     in_backward: bool = False
@@ -53,6 +53,7 @@ class _MicroBatch:
     depth: dict[HZPUnit, int] = field(default_factory=dict[HZPUnit, int])
     started_backward: set[HZPUnit] = field(default_factory=set[HZPUnit])
     reduced: set[HZPUnit] = field(default_factory=set[HZPUnit])
+    read_within: set[HZPUnit] = field(default_factory=set[HZPUnit])
     compute_marks: dict[tuple[str, HZPUnit], Any] = field(
         default_factory=dict[tuple[str, HZPUnit], Any]
     )
@@ -216,6 +217,7 @@ class HZPRuntime(StepScheduler):
                 unit.unhide()
             self._batch.calls.clear()
             self._batch.depth.clear()
+            self._batch.read_within.clear()
             self._batch.kind = "training" if torch.is_grad_enabled() else "evaluation"
             if not torch.is_grad_enabled():
                 self.gathers.begin_evaluation()
@@ -290,11 +292,15 @@ class HZPRuntime(StepScheduler):
 
     def before_backward(self, units: list[HZPUnit]) -> None:
         """A gradient has reached an output of the module of `units`."""
-        self._begin_backward()
         if torch.is_grad_enabled():
             # A backward that builds a graph (that of a gradient's norm): the backward of that graph
             # reads parameters again, where it likes.
             self.gathers.send_nothing_early()
+        if self._is_within_forward:
+            for unit in units:
+                self._read_within(unit)
+            return
+        self._begin_backward()
         for unit in units:
             self._batch.started_backward.add(unit)
             self._unshard(unit)
@@ -309,18 +315,42 @@ class HZPRuntime(StepScheduler):
                 unit.unhide()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # pyright: ignore[reportPrivateUsage]
 
+    @property
+    def _is_within_forward(self) -> bool:
+        """[Note: backward within a forward] A module asks for gradients in its forward (forces are
+        those of an energy), and goes on to compute: what computes stays gathered, what else is read
+        is dropped at the end, and nothing is reduced. The backward of what comes of it follows."""
+        return bool(self._has_pushed) and not self._batch.in_backward
+
+    def _read_within(self, unit: HZPUnit) -> None:
+        if unit not in self._batch.read_within:
+            self._batch.read_within.add(unit)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_within)  # pyright: ignore[reportPrivateUsage]
+        self._unshard(unit)
+
+    def _end_within(self) -> None:
+        for unit in self._batch.read_within:
+            if not self._batch.depth.get(unit):
+                self._release(unit)
+        self._batch.read_within.clear()
+
     def _unshard_saved(self, unit: HZPUnit) -> None:
         """What autograd saved of `unit` is read, maybe before a gradient has reached an output that
         its module is known to have: its tensors may be hidden in an object, or kept elsewhere."""
         if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
+            if self._is_within_forward:
+                self._read_within(unit)
+                return
             self._begin_backward()
         self._unshard(unit)
 
     def after_backward(self, units: list[HZPUnit]) -> None:
         """The backward of the module of `units` is done."""
+        if self._is_within_forward:
+            return
         self._begin_backward()
         self._note_compute("backward", units)
-        for unit in units:
+        for unit in (unit for unit in units if not self._batch.depth.get(unit)):
             self._release(unit)
             if unit in self._batch.reduced:
                 # One backward of several forwards: autograd adds up what they give a parameter.

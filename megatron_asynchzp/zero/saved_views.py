@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns which tensors that autograd saved are views of a unit's gathered parameters."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,11 +11,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.zero.unit import HZPUnit
 
 # Private to torch: its public form is a context manager, and these are set by two hooks.
 _saved_tensor_hooks: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
 _ENTER = saved_tensors_hooks.__enter__
+_DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,15 @@ class SavedViews:
 
     def are_needed_by(self, units: Iterable[HZPUnit]) -> bool:
         """Whether the forward of `units` is to run under the hooks."""
+        if _saved_tensor_hooks._saved_tensors_hooks_get_disabled_error_message() is not None:
+            for unit in units:
+                if not unit.is_always_unsharded:
+                    raise ConfigurationError(
+                        f"{unit.name} is called within torch.func's grad, vjp, jacrev or hessian, "
+                        "whose backward does not gather what is in shards: call these within its "
+                        "forward, or take torch.autograd.grad or torch.autograd.functional.jacobian"
+                    )
+            return False
         return not self._without_views.issuperset(units) or _top_hooks() is not None
 
     def track(self, unit: HZPUnit) -> None:
@@ -100,6 +112,7 @@ class SavedViews:
         _saved_tensor_hooks._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
         if not self._num_pushed:
             saved_tensors_hooks.__enter__ = _enter_within_a_unit
+            torch.autograd.graph.disable_saved_tensors_hooks = _disable_within_a_unit
         self._num_pushed += 1
 
     def pop(self) -> None:
@@ -107,6 +120,7 @@ class SavedViews:
         self._num_pushed -= 1
         if not self._num_pushed:
             saved_tensors_hooks.__enter__ = _ENTER
+            torch.autograd.graph.disable_saved_tensors_hooks = _DISABLE
         _saved_tensor_hooks._pop_saved_tensors_default_hooks()
 
     def unit_of(self, tensor: torch.Tensor) -> HZPUnit | None:
@@ -202,3 +216,21 @@ def _enter_within_a_unit(self: Any) -> None:
         joined = _JoinedHooks(views, (pack, unpack))
         pack, unpack = joined.pack, joined.unpack
     _saved_tensor_hooks._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextmanager
+def _disable_within_a_unit(message: str) -> Generator[None]:
+    """In place of torch's while a unit computes: torch.func's gradients, which no hooks may see. A
+    view that is saved meanwhile keeps its memory ([Note: views that outlive the unit])."""
+    ours: list[Any] = []
+    while (top := _top_hooks()) is not None and isinstance(
+        getattr(top[0], "__self__", None), SavedViews
+    ):
+        ours.append(top)
+        _saved_tensor_hooks._pop_saved_tensors_default_hooks()
+    try:
+        with _DISABLE(message):
+            yield
+    finally:
+        for pack, unpack in reversed(ours):
+            _saved_tensor_hooks._push_saved_tensors_default_hooks(pack, unpack)
