@@ -16,6 +16,7 @@
 #include <mutex>
 #include <vector>
 
+#include "graphs.hpp"
 #include "host_memory.hpp"
 #include "report.hpp"
 #include "stream.hpp"
@@ -53,6 +54,7 @@ void submit(Stream* stream, const char* name, const void* read, const void* writ
 }
 
 void wait_for(Stream* stream) {
+  graphs::refuse(stream, "a wait of the host for it");
   const auto done = watch::end_of(stream);
   stream->end().wait();
   watch::order_host(done);
@@ -198,6 +200,10 @@ EXPORT void asynchzp_device_poison(void* start, size_t size, void* stream) {
 // the strictest such owner overwrites it at once.
 EXPORT void asynchzp_device_freed(void* start, size_t size, void* stream) {
   const Access access{start, size, true};
-  watch::submit(stream_of(stream), watch::Kind::free, "freeing", &access, 1);
+  // Within a graph that is no command: after the join nothing would order one of a forked stream,
+  // and what was captured later may have these bytes without an allocation that tells.
+  if (graphs::is_forked(stream_of(stream))) return;
+  const auto kind = graphs::of(stream_of(stream)) ? watch::Kind::allocation : watch::Kind::free;
+  watch::submit(stream_of(stream), kind, "freeing", &access, 1);
   asynchzp_device_poison(start, size, stream);
 }

@@ -38,6 +38,7 @@ extern "C" __attribute__((weak)) int PyGILState_Check();
 extern "C" void asynchzp_device_synchronize(void* stream);
 extern "C" void asynchzp_device_freed(void* start, size_t size, void* stream);
 extern "C" void asynchzp_device_poison(void* start, size_t size, void* stream);
+extern "C" bool asynchzp_device_is_captured(void* stream);
 
 namespace {
 
@@ -243,6 +244,10 @@ void follow_allocator() {
   const bool is_late = text && !strcmp(text, "late");
   auto note = [is_late](const TraceEntry& entry) {
     auto start = reinterpret_cast<void*>(entry.addr_);
+    // Memory of a graph belongs to it while it may be launched: what is freed outside of a capture
+    // is free for later captures alone.
+    const bool is_of_graph = entry.mempool_ != c10::MempoolId_t{0, 0};
+    if (is_of_graph && !asynchzp_device_is_captured(entry.stream_)) return;
     if (entry.action_ == TraceEntry::FREE_COMPLETED && !is_late)
       asynchzp_device_freed(start, entry.size_, entry.stream_);
     if (entry.action_ == TraceEntry::ALLOC) {

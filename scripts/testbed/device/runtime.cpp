@@ -15,6 +15,7 @@
 #include <string>
 
 #include "clock.hpp"
+#include "graphs.hpp"
 #include "report.hpp"
 #include "stream.hpp"
 #include "watch.hpp"
@@ -59,6 +60,8 @@ struct Event {
     Position position;
     watch::Known known;  // to who has waited for it
     std::atomic<Clock::rep> at{0};
+    unsigned long long capture = 0;  // 0: none
+    int number = -1;                 // in it
   };
   std::mutex mutex;
   std::shared_ptr<Record> record;
@@ -68,6 +71,19 @@ std::shared_ptr<Event::Record> record_of(cudaEvent_t handle) {
   auto event = reinterpret_cast<Event*>(handle);
   std::lock_guard lock(event->mutex);
   return event->record;
+}
+
+void set_record(cudaEvent_t handle, std::shared_ptr<Event::Record> record) {
+  auto event = reinterpret_cast<Event*>(handle);
+  std::lock_guard lock(event->mutex);
+  event->record = std::move(record);
+}
+
+// For the host: an event of a capture happens in launches alone (cudaErrorCapturedEvent).
+std::shared_ptr<Event::Record> record_for_host(cudaEvent_t handle) {
+  auto record = record_of(handle);
+  if (record && record->capture) end("the host asks for an event of a capture");
+  return record;
 }
 
 cudaStream_t new_stream(int priority) {
@@ -169,6 +185,7 @@ EXPORT cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
 }
 
 EXPORT cudaError_t cudaDeviceSynchronize() {
+  graphs::refuse(nullptr, "cudaDeviceSynchronize");
   const auto done = watch::end_of_all(current);
   Stream::synchronize_all(current);
   watch::order_host(done);
@@ -232,6 +249,7 @@ EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
 }
 
 EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  graphs::refuse(stream_of(stream), "a wait of the host for it");
   const auto done = watch::end_of(stream_of(stream));
   stream_of(stream)->end().wait();
   watch::order_host(done);
@@ -241,6 +259,7 @@ EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 // Programming Guide, "Explicit Synchronization": a query tells whether all preceding commands in
 // the stream have completed.
 EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  graphs::refuse(stream_of(stream), "cudaStreamQuery of it");
   const auto done = watch::end_of(stream_of(stream));
   if (!stream_of(stream)->end().is_reached()) return cudaErrorNotReady;
   watch::order_host(done);
@@ -249,21 +268,6 @@ EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) {
 
 EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t run, void* argument) {
   stream_of(stream)->push_kernel([=] { run(argument); });
-  return cudaSuccess;
-}
-
-// No stream is ever captured: cudaStreamBeginCapture is refused.
-EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-
-EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status,
-                                            unsigned long long* id, cudaGraph_t*,
-                                            const cudaGraphNode_t**, const cudaGraphEdgeData**,
-                                            size_t*) {
-  *status = cudaStreamCaptureStatusNone;
-  if (id) *id = 0;
   return cudaSuccess;
 }
 
@@ -289,14 +293,17 @@ EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) {
 EXPORT cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
   Stream* stream = stream_of(stream_handle);
   auto record = std::make_shared<Event::Record>();
+  if ((record->capture = graphs::of(stream))) {
+    record->number = graphs::record(stream);
+    set_record(handle, record);
+    return cudaSuccess;
+  }
   record->known = watch::end_of(stream);
   record->position = stream->push([record] {
     record->at = is_time_stated() ? Clock::rep(1e9 * moment())
                                   : Clock::now().time_since_epoch().count();
   });
-  auto event = reinterpret_cast<Event*>(handle);
-  std::lock_guard lock(event->mutex);
-  event->record = record;
+  set_record(handle, record);
   return cudaSuccess;
 }
 
@@ -307,7 +314,7 @@ EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stre
 // An event that was never recorded is complete, and waiting for it does nothing (cudaEventQuery,
 // cudaStreamWaitEvent).
 EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
-  auto record = record_of(event);
+  auto record = record_for_host(event);
   if (!record) return cudaSuccess;
   if (!record->position.is_reached()) return cudaErrorNotReady;
   watch::order_host(record->known);
@@ -315,7 +322,7 @@ EXPORT cudaError_t cudaEventQuery(cudaEvent_t event) {
 }
 
 EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  auto record = record_of(event);
+  auto record = record_for_host(event);
   if (!record) return cudaSuccess;
   record->position.wait();
   watch::order_host(record->known);
@@ -326,13 +333,18 @@ EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   auto record = record_of(event);
   if (!record) return cudaSuccess;
+  if (record->capture) {
+    graphs::wait(record->capture, stream_of(stream), record->number);
+    return cudaSuccess;
+  }
+  graphs::refuse(stream_of(stream), "a wait for an event from outside of the capture");
   watch::order_stream(stream_of(stream), record->known);
   stream_of(stream)->push_wait(record->position);
   return cudaSuccess;
 }
 
 EXPORT cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t first, cudaEvent_t last) {
-  auto from = record_of(first), to = record_of(last);
+  auto from = record_for_host(first), to = record_for_host(last);
   if (!from || !to) return cudaErrorInvalidResourceHandle;
   if (!from->position.is_reached() || !to->position.is_reached()) return cudaErrorNotReady;
   *ms = std::chrono::duration<float, std::milli>(Clock::duration(to->at - from->at)).count();

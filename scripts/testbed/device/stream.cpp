@@ -13,6 +13,7 @@
 
 #include "commands.hpp"
 #include "delays.hpp"
+#include "graphs.hpp"
 #include "report.hpp"
 #include "watch.hpp"
 
@@ -92,6 +93,8 @@ Stream::Stream(int device, int priority) : device(device), priority(priority) {
 }
 
 Position Stream::push_kernel(std::function<void()> run, const std::string& of_collective) {
+  if (graphs::keeps(this, [run, of_collective](Stream* s) { s->push_kernel(run, of_collective); }))
+    return {};
   int us;
   {
     std::lock_guard lock(mutex_);
@@ -118,11 +121,13 @@ void Stream::push_wait_begun(Position kernel) {
 Position Stream::push(std::function<void()> run) { return add(std::move(run), Kind::mark); }
 
 Position Stream::push_beside(std::function<void()> run) {
+  if (graphs::keeps(this, [run](Stream* s) { s->push_beside(run); })) return {};
   return add(std::move(run), Kind::beside);
 }
 
 Position Stream::add(std::function<void()> run, Kind kind, const std::string& of_collective,
                      Position after) {
+  graphs::refuse(this, "a command that a graph does not keep");
   last_submission = Clock::now().time_since_epoch().count();
   std::lock_guard lock(mutex_);
   submitted_++;
@@ -252,7 +257,12 @@ EXPORT void asynchzp_device_launch(void* stream, std::function<void()>* run) {
 }
 
 EXPORT void asynchzp_device_synchronize(void* stream) {
+  device::graphs::refuse(device::stream_of(stream), "a wait of the host for it");
   const auto done = device::watch::end_of(device::stream_of(stream));
   device::stream_of(stream)->end().wait();
   device::watch::order_host(done);
+}
+
+EXPORT bool asynchzp_device_is_captured(void* stream) {
+  return device::graphs::of(device::stream_of(stream)) != 0;
 }

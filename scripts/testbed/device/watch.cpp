@@ -16,6 +16,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "graphs.hpp"
 #include "host_memory.hpp"
 #include "report.hpp"
 #include "stream.hpp"
@@ -264,6 +265,9 @@ Known kept(Clock clock) { return std::make_shared<const Clock>(std::move(clock))
 void submit(Stream* stream, Kind kind, const std::string& name, const Access* accesses,
             size_t count) {
   if (mode == Mode::off) return;
+  std::vector<Access> kept(accesses, accesses + count);
+  if (graphs::keeps(stream, [=](Stream* s) { submit(s, kind, name, kept.data(), kept.size()); }))
+    return;
   // The caching allocator calls with its lock held.
   Traceback traceback = gather ? gather(kind == Kind::kernel) : nullptr;
   std::unique_lock lock(mutex);

@@ -1,0 +1,340 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs on the emulated device: what is captured runs at each replay as without a graph, what
+CUDA refuses in a capture ends the run, and the watch looks into graphs. Each fault is a rule of
+CUDA (Programming Guide, "CUDA Graphs"; Runtime API, "Graph Management") or of torch's graphs."""
+
+import ctypes
+import re
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from scripts.testbed.device.delays import LAWS, Delays
+from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds
+from tests.device.programs import device_of_rank
+from tests.device.test_watch import new, now, on_side
+
+Body = Callable[[], object]
+
+
+def captured(body: Body) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    return graph
+
+
+# ---- what is captured runs at each replay
+
+
+def layers_of(width: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    layers = [
+        nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 32), nn.GELU(), nn.Linear(32, width))
+        for _ in range(3)
+    ]
+    return [layer.to(device_of_rank()) for layer in layers]
+
+
+def trained(is_graphed: bool) -> list[float]:
+    layers, device = layers_of(16), device_of_rank()
+    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.1)
+    if is_graphed:
+        samples = tuple((torch.randn(4, 16, device=device, requires_grad=True),) for _ in layers)
+        layers = torch.cuda.make_graphed_callables(tuple(layers), samples, num_warmup_iters=2)
+    losses = []
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=True)
+        hidden = torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).to(device)
+        hidden.requires_grad_()
+        for layer in layers:
+            hidden = hidden + layer(hidden)
+        loss = hidden.square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().clone())
+    return [loss.item() for loss in losses]
+
+
+def forked_and_joined() -> bool:
+    """A graph with a second stream, replayed with other inputs, and with other work between."""
+    value, weight = new(), new()
+    side = torch.cuda.Stream()
+    outputs: list[torch.Tensor] = []
+
+    def body() -> None:
+        hidden = value * weight
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            squares = hidden.square()
+        roots = hidden.abs().sqrt()
+        torch.cuda.current_stream().wait_stream(side)
+        outputs.append(squares + roots)
+
+    graph = captured(body)
+    for number in range(4):
+        value.fill_(number)
+        graph.replay()
+        weight.fill_(number + 2)
+        graph.replay()
+        hidden = torch.full_like(value, number * (number + 2))
+        if not torch.equal(outputs[0], hidden.square() + hidden.sqrt()):
+            return False
+    return True
+
+
+def under_laws(laws: list[Delays]) -> list[tuple[bool, list[float], list[float]]]:
+    from scripts.testbed.device import inside
+
+    found = []
+    for law in laws:
+        inside.set_delays(law, dist.get_rank(), dist.get_world_size())
+        found.append((forked_and_joined(), trained(False), trained(True)))
+    return found
+
+
+def test_a_replay_has_the_bits_of_the_same_calls_under_every_law_of_delay(worlds: DeviceWorlds):
+    laws = [Delays(law, seed) for seed, law in enumerate(LAWS)]
+    [found] = worlds.run(under_laws, 1, laws)
+    first = found[0][1]
+    assert len(set(first)) == 4
+    assert found == [(True, first, first)] * len(laws)
+
+
+# ---- what CUDA refuses in a capture
+
+
+def wait_for_a_value() -> None:
+    value = new()
+    captured(lambda: value.sum().item())
+
+
+def wait_for_the_stream() -> None:
+    captured(lambda: torch.cuda.current_stream().synchronize())
+
+
+def wait_for_the_device() -> None:
+    captured(torch.cuda.synchronize)
+
+
+def ask_the_stream() -> None:
+    captured(lambda: torch.cuda.current_stream().query())
+
+
+def wait_for_an_event_within() -> None:
+    captured(lambda: now().synchronize())
+
+
+def ask_for_an_event_afterwards() -> None:
+    events: list[torch.cuda.Event] = []
+    captured(lambda: events.append(now()))
+    events[0].query()
+
+
+def wait_for_an_event_of_before() -> None:
+    before = now()
+    captured(lambda: torch.cuda.current_stream().wait_event(before))
+
+
+def wait_for_an_event_of_an_ended_capture() -> None:
+    events: list[torch.cuda.Event] = []
+    captured(lambda: events.append(now()))
+    torch.cuda.current_stream().wait_event(events[0])
+
+
+def leave_a_stream_unjoined() -> None:
+    value = new()
+    captured(lambda: on_side(value.clone, now()))
+
+
+def join_too_early() -> None:
+    value, side = new(), torch.cuda.Stream()
+
+    def body() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.stream(side):
+            value.add_(1)
+
+    captured(body)
+
+
+def capture_the_default_stream() -> None:
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+
+
+def capture_within_a_capture() -> None:
+    captured(lambda: torch.cuda.CUDAGraph().capture_begin())
+
+
+def launch_within_a_capture() -> None:
+    value = new()
+    inner = captured(lambda: value.add_(1))
+    captured(inner.replay)
+
+
+def communicate() -> None:
+    value = new()
+    dist.all_reduce(value)
+    captured(lambda: dist.all_reduce(value))
+
+
+def copy_to_pageable_memory() -> None:
+    value = new()
+    captured(lambda: value.cpu())
+
+
+def draw_numbers_of_an_unregistered_generator() -> None:
+    captured(lambda: torch.rand(3, device=device_of_rank()))
+
+
+NOT_ALLOWED: list[tuple[Body, str]] = [
+    (wait_for_a_value, "a wait of the host for it is not allowed"),
+    (wait_for_the_stream, "a wait of the host for it is not allowed"),
+    (wait_for_the_device, "cudaDeviceSynchronize is not allowed"),
+    (ask_the_stream, "cudaStreamQuery of it is not allowed"),
+    (wait_for_an_event_within, "the host asks for an event of a capture"),
+    (ask_for_an_event_afterwards, "the host asks for an event of a capture"),
+    (wait_for_an_event_of_before, "a wait for an event from outside of the capture"),
+    (wait_for_an_event_of_an_ended_capture, "an event of a capture that has ended"),
+    (leave_a_stream_unjoined, "a stream that it forked is not joined"),
+    (join_too_early, "a stream that it forked is not joined"),
+    (capture_the_default_stream, "CUDA graphs must be captured on a non-default stream"),
+    (capture_within_a_capture, "another capture is not allowed"),
+    (launch_within_a_capture, "the launch of a graph is not allowed"),
+    (communicate, "a command that a graph does not keep is not allowed"),
+    (copy_to_pageable_memory, "a wait of the host for it is not allowed"),
+    (draw_numbers_of_an_unregistered_generator, "during CUDA graph capture"),
+]
+
+
+_FAST = (wait_for_a_value, leave_a_stream_unjoined)
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        pytest.param(body, line, marks=[] if body in _FAST else pytest.mark.slow)
+        for body, line in NOT_ALLOWED
+    ],
+)
+def test_what_a_capture_does_not_allow_ends_in_one_line(worlds: DeviceWorlds, body, line):
+    with pytest.raises(DeviceFailure, match=re.escape(line)):
+        worlds.run(body, 1, timeout_s=60)
+
+
+# ---- the watch looks into graphs
+
+
+def write_beside_a_replay(is_ordered: bool) -> None:
+    """A graph reads what a stream writes."""
+    value = new()
+    graph = captured(value.clone)
+    end = on_side(lambda: value.fill_(3.0), now())
+    if is_ordered:
+        torch.cuda.current_stream().wait_event(end)
+    graph.replay()
+    end.synchronize()
+
+
+def read_beside_a_replay(is_ordered: bool) -> None:
+    """A stream reads what a graph writes."""
+    value = new()
+    graph = captured(lambda: value.add_(1))
+    before = now()
+    graph.replay()
+    on_side(value.clone, now() if is_ordered else before).synchronize()
+
+
+def replay_on_two_streams(is_ordered: bool) -> None:
+    value = new()
+    graph = captured(lambda: value.add_(1))
+    before = now()
+    graph.replay()
+    on_side(graph.replay, now() if is_ordered else before).synchronize()
+
+
+def race_within(is_ordered: bool) -> None:
+    """Two streams of one graph."""
+    value, side = new(), torch.cuda.Stream()
+
+    def body() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            value.add_(1)
+        if is_ordered:
+            torch.cuda.current_stream().wait_stream(side)
+        value.mul_(2)
+        torch.cuda.current_stream().wait_stream(side)
+
+    captured(body).replay()
+
+
+def race_with_a_branch(is_ordered: bool) -> None:
+    """The second stream of a graph with work that the program issues after the launch."""
+    value, side = new(), torch.cuda.Stream()
+
+    def body() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            value.add_(1)
+        torch.cuda.current_stream().wait_stream(side)
+
+    graph, before = captured(body), now()
+    graph.replay()
+    on_side(value.clone, now() if is_ordered else before).synchronize()
+
+
+RACES = [
+    write_beside_a_replay,
+    read_beside_a_replay,
+    replay_on_two_streams,
+    race_within,
+    race_with_a_branch,
+]
+
+
+def races() -> list[list[str]]:
+    from scripts.testbed.device import inside
+
+    for race in RACES:
+        race(True)
+    return [inside.unordered(partial(race, False)) for race in RACES]
+
+
+def test_what_nothing_orders_around_or_within_a_graph_is_told(worlds: DeviceWorlds):
+    [told] = worlds.run(races, 1, timeout_s=60)
+    for race, seen in zip(RACES, told, strict=True):
+        assert seen and "nothing orders the two" in seen[0], (race.__name__, seen)
+
+
+def read_what_a_graph_has_freed() -> bool:
+    """Whether memory that a capture gives back is poison in a replay."""
+    value, kept = new(), []
+
+    def body() -> None:
+        once = value * 2
+        kept.append(once.data_ptr())
+        total = once.sum()
+        del once
+        kept.append(total)
+
+    graph = captured(body)
+    graph.replay()
+    copy = torch.empty_like(value)
+    stream = torch.cuda.current_stream().cuda_stream
+    ctypes.CDLL(None).cudaMemcpyAsync(
+        ctypes.c_void_p(copy.data_ptr()), ctypes.c_void_p(kept[0]), ctypes.c_size_t(copy.nbytes),
+        4, ctypes.c_void_p(stream),
+    )  # fmt: skip
+    return bool(copy.isnan().all().item()) and kept[1].item() == 2000
+
+
+def test_what_a_graph_gives_back_within_is_poison_after_a_replay(worlds: DeviceWorlds):
+    assert worlds.run(read_what_a_graph_has_freed, 1) == [True]
