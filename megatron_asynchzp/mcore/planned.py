@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import Any
+from typing import Any, Literal
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import AUTO, resolve_grad_dtype, resolve_schedule
@@ -420,7 +420,17 @@ def kernels_of(args: Namespace) -> Kernels:
         attention_dropout=args.attention_dropout > 0,
         has_rope=args.position_embedding_type in ("rope", "yarn", "mrope"),
         is_softmax_fp32=args.attention_softmax_in_fp32,
+        keeps_quantised=_kept_in_fp8(args),
     )
+
+
+def _kept_in_fp8(args: Namespace) -> Literal["none", "experts", "all"]:
+    """As low_precision.kept_nbytes has it of layers of Transformer Engine."""
+    if not args.fp8:
+        return "none"
+    if args.fp8_recipe == "delayed":
+        return "all"
+    return "experts" if args.num_experts and args.moe_grouped_gemm else "none"
 
 
 def recompute_of(args: Namespace) -> Recompute:

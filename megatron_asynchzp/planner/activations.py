@@ -37,6 +37,7 @@ class Kernels:
     is_fused: norms, gates and rotary embeddings keep no intermediate.
     dropout: whether hidden states drop out, which keeps a mask.
     attention_dropout: the same for attention.
+    keeps_quantised: of which weights of layers two copies in FP8 outlive the layer's call.
     """
 
     core: Literal["scores", "pasa", "flash"] = "flash"
@@ -45,6 +46,7 @@ class Kernels:
     attention_dropout: bool = False
     has_rope: bool = True
     is_softmax_fp32: bool = False
+    keeps_quantised: Literal["none", "experts", "all"] = "none"
 
 
 LOCAL = Kernels("scores", is_fused=False)

@@ -306,7 +306,18 @@ class Costing:
         kept = self._once(key, lambda: stage_activations(self.setting, stage))
         copies = self._copies(stage) if plan.is_on_cpu else None
         preview = max(map(self._preview_nbytes, self.units[stage]), default=0.0)
-        return Memory.of_rank(at_rest, flying, whole, kept, schedule, copies, preview)
+        quantised = 2.0 * sum(map(self._quantised_numel, self.units[stage]))
+        return Memory.of_rank(at_rest, flying, whole, kept, schedule, copies, preview, quantised)
+
+    def _quantised_numel(self, unit: Unit) -> int:
+        """Elements of weights that layers keep in FP8, at most: all layers are taken to compute in
+        it, and a router."""
+        kept = self.setting.kernels.keeps_quantised
+        if kept == "none" or unit.kind not in ("layer", "experts", "mtp"):
+            return 0
+        if kept == "all" or unit.kind == "experts":
+            return unit.matrix_numel
+        return unit.matrix_numel - shapes.without_experts(unit, self.model, self.plan.parallel)
 
     def _preview_nbytes(self, unit: Unit) -> float:
         """What computing the update of `unit` ahead takes, 0 where that does not happen."""

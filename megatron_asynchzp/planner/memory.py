@@ -219,10 +219,12 @@ class Memory:
         schedule: ScheduleConfig,
         copies: Copies | None = None,
         preview: float = 0.0,
+        quantised: float = 0.0,
     ) -> "Memory":
         """in_flight: of each model chunk.
         copies: on a CPU.
         preview: of an update that is computed ahead.
+        quantised: copies of weights in FP8.
         """
         total = Counter[str]()
         for chunk in in_flight:
@@ -234,6 +236,7 @@ class Memory:
                 **total,
                 **kept(schedule.keep_params_nbytes, schedule.keep_grads_nbytes),
                 **({"preview of an update": preview} if preview else {}),
+                **({"quantised copies of weights": quantised} if quantised else {}),
             },
             whole_unit,
             active,

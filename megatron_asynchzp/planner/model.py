@@ -424,6 +424,12 @@ def _layer_units(
     return [own, Unit(f"{name}.experts", "experts", experts, share, group, chunk, layer)]
 
 
+def without_experts(unit: Unit, model: Model, parallel: Parallel) -> int:
+    """Elements of the matrices of a layer's unit that are none of its experts'."""
+    assert unit.source is not None
+    return replace(unit, shapes=Counter(_layer(unit.source, model, parallel))).matrix_numel
+
+
 def _mtp_projection(model: Model, parallel: Parallel) -> list[Shape]:
     """Of hidden states beside the embeddings of the next tokens. Its parameters are around the
     layer: they belong to the root."""

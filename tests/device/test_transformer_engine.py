@@ -54,24 +54,33 @@ OURS = [
 
 class Run(NamedTuple):
     """fp8: whether a layer quantised anything; copies: bytes of quantised weights at the end;
-    counted: the same as the start table has them."""
+    counted, planned: the same as the start table and the planner have them."""
 
     steps: Steps
     fp8: bool
     copies: int
     counted: int
+    planned: float
     log: str
 
 
-def quantised(model_chunks: list, optimizer: Any) -> tuple[bool, int, int]:
-    from megatron_asynchzp.mcore.low_precision import kept_nbytes
+def quantised(model_chunks: list, optimizer: Any) -> tuple[bool, int, int, float]:
+    from megatron.core.parallel_state import get_pipeline_model_parallel_rank
+    from megatron.training import get_args
 
+    from megatron_asynchzp.mcore.low_precision import kept_nbytes
+    from megatron_asynchzp.mcore.planned import costing_of
+
+    planned = 0.0
+    if getattr(get_args(), "use_asynchzp", False):
+        memory = costing_of(get_args()).stage_memory(get_pipeline_model_parallel_rank())
+        planned = memory.in_flight.get("quantised copies of weights", 0.0)
     counted = sum(kept_nbytes(chunk.module, chunk.config) for chunk in model_chunks)
     layers = [layer for chunk in model_chunks for layer in chunk.modules()]
     kept = [one for layer in layers for one in getattr(layer, "_fp8_workspaces", {}).values()]
     parts = [part for one in kept for part in vars(one).values() if isinstance(part, torch.Tensor)]
     nbytes = sum(part.nbytes for part in parts)
-    return any(getattr(layer, "fp8", False) for layer in layers), nbytes, counted
+    return any(getattr(layer, "fp8", False) for layer in layers), nbytes, counted, planned
 
 
 def train(argv: Sequence[str]) -> Run:
@@ -116,6 +125,7 @@ def test_losses_are_those_of_stock_ddp_bit_for_bit_under_every_law_of_delay(
         # Delayed scaling alone keeps copies of weights: backward would find another scale.
         assert run.copies == (stock.copies if recipe == "delayed" else 0)
         assert run.copies == pytest.approx(run.counted, rel=0.01)
+        assert run.planned == run.counted
     assert (stock.copies > 0) == stock.fp8
 
 
@@ -154,6 +164,7 @@ def test_other_models_have_the_losses_of_stock_too(te_worlds: DeviceWorlds, name
         assert loss == pytest.approx(stocks, rel=1e-6)
         assert norm == pytest.approx(stocks_norm, rel=1e-6)
     assert ours.copies == pytest.approx(ours.counted, rel=0.05)  # with the scales of blocks
+    assert ours.planned == pytest.approx(ours.counted, rel=0.02)  # with a router
     assert ("quantised copies of weights" in ours.log) == (ours.counted > 0)
 
 
