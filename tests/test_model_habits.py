@@ -343,10 +343,10 @@ def slopes_of_the_model(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 def check_slopes(all_sizes: list[Sizes], ways: list[str]) -> None:
-    for way in ways:
+    for form, way in [("recomputed", "autograd.grad"), *(("", way) for way in ways)]:
 
-        def build(way: str = way) -> nn.Module:
-            model = Model("")
+        def build(form: str = form, way: str = way) -> nn.Module:
+            model = Model(form)
             for layer in model.layers:
                 layer.__class__, layer.ask = Slopes, SLOPES[way]
             return model

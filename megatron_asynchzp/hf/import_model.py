@@ -125,9 +125,10 @@ def _match_names(
             raise ConfigurationError(
                 f"{name} has size {list(info.size)}, but by config.json it has {list(size)}"
             )
-        if info.dtype is None:
+        if info.dtype is None or (info.dtype == torch.float64 and not is_cast):
             raise ConfigurationError(
-                f"{name} is neither fp32, bf16 nor fp16: quantised models do not map"
+                f"{name} is in {reader.stored_dtype(stored[name])}: weights are in fp32, bf16 or "
+                "fp16; --dtype casts F64, and of quantised weights transformers saves others"
             )
         dtypes.add(info.dtype)
     if len(dtypes) > 1 and not is_cast:

@@ -26,7 +26,7 @@ _WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors", ".h5", ".msgpack")
 
 class TensorInfo(NamedTuple):
     size: torch.Size
-    dtype: torch.dtype | None  # None: none that a model of ours can have
+    dtype: torch.dtype | None  # None: none that can be cast to one of ours
 
     @property
     def nbytes(self) -> int:
@@ -127,6 +127,11 @@ class FolderReader:
     def info(self, name: str) -> TensorInfo:
         return self._infos[name]
 
+    def stored_dtype(self, name: str) -> str:
+        """As safetensors names it."""
+        with _opened(self._file_of[name]) as tensors:
+            return tensors.get_slice(name).get_dtype()
+
     def read(self, name: str) -> Tensor:
         # The file is mapped into memory, and what was read of it stays there until it is closed.
         with _opened(self._file_of[name]) as tensors:
@@ -145,8 +150,8 @@ def _opened(file: Path) -> Any:
         ) from error
 
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()} | {"F64": torch.float64}
 
 
 def write_folder(

@@ -124,13 +124,24 @@ def _change_weights(folder: Path, change) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def test_fp64_weights_are_cast_as_dtype_asks(llama):
+    _change_weights(llama / "hf", lambda w: w.update({n: one.double() for n, one in w.items()}))
+    import_model(llama / "hf", llama / "cast", dtype=torch.float32)
+    left, right = (TensorReader(llama / name / "release") for name in ("cast", "megatron"))
+    assert_same_bits(*({key: one.read(key) for key in one.tensors} for one in (left, right)))
+
+
 @pytest.mark.parametrize(
     "change, output",
     [
         (lambda w: w.pop("model.norm.weight"), r"lacks model\.norm\.weight"),
         (lambda w: w.update({"model.layers.0.q_norm.weight": torch.ones(16)}), r"q_norm\.weight"),
         (lambda w: w.update({"model.norm.weight": torch.ones(63)}), r"\[63\].*\[64\]"),
-        (lambda w: w.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}), "quantised"),
+        (lambda w: w.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}), "is in I8"),
+        (
+            lambda w: w.update({"model.norm.weight": torch.ones(64).double()}),
+            "is in F64.*--dtype casts",
+        ),
         (lambda w: w.update({"model.norm.weight": torch.ones(64).bfloat16()}), "mixes"),
     ],
 )
