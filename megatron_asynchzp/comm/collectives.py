@@ -274,7 +274,7 @@ def rounded_reduce_scatter_steps(
         received = full.view(copy.dtype)[: full.numel()]
         last = Last(
             dist.all_to_all_single(received, sent, group=axis_group.group, async_op=True),  # pyright: ignore[reportUnknownMemberType]
-            partial(_sum_pieces, received.view(axis_group.axis.size, -1), result),
+            partial(_sum_pieces, received.view(axis_group.axis.size, -1), result, sent),
         )
         full = result
     return last
@@ -298,15 +298,34 @@ def rounded_all_reduce_steps(
         received = torch.empty_like(sent)
         yield dist.all_to_all_single(received, sent, group=axis_group.group, async_op=True)  # pyright: ignore[reportUnknownMemberType]
         total = shard.new_empty(length)
-        _sum_pieces(received.view(size, length), total)
+        _sum_pieces(received.view(size, length), total, sent)
         own = sent[coordinate * length :][:length].copy_(total)
         work = all_gather_flat(sent, own, group=axis_group.group, async_op=True)
         last = Last(work, partial(shard.copy_, sent[: shard.numel()]))
     return last
 
 
-def _sum_pieces(pieces: torch.Tensor, result: torch.Tensor) -> None:
-    """The sum of the rows of `pieces`, in their order and in the dtype of `result`."""
-    result.copy_(pieces[0])
-    for piece in pieces[1:]:
-        result.add_(piece)
+_FEW_PIECES = 16
+
+
+def _sum_pieces(pieces: torch.Tensor, result: torch.Tensor, free: torch.Tensor) -> None:
+    """The sum of the rows of `pieces`, in their order and in fp32. free: is overwritten.
+
+    An addition for each row is a launch for each rank of an axis. torch.sum adds in another order,
+    and cumsum in fp64 on a CPU; segment_reduce adds row by row, on a CPU and in one kernel of CUDA,
+    in the dtype that it reads: of as many columns at a time as `free` has room for in fp32.
+    """
+    size, room = len(pieces), free[: free.numel() // 2 * 2].view(torch.float32)
+    width = room.numel() // size
+    if size <= _FEW_PIECES or width == 0 or result.device.type not in ("cpu", "cuda"):
+        result.copy_(pieces[0])
+        for piece in pieces[1:]:
+            result.add_(piece)
+        return
+    lengths = torch.full((1,), size, device=result.device)
+    for start in range(0, len(result), width):
+        columns = pieces[:, start : start + width]
+        rows = room[: columns.numel()].view(columns.shape).copy_(columns)
+        # Beginning with 0.0 would change -0.0.
+        total = torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True, initial=-0.0)
+        result[start : start + width].copy_(total[0])

@@ -24,7 +24,7 @@ FLOORS = {
 }
 # Lines that a room may have. A commit that raises one says for which promise.
 BUDGETS = {
-    "at_rest": 530, "attention": 2700, "checkpoint_files": 1600, "comm": 2130, "commands": 1750,
+    "at_rest": 530, "attention": 2700, "checkpoint_files": 1600, "comm": 2145, "commands": 1750,
     "cpu_platform": 1050, "failure": 890, "hf": 2830, "library": 2650, "mcore": 8760,
     "planner": 3775, "sharding": 1670, "zero": 4060, "beside the rooms": 1000,
 }

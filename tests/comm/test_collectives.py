@@ -5,17 +5,90 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_asynchzp.comm import collectives
 from megatron_asynchzp.comm.collectives import (
+    AxisGroup,
     all_gather_steps,
     all_reduce_steps,
     new_shards,
     reduce_scatter_steps,
     run_steps,
 )
+from megatron_asynchzp.sharding.topology import MeshAxis
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import cut_sizes, nested_sizes, shard_groups
 from tests.support.selection import slow_unless
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class _Launches(TorchDispatchMode):
+    """Counts operations on tensors, without those that only look at one."""
+
+    def __init__(self):
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num += not any(result.alias_info for result in func._schema.returns) or "_" in str(
+            func
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def drawn_pieces(size: int, length: int, seed: int) -> torch.Tensor:
+    """bf16 numbers so far apart that each order has a sum of its own; some are no numbers, and in
+    the first column all are -0.0."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-12, 13, (size, length), generator=generator)
+    pieces = torch.randn(size, length, generator=generator) * 2.0**exponents
+    odd = torch.rand(size, length, generator=generator)
+    for place, value in enumerate((float("inf"), -float("inf"), float("nan"), -0.0)):
+        pieces[(odd > place * 0.01) & (odd < place * 0.01 + 0.004)] = value
+    pieces[:, 0] = -0.0
+    return pieces.to(torch.bfloat16)
+
+
+def sum_of_an_exchange(pieces: torch.Tensor, monkeypatch) -> tuple[torch.Tensor, int]:
+    """What a rank makes of the rounded gradients of an axis, and in how many launches."""
+    size, length = pieces.shape
+
+    def exchange(received, sent, group, async_op):
+        received.copy_(pieces.flatten())
+        return _Done()
+
+    monkeypatch.setattr(collectives.dist, "all_to_all_single", exchange)
+    line = AxisGroup(MeshAxis(size, 1, 0, range(size)), None, tuple(range(size)))
+    full = torch.zeros(size * length, device=pieces.device)
+    shards = new_shards(full, [line], torch.bfloat16)
+    with _Launches() as launches:
+        run_steps(collectives.rounded_reduce_scatter_steps(full, [line], shards))
+    return shards[-1].cpu(), launches.num
+
+
+def bits(values: torch.Tensor) -> list[int]:
+    """nan has many: here one."""
+    return values.nan_to_num(123.0, float("inf"), -float("inf")).view(torch.int32).tolist()
+
+
+@pytest.mark.parametrize("device", ["cpu", *["cuda"] * torch.cuda.is_available()])
+def test_rounded_gradients_have_the_bits_of_one_addition_after_another(device, monkeypatch):
+    launches = {}
+    for size in [*range(1, 65), 2048]:
+        pieces = drawn_pieces(size, 24, size)
+        expected = pieces[0].float()
+        for piece in pieces[1:]:
+            expected += piece
+        summed, launches[size] = sum_of_an_exchange(pieces.to(device), monkeypatch)
+        assert bits(summed) == bits(expected), size
+        if size > 16:
+            assert bits(summed) != bits(pieces.float().sum(0))
+    assert launches[2048] == launches[64] < 16
 
 
 def reduce_scatter(full: torch.Tensor, axes) -> torch.Tensor:
