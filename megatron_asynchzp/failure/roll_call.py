@@ -310,8 +310,8 @@ class RollCall:
         turn = self._store.add(f"{key}/readers", 1)
         if turn == 1:
             self._await_answers()
-        elif self._comes(key, self._answers_within_s + min(2, turn - 1) * _VERDICT_S):
-            return Verdict.of_text(self._store.get(key).decode())
+        elif text := self._comes(key, self._answers_within_s + min(2, turn - 1) * _VERDICT_S):
+            return Verdict.of_text(text)
         elif turn > 2:
             return None
         self._store.add(_VERDICTS, 1)  # whoever read the former number has told its answer
@@ -324,13 +324,13 @@ class RollCall:
         while not self._store.check([_ALL_ANSWERED]) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
-    def _comes(self, key: str, within_s: float) -> bool:
-        """Whether the store has `key` by then. torch prints a warning where it has not."""
+    def _comes(self, key: str, within_s: float) -> str:
+        """What the store has by then, "" where it has not; torch prints a warning then."""
+        self._store.set_timeout(timedelta(seconds=within_s))
         try:
-            self._store.wait([key], timedelta(seconds=within_s))
+            return self._store.get(key).decode()
         except dist.DistStoreError:
-            return False
-        return True
+            return ""
 
 
 def refuse_few_descriptors(rank: int, world_size: int) -> None:
