@@ -22,6 +22,7 @@ from scripts.report import (
     pasa_table,
     peak_table,
     planner_table,
+    scale_table,
     schedule_bars,
     schedule_grid,
     versions_table,
@@ -238,6 +239,7 @@ TABLES: dict[str, Callable[[], str]] = {
         read_record("faults").lines, "megatron", is_explained=False
     ),
     "clusters": lambda: cluster_table.table(read_record("clusters").lines),
+    "scale": lambda: scale_table.table(read_record("scale").lines),
 }
 
 
@@ -283,6 +285,13 @@ PICTURES: dict[str, Picture] = {
     "early_update.png": Picture("early_timeline", _draw_timeline),
     "compare.png": Picture("compare", lambda r, file: compare_picture.draw(r.lines, file)),
     "compare_front.png": Picture("compare", lambda r, file: compare_front.draw(r.lines, file)),
+    "scale.png": Picture(
+        "scale",
+        lambda r, file: scale_table.draw(r.lines, file),
+        "Six costs of a start, a step, a save, a load and a failure over 64 to 98,304 ranks, "
+        "before and now",
+        "results/",
+    ),
     "compare_pipelines.png": Picture(
         "compare_pipelines",
         lambda r, file: compare_front.draw(r.lines, file),

@@ -23,7 +23,7 @@ EXPECTED = {
     *("planner_testbed", "device_schedules", "device_cost", "device_faults", "versions"),
     *("quickstart", "real_size", "schedules", "stock_noise", "timeline", "grad_wire"),
     *("shrunk_models", "muon", "compare_pipelines", "unequal_lengths", "weight_deltas"),
-    *("launch_orders", "bit_flips", "faults", "restarts", "long_run", "recipes"),
+    *("launch_orders", "bit_flips", "faults", "restarts", "long_run", "recipes", "scale"),
 }
 
 

@@ -121,6 +121,30 @@ def test_with_the_default_sizes_latency_is_a_small_part_of_a_step_however_many_r
     assert latency_s < 0.05 * costing.step().step_s
 
 
+@pytest.mark.parametrize("outer", [8, 64, 16_384])
+def test_neither_larger_gradient_slots_nor_shared_collectives_would_shorten_a_step(outer):
+    """Of Llama 70B on 16,384 H100: what docs/scale.md says is not worth building."""
+    layer = Layer(Attention(64, 8, 128), Mlp(28672, True))
+    model = Model(8192, 128256, (layer,) * 80, is_tied=False)
+    cluster = load_cluster("h100").with_ranks(16_384)
+    at_once = replace(cluster, between=replace(cluster.between, latency_us=0, start_us=0))
+    plan = Plan(
+        ShardSizes(min(outer, 8) if outer < 16_384 else outer, outer, 16_384).with_short_axes(8),
+        Parallel(),
+        Batch(1, 8192, 1),
+    )
+    large = replace(plan, schedule=replace(plan.schedule, grad_slot_nbytes=1 << 33))
+    costing = Costing(model, plan, cluster)
+    step_s = costing.step().step_s
+    for other in (Costing(model, large, cluster), Costing(model, plan, at_once)):
+        assert other.step().step_s > 0.997 * step_s
+    small = [unit for unit in costing.units[0] if unit.numel < 1e8]
+    shared_s = sum(
+        t.latency_s for u in small for k in (GRAD_SYNC, PARAM_SYNC) for t in costing.work(k, u)
+    )
+    assert [unit.name for unit in small] == ["final norm"] and shared_s < 0.0007
+
+
 def test_sizes_that_the_first_pass_leaves_out_are_tried_around_the_best(monkeypatch):
     fast = space(slow(8, 10.0), 512, micro_batch_sizes=(1,), depths=(1,))
     every = search(fast)
