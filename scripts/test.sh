@@ -36,6 +36,7 @@ types=(--no-types)
 ./scripts/lint.sh "${types[@]}" || lint=$?
 # Once, and not in each of the processes below; where it cannot be built its tests are skipped.
 "$PYTHON" -m scripts.testbed.device.build || true
+"$PYTHON" -m scripts.testbed.device.npu.build || true  # brings torch_npu, 43 MB
 # Two processes share the fast tests, where pytest-xdist is there: a test waits about half of its
 # time for its ranks. The slow tests run alone: they start 8 ranks at once.
 workers=()

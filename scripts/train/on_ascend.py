@@ -20,7 +20,7 @@ from typing import Any
 # torch.distributed asks for the capability of what says is_cuda (broadcast, torch 2.13), and
 # torch_npu answers None without this. 8.0 promises no fp8 and nothing of Hopper. It can go when
 # torch_npu answers by itself.
-_CAPABILITY = ("TORCH_NPU_DEVICE_CAPABILITY", "8.0")
+CAPABILITY = ("TORCH_NPU_DEVICE_CAPABILITY", "8.0")
 
 
 def main(argv: list[str]) -> None:
@@ -30,19 +30,25 @@ def main(argv: list[str]) -> None:
         sys.exit("on_ascend: torch_npu cannot be imported: it is not installed")
     if (spec := importlib.util.find_spec("torch")) and (folders := spec.submodule_search_locations):
         refuse_cuda_build(Path(folders[0]))
-    os.environ.setdefault(*_CAPABILITY)  # before torch, which loads torch_npu
     try:
-        import torch_npu.contrib.transfer_to_npu  # noqa: F401
+        install()
     except ImportError as error:
         sys.exit(f"on_ascend: torch_npu cannot be imported: {error}")
-    import torch
-    import torch.distributed as dist
-
-    torch.Tensor.type = type_as_on_cuda(torch.Tensor.type)
-    dist.all_reduce = exact_doubles(dist.all_reduce, "npu")
     from megatron_asynchzp.launch import run_script
 
     run_script(Path(argv[0]), argv[1:])
+
+
+def install() -> None:
+    """All that a start brings, in this process from here on; Megatron is imported later. Raises
+    ImportError where torch_npu cannot be."""
+    os.environ.setdefault(*CAPABILITY)  # before torch, which loads torch_npu
+    import torch
+    import torch.distributed as dist
+    import torch_npu.contrib.transfer_to_npu  # noqa: F401
+
+    torch.Tensor.type = type_as_on_cuda(torch.Tensor.type)
+    dist.all_reduce = exact_doubles(dist.all_reduce, "npu")
 
 
 def refuse_cuda_build(torch_folder: Path) -> None:

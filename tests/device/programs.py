@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks train in these tests: the same program on gloo and the CPU, and on NCCL and the
-emulated device. Each returns what it has seen as numbers that compare bit for bit."""
+"""What ranks train in these tests: the same program on gloo and the CPU, and on NCCL or HCCL
+and the emulated device. Each returns what it has seen as numbers that compare bit for bit."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -30,11 +30,13 @@ class Case(NamedTuple):
 
 
 def is_emulated() -> bool:
-    return dist.get_backend() == "nccl"
+    return dist.get_backend() in ("nccl", "hccl")
 
 
 def device_of_rank() -> torch.device:
-    return torch.device("cuda", dist.get_rank()) if is_emulated() else torch.device("cpu")
+    if not is_emulated():
+        return torch.device("cpu")
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "npu", dist.get_rank())
 
 
 def new_toy(recomputes: bool = False) -> ToyLM:

@@ -50,7 +50,7 @@ def check_collectives(numel: int, dtype: torch.dtype) -> None:
         dist.all_reduce(mean, dist.ReduceOp.AVG)
         assert torch.equal(mean.cpu(), stacked.float().mean(0).to(dtype))
         # In bf16 torch 2.13 hands NCCL an fp32 factor, of which NCCL reads half: 0 in place of 0.5.
-        is_right = dtype != torch.bfloat16
+        is_right = dtype != torch.bfloat16 and dist.get_backend() == "nccl"
         for factor in (0.5, torch.tensor(0.5, device=device, dtype=dtype)) if is_right else ():
             op = dist._make_nccl_premul_sum(factor)  # pyright: ignore
             scaled = mine.new_empty(numel)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from scripts.testbed.command import RankCommand, count, run_as_ranks, split_command
 from scripts.testbed.compiler import CompileError
-from scripts.testbed.device.build import environment
 from scripts.testbed.device.delays import LAWS, Delays
+from scripts.testbed.device.platforms import environment
 from scripts.testbed.ranks import Place, new_store
 
 

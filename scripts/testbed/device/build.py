@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts.testbed.compiler import CompileError, compiled_once, find_compiler, run_compiler
-from scripts.testbed.device.delays import Delays
 
 _HERE = Path(__file__).parent
-_OPERATIONS = "operations.cpp"
+OPERATIONS = _HERE / "operations.cpp"
 _WHEELS = ("torch", "nvidia-cuda-runtime", "nvidia-nccl-cu13", "triton")
 # As libcuda, so that what is linked against the driver finds it loaded.
-_LINK = ("-shared", "-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic", "-lpthread", "-lrt", "-ldl")
+SONAME = "-Wl,-soname,libcuda.so.1"
+LINK = ("-shared", "-Wl,-Bsymbolic", "-lpthread", "-lrt", "-ldl")
 _FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden")
 
 
@@ -34,23 +34,9 @@ class Libraries(NamedTuple):
     operations: Path
 
 
-def environment(num_devices: int = 1, delays: Delays = Delays()) -> dict[str, str]:
-    """Variables of a process on the emulated devices; what it starts is on them too.
-
-    Raises CompileError.
-    """
-    return {
-        "LD_PRELOAD": str(built_libraries().runtime),
-        "ASYNCHZP_DEVICES": str(num_devices),
-        "ASYNCHZP_DEVICE_DELAYS": f"{delays.law} {delays.seed} {delays.longest_us}",
-        # Kernels that are compiled for a device cannot run here; Triton's are interpreted.
-        "TORCHDYNAMO_DISABLE": "1",
-        "TRITON_INTERPRET": "1",
-        # The NCCL groups that torch 2.15 makes by default let a stream go on without an event where
-        # their watchdog, a thread, has seen the collective end: an order that is not on a stream,
-        # which the watch over races would have to learn from threads.
-        "TORCH_DIST_USE_NCCL2": "0",
-    }
+def environment() -> dict[str, str]:
+    """Variables of a process in which torch finds CUDA devices. Raises CompileError."""
+    return {"LD_PRELOAD": str(built_libraries().runtime)}
 
 
 def built_libraries() -> Libraries:
@@ -58,21 +44,31 @@ def built_libraries() -> Libraries:
 
     Raises CompileError.
     """
-    compiler, wheels = find_compiler(), _Wheels.found()
-    name = f"device-{_digest(compiler)}"
-    folder = compiled_once(name, lambda out: _Build(compiler, wheels, out.parent).run(out))
+    folder = cuda_folder()
     return Libraries(folder / "runtime.so", folder / "operations.so")
 
 
-def _digest(compiler: str) -> str:
-    sources = sorted([*_HERE.glob("*.cpp"), *_HERE.glob("*.hpp"), Path(__file__)])
+def cuda_folder() -> Path:
+    """With the libraries, and in `objects` what every platform is linked from."""
+    compiler, wheels = find_compiler(), Wheels.found()
+    sources = [*_sources(_HERE), *_sources(_HERE / "cuda"), Path(__file__)]
+    name = f"device-{digest(compiler, _WHEELS, sources)}"
+    return compiled_once(name, lambda out: Build(compiler, wheels, out.parent).run(out))
+
+
+def _sources(folder: Path) -> list[Path]:
+    return sorted([*folder.glob("*.cpp"), *folder.glob("*.hpp")])
+
+
+def digest(compiler: str, wheels: Iterable[str], sources: Iterable[Path]) -> str:
+    """Of what a library is made of. wheels: names of distributions."""
     compiled_by = _output([compiler, "--version"]).splitlines()[0]
-    parts = [compiled_by, *(f"{name} {version(name)}" for name in _WHEELS)]
+    parts = [compiled_by, *(f"{name} {version(name)}" for name in wheels)]
     text = "\n".join([*parts, *(path.read_text() for path in sources)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class _Wheels(NamedTuple):
+class Wheels(NamedTuple):
     """Where the installed wheels have their headers and libraries."""
 
     torch: Path
@@ -81,7 +77,7 @@ class _Wheels(NamedTuple):
     compiler_headers: Path
 
     @classmethod
-    def found(cls) -> "_Wheels":
+    def found(cls) -> "Wheels":
         site = Path(sysconfig.get_paths()["purelib"])
         # Triton brings the headers of the compiler (crt/), which the runtime's headers include.
         wheels = cls(
@@ -110,55 +106,68 @@ class _Wheels(NamedTuple):
         header = (self.cuda / "include/cuda.h").read_text()
         declared = set(re.findall(r"\b(cu[A-Z]\w+)\s*\(", header))
         renamed = set(re.findall(r"#define\s+\w+\s+(cu[A-Z]\w+)\s*$", header, re.MULTILINE))
-        used = _symbols(self.torch / "lib/libcaffe2_nvrtc.so", "--undefined-only")
+        used = symbols(self.torch / "lib/libcaffe2_nvrtc.so", "--undefined-only")
         return declared | renamed | {name for name in used if re.match(r"cu[A-Z]", name)}
 
 
-class _Build(NamedTuple):
+class Build(NamedTuple):
+    """Compiles for one platform; scratch: a folder that goes when all is made."""
+
     compiler: str
-    wheels: _Wheels
+    wheels: Wheels
     scratch: Path
 
     def run(self, out: Path) -> None:
-        """Leaves both libraries in `out`."""
-        out.mkdir()
-        (self.scratch / "crt").symlink_to(self.wheels.compiler_headers)
-        sources = sorted(set(_HERE.glob("*.cpp")) - {_HERE / _OPERATIONS})
+        """Leaves CUDA's libraries in `out`."""
+        objects = out / "objects"
+        objects.mkdir(parents=True)
         with ThreadPoolExecutor(2) as pool:
-            operations = pool.submit(self._compile_operations, out / "operations.so")
-            objects = [self._compiled(source) for source in sources]
-            objects.append(self._compiled(self._refusals(objects)))
-            run_compiler(self.compiler, [*objects, *_LINK, "-o", out / "runtime.so"])
+            linked = ["-lc10_cuda"]
+            operations = pool.submit(self.operations, out / "operations.so", _HERE / "cuda", linked)
+            shared = [
+                self.compiled(one, objects) for one in _HERE.glob("*.cpp") if one != OPERATIONS
+            ]
+            mine = [self.compiled(one) for one in (_HERE / "cuda").glob("*.cpp")]
+            mine.append(self.refusals(self._asked(), [*shared, *mine]))
+            run_compiler(self.compiler, [*shared, *mine, *LINK, SONAME, "-o", out / "runtime.so"])
             operations.result()
 
-    def _compile_operations(self, library: Path) -> None:
+    def operations(self, library: Path, platform: Path, linked: Sequence[str | Path]) -> None:
+        """The operations of the folder with platform.hpp."""
         include = self.wheels.torch / "include"
-        headers = [f"-I{include}", f"-I{include}/torch/csrc/api/include"]
         # fmt: off
-        linked = [f"-L{self.wheels.torch / 'lib'}", "-lc10", "-lc10_cuda", "-ltorch_cpu"]
         run_compiler(self.compiler, [
-            *_FLAGS, *self._headers(), *headers, _HERE / _OPERATIONS, *linked,
-            "-shared", "-o", library,
+            *_FLAGS, f"-I{platform}", *self._headers(), f"-I{include}",
+            f"-I{include}/torch/csrc/api/include", OPERATIONS, f"-L{self.wheels.torch / 'lib'}",
+            "-lc10", "-ltorch_cpu", *linked, "-shared", "-o", library,
         ])
         # fmt: on
 
-    def _compiled(self, source: Path) -> Path:
-        target = self.scratch / f"{source.stem}.o"
+    def compiled(self, source: Path, folder: Path | None = None) -> Path:
+        """The object of a source, in `folder` or the scratch."""
+        target = (folder or self.scratch) / f"{source.stem}.o"
         run_compiler(self.compiler, [*_FLAGS, *self._headers(), "-c", source, "-o", target])
         return target
 
     def _headers(self) -> list[str]:
+        # What the runtime's headers include of the compiler's.
+        if not (link := self.scratch / "crt").exists():
+            link.symlink_to(self.wheels.compiler_headers)
         folders = (_HERE, self.scratch, self.wheels.cuda / "include", self.wheels.nccl / "include")
         return [f"-I{folder}" for folder in folders]
 
-    def _refusals(self, objects: Sequence[Path]) -> Path:
-        """A source with every function that is not emulated: it ends the process with its name."""
+    def _asked(self) -> set[str]:
         asked = set(self.wheels.driver_names())
         for library in self.wheels.exported():
-            names = _symbols(library, "--defined-only")
+            names = symbols(library, "--defined-only")
             asked |= {name for name in names if re.match(r"(__cuda|cuda|p?nccl)[A-Z]", name)}
+        return asked
+
+    def refusals(self, asked: set[str], objects: Sequence[Path]) -> Path:
+        """The object with every function that is asked for and not emulated: it ends the process
+        with its name."""
         here = {
-            name for one in objects for name in _symbols(one, "--defined-only", is_dynamic=False)
+            name for one in objects for name in symbols(one, "--defined-only", is_dynamic=False)
         }
         functions = [
             f'EXPORT void {name}() {{ device::end("{name} is not emulated"); }}'
@@ -166,10 +175,11 @@ class _Build(NamedTuple):
         ]
         source = self.scratch / "refusals.cpp"
         source.write_text("\n".join(['#include "report.hpp"', *functions, ""]))
-        return source
+        return self.compiled(source)
 
 
-def _symbols(library: Path, which: str, is_dynamic: bool = True) -> set[str]:
+def symbols(library: Path, which: str, is_dynamic: bool = True) -> set[str]:
+    """Names in a library or an object. which: a flag of nm."""
     if shutil.which("nm") is None:
         raise CompileError("no nm; install binutils")
     lines = _output(["nm", *(["-D"] if is_dynamic else []), which, str(library)]).splitlines()

@@ -1,23 +1,30 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """The emulated device from inside a process that runs on it: sets delays, and says what has run.
-Importing it installs the operations, so that ranks forked from here need not."""
+Importing it installs CUDA's operations, so that ranks forked from here need not."""
 
 import ctypes
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from scripts.testbed.device.build import built_libraries
 from scripts.testbed.device.delays import LAWS, Delays, Ran
+from scripts.testbed.device.npu.build import built_libraries as built_for_npu
 from scripts.testbed.profile import NetworkProfile
 
 _runtime = ctypes.CDLL(None)  # preloaded
 if not hasattr(_runtime, "asynchzp_device_set_delays"):
     raise RuntimeError("the emulated device is not preloaded: see scripts.testbed.device.worlds")
-_runtime.cudaGetDeviceCount(ctypes.byref(ctypes.c_int()))  # installs the operations
-_operations = ctypes.CDLL(str(built_libraries().operations))
+IS_NPU = os.environ.get("ASYNCHZP_DEVICE_PLATFORM") == "npu"
+BACKEND = "hccl" if IS_NPU else "nccl"
+if not IS_NPU:
+    _runtime.cudaGetDeviceCount(ctypes.byref(ctypes.c_int()))  # installs the operations
+_libraries = built_for_npu() if IS_NPU else built_libraries()
+_operations = ctypes.CDLL(str(_libraries.operations))
+_module: Any = torch.npu if IS_NPU else torch.cuda  # pyright: ignore[reportAttributeAccessIssue]
 _runtime.asynchzp_device_num_kernels.restype = ctypes.c_int64
 _runtime.asynchzp_device_digest.restype = ctypes.c_uint64
 _runtime.asynchzp_device_set_delays.argtypes = [
@@ -43,16 +50,23 @@ def start(local_rank: int, num_devices: int, watches: bool = True) -> torch.devi
     it says where both come from.
     """
     os.environ["ASYNCHZP_DEVICES"] = str(num_devices)
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    torch.cuda.init()
-    _operations.asynchzp_device_trace()
+    device = torch.device("npu" if IS_NPU else "cuda", local_rank)
+    _module.set_device(device)
+    _module.init()
+    if IS_NPU:
+        from scripts.testbed.device.npu import operators
+
+        _operations.asynchzp_device_install_operations()  # torch_npu is not for forks
+        operators.install()
+    else:
+        _operations.asynchzp_device_trace()
     _runtime.asynchzp_device_watch(_ENDS if watches else _OFF)
     return device
 
 
 def set_delays(delays: Delays, rank: int, world_size: int) -> None:
     """For all kernels that follow, when all that are submitted have run."""
+    _module.synchronize()  # torch_npu's queue may hold some back
     law = LAWS.index(delays.law)
     _runtime.asynchzp_device_set_delays(law, delays.seed, rank, world_size, delays.longest_us)
 
@@ -75,7 +89,7 @@ def compute(seconds: float) -> None:
 
 
 def ran() -> Ran:
-    torch.cuda.synchronize()
+    _module.synchronize()
     return Ran(_runtime.asynchzp_device_num_kernels(), _runtime.asynchzp_device_digest())
 
 
@@ -84,7 +98,7 @@ def unordered(run: Callable[[], object]) -> list[str]:
     _runtime.asynchzp_device_watch(_NOTES)
     try:
         run()
-        torch.cuda.synchronize()
+        _module.synchronize()
     finally:
         _runtime.asynchzp_device_watch(_ENDS)
     return _runtime.asynchzp_device_noted().decode().splitlines()
@@ -92,7 +106,7 @@ def unordered(run: Callable[[], object]) -> list[str]:
 
 def record_commands() -> None:
     """From here on this process's commands are recorded; what it asked for before has ended."""
-    torch.cuda.synchronize()
+    _module.synchronize()
     _runtime.asynchzp_device_record_commands(True)
 
 

@@ -1,15 +1,14 @@
 // SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 // SPDX-License-Identifier: Apache-2.0
-// aten's operations on the emulated device: what has a kernel for CUDA and one for the CPU becomes a
-// kernel of the current stream that runs the CPU's on the same memory, without Python.
+// aten's operations on the emulated device: what has a kernel for the device and one for the CPU
+// becomes a kernel of the current stream that runs the CPU's on the same memory, without Python.
+// platform.hpp says which device torch has it as.
 #include <ATen/ATen.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
-#include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAStream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/profiler/combined_traceback.h>
 
 #include <algorithm>
@@ -22,27 +21,14 @@
 #include <string>
 #include <vector>
 
+#include "operations_api.hpp"
+#include <platform.hpp>
 #include "report.hpp"
-#include "watch.hpp"
-
-extern "C" void asynchzp_device_launch(void* stream, std::function<void()>* run);
-extern "C" void asynchzp_device_submit(void* stream, device::watch::Kind kind,
-                                       const std::string& name, const device::Access* accesses,
-                                       size_t count);
-extern "C" bool asynchzp_device_is_pinned(const void* address);
-extern "C" void* asynchzp_device_for_kernels(const void* address);
-extern "C" void asynchzp_device_keep_tracebacks(
-    std::shared_ptr<void> (*gather)(bool may_wait),
-    std::string (*text_of)(const std::shared_ptr<void>&));
-extern "C" __attribute__((weak)) int PyGILState_Check();
-extern "C" void asynchzp_device_synchronize(void* stream);
-extern "C" void asynchzp_device_freed(void* start, size_t size, void* stream);
-extern "C" void asynchzp_device_poison(void* start, size_t size, void* stream);
-extern "C" bool asynchzp_device_is_captured(void* stream);
 
 namespace {
 
 using c10::DispatchKey;
+using platform::kType;
 using c10::IValue;
 using c10::OperatorHandle;
 using torch::jit::Stack;
@@ -50,7 +36,8 @@ using torch::jit::Stack;
 // What torch does through the runtime, without a kernel: memory, views, and reading one value.
 const std::set<std::string> kThroughRuntime = {
     "empty",      "empty_strided",       "resize_",     "set_",   "is_set_to", "record_stream",
-    "_local_scalar_dense", "is_pinned", "_pin_memory", "set_data",
+    "_local_scalar_dense", "is_pinned", "_pin_memory", "set_data", "empty_like", "_to_copy",
+    "new_empty_strided", "resize_as_", "_copy_from_and_resize", "as_strided_", "_lazy_clone",
 };
 
 // Operations of all devices that choose a kernel by themselves.
@@ -58,6 +45,8 @@ const std::set<std::string> kLaunchesByItself = {"ldexp", "ldexp_"};
 
 std::mutex waited_mutex;
 std::map<std::string, int64_t> waited;  // operations that waited for their stream, with how often
+
+bool is_here(const at::Tensor& tensor) { return tensor.device().type() == kType; }
 
 // ---- tensors on the other side
 
@@ -80,7 +69,7 @@ at::Tensor converted(const at::Tensor& tensor, c10::DeviceType type) {
 
 // A launch takes the values of the host as they are now (Programming Guide, kernel arguments).
 at::Tensor as_argument(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.is_cuda()) return converted(tensor, c10::kCPU);
+  if (!tensor.defined() || is_here(tensor)) return converted(tensor, c10::kCPU);
   return as_number_of(tensor, tensor.clone());
 }
 
@@ -118,15 +107,15 @@ void flatten(const IValue& value, std::vector<at::Tensor>& tensors) {
     for (const at::Tensor& tensor : value.toTensorVector()) tensors.push_back(tensor);
 }
 
-c10::cuda::CUDAStream stream_for(const Stack& arguments) {
+c10::Stream stream_for(const Stack& arguments) {
+  const c10::impl::VirtualGuardImpl guard(kType);
   for (const IValue& value : arguments) {
     std::vector<at::Tensor> tensors;
     flatten(value, tensors);
     for (const at::Tensor& tensor : tensors)
-      if (tensor.defined() && tensor.is_cuda())
-        return c10::cuda::getCurrentCUDAStream(tensor.device().index());
+      if (tensor.defined() && is_here(tensor)) return guard.getStream(tensor.device());
   }
-  return c10::cuda::getCurrentCUDAStream();
+  return guard.getStream(guard.getDevice());
 }
 
 // As CUDA's kernels do, of which only those that take indices take some from the host.
@@ -138,7 +127,7 @@ void refuse_other_devices(const OperatorHandle& op, const Stack& arguments) {
     std::vector<at::Tensor> tensors;
     flatten(value, tensors);
     for (const at::Tensor& tensor : tensors)
-      TORCH_CHECK(!tensor.defined() || tensor.is_cuda() || tensor.dim() == 0,
+      TORCH_CHECK(!tensor.defined() || is_here(tensor) || tensor.dim() == 0,
                   "Expected all tensors to be on the same device: ", op.operator_name(),
                   " got one on ", tensor.device());
   }
@@ -152,7 +141,7 @@ using Accesses = std::vector<device::Access>;
 void add_bytes(const at::Tensor& tensor, bool is_write, Accesses& accesses) {
   if (!tensor.defined() || tensor.numel() == 0 || !tensor.has_storage()) return;
   auto start = static_cast<const char*>(tensor.const_data_ptr());
-  if (!tensor.is_cuda() && !asynchzp_device_is_pinned(start)) return;
+  if (!is_here(tensor) && !asynchzp_device_is_pinned(start)) return;
   std::vector<std::pair<int64_t, int64_t>> dims;  // stride and size
   for (int64_t dim = 0; dim < tensor.dim(); dim++)
     if (tensor.size(dim) > 1 && tensor.stride(dim) > 0)
@@ -179,7 +168,7 @@ void add_bytes_of_all(const IValue& value, bool is_write, Accesses& accesses) {
     add_bytes(tensor, is_write, accesses);
     return tensor;
   };
-  each_tensor(value, add, c10::kCUDA);
+  each_tensor(value, add, kType);
 }
 
 // The schema says which arguments an operation changes.
@@ -191,11 +180,6 @@ Accesses accesses_of(const OperatorHandle& op, const Stack& arguments, const Sta
   }
   for (const IValue& output : outputs) add_bytes_of_all(output, true, accesses);
   return accesses;
-}
-
-void submit(void* stream, const std::string& name, const Accesses& accesses) {
-  asynchzp_device_submit(stream, device::watch::Kind::kernel, name, accesses.data(),
-                         accesses.size());
 }
 
 // ---- random numbers
@@ -239,7 +223,7 @@ void with_numbers_of(const at::Generator& generator, const Run& run) {
 // overwrites nothing before it hands the block out again: with ASYNCHZP_DEVICE_FREES=late that is
 // when it is checked and poisoned, for programs that order the stream in between.
 void follow_allocator() {
-  using c10::CachingDeviceAllocator::TraceEntry;
+  using platform::TraceEntry;
   const char* text = getenv("ASYNCHZP_DEVICE_FREES");
   const bool is_late = text && !strcmp(text, "late");
   auto note = [is_late](const TraceEntry& entry) {
@@ -248,19 +232,22 @@ void follow_allocator() {
     // is free for later captures alone.
     const bool is_of_graph = entry.mempool_ != c10::MempoolId_t{0, 0};
     if (is_of_graph && !asynchzp_device_is_captured(entry.stream_)) return;
+    void* stream = entry.stream_;
+    const size_t size = entry.size_;
     if (entry.action_ == TraceEntry::FREE_COMPLETED && !is_late)
-      asynchzp_device_freed(start, entry.size_, entry.stream_);
-    if (entry.action_ == TraceEntry::ALLOC) {
-      const device::Access access{start, size_t(entry.size_), true};
-      asynchzp_device_submit(entry.stream_, device::watch::Kind::allocation, "allocating", &access,
-                             1);
-      if (is_late) asynchzp_device_poison(start, entry.size_, entry.stream_);
-    }
+      platform::in_order(stream, "freeing", [=] { asynchzp_device_freed(start, size, stream); });
+    if (entry.action_ == TraceEntry::ALLOC)
+      platform::in_order(stream, "allocating", [=] {
+        const device::Access access{start, size, true};
+        asynchzp_device_submit(stream, device::watch::Kind::allocation, "allocating", &access, 1);
+        if (is_late) asynchzp_device_poison(start, size, stream);
+      });
   };
-  c10::cuda::CUDACachingAllocator::get()->attachAllocatorTraceTracker(note);
+  platform::attach_to_allocator(note);
 }
 
-void launch(void* stream, const std::string& name, std::function<void()> run) {
+void launch(const c10::Stream& stream, const std::string& name, const Accesses& accesses,
+            std::function<void()> run) {
   static std::once_flag once;
   std::call_once(once, follow_allocator);  // torch has made its allocator by now
   std::function<void()> kernel = [name, run = std::move(run)] {
@@ -273,7 +260,12 @@ void launch(void* stream, const std::string& name, std::function<void()> run) {
       device::end("%s failed: %.600s", name.c_str(), error.what());
     }
   };
-  asynchzp_device_launch(stream, &kernel);
+  void* handle = platform::handle_of(stream);
+  platform::in_order(handle, name, [=, kernel = std::move(kernel)]() mutable {
+    asynchzp_device_submit(handle, device::watch::Kind::kernel, name, accesses.data(),
+                           accesses.size());
+    asynchzp_device_launch(handle, &kernel);
+  });
 }
 
 struct Returns {
@@ -350,17 +342,17 @@ void run_on_cpu(const OperatorHandle& op, Stack values, const std::vector<IValue
 // torch says so where it is asked to (torch.cuda.set_sync_debug_mode). generator: of an operation
 // that takes none as an argument, so that its numbers have to be drawn at the call.
 void run_now(const OperatorHandle& op, Stack* stack, const Stack& arguments,
-             const c10::cuda::CUDAStream& stream, const at::Generator& generator) {
+             const c10::Stream& stream, const at::Generator& generator) {
   const std::string name = c10::toString(op.operator_name());
   {
     std::lock_guard lock(waited_mutex);
     waited[name]++;
   }
-  submit(stream.stream(), name, accesses_of(op, arguments, {}));
+  launch(stream, name, accesses_of(op, arguments, {}), [] {});
   if (generator.defined())
-    asynchzp_device_synchronize(stream.stream());
+    platform::wait_untold(stream);
   else
-    c10::cuda::stream_synchronize(stream.stream());
+    stream.synchronize();
   Stack values = all_tensors(arguments, as_argument, c10::kCPU);
   {
     c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
@@ -375,17 +367,16 @@ void run_now(const OperatorHandle& op, Stack* stack, const Stack& arguments,
   auto on_device = [&](const at::Tensor& tensor) {
     if (!tensor.defined()) return tensor;
     auto result = at::empty_strided(tensor.sizes(), tensor.strides(),
-                                    tensor.options().device(c10::kCUDA, stream.device_index()));
+                                    tensor.options().device(kType, stream.device_index()));
     at::Tensor target = converted(result, c10::kCPU);
     Accesses accesses;
     add_bytes(result, true, accesses);
-    submit(stream.stream(), name, accesses);
-    launch(stream.stream(), name, [target, tensor] { target.copy_(tensor); });
+    launch(stream, name, accesses, [target, tensor] { target.copy_(tensor); });
     return result;
   };
   for (size_t i = 0; i < values.size(); i++) {
     const int same = returns.argument[i];
-    stack->push_back(same < 0 ? each_tensor(values[i], on_device, c10::kCUDA) : arguments[same]);
+    stack->push_back(same < 0 ? each_tensor(values[i], on_device, kType) : arguments[same]);
   }
 }
 
@@ -404,7 +395,7 @@ bool new_outputs(const OperatorHandle& op, const Stack& arguments, c10::Device d
         if (!meta.defined()) return meta;
         return at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(device));
       },
-      c10::kCUDA);
+      kType);
   return true;
 }
 
@@ -431,40 +422,41 @@ void run_operation(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
     expected.push_back(same < 0 ? each_tensor(outputs[i], as_argument, c10::kCPU) : IValue());
   }
   const std::string name = c10::toString(op.operator_name());
-  submit(stream.stream(), name, accesses_of(op, arguments, outputs));
-  launch(stream.stream(), name, [op, values, expected] { run_on_cpu(op, values, expected); });
+  launch(stream, name, accesses_of(op, arguments, outputs),
+         [op, values, expected] { run_on_cpu(op, values, expected); });
 }
 
 // Where kernels find a tensor of the device, or of the host in page-locked memory.
 at::Tensor for_kernels(const at::Tensor& tensor) {
-  if (tensor.is_cuda()) return converted(tensor, c10::kCPU);
+  if (is_here(tensor)) return converted(tensor, c10::kCPU);
   void* start = asynchzp_device_for_kernels(tensor.data_ptr());
   return at::from_blob(start, tensor.sizes(), tensor.strides(), tensor.options());
 }
 
 // ---- copies: they follow the rules of cudaMemcpyAsync, with conversion and strides
 
-void run_copy(const OperatorHandle&, c10::DispatchKeySet, Stack* stack) {
+void run_copy(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  if (platform::has_copied(op, keys, stack)) return;
   Stack arguments = torch::jit::pop(*stack, 3);
   at::Tensor to = arguments[0].toTensor(), from = arguments[1].toTensor();
   stack->push_back(to);
   if (to.numel() == 0) return;
-  auto stream = c10::cuda::getCurrentCUDAStream((to.is_cuda() ? to : from).device().index());
-  const at::Tensor& host = to.is_cuda() ? from : to;
-  const bool is_later = arguments[2].toBool() && !host.is_cuda() && host.is_pinned();
+  const c10::impl::VirtualGuardImpl guard(kType);
+  const auto stream = guard.getStream((is_here(to) ? to : from).device());
+  const at::Tensor& host = is_here(to) ? from : to;
+  const bool is_later = arguments[2].toBool() && !is_here(host) && host.is_pinned();
   at::Tensor target = for_kernels(to);
-  at::Tensor source = from.is_cuda() || is_later ? for_kernels(from) : as_argument(from);
+  at::Tensor source = is_here(from) || is_later ? for_kernels(from) : as_argument(from);
   Accesses accesses;
-  if (from.is_cuda() || is_later) add_bytes(from, false, accesses);
+  if (is_here(from) || is_later) add_bytes(from, false, accesses);
   add_bytes(to, true, accesses);
-  submit(stream.stream(), "aten::copy_", accesses);
-  launch(stream.stream(), "aten::copy_", [target, source] { target.copy_(source); });
+  launch(stream, "aten::copy_", accesses, [target, source] { target.copy_(source); });
   if (is_later)  // as torch's own copy: the memory is kept until the stream is through
-    at::getHostAllocator(at::kCUDA)->record_event(
-        host.data_ptr(), host.storage().data_ptr().get_context(), stream.unwrap());
+    at::getHostAllocator(kType)->record_event(
+        host.data_ptr(), host.storage().data_ptr().get_context(), stream);
   // As aten/src/ATen/native/cuda/Copy.cu: it waits unless it was asked not to.
-  if (!to.is_cuda() && !is_later)
-    c10::cuda::stream_synchronize(stream.stream());
+  if (!is_here(to) && !is_later)
+    stream.synchronize();
 }
 
 // ---- installation
@@ -477,9 +469,10 @@ bool is_emulated(const OperatorHandle& op) {
   const auto& schema = op.schema();
   const std::string name = op.operator_name().name.substr(6);
   if (kThroughRuntime.count(name) || name == "copy_") return false;
-  if (!has_kernel(op, DispatchKey::CUDA) && !kLaunchesByItself.count(name)) return false;
+  if (!has_kernel(op, platform::kKey) && !kLaunchesByItself.count(name)) return false;
   if (!has_kernel(op, DispatchKey::CPU) &&
-      !has_kernel(op, DispatchKey::CompositeExplicitAutograd))
+      !has_kernel(op, DispatchKey::CompositeExplicitAutograd) &&
+      !(platform::kHasComposites && has_kernel(op, DispatchKey::CompositeImplicitAutograd)))
     return false;
   for (const c10::Argument& one : schema.returns())  // a view
     if (one.alias_info() && !one.alias_info()->isWrite()) return false;
@@ -510,7 +503,7 @@ auto& registrations = *new std::vector<c10::RegistrationHandleRAII>;
 
 void install(const c10::OperatorName& name, c10::KernelFunction kernel) {
   registrations.push_back(c10::Dispatcher::singleton().registerImpl(
-      name, DispatchKey::CUDA, std::move(kernel), std::nullopt, nullptr, "emulated device"));
+      name, platform::kKey, std::move(kernel), std::nullopt, nullptr, "emulated device"));
 }
 
 }  // namespace
@@ -522,6 +515,7 @@ EXPORT void asynchzp_device_trace() {
 
 // Called once, by the runtime.
 EXPORT void asynchzp_device_install_operations() {
+  platform::prepare();
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
@@ -530,10 +524,6 @@ EXPORT void asynchzp_device_install_operations() {
       install(name, c10::KernelFunction::makeFromBoxedFunction<&run_operation>());
   }
   install({"aten::copy_", ""}, c10::KernelFunction::makeFromBoxedFunction<&run_copy>());
-  // These choose compiled kernels; the one that is left is made of operations.
-  at::globalContext().setSDPUseFlash(false);
-  at::globalContext().setSDPUseMemEfficient(false);
-  at::globalContext().setSDPUseCuDNN(false);
   asynchzp_device_trace();
 }
 

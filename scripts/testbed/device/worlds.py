@@ -19,8 +19,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from scripts.testbed.device.build import environment
 from scripts.testbed.device.delays import Delays
+from scripts.testbed.device.platforms import environment
 from scripts.testbed.rank import end_with_starter
 
 _SERVER = "scripts.testbed.device.server"
@@ -32,12 +32,13 @@ class DeviceFailure(RuntimeError):
 
 
 class DeviceWorlds:
-    """preload: modules that the server of the ranks imports once."""
+    """preload: modules that the server of the ranks imports once; platform: as in build.py."""
 
-    def __init__(self, preload: Sequence[str] = ()):
+    def __init__(self, preload: Sequence[str] = (), platform: str = "cuda"):
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server
         self._connection, theirs = Pipe()
-        env = os.environ | environment() | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        env = os.environ | path | environment(platform=platform)
         command = [sys.executable, "-m", _SERVER, str(theirs.fileno()), *preload]
         self._server = subprocess.Popen(
             command, env=env, pass_fds=[theirs.fileno()], stdout=self._log, stderr=self._log
@@ -54,8 +55,8 @@ class DeviceWorlds:
         env: dict[str, str] | None = None,
         watches: bool = True,
     ) -> list[Any]:
-        """`fn(*args)` on every rank, with a device each and NCCL as the default group; what they
-        returned. fn, args and results must pickle. Raises DeviceFailure.
+        """`fn(*args)` on every rank, with a device each and NCCL or HCCL as the default group; what
+        they returned. fn, args and results must pickle. Raises DeviceFailure.
 
         watches: whether it fails for accesses that nothing orders."""
         start = self._log.seek(0, os.SEEK_END)
@@ -119,7 +120,7 @@ def _join(delays: Delays, watches: bool, place: Any) -> tuple[()]:
     inside.start(place.rank, place.world_size, watches)
     inside.set_delays(delays, place.rank, place.world_size)
     dist.init_process_group(
-        "nccl",
+        inside.BACKEND,
         store=dist.TCPStore("127.0.0.1", place.port, is_master=False),  # pyright: ignore[reportPrivateImportUsage]
         rank=place.rank,
         world_size=place.world_size,

@@ -1,0 +1,42 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""The engine on emulated NPUs: torch_npu's own allocator, task queue, streams and HCCL groups,
+kernels put off by every law of delay."""
+
+import pytest
+
+from scripts.testbed.device.delays import LAWS, Delays
+from scripts.testbed.device.worlds import DeviceWorlds
+from scripts.testbed.ranks import run_ranks
+from tests.device.programs import Case, train_engine_each, train_engine_under
+from tests.support.selection import slow_unless
+
+EACH_LAW = [Delays(law, seed) for seed, law in enumerate(LAWS)]
+MANY = [Delays(law, seed) for law in LAWS[1:] for seed in range(20)]
+PAIR = [Case((1, 2, 2)), Case((2, 2, 2), recomputes=True), Case((1, 1, 2), "inline", 1)]
+FOUR = [Case((1, 2, 4)), Case((2, 2, 4), recomputes=True), Case((4, 4, 4), "inline", 1)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cases", "laws"),
+    [
+        slow_unless(True, 2, PAIR[:1], [Delays("uniform", 1)], id="2 ranks, one law"),
+        slow_unless(False, 2, PAIR, EACH_LAW, id="2 ranks, each law"),
+        slow_unless(False, 2, PAIR, MANY, id="2 ranks, many seeds"),
+        slow_unless(False, 4, FOUR, EACH_LAW, id="4 ranks, each law"),
+        slow_unless(False, 4, FOUR, MANY, id="4 ranks, many seeds"),
+    ],
+)
+def test_on_npus_no_delay_changes_a_bit_and_the_digits_are_gloos(
+    npu_worlds: DeviceWorlds, world_size: int, cases: list[Case], laws: list[Delays]
+):
+    close = dict(zip(cases, run_ranks(train_engine_each, world_size, cases)[0]))
+    laws = [Delays(), *laws]
+    ranks = npu_worlds.run(train_engine_under, world_size, cases, laws, timeout_s=60 * len(laws))
+    first = {run.case: run.seen for run in ranks[0][: len(cases)]}
+    assert len(ranks[0]) == len(cases) * len(laws)
+    for run in ranks[0]:
+        assert run.seen == first[run.case], (run.case, str(run.delays))
+        assert run.waited == {}
+        for ours, theirs in zip(run.seen, close[run.case], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-6)
