@@ -10,20 +10,19 @@ from typing import Any
 
 import torch
 
-from scripts.testbed.device.build import built_libraries
 from scripts.testbed.device.delays import LAWS, Delays, Ran
-from scripts.testbed.device.npu.build import built_libraries as built_for_npu
+from scripts.testbed.device.platforms import PLATFORMS
 from scripts.testbed.profile import NetworkProfile
 
 _runtime = ctypes.CDLL(None)  # preloaded
 if not hasattr(_runtime, "asynchzp_device_set_delays"):
     raise RuntimeError("the emulated device is not preloaded: see scripts.testbed.device.worlds")
-IS_NPU = os.environ.get("ASYNCHZP_DEVICE_PLATFORM") == "npu"
+_platform = os.environ.get("ASYNCHZP_DEVICE_PLATFORM", "cuda")
+IS_NPU = _platform == "npu"
 BACKEND = "hccl" if IS_NPU else "nccl"
 if not IS_NPU:
     _runtime.cudaGetDeviceCount(ctypes.byref(ctypes.c_int()))  # installs the operations
-_libraries = built_for_npu() if IS_NPU else built_libraries()
-_operations = ctypes.CDLL(str(_libraries.operations))
+_operations = ctypes.CDLL(str(PLATFORMS[_platform].built_libraries().operations))
 _module: Any = torch.npu if IS_NPU else torch.cuda  # pyright: ignore[reportAttributeAccessIssue]
 _runtime.asynchzp_device_num_kernels.restype = ctypes.c_int64
 _runtime.asynchzp_device_digest.restype = ctypes.c_uint64

@@ -7,8 +7,8 @@ from scripts.testbed.device import build
 from scripts.testbed.device.delays import Delays
 from scripts.testbed.device.npu import build as npu_build
 
-PLATFORMS = ("cuda", "npu")
-"""What torch finds: its own CUDA, or torch_npu over ACL and HCCL."""
+PLATFORMS = {"cuda": build, "npu": npu_build}
+"""Torch's own CUDA, or torch_npu over ACL and HCCL; who builds what is below them."""
 
 
 def environment(
@@ -18,8 +18,7 @@ def environment(
 
     platform: of PLATFORMS. Raises CompileError.
     """
-    own = {"cuda": build.environment, "npu": npu_build.environment}[platform]()
-    return own | {
+    return PLATFORMS[platform].environment() | {
         "ASYNCHZP_DEVICE_PLATFORM": platform,
         "ASYNCHZP_DEVICES": str(num_devices),
         "ASYNCHZP_DEVICE_DELAYS": f"{delays.law} {delays.seed} {delays.longest_us}",

@@ -32,7 +32,7 @@ class DeviceFailure(RuntimeError):
 
 
 class DeviceWorlds:
-    """preload: modules that the server of the ranks imports once; platform: as in build.py."""
+    """preload: modules that the server of the ranks imports once; platform: of platforms.py."""
 
     def __init__(self, preload: Sequence[str] = (), platform: str = "cuda"):
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server
