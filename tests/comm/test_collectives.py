@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-axis collectives on real ranks: every nesting, against what one process computes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,9 +18,15 @@ from megatron_asynchzp.comm.collectives import (
     reduce_scatter_steps,
     run_steps,
 )
-from megatron_asynchzp.sharding.topology import MeshAxis
+from megatron_asynchzp.planner.cluster_files import load_cluster
+from megatron_asynchzp.planner.program import GATHER, REDUCE
+from megatron_asynchzp.planner.traffic import Group, ring_of, unit_collectives
+from megatron_asynchzp.sharding.topology import MeshAxis, ShardSizes
+from scripts.testbed.counters import total
+from scripts.testbed.profile import NetworkProfile
 from scripts.testbed.ranks import run_ranks
 from tests.support.engine import cut_sizes, nested_sizes, shard_groups
+from tests.support.fabric import replace_default_group
 from tests.support.selection import slow_unless
 
 
@@ -139,3 +147,43 @@ def test_gathering_and_reducing_over_any_nesting_puts_every_element_at_its_owner
 ):
     checked = run_ranks(gather_and_reduce_everything, world_size, chains)
     assert checked == [len(chains)] * world_size
+
+
+# ---- bytes
+
+
+NUMEL, ON_A_NODE = 960, 2
+
+
+def bytes_by_link(all_sizes: list[tuple]) -> list[tuple[int, int]]:
+    """What this rank sent, and of that from its node, for a gather and a reduction of each."""
+    network = replace_default_group(NetworkProfile(ranks_per_node=ON_A_NODE))
+    found = []
+    for sizes in all_sizes:
+        groups, full = shard_groups(sizes), torch.zeros(NUMEL)
+        before = network.counters.snapshot()
+        run_steps(all_gather_steps(full[: NUMEL // 4].clone(), full, groups.unshard))
+        reduce_scatter(full, groups.grad_reduce)
+        sent = total(network.counters.since(before).values())
+        found.append((sent.wire_nbytes, sent.node_nbytes))
+    return found
+
+
+def test_each_link_carries_for_a_cut_axis_what_the_planner_counts_and_less_between_nodes():
+    all_sizes = [(4, 4, 4), (4, 4, 4, (2,))]
+    found = run_ranks(bytes_by_link, 4, all_sizes)
+    cluster = replace(load_cluster("h100"), nodes=2, ranks_per_node=ON_A_NODE)
+    of_nodes = []
+    for place, sizes in enumerate(all_sizes):
+        group = Group(4, ShardSizes(*sizes))
+        issued = [
+            each for kind in (GATHER, REDUCE) for each in unit_collectives(kind, NUMEL, 4, group)
+        ]
+        sent = [of_rank[place] for of_rank in found]
+        assert {wire for wire, _ in sent} == {sum(each.wire_nbytes for each in issued)}
+        leaves = [
+            ring_of(each, group, cluster).node_nbytes(each.numel * each.itemsize) for each in issued
+        ]
+        of_nodes.append(sum(leaves))
+        assert sum(node for _, node in sent) == 2 * of_nodes[-1]
+    assert of_nodes[1] < of_nodes[0]
