@@ -175,7 +175,9 @@ def test_rows_are_found_whatever_the_file_is_called(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.TXT", "a.md", "a.log", "README", "a.txt.gz", "a.gz"])
-@pytest.mark.parametrize("text", ["größer\r\n\n大", "[Verse]\nand so on", "{\\rtf1 text}", "1"])
+@pytest.mark.parametrize(
+    "text", ["größer\r\n\n大", "大" * 1366, "[Verse]\nand so on", "{\\rtf1 text}", "1"]
+)
 def test_text_is_one_document_whatever_the_file_is_called(tmp_path, name, text):
     packed = gzip.compress if name.endswith(".gz") else bytes
     for content in (text.encode(), MARK + text.encode()):
@@ -222,6 +224,10 @@ REFUSED = {
     "a.csv": (b"text\na\n", "is a table; make lines of JSON"),
     "a.parquet": (b"version https://git-lfs.github.com", "pointer of git-lfs"),
     "model.bin": (bytes(99), "zero bytes"),
+    "rows.Z": (b"\x1f\x9d\x90abc", "is no text in UTF-8"),
+    "rows.lz": (b"LZIP\x01abc", "is no text in UTF-8"),
+    "rows.pkl": (b"\x80\x04\x95abc", "is no text in UTF-8"),
+    "latin.log": ("größer".encode("latin-1"), "is no text in UTF-8"),
 }
 
 

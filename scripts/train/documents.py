@@ -38,6 +38,7 @@ _MAGIC = {
 }
 _TABLES = (".csv", ".tsv")
 _HEAD = 4096  # bytes that tell what a file is
+_CONTROLS = frozenset(range(8))
 _UTF16, _UTF8_MARK = (b"\xff\xfe", b"\xfe\xff"), b"\xef\xbb\xbf"
 
 
@@ -102,17 +103,26 @@ def _kind_of(file: BinaryIO) -> str | None:
     head = file.read(_HEAD)
     file.seek(len(_UTF8_MARK) if head.startswith(_UTF8_MARK) else 0)
     if head.startswith(_UTF16):
-        return "in UTF-16"
+        return "in UTF-16 or UTF-32"
     if head[257:262] == b"ustar":
         return "tar"
     return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
 
 
 def _refuse_binary(path: Path, file: BinaryIO) -> None:
+    """For a file whose name promises no text."""
     start = file.tell()
-    if b"\0" in file.read(_HEAD):
-        raise ConfigurationError(f"{path} holds zero bytes, as no text does; convert it to UTF-8")
+    head = file.read(_HEAD)
     file.seek(start)
+    if b"\0" in head:
+        raise ConfigurationError(f"{path} holds zero bytes, as no text does; convert it to UTF-8")
+    try:
+        head.decode()
+        is_text = True
+    except UnicodeDecodeError as error:
+        is_text = error.start >= _HEAD - 3  # a character that the head cuts in two
+    if not is_text or _CONTROLS.intersection(head):
+        raise ConfigurationError(f"{path} is no text in UTF-8; unpack or convert it")
 
 
 def _is_json(file: BinaryIO) -> bool:
