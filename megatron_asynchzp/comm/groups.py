@@ -83,7 +83,7 @@ class ShardGroups:
         for group in reductions:
             whole, part = _of_real_size(group, device)
             reduce_scatter_flat(part, whole, group=group)
-            dist.all_reduce(part, group=group)  # pyright: ignore[reportUnknownMemberType]
+            dist.all_reduce(whole, group=group)  # pyright: ignore[reportUnknownMemberType]
             if self.grad_dtype != torch.float32:
                 dist.all_to_all_single(torch.empty_like(whole), whole, group=group)  # pyright: ignore[reportUnknownMemberType]
 

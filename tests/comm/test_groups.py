@@ -57,18 +57,25 @@ def test_ranks_make_their_groups_alone_whatever_others_they_have_and_had():
     run_ranks(make_groups_of_many_kinds, 4)
 
 
-def cost_in_a_large_world(size: int, tp: int, sizes: tuple[int, int, int]) -> tuple[float, float]:
-    """CPU seconds and MB of one rank among `size` that are not there."""
+def cost_in_a_large_world(
+    size: int, strides: tuple[int, ...], sizes: tuple[int, int, int]
+) -> tuple[float, float]:
+    """CPU seconds and MB of one rank among `size` that are not there, for its sharding groups, each
+    of every so many ranks (`strides`): the tensor-parallel size, and that of what shares out
+    experts."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=size // 2, world_size=size)
-    mine = list(range(size // 2 % tp, size, tp))
-    sharding_group = dist.new_group(mine)
+    shards = [dist.new_group(list(range(size // 2 % step, size, step))) for step in strides]
     for name in ("all_gather_object", "gather_object", "broadcast_object_list"):
         setattr(dist, name, None)
     before_mb, start = resident_mb(), time.process_time()
-    groups_over(sharding_group, sizes)
+    for group in shards:
+        found = ShardSizes(*sizes).restricted_to(group.size()).with_short_axes(8)
+        topology = ShardTopology(group.size(), group.rank(), found)
+        axes = ShardGroups.create(topology, group, TWENTY_S).all_groups
+        assert len(axes) >= 4
     return time.process_time() - start, resident_mb() - before_mb
 
 
@@ -78,10 +85,16 @@ def resident_mb() -> float:
 
 
 @pytest.mark.parametrize(
-    "size, tp, sizes", [(16384, 1, (8, 64, 16384)), (98304, 8, (12288, 12288, 12288))]
+    ("size", "strides", "sizes"),
+    [
+        (16384, (1,), (8, 8, 16384)),
+        (16384, (1, 64), (8, 64, 16384)),
+        (16384, (1,), (16384, 16384, 16384)),
+        (98304, (8, 32), (12288, 12288, 12288)),
+    ],
 )
-def test_what_a_rank_pays_for_its_groups_does_not_grow_with_the_others(size, tp, sizes):
-    [(cpu_s, mb)] = run_ranks(cost_in_a_large_world, 1, size, tp, sizes)
+def test_what_a_rank_pays_for_its_groups_does_not_grow_with_the_others(size, strides, sizes):
+    [(cpu_s, mb)] = run_ranks(cost_in_a_large_world, 1, size, strides, sizes)
     assert cpu_s < 2 and mb < 100
 
 
