@@ -160,11 +160,13 @@ def test_the_start_script_installs_all_that_it_brings_before_the_script_runs(mon
         assert on_ascend.os.environ["TORCH_NPU_DEVICE_CAPABILITY"] == "8.0"
         assert torch.Tensor.type is not read and hasattr(torch.Tensor.type, "__wrapped__")
         assert dist.all_reduce is not all_reduce and hasattr(dist.all_reduce, "__wrapped__")
+        assert hasattr(torch.cuda.get_device_properties, "__wrapped__")
         ran.append(arguments)
 
     read, all_reduce = torch.Tensor.type, dist.all_reduce
     monkeypatch.setattr(torch.Tensor, "type", read)  # put back in the end
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", torch.cuda.get_device_properties)
     monkeypatch.setenv("TORCH_NPU_DEVICE_CAPABILITY", "")
     monkeypatch.delenv("TORCH_NPU_DEVICE_CAPABILITY")
     for name in ("torch_npu", "torch_npu.contrib", "torch_npu.contrib.transfer_to_npu"):

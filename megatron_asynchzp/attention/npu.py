@@ -3,8 +3,8 @@
 """Owns how Ascend's `npu_fusion_attention` is called: layouts, masks, what its numbers mean. Must
 not know that keys were shifted. torch_npu is imported at its first use.
 
-Written from the operator's documentation (torch_npu 6.0, Atlas A2), and tested against a recorded
-call and the sources of torch_npu 2.11 to 2.14; it has not been run on an NPU.
+Written from the operator's documentation (torch_npu 6.0, Atlas A2), and tested against the sources
+of torch_npu 2.11 to 2.14 and, by 2.13, on an emulated NPU; it has not been run on an NPU.
 """
 
 import importlib

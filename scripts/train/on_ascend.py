@@ -49,6 +49,7 @@ def install() -> None:
 
     torch.Tensor.type = type_as_on_cuda(torch.Tensor.type)
     dist.all_reduce = exact_doubles(dist.all_reduce, "npu")
+    torch.cuda.get_device_properties = numbered(torch.cuda.get_device_properties)
 
 
 def refuse_cuda_build(torch_folder: Path) -> None:
@@ -76,6 +77,27 @@ def type_as_on_cuda(read_type: Callable) -> Callable:
         return found.replace("torch.npu.", "torch.cuda.") if isinstance(found, str) else found
 
     return type_name
+
+
+def numbered(read_properties: Callable) -> Callable:
+    """`get_device_properties` with the capability as major and minor, where torch_npu has None:
+    Megatron compares it where tensors or contexts are cut (arguments.py). It can go when torch_npu
+    answers by itself."""
+
+    class Properties:
+        def __init__(self, found: Any):
+            self._found = found
+            self.major, self.minor = map(int, os.environ[CAPABILITY[0]].split("."))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._found, name)
+
+    @functools.wraps(read_properties)
+    def properties(*args: Any, **options: Any) -> Any:
+        found = read_properties(*args, **options)
+        return Properties(found) if getattr(found, "major", None) is None else found
+
+    return properties
 
 
 def exact_doubles(all_reduce: Callable, device: str) -> Callable:

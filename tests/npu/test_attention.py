@@ -90,6 +90,16 @@ def _through_autograd(
     return [x.cpu() for x in (output.detach(), *grads)]
 
 
+def judge(found: dict[tuple[str, torch.dtype], Errors | str]) -> None:
+    for (name, dtype), errors in found.items():
+        if name in REFUSED:
+            assert REFUSED[name] in errors, (name, errors)
+            continue
+        assert errors.unserved == 0, (name, dtype)
+        for ours, theirs in zip(errors.ours, errors.by_sdpa, strict=True):
+            assert ours <= ROUNDING * theirs, (name, dtype, errors)
+
+
 @pytest.mark.parametrize(
     ("dtypes", "shifts_values"),
     [
@@ -102,13 +112,7 @@ def test_by_every_mask_pasa_on_npu_fusion_is_no_further_from_fp64_than_sdpa(
     npu_worlds: DeviceWorlds, dtypes: list[torch.dtype], shifts_values: bool
 ):
     (found,) = npu_worlds.run(errors_of, 1, list(MASKS), dtypes, shifts_values)
-    for (name, dtype), errors in found.items():
-        if name in REFUSED:
-            assert REFUSED[name] in errors, (name, errors)
-            continue
-        assert errors.unserved == 0, (name, dtype)
-        for ours, theirs in zip(errors.ours, errors.by_sdpa, strict=True):
-            assert ours <= ROUNDING * theirs, (name, dtype, errors)
+    judge(found)
 
 
 def choices() -> list[str]:

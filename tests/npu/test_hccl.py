@@ -78,24 +78,34 @@ def test_doubles_that_torch_npu_refuses_to_reduce_are_reduced_to_the_bit(npu_wor
     assert npu_worlds.run(reduced_doubles, 2) == [[min(_STARTS), max(_STARTS)]] * 2
 
 
-def broadcast() -> str:
+def asked_for_capability() -> tuple[str, int | None, int]:
+    """Of a broadcast, and of the properties of a device without and with the start script."""
     import torch_npu.contrib.transfer_to_npu  # noqa: F401  # pyright: ignore
 
     tensor = torch.ones(3, device=device_of_rank())
     try:
         dist.broadcast(tensor, 0)
+        said = "broadcast"
     except TypeError as error:
-        return str(error)
-    return "broadcast"
+        said = str(error)
+    major = torch.cuda.get_device_properties(0).major
+    on_ascend.install()
+    return said, major, torch.cuda.get_device_properties(torch.device("cuda:0")).major
+
+
+def said_without_capability() -> str:
+    os.environ.pop(on_ascend.CAPABILITY[0], None)
+    return asked_for_capability()[0]
 
 
 def test_without_the_capability_that_the_start_script_sets_every_broadcast_fails(
     npu_worlds: DeviceWorlds,
 ):
+    """Megatron compares the major number with 10 where tensors or contexts are cut."""
     name, value = on_ascend.CAPABILITY
-    without = npu_worlds.run(broadcast, 1, env={name: ""})
-    assert "NoneType" in without[0]
-    assert npu_worlds.run(broadcast, 1, env={name: value}) == ["broadcast"]
+    assert "NoneType" in npu_worlds.run(said_without_capability, 1)[0]
+    with_it = npu_worlds.run(asked_for_capability, 1, env={name: value})
+    assert with_it == [("broadcast", None, 8)]
 
 
 def test_torch_npu_aborts_beside_torchs_build_for_cuda_as_the_start_script_says(

@@ -8,13 +8,20 @@ import torch
 
 from scripts.testbed.device.delays import Delays
 from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds
-from scripts.testbed.megatron_flags import size_flags
+from scripts.testbed.megatron_flags import BF16, size_flags
 from scripts.testbed.megatron_runs import Steps, gpt_args
 from scripts.testbed.ranks import run_ranks
 from scripts.train import on_ascend
-from tests.device.test_megatron import LAWS, LAYOUTS, are_close, pretrain_each
+from tests.device.test_megatron import LAWS, LAYOUTS, Layout, are_close, pretrain_each
 
 DATA = [(1, 2, 2), (2, 2, 2), (1, 1, 2)]
+
+
+MUON = ("--optimizer", "muon", "--muon-fp32-matmul-prec", "high")
+NPU_LAYOUTS = LAYOUTS | {
+    "muon": Layout(2, MUON, (1, 2, 2)),
+    "bf16": Layout(2, (*BF16, "--accumulate-allreduce-grads-in-fp32"), (1, 2, 2)),
+}
 
 
 def pretrain_by_start_script(lines: list[list[str]], delays: list[Delays]) -> list[Steps]:
@@ -23,11 +30,11 @@ def pretrain_by_start_script(lines: list[list[str]], delays: list[Delays]) -> li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NPU_LAYOUTS)
 def test_megatron_on_npus_trains_as_on_gloo_and_no_delay_changes_a_bit(
     npu_worlds: DeviceWorlds, name: str
 ):
-    layout = LAYOUTS[name]
+    layout = NPU_LAYOUTS[name]
     base = gpt_args("--train-iters", "3", *layout.flags)
     choices = DATA if name == "data" else [layout.sizes]
     lines = [base, *([*base, *size_flags(sizes)] for sizes in choices)]
