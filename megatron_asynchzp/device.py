@@ -79,6 +79,10 @@ class CpuDevice:
                 return False
         return True
 
+    def is_capturing(self) -> bool:
+        """Whether what is issued now becomes a part of a graph, and does not run."""
+        return False
+
     def has_passed(self, event: object) -> bool:
         """Whether an event, or a mark, has happened."""
         return True
@@ -148,6 +152,11 @@ class StreamDevice:
         self, work: dist.Work, limit_s: float, is_over: Callable[[], bool] = lambda: False
     ) -> None:
         work.wait()  # with a time limit NCCL would block the host
+
+    def is_capturing(self) -> bool:
+        # Not every torch_npu has it.
+        ask = getattr(self._module, "is_current_stream_capturing", None)
+        return ask is not None and ask()
 
     def has_passed(self, event: Any) -> bool:
         return event.query()

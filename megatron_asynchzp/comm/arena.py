@@ -31,6 +31,10 @@ class Place:
         self.extent, self.storage, self.is_outside = extent, storage, is_outside
         self.ready: Sequence[Any] = ()
         self._views: dict[str, list[torch.Tensor]] = {}
+        self.note_owners()
+
+    def note_owners(self) -> None:
+        """Whoever views the storage now may keep its views."""
         self._num_owners = self._count_owners()
 
     def _count_owners(self) -> int:

@@ -27,7 +27,7 @@ from megatron_asynchzp.mcore.differences import called_by_megatron
 from megatron_asynchzp.mcore.low_precision import forget_copies
 from megatron_asynchzp.mcore.settings import Settings
 from megatron_asynchzp.mcore.shard_groups import broadcast_from_first_rank, create_shard_groups
-from megatron_asynchzp.mcore.units import plan_megatron_units, sharding_group_key
+from megatron_asynchzp.mcore.units import plan_megatron_units, seat_captured, sharding_group_key
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.params import refuse_params
@@ -84,7 +84,7 @@ class AsyncHZPDataParallel(DistributedDataParallel):
             )
         refuse_params(module)
         forget_copies(module, config)
-        plans = plan_megatron_units(module, index)
+        plans = seat_captured(module, plan_megatron_units(module, index))
         try:
             self.runtime = HZPRuntime(
                 module,
@@ -131,6 +131,8 @@ class AsyncHZPDataParallel(DistributedDataParallel):
 
     @override
     def zero_grad_buffer(self) -> None:
+        if self.runtime.is_rehearsing:
+            return  # what a capture leaves of gradients is not the engine's
         self.runtime.zero_grads(self.communication.number_of_step())
         if self.runtime is self.communication.runtimes[0]:
             self.communication.begin_step(self.runtime.step)

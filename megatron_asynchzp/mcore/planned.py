@@ -66,6 +66,7 @@ def plan_of(args: Namespace, setting: Setting | None = None) -> Plan:
         moments_nbytes(args),
         is_on_cpu=args.distributed_backend == "gloo",
         has_loss_scale=args.fp16,
+        has_seats=args.cuda_graph_impl == "transformer_engine",
     )
 
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which modules of a Megatron model are units, and which of these have their gradients late."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +78,28 @@ def plan_megatron_units(root: nn.Module, chunk: int = 0) -> list[UnitPlan]:
                 edges.append(module)
     plans = plan_units(root, [*layers, *edges], sharding_group_key, _tied_weights(root))
     return [replace(plan, name=f"chunk{chunk}.{plan.name}") for plan in plans] if chunk else plans
+
+
+def seat_captured(root: nn.Module, plans: Sequence[UnitPlan]) -> list[UnitPlan]:
+    """`plans`, of which those have a seat whose parameters the captured graph of a layer reads:
+    they are gathered around the call of that layer."""
+    layer_of: dict[nn.Parameter, nn.Module] = {}
+    for layer in root.modules():
+        if is_layer(layer) and _is_captured(layer):
+            for part in layer._get_submodules_under_cudagraphs():  # pyright: ignore
+                layer_of |= dict.fromkeys(part.parameters(), layer)
+    seated: list[UnitPlan] = []
+    for plan in plans:
+        layers = {layer_of[param]: None for _, param in plan.params if param in layer_of}
+        seated.append(replace(plan, modules=(*layers,), is_seated=True) if layers else plan)
+    return seated
+
+
+def _is_captured(layer: Any) -> bool:
+    from megatron.core.transformer.cuda_graphs import _layer_is_graphable
+
+    config = layer.config
+    return config.cuda_graph_impl == "transformer_engine" and _layer_is_graphable(layer, config)
 
 
 def has_late_grads(unit: HZPUnit, tp: int, pp: int, has_qk_norms: bool) -> bool:

@@ -244,8 +244,9 @@ class _Chunk:
         self.units = list(dict.fromkeys(in_use_order(visits, is_forward=True)))
         memory = self._memory_in_flight()
         shared = MemoryMap[_Mark]() if order.shared_params is None else order.shared_params
-        shared.grow(memory.params)
+        before = shared.nbytes
         self.params = _Params(order, self.units, shared, together)
+        shared.grow(memory.params - (shared.nbytes - before))  # less what seats have
         self.grads = _Grads(order, MemoryMap[object](memory.grads))
 
     def _memory_in_flight(self) -> MemoryInFlight:

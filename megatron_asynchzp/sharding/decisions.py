@@ -16,9 +16,11 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.sharding.in_flight import UnitInFlight, needed_together, seen_from_top
 from megatron_asynchzp.sharding.memory_map import Extent, MemoryMap
 from megatron_asynchzp.sharding.residency import Residency
+from megatron_asynchzp.sharding.seats import seats_nbytes, seats_of
 from megatron_asynchzp.sharding.uses import Uses
 
 
@@ -60,6 +62,7 @@ class ParamsInFlight[Unit: Hashable, User, Held](ABC):
     chunks: of the rank that share `memory`, to which this one is added.
     residency: decides what stays gathered for a later micro-batch, None for nothing.
 
+    seats: of the units that have one.
     sends_early: whether units may be sent before the update: until a shard that was is needed.
     """
 
@@ -80,6 +83,7 @@ class ParamsInFlight[Unit: Hashable, User, Held](ABC):
         units, in_flight = list(needs), list(needs.values())
         at_top = seen_from_top([need.params for need in in_flight])
         self._is_at_top = dict(zip(units, at_top, strict=True))
+        self.seats = self._reserve_seats()
         self._needed_with = {
             units[index]: [units[other] for other in others]
             for index, others in needed_together(in_flight).items()
@@ -89,6 +93,15 @@ class ParamsInFlight[Unit: Hashable, User, Held](ABC):
         self._rebuilt_ahead: dict[Unit, None] = {}  # or being rebuilt, and not used yet
         self._sent: dict[Unit, None] = {}  # before the update that makes them
         self.sends_early = True
+
+    def _reserve_seats(self) -> dict[Unit, Extent]:
+        seated = {unit: need for unit, need in self._needs.items() if need.is_seated}
+        seats = seats_of([(need.layer, need.params) for need in seated.values()], self._depth)
+        if not (nbytes := seats_nbytes(seats)):
+            return {}
+        first, _ = self._memory.reserve(nbytes)
+        shifted = [(first + start, first + stop) for start, stop in seats]
+        return dict(zip(seated, shifted, strict=True))
 
     # ---- what carries the decisions out
 
@@ -313,9 +326,14 @@ class ParamsInFlight[Unit: Hashable, User, Held](ABC):
 
     def _find_span(self, unit: Unit, leaves_room: bool = True) -> Extent | None:
         """A place that is free, None without one; leaves_room: [Note: room for the layer]."""
+        if (seat := self.seats.get(unit)) is not None:
+            return seat if self._holder_of(seat) is None else None
         if leaves_room and not self._leaves_room(unit):
             return None
         return self._memory.take(self._needs[unit].params, self._is_at_top[unit])
+
+    def _holder_of(self, seat: Extent) -> Unit | None:
+        return next((unit for unit, one in self._gathered.items() if one.extent == seat), None)
 
     def _leaves_room(self, unit: Unit) -> bool:
         """[Note: room for the layer] Several units of a layer are in use at the same time. What was
@@ -331,7 +349,9 @@ class ParamsInFlight[Unit: Hashable, User, Held](ABC):
 
     def _take_extent(self, unit: Unit) -> Extent:
         """A place for a unit that is needed now: free, taken from spare units, or in new memory."""
-        spares = self._spares()
+        if unit in self.seats:
+            return self._take_seat(unit)
+        spares = [(chunk, spare) for chunk, spare in self._spares() if spare not in chunk.seats]
         while (extent := self._find_span(unit, leaves_room=bool(spares))) is None:
             if spares:
                 chunk, spare = spares.pop()
@@ -340,6 +360,17 @@ class ParamsInFlight[Unit: Hashable, User, Held](ABC):
             self.note_growth(unit)
             self._memory.grow(self._needs[unit].params)
         return extent
+
+    def _take_seat(self, unit: Unit) -> Extent:
+        seat = self.seats[unit]
+        if (holder := self._holder_of(seat)) is not None:
+            if self._stage_of(holder) is Stage.IN_USE:
+                raise ConfigurationError(
+                    f"{unit} is used while {holder} is: beside CUDA graphs both have one place; "
+                    "drop --cuda-graph-impl"
+                )
+            self._drop_spare(holder)
+        return seat
 
     def _spares(self) -> "list[tuple[ParamsInFlight[Unit, User, Held], Unit]]":
         """What may lose its place to a unit that is needed now, the last one first; with its
@@ -357,14 +388,20 @@ class ParamsInFlight[Unit: Hashable, User, Held](ABC):
 
     def _drop(self, unit: Unit) -> None:
         one = self._gathered.pop(unit)
-        self._memory.give_back(one.extent, self.end_use(unit, one.held))
+        self._give_back(unit, one.extent, self.end_use(unit, one.held))
 
     def _drop_spare(self, unit: Unit) -> None:
         if self._stage_of(unit) is Stage.KEPT:
             self._drop(unit)
             return
         one = self._gathered.pop(unit)
-        self._memory.give_back(one.extent, self.abandon_gather(unit, one.held))
+        self._give_back(unit, one.extent, self.abandon_gather(unit, one.held))
+
+    def _give_back(self, unit: Unit, extent: Extent, last_user: User | None) -> None:
+        if unit not in self.seats:
+            self._memory.give_back(extent, last_user)
+        elif last_user is not None:
+            self._memory.note_user(extent, last_user)
 
 
 class _UnderWay[Reduction](NamedTuple):

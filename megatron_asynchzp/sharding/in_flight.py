@@ -5,11 +5,12 @@ and how much of it fits a budget. Needs no tensors.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
 from megatron_asynchzp.sharding.pieces import piece_length
+from megatron_asynchzp.sharding.seats import seats_nbytes, seats_of
 from megatron_asynchzp.sharding.topology import ShardTopology
 
 ALIGNMENT_NBYTES = 128
@@ -48,6 +49,7 @@ class UnitInFlight:
         not reduced.
     own_grads: all its gradients as autograd makes them.
     num_pieces: in how many its gradients are reduced.
+    is_seated: whether its parameters have a seat.
     """
 
     layer: str
@@ -55,6 +57,7 @@ class UnitInFlight:
     grads: int
     own_grads: int
     num_pieces: int
+    is_seated: bool = False
 
     @classmethod
     def of(
@@ -165,18 +168,32 @@ def memory_in_flight(
 
     Raises ConfigurationError for a budget below what one layer needs.
     """
-    around, layers = _layers_of(units)
+    seated, floating = _seats_nbytes(units, num_ahead), _without_seats(units)
+    around, layers = _layers_of(floating)
     params = around.params + _neighbours_nbytes([one.params for one in layers], num_ahead + 1)
+    params += seated
     grads = around.grads + _neighbours_nbytes([one.grads for one in layers], num_grad_slots)
     layer, piece = least_in_flight(units)
     if any(unit.num_pieces > 1 for unit in units):
         grads = min(grads, num_grad_slots * piece)
     if budget is not None and params + grads > budget:
+        if seated:
+            raise ConfigurationError(_too_small_for_seats(budget, params + grads))
         if layer + piece > budget:
             raise ConfigurationError(_too_small(budget, layer, piece))
         params = min(params, aligned(budget - piece))
         grads = min(grads, aligned(budget - params))
     return MemoryInFlight(params, grads, _own_grads_nbytes(around, layers))
+
+
+def _seats_nbytes(units: Sequence[UnitInFlight], num_ahead: int) -> int:
+    seated = [(unit.layer, unit.params) for unit in units if unit.is_seated]
+    return seats_nbytes(seats_of(seated, num_ahead))
+
+
+def _without_seats(units: Sequence[UnitInFlight]) -> list[UnitInFlight]:
+    """The same units, of which those with a seat need no other place for their parameters."""
+    return [replace(unit, params=0) if unit.is_seated else unit for unit in units]
 
 
 def least_in_flight(units: Sequence[UnitInFlight]) -> tuple[int, int]:
@@ -190,7 +207,7 @@ def least_in_flight(units: Sequence[UnitInFlight]) -> tuple[int, int]:
 def needed_together(units: Sequence[UnitInFlight]) -> dict[int, list[int]]:
     """For each unit of a layer that has several, by index: those that are gathered while it is,
     around all layers and in its own."""
-    gathered = [index for index, unit in enumerate(units) if unit.params]
+    gathered = [index for index, unit in enumerate(units) if unit.params and not unit.is_seated]
     around = [index for index in gathered if not units[index].layer]
     layers: dict[str, list[int]] = {}
     for index in gathered:
@@ -217,6 +234,14 @@ def seen_from_top(nbytes: Sequence[int]) -> list[bool]:
 def aligned(nbytes: int) -> int:
     """The most of `nbytes` that places can fill."""
     return nbytes // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES
+
+
+def _too_small_for_seats(budget: int, needed: int) -> str:
+    return (
+        f"memory in flight of {budget / 2**30:.4g} GiB, for one model chunk, is less than the "
+        f"{needed / 2**30:.4g} GiB that it needs beside CUDA graphs, which read a layer's "
+        "parameters at one address"
+    )
 
 
 def _too_small(budget: int, params: int, grads: int) -> str:

@@ -19,20 +19,16 @@ class MemoryMap[User]:
     from the order of calls alone, which is the same on every rank; so which part it is, and when it
     is free, never depends on timing.
 
-    nbytes: how much there is. User: what stands for a use of a part: an event, say.
+    nbytes: how much there is, held or free. User: what stands for a use of a part: an event, say.
     """
 
     def __init__(self, nbytes: int = 0):
+        self.nbytes = 0
         self._regions: list[Extent] = []
         self._held: list[Extent] = []  # sorted
         self._last_users: list[tuple[Extent, User]] = []
         if nbytes:
             self.grow(nbytes)
-
-    @property
-    def nbytes(self) -> int:
-        """Of all parts together, held or free."""
-        return self._regions[-1][1] if self._regions else 0
 
     @property
     def num_held(self) -> int:
@@ -43,6 +39,13 @@ class MemoryMap[User]:
         """So much more, for good: more is needed at once than there was. Returns where it is."""
         region = (self.nbytes, self.nbytes + nbytes)
         self._regions.append(region)
+        self.nbytes = region[1]
+        return region
+
+    def reserve(self, nbytes: int) -> Extent:
+        """So much more, which `take` never finds: for seats."""
+        region = self.grow(nbytes)
+        self._regions.remove(region)
         return region
 
     def take(self, nbytes: int, from_top: bool = False) -> Extent | None:

@@ -24,7 +24,13 @@ from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import LARGE_GRAD_NBYTES
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
-from megatron_asynchzp.zero.calls import attach_call_hooks, hooks_of_call
+from megatron_asynchzp.zero.calls import (
+    WrappedCalls,
+    attach_call_hooks,
+    called,
+    hooks_of_call,
+    wrap_calls,
+)
 from megatron_asynchzp.zero.construction import Construction
 from megatron_asynchzp.zero.guard import Answer, new_guarded_class
 from megatron_asynchzp.zero.plan import UnitPlan
@@ -97,21 +103,24 @@ class HZPRuntime(StepScheduler):
         self._has_pushed: list[bool] = []
         self._batch = _MicroBatch()
         self._reduce_last: set[HZPUnit] = set()
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | WrappedCalls] = []
+        self.is_rehearsing = False
         self._resting: list[HZPUnit] = []
         self._accumulators: list[Any] = []
         units_of: dict[nn.Module, list[HZPUnit]] = {root: []}
         for plan in plans:
             shard = None if construction is None else construction.take(plan)
             groups_of_unit = groups[plan.group_key]
-            unit = HZPUnit(plan.name, plan.params, groups_of_unit, shard, plan.layer)
+            unit = HZPUnit(
+                plan.name, plan.params, groups_of_unit, shard, plan.layer, plan.is_seated
+            )
             self.group_keys[unit] = plan.group_key
             if len(plan.modules) > 1:
                 self._reduce_last.add(unit)
             for module in plan.modules:
                 units_of.setdefault(module, []).append(unit)
-        if fuses_grads:
-            # Layers write to the whole gradient of a unit.
+        if fuses_grads or any(plan.is_seated for plan in plans):
+            # Layers write to the whole gradient of a unit; a graph, over the one that it gave last.
             largest = max(unit.layout.padded_numel for unit in self.group_keys)
             schedule = replace(schedule, grad_slot_nbytes=FP32_NBYTES * largest)
         super().__init__(list(self.group_keys), schedule, driver, grad_scale, budgets)
@@ -123,7 +132,10 @@ class HZPRuntime(StepScheduler):
         runtime = weakref.proxy(self)
         # Registered before the units' own hooks and prepended after them: runs first.
         for module, units in units_of.items():
-            self._handles += attach_call_hooks(module, units, runtime, self._around)
+            if any(unit.is_seated for unit in units):
+                self._handles.append(wrap_calls(module, units, runtime))
+            else:
+                self._handles += attach_call_hooks(module, units, runtime, self._around)
 
         def begin_forward(_root: nn.Module, _args: object) -> None:
             runtime.begin_forward()
@@ -151,17 +163,36 @@ class HZPRuntime(StepScheduler):
         def call(*args: Any, **kwargs: Any) -> Any:
             if is_root:
                 runtime.begin_forward()
-            output = None
             try:
-                args, kwargs = before(module, args, kwargs)
-                output = method(*args, **kwargs)
+                return called(module, method, before, after, args, kwargs)
             finally:
-                after(module, args, output)
                 if is_root:
                     runtime.end_forward()
-            return output
 
         setattr(module, name, call)
+
+    @contextmanager
+    def rehearsing(self) -> Generator[None]:
+        """Around the capture of CUDA graphs of the modules whose units have a seat, between two
+        steps: their calls belong to no step, and compute with parameters of zeros. Collective."""
+        self.settle()
+        seated = [unit for unit in self.units if unit.is_seated]
+        self._accumulators.clear()
+        for unit in seated:
+            unit.renew_accumulators()
+        with self.gathers.rehearsing():
+            self.is_rehearsing = True
+            try:
+                yield
+            finally:
+                self.is_rehearsing = False
+        for unit in seated:
+            unit.renew_accumulators()
+
+    def take_grads(self, unit: HZPUnit, index: int) -> None:
+        """Autograd has given a parameter of `unit` its gradient."""
+        if not self.is_rehearsing:
+            self.reductions.take(unit, (index,))
 
     def guard(self, answer: Answer) -> None:
         """From now on `answer` is asked for the result of what uses a parameter that is not
@@ -234,6 +265,12 @@ class HZPRuntime(StepScheduler):
         batch = self._batch
         for unit in units:
             batch.depth[unit] = batch.depth.get(unit, 0) + 1
+        if self.is_rehearsing or self.driver.device.is_capturing():
+            named = ", ".join(unit.name for unit in units) or "the model"
+            raise ConfigurationError(
+                f"{named} is called while a CUDA graph is captured: gathers and reductions stand "
+                "around a unit and cannot be in a graph; leave the graph out"
+            )
         self.refuse_use()
         self.meet(self._batch.kind)
         if torch.is_grad_enabled():
@@ -436,7 +473,7 @@ def _attach_grad_hooks(
     """
 
     def hook_of(index: int) -> Callable[[torch.Tensor], None]:
-        return lambda _param: runtime.reductions.take(unit, (index,))
+        return lambda _param: runtime.take_grads(unit, index)
 
     return [
         param.register_post_accumulate_grad_hook(hook_of(index))  # pyright: ignore[reportUnknownMemberType]

@@ -5,6 +5,7 @@ and is done.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,12 @@ from megatron_asynchzp.zero.unit import HZPUnit
 
 
 class Engine(Protocol):
-    """What hears of the calls of modules that need `units`."""
+    """What hears of the calls of modules that need `units`.
+
+    is_rehearsing: whether calls are captured into a graph, and are none of a step.
+    """
+
+    is_rehearsing: bool
 
     def before_forward(self, units: list[HZPUnit]) -> None: ...
     def after_forward(self, units: list[HZPUnit]) -> None: ...
@@ -101,6 +107,51 @@ def attach_call_hooks(
         # always_call: an exception in the forward must not leave saved-tensor hooks behind.
         module.register_forward_hook(around(after), always_call=True),
     ]
+
+
+def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: Engine) -> "WrappedCalls":
+    """As attach_call_hooks, for a module whose class calls something else than its forward, which
+    no hook of torch hears of: a captured graph. Returns a handle."""
+    before, after = hooks_of_call(units, runtime)
+    kind = type(module)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime.is_rehearsing:
+            return kind.__call__(self, *args, **kwargs)
+        return called(module, partial(kind.__call__, self), before, after, args, kwargs)
+
+    names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    module.__class__ = type(kind.__name__, (kind,), names)
+    return WrappedCalls(module, kind)
+
+
+class WrappedCalls:
+    """A handle, as torch's for a hook. kind: the class that `module` had."""
+
+    def __init__(self, module: nn.Module, kind: type[nn.Module]):
+        self._module, self._kind = module, kind
+
+    def remove(self) -> None:
+        """Let the calls of the module be as they were."""
+        self._module.__class__ = self._kind
+
+
+def called(
+    module: nn.Module,
+    method: Callable[..., Any],
+    before: Callable[..., Any],
+    after: Callable[..., None],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """What `method` of `module` returns, with the two of hooks_of_call around it."""
+    output = None
+    try:
+        args, kwargs = before(module, args, kwargs)
+        output = method(*args, **kwargs)
+    finally:
+        after(module, args, output)
+    return output
 
 
 def hooks_of_call(

@@ -5,7 +5,9 @@ are rebuilt after the optimizer.
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from megatron_asynchzp.comm.arena import Arena, Place
 from megatron_asynchzp.comm.driver import Driver
 from megatron_asynchzp.comm.task import Task
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.backward_room import BackwardRoom
 from megatron_asynchzp.sharding.decisions import ParamsInFlight
@@ -116,10 +119,10 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         self._shards_written: dict[str, Any] = {}
         self.note_written()
         if shared is None:
-            self.arena = Arena(nbytes, units[0].device, self._device.record_event)
+            self.arena = Arena(0, units[0].device, self._device.record_event)
         else:
-            shared.arena.grow(nbytes)
             self.arena = shared.arena
+        before = self.arena.nbytes
         super().__init__(
             {unit: unit.in_flight(config.grad_slot_nbytes) for unit in units},
             {unit: unit.size_key for unit in units},
@@ -128,6 +131,9 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
             [] if shared is None else shared.chunks,
             None if shared is None else shared.residency,
         )
+        # Seats are memory of their own already.
+        if more := nbytes - (self.arena.nbytes - before):
+            self.arena.grow(more)
 
     # ---- use
 
@@ -163,7 +169,7 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
             unit.size_key,
             unit.layout.padded_numel,
             unit.dtype,
-            unit.size_key in self._outside,
+            unit.size_key in self._outside and unit not in self.seats,
         )
         task = self._driver.submit(
             Task(
@@ -194,6 +200,11 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
         place = held.place
         # On a device a collective's handle is dropped where it is waited for, by this thread.
         if place.is_viewed(patiently=not (self._device.runs_ahead or place.is_outside)):
+            if unit in self.seats:
+                raise ConfigurationError(
+                    f"{unit.name} keeps views of its parameters outside autograd, which the next "
+                    "layer overwrites beside CUDA graphs; drop --cuda-graph-impl"
+                )
             self._leave_to_views(unit, place)
         return None if place.is_outside else self._device.record_event()
 
@@ -242,6 +253,31 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
             f"{unit.name} is used with more units at a time than there is memory in flight "
             f"for: {unit.gathered_nbytes / 2**20:.1f} MiB are added to it",
         )
+
+    # ---- captured graphs
+
+    @contextmanager
+    def rehearsing(self) -> Generator[None]:
+        """Around the capture of CUDA graphs, while the device does nothing else: units with a seat
+        have zeros there for parameters, and what the graphs keep of it counts as theirs."""
+        self.drop_spares()
+        places: list[Place] = []
+        for unit, seat in self.seats.items():
+            place = self.arena.place_at(seat, unit.size_key, unit.layout.padded_numel, unit.dtype)
+            for event in place.ready:
+                self._device.wait_event(event)
+            unit.point_at(place.storage.zero_(), place.views_for(unit.views_key, unit.views_of))
+            places.append(place)
+        # Streams that warm up wait for nobody.
+        self._device.synchronize(self._device.record_event(), math.inf)
+        try:
+            yield
+        finally:
+            for unit in self.seats:
+                unit.reshard()
+            for place in places:
+                place.note_owners()
+                self.arena.note_user(place.extent, self._device.record_event())
 
     # ---- shards
 

@@ -20,6 +20,7 @@ class UnitPlan:
         around all unit modules.
     modules: any call of one of them needs the parameters. The gradient of parameters with several
         modules is complete only at the end of backward.
+    is_seated: whether a captured graph computes with the parameters, and reads them at one address.
     """
 
     name: str
@@ -27,6 +28,7 @@ class UnitPlan:
     layer: str
     params: tuple[tuple[str, nn.Parameter], ...]
     modules: tuple[nn.Module, ...]
+    is_seated: bool = False
 
 
 def _parent_of(path: str) -> str:

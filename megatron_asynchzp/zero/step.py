@@ -153,6 +153,10 @@ class StepScheduler:
         self.agrees_on_reached, self.reached = False, set[HZPUnit]()
         self.schedule = config
         self.memory = memory_in_flight_of(self.units, config)
+        if config.keep_params_nbytes or config.keeps_params_in_free_memory:
+            _refuse_keeping(self.units, "--asynchzp-keep-params-gb")
+        if config.keep_grads_nbytes:
+            _refuse_keeping(self.units, "--asynchzp-keep-grads-gb")
         self.budgets = budgets or KeepBudgets.of(config, driver, self.units[0].device)
         self.gathers = Gathers(self.units, config, self.memory.params, driver, self.budgets.params)
         pieces = {
@@ -403,6 +407,11 @@ class StepScheduler:
     def between_steps(self, what: str) -> None:
         """The door of `what`, which takes or moves the states as they are between two steps."""
         self.refuse_use()
+        if what == "sleep()" and any(unit.is_seated for unit in self.units):
+            raise ConfigurationError(
+                "sleep() beside CUDA graphs: the states would come back at other addresses than "
+                "those that the graphs read"
+            )
         if self.is_in_step:
             raise ConfigurationError(f"{what} within a step: call it after step() or zero_grad()")
 
@@ -523,6 +532,15 @@ class StepScheduler:
     def num_places_in_use(self) -> int:
         """Places in memory that hold parameters or gradients in flight now."""
         return self.gathers.arena.num_held + self.reductions.arena.num_held
+
+
+def _refuse_keeping(units: Sequence[HZPUnit], flag: str) -> None:
+    if any(unit.is_seated for unit in units):
+        raise ConfigurationError(
+            f"{flag} is not supported beside CUDA graphs: a graph reads a layer's parameters, and "
+            "leaves its gradients, where those of other layers, or micro-batches, come next; drop "
+            "one of the two"
+        )
 
 
 def memory_in_flight_of(units: Sequence[HZPUnit], config: ScheduleConfig) -> MemoryInFlight:

@@ -73,7 +73,7 @@ class HZPUnit:
     name: for messages; params: (name, parameter) in layout order, all of one dtype and either
     all trained or none; groups: communicators of the sharding group of this unit; shard: the P
     shard, 1-D, where the parameters were sharded while the model was built (Construction); layer,
-    part: see UnitPlan, a layer of its own where None.
+    part, is_seated: see UnitPlan, a layer of its own where None.
 
     size_key: equal for units that fit the same memory in flight.
     views_key: equal for those whose parameters lie at the same places.
@@ -91,8 +91,9 @@ class HZPUnit:
         groups: ShardGroups,
         shard: torch.Tensor | None = None,
         layer: str | None = None,
+        is_seated: bool = False,
     ):
-        self.name = name
+        self.name, self.is_seated = name, is_seated
         self.layer = name if layer is None else layer
         self.groups = groups
         self.param_names = [param_name for param_name, _ in params]
@@ -160,6 +161,16 @@ class HZPUnit:
     def _point_params_at(self, tensors: Sequence[torch.Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):
             param.data = tensor
+
+    def renew_accumulators(self) -> None:
+        """Let the next use of each parameter make a new node that accumulates its gradient, also
+        where a graph of autograd is left that has one: it belongs to the stream on which it was
+        made, and torch refuses to capture with that of another."""
+        other = torch.float64 if self.dtype != torch.float64 else torch.float32
+        nothing = torch.empty(0, dtype=other, device=self.device)
+        for param in self.params:
+            data, param.data = param.data, nothing  # torch forgets the node of another dtype
+            param.data = data
 
     def guard(self, guarded_kinds: Sequence[type]) -> None:
         """Let parameters that are not gathered notice their use: each is of its guarded kind then.
@@ -304,6 +315,7 @@ class HZPUnit:
             slot_nbytes,
             self.groups.grad_dtype.itemsize,
         )
+        need = replace(need, is_seated=self.is_seated and need.params > 0)
         if self.reduces_in_place and self.is_trained:
             sizes = Counter(param.numel() * param.dtype.itemsize for param in self.params)
             need = replace(need, own_grads=grads_before_added_nbytes(sizes))

@@ -256,7 +256,7 @@ def on_device(uses_te: bool = False) -> Iterator[None]:
     values = CPU_VALUES | {"distributed_backend": "nccl", "use_cpu_initialization": False}
     if uses_te:
         values |= {"transformer_impl": "transformer_engine"}
-        del values["moe_grouped_gemm"]
+        del values["moe_grouped_gemm"], values["te_rng_tracker"]
     forward_step = _forward_step
 
     def choose(args: Any) -> list[str]:

@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_asynchzp import ShardSizes, shard
 from scripts.testbed.device.delays import LAWS, Delays
 from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds
-from tests.device.programs import device_of_rank
+from tests.device.programs import device_of_rank, new_adamw, new_toy
 from tests.device.test_watch import new, now, on_side
+from tests.support.toy_models import toy_batch
 
 Body = Callable[[], object]
 
@@ -106,6 +108,36 @@ def test_a_replay_has_the_bits_of_the_same_calls_under_every_law_of_delay(worlds
     assert found == [(True, first, first)] * len(laws)
 
 
+def sums_of_ranks() -> bool:
+    """A collective in a graph, beside one on another communicator that no graph has."""
+    value, beside = new(), new()
+    groups = [dist.new_group(range(dist.get_world_size())) for _ in range(2)]
+    for group in groups:
+        dist.all_reduce(beside, group=group)  # makes its communicator
+    outputs: list[torch.Tensor] = []
+
+    def body() -> None:
+        total = value * 2
+        dist.all_reduce(total, group=groups[0])
+        outputs.append(total + 1)
+
+    graph = captured(body)
+    for number in range(3):
+        value.fill_(number + dist.get_rank())
+        beside.fill_(1)
+        work = dist.all_reduce(beside, group=groups[1], async_op=True)
+        graph.replay()
+        work.wait()
+        if outputs[0].sum().item() != 1000 * (4 * number + 3) or beside.sum().item() != 2000:
+            return False
+    return True
+
+
+def test_a_collective_in_a_graph_is_that_of_each_replay(worlds: DeviceWorlds):
+    for delays in (Delays(), Delays("slow-rank", 1)):
+        assert worlds.run(sums_of_ranks, 2, delays=delays, timeout_s=60) == [True, True]
+
+
 # ---- what CUDA refuses in a capture
 
 
@@ -179,12 +211,6 @@ def launch_within_a_capture() -> None:
     captured(inner.replay)
 
 
-def communicate() -> None:
-    value = new()
-    dist.all_reduce(value)
-    captured(lambda: dist.all_reduce(value))
-
-
 def copy_to_pageable_memory() -> None:
     value = new()
     captured(lambda: value.cpu())
@@ -208,7 +234,6 @@ NOT_ALLOWED: list[tuple[Body, str]] = [
     (capture_the_default_stream, "CUDA graphs must be captured on a non-default stream"),
     (capture_within_a_capture, "another capture is not allowed"),
     (launch_within_a_capture, "the launch of a graph is not allowed"),
-    (communicate, "a command that a graph does not keep is not allowed"),
     (copy_to_pageable_memory, "a wait of the host for it is not allowed"),
     (draw_numbers_of_an_unregistered_generator, "during CUDA graph capture"),
 ]
@@ -338,3 +363,39 @@ def read_what_a_graph_has_freed() -> bool:
 
 def test_what_a_graph_gives_back_within_is_poison_after_a_replay(worlds: DeviceWorlds):
     assert worlds.run(read_what_a_graph_has_freed, 1) == [True]
+
+
+# ---- around units of shard()
+
+
+def capture_around_units(sizes: tuple[int, int, int]) -> list[str]:
+    """What is said to a graph around the model, one around a unit's forward, torch's graphed
+    callables of a unit, and of a layer within one."""
+    model = new_toy()
+    said: list[str] = []
+    tokens = toy_batch(0, 0, dist.get_rank()).to(device_of_rank())
+    hidden = torch.zeros(2, 4, 16, device=device_of_rank(), requires_grad=True)
+    block = model.blocks[0]
+    inner = next(part for part in block.modules() if isinstance(part, nn.Linear))
+    sample = torch.zeros(4, inner.in_features, device=device_of_rank(), requires_grad=True)
+    with shard(model, model.blocks, ShardSizes(*sizes), new_adamw):
+        for capture in (
+            lambda: captured(lambda: model(tokens)),
+            lambda: captured(lambda: block(hidden)),
+            lambda: torch.cuda.make_graphed_callables(block, (hidden,)),
+            lambda: torch.cuda.make_graphed_callables(inner, (sample,)),
+        ):
+            try:
+                capture()
+                said.append("nothing")
+            except Exception as error:
+                said.append(str(error))
+    return said
+
+
+def test_graphs_around_units_of_the_library_are_refused_by_name(worlds: DeviceWorlds):
+    [model, block, graphed, inner], _ = worlds.run(capture_around_units, 2, (2, 2, 2), timeout_s=90)
+    for line in (model, block):
+        assert "is called while a CUDA graph is captured" in line and "\n" not in line
+    assert "must not have hooks" in graphed
+    assert inner != "nothing"

@@ -31,10 +31,11 @@ WORLD_SIZE = 8
 
 @dataclass(frozen=True)
 class UnitShape:
-    """A unit: how many elements, and whether its parameters are trained."""
+    """A unit: how many elements, whether its parameters are trained, and have a seat."""
 
     numel: int = 24
     is_trained: bool = True
+    is_seated: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ def new_unit(
     """A unit of two parameters."""
     values = torch.ones(shape.numel - 3, dtype=dtype), torch.ones(3, dtype=dtype)
     params = [torch.nn.Parameter(value, shape.is_trained) for value in values]
-    return HZPUnit(name, [("weight", params[0]), ("bias", params[1])], groups)
+    named = [("weight", params[0]), ("bias", params[1])]
+    return HZPUnit(name, named, groups, is_seated=shape.is_seated)
 
 
 def _label(device: RecordingDevice, unit: HZPUnit) -> None:

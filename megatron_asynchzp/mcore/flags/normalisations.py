@@ -123,6 +123,12 @@ def normalize_args(args: Namespace) -> list[str]:
             "optimizer = muon: its state is sharded by --asynchzp-optim-shard-size "
             "(--optimizer dist_muon)"
         )
+    if args.cuda_graph_impl == "transformer_engine" and args.gradient_accumulation_fusion:
+        args.gradient_accumulation_fusion = False
+        lines.append(
+            "gradient_accumulation_fusion = False: the engine adds up, in fp32, what a captured "
+            "graph leaves of gradients (--cuda-graph-impl)"
+        )
     if (args.fp16 or args.bf16) and not args.accumulate_allreduce_grads_in_fp32:
         args.accumulate_allreduce_grads_in_fp32 = True
         if args.fp16:  # Megatron does the same for bf16 by itself

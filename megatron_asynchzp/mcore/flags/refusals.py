@@ -5,6 +5,7 @@
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_asynchzp.errors import ConfigurationError
 
@@ -111,6 +112,29 @@ def _fp8(example: str, is_asked: Callable[[Namespace], bool], condition: str) ->
     return Refusal(example, lambda args: bool(args.fp8 and is_asked(args)), condition)
 
 
+def _graphs(example: str, is_asked: Callable[[Namespace], Any], condition: str) -> Refusal:
+    """Refused beside captured layers where `is_asked` is true."""
+
+    def is_beside(args: Namespace) -> bool:
+        return _captures_layers(args) and bool(is_asked(args))
+
+    return Refusal(f"{_CAPTURING} {example}", is_beside, condition)
+
+
+def _captures_layers(args: Namespace) -> bool:
+    is_old_name = getattr(args, "external_cuda_graph", False)
+    return is_old_name or args.cuda_graph_impl == "transformer_engine"
+
+
+def _captures(args: Namespace, *parts: str) -> bool:
+    """Whether one of `parts` of a layer is captured: all are where no part is named."""
+    # By versions of megatron-core, and before and after Megatron's own validation.
+    names = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
+    named = next(filter(None, (getattr(args, name, None) for name in names)), ())
+    words = [getattr(part, "name", part) for part in named]
+    return not words or any(part in words for part in (*parts, "full"))
+
+
 def _more_shards_than(tensor_size: str, example: str) -> Refusal:
     # Megatron's validation fills in the tensor-parallel size itself: that is no extra shard.
     name = argument_of(example)
@@ -126,17 +150,43 @@ def _more_shards_than(tensor_size: str, example: str) -> Refusal:
 # --- the table ---------------------------------------------------------------------------------
 
 _DROP = "drop the flag"
+_CAPTURING = "--cuda-graph-impl transformer_engine"
 _DROP_BOTH = "drop the flag, or train without --use-asynchzp"
 _FULL_TENSORS = "it reads whole parameters or gradients, of which a rank holds only a shard"
 
 REFUSALS: tuple[Refusal, ...] = (
     *because(
-        "a captured CUDA graph cannot gather and drop parameters",
-        _DROP,
-        other_than("--cuda-graph-impl full_iteration", "none"),
+        "only graphs of single layers, which Transformer Engine captures, have been tested: others "
+        "have gathers and reductions within, or write gradients themselves",
+        "use --cuda-graph-impl transformer_engine",
+        other_than("--cuda-graph-impl full_iteration", "none", "transformer_engine"),
         "--enable-cuda-graph",
-        "--external-cuda-graph",
         "--optimizer-cuda-graph",
+    ),
+    *because(
+        "beside sharded parameters that has not been tested in a captured layer",
+        "name other parts of a layer with --cuda-graph-modules, or drop --cuda-graph-impl",
+        _graphs(
+            "--num-experts 4",
+            lambda args: args.num_experts and _captures(args, "moe"),
+            "transformer_engine with experts within",
+        ),
+        _graphs(
+            "--hybrid-layer-pattern M*",
+            lambda args: (
+                getattr(args, "hybrid_layer_pattern", None)
+                or getattr(args, "hybrid_override_pattern", None)
+            ),
+            "transformer_engine with Mamba layers",
+        ),
+        _graphs(
+            "--fp8-format hybrid --fp8-recipe delayed",
+            lambda args: args.fp8 and args.fp8_recipe == "delayed",
+            "transformer_engine with --fp8-recipe delayed",
+        ),
+        _graphs(
+            "--fp16", lambda args: args.fp16 or not args.bf16, "transformer_engine without --bf16"
+        ),
     ),
     *because(
         "weights in FP4, and layers with precisions of their own, have not been tested with "

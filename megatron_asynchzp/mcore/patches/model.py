@@ -6,6 +6,7 @@ flag each replacement calls the original with what it was given.
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from inspect import signature
 from typing import Any
 
@@ -167,6 +168,28 @@ def get_optimizer(
     pg_collection = options.get("pg_collection")
     moments = moments_of(args)
     return get_asynchzp_optimizer(config, model_chunks, config_overrides, pg_collection, moments)
+
+
+@replaces(
+    "megatron.core.transformer.cuda_graphs.TECudaGraphHelper",
+    "model config seq_length micro_batch_size optimizers pg_collection",
+    why="layers are captured into CUDA graphs with their parameters in place, and without their "
+    "gathers and reductions, which stand around each replay",
+    drop_when="the helper tells the wrapper before and after it captures",
+)
+def capture_layers(original: Callable, model: Sequence, *args: Any, **options: Any) -> Any:
+    helper = original(model, *args, **options)
+    if run_args() is not None:
+        capture = helper.create_cudagraphs
+
+        def create_cudagraphs() -> None:
+            with ExitStack() as chunks:
+                for chunk in model:
+                    chunks.enter_context(chunk.runtime.rehearsing())
+                capture()
+
+        helper.create_cudagraphs = create_cudagraphs
+    return helper
 
 
 @replaces(

@@ -21,6 +21,7 @@ PATCHES: tuple[Patch, ...] = (
     process.get_signal_handler,
     process.destroy_process_group,
     model.build_module,
+    model.capture_layers,
     whole_tensors.calc_params_l2_norm,
     whole_tensors.check_param_hashes,
     whole_tensors.save_grads,

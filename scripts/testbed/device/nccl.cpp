@@ -25,6 +25,7 @@
 #include "clock.hpp"
 #include "commands.hpp"
 #include "delays.hpp"
+#include "graphs.hpp"
 #include "links.hpp"
 #include "reduction.hpp"
 #include "report.hpp"
@@ -305,6 +306,14 @@ std::string text_of(const Room& room, const std::vector<Pending>& calls) {
 // communicator run in the order of their launches, whatever their streams (NCCL, "Using multiple
 // CUDA streams": NCCL enforces a stream dependency).
 ncclResult_t launch(std::vector<Pending> calls) {
+  const auto again = [calls](Stream* stream) mutable {
+    for (Pending& pending : calls) pending.stream = reinterpret_cast<cudaStream_t>(stream);
+    launch(calls);
+  };
+  for (const Pending& pending : calls)
+    if (graphs::of(stream_of(pending.stream)) != graphs::of(stream_of(calls[0].stream)))
+      end("a group of NCCL of which a part is captured is not emulated");
+  if (graphs::keeps(stream_of(calls[0].stream), again)) return ncclSuccess;
   ncclComm_t comm = calls[0].comm;
   auto room = comm->room;
   auto stream = stream_of(calls[0].stream);

@@ -1,0 +1,127 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's layers as CUDA graphs of Transformer Engine, inside the engine on the emulated device:
+the bits of the same run without graphs, in every loss, norm and main parameter."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from scripts.testbed.device.delays import LAWS, Delays
+from scripts.testbed.device.worlds import DeviceWorlds
+from scripts.testbed.megatron_flags import PIPELINE_PARALLEL, size_flags
+from scripts.testbed.megatron_runs import RunRecord, Steps, on_device, run_pretrain
+from tests.device.test_transformer_engine import BASE, GROUPED_EXPERTS, RECIPES, env_of
+
+pytestmark = pytest.mark.slow
+
+# fmt: off
+COMMON = [*BASE, "--num-layers", "5", "--train-iters", "3", "--te-rng-tracker"]
+GRAPHS = ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "1"]
+EXPERTS = [*GROUPED_EXPERTS, "--expert-model-parallel-size", "2",
+           "--moe-shared-expert-intermediate-size", "64"]
+# fmt: on
+
+
+class Run(NamedTuple):
+    """num_graphs: forward and backward of one micro-batch of a layer, counted once; params: of each
+    unit, a checksum of what this rank's optimizer holds; seats: what memory in flight has, and by
+    the formula."""
+
+    steps: Steps
+    num_graphs: int
+    params: list[int]
+    seats: tuple[int, int]
+
+
+def seen(model_chunks: list, optimizer: Any) -> tuple[int, list[int], tuple[int, int]]:
+    layers = [layer for chunk in model_chunks for layer in chunk.modules()]
+    units = [unit for chunk in model_chunks for unit in chunk.units]
+    params = [unit.main_param.storage.view(torch.int32).sum().item() for unit in units]
+    allocated = sum(chunk.runtime.gathers.arena.nbytes for chunk in model_chunks)
+    formula = sum(chunk.runtime.memory.params for chunk in model_chunks)
+    graphs = sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
+    return graphs, params, (allocated, formula)
+
+
+def train(line: Sequence[str]) -> Run:
+    with on_device(uses_te=True):
+        record: RunRecord = run_pretrain(list(line), inspect=seen)
+    return Run(record.losses_and_norms, *record.inspected)
+
+
+def with_and_without(line: Sequence[str], laws: Sequence[Delays]) -> list[Run]:
+    """Without graphs and delays, and with graphs under each law."""
+    from scripts.testbed.device import inside
+
+    runs = [train(line)]
+    for law in laws:
+        inside.set_delays(law, dist.get_rank(), dist.get_world_size())
+        runs.append(train([*line, *GRAPHS]))
+    return runs
+
+
+def compare(
+    worlds: DeviceWorlds,
+    more: Sequence[str],
+    sizes: Sequence[int],
+    laws: Sequence[Delays] = (Delays(),),
+    num_ranks: int = 2,
+    env: dict[str, str] | None = None,
+) -> None:
+    line = [*COMMON, *more, *size_flags(sizes)]
+    args = num_ranks, line, laws
+    for eager, *graphed in worlds.run(with_and_without, *args, timeout_s=590, env=env):
+        assert eager.num_graphs == 0
+        assert len({loss for loss, _ in eager.steps}) in (1, 3)  # a stage without a loss has None
+        for run in graphed:
+            assert run.num_graphs > 0
+            assert run.steps == eager.steps
+            assert run.params == eager.params
+            assert run.seats[0] == run.seats[1] <= 1.15 * eager.seats[1]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 2), (2, 2, 2), (1, 1, 2)])
+def test_whole_layers_keep_their_bits_in_each_choice_of_shards(te_worlds: DeviceWorlds, sizes):
+    compare(te_worlds, ["--bf16"], sizes)
+
+
+def test_the_bits_are_the_same_under_every_law_of_delay(te_worlds: DeviceWorlds):
+    laws = [Delays(law, seed) for seed, law in enumerate(LAWS) if law != "none"]
+    compare(te_worlds, ["--bf16"], (2, 2, 2), laws)
+
+
+# fmt: off
+FORMS = {
+    "attention": ["--cuda-graph-modules", "attn"],
+    "mlp": ["--cuda-graph-modules", "mlp"],
+    "router": [*EXPERTS, "--cuda-graph-modules", "moe_router"],
+    "router and preprocessing": [*GROUPED_EXPERTS, "--cuda-graph-modules", "moe_router",
+                                 "moe_preprocess"],
+    "attention, router and preprocessing": [*EXPERTS, "--cuda-graph-modules", "attn",
+                                            "moe_router", "moe_preprocess"],
+    "one micro-batch": ["--global-batch-size", "2"],
+    "evaluation": ["--eval-iters", "1", "--eval-interval", "2"],
+    "recomputation": ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"],
+    "gradients in bf16": ["--grad-reduce-in-bf16"],
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_of_layers_experts_and_other_runs_keep_their_bits(te_worlds: DeviceWorlds, form):
+    compare(te_worlds, ["--bf16", *FORMS[form]], (2, 2, 2), [Delays("uniform", 1)])
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
+def test_layers_that_compute_in_fp8_keep_their_bits(te_worlds: DeviceWorlds, recipe):
+    compare(te_worlds, RECIPES[recipe], (2, 2, 2), env=env_of(recipe))
+
+
+def test_interleaved_pipelines_keep_their_bits(te_worlds: DeviceWorlds):
+    interleaved = ["--num-layers", "4", *PIPELINE_PARALLEL]
+    interleaved += ["--num-layers-per-virtual-pipeline-stage", "1"]
+    compare(te_worlds, ["--bf16", *interleaved], (2, 2, 2), num_ranks=4)

@@ -1,0 +1,119 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Units that a captured graph reads have one address, in whatever order and direction they are
+used, and the memory that the formula says."""
+
+import random
+from collections import defaultdict
+
+import pytest
+
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.sharding.in_flight import UnitInFlight, memory_in_flight
+from megatron_asynchzp.sharding.seats import seats_of
+from megatron_asynchzp.zero.unit import HZPUnit
+from tests.support.scheduler_program import Program, Step, UnitShape, execute
+
+SIZES = [(2, 2, 2), (2, 4, 8), (8, 8, 8), (4, 1, 4), (1, 2, 4)]
+
+
+def draw(dice: random.Random) -> Program:
+    units = tuple(
+        UnitShape(dice.choice((24, 24, 24, 96)), dice.random() < 0.9, dice.random() < 0.7)
+        for _ in range(dice.randint(2, 7))
+    )
+    root = dice.choice((None, None, 0))
+    if root is not None:  # what stays gathered around all others is no layer
+        units = (UnitShape(units[0].numel), *units[1:])
+    steps = tuple(
+        Step(
+            dice.randint(1, 3),
+            frozenset(i for i in range(1, len(units)) if dice.random() < 0.1),
+            dice.randint(0, 2),
+            recomputes=dice.random() < 0.3,
+            root=root,
+            evaluates=dice.random() < 0.3,
+            is_begun_again=dice.random() < 0.2,
+        )
+        for _ in range(dice.randint(2, 4))
+    )
+    config = ScheduleConfig(
+        "main-thread", dice.randint(0, 3), early_update=dice.choice(("on", "off"))
+    )
+    return Program(units, steps, config, dice.choice(SIZES), dice.randrange(8))
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_unit_has_one_address_over_random_programs_and_nothing_races(monkeypatch, count: int):
+    dice = random.Random(count)
+    point_at = HZPUnit.point_at
+    places: dict[HZPUnit, set[int]] = defaultdict(set)
+
+    def noted(unit: HZPUnit, full, views) -> None:
+        places[unit].add(full.data_ptr())
+        point_at(unit, full, views)
+
+    monkeypatch.setattr(HZPUnit, "point_at", noted)
+    num_several = 0
+    for number in range(count):
+        program = draw(dice)
+        places.clear()
+        done = execute(program, number)
+        assert not done.races, (number, done.races[0])
+        for unit, addresses in places.items():
+            num_several += len(addresses) > 1
+            assert len(addresses) == 1 or not unit.is_seated, (number, unit.name)
+        scheduler = done.scheduler
+        assert scheduler.gathers.arena.num_held == 0
+        assert scheduler.gathers.arena.nbytes >= scheduler.memory.params
+        if not scheduler.gathers.warned & {"growth"}:
+            assert scheduler.gathers.arena.nbytes == scheduler.memory.params
+    assert num_several > count / 10  # units without a seat move
+
+
+def layer(index: int, nbytes: int, is_seated: bool) -> UnitInFlight:
+    return UnitInFlight(f"layer {index}", nbytes, 0, nbytes, 1, is_seated)
+
+
+def test_equal_layers_take_no_more_memory_than_without_seats():
+    for ahead in range(4):
+        for count in range(1, 9):
+            first, last = layer(-1, 256, False), layer(-2, 512, False)
+            needed = [
+                memory_in_flight([first, *layers, last], ahead)
+                for layers in (
+                    [layer(i, 128, is_seated) for i in range(count)] for is_seated in (True, False)
+                )
+            ]
+            assert needed[0] == needed[1]
+
+
+def test_units_that_are_in_memory_together_have_seats_of_their_own():
+    units = [(f"layer {i // 2}", (128, 384)[i % 2]) for i in range(12)]
+    for ahead in range(4):
+        seats = seats_of(units, ahead)
+        for first in range(0, len(units) - 2 * ahead, 2):
+            together = sorted(set(seats[first : first + 2 * (ahead + 1)]))
+            assert len(together) == len(seats[first : first + 2 * (ahead + 1)])
+            assert all(one[1] <= other[0] for one, other in zip(together, together[1:]))
+    same = seats_of([("one", 128), ("one", 128), ("two", 128), ("two", 128)], 0)
+    assert same == [(0, 128), (128, 256), (0, 128), (128, 256)]
+
+
+def test_less_memory_than_the_seats_need_and_kept_memory_are_refused_in_one_line():
+    units = [layer(i, 1024, True) for i in range(5)]
+    assert memory_in_flight(units, budget=2048).params == 2048
+    with pytest.raises(ConfigurationError, match=r"^memory in flight of .* beside CUDA graphs.*$"):
+        memory_in_flight(units, budget=2047)
+    step, shapes = Step(), (UnitShape(is_seated=True),) * 3
+    for kept, flag in (("keep_params_nbytes", "params"), ("keep_grads_nbytes", "grads")):
+        config = ScheduleConfig("main-thread", **{kept: 1024})
+        with pytest.raises(ConfigurationError, match=rf"^--asynchzp-keep-{flag}-gb .*graph.*$"):
+            execute(Program(shapes, (step,), config))
+
+
+def test_the_states_of_units_with_a_seat_stay_where_a_graph_reads_them():
+    done = execute(Program((UnitShape(is_seated=True),) * 2, (Step(),)))
+    with pytest.raises(ConfigurationError, match=r"^sleep\(\) beside CUDA graphs: .*$"):
+        done.scheduler.between_steps("sleep()")
