@@ -291,6 +291,59 @@ def test_what_is_computed_of_parameters_says_the_whole_shape_while_the_optimizer
     run_ranks(decided_by_shapes, num_ranks, all_sizes)
 
 
+def decayed_afterwards(param_groups: list[dict], shapes: dict[str, torch.Size]) -> None:
+    """Decides once more, by the shapes of the model's parameters."""
+    for group in param_groups:
+        is_matrix = [len(shapes[name]) >= 2 for name in group["param_names"]]
+        assert all(is_matrix) or not any(is_matrix)
+        group["weight_decay"] = 0.5 if all(is_matrix) else 0.0
+
+
+def by_name(named):
+    """As by `id` in one process, where these are the model's own parameters."""
+    named = list(named)
+    decayed = {name for name, _ in build().named_parameters() if "weight" in name}
+    groups = [[pair for pair in named if (pair[0] in decayed) is one] for one in (True, False)]
+    return torch.optim.AdamW([{"params": pairs} for pairs in groups], lr=1e-2, weight_decay=0.3)
+
+
+def decided_afterwards(all_sizes: Sequence[Sequence[int]]) -> None:
+    def in_one_process(named):
+        optimizer, shapes = by_name(named), {name: one.shape for name, one in named}
+        decayed_afterwards(optimizer.param_groups, shapes)
+        return optimizer
+
+    expected = plainly(in_one_process)
+    for sizes in all_sizes:
+        model = build()
+        names = {id(param): name for name, param in model.named_parameters()}
+
+        def new(named, names=names):
+            assert [name for name, _ in named] == list(names.values())
+            assert not any(id(param) in names for _, param in named)
+            return by_name(named)
+
+        with shard(model, [*model.trunk, *model.heads], ShardSizes(*sizes), new) as sharded:
+            groups = sharded.optimizer.param_groups
+            assert {param.ndim for group in groups for param in group["params"]} == {1}
+            whole = dict(sharded.model.named_parameters())
+            decayed_afterwards(groups, {name: one.shape for name, one in whole.items()})
+            assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+            train(sharded, range(STEPS))
+            assert_same(sharded, expected, sizes)
+
+
+@pytest.mark.habit(
+    "settings by `p.ndim` of `sharded.optimizer`'s parameters, after `shard`",
+    "groups by `id(p)` of the model's parameters",
+)
+@OF_2_OR_4
+def test_groups_and_settings_follow_names_where_objects_and_shapes_are_those_of_parts(
+    num_ranks, all_sizes
+):
+    run_ranks(decided_afterwards, num_ranks, all_sizes)
+
+
 OPTIMIZERS: dict[str, New] = {
     "NAdam": of(torch.optim.NAdam, lr=1e-2),
     "Rprop": of(torch.optim.Rprop, lr=1e-2),
