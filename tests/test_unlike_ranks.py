@@ -36,7 +36,7 @@ LAST: dict[str, tuple[dict[str, Any], str]] = {
     "a rate": ({"optimizer": partial(AdamW, lr=2e-2)}, "lr of the optimizer's group 0 is 0.01"),
     "a tensor": ({"optimizer": partial(AdamW, lr=torch.tensor(1e-2))}, "lr of the optimizer's"),
     "a class": ({"optimizer": partial(torch.optim.Adam, lr=1e-2)}, "optimizer is AdamW"),
-    "groups": ({"optimizer": by_bias}, "the optimizer's group of norm.bias is 0"),
+    "groups": ({"optimizer": by_bias}, "the optimizer's group of blocks.0.norm.bias is 0"),
     "one fewer of them": (
         {"optimizer": lambda named: AdamW(named[1:], lr=1e-2)},
         "the optimizer's group of embedding.weight is 0",

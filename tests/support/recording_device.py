@@ -136,6 +136,9 @@ class RecordingDevice:
         self.wait_event(event)  # what is issued from now on comes after it, on any stream
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def has_passed(self, event: Clock | None) -> bool:
         return True
 
