@@ -309,8 +309,11 @@ class Costing:
         kept = self._once(key, lambda: stage_activations(self.setting, stage))
         copies = self._copies(stage) if plan.is_on_cpu else None
         preview = max(map(self._preview_nbytes, self.units[stage]), default=0.0)
-        quantised = 2.0 * sum(map(self._quantised_numel, self.units[stage]))
-        return Memory.of_rank(at_rest, flying, whole, kept, schedule, copies, preview, quantised)
+        key = ("quantised", plan.parallel, stage)
+        quantised = self._once(key, lambda: sum(map(self._quantised_numel, self.units[stage])))
+        return Memory.of_rank(
+            at_rest, flying, whole, kept, schedule, copies, preview, 2.0 * quantised
+        )
 
     def _quantised_numel(self, unit: Unit) -> int:
         """Elements of weights that layers keep in FP8, at most: all layers are taken to compute in

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from scripts.testbed.memory import resident_nbytes
+
 
 class Cost(NamedTuple):
     """phase: "start", "step", "save", "load", "failure" or "restart".
@@ -35,17 +37,12 @@ class Used(NamedTuple):
 
 def use(call: Callable[[], Any]) -> Used:
     gc.collect()
-    before_mb, start = _resident_mb(), time.process_time()
+    before, start = resident_nbytes(), time.process_time()
     result = call()
-    return Used(result, time.process_time() - start, _resident_mb() - before_mb)
+    return Used(result, time.process_time() - start, (resident_nbytes() - before) / 1e6)
 
 
 def in_process(function: Callable[..., Any], *args: Any) -> Any:
     """`function` in a process of its own, whose memory is its own too."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(function, args)
-
-
-def _resident_mb() -> float:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096 / 1e6

@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""This machine's C++ compiler, and the cache of what it has made. It must not import torch: some of
-its libraries have to be there before torch is."""
+"""This machine's C++ compiler, packages that only some processes see, and the cache of both. It
+must not import torch: some of its libraries have to be there before torch is."""
 
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,3 +56,16 @@ def compiled_once(name: str, build: Callable[[Path], None]) -> Path:
     except OSError as error:
         raise CompileError(f"{error}; name another folder in XDG_CACHE_HOME") from error
     return target
+
+
+def fetch_package(package: str, version: str, out: Path, *options: str) -> None:
+    """The newest release of a minor version from the registry, into a folder of its own.
+
+    options: of uv pip install. Raises CompileError where the registry does not give it.
+    """
+    install = [sys.executable, "-m", "uv", "pip", "install", "-q", "--no-deps", "--no-config"]
+    command = [*install, *options, "--target", str(out), f"{package}=={version}.*"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode:
+        lines = ended.stderr.strip().splitlines() or ["no reason given"]
+        raise CompileError(f"no {package} {version} from the registry: {lines[-1].strip()}")

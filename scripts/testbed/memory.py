@@ -104,10 +104,15 @@ class ResidentMemory:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         _CLEAR.write_text(_RESET_PEAK)
-        self._rest_nbytes = _status("VmRSS")
+        self._rest_nbytes = resident_nbytes()
 
     def peak(self) -> ResidentPeak:
         return ResidentPeak(self._rest_nbytes, max(self._rest_nbytes, _status("VmHWM")))
+
+
+def resident_nbytes() -> int:
+    """Of this process, now."""
+    return _status("VmRSS")
 
 
 def _status(field: str) -> int:

@@ -13,6 +13,7 @@ from megatron_asynchzp.comm import groups as comm_groups
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology
+from scripts.testbed.memory import resident_nbytes
 from scripts.testbed.ranks import run_ranks
 
 TWENTY_S = timedelta(seconds=20)
@@ -70,18 +71,13 @@ def cost_in_a_large_world(
     shards = [dist.new_group(list(range(size // 2 % step, size, step))) for step in strides]
     for name in ("all_gather_object", "gather_object", "broadcast_object_list"):
         setattr(dist, name, None)
-    before_mb, start = resident_mb(), time.process_time()
+    before, start = resident_nbytes(), time.process_time()
     for group in shards:
         found = ShardSizes(*sizes).restricted_to(group.size()).with_short_axes(8)
         topology = ShardTopology(group.size(), group.rank(), found)
         axes = ShardGroups.create(topology, group, TWENTY_S).all_groups
         assert len(axes) >= 4
-    return time.process_time() - start, resident_mb() - before_mb
-
-
-def resident_mb() -> float:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096 / 1e6
+    return time.process_time() - start, (resident_nbytes() - before) / 1e6
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,12 @@ kernels put off by every law of delay."""
 
 import pytest
 
-from scripts.testbed.device.delays import LAWS, Delays
+from scripts.testbed.device.delays import Delays
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.ranks import run_ranks
 from tests.device.programs import Case, train_engine_each, train_engine_under
+from tests.device.test_engine import EACH_LAW, FOUR, MANY, PAIR
 from tests.support.selection import slow_unless
-
-EACH_LAW = [Delays(law, seed) for seed, law in enumerate(LAWS)]
-MANY = [Delays(law, seed) for law in LAWS[1:] for seed in range(20)]
-PAIR = [Case((1, 2, 2)), Case((2, 2, 2), recomputes=True), Case((1, 1, 2), "inline", 1)]
-FOUR = [Case((1, 2, 4)), Case((2, 2, 4), recomputes=True), Case((4, 4, 4), "inline", 1)]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from megatron_asynchzp.planner.search import (
 )
 from megatron_asynchzp.planner.simulate import StageTimes, Step
 from megatron_asynchzp.sharding.topology import ShardSizes
+from scripts.scale.step import MODELS
 
 LAYER = Layer(Attention(32, 8, 128), Mlp(14336, True))
 MODEL = Model(4096, 32000, (LAYER,) * 8, is_tied=False)
@@ -109,8 +110,7 @@ def test_a_hundred_thousand_ranks_are_searched_too():
 @pytest.mark.parametrize("ranks", [16_384, 98_304])
 def test_with_the_default_sizes_latency_is_a_small_part_of_a_step_however_many_ranks(ranks):
     """Of Llama 70B on H100: 4.8 of 7.9 s, and 28.6 of 29.9 s, along one axis."""
-    layer = Layer(Attention(64, 8, 128), Mlp(28672, True))
-    model = Model(8192, 128256, (layer,) * 80, is_tied=False)
+    model = MODELS["70b"]
     sizes = ShardSizes(8, 8, ranks).with_short_axes(8)
     plan = Plan(sizes, Parallel(), Batch(1, 8192, 1))
     costing = Costing(model, plan, load_cluster("h100").with_ranks(ranks))
@@ -124,8 +124,7 @@ def test_with_the_default_sizes_latency_is_a_small_part_of_a_step_however_many_r
 @pytest.mark.parametrize("outer", [8, 64, 16_384])
 def test_neither_larger_gradient_slots_nor_shared_collectives_would_shorten_a_step(outer):
     """Of Llama 70B on 16,384 H100: what docs/scale.md says is not worth building."""
-    layer = Layer(Attention(64, 8, 128), Mlp(28672, True))
-    model = Model(8192, 128256, (layer,) * 80, is_tied=False)
+    model = MODELS["70b"]
     cluster = load_cluster("h100").with_ranks(16_384)
     at_once = replace(cluster, between=replace(cluster.between, latency_us=0, start_us=0))
     plan = Plan(

@@ -6,14 +6,13 @@ cache that `scripts.testbed.compiler` keeps; nothing of it is part of this proje
 
 import importlib
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from scripts.testbed.compiler import CompileError, compiled_once
+from scripts.testbed.compiler import CompileError, compiled_once, fetch_package
 
 VERSION = "2.20"
 # The minor version that `install` takes instead of VERSION.
@@ -27,18 +26,10 @@ def te_folder(version: str = VERSION) -> Path:
 
     Raises CompileError where it is not in the cache and the registry does not give it.
     """
-    return compiled_once(f"transformer-engine-{version}", lambda out: _fetch(version, out))
-
-
-def _fetch(version: str, out: Path) -> None:
-    install = [sys.executable, "-m", "uv", "pip", "install", "-q", "--no-deps", "--no-config"]
-    command = [*install, "--target", str(out), f"transformer_engine=={version}.*"]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    if ended.returncode:
-        lines = ended.stderr.strip().splitlines() or ["no reason given"]
-        raise CompileError(
-            f"no Transformer Engine {version} from the registry: {lines[-1].strip()}"
-        )
+    return compiled_once(
+        f"transformer-engine-{version}",
+        lambda out: fetch_package("transformer_engine", version, out),
+    )
 
 
 def install() -> Any:

@@ -6,12 +6,17 @@ must not import torch."""
 
 import os
 import re
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from scripts.testbed.compiler import CompileError, compiled_once, find_compiler, run_compiler
+from scripts.testbed.compiler import (
+    CompileError,
+    compiled_once,
+    fetch_package,
+    find_compiler,
+    run_compiler,
+)
 from scripts.testbed.device.build import (
     LINK,
     Build,
@@ -45,16 +50,10 @@ def torch_npu_folder() -> Path:
     """
     wanted = os.environ.get("ASYNCHZP_TORCH_NPU") or version("torch").split("+")[0]
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return compiled_once(f"torch-npu-{wanted}-{python}", lambda out: _fetch(wanted, out))
-
-
-def _fetch(wanted: str, out: Path) -> None:
-    install = [sys.executable, "-m", "uv", "pip", "install", "-q", "--no-deps", "--no-config"]
-    command = [*install, "--only-binary", ":all:", "--target", str(out), f"torch_npu=={wanted}.*"]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    if ended.returncode:
-        lines = ended.stderr.strip().splitlines() or ["no reason given"]
-        raise CompileError(f"no torch_npu {wanted} from the registry: {lines[-1].strip()}")
+    return compiled_once(
+        f"torch-npu-{wanted}-{python}",
+        lambda out: fetch_package("torch_npu", wanted, out, "--only-binary", ":all:"),
+    )
 
 
 def environment() -> dict[str, str]:
