@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What documents name exists: files of ours, flags, commands and modules."""
+"""What documents name exists: files of ours, flags, commands and modules; and what they are written
+in is shown as what it means."""
 
 import re
 from argparse import ArgumentParser
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
+from markdown_it import MarkdownIt
 
 from megatron_asynchzp.command import COMMANDS
 from megatron_asynchzp.mcore.flags.asynchzp import add_asynchzp_arguments
@@ -130,7 +132,40 @@ def test_what_a_document_names_exists(missing):
     assert not bad, "\n".join(sorted(bad))
 
 
+_MARKDOWN = MarkdownIt("commonmark").enable("table")
+_LEFT = re.compile(r"\]\(|\*\*|`|^\s*\|", re.MULTILINE)
+
+
+def unrendered(text: str) -> list[str]:
+    """What readers would see as marks: links, bold type, code and tables in text and in blocks of
+    HTML. A line that begins with a comment is such a block, to its end, and so is not Markdown."""
+    found = []
+    for token in _MARKDOWN.parse(text):
+        shown = [one.content for one in token.children or () if one.type == "text"]
+        if token.type == "html_block":
+            shown = [re.sub(r"<!--.*?-->", "", token.content, flags=re.DOTALL).strip()]
+            found += [one for one in shown if one and not one.startswith("<")]
+        found += [one for one in shown if _LEFT.search(one)]
+    return found
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_is_shown_without_a_mark_of_markdown(page):
+    assert not unrendered(page.read_text())
+
+
 # ---- the checks themselves
+
+
+def test_a_mark_that_is_not_rendered_is_seen():
+    good = "It is <!-- = a -->1<!-- --> [b](c.md), **d** and `](`.\n\n"
+    good += "<!-- table: e -->\n\n| f |\n|---|\n"
+    assert not unrendered(good)
+    assert unrendered("It is\n<!-- = a -->1<!-- --> and more ([b](c.md)).")
+    assert unrendered("It is\n<!-- = a -->1<!-- --> and more.")
+    assert unrendered("- It is\n  <!-- = a -->1<!-- -->.")
+    assert unrendered("A [link] (c.md) [b]( c d.md).")
+    assert unrendered("Nothing above.\n| f |\n| g |")
 
 
 @pytest.mark.parametrize(
