@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-# Runs linter, formatter and type checker: ./scripts/lint.sh [--no-types]. Ends with status 1 where
-# one of them finds something. A tool that the environment lacks is skipped with a line.
+# Runs linter, formatter and type checker, or with --no-types the first two and with --types the last
+# alone. Ends with status 1 where one of them finds something. A tool that the environment lacks is skipped with a line.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -16,8 +16,10 @@ check() { # a module, and its arguments
     fi
 }
 
-check ruff check --quiet
-check ruff format --check --quiet
+if [[ "${1:-}" != --types ]]; then
+    check ruff check --quiet
+    check ruff format --check --quiet
+fi
 if [[ "${1:-}" != --no-types ]]; then
     check basedpyright --pythonpath "$PYTHON" --level error
 fi
