@@ -1,9 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank of bench_device and of device_cost measures."""
+"""What a rank of bench_device measures."""
 
-import statistics
-import time
 from collections.abc import Sequence
 from itertools import product
 
@@ -20,8 +18,6 @@ BESIDE_TP = "main-thread, TP in a node"
 MEGATRON_FSDP_2 = "Megatron-FSDP v2, HSDP"
 CONTENDERS = SYSTEMS | {BESIDE_TP: BesideTensorParallel, MEGATRON_FSDP_2: MegatronFSDP2}
 STEPS = 3  # the last one is measured: ours knows from the first what follows what
-_SMALL = ModelSize(hidden=32, blocks=6, rows=2, block_ms=0.0, micro_batches=2)
-_WARM_UP, _REPEATED = 3, 10
 
 
 def measure(
@@ -60,18 +56,3 @@ def _measured(
     dist.all_reduce(step_ms, dist.ReduceOp.MAX)
     system.close()
     return {"step_ms": round(step_ms.item(), 3), "losses": means}
-
-
-def host_ms(device: str) -> float:
-    """The median time of some steps of the engine, by the host's clock; all states over all ranks.
-    device: "cpu" or "cuda"."""
-    mesh = init_device_mesh(device, (1, dist.get_world_size()), mesh_dim_names=("inter", "intra"))
-    system = SYSTEMS["main-thread"](_SMALL, mesh)
-    times = []
-    for _ in range(_WARM_UP + _REPEATED):
-        start = time.perf_counter()
-        system.step()
-        times.append(1e3 * (time.perf_counter() - start))
-    system.drain()
-    system.close()
-    return statistics.median(times[_WARM_UP:])

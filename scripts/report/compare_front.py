@@ -12,9 +12,9 @@ from typing import Any
 
 from megatron_asynchzp.commands import styles
 from megatron_asynchzp.commands.styles import INK, NORMAL, SIZES_MEANING, SMALL, bare
-from scripts.report.compare_memory import peak_of
 from scripts.report.compare_picture import MEANING, on_networks
 from scripts.report.compare_rows import Comparison, Row, comparisons
+from scripts.report.compare_table import peak_of
 from scripts.report.records import write_picture
 from scripts.testbed.contenders.side_by_side import ND, OURS, SHARDED
 

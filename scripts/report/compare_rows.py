@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from scripts.testbed.contenders.side_by_side import ND, SHARDED
 from scripts.testbed.cpu_usage import FOREIGN_LIMIT
 from scripts.testbed.differences import worst_difference
 
@@ -22,7 +21,7 @@ class Row:
     """One contender. is_red: its losses are not the reference's, so its times are not to be shown;
     reason: why there is no measurement; step_ms: all timed steps of all repetitions in which others
     used at most FOREIGN_LIMIT of the machine, or of all where there is none; foreign: the most that
-    others used in these; medians_ms: of every repetition; bare_ms: of the same contender without a
+    others used in these; bare_ms: of the same contender without a
     network; other numbers: medians, None where not known.
     """
 
@@ -31,15 +30,11 @@ class Row:
     reason: str = ""
     is_red: bool = False
     step_ms: tuple[float, ...] = ()
-    medians_ms: tuple[float, ...] = ()
     bare_ms: float | None = None
-    exposed_ms: float | None = None
-    optimizer_ms: float | None = None
     node_mb: float | None = None
     state_mb: float | None = None
     peak_mb: float | None = None
     loss: float | None = None
-    note: str = ""
     host_waits: float = 0.0
     foreign: float = 0.0
 
@@ -69,11 +64,6 @@ class Comparison:
     rows: tuple[Row, ...]
 
     @property
-    def best_nd(self) -> Row | None:
-        """The fastest of Megatron's own parallelisms."""
-        return next((row for row in self.rows if row.family == ND and row.is_timed), None)
-
-    @property
     def has_network(self) -> bool:
         return self.profile["name"] != NO_NETWORK
 
@@ -83,17 +73,6 @@ class Comparison:
     def best(self, names: str) -> Row | None:
         """The fastest of those whose name begins so: the same system in several settings."""
         return next((row for row in self.rows if row.name.startswith(names) and row.is_timed), None)
-
-    def faster_than(self, row: Row) -> list[Row]:
-        """Those that take less time, fastest first."""
-        timed = [other for other in self.rows if other.is_timed]
-        return [other for other in timed if other.median_ms < row.median_ms]
-
-    @property
-    def ours(self) -> Row | None:
-        """Threaded, parameters and gradients in a node, states everywhere: the default."""
-        node, world = self.ranks_per_node, self.nodes * self.ranks_per_node
-        return self.row(f"AsyncHZP threaded ({node},{node},{world})")
 
 
 def comparisons(records: Iterable[dict]) -> list[Comparison]:
@@ -160,14 +139,10 @@ def row_of(runs: Sequence[dict], reference: Sequence[float] | None) -> Row:
         family=first["family"],
         is_red=not all(losses_agree(run["losses"], reference) for run in done),
         step_ms=tuple(value for run in quiet for value in run["step_ms"]),
-        medians_ms=tuple(statistics.median(run["step_ms"]) for run in done),
-        exposed_ms=middle("exposed_ms"),
-        optimizer_ms=middle("optimizer_ms"),
         node_mb=middle("node_nbytes", 1e-6),
         state_mb=middle("state_nbytes", 1e-6),
         peak_mb=middle("peak_nbytes", 1e-6),
         loss=done[0]["losses"][-1],
-        note=first.get("note", ""),
         host_waits=middle("host_waits") or 0.0,
         foreign=max(run["foreign"] for run in quiet),
     )
@@ -184,23 +159,3 @@ def losses_agree(losses: Sequence[float], reference: Sequence[float] | None) -> 
 def ahead(slower: Row, faster: Row) -> float:
     """How many times as fast `faster` is."""
     return slower.median_ms / faster.median_ms
-
-
-def sharded_peers(comparison: Comparison) -> list[Row]:
-    """The sharded peers that were timed and whose memory is known, fastest first."""
-    return [
-        row
-        for row in comparison.rows
-        if row.family == SHARDED and row.is_timed and row.state_mb is not None
-    ]
-
-
-def orders(comparison: Comparison, places: int = 3) -> list[tuple[str, ...]]:
-    """The fastest contenders of each repetition, in order; of those repeated most often."""
-    timed = [row for row in comparison.rows if row.is_timed]
-    repetitions = max((len(row.medians_ms) for row in timed), default=0)
-    repeated = [row for row in timed if len(row.medians_ms) == repetitions]
-    return [
-        tuple(row.name for row in sorted(repeated, key=lambda row: row.medians_ms[i])[:places])
-        for i in range(repetitions)
-    ]

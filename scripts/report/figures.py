@@ -11,10 +11,8 @@ from scripts.report import (
     census_table,
     checkpoint_table,
     cluster_table,
-    compare_memory,
-    early_table,
+    compare_table,
     fault_table,
-    pasa_table,
     peak_table,
     schedule_grid,
 )
@@ -35,17 +33,6 @@ def _grid(cluster: str) -> schedule_grid.Grid:
 
 def schedule_ratio(cluster: str, system: str, column: str) -> str:
     return f"{_grid(cluster).ratio(system, column):.2f}"
-
-
-def early_ratio(precision: str, clipped: str, update: str) -> str:
-    """The step over its floor, of the record of scripts/bench/early_update.py."""
-    return f"{early_table.ratio(read_record('early_update').lines, precision, clipped, update):.2f}"
-
-
-def schedule_gain(cluster: str, system: str, before: str, after: str) -> str:
-    """What a step in column `after` is shorter than in column `before`."""
-    grid = _grid(cluster)
-    return f"{1 - grid.ratio(system, after) / grid.ratio(system, before):.0%}"
 
 
 def schedule_load(cluster: str) -> str:
@@ -92,32 +79,9 @@ def compare_ahead(network: str, slower: str, faster: str) -> str:
 
 def compare_holds(network: str, contender: str, other: str, memory: str) -> str:
     """What `contender` holds beside `other`, at "rest" or "peak": "7% more" or "7% less"."""
-    of = {"rest": compare_memory.state_of, "peak": compare_memory.peak_of}[memory]
+    of = {"rest": compare_table.state_of, "peak": compare_table.peak_of}[memory]
     more = of(_row(network, contender)) / of(_row(network, other)) - 1
     return f"{100 * abs(more):.0f}% {'more' if more >= 0 else 'less'}"
-
-
-def compare_behind(network: str, contender: str, other: str) -> str:
-    """By how many milliseconds `contender` takes longer than `other`."""
-    rows = _row(network, contender), _row(network, other)
-    return f"{rows[0].median_ms - rows[1].median_ms:.0f}{_warning(*rows)}"
-
-
-def compare_holding_less(network: str, contender: str) -> str:
-    """Whoever else has a lower peak, the fastest first."""
-    own = _row(network, contender)
-    names = [
-        f"{row.name} ({row.median_ms:.0f} ms, {row.peak_mb:.1f} MB)"
-        for row in compared(network).rows
-        if row.is_timed and compare_memory.peak_of(row) < compare_memory.peak_of(own)
-    ]
-    return "; ".join(names) or "nobody"
-
-
-def compare_compute(network: str) -> str:
-    calibration = compared(network).calibration
-    assert calibration is not None
-    return f"{calibration['compute_ms']:.0f}"
 
 
 def checkpoint_ratio(act: str, stock: str) -> str:
@@ -182,29 +146,8 @@ def parity_count() -> str:
     return str(len(read_record("parity").lines))
 
 
-def grad_wire_ratio() -> str:
-    """How many times as fast a step is with bf16 gradients."""
-    (line,) = (line for line in read_record("grad_wire").lines if line["kind"] == "figure")
-    return line["text"]
-
-
 def _is_half(variant: str) -> bool:
     return "bf16" in variant or "fp16" in variant
-
-
-def pasa_times(k_bias: str, v_bias: str, dtype: str, way: str) -> str:
-    """The error of dQ with these biases over that without."""
-    errors = {
-        (line["k_bias"], line["v_bias"]): line["error"]
-        for line in read_record("pasa_accuracy").lines
-        if line["kind"] == "gradient" and (line["dtype"], line["way"]) == (dtype, way)
-    }
-    times = errors[float(k_bias), float(v_bias)] / errors[0, 0]
-    return f"{times:.1f}" if times < 10 else f"{times:.0f}"
-
-
-def pasa_plateau(way: str) -> str:
-    return pasa_table.plateau(read_record("pasa_training").lines, way)
 
 
 def peaks_figure(what: str) -> str:
@@ -241,24 +184,6 @@ def recipes_count(what: str) -> str:
     return census_table.lost(lines) if what == "lost" else census_table.count(lines, what)
 
 
-def launch_orders(what: str) -> str:
-    """what: "states", visited in every order of what we ship; "circles" among them; "planted" and
-    "found" of those that were planted; "rate": states of a second of one core."""
-    lines = read_record("launch_orders").lines
-    if what in ("planted", "found"):
-        return str(sum(line[what] for line in lines if line["kind"] == "planted"))
-    shipped = [line for line in lines if line["kind"] == "search" and line["in_host_order"]]
-    if what == "circles":
-        assert all(line["is_all"] for line in shipped), "not all orders were tried"
-        return str(sum(line["circle"] for line in shipped))
-    every = [line for line in shipped if not line["is_reduced"]]
-    states = sum(line["states"] for line in every)
-    return {
-        "states": f"{states / 1e6:.1f}",
-        "rate": f"{states / sum(line['seconds'] for line in every):.0f}",
-    }[what]
-
-
 def faults_count(program: str, what: str) -> str:
     """Cells: all, those that were good, and of these those whose run went on to its end and those
     in which it ended with its lines."""
@@ -278,18 +203,20 @@ def stated(file: str, text: str) -> str:
     return text
 
 
+def recorded(record: str, name: str) -> str:
+    """The figure that a record holds as text: what made it is in the history, at its tag."""
+    lines = read_record(record).lines
+    figures = [line for line in lines if line.get("kind") == "figure"]
+    return next(line["text"] for line in figures if line["name"] == name)
+
+
 FIGURES: dict[str, Callable[..., str]] = {
     "faults": faults_count,
     "step": schedule_ratio,
-    "step gain": schedule_gain,
-    "early": early_ratio,
     "load": schedule_load,
     "compare": compare_figure,
     "compare ahead": compare_ahead,
-    "compare behind": compare_behind,
     "compare holds": compare_holds,
-    "compare holding less": compare_holding_less,
-    "compare compute": compare_compute,
     "checkpoint ratio": checkpoint_ratio,
     "quickstart": quickstart_figure,
     "quickstart apart": quickstart_apart,
@@ -297,8 +224,6 @@ FIGURES: dict[str, Callable[..., str]] = {
     "cluster": cluster_figure,
     "peaks": peaks_figure,
     "planner": planner_figure,
-    "pasa times": pasa_times,
-    "pasa plateau": pasa_plateau,
     "parity worst": parity_worst,
     "shrunk worst": shrunk_worst,
     "parity count": parity_count,
@@ -306,8 +231,7 @@ FIGURES: dict[str, Callable[..., str]] = {
     "census": census_count,
     "recipes": recipes_count,
     "stated": stated,
-    "grad wire ratio": grad_wire_ratio,
-    "launch orders": launch_orders,
+    "recorded": recorded,
 }
 
 

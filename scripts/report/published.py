@@ -14,12 +14,11 @@ from scripts.report import (
     checkpoint_table,
     cluster_table,
     compare_front,
-    compare_memory,
     compare_picture,
+    compare_table,
     device_table,
     fault_table,
     loss_picture,
-    pasa_table,
     peak_table,
     planner_table,
     scale_table,
@@ -28,21 +27,27 @@ from scripts.report import (
     versions_table,
 )
 from scripts.report.compare_rows import NO_NETWORK, Comparison, comparisons
-from scripts.report.compare_table import networks_table
-from scripts.report.early_table import early_table
-from scripts.report.launch_table import launch_table
 from scripts.report.loss_picture import RINGS
 from scripts.report.parity_table import parity_table, shrunk_table
 from scripts.report.plot_timeline import write_picture
 from scripts.report.records import NotRecorded, Record, read_record
 
 MIB = 2**20
-# Records that hold their tables, which have the same names.
 # What nearly all was measured with; docs/results/README.md says so once.
 USUAL = {"Python": "3.12.1", "torch": "2.13.0", "megatron-core": "0.19.2"}
 _MOST_COMMANDS = 2
 _MOST_CHARACTERS = 130
-RECORDED = ["bit_flips", "grad_wire", "long_run", "restarts", "unequal_lengths", "weight_deltas"]
+# Tables as text, and their records. What made them is in the history, at the record's tag.
+RECORDED = {
+    "bit flips": "bit_flips",
+    "early update": "early_update",
+    "grad wire": "grad_wire",
+    "launch orders": "launch_orders",
+    "long run": "long_run",
+    "pasa forward": "pasa_accuracy",
+    "pasa gradient": "pasa_accuracy",
+    "pasa training": "pasa_training",
+}
 
 
 class Picture(NamedTuple):
@@ -50,7 +55,7 @@ class Picture(NamedTuple):
     document, what it shows and the folder as seen from there."""
 
     record: str
-    draw: Callable[[Record, Path], None]
+    draw: Callable[[Record, Path], None] | None  # None: at the record's tag
     alt: str = ""
     folder: str = ""
 
@@ -119,19 +124,10 @@ def host_cost() -> str:
     return "\n".join([*rows, "", provenance("host_cost")])
 
 
-def device_cost() -> str:
-    """A step on the emulated device beside gloo, by ranks."""
-    rows = ["| ranks | system | step (ms): median, fastest and slowest |", "|---:|---|---:|"]
-    for line in read_record("device_cost").lines:
-        spread = f"{line['fastest_ms']:.0f} to {line['slowest_ms']:.0f}"
-        rows.append(f"| {line['ranks']} | {line['system']} | {line['step_ms']:.0f} ({spread}) |")
-    return "\n".join([*rows, "", provenance("device_cost")])
-
-
-def recorded(name: str) -> str:
-    """The table that a record holds as text. Its instrument is in the history, at its tag."""
-    (line,) = (line for line in read_record(name).lines if line.get("kind") == "table")
-    return line["markdown"]
+def recorded(name: str, record: str) -> str:
+    """The table `name` that a record holds as text, or the only one."""
+    tables = [line for line in read_record(record).lines if line.get("kind") == "table"]
+    return next(one["markdown"] for one in tables if one.get("name", name) == name)
 
 
 def pipeline() -> str:
@@ -193,15 +189,16 @@ def compared(study: str) -> Comparison:
 
 def compared_networks() -> str:
     """What was measured without a network beside its step on each network."""
-    return networks_table(compared(NO_NETWORK), comparisons(read_record("compare").lines))
+    found = comparisons(read_record("compare").lines)
+    return compare_table.networks_table(compared(NO_NETWORK), found)
 
 
 def _tables_of(study: str) -> dict[str, Callable[[], str]]:
-    return {f"compare {study}": lambda: compare_memory.measured_table(compared(study))}
+    return {f"compare {study}": lambda: compare_table.measured_table(compared(study))}
 
 
 def compared_calibrations() -> str:
-    return compare_memory.calibration_table(comparisons(read_record("compare").lines))
+    return compare_table.calibration_table(comparisons(read_record("compare").lines))
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -214,26 +211,18 @@ TABLES: dict[str, Callable[[], str]] = {
     "parity": parity,
     "shrunk models": lambda: shrunk_table(read_record("shrunk_models").lines),
     "host cost": host_cost,
-    "device cost": device_cost,
-    **{name.replace("_", " "): partial(recorded, name) for name in RECORDED},
-    "muon": lambda: f"{recorded('muon')}\n\n{provenance('muon')}",
+    **{name: partial(recorded, name, record) for name, record in RECORDED.items()},
+    "muon": lambda: f"{recorded('muon', 'muon')}\n\n{provenance('muon')}",
     "pipeline": pipeline,
     "quickstart": quickstart,
-    "pasa gradient": lambda: pasa_table.gradient_table(read_record("pasa_accuracy").lines),
-    "pasa forward": lambda: pasa_table.forward_table(read_record("pasa_accuracy").lines),
-    "pasa kernels": lambda: pasa_table.kernel_table(read_record("pasa_kernels").lines),
-    "pasa training": lambda: pasa_table.training_table(read_record("pasa_training").lines),
     "planner": lambda: planner_table.markdown(read_record("planner_published").lines),
     "planner testbed": lambda: planner_table.testbed(read_record("planner_testbed").lines),
     "peaks": lambda: peak_table.table(read_record("peaks").lines),
     "real size": lambda: peak_table.table(read_record("real_size").lines),
-    "census": lambda: census_table.table(read_record("census").lines),
     "recipes": lambda: census_table.by_hardware(read_record("recipes").lines),
     "recipes refused": lambda: census_table.table(read_record("recipes").lines),
-    "early update": lambda: early_table(read_record("early_update").lines),
     "versions": lambda: versions_table.versions_table(read_record("versions").lines),
     "versions checkpoints": lambda: versions_table.moves_table(read_record("versions").lines),
-    "launch orders": lambda: launch_table(read_record("launch_orders").lines),
     "faults lines": lambda: fault_table.ends(read_record("faults").lines, "library"),
     "faults megatron lines": lambda: fault_table.ends(
         read_record("faults").lines, "megatron", is_explained=False
@@ -253,12 +242,6 @@ def _draw_quickstart(record: Record, file: Path) -> None:
     loss_picture.draw(*runs, record.lines[0]["title"], file)
 
 
-def _draw_pasa(record: Record, file: Path) -> None:
-    from scripts.report.pasa_evidence import draw
-
-    draw([run for run in record.lines if run["seed"] == 0], file)
-
-
 def _draw_timeline(record: Record, file: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"{trace['name']}.json") for trace in record.lines]
@@ -275,7 +258,7 @@ PICTURES: dict[str, Picture] = {
     "quickstart_loss.png": Picture("quickstart", _draw_quickstart),
     "pasa_training.png": Picture(
         "pasa_training",
-        _draw_pasa,
+        None,
         "Loss and gradient errors of a small GPT with biased keys and values: standard flash "
         "attention and PASA in fp16 and bf16, against fp32",
         "results/",

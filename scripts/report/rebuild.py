@@ -82,8 +82,11 @@ def main(argv: list[str]) -> int:
 
 
 def _draw(name: str) -> bool:
+    draw = PICTURES[name].draw
+    if draw is None:
+        return True
     try:
-        PICTURES[name].draw(read_record(PICTURES[name].record), RESULTS / name)
+        draw(read_record(PICTURES[name].record), RESULTS / name)
     except NotRecorded as error:
         (RESULTS / name).unlink(missing_ok=True)
         print(f"rebuild: {name}: {error}", file=sys.stderr)

@@ -80,15 +80,6 @@ def replace(file: Path, records: Iterable[dict]) -> None:
     append(file, *records)
 
 
-def machine_line(record: dict) -> str:
-    """The machine of a run in Markdown. record: the first one of a file of compare."""
-    versions = ", ".join(f"{name} {v or '(none)'}" for name, v in record["versions"].items())
-    return (
-        f"{record['date']}, {record['cpus']} cores, no GPU, Python {record['python']}, "
-        f"{versions}; `{record['command']}`\n"
-    )
-
-
 def markdown_table(head: list[str], rows: Iterable[list[str]], num_left: int = 1) -> str:
     """A table whose columns are aligned to the right, all but the first `num_left`."""
     lines = [f"| {' | '.join(line)} |" for line in (head, *rows)]

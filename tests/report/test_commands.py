@@ -32,7 +32,7 @@ def test_a_table_has_as_many_cells_in_every_row_as_in_its_head(name, tmp_path, m
         assert not before or not after or before == after
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", [name for name in PICTURES if PICTURES[name].draw])
 def test_a_picture_is_drawn_into_a_png(name, tmp_path):
     PICTURES[name].draw(read_record(PICTURES[name].record), tmp_path / name)
     picture = (tmp_path / name).read_bytes()

@@ -5,8 +5,8 @@
 import pytest
 
 from scripts.bench.compare_plan import PUBLISHED
-from scripts.report.compare_rows import NO_NETWORK, comparisons, losses_agree, sharded_peers
-from scripts.report.compare_table import cells, markdown
+from scripts.report.compare_rows import NO_NETWORK, comparisons, losses_agree
+from scripts.report.compare_table import markdown
 from scripts.testbed.contenders.side_by_side import (
     MICRO_BATCHES,
     ND,
@@ -53,7 +53,6 @@ def test_a_row_with_wrong_losses_is_red_and_shows_no_speed():
     comparison = comparisons(RECORDS)[0]
     assert comparison.row("cheat") is None
     assert [row.name for row in comparison.rows[:2]] == ["everything twice", OURS_NAME]
-    assert all(row.name != "cheat" for row in sharded_peers(comparison))
 
 
 def test_losses_agree_within_the_tolerance_in_every_step():
@@ -68,24 +67,13 @@ def test_a_broken_reference_agrees_with_nothing(broken):
     assert not losses_agree(LOSSES, reference) and not losses_agree(reference, reference)
 
 
-def test_the_verdict_is_against_the_best_stock_layout_and_has_the_memory_of_every_peer():
-    comparison = comparisons(RECORDS)[0]
-    assert comparison.best_nd.name == "PP 2"
-    text = markdown(RECORDS)
-    assert "1.12 x as fast as PP 2" in text
-    for peer, speed, memory in (("ZeRO-3", "1.50", "0.83"), ("everything twice", "0.90", "0.77")):
-        assert f"{speed} x as fast as {peer}, and holds {memory} x as much" in text
-    ours = comparison.row(OURS_NAME)
-    assert cells(ours, comparison.best_nd)[5] == "1.12"
-
-
 def test_a_run_on_a_busy_machine_is_left_out_where_there_is_another():
     busy = run("DDP", ND, [5000.0], foreign=0.5)
     (row,) = comparisons([busy, run("DDP", ND, [1000.0, 1002.0])])[0].rows
-    assert row.median_ms == 1001.0 and row.foreign == 0.01 and len(row.medians_ms) == 2
+    assert row.median_ms == 1001.0 and row.foreign == 0.01
     (row,) = comparisons([busy])[0].rows
     assert row.median_ms == 5000.0 and row.foreign == 0.5
-    assert "not to be quoted" in markdown([busy, *RECORDS[2:3]])
+    assert "DDP (disturbed)" in markdown([busy, *RECORDS[2:3]])
 
 
 def test_a_batch_is_the_same_samples_for_every_contender():
