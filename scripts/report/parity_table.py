@@ -38,22 +38,6 @@ def parity_table(comparisons: list[dict]) -> str:
     return markdown_table(head, rows)
 
 
-def shrunk_table(comparisons: list[dict]) -> str:
-    """Markdown of the comparisons of shrunk models: the worst of all sizes and numbers of ranks."""
-    by_model: dict[str, list[dict]] = {}
-    for record in comparisons:
-        by_model.setdefault(record["variant"], []).append(record)
-    head = ["model", "comparisons", "worst loss or norm", "allowed", "differ"]
-    errors = ("loss_error", "grad_norm_error", "params_norm_error", "more_losses_error")
-    rows = []
-    for model, records in by_model.items():
-        of_all = [_largest(records, key) for key in errors]
-        error = next((one for one in of_all if one != one), max(of_all))
-        worst = [f"{one:.1e}" for one in (error, _largest(records, "tolerance"))]
-        rows.append([model, str(len(records)), *worst, _num_different(records)])
-    return markdown_table(head, rows)
-
-
 def _largest(records: Iterable[dict], key: str) -> float:
     """NaN where one of them is. Earlier records have one bound for losses and norms."""
     values = [one.get(key, one["tolerance"]) for one in records]

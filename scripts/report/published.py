@@ -28,7 +28,7 @@ from scripts.report import (
 )
 from scripts.report.compare_rows import NO_NETWORK, Comparison, comparisons
 from scripts.report.loss_picture import RINGS
-from scripts.report.parity_table import parity_table, shrunk_table
+from scripts.report.parity_table import parity_table
 from scripts.report.plot_timeline import write_picture
 from scripts.report.records import NotRecorded, Record, read_record
 
@@ -43,7 +43,6 @@ RECORDED = {
     "early update": "early_update",
     "grad wire": "grad_wire",
     "launch orders": "launch_orders",
-    "long run": "long_run",
     "pasa forward": "pasa_accuracy",
     "pasa gradient": "pasa_accuracy",
     "pasa training": "pasa_training",
@@ -209,7 +208,6 @@ TABLES: dict[str, Callable[[], str]] = {
     **_tables_of("pipelines slow-between-nodes"),
     "checkpoints": lambda: checkpoint_table.tables(read_record("checkpoints").lines),
     "parity": parity,
-    "shrunk models": lambda: shrunk_table(read_record("shrunk_models").lines),
     "host cost": host_cost,
     **{name: partial(recorded, name, record) for name, record in RECORDED.items()},
     "muon": lambda: f"{recorded('muon', 'muon')}\n\n{provenance('muon')}",
