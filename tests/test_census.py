@@ -111,6 +111,10 @@ def test_recipes_of_a_list_get_a_model_that_their_sizes_divide(tmp_path):
     line = " ".join(case.flags)
     assert "--num-layers 24" in line and "--num-virtual-stages-per-pipeline-rank 3" in line
     assert "--num-experts 16" in line and "--use-nccl-ub" in line and "--mock-data" in line
+    recipe["flags"] = [*flags, "--cuda-graph-impl", "transformer_engine"]
+    path.write_text(json.dumps([recipe]))
+    (case,) = find_cases([path])
+    assert "--cuda-graph-modules attn moe_router moe_preprocess" in " ".join(case.flags)
 
 
 @pytest.mark.slow

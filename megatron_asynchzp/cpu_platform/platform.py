@@ -156,7 +156,7 @@ def _replace_megatron(
     writer = async_utils.PersistentAsyncCaller
     names.replace(writer, "async_loop", staticmethod(_write_on_cpu))
     names.replace(torch_norm.WrappedTorchNorm, "__new__", norms.torch_norm)
-    _replace_mamba(names, mamba_mixer)
+    replace_mamba(names, mamba_mixer)
     _replace_attention(names, attention.DotProductAttention)
 
 
@@ -176,7 +176,7 @@ def _replace_attention(names: Replacements, attention: type):
     names.replace(attention, "__init__", with_widths)
 
 
-def _replace_mamba(names: Replacements, mixer: ModuleType):
+def replace_mamba(names: Replacements, mixer: ModuleType):
     """The CUDA kernels of Mamba layers, which are not importable here: Megatron then refuses to
     build such a layer, and its norm is a stand-in that cannot be built."""
 

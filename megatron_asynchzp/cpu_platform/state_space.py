@@ -78,14 +78,10 @@ def split_convolve_scan(
     inner = heads * (headdim or D.shape[1])
     rest = packed.shape[-1] - 2 * inner - heads
     gate, mixed, dt = packed.float().split([inner, inner + rest, heads], dim=-1)
-    taps = conv_weight.shape[-1]
-    mixed = F.conv1d(
-        F.pad(mixed.transpose(1, 2), (taps - 1, 0)),  # causal
-        conv_weight.float()[:, None],
-        conv_bias.float(),
-        groups=mixed.shape[-1],
-    )
-    x, B, C = F.silu(mixed.transpose(1, 2)).split([inner, rest // 2, rest // 2], dim=-1)
+    length, taps = mixed.shape[1], conv_weight.float().unbind(-1)
+    mixed = F.pad(mixed, (0, 0, len(taps) - 1, 0))  # causal
+    mixed = conv_bias.float() + sum(mixed[:, i : i + length] * tap for i, tap in enumerate(taps))
+    x, B, C = F.silu(mixed).split([inner, rest // 2, rest // 2], dim=-1)
     x = x.unflatten(-1, (heads, -1))
     B, C = (
         part.unflatten(-1, (ngroups, -1)).repeat_interleave(heads // ngroups, dim=2)

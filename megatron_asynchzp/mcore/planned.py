@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import AUTO, resolve_grad_dtype, resolve_schedule
+from megatron_asynchzp.mcore.flags.refusals import captures, captures_layers
 from megatron_asynchzp.mcore.flags.shard_sizes import (
     STATES,
     automatic_states,
@@ -66,8 +67,13 @@ def plan_of(args: Namespace, setting: Setting | None = None) -> Plan:
         moments_nbytes(args),
         is_on_cpu=args.distributed_backend == "gloo",
         has_loss_scale=args.fp16,
-        has_seats=args.cuda_graph_impl == "transformer_engine",
+        seated=_seated_kinds(args),
     )
+
+
+def _seated_kinds(args: Namespace) -> tuple[str, ...]:
+    kinds = ("layer", "experts") if captures(args, "moe") else ("layer",)
+    return kinds if captures_layers(args) else ()
 
 
 def costing_of(args: Namespace, setting: Setting | None = None) -> Costing:

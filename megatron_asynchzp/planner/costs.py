@@ -72,7 +72,7 @@ class Plan:
         does.
     is_on_cpu: whether a rank is a process of the CPU platform.
     has_loss_scale: whether gradients carry one, as in fp16.
-    has_seats: whether CUDA graphs are captured of layers, which then have seats.
+    seated: kinds of units that CUDA graphs read, which then have seats.
     """
 
     sizes: ShardSizes
@@ -86,7 +86,7 @@ class Plan:
     overlaps_params: bool = True
     has_loss_scale: bool = False
     is_on_cpu: bool = False
-    has_seats: bool = False
+    seated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class Costing:
                 need = replace(need, own_grads=grads_before_added_nbytes(sizes))
             return need
 
-        is_seated = self.plan.has_seats and unit.kind == "layer" and group.sizes.param > 1
+        is_seated = unit.kind in self.plan.seated and group.sizes.param > 1
         return replace(self._once(key, make), layer=unit.layer, is_seated=is_seated)
 
     def order(self, stage: int, phases: Sequence[Phase]) -> StepOrder:

@@ -249,15 +249,20 @@ def on_device(uses_te: bool = False) -> Iterator[None]:
     """Inside, runs are on this rank's CUDA device instead of gloo, with the implementations that
     the CPU platform chooses, and nothing else of it.
 
-    uses_te: with layers of Transformer Engine, experts in groups among them."""
+    uses_te: with layers of Transformer Engine, experts in groups and Mamba among them."""
+    from megatron.core.ssm import mamba_mixer
+
     from megatron_asynchzp import cpu_platform
     from megatron_asynchzp.cpu_platform.arguments import CPU_VALUES
+    from megatron_asynchzp.cpu_platform.platform import replace_mamba
+    from megatron_asynchzp.replacements import Replacements
 
     values = CPU_VALUES | {"distributed_backend": "nccl", "use_cpu_initialization": False}
     if uses_te:
         values |= {"transformer_impl": "transformer_engine"}
         del values["moe_grouped_gemm"], values["te_rng_tracker"]
-    forward_step = _forward_step
+    forward_step, names = _forward_step, Replacements("megatron")
+    replace_mamba(names, mamba_mixer)
 
     def choose(args: Any) -> list[str]:
         for name, value in values.items():
@@ -273,7 +278,10 @@ def on_device(uses_te: bool = False) -> Iterator[None]:
         mock.patch.multiple(cpu_platform, install=lambda: None, apply_cpu_defaults=choose),
         mock.patch.dict(globals(), _forward_step=forward_on_device),
     ):
-        yield
+        try:
+            yield
+        finally:
+            names.restore()
 
 
 @contextlib.contextmanager

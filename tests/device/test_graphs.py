@@ -90,6 +90,33 @@ def forked_and_joined() -> bool:
     return True
 
 
+def drawn(is_graphed: bool) -> list[list[float]]:
+    """Random numbers of the device's generator and of a registered one, in each of three rounds
+    with others between."""
+    device, x = device_of_rank(), new()
+    x.fill_(1)
+    own = torch.Generator(device)
+    own.manual_seed(5)
+    torch.cuda.manual_seed(3)
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(own)
+    outputs: list[torch.Tensor] = []
+
+    def body() -> None:
+        numbers = torch.rand(4, device=device, generator=own)
+        dropped = nn.functional.dropout(x, 0.5)
+        outputs[:] = [torch.cat((numbers, dropped[:8], torch.rand(4, device=device)))]
+
+    if is_graphed:
+        with torch.cuda.graph(graph):
+            body()
+    found: list[torch.Tensor] = []
+    for _ in range(3):
+        graph.replay() if is_graphed else body()
+        found += [outputs[0].clone(), torch.rand(4, device=device)]
+    return [numbers.tolist() for numbers in found]
+
+
 def under_laws(laws: list[Delays]) -> list[tuple[bool, list[float], list[float]]]:
     from scripts.testbed.device import inside
 
@@ -97,6 +124,9 @@ def under_laws(laws: list[Delays]) -> list[tuple[bool, list[float], list[float]]
     for law in laws:
         inside.set_delays(law, dist.get_rank(), dist.get_world_size())
         found.append((forked_and_joined(), trained(False), trained(True)))
+        numbers = drawn(False)
+        assert len(set(map(tuple, numbers))) == len(numbers)
+        assert drawn(True) == numbers
     return found
 
 
@@ -217,7 +247,9 @@ def copy_to_pageable_memory() -> None:
 
 
 def draw_numbers_of_an_unregistered_generator() -> None:
-    captured(lambda: torch.rand(3, device=device_of_rank()))
+    device = device_of_rank()
+    own = torch.Generator(device)
+    captured(lambda: torch.rand(3, device=device, generator=own))
 
 
 NOT_ALLOWED: list[tuple[Body, str]] = [
@@ -235,7 +267,7 @@ NOT_ALLOWED: list[tuple[Body, str]] = [
     (capture_within_a_capture, "another capture is not allowed"),
     (launch_within_a_capture, "the launch of a graph is not allowed"),
     (copy_to_pageable_memory, "a wait of the host for it is not allowed"),
-    (draw_numbers_of_an_unregistered_generator, "during CUDA graph capture"),
+    (draw_numbers_of_an_unregistered_generator, "generator is not registered"),
 ]
 
 

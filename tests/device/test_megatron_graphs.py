@@ -21,6 +21,10 @@ pytestmark = pytest.mark.slow
 # fmt: off
 COMMON = [*BASE, "--num-layers", "5", "--train-iters", "3", "--te-rng-tracker"]
 GRAPHS = ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "1"]
+CAPACITY = ["--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity"]
+HYBRID = ["--hybrid-layer-pattern", "M-M*M", "--mamba-head-dim", "32", "--mamba-state-dim", "16",
+          "--mamba-num-groups", "1", "--mamba-num-heads", "8", "--disable-bias-linear",
+          "--normalization", "RMSNorm"]
 EXPERTS = [*GROUPED_EXPERTS, "--expert-model-parallel-size", "2",
            "--moe-shared-expert-intermediate-size", "64"]
 # fmt: on
@@ -28,23 +32,30 @@ EXPERTS = [*GROUPED_EXPERTS, "--expert-model-parallel-size", "2",
 
 class Run(NamedTuple):
     """num_graphs: forward and backward of one micro-batch of a layer, counted once; params: of each
-    unit, a checksum of what this rank's optimizer holds; seats: what memory in flight has, and by
-    the formula."""
+    unit, a checksum of what this rank's optimizer holds; seats: bytes for gathered parameters, as
+    they are, by the formula and by the planner."""
 
     steps: Steps
     num_graphs: int
     params: list[int]
-    seats: tuple[int, int]
+    seats: tuple[int, int, float]
 
 
-def seen(model_chunks: list, optimizer: Any) -> tuple[int, list[int], tuple[int, int]]:
+def seen(model_chunks: list, optimizer: Any) -> tuple[int, list[int], tuple[int, int, float]]:
+    from megatron.core.parallel_state import get_pipeline_model_parallel_rank
+    from megatron.training import get_args
+
+    from megatron_asynchzp.mcore.planned import costing_of
+
     layers = [layer for chunk in model_chunks for layer in chunk.modules()]
     units = [unit for chunk in model_chunks for unit in chunk.units]
     params = [unit.main_param.storage.view(torch.int32).sum().item() for unit in units]
     allocated = sum(chunk.runtime.gathers.arena.nbytes for chunk in model_chunks)
     formula = sum(chunk.runtime.memory.params for chunk in model_chunks)
     graphs = sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
-    return graphs, params, (allocated, formula)
+    memory = costing_of(get_args()).stage_memory(get_pipeline_model_parallel_rank())
+    planned = memory.in_flight.get("gathered parameters", 0.0)
+    return graphs, params, (allocated, formula, planned)
 
 
 def train(line: Sequence[str]) -> Run:
@@ -81,7 +92,7 @@ def compare(
             assert run.num_graphs > 0
             assert run.steps == eager.steps
             assert run.params == eager.params
-            assert run.seats[0] == run.seats[1] <= 1.15 * eager.seats[1]
+            assert run.seats[0] == run.seats[1] == run.seats[2] <= 1.15 * eager.seats[1]
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 2), (2, 2, 2), (1, 1, 2)])
@@ -103,6 +114,12 @@ FORMS = {
                                  "moe_preprocess"],
     "attention, router and preprocessing": [*EXPERTS, "--cuda-graph-modules", "attn",
                                             "moe_router", "moe_preprocess"],
+    "experts": [*CAPACITY, *EXPERTS, "--cuda-graph-modules", "moe"],
+    "whole layers with experts": [*CAPACITY, *EXPERTS],
+    "whole layers with experts of one rank": [*CAPACITY, *GROUPED_EXPERTS],
+    "Mamba layers": [*HYBRID],
+    "Mamba and attention": [*HYBRID, "--cuda-graph-modules", "mamba", "attn"],
+    "dropout": ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"],
     "one micro-batch": ["--global-batch-size", "2"],
     "evaluation": ["--eval-iters", "1", "--eval-interval", "2"],
     "recomputation": ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"],
@@ -116,7 +133,13 @@ def test_parts_of_layers_experts_and_other_runs_keep_their_bits(te_worlds: Devic
     compare(te_worlds, ["--bf16", *FORMS[form]], (2, 2, 2), [Delays("uniform", 1)])
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 2), (2, 2, 4)])
+def test_sharded_experts_within_a_graph_keep_their_bits(te_worlds: DeviceWorlds, sizes):
+    law = Delays("slow-rank", sum(sizes))
+    compare(te_worlds, ["--bf16", *CAPACITY, *EXPERTS], sizes, [law], num_ranks=4)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
 def test_layers_that_compute_in_fp8_keep_their_bits(te_worlds: DeviceWorlds, recipe):
     compare(te_worlds, RECIPES[recipe], (2, 2, 2), env=env_of(recipe))
 

@@ -116,23 +116,30 @@ def _graphs(example: str, is_asked: Callable[[Namespace], Any], condition: str) 
     """Refused beside captured layers where `is_asked` is true."""
 
     def is_beside(args: Namespace) -> bool:
-        return _captures_layers(args) and bool(is_asked(args))
+        return captures_layers(args) and bool(is_asked(args))
 
     return Refusal(f"{_CAPTURING} {example}", is_beside, condition)
 
 
-def _captures_layers(args: Namespace) -> bool:
+def captures_layers(args: Namespace) -> bool:
+    """Whether Transformer Engine captures layers."""
     is_old_name = getattr(args, "external_cuda_graph", False)
     return is_old_name or args.cuda_graph_impl == "transformer_engine"
 
 
-def _captures(args: Namespace, *parts: str) -> bool:
+def captures(args: Namespace, *parts: str) -> bool:
     """Whether one of `parts` of a layer is captured: all are where no part is named."""
     # By versions of megatron-core, and before and after Megatron's own validation.
     names = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
     named = next(filter(None, (getattr(args, name, None) for name in names)), ())
     words = [getattr(part, "name", part) for part in named]
     return not words or any(part in words for part in (*parts, "full"))
+
+
+def _pads_experts(args: Namespace) -> bool:
+    """Whether each expert gets as many tokens in every step, so that the host need not ask."""
+    has_capacity = args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor
+    return bool(has_capacity) and args.moe_token_dispatcher_type == "alltoall"
 
 
 def _more_shards_than(tensor_size: str, example: str) -> Refusal:
@@ -164,26 +171,19 @@ REFUSALS: tuple[Refusal, ...] = (
         "--optimizer-cuda-graph",
     ),
     *because(
-        "beside sharded parameters that has not been tested in a captured layer",
-        "name other parts of a layer with --cuda-graph-modules, or drop --cuda-graph-impl",
+        "experts that take any number of tokens cannot be captured",
+        "name --cuda-graph-modules attn moe_router moe_preprocess, or add "
+        "--moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity with "
+        "--moe-token-dispatcher-type alltoall",
         _graphs(
             "--num-experts 4",
-            lambda args: args.num_experts and _captures(args, "moe"),
-            "transformer_engine with experts within",
+            lambda args: args.num_experts and captures(args, "moe") and not _pads_experts(args),
+            "transformer_engine with experts within that are not padded to a capacity",
         ),
-        _graphs(
-            "--hybrid-layer-pattern M*",
-            lambda args: (
-                getattr(args, "hybrid_layer_pattern", None)
-                or getattr(args, "hybrid_override_pattern", None)
-            ),
-            "transformer_engine with Mamba layers",
-        ),
-        _graphs(
-            "--fp8-format hybrid --fp8-recipe delayed",
-            lambda args: args.fp8 and args.fp8_recipe == "delayed",
-            "transformer_engine with --fp8-recipe delayed",
-        ),
+    ),
+    *because(
+        "beside sharded parameters that has not been tested in a captured layer",
+        "name other parts of a layer with --cuda-graph-modules, or drop --cuda-graph-impl",
         _graphs(
             "--fp16", lambda args: args.fp16 or not args.bf16, "transformer_engine without --bf16"
         ),

@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -122,7 +123,7 @@ class Build(NamedTuple):
         objects = out / "objects"
         objects.mkdir(parents=True)
         with ThreadPoolExecutor(2) as pool:
-            linked = ["-lc10_cuda"]
+            linked = ["-lc10_cuda", "-ltorch_cuda"]
             operations = pool.submit(self.operations, out / "operations.so", _HERE / "cuda", linked)
             shared = [
                 self.compiled(one, objects) for one in _HERE.glob("*.cpp") if one != OPERATIONS
@@ -151,8 +152,8 @@ class Build(NamedTuple):
 
     def _headers(self) -> list[str]:
         # What the runtime's headers include of the compiler's.
-        if not (link := self.scratch / "crt").exists():
-            link.symlink_to(self.wheels.compiler_headers)
+        with suppress(FileExistsError):  # two threads compile
+            (self.scratch / "crt").symlink_to(self.wheels.compiler_headers)
         folders = (_HERE, self.scratch, self.wheels.cuda / "include", self.wheels.nccl / "include")
         return [f"-I{folder}" for folder in folders]
 

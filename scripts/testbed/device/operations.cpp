@@ -17,6 +17,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -184,15 +185,23 @@ Accesses accesses_of(const OperatorHandle& op, const Stack& arguments, const Sta
 
 // ---- random numbers
 
-// As a kernel takes them: at the call, from the state of the device's generator, which moves on
-// (CUDAGeneratorImpl.h, "Philox engine"). The numbers are those of a CPU's generator.
-at::Generator drawn_generator(const Stack& arguments, c10::Device device) {
+// As a kernel takes them: at the call, from the state of the device's generator, which moves on, or
+// in a captured graph from memory that each launch writes (CUDAGeneratorImpl.h, "Philox engine" and
+// "CUDA Graph-safe RNG states"). The numbers are those of a CPU's generator.
+std::optional<platform::Numbers> drawn_numbers(const Stack& arguments, c10::Device device) {
   at::Generator of_device = at::globalContext().defaultGenerator(device);
   for (const IValue& value : arguments)
     if (value.isGenerator()) of_device = value.toGenerator();
   std::lock_guard lock(of_device.mutex());
-  const uint64_t seed = of_device.current_seed(), offset = of_device.get_offset();
-  of_device.set_offset(offset + 4);  // as few as CUDA allows
+  return platform::drawn(of_device, 4);  // as few as CUDA allows
+}
+
+at::Generator generator_of(const platform::Numbers& numbers) {
+  uint64_t seed = numbers.seed, offset = numbers.offset;
+  if (numbers.seed_memory) {
+    seed = *numbers.seed_memory;
+    offset += *numbers.offset_memory;
+  }
   return at::make_generator<at::CPUGeneratorImpl>((seed + 1) * 0x9e3779b97f4a7c15 + offset);
 }
 
@@ -211,6 +220,21 @@ void with_numbers_of(const at::Generator& generator, const Run& run) {
   own.set_state(generator.get_state());
   run();
   own.set_state(before);
+}
+
+bool is_dropout(const OperatorHandle& op) {
+  return op.operator_name().name == "aten::native_dropout";
+}
+
+// As aten's native_dropout_cpu computes it, which takes no generator.
+Stack dropped(const Stack& values, const at::Generator& generator) {
+  const at::Tensor input = values[0].toTensor();
+  const double kept = 1 - values[1].toDouble();
+  at::Tensor mask = at::empty(input.sizes(), input.options().dtype(at::kBool));
+  if (const auto training = values[2].toOptional<bool>(); training && !*training)
+    return {input.clone(), mask.fill_(true)};
+  mask.bernoulli_(kept, generator);
+  return {input.mul(mask).mul_(kept == 0 ? 0. : 1. / kept), mask};
 }
 
 // ---- the two ways to run an operation
@@ -325,9 +349,15 @@ void adapt_types(const OperatorHandle& op, Stack& values) {
 }
 
 // Of the stream's memory, as the CPU sees it; results are copied to where the caller expects them.
-void run_on_cpu(const OperatorHandle& op, Stack values, const std::vector<IValue>& outputs) {
+void run_on_cpu(const OperatorHandle& op, Stack values, const std::vector<IValue>& outputs,
+                const std::optional<platform::Numbers>& numbers) {
   adapt_types(op, values);
-  op.callBoxed(values);
+  if (numbers && is_dropout(op)) {
+    values = dropped(values, generator_of(*numbers));
+  } else {
+    if (numbers) values[*generator_argument(op)] = generator_of(*numbers);
+    op.callBoxed(values);
+  }
   for (size_t i = 0; i < outputs.size(); i++) {
     std::vector<at::Tensor> expected, got;
     flatten(outputs[i], expected);
@@ -339,17 +369,17 @@ void run_on_cpu(const OperatorHandle& op, Stack values, const std::vector<IValue
 }
 
 // Results whose shape depends on values, and values for the host: these wait on a device too, and
-// torch says so where it is asked to (torch.cuda.set_sync_debug_mode). generator: of an operation
-// that takes none as an argument, so that its numbers have to be drawn at the call.
+// torch says so where it is asked to (torch.cuda.set_sync_debug_mode). numbers: of an operation
+// that takes no generator as an argument, so that they have to be drawn at the call.
 void run_now(const OperatorHandle& op, Stack* stack, const Stack& arguments,
-             const c10::Stream& stream, const at::Generator& generator) {
+             const c10::Stream& stream, const std::optional<platform::Numbers>& numbers) {
   const std::string name = c10::toString(op.operator_name());
   {
     std::lock_guard lock(waited_mutex);
     waited[name]++;
   }
   launch(stream, name, accesses_of(op, arguments, {}), [] {});
-  if (generator.defined())
+  if (numbers)
     platform::wait_untold(stream);
   else
     stream.synchronize();
@@ -357,9 +387,9 @@ void run_now(const OperatorHandle& op, Stack* stack, const Stack& arguments,
   {
     c10::impl::ExcludeDispatchKeyGuard guard(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
     const auto argument = generator_argument(op);
-    if (generator.defined() && argument) values[*argument] = generator;
-    if (generator.defined() && !argument)
-      with_numbers_of(generator, [&] { op.callBoxed(values); });
+    if (numbers && argument) values[*argument] = generator_of(*numbers);
+    if (numbers && !argument)
+      with_numbers_of(generator_of(*numbers), [&] { op.callBoxed(values); });
     else
       op.callBoxed(values);
   }
@@ -406,15 +436,14 @@ void run_operation(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
   const auto stream = stream_for(arguments);
   const Returns returns = returns_of(op.schema());
   Stack outputs(returns.argument.size());
-  at::Generator generator;
+  std::optional<platform::Numbers> numbers;
   if (op.hasTag(at::Tag::nondeterministic_seeded))
-    generator = drawn_generator(arguments, stream.device());
-  if (!returns.are_tensors || (generator.defined() && !generator_argument(op)) ||
+    numbers = drawn_numbers(arguments, stream.device());
+  if (!returns.are_tensors || (numbers && !generator_argument(op) && !is_dropout(op)) ||
       (returns.has_new && !new_outputs(op, arguments, stream.device(), outputs)))
-    return run_now(op, stack, arguments, stream, generator);
+    return run_now(op, stack, arguments, stream, numbers);
   resize_empty_outputs(op, arguments);
   Stack values = all_tensors(arguments, as_argument, c10::kCPU);
-  if (generator.defined()) values[*generator_argument(op)] = generator;
   std::vector<IValue> expected;
   for (size_t i = 0; i < outputs.size(); i++) {
     const int same = returns.argument[i];
@@ -422,8 +451,13 @@ void run_operation(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
     expected.push_back(same < 0 ? each_tensor(outputs[i], as_argument, c10::kCPU) : IValue());
   }
   const std::string name = c10::toString(op.operator_name());
-  launch(stream, name, accesses_of(op, arguments, outputs),
-         [op, values, expected] { run_on_cpu(op, values, expected); });
+  Accesses accesses = accesses_of(op, arguments, outputs);
+  if (numbers && numbers->seed_memory)
+    for (const int64_t* one : {numbers->seed_memory, numbers->offset_memory})
+      accesses.push_back({reinterpret_cast<const char*>(one), sizeof *one, false});
+  launch(stream, name, accesses, [op, values, expected, numbers] {
+    run_on_cpu(op, values, expected, numbers);
+  });
 }
 
 // Where kernels find a tensor of the device, or of the host in page-locked memory.

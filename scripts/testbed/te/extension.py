@@ -202,16 +202,23 @@ def _kind_of(quantizer: Any) -> _Kind:
 
 
 def quantize(x: Tensor, quantizer: Any, out: Any = None, noop: Tensor | None = None) -> Any:
+    seen = quantizer.amax.clone() if noop is not None and hasattr(quantizer, "scale") else None
     made = _kind_of(quantizer).build(x.detach(), quantizer)
     if out is None:
         return made
-    if noop is None or not noop.item():
-        for name, value in vars(made).items():
-            if isinstance(value, Tensor) and isinstance(old := getattr(out, name, None), Tensor):
-                old.copy_(value.view_as(old))
-            elif name == "_transpose_invalid":
-                setattr(out, name, value)
+    for name, value in vars(made).items():
+        if isinstance(value, Tensor) and isinstance(old := getattr(out, name, None), Tensor):
+            old.copy_(_unless(noop, old, value.view_as(old)))
+        elif name == "_transpose_invalid":
+            setattr(out, name, value)
+    if seen is not None:
+        quantizer.amax.copy_(_unless(noop, seen, quantizer.amax))
     return out
+
+
+def _unless(noop: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
+    """`new`, but `old` where the device has been told to leave it: the host does not ask."""
+    return new if noop is None else torch.where(noop.bool(), old, new)
 
 
 def create_empty_quantized_tensor(

@@ -26,3 +26,30 @@ def test_each_unsupported_flag_is_refused_by_its_own_row_in_one_line(parser, par
     line = str(refused.value)
     assert line.startswith(f"{row.flag} is not supported with {row.beside}: ")
     assert row.reason in line and row.remedy in line and "\n" not in line
+
+
+_CAPTURING = "--use-asynchzp --bf16 --cuda-graph-impl transformer_engine"
+_EXPERTS = f"{_CAPTURING} --num-experts 4 --moe-token-dispatcher-type alltoall"
+_PADDED = "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0"
+
+
+@pytest.mark.parametrize(
+    ("line", "is_refused"),
+    [
+        (_EXPERTS, True),
+        (f"{_EXPERTS} --cuda-graph-modules attn moe", True),
+        (f"{_EXPERTS} --cuda-graph-scope moe", True),
+        (f"{_EXPERTS} --moe-expert-capacity-factor 1.0", True),
+        (f"{_EXPERTS} {_PADDED} --moe-token-dispatcher-type flex", True),
+        (f"{_EXPERTS} {_PADDED}", False),
+        (f"{_EXPERTS} {_PADDED} --cuda-graph-modules moe", False),
+        (f"{_EXPERTS} --cuda-graph-modules attn moe_router moe_preprocess", False),
+        (f"{_EXPERTS} --cuda-graph-scope attn", False),
+        (f"{_CAPTURING} --hybrid-layer-pattern M*", False),
+        (f"{_CAPTURING} --fp8-format hybrid --fp8-recipe delayed", False),
+    ],
+)
+def test_experts_are_captured_only_where_the_host_knows_their_tokens(parse, line, is_refused):
+    rows = [str(row) for row in REFUSALS if row.is_asked(parse(line))]
+    assert len(rows) == is_refused
+    assert all("--moe-pad-expert-input-to-capacity" in row for row in rows)

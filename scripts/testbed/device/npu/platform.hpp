@@ -31,6 +31,17 @@ void attach_to_allocator(const Note& note) {
   c10_npu::NPUCachingAllocator::get()->attachAllocatorTraceTracker(note);
 }
 
+struct Numbers {
+  uint64_t seed, offset;
+  const int64_t *seed_memory = nullptr, *offset_memory = nullptr;  // of captured graphs: none here
+};
+
+inline Numbers drawn(at::Generator& generator, uint64_t count) {
+  const uint64_t seed = generator.current_seed(), offset = generator.get_offset();
+  generator.set_offset(offset + count);
+  return {seed, offset};
+}
+
 // Without waiting for the task queue.
 inline void* handle_of(const c10::Stream& stream) { return c10_npu::NPUStream(stream).stream(false); }
 
