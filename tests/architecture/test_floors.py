@@ -248,3 +248,13 @@ def test_no_imports_go_in_a_circle():
     paths = [path for folder in (PACKAGE, ROOT / "scripts") for path in folder.rglob("*.py")]
     assert len(paths) > 100
     TopologicalSorter({name(path): imported_modules(path) for path in paths}).prepare()
+
+
+def test_no_includes_of_the_emulated_device_go_in_a_circle():
+    """A source and its header are one."""
+    needs: dict[str, set[str]] = {}
+    for path in (TESTBED / "device").rglob("*.[ch]pp"):
+        found = re.findall(r'^#include "(\w+)\.hpp"', path.read_text(), re.MULTILINE)
+        needs.setdefault(path.stem, set()).update({*found} - {path.stem})
+    assert len(needs) > 20
+    TopologicalSorter(needs).prepare()

@@ -7,10 +7,6 @@
 #include <map>
 #include <mutex>
 
-#include "links.hpp"
-#include "report.hpp"
-#include "stream.hpp"
-
 namespace device {
 namespace {
 
@@ -27,6 +23,13 @@ auto& computing = *new std::map<int, std::map<double, double>>;
 }  // namespace
 
 bool is_time_stated() { return is_stated; }
+
+void start_clock() {
+  std::lock_guard lock(mutex);
+  computing.clear();
+  host = 0;
+  is_stated = true;
+}
 
 void begin_moment(double least, double last) {
   is_of_stream = true;
@@ -91,27 +94,3 @@ double Moments::begin_of(int64_t count) const {
 }
 
 }  // namespace device
-
-using namespace device;
-
-// From here on, when everything submitted so far has run, the clock goes, from 0. Speeds: see Links.
-EXPORT void asynchzp_device_state_time(double inter_nbytes_per_s, double intra_nbytes_per_s,
-                                       double inter_latency_s, double intra_latency_s,
-                                       int ranks_per_node) {
-  Stream::synchronize_all();
-  links() = {inter_nbytes_per_s, intra_nbytes_per_s, inter_latency_s, intra_latency_s,
-             ranks_per_node};
-  {
-    std::lock_guard lock(mutex);
-    computing.clear();
-  }
-  host = 0;
-  is_stated = true;
-  Stream::restart_clock();
-}
-
-EXPORT void asynchzp_device_compute(void* handle, double seconds) {
-  if (!is_stated) end("a kernel that takes a stated time, and no clock: call inside.state_time()");
-  Stream* stream = stream_of(handle);
-  stream->push_kernel([stream, seconds] { compute(stream->device, seconds); });
-}

@@ -20,6 +20,7 @@
 namespace device {
 
 bool is_time_stated();
+void start_clock();  // from 0, when nothing runs
 
 // ---- of the task that this thread of a stream runs
 

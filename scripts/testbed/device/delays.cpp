@@ -12,7 +12,6 @@
 #include <iterator>
 
 #include "report.hpp"
-#include "stream.hpp"
 
 namespace device {
 namespace {
@@ -60,6 +59,12 @@ uint64_t mixed(uint64_t x) {  // splitmix64
 
 const Delays& delays() { return chosen; }
 
+void set_delays(const Delays& delays) {
+  chosen = delays;
+  num_kernels = 0;
+  digest = 0;
+}
+
 int delay_us(int ordinal, int64_t index) {
   uint64_t draw = mixed(chosen.seed);
   for (uint64_t part : {uint64_t(chosen.rank), uint64_t(ordinal), uint64_t(index)})
@@ -102,16 +107,6 @@ void end(const char* format, ...) {
 }  // namespace device
 
 using namespace device;
-
-// Takes effect when everything submitted so far has run; streams are counted anew.
-EXPORT void asynchzp_device_set_delays(int law, uint64_t seed, int rank, int world_size,
-                                       int longest_us) {
-  Stream::synchronize_all();
-  chosen = {Law(law), seed, rank, world_size, longest_us};
-  num_kernels = 0;
-  digest = 0;
-  Stream::count_anew();
-}
 
 EXPORT int64_t asynchzp_device_num_kernels() { return num_kernels; }
 EXPORT uint64_t asynchzp_device_digest() { return digest; }

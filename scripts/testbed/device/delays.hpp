@@ -18,6 +18,7 @@ struct Delays {
 };
 
 const Delays& delays();
+void set_delays(const Delays& delays);  // kernels are counted anew
 
 // Of kernel `index` of the stream that was the `ordinal`-th to get a kernel.
 int delay_us(int ordinal, int64_t index);

@@ -16,6 +16,9 @@ struct HostBlock {
   char* for_kernels = nullptr;  // null: registered, mapped once
 
   static HostBlock holder(const void* address);
+  static size_t in_pages(size_t size);
+  void add() const;
+  void remove() const;
   void allow(Allowed what) const;
   bool operator<(const HostBlock& other) const { return start < other.start; }
 };

@@ -24,8 +24,7 @@ Links& links() {
 double Links::message_s(double nbytes, double inter_share) const {
   const double whole = ranks_per_node * nbytes;
   double seconds = 0;
-  if (inter_share < 1)
-    seconds = whole * (1 - inter_share) / intra_nbytes_per_s + intra_latency_s;
+  if (inter_share < 1) seconds = whole * (1 - inter_share) / intra_nbytes_per_s + intra_latency_s;
   if (inter_share > 0)
     seconds = std::max(seconds, whole * inter_share / inter_nbytes_per_s + inter_latency_s);
   return seconds;

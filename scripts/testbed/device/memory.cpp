@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <cstdlib>
@@ -16,7 +17,7 @@
 #include <mutex>
 #include <vector>
 
-#include "graphs.hpp"
+#include "captures.hpp"
 #include "host_memory.hpp"
 #include "report.hpp"
 #include "stream.hpp"
@@ -54,10 +55,15 @@ void submit(Stream* stream, const char* name, const void* read, const void* writ
 }
 
 void wait_for(Stream* stream) {
-  graphs::refuse(stream, "a wait of the host for it");
+  captures::refuse(stream, "a wait of the host for it");
   const auto done = watch::end_of(stream);
   stream->end().wait();
   watch::order_host(done);
+}
+
+char* mapped(int file, size_t size) {
+  void* start = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  return start == MAP_FAILED ? nullptr : static_cast<char*>(start);
 }
 
 size_t in_pages(size_t size) { return (size + kPage) / kPage * kPage; }
@@ -93,8 +99,8 @@ EXPORT cudaError_t cudaMalloc(void** out, size_t size) {
   size_t free_size, total;
   cudaMemGetInfo(&free_size, &total);
   if (size > free_size) return cudaErrorMemoryAllocation;
-  void* start = mmap(nullptr, in_pages(size), PROT_READ | PROT_WRITE,
-                     MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* start =
+      mmap(nullptr, in_pages(size), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (start == MAP_FAILED) return cudaErrorMemoryAllocation;
   memset(start, kPoison, size);
   std::lock_guard lock(mutex);
@@ -160,11 +166,11 @@ EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cuda
     auto bytes = static_cast<const char*>(from);
     staged = std::make_shared<std::vector<char>>(bytes, bytes + size);
   }
-  submit(stream, "cudaMemcpyAsync", reads_later ? from : nullptr, writes_later ? to : nullptr, size);
+  submit(stream, "cudaMemcpyAsync", reads_later ? from : nullptr, writes_later ? to : nullptr,
+         size);
   void* target = for_kernels(to);
   const void* source = for_kernels(from);
-  stream->push_kernel(
-      [=] { memmove(target, staged ? staged->data() : source, size); });
+  stream->push_kernel([=] { memmove(target, staged ? staged->data() : source, size); });
   if (!writes_later) wait_for(stream);
   return cudaSuccess;
 }
@@ -202,8 +208,47 @@ EXPORT void asynchzp_device_freed(void* start, size_t size, void* stream) {
   const Access access{start, size, true};
   // Within a graph that is no command: after the join nothing would order one of a forked stream,
   // and what was captured later may have these bytes without an allocation that tells.
-  if (graphs::is_forked(stream_of(stream))) return;
-  const auto kind = graphs::of(stream_of(stream)) ? watch::Kind::allocation : watch::Kind::free;
+  if (captures::is_forked(stream_of(stream))) return;
+  const auto kind = captures::of(stream_of(stream)) ? watch::Kind::allocation : watch::Kind::free;
   watch::submit(stream_of(stream), kind, "freeing", &access, 1);
   asynchzp_device_poison(start, size, stream);
+}
+
+// ---- page-locked memory of the host
+
+EXPORT cudaError_t cudaHostAlloc(void** out, size_t size, unsigned) {
+  const int file = memfd_create("page-locked", MFD_CLOEXEC);
+  const size_t whole = HostBlock::in_pages(size);
+  if (file < 0 || ftruncate(file, whole)) return cudaErrorMemoryAllocation;
+  HostBlock block{mapped(file, whole), size, current_device(), mapped(file, whole)};
+  close(file);
+  if (!block.start || !block.for_kernels) return cudaErrorMemoryAllocation;
+  memset(block.start, kPoison, size);
+  block.add();
+  *out = block.start;
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaHostRegister(void* start, size_t size, unsigned) {
+  HostBlock{static_cast<char*>(start), size, current_device(), nullptr}.add();
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaHostUnregister(void* start) {
+  const HostBlock block = HostBlock::holder(start);
+  if (!block.start || block.start != start) return cudaErrorHostMemoryNotRegistered;
+  const auto done = watch::end_of_all(-1);
+  Stream::synchronize_all();
+  watch::order_host(done);
+  watch::forget(block.start, block.size);
+  block.remove();
+  return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaFreeHost(void* start) {
+  const HostBlock block = HostBlock::holder(start);
+  if (auto error = cudaHostUnregister(start)) return error;
+  munmap(block.start, HostBlock::in_pages(block.size));
+  munmap(block.for_kernels, HostBlock::in_pages(block.size));
+  return cudaSuccess;
 }

@@ -22,10 +22,10 @@
 #include <tuple>
 #include <vector>
 
+#include "captures.hpp"
 #include "clock.hpp"
 #include "commands.hpp"
 #include "delays.hpp"
-#include "graphs.hpp"
 #include "links.hpp"
 #include "reduction.hpp"
 #include "report.hpp"
@@ -148,7 +148,8 @@ void run_collective(Room& room, const Call& call, const void* in_start, void* ou
     switch (call.kind) {
       case all_gather:
       case all_to_all:
-        for (int rank = 0; rank < n; rank++) memcpy(out + rank * whole + first, sources[rank], size);
+        for (int rank = 0; rank < n; rank++)
+          memcpy(out + rank * whole + first, sources[rank], size);
         break;
       case broadcast: memcpy(out + first, sources[call.root], size); break;
       case reduce_to:
@@ -311,9 +312,9 @@ ncclResult_t launch(std::vector<Pending> calls) {
     launch(calls);
   };
   for (const Pending& pending : calls)
-    if (graphs::of(stream_of(pending.stream)) != graphs::of(stream_of(calls[0].stream)))
+    if (captures::of(stream_of(pending.stream)) != captures::of(stream_of(calls[0].stream)))
       end("a group of NCCL of which a part is captured is not emulated");
-  if (graphs::keeps(stream_of(calls[0].stream), again)) return ncclSuccess;
+  if (captures::keeps(stream_of(calls[0].stream), again)) return ncclSuccess;
   ncclComm_t comm = calls[0].comm;
   auto room = comm->room;
   auto stream = stream_of(calls[0].stream);

@@ -75,8 +75,8 @@ Type type_as(const char* name) {
 
 // Moved, not added up.
 Type moved_only(const char* name) {
-  return {1, name, [](auto...) { end("sums of 8-bit floating point are not emulated"); },
-          nullptr, nullptr};
+  return {1, name, [](auto...) { end("sums of 8-bit floating point are not emulated"); }, nullptr,
+          nullptr};
 }
 
 Type type_of(ncclDataType_t type) {

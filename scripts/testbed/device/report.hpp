@@ -8,8 +8,7 @@
 namespace device {
 
 // A line before the one that ends it.
-void report(const char* format, ...)
-    __attribute__((format(printf, 1, 2), visibility("default")));
+void report(const char* format, ...) __attribute__((format(printf, 1, 2), visibility("default")));
 
 [[noreturn]] void end(const char* format, ...)
     __attribute__((format(printf, 1, 2), visibility("default")));

@@ -27,7 +27,7 @@ struct Call {
 struct Mailbox {
   std::atomic<uint32_t> is_full;
   uint32_t size;
-  double sent;     // when, by the device's clock
+  double sent;    // when, by the device's clock
   int64_t whole;  // bytes of the message that this is part of
   char bytes[kLetter];
 };

@@ -14,8 +14,10 @@
 #include <mutex>
 #include <string>
 
+#include "captures.hpp"
 #include "clock.hpp"
-#include "graphs.hpp"
+#include "delays.hpp"
+#include "links.hpp"
 #include "report.hpp"
 #include "stream.hpp"
 #include "watch.hpp"
@@ -50,10 +52,6 @@ void install_operations() {
   is_inside = false;
 }
 
-thread_local int current = 0;
-std::mutex defaults_mutex;
-auto& defaults = *new std::map<int, Stream*>;
-
 // What is recorded replaces what was recorded before; who waits already keeps that.
 struct Event {
   struct Record {
@@ -87,21 +85,10 @@ std::shared_ptr<Event::Record> record_for_host(cudaEvent_t handle) {
 }
 
 cudaStream_t new_stream(int priority) {
-  return reinterpret_cast<cudaStream_t>(new Stream(current, priority));
+  return reinterpret_cast<cudaStream_t>(new Stream(current_device(), priority));
 }
 
 }  // namespace
-
-int current_device() { return current; }
-
-Stream* stream_of(void* handle) {
-  if (handle == cudaStreamPerThread) end("the stream per thread is not emulated");
-  if (handle && handle != cudaStreamLegacy) return static_cast<Stream*>(handle);
-  std::lock_guard lock(defaults_mutex);
-  Stream*& stream = defaults[current];
-  if (!stream) stream = new Stream(current, 0);
-  return stream;
-}
 
 }  // namespace device
 
@@ -116,13 +103,13 @@ EXPORT cudaError_t cudaGetDeviceCount(int* count) {
 }
 
 EXPORT cudaError_t cudaGetDevice(int* index) {
-  *index = current;
+  *index = current_device();
   return cudaSuccess;
 }
 
 EXPORT cudaError_t cudaSetDevice(int index) {
   if (index < 0 || index >= num_devices()) return cudaErrorInvalidDevice;
-  current = index;
+  set_current_device(index);
   return cudaSuccess;
 }
 
@@ -185,14 +172,16 @@ EXPORT cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
 }
 
 EXPORT cudaError_t cudaDeviceSynchronize() {
-  graphs::refuse(nullptr, "cudaDeviceSynchronize");
-  const auto done = watch::end_of_all(current);
-  Stream::synchronize_all(current);
+  captures::refuse(nullptr, "cudaDeviceSynchronize");
+  const auto done = watch::end_of_all(current_device());
+  Stream::synchronize_all(current_device());
   watch::order_host(done);
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaGetLastError() { return cudaSuccess; }  // a kernel that fails ends the process
+EXPORT cudaError_t cudaGetLastError() {
+  return cudaSuccess;
+}  // a kernel that fails ends the process
 EXPORT cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
 
 EXPORT const char* cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(error); }
@@ -212,8 +201,7 @@ EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** out
                                                     unsigned long long,
                                                     cudaDriverEntryPointQueryResult* result) {
   *out = dlsym(RTLD_DEFAULT, name);
-  if (result)
-    *result = *out ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  if (result) *result = *out ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 
@@ -249,7 +237,7 @@ EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
 }
 
 EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  graphs::refuse(stream_of(stream), "a wait of the host for it");
+  captures::refuse(stream_of(stream), "a wait of the host for it");
   const auto done = watch::end_of(stream_of(stream));
   stream_of(stream)->end().wait();
   watch::order_host(done);
@@ -259,7 +247,7 @@ EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 // Programming Guide, "Explicit Synchronization": a query tells whether all preceding commands in
 // the stream have completed.
 EXPORT cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  graphs::refuse(stream_of(stream), "cudaStreamQuery of it");
+  captures::refuse(stream_of(stream), "cudaStreamQuery of it");
   const auto done = watch::end_of(stream_of(stream));
   if (!stream_of(stream)->end().is_reached()) return cudaErrorNotReady;
   watch::order_host(done);
@@ -293,15 +281,15 @@ EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) {
 EXPORT cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
   Stream* stream = stream_of(stream_handle);
   auto record = std::make_shared<Event::Record>();
-  if ((record->capture = graphs::of(stream))) {
-    record->number = graphs::record(stream);
+  if ((record->capture = captures::of(stream))) {
+    record->number = captures::record(stream);
     set_record(handle, record);
     return cudaSuccess;
   }
   record->known = watch::end_of(stream);
   record->position = stream->push([record] {
-    record->at = is_time_stated() ? Clock::rep(1e9 * moment())
-                                  : Clock::now().time_since_epoch().count();
+    record->at =
+        is_time_stated() ? Clock::rep(1e9 * moment()) : Clock::now().time_since_epoch().count();
   });
   set_record(handle, record);
   return cudaSuccess;
@@ -334,10 +322,10 @@ EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
   auto record = record_of(event);
   if (!record) return cudaSuccess;
   if (record->capture) {
-    graphs::wait(record->capture, stream_of(stream), record->number);
+    captures::wait(record->capture, stream_of(stream), record->number);
     return cudaSuccess;
   }
-  graphs::refuse(stream_of(stream), "a wait for an event from outside of the capture");
+  captures::refuse(stream_of(stream), "a wait for an event from outside of the capture");
   watch::order_stream(stream_of(stream), record->known);
   stream_of(stream)->push_wait(record->position);
   return cudaSuccess;
@@ -349,4 +337,47 @@ EXPORT cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t first, cudaEvent_
   if (!from->position.is_reached() || !to->position.is_reached()) return cudaErrorNotReady;
   *ms = std::chrono::duration<float, std::milli>(Clock::duration(to->at - from->at)).count();
   return cudaSuccess;
+}
+
+// ---- operations.cpp, a library of its own
+
+EXPORT void asynchzp_device_launch(void* stream, std::function<void()>* run) {
+  stream_of(stream)->push_kernel(std::move(*run));
+}
+
+EXPORT void asynchzp_device_synchronize(void* stream) {
+  cudaStreamSynchronize(static_cast<cudaStream_t>(stream));
+}
+
+EXPORT bool asynchzp_device_is_captured(void* stream) {
+  return captures::of(stream_of(stream)) != 0;
+}
+
+// ---- the clock and the delays of tests
+
+// From here on, when everything submitted so far has run, the clock goes, from 0. Speeds: see
+// Links.
+EXPORT void asynchzp_device_state_time(double inter_nbytes_per_s, double intra_nbytes_per_s,
+                                       double inter_latency_s, double intra_latency_s,
+                                       int ranks_per_node) {
+  Stream::synchronize_all();
+  links() = {inter_nbytes_per_s, intra_nbytes_per_s, inter_latency_s, intra_latency_s,
+             ranks_per_node};
+  start_clock();
+  Stream::restart_clock();
+}
+
+EXPORT void asynchzp_device_compute(void* handle, double seconds) {
+  if (!is_time_stated())
+    end("a kernel that takes a stated time, and no clock: call inside.state_time()");
+  Stream* stream = stream_of(handle);
+  stream->push_kernel([stream, seconds] { compute(stream->device, seconds); });
+}
+
+// Takes effect when everything submitted so far has run; streams are counted anew.
+EXPORT void asynchzp_device_set_delays(int law, uint64_t seed, int rank, int world_size,
+                                       int longest_us) {
+  Stream::synchronize_all();
+  set_delays({Law(law), seed, rank, world_size, longest_us});
+  Stream::count_anew();
 }

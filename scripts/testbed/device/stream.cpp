@@ -2,6 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "stream.hpp"
 
+#include <cuda_runtime_api.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -11,18 +13,18 @@
 #include <utility>
 #include <vector>
 
+#include "captures.hpp"
 #include "commands.hpp"
 #include "delays.hpp"
-#include "graphs.hpp"
 #include "report.hpp"
-#include "watch.hpp"
 
 namespace device {
 
 // A hardware queue: its commands run one after the other, whatever their streams. That is the
 // strictest device that CUDA allows: it promises nowhere that two kernels run at the same time, and
 // CUDA_DEVICE_MAX_CONNECTIONS says how many such queues there are (Programming Guide, "Environment
-// Variables" and "Implicit Synchronization"; NCCL, "Using multiple NCCL communicators concurrently").
+// Variables" and "Implicit Synchronization"; NCCL, "Using multiple NCCL communicators
+// concurrently").
 struct Queue {
   std::mutex mutex;
   std::condition_variable first_changed;
@@ -61,6 +63,8 @@ auto& all_mutex = *new std::mutex;
 std::atomic<int> next_ordinal{0}, next_number{0};
 std::atomic<Clock::rep> last_submission{0};
 thread_local bool is_of_stream = false;
+thread_local int current = 0;
+auto& defaults = *new std::map<int, Stream*>;  // of each device
 
 bool is_quiet() {
   return Clock::now().time_since_epoch() - Clock::duration(last_submission) > kQuiet;
@@ -93,7 +97,8 @@ Stream::Stream(int device, int priority) : device(device), priority(priority) {
 }
 
 Position Stream::push_kernel(std::function<void()> run, const std::string& of_collective) {
-  if (graphs::keeps(this, [run, of_collective](Stream* s) { s->push_kernel(run, of_collective); }))
+  if (captures::keeps(this,
+                      [run, of_collective](Stream* s) { s->push_kernel(run, of_collective); }))
     return {};
   int us;
   {
@@ -114,20 +119,19 @@ void Stream::push_wait(Position other) {
 }
 
 void Stream::push_wait_begun(Position kernel) {
-  if (kernel.stream && kernel.stream != this)
-    add([kernel] { kernel.wait_begun(); }, Kind::wait);
+  if (kernel.stream && kernel.stream != this) add([kernel] { kernel.wait_begun(); }, Kind::wait);
 }
 
 Position Stream::push(std::function<void()> run) { return add(std::move(run), Kind::mark); }
 
 Position Stream::push_beside(std::function<void()> run) {
-  if (graphs::keeps(this, [run](Stream* s) { s->push_beside(run); })) return {};
+  if (captures::keeps(this, [run](Stream* s) { s->push_beside(run); })) return {};
   return add(std::move(run), Kind::beside);
 }
 
 Position Stream::add(std::function<void()> run, Kind kind, const std::string& of_collective,
                      Position after) {
-  graphs::refuse(this, "a command that a graph does not keep");
+  captures::refuse(this, "a command that a graph does not keep");
   last_submission = Clock::now().time_since_epoch().count();
   std::lock_guard lock(mutex_);
   submitted_++;
@@ -176,8 +180,8 @@ void Stream::work() {
     const Position mine{this, completed_ + 1};
     lock.unlock();
     if (task.is_queued) queue_->await_turn(mine);
-    // A kernel leaves its queue when it begins, a wait when it is over, and a mark is a part of what
-    // is before it: [Note: the device's clock].
+    // A kernel leaves its queue when it begins, a wait when it is over, and a mark is a part of
+    // what is before it: [Note: the device's clock].
     const bool takes_turn = task.is_queued && task.kind != Kind::mark;
     begin_moment(takes_turn ? std::max(task.issued, queue_->left) : task.issued, moments_.last);
     task.run();
@@ -249,20 +253,17 @@ void Stream::restart_clock() {
   }
 }
 
+int current_device() { return current; }
+void set_current_device(int device) { current = device; }
+
+Stream* stream_of(void* handle) {
+  if (handle == cudaStreamPerThread) end("the stream per thread is not emulated");
+  if (handle && handle != cudaStreamLegacy) return static_cast<Stream*>(handle);
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  Stream*& stream = defaults[current];
+  if (!stream) stream = new Stream(current, 0);
+  return stream;
+}
+
 }  // namespace device
-
-// What operations.cpp puts on streams: a kernel with the name of its operation.
-EXPORT void asynchzp_device_launch(void* stream, std::function<void()>* run) {
-  device::stream_of(stream)->push_kernel(std::move(*run));
-}
-
-EXPORT void asynchzp_device_synchronize(void* stream) {
-  device::graphs::refuse(device::stream_of(stream), "a wait of the host for it");
-  const auto done = device::watch::end_of(device::stream_of(stream));
-  device::stream_of(stream)->end().wait();
-  device::watch::order_host(done);
-}
-
-EXPORT bool asynchzp_device_is_captured(void* stream) {
-  return device::graphs::of(device::stream_of(stream)) != 0;
-}

@@ -83,6 +83,7 @@ struct Stream {
 
 // The stream that a handle of the API stands for: null is the current device's default stream.
 Stream* stream_of(void* handle);
-int current_device();
+int current_device();  // of this thread
+void set_current_device(int device);
 
 }  // namespace device

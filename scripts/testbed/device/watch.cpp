@@ -16,7 +16,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "graphs.hpp"
+#include "captures.hpp"
 #include "host_memory.hpp"
 #include "report.hpp"
 #include "stream.hpp"
@@ -70,7 +70,7 @@ Mode from_environment() {
 }
 
 std::atomic<Mode> mode{from_environment()};
-Gather gather = nullptr;
+Gather traceback_of_here = nullptr;
 TextOf text_of_traceback = nullptr;
 auto& cells = *new Cells;
 auto& lines = *new std::vector<Line>;
@@ -89,8 +89,7 @@ void join(Clock& clock, const Clock& other) {
 }
 
 bool includes(const Clock& clock, const Operation& operation) {
-  return size_t(operation.stream) < clock.size() &&
-         clock[operation.stream] >= operation.number;
+  return size_t(operation.stream) < clock.size() && clock[operation.stream] >= operation.number;
 }
 
 Line& line_of(Stream* stream) {
@@ -110,7 +109,7 @@ auto& in_use = *new std::map<HostBlock, std::vector<Use>>;
 void protect(const HostBlock& block, const std::vector<Use>& uses) {
   auto writes = [](const Use& one) { return one.writes; };
   const bool is_written = std::any_of(uses.begin(), uses.end(), writes);
-  block.allow(is_written      ? Allowed::nothing
+  block.allow(is_written     ? Allowed::nothing
               : uses.empty() ? Allowed::everything
                              : Allowed::reading);
 }
@@ -247,8 +246,8 @@ void tell(const Fault& fault) {
   auto verb = [](bool writes) { return writes ? " writes " : " reads "; };
   char start[32];
   snprintf(start, sizeof start, "%p", reinterpret_cast<void*>(fault.start));
-  const std::string what = text_of(*fault.now) + verb(fault.writes) + std::to_string(fault.size) +
-                           " bytes at " + start;
+  const std::string what =
+      text_of(*fault.now) + verb(fault.writes) + std::to_string(fault.size) + " bytes at " + start;
   const std::string before = text_of(*fault.before);
   if (fault.before->kind == Kind::free && fault.now->kind == Kind::kernel)
     tell(what + " after " + before + " has taken them back", {&*fault.before, &*fault.now});
@@ -266,10 +265,10 @@ void submit(Stream* stream, Kind kind, const std::string& name, const Access* ac
             size_t count) {
   if (mode == Mode::off) return;
   std::vector<Access> kept(accesses, accesses + count);
-  if (graphs::keeps(stream, [=](Stream* s) { submit(s, kind, name, kept.data(), kept.size()); }))
+  if (captures::keeps(stream, [=](Stream* s) { submit(s, kind, name, kept.data(), kept.size()); }))
     return;
   // The caching allocator calls with its lock held.
-  Traceback traceback = gather ? gather(kind == Kind::kernel) : nullptr;
+  Traceback traceback = traceback_of_here ? traceback_of_here(kind == Kind::kernel) : nullptr;
   std::unique_lock lock(mutex);
   has_submitted = true;
   join(host, seen_here);
@@ -379,9 +378,9 @@ EXPORT const char* asynchzp_device_noted() {
   return text.c_str();
 }
 
-EXPORT void asynchzp_device_keep_tracebacks(watch::Gather gather, watch::TextOf text_of) {
-  watch::text_of_traceback = text_of;
-  watch::gather = gather;
+EXPORT void asynchzp_device_keep_tracebacks(watch::Gather of_here, watch::TextOf as_text) {
+  watch::text_of_traceback = as_text;
+  watch::traceback_of_here = of_here;
 }
 
 // For operations.cpp, which is a library of its own.

@@ -102,10 +102,10 @@ EXPORT cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, i
   refuse(kernel);
 }
 EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int*, const void* kernel,
-                                                                         int, size_t, unsigned) {
+                                                                          int, size_t, unsigned) {
   refuse(kernel);
 }
 EXPORT cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int*, const void* kernel, int,
-                                                                size_t) {
+                                                                 size_t) {
   refuse(kernel);
 }

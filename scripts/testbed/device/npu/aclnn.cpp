@@ -33,10 +33,20 @@ struct Executor {
 
 size_t size_of(int type) {
   switch (type) {
-    case 2: case 4: case 12: return 1;
-    case 1: case 6: case 7: case 27: return 2;
-    case 0: case 3: case 8: return 4;
-    case 9: case 10: case 11: case 16: return 8;
+    case 2:
+    case 4:
+    case 12: return 1;
+    case 1:
+    case 6:
+    case 7:
+    case 27: return 2;
+    case 0:
+    case 3:
+    case 8: return 4;
+    case 9:
+    case 10:
+    case 11:
+    case 16: return 8;
     default: device::end("aclnn's type %d is not emulated", type);
   }
 }
@@ -69,8 +79,7 @@ EXPORT Error aclDestroyScalar(const void* scalar) {
   return 0;
 }
 
-EXPORT Error aclnnConstantPadNdGetWorkspaceSize(const Tensor* self,
-                                                const std::vector<int64_t>* pad,
+EXPORT Error aclnnConstantPadNdGetWorkspaceSize(const Tensor* self, const std::vector<int64_t>* pad,
                                                 const std::vector<char>* value, Tensor* out,
                                                 uint64_t* nbytes, Executor** executor) {
   *nbytes = 0;

@@ -39,7 +39,10 @@ Type type_of(int type) {
     case 9: return {ncclUint32, 4, false};
     case 10: return {ncclFloat64, 8, false};
     case 11: return {ncclBfloat16, 2, true};
-    case 14: case 15: case 16: case 17: return {ncclUint8, 1, false};
+    case 14:
+    case 15:
+    case 16:
+    case 17: return {ncclUint8, 1, false};
     default: device::end("HCCL's type %d is not emulated", type);
   }
 }
