@@ -16,11 +16,14 @@ _LEAST = "2.15.0"
 _ANSWERS = {"mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_available"}
 
 
-def refuse_missing_fp8(args: Namespace) -> None:
-    """Raise ConfigurationError where this machine cannot compute what --fp8-format asks for."""
-    if not args.fp8:
+def refuse_missing_te(args: Namespace) -> None:
+    """Raise ConfigurationError where this machine cannot compute what --fp8-format asks for, or has
+    nothing that captures the layers of --cuda-graph-impl."""
+    if not args.fp8 and args.cuda_graph_impl != "transformer_engine":
         return
     what = f"--fp8-format {args.fp8} --fp8-recipe {args.fp8_recipe}"
+    if not args.fp8:
+        what = "--cuda-graph-impl transformer_engine"
     from megatron.core.utils import get_te_version, is_te_min_version
 
     try:
@@ -35,6 +38,8 @@ def refuse_missing_fp8(args: Namespace) -> None:
             f"{what} needs Transformer Engine {_LEAST} or later, and {get_te_version()} is "
             "installed; install a later one, or leave the flags out"
         )
+    if not args.fp8:
+        return
     is_available = getattr(te, _ANSWERS.get(args.fp8_recipe, "is_fp8_available"))
     is_possible, reason = is_available(return_reason=True)
     if not is_possible:

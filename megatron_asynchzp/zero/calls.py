@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.zero.tensors_within import tensors_within
 from megatron_asynchzp.zero.unit import HZPUnit
 
@@ -114,15 +115,30 @@ def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: Engine) -> "Wra
     no hook of torch hears of: a captured graph. Returns a handle."""
     before, after = hooks_of_call(units, runtime)
     kind = type(module)
+    captured: list[torch.Size] = []
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A replay would copy another shape into the captured one, where it can be expanded to it.
+        inputs = (*args, *kwargs.values())
+        shape = next((one.shape for one in inputs if isinstance(one, torch.Tensor)), None)
         if runtime.is_rehearsing:
+            captured.extend(() if shape is None else (shape,))
             return kind.__call__(self, *args, **kwargs)
+        if self.training and captured and shape not in captured:
+            raise ConfigurationError(_other_shape(units, shape, captured[0]))
         return called(module, partial(kind.__call__, self), before, after, args, kwargs)
 
     names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     module.__class__ = type(kind.__name__, (kind,), names)
     return WrappedCalls(module, kind)
+
+
+def _other_shape(units: list[HZPUnit], shape: torch.Size | None, captured: torch.Size) -> str:
+    return (
+        f"{units[0].name} is called with a tensor of {[*(shape or ())]}, and its CUDA graph was "
+        f"captured with {[*captured]}: keep the micro-batch size and the sequence length, or drop "
+        "--cuda-graph-impl"
+    )
 
 
 class WrappedCalls:

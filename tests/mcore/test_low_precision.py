@@ -11,14 +11,19 @@ import pytest
 from packaging.version import Version
 
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.low_precision import refuse_missing_fp8
+from megatron_asynchzp.mcore.low_precision import refuse_missing_te
 
 
-def refusal(recipe: str = "tensorwise") -> str:
+def asked(recipe: str | None, graphs: str = "none") -> Namespace:
+    return Namespace(fp8=recipe and "hybrid", fp8_recipe=recipe, cuda_graph_impl=graphs)
+
+
+def refusal(recipe: str | None = "tensorwise", graphs: str = "none") -> str:
     with pytest.raises(ConfigurationError) as refused:
-        refuse_missing_fp8(Namespace(fp8="hybrid", fp8_recipe=recipe))
+        refuse_missing_te(asked(recipe, graphs))
     line = str(refused.value)
-    assert line.startswith(f"--fp8-format hybrid --fp8-recipe {recipe}") and "\n" not in line
+    what = f"--fp8-format hybrid --fp8-recipe {recipe}" if recipe else f"--cuda-graph-impl {graphs}"
+    assert line.startswith(what) and "\n" not in line
     return line
 
 
@@ -43,12 +48,13 @@ def installed(monkeypatch):
 
 def test_nothing_is_asked_of_a_run_without_fp8(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    refuse_missing_fp8(Namespace(fp8=None, fp8_recipe="delayed"))
+    refuse_missing_te(asked(None))
 
 
 def test_a_missing_transformer_engine_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     assert "pip install" in refusal()
+    assert "pip install" in refusal(None, "transformer_engine")
 
 
 @pytest.mark.parametrize("version, is_known", [("2.14.1", False), ("2.15.0", True)])
@@ -57,13 +63,15 @@ def test_a_transformer_engine_that_is_too_old_is_named_with_its_version(
 ):
     installed(version, "is_fp8_available")
     if is_known:
-        refuse_missing_fp8(Namespace(fp8="hybrid", fp8_recipe="tensorwise"))
+        refuse_missing_te(asked("tensorwise"))
+        refuse_missing_te(asked(None, "transformer_engine"))
     else:
         assert f"{version} is installed" in refusal()
+        assert f"{version} is installed" in refusal(None, "transformer_engine")
 
 
 @pytest.mark.parametrize(
-    "recipe, asked",
+    "recipe, question",
     [
         ("tensorwise", "is_fp8_available"),
         ("delayed", "is_fp8_available"),
@@ -71,8 +79,8 @@ def test_a_transformer_engine_that_is_too_old_is_named_with_its_version(
         ("mxfp8", "is_mxfp8_available"),
     ],
 )
-def test_each_recipe_is_asked_of_the_gpu_by_its_own_question(installed, recipe, asked):
-    installed("2.18.0", asked)
-    refuse_missing_fp8(Namespace(fp8="hybrid", fp8_recipe=recipe))
+def test_each_recipe_is_asked_of_the_gpu_by_its_own_question(installed, recipe, question):
+    installed("2.18.0", question)
+    refuse_missing_te(asked(recipe))
     installed("2.18.0")
-    assert f"no {asked} here" in refusal(recipe)
+    assert f"no {question} here" in refusal(recipe)

@@ -5,13 +5,18 @@ used, and the memory that the formula says."""
 
 import random
 from collections import defaultdict
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import nn
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
 from megatron_asynchzp.sharding.in_flight import UnitInFlight, memory_in_flight
 from megatron_asynchzp.sharding.seats import seats_of
+from megatron_asynchzp.zero.calls import wrap_calls
 from megatron_asynchzp.zero.unit import HZPUnit
 from tests.support.scheduler_program import Program, Step, UnitShape, execute
 
@@ -117,3 +122,24 @@ def test_the_states_of_units_with_a_seat_stay_where_a_graph_reads_them():
     done = execute(Program((UnitShape(is_seated=True),) * 2, (Step(),)))
     with pytest.raises(ConfigurationError, match=r"^sleep\(\) beside CUDA graphs: .*$"):
         done.scheduler.between_steps("sleep()")
+
+
+def test_another_shape_than_was_captured_is_refused_in_one_line():
+    module, runtime, unit = nn.Linear(8, 8), mock.Mock(is_rehearsing=True), mock.Mock()
+    unit.name = "layers.0"
+    handle = wrap_calls(module, [unit], runtime)
+    module(torch.zeros(4, 2, 8))
+    runtime.is_rehearsing = False
+    assert runtime.mock_calls == []
+    module(input=torch.zeros(4, 2, 8))
+    assert [call[0] for call in runtime.mock_calls] == ["before_forward", "after_forward"]
+    others: list[Any] = [torch.zeros(4, 1, 8), torch.zeros(5, 2, 8), torch.zeros(8)]
+    for other in others:
+        with pytest.raises(
+            ConfigurationError, match=r"^layers\.0 .* captured with \[4, 2, 8\]: .*$"
+        ):
+            module(other)
+        module.eval()(other)  # without a graph
+        module.train()
+    handle.remove()
+    assert type(module) is nn.Linear

@@ -182,6 +182,15 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
     ),
     *because(
+        "a pipeline's graphs are captured for one number of micro-batches",
+        "use one --global-batch-size",
+        _graphs(
+            "--pipeline-model-parallel-size 2 --step-batch-size-schedule 0:8,10:16",
+            lambda args: args.pipeline_model_parallel_size > 1 and args.step_batch_size_schedule,
+            "transformer_engine with pipelines and --step-batch-size-schedule",
+        ),
+    ),
+    *because(
         "beside sharded parameters that has not been tested in a captured layer",
         "name other parts of a layer with --cuda-graph-modules, or drop --cuda-graph-impl",
         _graphs(

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from inspect import signature
 from typing import Any
 
+from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.shard_sizes import node_size
 from megatron_asynchzp.mcore.patch import replaces, run_args
 
@@ -44,10 +45,10 @@ def _build_in_shards(original: Callable, args: tuple, options: dict[str, Any]) -
     if run is None or not given.arguments["wrap_with_ddp"]:
         return original(*args, **options)
     from megatron_asynchzp.mcore.construction import constructing
-    from megatron_asynchzp.mcore.low_precision import refuse_missing_fp8
+    from megatron_asynchzp.mcore.low_precision import refuse_missing_te
     from megatron_asynchzp.mcore.settings import Settings
 
-    refuse_missing_fp8(run)
+    refuse_missing_te(run)
     if run.rank == 0:
         print("megatron_asynchzp: building the model, one layer at a time", flush=True)
     pg_collection = given.arguments["pg_collection"] or _process_groups()
@@ -186,7 +187,14 @@ def capture_layers(original: Callable, model: Sequence, *args: Any, **options: A
             with ExitStack() as chunks:
                 for chunk in model:
                     chunks.enter_context(chunk.runtime.rehearsing())
-                capture()
+                try:
+                    capture()
+                except RuntimeError as error:
+                    raise ConfigurationError(
+                        "--cuda-graph-impl transformer_engine: a layer cannot be captured "
+                        f"({str(error).partition(chr(10))[0]}); name other parts of it with "
+                        "--cuda-graph-modules, or drop the flag"
+                    ) from error
 
         helper.create_cudagraphs = create_cudagraphs
     return helper

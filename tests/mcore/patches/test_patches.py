@@ -10,6 +10,7 @@ import re
 import sys
 from argparse import ArgumentParser, Namespace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from megatron_asynchzp.mcore.patch import (
     remove_patches,
     replaces,
 )
-from megatron_asynchzp.mcore.patches import table
+from megatron_asynchzp.mcore.patches import model, table
 from megatron_asynchzp.mcore.rounded_adam import MomentDtypes
 from megatron_asynchzp.versions import MEGATRON
 
@@ -283,3 +284,14 @@ def test_what_the_cpu_cannot_do_is_one_line(monkeypatch):
     monkeypatch.setattr(cpu_platform, "apply_cpu_defaults", refuse)
     with pytest.raises(ConfigurationError, match="CPU platform: --fp8: needs a GPU"):
         _replacement("validate_args", _Recorder())(Namespace(rank=0))
+
+
+def test_what_cannot_be_captured_ends_in_one_line_and_the_rehearsal_with_it(monkeypatch):
+    monkeypatch.setattr(model, "run_args", Namespace)
+    chunk, helper = mock.MagicMock(), mock.Mock()
+    helper.create_cudagraphs.side_effect = RuntimeError("operation not permitted\nin a capture")
+    made = model.capture_layers.make(lambda *args: helper)([chunk])
+    line = r"^--cuda-graph-impl .*operation not permitted\); name other parts .*$"
+    with pytest.raises(ConfigurationError, match=line):
+        made.create_cudagraphs()
+    assert chunk.runtime.rehearsing.return_value.__exit__.call_count == 1
