@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the lines of scripts/train/census.py into counts, and a table of what does not start."""
+"""Turns the lines of scripts/train/census.py into counts, and a table by hardware."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,18 +11,6 @@ def count(lines: Sequence[dict], what: str) -> str:
     if what == "cases":
         return str(len(lines))
     return str(sum(line[what] is None for line in lines))
-
-
-def table(lines: Sequence[dict]) -> str:
-    """A row for each flag, and for Megatron's own reasons, most cases first."""
-    refused = Counter(
-        (line["ours"]["by"], _reason(line["ours"])) for line in lines if line["ours"] is not None
-    )
-    rows = ["| refused by | cases | reason |", "| --- | --- | --- |"]
-    for (by, reason), cases in sorted(refused.items(), key=lambda one: (-one[1], one[0])):
-        who = "Megatron itself" if by == "Megatron" else f"`{by}`"
-        rows.append(f"| {who} | {cases} | {reason} |")
-    return "\n".join(rows)
 
 
 def by_hardware(lines: Sequence[dict]) -> str:
@@ -47,6 +35,7 @@ def lost(lines: Sequence[dict]) -> str:
     return ", ".join(f"`{name}` {count}" for name, count in names.most_common())
 
 
-def _reason(refusal: dict) -> str:
-    """Of "FLAG is not supported with --use-asynchzp: REASON; REMEDY", or the whole message."""
-    return refusal["why"].split(" --use-asynchzp: ")[-1].split("; ")[0].rstrip(".")
+def refused(lines: Sequence[dict]) -> str:
+    """By which flag, and how many."""
+    names = Counter(line["ours"]["by"] for line in lines if line["ours"] is not None)
+    return ", ".join(f"`{name}` {count}" for name, count in names.most_common())

@@ -179,9 +179,10 @@ def census_count(what: str) -> str:
 
 
 def recipes_count(what: str) -> str:
-    """what: as for census_table.count, or "lost": what is switched off, and in how many."""
+    """what: as for census_table.count, or what is "lost" or "refused", and in how many."""
     lines = read_record("recipes").lines
-    return census_table.lost(lines) if what == "lost" else census_table.count(lines, what)
+    named = {"lost": census_table.lost, "refused": census_table.refused}
+    return named[what](lines) if what in named else census_table.count(lines, what)
 
 
 def faults_count(program: str, what: str) -> str:

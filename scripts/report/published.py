@@ -35,7 +35,7 @@ from scripts.report.records import NotRecorded, Record, read_record
 MIB = 2**20
 # What nearly all was measured with; docs/results/README.md says so once.
 USUAL = {"Python": "3.12.1", "torch": "2.13.0", "megatron-core": "0.19.2"}
-_MOST_COMMANDS = 2
+_MOST_COMMANDS = 1
 _MOST_CHARACTERS = 130
 # Tables as text, and their records. What made them is in the history, at the record's tag.
 RECORDED = {
@@ -43,9 +43,9 @@ RECORDED = {
     "early update": "early_update",
     "grad wire": "grad_wire",
     "launch orders": "launch_orders",
-    "pasa forward": "pasa_accuracy",
     "pasa gradient": "pasa_accuracy",
     "pasa training": "pasa_training",
+    "pipeline": "pipeline",
 }
 
 
@@ -81,20 +81,13 @@ def provenance(name: str) -> str:
         found = {"Python": first["python"], **first["versions"]}
         parts += [f"{first['cpus']} cores"] if first["cpus"] != 2 else []
         parts += [f"{name} {it}" for name, it in found.items() if it and it != USUAL.get(name)]
-    tags = sorted({run["tag"] for run in runs if "tag" in run})
-    at = f" at the tag {', '.join(tags)}" if tags else ""
+    where = f"{', '.join(parts)}. Record: `docs/results/records/{name}.jsonl`"
+    if tags := sorted({run["tag"] for run in runs if "tag" in run}):
+        return f"{where}, made at the tag {', '.join(tags)} by the command that it names."
     commands = list(dict.fromkeys(_shortened(run["command"]) for run in runs))
     if more := len(commands[_MOST_COMMANDS:]):
         commands[_MOST_COMMANDS:] = [f"# and {more} more: in the record"]
-    return "\n".join(
-        [
-            f"{', '.join(parts)}. Record: `docs/results/records/{name}.jsonl`, made{at} by",
-            "",
-            "```sh",
-            *commands,
-            "```",
-        ]
-    )
+    return "\n".join([f"{where}, made by", "", "```sh", *commands, "```"])
 
 
 def parity() -> str:
@@ -127,23 +120,6 @@ def recorded(name: str, record: str) -> str:
     """The table `name` that a record holds as text, or the only one."""
     tables = [line for line in read_record(record).lines if line.get("kind") == "table"]
     return next(one["markdown"] for one in tables if one.get("name", name) == name)
-
-
-def pipeline() -> str:
-    """Gathers, then reductions, of each layer in one step, by depth and stage."""
-    rows: dict[tuple, list[dict]] = {}
-    for line in read_record("pipeline").lines:
-        if "layers" in line["unit"]:
-            rows.setdefault((line["layers_of_a_stage"], line["stage"]), []).append(line)
-    parts = ["| layers of a stage | stage | gathers of each layer | reductions of each layer |"]
-    parts.append("|---:|---:|---|---|")
-    for (layers, stage), units in rows.items():
-        gathers = ", ".join(str(unit["gathers"]) for unit in units)
-        reductions = sorted({unit["reductions"] for unit in units})
-        parts.append(
-            f"| {layers} | {stage} | {gathers} | {' or '.join(map(str, reductions))} each |"
-        )
-    return "\n".join(parts)
 
 
 def quickstart() -> str:
@@ -211,14 +187,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "host cost": host_cost,
     **{name: partial(recorded, name, record) for name, record in RECORDED.items()},
     "muon": lambda: f"{recorded('muon', 'muon')}\n\n{provenance('muon')}",
-    "pipeline": pipeline,
     "quickstart": quickstart,
     "planner": lambda: planner_table.markdown(read_record("planner_published").lines),
     "planner testbed": lambda: planner_table.testbed(read_record("planner_testbed").lines),
     "peaks": lambda: peak_table.table(read_record("peaks").lines),
     "real size": lambda: peak_table.table(read_record("real_size").lines),
     "recipes": lambda: census_table.by_hardware(read_record("recipes").lines),
-    "recipes refused": lambda: census_table.table(read_record("recipes").lines),
     "versions": lambda: versions_table.versions_table(read_record("versions").lines),
     "versions checkpoints": lambda: versions_table.moves_table(read_record("versions").lines),
     "faults lines": lambda: fault_table.ends(read_record("faults").lines, "library"),
