@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What people do out of habit with `shard`: it trains as in one process, or ends in one line."""
 
-import copy
 import os
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -81,17 +79,6 @@ def a_loss_of_a_frozen_copy(model, step, rank):
         yield (loss - target) ** 2
 
 
-LOSSES = {
-    losses.__name__: losses
-    for losses in (
-        several_backwards_without_a_word,
-        two_forwards_one_backward,
-        two_forwards_two_backwards,
-        a_forward_without_backward,
-        a_gradient_penalty,
-        a_loss_of_a_frozen_copy,
-    )
-}  # fmt: skip
 Losses = Callable[[nn.Module, int, int], Iterable[torch.Tensor]]
 
 
@@ -140,29 +127,6 @@ def train(sharded: ShardedModel, losses: Losses, take_step: Step = usual_step) -
     return seen
 
 
-def check_losses(all_sizes: Sequence[Sequence[int]], names: Sequence[str]) -> None:
-    for name in names:
-        expected = train_plainly(build_toy(), LOSSES[name], dist.get_world_size())
-        for sizes in all_sizes:
-            with sharded_toy(sizes) as sharded:
-                assert train(sharded, LOSSES[name]) == expected, (name, sizes)
-
-
-@pytest.mark.habit(
-    "several backwards in a step",
-    "a forward whose backward never comes",
-    "two forwards and one backward",
-    "a gradient penalty",
-)
-def test_whatever_is_handed_to_backward_trains_as_in_one_process():
-    run_ranks(check_losses, 2, SIZES, list(LOSSES))
-
-
-@pytest.mark.slow  # fast above, on two ranks
-def test_two_forwards_and_one_backward_train_as_in_one_process_for_every_kind_of_sizes():
-    run_ranks(check_losses, 4, SIZES_OF_4, ["two_forwards_one_backward", "a_gradient_penalty"])
-
-
 def a_penalty_on_weights(model, step, rank):
     yield from one(model, step, rank)
     yield sum(param.square().sum() for param in model.parameters()) / 100
@@ -193,9 +157,9 @@ def test_gradients_that_come_from_several_modules_or_from_none_are_all_reduced()
 def check_reductions() -> None:
     with sharded_toy((2, 2, 2)) as sharded:
         counts, units = sharded.runtime.driver.counts, len(sharded.runtime.units)
-        train(sharded, LOSSES["two_forwards_one_backward"])
+        train(sharded, two_forwards_one_backward)
         before = counts["reduce"]
-        usual_step(sharded, LOSSES["two_forwards_one_backward"](sharded.model, 0, 0))
+        usual_step(sharded, two_forwards_one_backward(sharded.model, 0, 0))
         assert counts["reduce"] - before == units
 
 
@@ -271,96 +235,8 @@ def moved_to_where_it_is(sharded, losses):
     return usual_step(sharded, losses)
 
 
-# With the name of each: the step, and whether it clips.
-LOOPS: dict[str, tuple[Step, bool]] = {
-    "optimizer.zero_grad()": (zeroed_by(lambda s: s.optimizer.zero_grad()), True),
-    "zero_grad(set_to_none=False)": (zeroed_by(lambda s: s.optimizer.zero_grad(False)), True),
-    "model.zero_grad()": (zeroed_by(lambda s: s.model.zero_grad(set_to_none=True)), True),
-    "zero_grad at the end": (zeroed_at_the_end, True),
-    "optimizer.step()": (the_optimizer_alone, False),
-    "a GradScaler": (of_a_scaler, True),
-    "a GradScaler without clipping": (of_a_scaler_without_clipping, False),
-    "evaluation, schedule": (with_a_schedule_and_an_evaluation, False),
-    "model.to()": (moved_to_where_it_is, True),
-}
-
-
-def check_loops() -> None:
-    expected = {
-        clips: train_plainly(build_toy(), one, dist.get_world_size(), clips)
-        for clips in (False, True)
-    }
-    for sizes in SIZES:
-        for name, (step, clips) in LOOPS.items():
-            with sharded_toy(sizes) as sharded:
-                assert train(sharded, one, step) == expected[clips], (name, sizes)
-
-
-@pytest.mark.habit(
-    "`optimizer.zero_grad()`, `model.zero_grad()`",
-    "`optimizer.step()`",
-    "`torch.amp.GradScaler` on `sharded.optimizer`",
-    "`model.eval()` and an evaluation before the first step or between steps",
-    "`model.to()`, `.float()` that change nothing",
-)
-def test_every_way_to_write_a_step_trains_as_in_one_process():
-    run_ranks(check_loops, 2)
-
-
-def check_accumulation_over_steps() -> None:
-    model = build_toy()
-    optimizer = new_adamw(model.parameters())
-    expected = []
-    for step in range(STEPS):  # never zeroed
-        losses = [toy_loss(model, toy_batch(step, 0, rank)) for rank in range(2)]
-        backward_all(loss / 2 for loss in losses)
-        optimizer.step()
-        expected.append(pytest.approx(sum(loss.item() for loss in losses) / 2, rel=1e-6))
-    for sizes in SIZES:
-        with sharded_toy(sizes) as sharded:
-
-            def step(sharded, losses):
-                backward_all(losses)
-                sharded.step()
-                return 0.0
-
-            assert [loss for loss, _ in train(sharded, one, step)] == expected, sizes
-
-
-@pytest.mark.habit("no `zero_grad` at all")
-def test_without_zero_grad_gradients_add_up_as_in_torch():
-    run_ranks(check_accumulation_over_steps, 2)
-
-
 def params_of(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in sharded.full_params()}
-
-
-def check_overflow() -> None:
-    for sizes in SIZES:
-        with sharded_toy(sizes) as sharded:
-            scaler, before = torch.amp.GradScaler("cpu", init_scale=8.0), params_of(sharded)
-            bias = sharded.model.blocks[0].up.bias
-            # An element that one rank alone has in its optimizer's part.
-            overflow = bias.register_hook(
-                lambda grad: grad.index_fill(0, torch.tensor(0), torch.inf)
-            )
-            for is_skipped in (True, False):
-                sharded.zero_grad()
-                scaler.scale(toy_loss(sharded.model, toy_batch(0, 0, 0))).backward()
-                scaler.step(sharded.optimizer)
-                scaler.update()
-                overflow.remove()
-                assert scaler.get_scale() == 4.0
-                same = [
-                    torch.equal(value, before[key]) for key, value in params_of(sharded).items()
-                ]
-                assert all(same) is is_skipped, (sizes, is_skipped)
-
-
-@pytest.mark.habit("a gradient that overflows on one rank, with a `GradScaler`")
-def test_a_gradient_that_overflows_on_one_rank_skips_the_step_of_a_scaler_on_all():
-    run_ranks(check_overflow, 2)
 
 
 # ---- models
@@ -453,42 +329,6 @@ def test_an_average_of_the_parameters_evaluates_as_in_one_process():
     run_ranks(check_average, 4)
 
 
-class Encoder(ToyLM):
-    """With methods beside forward."""
-
-    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.output(self.encode(tokens), None)
-
-
-def of_an_encoding(model, step, rank):
-    encoded = model.encode(toy_batch(step, 1, rank))
-    return [encoded.square().mean() / 10 + toy_loss(model, toy_batch(step, 0, rank))]
-
-
-def build_encoder() -> nn.Module:
-    torch.manual_seed(5)
-    return Encoder()
-
-
-def check_methods() -> None:
-    expected = train_plainly(build_encoder(), of_an_encoding, dist.get_world_size())
-    for sizes in SIZES:
-        with sharded_toy(sizes, build_encoder()) as sharded:
-            sharded.register_forward_method(sharded.model, "encode")
-            assert train(sharded, of_an_encoding) == expected, sizes
-
-
-@pytest.mark.habit("`model.encode(x)`, `model.forward(x)`")
-def test_another_method_than_forward_trains_once_it_is_registered():
-    run_ranks(check_methods, 2)
-
-
 def check_compiled(all_sizes: Sequence[Sequence[int]]) -> None:
     def compile_before(model):
         for block in model.blocks:
@@ -514,25 +354,6 @@ def check_compiled(all_sizes: Sequence[Sequence[int]]) -> None:
 @pytest.mark.habit("`torch.compile` of units, before or after `shard`")
 def test_compiled_units_train_as_in_one_process(world_size, all_sizes):
     run_ranks(check_compiled, world_size, all_sizes)
-
-
-@pytest.mark.habit(
-    "a `DeviceMesh` of one dimension as `group`", "a model without trained parameters"
-)
-def test_a_mesh_for_the_group_an_evaluation_first_and_a_model_without_training():
-    run_ranks(check_kinds, 2)
-
-
-def check_kinds() -> None:
-    for sizes in SIZES:
-        with sharded_toy(sizes, group=init_device_mesh("cpu", (2,))) as sharded:
-            with torch.inference_mode():  # its first gathers
-                toy_loss(sharded.model, toy_batch(0, 0, 0))
-            assert train(sharded, one) == train_plainly(build_toy(), one, 2)
-        with sharded_toy(sizes, build_toy().requires_grad_(False)) as frozen:
-            expected = toy_loss(build_toy(), toy_batch(0, 0, 0))
-            assert torch.equal(toy_loss(frozen.model, toy_batch(0, 0, 0)), expected)
-            frozen.load_state_dict(frozen.state_dict())
 
 
 def check_defaults() -> None:
@@ -598,124 +419,10 @@ def test_the_state_dict_of_the_model_is_saved_in_shards_and_a_whole_one_is_loade
 # ---- what is refused
 
 
-class Writing(ToyLM):
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.norm.weight.mul_(1.5)
-        return super().forward(tokens)
-
-
-def own_optimizer(sharded: ShardedModel) -> None:
-    optimizer = new_adamw(sharded.model.parameters())
-    backward_all(one(sharded.model, 0, 0))
-    optimizer.step()
-
-
-def torch_clips(of: Callable[[ShardedModel], Iterable[torch.Tensor]]):
-    def check(sharded: ShardedModel) -> None:
-        backward_all(one(sharded.model, 0, 0))
-        nn.utils.clip_grad_norm_(of(sharded), CLIP)
-
-    return check
-
-
-def write(sharded: ShardedModel) -> None:
-    with torch.no_grad():
-        for param in sharded.model.parameters():
-            param.clamp_(-0.01, 0.01)
-    usual_step(sharded, one(sharded.model, 0, 0))
-
-
-def write_whole(sharded: ShardedModel) -> None:
-    with torch.no_grad():
-        for _, value in sharded.full_params():
-            value.mul_(2)
-
-
-def add_layer(sharded: ShardedModel) -> None:
-    sharded.model.extra = nn.Linear(2, 2)
-    usual_step(sharded, one(sharded.model, 0, 0))
-
-
-def replace_weight(sharded: ShardedModel) -> None:
-    sharded.model.norm.weight = nn.Parameter(torch.ones(16))
-    usual_step(sharded, one(sharded.model, 0, 0))
-
-
-def gather_state_dict(sharded: ShardedModel) -> None:
-    full = StateDictOptions(full_state_dict=True)
-    for value in get_model_state_dict(sharded.model, options=full).values():
-        value.clone()
-
-
-Refused = dict[str, tuple[Callable[[ShardedModel], object], str]]
-# With what it says. Where parameters are never in shards (sizes.param 1) ...
-REFUSED: Refused = {
-    "an optimizer of one's own": (own_optimizer, "embedding.weight: .*step sharded.optimizer"),
-    "torch's clipping": (torch_clips(lambda s: s.model.parameters()), "sharded.clip_grad_norm_"),
-    "torch's clipping of parts": (
-        torch_clips(lambda s: s.optimizer.param_groups[0]["params"]), "sharded.clip_grad_norm_"
-    ),
-    "param.grad": (lambda s: next(s.model.parameters()).grad, "gradients of a sharded model"),
-    "a write between steps": (write, "embedding.weight (was written to|is in shards)"),
-    "a write to whole values": (write_whole, "was written to, which is lost"),
-    "a late layer": (add_layer, "extra.weight was added"),
-    "a replaced weight": (replace_weight, "norm.weight was added or replaced"),
-    "sharding twice": (lambda s: sharded_toy((2, 2, 2), s.model), "is sharded already"),
-    "another dtype": (lambda s: s.model.bfloat16(), "convert or move the model before shard"),
-    "a copy": (lambda s: copy.deepcopy(s.model), "cannot be copied or pickled"),
-    "torch.save": (lambda s: torch.save(s.model, "/dev/null"), "sharded.state_dict"),
-    "AveragedModel": (lambda s: AveragedModel(s.model), "cannot be copied"),
-    "DDP": (lambda s: nn.parallel.DistributedDataParallel(s.model), "leave out Distributed"),
-    "a closure": (lambda s: s.optimizer.step(lambda: 0.0), "takes no closure"),
-}  # fmt: skip
-# ... these are right there.
-REFUSED_IN_SHARDS: Refused = {
-    "a value": (lambda s: next(s.model.parameters()).norm(), "full_params.. has whole values"),
-    "model.forward": (lambda s: s.model.forward(toy_batch(0, 0, 0)), "not model.forward"),
-    "torch.save of a state dict": (
-        lambda s: torch.save(s.model.state_dict(), "/dev/null"), "sharded.full_params"
-    ),
-    "full_state_dict": (gather_state_dict, "sharded.full_params"),
-}  # fmt: skip
-
-
 def assert_refused(what: Callable[[], object], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text) as caught:
         what()
     assert "\n" not in str(caught.value)
-
-
-def check_refused() -> None:
-    for sizes in SIZES:
-        refused = REFUSED | (REFUSED_IN_SHARDS if sizes[0] > 1 else {})
-        for what, text in refused.values():
-            sharded = sharded_toy(sizes)
-            assert_refused(partial(what, sharded), text)
-            sharded.runtime.driver.close()
-        for model in (Writing(), ToyLM()):
-            model.embedding.max_norm = 0.5 if type(model) is ToyLM else None
-            model.load_state_dict(build_toy().state_dict())
-            sharded = sharded_toy(sizes, model)
-            losses = one(model, 0, 0)
-            assert_refused(partial(usual_step, sharded, losses), "written to")
-    with sharded_toy((2, 2, 2)) as sharded:
-        assert "in shards" in repr(sharded.model.norm.weight)
-
-
-@pytest.mark.habit(
-    "`torch.nn.utils.clip_grad_norm_`",
-    "an optimizer of `model.parameters()`",
-    "LBFGS, a closure",
-    "`param.grad`, `param.norm()` between steps",
-    "a layer that is added, a weight that is replaced later",
-    "writing to a weight in a forward or between steps, `nn.Embedding(max_norm=...)`",
-    "sharding twice, `DistributedDataParallel` around it",
-    "`get_model_state_dict(full_state_dict=True)`",
-    "`AveragedModel`, `copy.deepcopy(model)`, `torch.save(model)`",
-)
-def test_what_would_be_lost_or_train_nothing_is_refused_in_one_line():
-    run_ranks(check_refused, 2)
 
 
 def arguments(**changes) -> Callable[[], object]:

@@ -21,31 +21,48 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel
 
 from megatron_asynchzp import ConfigurationError, ShardedModel, ShardSizes, apply_delta, shard
 from scripts.testbed.ranks import Place, free_port, run_ranks
 from tests.support.engine import build_toy
 from tests.support.selection import slow_unless
-from tests.support.toy_models import toy_batch, toy_llama_config, toy_loss
+from tests.support.toy_models import ToyLM, toy_batch, toy_llama_config, toy_loss
 from tests.test_habits import (
     CLIP,
     SIZES,
+    SIZES_OF_4,
     STEPS,
     Step,
+    a_forward_without_backward,
+    a_gradient_penalty,
+    a_loss_of_a_frozen_copy,
     assert_refused,
     backward_all,
+    moved_to_where_it_is,
     new_adamw,
+    of_a_scaler,
+    of_a_scaler_without_clipping,
     one,
     params_of,
+    several_backwards_without_a_word,
     sharded_toy,
+    the_optimizer_alone,
     train,
     train_plainly,
+    two_forwards_one_backward,
+    two_forwards_two_backwards,
     usual_step,
+    with_a_schedule_and_an_evaluation,
+    zeroed_at_the_end,
+    zeroed_by,
 )
 
 Sizes = tuple[int, int, int]
@@ -73,6 +90,7 @@ def trains_alike(
     step: Step = usual_step,
     after: Callable[[nn.Module], object] = lambda model: None,
     expected: list | None = None,
+    clips: bool = True,
 ) -> None:
     """after: what is done to the model once it is sharded, and to the plain one."""
     plain = build()
@@ -80,7 +98,7 @@ def trains_alike(
     with sharded_toy(sizes, build()) as sharded:
         after(sharded.model)
         found = train(sharded, losses, step)
-        assert found == (expected or train_plainly(plain, losses, dist.get_world_size()))
+        assert found == (expected or train_plainly(plain, losses, dist.get_world_size(), clips))
 
 
 def trains_alike_with(sizes: Sizes, new_optimizer: Callable, plain: Callable | None = None) -> None:
@@ -101,6 +119,87 @@ def trains_alike_with(sizes: Sizes, new_optimizer: Callable, plain: Callable | N
 
 
 # ---- what is right
+
+
+def adds_up(sizes: Sizes) -> None:
+    """Gradients of steps, which are never zeroed."""
+    model = build_toy()
+    optimizer = new_adamw(model.parameters())
+    expected = []
+    for step in range(STEPS):
+        losses = [toy_loss(model, toy_batch(step, 0, rank)) for rank in range(2)]
+        backward_all(loss / 2 for loss in losses)
+        optimizer.step()
+        total = sum(loss.item() for loss in losses) / 2
+        expected.append(pytest.approx((total, 0.0), rel=1e-6))
+
+    def added(sharded, losses):
+        backward_all(losses)
+        sharded.step()
+        return 0.0
+
+    trains_alike(sizes, step=added, expected=expected)
+
+
+def overflow(sizes: Sizes) -> None:
+    with sharded_toy(sizes) as sharded:
+        scaler, before = torch.amp.GradScaler("cpu", init_scale=8.0), params_of(sharded)
+        bias = sharded.model.blocks[0].up.bias
+        # An element that one rank alone has in its optimizer's part.
+        overflow = bias.register_hook(lambda grad: grad.index_fill(0, torch.tensor(0), torch.inf))
+        for is_skipped in (True, False):
+            sharded.zero_grad()
+            scaler.scale(toy_loss(sharded.model, toy_batch(0, 0, 0))).backward()
+            scaler.step(sharded.optimizer)
+            scaler.update()
+            overflow.remove()
+            assert scaler.get_scale() == 4.0
+            same = [torch.equal(value, before[key]) for key, value in params_of(sharded).items()]
+            assert all(same) is is_skipped, (sizes, is_skipped)
+
+
+class Encoder(ToyLM):
+    """With methods beside forward."""
+
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.output(self.encode(tokens), None)
+
+
+def of_an_encoding(model, step, rank):
+    encoded = model.encode(toy_batch(step, 1, rank))
+    return [encoded.square().mean() / 10 + toy_loss(model, toy_batch(step, 0, rank))]
+
+
+def build_encoder() -> nn.Module:
+    torch.manual_seed(5)
+    return Encoder()
+
+
+def other_methods(sizes: Sizes) -> None:
+    expected = train_plainly(build_encoder(), of_an_encoding, dist.get_world_size())
+    with sharded_toy(sizes, build_encoder()) as sharded:
+        sharded.register_forward_method(sharded.model, "encode")
+        assert train(sharded, of_an_encoding) == expected
+
+
+def a_mesh_as_group(sizes: Sizes) -> None:
+    with sharded_toy(sizes, group=init_device_mesh("cpu", (2,))) as sharded:
+        with torch.inference_mode():  # its first gathers
+            toy_loss(sharded.model, toy_batch(0, 0, 0))
+        assert train(sharded, one) == train_plainly(build_toy(), one, 2)
+
+
+def nothing_trained(sizes: Sizes) -> None:
+    with sharded_toy(sizes, build_toy().requires_grad_(False)) as frozen:
+        expected = toy_loss(build_toy(), toy_batch(0, 0, 0))
+        assert torch.equal(toy_loss(frozen.model, toy_batch(0, 0, 0)), expected)
+        frozen.load_state_dict(frozen.state_dict())
 
 
 def rates_that_change(sizes: Sizes) -> None:
@@ -449,6 +548,21 @@ def rolled_out(sizes: Sizes) -> None:
             assert torch.equal(copy[name], value)
 
 
+class Writing(ToyLM):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.norm.weight.mul_(1.5)
+        return super().forward(tokens)
+
+
+def written_in_forward(sizes: Sizes) -> None:
+    for model in (Writing(), ToyLM()):
+        model.embedding.max_norm = 0.5 if type(model) is ToyLM else None
+        model.load_state_dict(build_toy().state_dict())
+        sharded = sharded_toy(sizes, model)
+        assert_refused(partial(usual_step, sharded, one(model, 0, 0)), "written to")
+
+
 class Tokens(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return 4
@@ -465,7 +579,47 @@ def loaded_by_workers(model, step, rank):
         yield toy_loss(model, tokens)
 
 
-RIGHT: dict[str, Callable[[Sizes], None]] = {
+Check = Callable[[Sizes], None]
+
+
+def losses_of(*losses: Callable) -> list[Check]:
+    return [partial(trains_alike, losses=one) for one in losses]
+
+
+def steps_of(*steps: Step, clips: bool = True) -> list[Check]:
+    return [partial(trains_alike, step=step, clips=clips) for step in steps]
+
+
+# The commonest, which are fast with all sizes.
+CORE: dict[str, Check | list[Check]] = {
+    "several backwards in a step": losses_of(
+        several_backwards_without_a_word, two_forwards_two_backwards, a_loss_of_a_frozen_copy
+    ),
+    "two forwards and one backward": losses_of(two_forwards_one_backward),
+    "a gradient penalty": losses_of(a_gradient_penalty),
+    "a forward whose backward never comes": losses_of(a_forward_without_backward),
+    "`optimizer.zero_grad()`, `model.zero_grad()`": steps_of(
+        zeroed_by(lambda s: s.optimizer.zero_grad()),
+        zeroed_by(lambda s: s.optimizer.zero_grad(False)),
+        zeroed_by(lambda s: s.model.zero_grad(set_to_none=True)),
+        zeroed_at_the_end,
+    ),
+    "`optimizer.step()`": steps_of(the_optimizer_alone, clips=False),
+    "`torch.amp.GradScaler` on `sharded.optimizer`": [
+        *steps_of(of_a_scaler),
+        *steps_of(of_a_scaler_without_clipping, clips=False),
+    ],
+    "`model.eval()` and an evaluation before the first step or between steps": steps_of(
+        with_a_schedule_and_an_evaluation, clips=False
+    ),
+    "`model.to()`, `.float()` that change nothing": steps_of(moved_to_where_it_is),
+    "no `zero_grad` at all": adds_up,
+    "a gradient that overflows on one rank, with a `GradScaler`": overflow,
+    "`model.encode(x)`, `model.forward(x)`": other_methods,
+    "a `DeviceMesh` of one dimension as `group`": a_mesh_as_group,
+    "a model without trained parameters": nothing_trained,
+}
+RIGHT: dict[str, Check | list[Check]] = CORE | {
     "a scheduler that writes `lr`": rates_that_change,
     "`lr` as a tensor, `fused=True`": rates_as_tensors,
     "parameter groups by name": groups_by_name,
@@ -506,6 +660,9 @@ RIGHT: dict[str, Callable[[Sizes], None]] = {
     "leaving `full_params()` early": left_early,
     "weights for rollouts, all or what changed": rolled_out,
     "a `DataLoader` with workers": partial(trains_alike, losses=loaded_by_workers),
+    "writing to a weight in a forward or between steps, `nn.Embedding(max_norm=...)`": (
+        written_in_forward
+    ),
 }
 
 
@@ -584,8 +741,79 @@ def use_after_loss(sizes: Sizes) -> None:
     optimizer.zero_grad()
 
 
+def own_optimizer(sharded: ShardedModel) -> None:
+    optimizer = new_adamw(sharded.model.parameters())
+    backward_all(one(sharded.model, 0, 0))
+    optimizer.step()
+
+
+def torch_clips(of: Callable[[ShardedModel], Iterable[torch.Tensor]]):
+    def check(sharded: ShardedModel) -> None:
+        backward_all(one(sharded.model, 0, 0))
+        nn.utils.clip_grad_norm_(of(sharded), CLIP)
+
+    return check
+
+
+def write(sharded: ShardedModel) -> None:
+    with torch.no_grad():
+        for param in sharded.model.parameters():
+            param.clamp_(-0.01, 0.01)
+    usual_step(sharded, one(sharded.model, 0, 0))
+
+
+def write_whole(sharded: ShardedModel) -> None:
+    with torch.no_grad():
+        for _, value in sharded.full_params():
+            value.mul_(2)
+
+
+def add_layer(sharded: ShardedModel) -> None:
+    sharded.model.extra = nn.Linear(2, 2)
+    usual_step(sharded, one(sharded.model, 0, 0))
+
+
+def replace_weight(sharded: ShardedModel) -> None:
+    sharded.model.norm.weight = nn.Parameter(torch.ones(16))
+    usual_step(sharded, one(sharded.model, 0, 0))
+
+
+def gather_state_dict(sharded: ShardedModel) -> None:
+    full = StateDictOptions(full_state_dict=True)
+    for value in get_model_state_dict(sharded.model, options=full).values():
+        value.clone()
+
+
 Refusal = tuple[Callable[[ShardedModel], object], str]
 REFUSED: dict[str, list[Refusal]] = {
+    "`torch.nn.utils.clip_grad_norm_`": [
+        (torch_clips(model_params), "sharded.clip_grad_norm_"),
+        (torch_clips(optimizer_params), "sharded.clip_grad_norm_"),
+    ],
+    "an optimizer of `model.parameters()`": [
+        (own_optimizer, "embedding.weight: .*step sharded.optimizer")
+    ],
+    "LBFGS, a closure": [(lambda s: s.optimizer.step(lambda: 0.0), "takes no closure")],
+    "`param.grad`, `param.norm()` between steps": [
+        (lambda s: next(s.model.parameters()).grad, "gradients of a sharded model")
+    ],
+    "writing to a weight in a forward or between steps, `nn.Embedding(max_norm=...)`": [
+        (write, "embedding.weight (was written to|is in shards)"),
+        (write_whole, "was written to, which is lost"),
+    ],
+    "a layer that is added, a weight that is replaced later": [
+        (add_layer, "extra.weight was added"),
+        (replace_weight, "norm.weight was added or replaced"),
+    ],
+    "sharding twice, `DistributedDataParallel` around it": [
+        (lambda s: sharded_toy((2, 2, 2), s.model), "is sharded already"),
+        (lambda s: nn.parallel.DistributedDataParallel(s.model), "leave out Distributed"),
+    ],
+    "`AveragedModel`, `copy.deepcopy(model)`, `torch.save(model)`": [
+        (lambda s: AveragedModel(s.model), "cannot be copied"),
+        (lambda s: copy.deepcopy(s.model), "cannot be copied or pickled"),
+        (lambda s: torch.save(s.model, "/dev/null"), "sharded.state_dict"),
+    ],
     "`param.grad = None`, `param.grad = ...`": [
         (set_grads(None, model_params), "forget them all with zero_grad"),
         (set_grads(torch.ones(37, 16), model_params), "set those of sharded.optimizer"),
@@ -613,6 +841,7 @@ REFUSED: dict[str, list[Refusal]] = {
     "`model.half()`, `.to(torch.bfloat16)` after `shard`": [
         (lambda s: s.model.half(), "convert or move the model before shard"),
         (lambda s: s.model.to(torch.bfloat16), "convert or move the model before shard"),
+        (lambda s: s.model.bfloat16(), "convert or move the model before shard"),
     ],
     "`fully_shard` after `shard`": [(lambda s: fully_shard(s.model), "leave out FSDP")],
     "`optimizer.state_dict()` of another rank or system": [
@@ -636,6 +865,16 @@ REFUSED: dict[str, list[Refusal]] = {
     "`sharded(x)`": [(lambda s: s(toy_batch(0, 0, 0)), r"call the model that was sharded")],
 }
 REFUSED_IN_SHARDS: dict[str, list[Refusal]] = {
+    "`param.grad`, `param.norm()` between steps": [
+        (lambda s: next(s.model.parameters()).norm(), "full_params.. has whole values")
+    ],
+    "`model.encode(x)`, `model.forward(x)`": [
+        (lambda s: s.model.forward(toy_batch(0, 0, 0)), "not model.forward")
+    ],
+    "`get_model_state_dict(full_state_dict=True)`": [
+        (gather_state_dict, "sharded.full_params"),
+        (lambda s: torch.save(s.model.state_dict(), "/dev/null"), "sharded.full_params"),
+    ],
     "`torch.autograd.grad` of parameters, `backward(inputs=...)`": [
         (
             lambda s: torch.autograd.grad(
@@ -678,15 +917,22 @@ def wrong_wrappers_and_optimizers() -> None:
 AT_START = ("parameters of one's own in the optimizer", "a list of optimizers")
 
 
-def check_all(all_sizes: Iterable[Sizes]) -> None:
+def check_right(all_sizes: Iterable[Sizes], rows: Iterable[str]) -> None:
     for sizes in all_sizes:
-        for row, check in RIGHT.items():
-            try:
-                check(sizes)
-            except Exception as error:
-                raise AssertionError(f"{row}, sizes {sizes}") from error
-        refused = REFUSED | (REFUSED_IN_SHARDS if sizes[0] > 1 else {})
-        for what, text in (pair for pairs in refused.values() for pair in pairs):
+        for row in rows:
+            checks = RIGHT[row] if isinstance(RIGHT[row], list) else [RIGHT[row]]
+            for check in checks:
+                try:
+                    check(sizes)
+                except Exception as error:
+                    raise AssertionError(f"{row}, sizes {sizes}") from error
+
+
+def check_all(all_sizes: Iterable[Sizes]) -> None:
+    check_right(all_sizes, RIGHT)
+    for sizes in all_sizes:
+        refused = [*REFUSED.values(), *(REFUSED_IN_SHARDS.values() if sizes[0] > 1 else ())]
+        for what, text in (pair for pairs in refused for pair in pairs):
             sharded = sharded_toy(sizes)
             assert_refused(partial(what, sharded), text)
             sharded.runtime.driver.close()
@@ -702,11 +948,21 @@ def check_all(all_sizes: Iterable[Sizes]) -> None:
 
 
 @pytest.mark.parametrize("all_sizes", [SIZES[:1], slow_unless(False, SIZES[1:])], ids=str)
-@pytest.mark.habit(*RIGHT, *REFUSED, *REFUSED_IN_SHARDS, *AT_START)
+@pytest.mark.habit(*{**RIGHT, **REFUSED, **REFUSED_IN_SHARDS}, *AT_START)
 @pytest.mark.habit("`shard(DistributedDataParallel(model))`", "using a model after `close()`")
 @pytest.mark.habit("dropping what `shard` returned", "`sharded.parameters()`, `sharded.train()`")
 def test_habits_train_as_in_one_process_or_are_refused_in_one_line(all_sizes):
     run_ranks(check_all, 2, all_sizes)
+
+
+def test_the_commonest_habits_train_as_in_one_process_where_parameters_stay_whole_too():
+    run_ranks(check_right, 2, SIZES[1:], list(CORE))
+
+
+@pytest.mark.slow  # fast above, on two ranks
+def test_two_forwards_and_one_backward_train_as_in_one_process_for_every_kind_of_sizes():
+    rows = ["two forwards and one backward", "a gradient penalty"]
+    run_ranks(check_right, 4, SIZES_OF_4, rows)
 
 
 def check_compiled_model() -> None:
