@@ -19,6 +19,12 @@ check() { # a module, and its arguments
 if [[ "${1:-}" != --types ]]; then
     check ruff check --quiet
     check ruff format --check --quiet
+    formatter="$(dirname "$PYTHON")/clang-format"
+    if [[ -x "$formatter" ]]; then
+        git ls-files '*.cpp' '*.hpp' | xargs "$formatter" --dry-run --Werror --style=file || status=1
+    else
+        echo "lint.sh: there is no clang-format: it is skipped" >&2
+    fi
 fi
 if [[ "${1:-}" != --no-types ]]; then
     check basedpyright --pythonpath "$PYTHON" --level error

@@ -29,16 +29,30 @@
 namespace {
 
 using c10::DispatchKey;
-using platform::kType;
 using c10::IValue;
 using c10::OperatorHandle;
+using platform::kType;
 using torch::jit::Stack;
 
 // What torch does through the runtime, without a kernel: memory, views, and reading one value.
 const std::set<std::string> kThroughRuntime = {
-    "empty",      "empty_strided",       "resize_",     "set_",   "is_set_to", "record_stream",
-    "_local_scalar_dense", "is_pinned", "_pin_memory", "set_data", "empty_like", "_to_copy",
-    "new_empty_strided", "resize_as_", "_copy_from_and_resize", "as_strided_", "_lazy_clone",
+    "empty",
+    "empty_strided",
+    "resize_",
+    "set_",
+    "is_set_to",
+    "record_stream",
+    "_local_scalar_dense",
+    "is_pinned",
+    "_pin_memory",
+    "set_data",
+    "empty_like",
+    "_to_copy",
+    "new_empty_strided",
+    "resize_as_",
+    "_copy_from_and_resize",
+    "as_strided_",
+    "_lazy_clone",
 };
 
 // Operations of all devices that choose a kernel by themselves.
@@ -455,9 +469,8 @@ void run_operation(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
   if (numbers && numbers->seed_memory)
     for (const int64_t* one : {numbers->seed_memory, numbers->offset_memory})
       accesses.push_back({reinterpret_cast<const char*>(one), sizeof *one, false});
-  launch(stream, name, accesses, [op, values, expected, numbers] {
-    run_on_cpu(op, values, expected, numbers);
-  });
+  launch(stream, name, accesses,
+         [op, values, expected, numbers] { run_on_cpu(op, values, expected, numbers); });
 }
 
 // Where kernels find a tensor of the device, or of the host in page-locked memory.
@@ -486,11 +499,10 @@ void run_copy(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) 
   add_bytes(to, true, accesses);
   launch(stream, "aten::copy_", accesses, [target, source] { target.copy_(source); });
   if (is_later)  // as torch's own copy: the memory is kept until the stream is through
-    at::getHostAllocator(kType)->record_event(
-        host.data_ptr(), host.storage().data_ptr().get_context(), stream);
+    at::getHostAllocator(kType)->record_event(host.data_ptr(),
+                                              host.storage().data_ptr().get_context(), stream);
   // As aten/src/ATen/native/cuda/Copy.cu: it waits unless it was asked not to.
-  if (!is_here(to) && !is_later)
-    stream.synchronize();
+  if (!is_here(to) && !is_later) stream.synchronize();
 }
 
 // ---- installation

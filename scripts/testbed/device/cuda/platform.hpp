@@ -33,7 +33,8 @@ struct Numbers {
 
 // The next numbers of a generator, which moves on by `count` (Philox engine).
 inline Numbers drawn(at::Generator& generator, uint64_t count) {
-  const auto state = at::check_generator<at::CUDAGeneratorImpl>(generator)->philox_cuda_state(count);
+  const auto state =
+      at::check_generator<at::CUDAGeneratorImpl>(generator)->philox_cuda_state(count);
   if (!state.captured_) return {state.seed_.val, state.offset_.val};
   return {0, state.offset_intragraph_, state.seed_.ptr, state.offset_.ptr};
 }

@@ -43,7 +43,9 @@ inline Numbers drawn(at::Generator& generator, uint64_t count) {
 }
 
 // Without waiting for the task queue.
-inline void* handle_of(const c10::Stream& stream) { return c10_npu::NPUStream(stream).stream(false); }
+inline void* handle_of(const c10::Stream& stream) {
+  return c10_npu::NPUStream(stream).stream(false);
+}
 
 inline void wait_untold(const c10::Stream& stream) { stream.synchronize(); }
 
@@ -59,10 +61,9 @@ void in_order(void* stream, const std::string& name, Run run) {
 }
 
 inline c10::SafeKernelFunction& own_copy() {
-  static auto& found = *new c10::SafeKernelFunction(
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("aten::copy_", "")
-          .getComputedKernelForDispatchKey(kKey));
+  static auto& found = *new c10::SafeKernelFunction(c10::Dispatcher::singleton()
+                                                        .findSchemaOrThrow("aten::copy_", "")
+                                                        .getComputedKernelForDispatchKey(kKey));
   return found;
 }
 
