@@ -42,6 +42,7 @@ class Replacements:
     def __init__(self, package: str = ""):
         self._prefix = package + "." if package else ""
         self._entries: list[Replaced] = []
+        self._followed: dict[str, ModuleType] = {}  # where copies were replaced already
 
     @property
     def entries(self) -> tuple[Replaced, ...]:
@@ -62,9 +63,11 @@ class Replacements:
     def follow_copies(self) -> int:
         """Replace the copies by name in loaded modules; returns how many there were."""
         swaps = {id(e.seen): e.replacement for e in self._entries if _is_code(e.seen)}
+        self._followed.clear()
         copies = self._find_copies(swaps)
         for module, name, replacement in copies:
             self.replace(module, name, replacement)
+        self._followed = dict(sys.modules)
         return len(copies)
 
     def restore(self) -> None:
@@ -90,15 +93,17 @@ class Replacements:
                 setattr(entry.owner, entry.name, entry.original)
         for module, name, original in self._find_copies(originals):
             setattr(module, name, original)
+        self._followed.clear()
         del kept_alive
 
     def _find_copies(self, swaps: dict[int, Any]) -> list[tuple[ModuleType, str, Any]]:
         if not swaps:
-            return []  # to look through every name of every module takes half a second
+            return []  # to look through every name of every module takes a tenth of a second
         return [
             (module, name, swaps[id(value)])
             for module_name, module in list(sys.modules.items())
             if isinstance(module, ModuleType) and (module_name + ".").startswith(self._prefix)
+            if self._followed.get(module_name) is not module
             for name, value in list(vars(module).items())
             if id(value) in swaps
         ]

@@ -7,6 +7,7 @@ each rank would import, most of it late, and reads the texts of Megatron's flags
 import functools
 import gc
 import importlib
+import pkgutil
 import warnings
 from argparse import ArgumentParser
 
@@ -16,10 +17,15 @@ from argparse import ArgumentParser
 _LATE = (
     "megatron.core.tokenizers.text", "megatron.core.models.mimo",
     "megatron.core.datasets.helpers_cpp", "rich.console", "rich.table", "einops", "pytest",
-    "megatron_asynchzp.mcore.startup", "megatron_asynchzp.cpu_platform.platform",
-    "megatron_asynchzp.library.sharded_model",
+    "megatron_asynchzp.cpu_platform.platform", "megatron_asynchzp.library.sharded_model",
+    "megatron_asynchzp.mcore.startup", "megatron_asynchzp.mcore.data_parallel",
+    "megatron_asynchzp.mcore.optimizer", "megatron_asynchzp.mcore.start_table",
+    "megatron_asynchzp.mcore.construction", "megatron_asynchzp.mcore.planned",
+    "megatron_asynchzp.mcore.state_bytes", "megatron_asynchzp.mcore.whole_tensors",
+    "scripts.train.model_of_flags",
 )
 # fmt: on
+_WHOLE = ("megatron_asynchzp.mcore.checkpoint", "megatron_asynchzp.checkpoint_files")
 
 
 def _keep_docstrings() -> None:
@@ -38,7 +44,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import megatron.training  # noqa: F401
 
-    for name in _LATE:
+    paths = {package: importlib.import_module(package).__path__ for package in _WHOLE}
+    within = [pkgutil.walk_packages(path, f"{package}.") for package, path in paths.items()]
+    for name in (*_LATE, *(module.name for modules in within for module in modules)):
         try:
             importlib.import_module(name)
         except ImportError:
