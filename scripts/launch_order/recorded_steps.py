@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
 """Owns the steps whose commands are recorded on the emulated device: of Megatron with every kind of
-parallelism that communicates itself, and of the library. Each is of 4 ranks.
+parallelism that communicates itself, and of the library.
 """
 
 from typing import Any, NamedTuple
@@ -10,19 +10,20 @@ from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.megatron_flags import MIXTURE_OF_EXPERTS, TENSOR_PARALLEL, size_flags
 from scripts.testbed.megatron_runs import gpt_args, listening, on_device, run_pretrain
 
-RANKS = 4
 NUM_WARM = 4  # steps in which the engine still learns the order of use
 NUM_RECORDED = 2  # param-syncs of a step end in the next one
 
 
 class Layout(NamedTuple):
     """name: of a table's row; flags: of Megatron, or none for the library; sizes: of ours;
-    demands_one_queue: whether Megatron does, with CUDA_DEVICE_MAX_CONNECTIONS=1."""
+    demands_one_queue: whether Megatron does, with CUDA_DEVICE_MAX_CONNECTIONS=1; ranks: of the
+    world."""
 
     name: str
     flags: tuple[str, ...]
     sizes: tuple[Any, ...]
     demands_one_queue: bool = False
+    ranks: int = 4
 
 
 # fmt: off
@@ -37,6 +38,7 @@ LAYOUTS = {
                      (2, 2, 4)),
     "library": Layout("library", (), (2, 2, 4)),
     "cut": Layout("library, an axis cut in two", (), (4, 4, 4, (2,))),
+    "cut-twice": Layout("library, an axis cut in three", (), (8, 8, 8, (2, 4)), ranks=8),
 }
 # fmt: on
 
@@ -45,9 +47,9 @@ def recorded(worlds: DeviceWorlds, layout: Layout) -> list[list[str]]:
     """Of each rank the lines of its commands in NUM_RECORDED steps, which begin on idle devices."""
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if layout.demands_one_queue else {}
     if not layout.flags:
-        return worlds.run(_record_library, RANKS, layout.sizes, env=env)
+        return worlds.run(_record_library, layout.ranks, layout.sizes, env=env)
     line = gpt_args(*layout.flags, *size_flags(layout.sizes), "--clip-grad", "1e6")
-    return worlds.run(_record_megatron, RANKS, line, env=env, timeout_s=280)
+    return worlds.run(_record_megatron, layout.ranks, line, env=env, timeout_s=280)
 
 
 def _record_megatron(line: list[str]) -> list[str]:

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         found += costs_of(ranks, storms[min(ranks, MOST)])
         of_run = {"kind": "cost", "model": args.model, "ranks": ranks}
         lines += [of_run | cost._asdict() for cost in found]
-    print(*storms.values(), table(lines), sep="\n")
+    print(table(lines))
     if args.out is not None:
         replace(args.out, [machine_record(), *lines])
     return 0

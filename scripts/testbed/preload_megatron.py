@@ -5,7 +5,6 @@ each rank would import, most of it late, and reads the texts of Megatron's flags
 """
 
 import functools
-import gc
 import importlib
 import pkgutil
 import warnings
@@ -52,6 +51,3 @@ with warnings.catch_warnings():
         except ImportError:
             pass  # a rank that needs it raises the error
     _keep_docstrings()
-# A rank that collects garbage need not look at these million objects, nor copy their pages.
-gc.collect()
-gc.freeze()

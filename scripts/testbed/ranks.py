@@ -31,7 +31,8 @@ from typing import Any
 from scripts.testbed.profile import NetworkProfile
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed"])
+_ALWAYS, _LAST = ("torch", "torch.distributed"), "scripts.testbed.frozen"
+_CONTEXT.set_forkserver_preload([*_ALWAYS, _LAST])
 
 _DIED = "died without a message"
 _ENDED_FOR_ANOTHER = "ended because another rank had failed"
@@ -187,7 +188,7 @@ class Cluster:
 
 def preload(modules: Sequence[str]) -> None:
     """Modules that the server of the ranks imports once. Before the first run of a process."""
-    _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", *modules])
+    _CONTEXT.set_forkserver_preload([*_ALWAYS, *modules, _LAST])
 
 
 def start_process(target: Callable, *args: Any) -> BaseProcess:

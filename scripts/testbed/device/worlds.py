@@ -24,6 +24,8 @@ from scripts.testbed.device.platforms import environment
 from scripts.testbed.rank import end_with_starter
 
 _SERVER = "scripts.testbed.device.server"
+# What each rank would import for a second or more; torch its compiler with the first operation.
+_LATE = ("torch._dynamo", "megatron_asynchzp.library.sharded_model", "pytest")
 _OWN_LINES = "emulated device: "
 
 
@@ -95,8 +97,7 @@ def serve(requests: Connection, preload: Sequence[str]) -> None:
     from scripts.testbed import ranks
 
     end_with_starter()
-    # torch imports its compiler with the first operation of a rank, for some seconds.
-    ranks.preload(["scripts.testbed.device.inside", "torch._dynamo", *preload])
+    ranks.preload(["scripts.testbed.device.inside", *_LATE, *preload])
     while True:
         try:
             fn, world_size, args, delays, timeout_s, env, watches = requests.recv()
