@@ -5,12 +5,16 @@ kernels put off by every law of delay."""
 
 import pytest
 
-from scripts.testbed.device.delays import Delays
+from scripts.testbed.device.delays import LAWS, Delays
 from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.ranks import run_ranks
 from tests.device.programs import Case, train_engine_each, train_engine_under
-from tests.device.test_engine import EACH_LAW, FOUR, MANY, PAIR
+from tests.device.test_engine import EACH_LAW, FOUR, PAIR
 from tests.support.selection import slow_unless
+
+
+def seeds_of(law: str) -> list[Delays]:
+    return [Delays(law, seed) for seed in range(20)]
 
 
 @pytest.mark.parametrize(
@@ -18,9 +22,12 @@ from tests.support.selection import slow_unless
     [
         slow_unless(True, 2, PAIR[:1], [Delays("uniform", 1)], id="2 ranks, one law"),
         slow_unless(False, 2, PAIR, EACH_LAW, id="2 ranks, each law"),
-        slow_unless(False, 2, PAIR, MANY, id="2 ranks, many seeds"),
         slow_unless(False, 4, FOUR, EACH_LAW, id="4 ranks, each law"),
-        slow_unless(False, 4, FOUR, MANY, id="4 ranks, many seeds"),
+        *(
+            slow_unless(False, size, cases, seeds_of(law), id=f"{size} ranks, {law}")
+            for size, cases in ((2, PAIR), (4, FOUR))
+            for law in LAWS[1:]
+        ),
     ],
 )
 def test_on_npus_no_delay_changes_a_bit_and_the_digits_are_gloos(

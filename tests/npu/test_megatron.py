@@ -3,6 +3,8 @@
 """Megatron on emulated NPUs by what the start script brings: pretrain() with stock DDP and with the
 engine, local layers, HCCL."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,7 +14,9 @@ from scripts.testbed.megatron_flags import BF16, size_flags
 from scripts.testbed.megatron_runs import Steps, gpt_args
 from scripts.testbed.ranks import run_ranks
 from scripts.train import on_ascend
-from tests.device.test_megatron import LAWS, LAYOUTS, Layout, are_close, pretrain_each
+from tests.device.test_megatron import LAWS, LAYOUTS, Layout, pretrain_each, saved_and_resumed
+from tests.device.test_sleep import asleep_in_megatron
+from tests.npu.conftest import StartScriptWorlds
 
 DATA = [(1, 2, 2), (2, 2, 2), (1, 1, 2)]
 
@@ -24,15 +28,15 @@ NPU_LAYOUTS = LAYOUTS | {
 }
 
 
-def pretrain_by_start_script(lines: list[list[str]], delays: list[Delays]) -> list[Steps]:
-    on_ascend.install()
-    return pretrain_each(lines, delays)
+def printed(steps: Steps) -> list[str]:
+    """As Megatron's log has them."""
+    return [f"{loss:.6E} {norm:.3f}" for loss, norm in steps]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NPU_LAYOUTS)
-def test_megatron_on_npus_trains_as_on_gloo_and_no_delay_changes_a_bit(
-    npu_worlds: DeviceWorlds, name: str
+def test_megatron_on_npus_prints_stocks_digits_and_gloos_and_no_delay_changes_a_bit(
+    by_start_script: StartScriptWorlds, name: str
 ):
     layout = NPU_LAYOUTS[name]
     base = gpt_args("--train-iters", "3", *layout.flags)
@@ -40,14 +44,41 @@ def test_megatron_on_npus_trains_as_on_gloo_and_no_delay_changes_a_bit(
     lines = [base, *([*base, *size_flags(sizes)] for sizes in choices)]
     on_gloo = run_ranks(pretrain_each, layout.world_size, lines, [], timeout_s=300)[0]
     laws = [Delays(), *LAWS]
-    seen = npu_worlds.run(
-        pretrain_by_start_script, layout.world_size, lines, laws, timeout_s=550, env=layout.env
+    seen = by_start_script.run(
+        pretrain_each, layout.world_size, lines, laws, timeout_s=550, env=layout.env
     )[0]
     first = seen[: len(lines)]
     for found, expected in zip(first, on_gloo, strict=True):
-        assert are_close(found, expected) and are_close(found, first[0])
+        assert printed(found) == printed(first[0])
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-6)
     for index in range(1, len(laws)):
         assert seen[index * len(lines) : (index + 1) * len(lines)] == first, str(laws[index])
+
+
+@pytest.mark.slow
+def test_a_run_that_is_saved_on_npus_goes_on_bit_for_bit(
+    by_start_script: StartScriptWorlds, tmp_path: Path
+):
+    """With dropout: the states of the device's generators are in the checkpoint too."""
+    dropout = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+    base = gpt_args("--train-iters", "4", *size_flags((1, 2, 2)), *dropout)
+    whole, saving, resumed = by_start_script.run(
+        saved_and_resumed, 2, base, str(tmp_path), LAWS[0], timeout_s=500
+    )[0]
+    assert saving == whole
+    assert resumed == whole[2:]
+
+
+@pytest.mark.slow
+def test_a_sleeping_megatron_leaves_little_on_an_npu_and_wakes_with_what_it_had(
+    by_start_script: StartScriptWorlds,
+):
+    """Its own: scalars of the scaler and of the log, buffers of the model."""
+    argv = gpt_args("--train-iters", "4", *size_flags((1, 2, 2)), "--bf16")
+    for seen in by_start_script.run(asleep_in_megatron, 2, argv, timeout_s=300):
+        assert max(asleep for asleep, _ in seen) < 32768
+        assert len({awake for _, awake in seen[1:]}) == 1
 
 
 def pretrain_with_torchs_names_of_types(lines: list[list[str]]) -> list[Steps]:

@@ -3,44 +3,19 @@
 """On emulated NPUs what the programs of the emulated device train: schedules, budgets, parts not
 used, checkpoints, bf16 on the wire, updates sent early, chunks, sleep; and what notices a fault."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import pytest
 import torch.distributed as dist
 
 from scripts.testbed.device.delays import Delays
-from scripts.testbed.device.worlds import DeviceWorlds
 from scripts.testbed.ranks import run_ranks
-from scripts.train import on_ascend
 from tests.device.programs import Seen
 from tests.device.test_faults import A_HANDFUL, RECOMPUTATION
 from tests.device.test_sleep import CYCLES, train
 from tests.mutants.device_programs import PROGRAMS
 from tests.mutants.on_device import Runner
+from tests.npu.conftest import StartScriptWorlds
 
 LAWS = [Delays(), Delays("uniform", 1), Delays("slow-stream", 2), Delays("on-demand", 3)]
-
-
-def after_install(fn: Callable, *args: Any) -> Any:
-    on_ascend.install()  # torch.cuda is torch.npu from here on
-    return fn(*args)
-
-
-class StartScriptWorlds:
-    """Worlds whose ranks begin with what the start script brings."""
-
-    def __init__(self, worlds: DeviceWorlds):
-        self._worlds = worlds
-
-    def run(self, fn: Callable, world_size: int, *args: Any, **options: Any) -> list[Any]:
-        return self._worlds.run(partial(after_install, fn), world_size, *args, **options)
-
-
-@pytest.fixture
-def by_start_script(npu_worlds: DeviceWorlds) -> Any:
-    return StartScriptWorlds(npu_worlds)
 
 
 def train_all(laws: list[Delays]) -> list[list[Seen]]:
@@ -75,7 +50,7 @@ def test_asleep_nothing_is_left_on_an_npu_and_ten_times_nothing_grows(
 
 
 @pytest.mark.slow
-def test_a_fault_of_the_npu_path_is_noticed_by_whom_cudas_is(by_start_script: Any):
-    runner = Runner(by_start_script, [RECOMPUTATION])
+def test_a_fault_of_the_npu_path_is_noticed_by_whom_cudas_is(by_start_script: StartScriptWorlds):
+    runner = Runner(by_start_script, [RECOMPUTATION])  # pyright: ignore[reportArgumentType]
     for one in runner.try_all(A_HANDFUL):
         assert one.by in A_HANDFUL[one.fault], one
