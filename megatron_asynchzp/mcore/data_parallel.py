@@ -26,7 +26,11 @@ from megatron_asynchzp.mcore.communication import Communication
 from megatron_asynchzp.mcore.differences import called_by_megatron
 from megatron_asynchzp.mcore.low_precision import forget_copies
 from megatron_asynchzp.mcore.settings import Settings
-from megatron_asynchzp.mcore.shard_groups import broadcast_from_first_rank, create_shard_groups
+from megatron_asynchzp.mcore.shard_groups import (
+    broadcast_from_first_rank,
+    communication_device,
+    create_shard_groups,
+)
 from megatron_asynchzp.mcore.units import plan_megatron_units, seat_captured, sharding_group_key
 from megatron_asynchzp.zero.autograd import HZPRuntime
 from megatron_asynchzp.zero.construction import Construction
@@ -252,6 +256,9 @@ def wrap_model_chunks(
     construction: under which the chunks were built, if their modules are sharded already. It ends.
     """
     params = [param for chunk in model_chunks for param in chunk.parameters()]
+    if any(param.is_cpu for param in params):  # Megatron 0.19 moves nothing that it built there
+        for chunk in model_chunks:
+            chunk.to(communication_device(pg_collection.dp_cp))
     has_experts = _is_true_anywhere(any(sharding_group_key(p) == "expert" for p in params))
     groups = {} if construction is None else dict(construction.groups)
     if "dense" not in groups or (has_experts and "expert" not in groups):

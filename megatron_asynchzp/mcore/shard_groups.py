@@ -66,8 +66,7 @@ def communicator_options(name: str, backend: str, timeout: timedelta | None) -> 
 
 
 def communication_device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors are for the collectives of `group`: a model may be built elsewhere
-    (--use-cpu-initialization)."""
+    """Where tensors are for the collectives of `group`: a model may be built elsewhere."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or dist.get_backend(group) == "gloo":
         return torch.device("cpu")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from scripts.testbed.device.delays import LAWS as LAW_NAMES
 from scripts.testbed.device.delays import Delays
-from scripts.testbed.device.worlds import DeviceWorlds
+from scripts.testbed.device.worlds import DeviceFailure, DeviceWorlds
 from scripts.testbed.megatron_flags import (
     DISTRIBUTED_OPTIMIZER,
     MEGATRON_FSDP,
@@ -180,6 +180,19 @@ def test_a_run_that_is_saved_on_cuda_goes_on_bit_for_bit(
     )[0]
     assert saving == whole
     assert resumed == whole[2:]
+
+
+@pytest.mark.slow
+def test_a_model_that_is_built_on_the_host_trains_on_the_device_where_stock_leaves_it_behind(
+    worlds: DeviceWorlds,
+):
+    """Megatron's builders do not move what --use-cpu-initialization built."""
+    base, host = gpt_args("--train-iters", "2"), "--use-cpu-initialization"
+    lines = [base, *([*base, host, *size_flags(sizes)] for sizes in ((1, 2, 2), (2, 2, 2)))]
+    stock, *ours = worlds.run(pretrain_each, 2, lines, [Delays()], timeout_s=300)[0]
+    assert ours == [stock, stock]
+    with pytest.raises(DeviceFailure, match="got one on cpu"):
+        worlds.run(pretrain_each, 2, [[*base, host]], [Delays()])
 
 
 # ---- processes of their own

@@ -81,6 +81,19 @@ def test_a_sleeping_megatron_leaves_little_on_an_npu_and_wakes_with_what_it_had(
         assert len({awake for _, awake in seen[1:]}) == 1
 
 
+@pytest.mark.slow
+def test_a_model_that_is_built_on_the_host_trains_on_the_device_where_stock_leaves_it_behind(
+    by_start_script: StartScriptWorlds,
+):
+    """Megatron's builders do not move what --use-cpu-initialization built."""
+    base, host = gpt_args("--train-iters", "2"), "--use-cpu-initialization"
+    lines = [base, *([*base, host, *size_flags(sizes)] for sizes in ((1, 2, 2), (2, 2, 2)))]
+    stock, *ours = by_start_script.run(pretrain_each, 2, lines, [Delays()], timeout_s=300)[0]
+    assert ours == [stock, stock]
+    with pytest.raises(DeviceFailure, match="got one on cpu"):
+        by_start_script.run(pretrain_each, 2, [[*base, host]], [Delays()])
+
+
 def pretrain_with_torchs_names_of_types(lines: list[list[str]]) -> list[Steps]:
     on_ascend.install()
     torch.Tensor.type = torch.Tensor.type.__wrapped__  # pyright: ignore
