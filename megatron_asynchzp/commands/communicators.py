@@ -56,9 +56,8 @@ def engine_communicators(
     found: list[bool] = []
     for group in sharding:
         topology = ShardTopology(group.size, 0, sizes.restricted_to(group.size))
-        gathering = *topology.param_axes, *topology.param_sync_axes
-        reducing = *topology.grad_axes, *topology.grad_sync_axes, *topology.replica_axes
-        for axis in (*dict.fromkeys(gathering), *dict.fromkeys(reducing)):
+        gathering = topology.axes_between(1, topology.sizes.optim)
+        for axis in (*gathering, *topology.axes):  # reducing has its own
             ranks = [group.first[member] for member in axis.members]
             found.append(spans_nodes(ranks, ranks_per_node))
     return Communicators(found.count(False), found.count(True))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron_asynchzp.errors import ConfigurationError
 
-GIB, GB = 2**30, 1e9
+MIB, GIB, GB = 2**20, 2**30, 1e9
 # Of NCCL's model of PAT (src/graph/tuning.cc): its steps overlap, each rank adds to the latency,
 # and it reaches a part of the ring's speed.
 _PAT_OVERLAP, _PAT_RANK_US, _PAT_SPEED = 3.5, 2.8, 0.75
@@ -21,8 +21,10 @@ class Device:
 
     tflops: dense peak in the model's dtype.
     efficiency: the part of it that a layer reaches, in (0, 1].
+    attention_tflops: what fused attention reaches, as it was measured; 0: as the rest of a layer.
     memory_gib: of the device.
-    reserved_gib: what the driver, the communicators and the allocator keep from a model.
+    reserved_gib: what the driver, Megatron's communicators and the allocator keep from a model.
+    communicator_mib: what each of the engine's communicators keeps beside that (HCCL's buffers).
     memory_gb_s: speed of its memory.
     launch_us: what a unit's forward takes beside its FLOPs, its backward twice that (the host's
         time, norms, activations).
@@ -35,6 +37,8 @@ class Device:
     efficiency: float = 0.5
     memory_gb_s: float = 2000.0
     reserved_gib: float = 4.0
+    communicator_mib: float = 0.0
+    attention_tflops: float = 0.0
     launch_us: float = 0.0
     step_us: float = 0.0
 
@@ -42,6 +46,11 @@ class Device:
     def flops_per_s(self) -> float:
         """What a layer reaches."""
         return 1e12 * self.tflops * self.efficiency
+
+    @property
+    def attention_flops_per_s(self) -> float:
+        """What the scores of attention and their product with the values reach."""
+        return 1e12 * self.attention_tflops or self.flops_per_s
 
     @property
     def usable_nbytes(self) -> float:

@@ -28,14 +28,15 @@ class ComputeTimes:
         sends in between."""
         cluster, recompute = self.cluster, self.recompute
         launch_s = 1e-6 * cluster.device.launch_us * (unit.kind != "root")
-        forward_s = (unit.flops / cluster.device.flops_per_s + launch_s) * cluster.slowest
+        forward_s = (self._busy_s(unit, unit.flops) + launch_s) * cluster.slowest
         sent_s, again = self._model_parallel_s(unit), 0.0
         if unit.kind in ("layer", "experts", "adapters", "mtp"):
             if recompute.granularity == "full":
                 again = self._share_computed_again * (forward_s + sent_s)
             elif recompute.has("core_attn"):
-                again = self._of_flops(self._core_attention_flops(unit))
-        backward_s = self._of_flops(self.backward_flops(unit)) + 2 * launch_s * cluster.slowest
+                again = self._busy_s(unit, self._core_attention_flops(unit)) * cluster.slowest
+        busy_s = self._busy_s(unit, self.backward_flops(unit), 2) + 2 * launch_s
+        backward_s = busy_s * cluster.slowest
         return forward_s + sent_s, backward_s + sent_s + again
 
     def backward_flops(self, unit: Unit) -> float:
@@ -45,8 +46,12 @@ class ComputeTimes:
             return 2 * unit.flops
         return unit.flops + self._core_attention_flops(unit)
 
-    def _of_flops(self, flops: float) -> float:
-        return flops / self.cluster.device.flops_per_s * self.cluster.slowest
+    def _busy_s(self, unit: Unit, flops: float, passes: int = 1) -> float:
+        """Of `flops`, among which is core attention so many times."""
+        device, core = self.cluster.device, 0.0
+        if device.attention_tflops:
+            core = passes * self._core_attention_flops(unit)
+        return (flops - core) / device.flops_per_s + core / device.attention_flops_per_s
 
     @cached_property
     def _share_computed_again(self) -> float:
@@ -86,8 +91,7 @@ class ComputeTimes:
             sent += 2 * parts * ring.turn(hidden_nbytes, cluster).alone_s
             ring = Ring.of_axis(parallel.cp, parallel.tp, per_node)
             keys_s = ring.turn(self._key_value_nbytes(layer), cluster).alone_s
-            attention_s = unit.flops / cluster.device.flops_per_s
-            sent += max(0.0, keys_s - attention_s)
+            sent += max(0.0, keys_s - self._busy_s(unit, unit.flops))
         return sent
 
     def _key_value_nbytes(self, layer: shapes.Layer) -> float:

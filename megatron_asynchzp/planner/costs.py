@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_asynchzp.planner import model as shapes
 from megatron_asynchzp.planner.activations import FUSED, Kernels, Recompute, Setting
-from megatron_asynchzp.planner.cluster import Cluster
+from megatron_asynchzp.planner.cluster import MIB, Cluster
 from megatron_asynchzp.planner.compute import ComputeTimes
 from megatron_asynchzp.planner.memory import (
     Copies,
@@ -312,8 +312,22 @@ class Costing:
         key = ("quantised", plan.parallel, stage)
         quantised = self._once(key, lambda: sum(map(self._quantised_numel, self.units[stage])))
         return Memory.of_rank(
-            at_rest, flying, whole, kept, schedule, copies, preview, 2.0 * quantised
+            at_rest,
+            flying,
+            whole,
+            kept,
+            schedule,
+            copies,
+            preview,
+            2.0 * quantised,
+            self._buffers_nbytes(),
         )
+
+    def _buffers_nbytes(self) -> float:
+        """Of the engine's communicators on a rank."""
+        used: set[GroupKey] = {unit.group for units in self.units for unit in units if unit.numel}
+        number = sum(self.groups[key].num_communicators for key in used)
+        return MIB * self.cluster.device.communicator_mib * number
 
     def _quantised_numel(self, unit: Unit) -> int:
         """Elements of weights that layers keep in FP8, at most: all layers are taken to compute in

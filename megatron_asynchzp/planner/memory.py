@@ -220,11 +220,13 @@ class Memory:
         copies: Copies | None = None,
         preview: float = 0.0,
         quantised: float = 0.0,
+        buffers: float = 0.0,
     ) -> "Memory":
         """in_flight: of each model chunk.
         copies: on a CPU.
         preview: of an update that is computed ahead.
         quantised: copies of weights in FP8.
+        buffers: of communicators.
         """
         total = Counter[str]()
         for chunk in in_flight:
@@ -237,6 +239,7 @@ class Memory:
                 **kept(schedule.keep_params_nbytes, schedule.keep_grads_nbytes),
                 **({"preview of an update": preview} if preview else {}),
                 **({"quantised copies of weights": quantised} if quantised else {}),
+                **({"buffers of communicators": buffers} if buffers else {}),
             },
             whole_unit,
             active,

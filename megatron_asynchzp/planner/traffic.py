@@ -106,6 +106,11 @@ class Group:
         pairs = [pair for pair in zip(ends, ends[1:]) if inner <= pair[0] and pair[1] <= outer]
         return tuple(Axis(high // low, low) for low, high in pairs)
 
+    @property
+    def num_communicators(self) -> int:
+        """Of a rank: along an axis gathering and reducing have their own."""
+        return len(self.axes(1, self.sizes.optim)) + len(self.axes(1, self.ranks))
+
     def padded(self, numel: int) -> int:
         """Elements of a unit's flat buffer whose parameters take `numel`."""
         return round_up(max(numel, 1), self.sizes.optim * PARAM_ALIGNMENT_NUMEL)

@@ -9,6 +9,7 @@ import pytest
 from megatron_asynchzp.comm.groups import ShardGroups
 from megatron_asynchzp.commands.communicators import Communicators, engine_communicators
 from megatron_asynchzp.commands.group_kinds import GroupKind, RankGroups
+from megatron_asynchzp.planner.traffic import Group
 from megatron_asynchzp.sharding.topology import ShardSizes, ShardTopology, spans_nodes
 
 _WORLD = 16
@@ -50,7 +51,10 @@ def test_the_communicators_are_those_of_the_engine_for_every_chain_of_sizes(rank
                     groups = _sharding(tensor_model_parallel_size=tp)
                     ranks = tuple(range(0, _WORLD, tp))
                     found = engine_communicators(groups, sizes, ranks_per_node)
-                    assert found == _made(ranks, sizes.restricted_to(len(ranks)), ranks_per_node)
+                    asked = sizes.restricted_to(len(ranks))
+                    assert found == _made(ranks, asked, ranks_per_node)
+                    planned = Group(len(ranks), asked).num_communicators
+                    assert planned == found.in_node + found.between_nodes
 
 
 def test_experts_have_communicators_of_their_own():

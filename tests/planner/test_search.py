@@ -31,6 +31,7 @@ from scripts.scale.step import MODELS
 
 LAYER = Layer(Attention(32, 8, 128), Mlp(14336, True))
 MODEL = Model(4096, 32000, (LAYER,) * 8, is_tied=False)
+BATCH = Batch(1, 4096)
 
 
 def space(cluster: Cluster, batch: int, model: Model = MODEL, seq: int = 4096, **more) -> Space:
@@ -246,3 +247,34 @@ def test_what_a_device_keeps_for_others_is_left_free():
                 gib = costing.memory.total / GIB + reserved_gib + more
                 device = replace(cluster.device, memory_gib=gib, reserved_gib=reserved_gib)
                 assert replace(costing, cluster=replace(cluster, device=device)).fits == fits
+
+
+def test_buffers_of_communicators_count_in_the_memory_of_a_plan():
+    """Five for sizes (8, 8, 16) on 32 ranks: two axes to gather along, three to reduce along."""
+    cluster = load_cluster("ascend").with_ranks(32)
+    plan = Plan(ShardSizes(8, 8, 16), Parallel(), BATCH)
+    there = Costing(MODEL, plan, cluster).memory.total
+    without = replace(cluster, device=replace(cluster.device, communicator_mib=0.0))
+    assert there - Costing(MODEL, plan, without).memory.total == 5 * 400 * 2**20
+
+
+def test_attention_takes_as_long_as_its_own_speed_says_and_nothing_else_does():
+    cluster, plan = load_cluster("h100").with_ranks(8), Plan(ShardSizes(1, 1, 1), Parallel(), BATCH)
+    device = cluster.device
+    rate = device.tflops * device.efficiency
+
+    def times(tflops: float) -> list[tuple[float, float]]:
+        with_it = replace(cluster, device=replace(device, attention_tflops=tflops))
+        costing = Costing(MODEL, plan, with_it)
+        return [costing.compute.of_unit(unit) for unit in costing.units[0]]
+
+    plain, half = times(0.0), times(rate / 2)
+    for same, of_all in zip(times(rate), plain, strict=True):
+        assert same == pytest.approx(of_all)
+    pairs = BATCH.seq_length**2 / 2
+    core_s = 4 * pairs * 32 * 128 / (1e12 * rate)
+    more = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(plain, half, strict=True)]
+    layers = [one for one in more if one[0] > 1e-12]
+    assert len(layers) == len(MODEL.layers)
+    for forward_s, backward_s in layers:
+        assert forward_s == pytest.approx(core_s) and backward_s == pytest.approx(2 * core_s)
