@@ -251,7 +251,7 @@ def test_ascends_operator_is_called_by_its_contract(monkeypatch, name):
     assert not output[:, :, ~served].any()
 
 
-def test_ascend_is_handed_no_packed_queries_that_attend_nothing(monkeypatch):
+def test_ascend_is_handed_no_packed_queries_that_attend_nothing_and_no_padding(monkeypatch):
     def on_ascend(is_causal: bool, *keys: int) -> AttentionCall:
         packed = PackedSequences(cumulative(3, 5), cumulative(*keys))
         mask = AttentionMask(8, sum(keys), is_causal, packed=packed)
@@ -265,6 +265,11 @@ def test_ascend_is_handed_no_packed_queries_that_attend_nothing(monkeypatch):
     for call in (on_ascend(True, 1, 7), on_ascend(False, 0, 8)):
         assert "attend nothing" in str(reason(call))
         assert choose_vendor(call).name == "sdpa"
+    used = torch.tensor([2, 4])
+    padded = PackedSequences(cumulative(3, 5), cumulative(3, 5), used, used)
+    mask = AttentionMask(8, 8, packed=padded)
+    q, k, v = (x.float() for x in normal_inputs(mask)[:3])
+    assert "no padding" in str(reason(AttentionCall(q, k, v, mask, 1.0)))
 
 
 def test_an_arbitrary_mask_reaches_ascend_inverted():
