@@ -14,7 +14,9 @@ from torch import nn
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.schedule import ScheduleConfig
+from megatron_asynchzp.sharding.decisions import ParamsInFlight
 from megatron_asynchzp.sharding.in_flight import UnitInFlight, memory_in_flight
+from megatron_asynchzp.sharding.memory_map import MemoryMap
 from megatron_asynchzp.sharding.seats import seats_of
 from megatron_asynchzp.zero.calls import wrap_calls
 from megatron_asynchzp.zero.unit import HZPUnit
@@ -143,3 +145,20 @@ def test_another_shape_than_was_captured_is_refused_in_one_line():
         module.train()
     handle.remove()
     assert type(module) is nn.Linear
+
+
+class OnPaper(ParamsInFlight[str, int, None]):
+    """Decisions alone: nothing is gathered."""
+
+    def _nothing(self, *_: object) -> None: ...
+
+    start_gather = begin_use = end_use = abandon_gather = start_sync = start_preview = _nothing  # pyright: ignore
+
+
+def test_two_units_of_one_seat_are_not_in_use_together():
+    units = {f"layer {i}": layer(i, 1024, True) for i in range(3)}
+    params = OnPaper(units, dict.fromkeys(units, 1024), 1, MemoryMap[int](0), [])
+    params.use_unit("layer 0")
+    params.use_unit("layer 1")
+    with pytest.raises(ConfigurationError, match="beside CUDA graphs both have one place"):
+        params.use_unit("layer 2")

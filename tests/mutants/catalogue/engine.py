@@ -127,4 +127,20 @@ MUTANTS = [
             "test_a_copy_follows_what_is_sent_early_and_loaded_within_two_units_and_to_receivers_alone"
         ),
     ),
+    Mutant(
+        "seat-of-a-unit-in-use",
+        "units of one seat are not in use together",
+        "sharding/decisions.py",
+        "if self._stage_of(holder) is Stage.IN_USE:",
+        "if False:",
+        "tests/zero/test_seats.py::test_two_units_of_one_seat_are_not_in_use_together",
+    ),
+    Mutant(
+        "captured-shape",
+        "a captured layer is replayed with the shape that it was captured with",
+        "zero/calls.py",
+        "if self.training and captured and shape not in captured:",
+        "if False:",
+        "tests/zero/test_seats.py::test_another_shape_than_was_captured_is_refused_in_one_line",
+    ),
 ]
