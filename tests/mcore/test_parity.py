@@ -47,7 +47,7 @@ INTERLEAVED = (
     "--lr", "1e-3", "--min-lr", "1e-4",
 )
 # fmt: on
-EVALUATION = ("--eval-iters", "2", "--eval-interval", "4")
+EVALUATION = ("--eval-iters", "2", "--eval-interval", "2")
 SELECTIVE_RECOMPUTE = ("--recompute-granularity", "selective")
 
 FP32 = Variant("fp32")
@@ -149,7 +149,7 @@ EIGHT = [(2, 4, 8), (1, 2, 8), (2, 2, 4), (8, 8, 8), (1, 1, 8)]
 
 
 # One evaluation within, and a step after it.
-FEW_STEPS = 5
+FEW_STEPS = 4
 
 
 def run(cases, world_size: int, iterations: int = FEW_STEPS, timeout_s: float = 600) -> None:
