@@ -122,6 +122,7 @@ def run(argv: Sequence[str]) -> int:
         cluster = cluster.with_ranks(asked.ranks)
     setting, args = setting_of(command, cluster)
     space = space_of(setting, args, asked, cluster)
+    print(f"{command[0]}: {plan_table.model(setting.model)}", flush=True)
     from megatron_asynchzp.mcore import planned
 
     with _progress() as progress:

@@ -5,9 +5,18 @@
 import io
 
 from megatron_asynchzp.planner.cluster import GIB
+from megatron_asynchzp.planner.model import Model
 from megatron_asynchzp.planner.search import Candidate, Outcome, Space
 
 _WIDTH = 140
+
+
+def model(understood: Model) -> str:
+    """What the planner made of the flags, by which a user knows the model."""
+    return (
+        f"{understood.num_params:,} parameters, {len(understood.layers)} layers of width "
+        f"{understood.hidden}, a vocabulary of {understood.vocabulary} with padding"
+    )
 
 
 def setting(space: Space, outcome: Outcome) -> str:

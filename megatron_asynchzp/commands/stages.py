@@ -17,7 +17,6 @@ from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
 from megatron_asynchzp.mcore.planned import costing_of, moments_nbytes, naming_the_flag, shard_sizes
 from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.memory import Memory, stage_activations
-from megatron_asynchzp.planner.model import Parallel, stage_units
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
 
 
@@ -95,7 +94,6 @@ def dry_run_of_script(script: Path, flags: list[str], ranks: int, ranks_per_node
 
 def dry_run_of(args: Namespace, lines: list[str], ranks_per_node: int) -> DryRun:
     costing = costing_of(args)
-    whole = stage_units(costing.model, Parallel(), costing.plan.batch, 0)
     with naming_the_flag():
         stages = [stage_bytes(costing, args, index) for index in range(costing.plan.parallel.pp)]
     sizes, ranks = shard_sizes(args) if args.use_asynchzp else None, RankGroups(args)
@@ -106,7 +104,7 @@ def dry_run_of(args: Namespace, lines: list[str], ranks_per_node: int) -> DryRun
         args,
         lines,
         ranks_per_node,
-        sum(unit.numel for unit in whole),
+        costing.model.num_params,
         group_kinds(args, ranks, sizes),
         stages,
         savings(costing) if args.use_asynchzp else [],

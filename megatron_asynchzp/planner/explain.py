@@ -16,10 +16,7 @@ def limit(best: Candidate) -> str:
     step, step_s = best.step, best.step_s
     assert step is not None
     times = step.worst
-    shares = {
-        INSIDE: times.links_s.get(INSIDE, 0.0) / step_s,
-        BETWEEN: times.links_s.get(BETWEEN, 0.0) / step_s,
-    }
+    shares = {link: times.links_s.get(link, 0.0) / step_s for link in (INSIDE, BETWEEN)}
     computing, bubble = times.compute_s / step_s, times.bubble_s / step_s
     parts = (
         f"computing takes {computing:.0%} of the step, waiting for communication "
@@ -54,12 +51,10 @@ def _against(name: str, other: Candidate | None, best: Candidate) -> str:
     assert ours is not None and theirs is not None
     ratio = other.step_s / best.step_s
     reasons: list[str] = []
-    waits = theirs.worst.exposed_s - ours.worst.exposed_s
-    if abs(waits) > 0.005 * best.step_s:
-        reasons.append(f"{abs(waits):.3g} s {'more' if waits > 0 else 'less'} waiting")
-    computes = theirs.worst.compute_s - ours.worst.compute_s
-    if abs(computes) > 0.005 * best.step_s:
-        reasons.append(f"{abs(computes):.3g} s {'more' if computes > 0 else 'less'} computing")
+    for what, seconds in (("waiting", "exposed_s"), ("computing", "compute_s")):
+        more = getattr(theirs.worst, seconds) - getattr(ours.worst, seconds)
+        if abs(more) > 0.005 * best.step_s:
+            reasons.append(f"{abs(more):.3g} s {'more' if more > 0 else 'less'} {what}")
     sent, sends = best.costing.node_nbytes, other.costing.node_nbytes
     if sends != sent:
         reasons.append(f"{sends / 1e9:.3g} against {sent / 1e9:.3g} GB that leave a node")

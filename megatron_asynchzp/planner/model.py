@@ -140,6 +140,11 @@ class Model:
     itemsize: int = 2
     adapters: Adapters | None = None
 
+    @property
+    def num_params(self) -> int:
+        """Of the whole model, a tied weight once."""
+        return sum(unit.numel for unit in stage_units(self, Parallel(), Batch(1, 1), 0))
+
 
 @dataclass(frozen=True)
 class Parallel:
@@ -472,9 +477,8 @@ def _embedding(chunk: int, model: Model, parallel: Parallel) -> list[Unit]:
     """One unit; but a weight that is used elsewhere too, on this stage or on the last, is one of
     its own."""
     words = _words(model, parallel)
-    positions = Counter[Shape]()
-    if model.num_positions:
-        positions[model.num_positions, model.hidden] = 1
+    has_positions = model.num_positions > 0
+    positions = Counter([(model.num_positions, model.hidden)] * has_positions)
     is_apart = model.is_tied or (bool(model.mtp) and parallel.pp > 1)
     shapes = Counter([words]) + (Counter() if is_apart else positions)
     numel = round(prod(words))

@@ -13,7 +13,7 @@ from megatron_asynchzp.commands.plan import main
 from megatron_asynchzp.planner.activations import Recompute
 from megatron_asynchzp.planner.cluster_files import FOLDER, load_cluster
 from megatron_asynchzp.planner.costs import Plan
-from megatron_asynchzp.planner.model import Attention, Batch, Layer, Mlp, Model, Parallel
+from megatron_asynchzp.planner.model import Attention, Batch, Experts, Layer, Mlp, Model, Parallel
 from megatron_asynchzp.planner.search import Space, search
 from megatron_asynchzp.sharding.topology import ShardSizes
 from tests.support.command_server import Ended, serving
@@ -69,6 +69,25 @@ def test_a_stock_command_line_is_planned_as_it_is(plan, script):
     assert status == 0, err
     assert "Add: --use-asynchzp --asynchzp-param-shard-size" in out
     assert plan(ONE_NODE, script, "--use-asynchzp") == (status, out, err)
+    counted = f"{script}: 478,720 parameters, 2 layers of width 128, a vocabulary of 512 with"
+    assert out.startswith(counted)
+
+
+LLAMA_3_8B = Model(4096, 128256, (Layer(Attention(32, 8, 128), Mlp(14336, True)),) * 32, (), False)
+MIXTRAL_8X7B = Model(
+    4096, 32000, (Layer(Attention(32, 8, 128), Experts(8, 2, 14336, True)),) * 32, (), False
+)
+GPT_2 = Model(
+    768, 50257, (Layer(Attention(12, 12, 64), Mlp(3072, False)),) * 12, (), True, True, 2, 1024
+)
+
+
+@pytest.mark.parametrize("model, published", [
+    (LLAMA_3_8B, 8_030_261_248), (MIXTRAL_8X7B, 46_702_792_704), (GPT_2, 124_439_808),
+])  # fmt: skip
+def test_published_models_have_the_parameters_that_their_authors_count(model, published):
+    assert model.num_params == published
+    assert f"{published:,} parameters" in plan_table.model(model)
 
 
 @pytest.mark.parametrize("words, training, line", [
