@@ -11,11 +11,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from megatron_asynchzp.attention.diagnosis import HeadDiagnosis, channel_means, diagnose
 from megatron_asynchzp.errors import MissingPackage, require
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_asynchzp.attention.diagnosis import HeadDiagnosis
 
 _REMEDY = "capture one with --asynchzp-capture-attention STEP:FILE"
 USAGE_FILE = """\
@@ -32,6 +35,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=Path, help="write every figure there, one line per head")
     parser.add_argument("--picture", type=Path, help="write a heat map per layer there (PNG)")
     options = parser.parse_args(argv)
+    # Only now: --help and a wrong flag need no torch.
+    from megatron_asynchzp.attention.diagnosis import diagnose
+
     try:
         if options.picture:
             require("matplotlib", "--picture")
@@ -52,12 +58,14 @@ def main(argv: list[str]) -> int:
     return int(any(one.needs_pasa for one in found))
 
 
-Layers = dict[int | str, dict[str, torch.Tensor]]
+type Layers = dict[int | str, dict[str, torch.Tensor]]
 
 
 def load(path: Path) -> Layers:
     """The captured tensors, layers that are numbered in order of their numbers. Raises OSError, or
     ValueError for a file that holds something else."""
+    import torch
+
     try:
         layers = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -89,7 +97,7 @@ def _layer_order(layer: int | str) -> list[tuple[bool, int, str]]:
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
 
-def table(found: list[HeadDiagnosis]) -> str:
+def table(found: "list[HeadDiagnosis]") -> str:
     width = max(5, *(len(str(one.layer)) for one in found))
     lines = [
         f"{'layer':>{width}} head |   bias  resonance  max |qk|  scaled  fp16   dQ error |"
@@ -107,7 +115,7 @@ def table(found: list[HeadDiagnosis]) -> str:
     return "\n".join(lines)
 
 
-def verdict(found: list[HeadDiagnosis]) -> str:
+def verdict(found: "list[HeadDiagnosis]") -> str:
     needing = sum(one.needs_pasa for one in found)
     worst = max(found, key=lambda one: one.amplification)
     overflowing = sum(one.overflows for one in found)
@@ -123,13 +131,15 @@ def _fits(overflows: bool) -> str:
     return "overflow" if overflows else "fits    "
 
 
-def draw(keys: Mapping[int | str, torch.Tensor], path: Path) -> None:
+def draw(keys: "Mapping[int | str, torch.Tensor]", path: Path) -> None:
     """One row per layer: the mean of every channel of every key head."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
+
+    from megatron_asynchzp.attention.diagnosis import channel_means
 
     figure, axes = pyplot.subplots(
         len(keys), 1, figsize=(10, 1 + 1.4 * len(keys)), squeeze=False, layout="constrained"

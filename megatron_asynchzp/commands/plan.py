@@ -120,6 +120,8 @@ def run(argv: Sequence[str]) -> int:
     cluster = load_cluster(asked.cluster)
     if asked.ranks is not None:
         cluster = cluster.with_ranks(asked.ranks)
+    for line in cluster.doubts:
+        print(f"megatron_asynchzp: {asked.cluster}: {line}", file=sys.stderr)
     setting, args = setting_of(command, cluster)
     space = space_of(setting, args, asked, cluster)
     print(f"{command[0]}: {plan_table.model(setting.model)}", flush=True)

@@ -127,6 +127,18 @@ class Cluster:
         deviates grows as sqrt(2 ln n), so it does; `imbalance` is one standard deviation."""
         return 1 + self.imbalance * math.sqrt(2 * math.log(max(1, self.num_ranks)))
 
+    @property
+    def doubts(self) -> list[str]:
+        """A line where `efficiency` is none that layers reach, with what it is likely to mean."""
+        part, peak = self.device.efficiency, self.device.tflops
+        if 0.1 <= part <= 1:  # whole models of small layers reach a tenth
+            return []
+        return [
+            f"device.efficiency {part:.2g} of device.tflops {peak:g}: layers reach 0.3 to 0.7 of a "
+            "device's dense peak; check that peak (TFLOP/s in the model's dtype), and that nothing "
+            "else ran there"
+        ]
+
     def with_ranks(self, num_ranks: int) -> "Cluster":
         """The same nodes, as many as `num_ranks` need; a part of one where they are fewer.
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owns the files that describe clusters: a field for each of a Cluster's, a table for each part."""
 
+import json
 import math
 import tomllib
 from collections.abc import Mapping
@@ -108,20 +109,9 @@ def cluster_toml(cluster: Cluster) -> str:
     for each in fields(Cluster):
         value = getattr(cluster, each.name)
         if not isinstance(value, Device | Link):
-            lines.append(f"{each.name} = {_toml(value)}")
+            lines.append(f"{each.name} = {json.dumps(value, ensure_ascii=False)}")
     for name in ("device", "inside", "between"):
         part = getattr(cluster, name)
         lines += ["", f"[{name}]"]
-        lines += [f"{each.name} = {_toml(getattr(part, each.name))}" for each in fields(part)]
+        lines += [f"{each.name} = {json.dumps(getattr(part, each.name))}" for each in fields(part)]
     return "\n".join([*lines, ""])
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
-    return repr(value)

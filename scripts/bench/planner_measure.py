@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_asynchzp.commands.calibrate import calibrate
+from megatron_asynchzp.commands.calibration import calibrate
 from megatron_asynchzp.planner.cluster import Cluster
 from scripts.bench.planner_points import EmulatedCluster, Point
 from scripts.testbed.contenders.layer_delay import layers_take

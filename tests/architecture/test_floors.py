@@ -20,7 +20,7 @@ FLOORS = {
     "comm": 2, "planner": 2, "zero": 3, "at_rest": 4,
     "library": 5, "mcore": 5, "cpu_platform": 5,
     "hf": 6,  # reads and writes Megatron's checkpoints through megatron.core.dist_checkpointing
-    "commands": 6, "launch": 7, "command": 7,
+    "commands": 6, "launch": 7, "command": 7, "__main__": 8,
 }
 # Lines that a room may have. A commit that raises one says for which promise.
 BUDGETS = {

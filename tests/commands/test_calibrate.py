@@ -7,7 +7,7 @@ import tomllib
 import pytest
 import torch.distributed as dist
 
-from megatron_asynchzp.commands.calibrate import calibrate, measured_link
+from megatron_asynchzp.commands.calibration import calibrate, measured_link
 from megatron_asynchzp.planner.cluster import Cluster, Device, Link, Ring
 from megatron_asynchzp.planner.cluster_files import cluster_toml, read_cluster
 from scripts.testbed.ranks import run_ranks

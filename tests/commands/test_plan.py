@@ -51,10 +51,12 @@ def test_a_plan_is_printed_with_its_flags_its_reasons_and_its_limit(plan, tmp_pa
     files = tmp_path / "plan.png", tmp_path / "step.json"
     cluster = tmp_path / "measured.toml"  # with the host's own time, which no named file states
     text = (FOLDER / "h100.toml").read_text()
+    text = text.replace("efficiency = 0.5 ", "efficiency = 0.02 ")  # which gets one line
     cluster.write_text(text.replace("memory_gib = 80", "memory_gib = 80\nstep_us = 2000"))
     more = f"--picture {files[0]} --trace {files[1]}"
     status, out, err = plan(f"--cluster {cluster} --ranks 16 {more}", "pretrain_gpt.py")
     assert status == 0, err
+    assert err.startswith(f"megatron_asynchzp: {cluster}: device.efficiency 0.02 of")
     assert "Add: --use-asynchzp --asynchzp-param-shard-size" in out
     assert all(name in out for name in ("ZeRO-3", "HSDP", "distributed optimizer", "limited by"))
     rows = [line for line in out.splitlines() if line.startswith("*")]

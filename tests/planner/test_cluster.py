@@ -27,6 +27,23 @@ def test_every_named_cluster_loads_and_is_written_and_read_again():
         assert read_cluster(tomllib.loads(cluster_toml(cluster)), "again") == cluster
 
 
+@pytest.mark.parametrize("part, is_doubted", [
+    (0.02, True), (0.099, True), (0.1, False), (0.5, False), (1.0, False), (1.3, True),
+])  # fmt: skip
+def test_an_efficiency_that_no_layer_has_gets_one_line_with_the_peak_that_it_is_of(
+    part, is_doubted
+):
+    doubts = replace(FLAT, device=Device(989, 80, part)).doubts
+    assert len(doubts) == is_doubted
+    assert all(f"{part:.2g} of device.tflops 989" in line for line in doubts)
+
+
+@pytest.mark.parametrize("text", ['"quoted"', "two\nlines", "back\\slash", "größer", "tab\t"])
+def test_any_text_in_a_cluster_is_read_as_it_was_written(text):
+    named = replace(FLAT, name=text, source=text)
+    assert read_cluster(tomllib.loads(cluster_toml(named)), "again") == named
+
+
 def test_the_test_beds_clusters_have_the_speeds_of_its_profiles():
     names = [name for name in cluster_names() if name.startswith("testbed-")]
     assert len(names) >= 3

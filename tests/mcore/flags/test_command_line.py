@@ -10,6 +10,7 @@ import pytest
 from megatron_asynchzp import launch
 from megatron_asynchzp.attention.delegate import VENDOR_NAMES
 from megatron_asynchzp.attention.pasa import MODES
+from megatron_asynchzp.command import COMMANDS
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.command_line import (
     check_command_line,
@@ -94,6 +95,20 @@ def test_what_one_flag_decides_is_refused_with_the_line_of_the_full_check(refusa
 )
 def test_what_can_be_meant_is_let_through(line):
     check_command_line(line.split(), world_size=4)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_says_its_name_and_options_without_torch(name):
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv[1:] = [{name!r}, '--help']\n"
+        "try: runpy.run_module('megatron_asynchzp', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'megatron'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"asynchzp {name} " in done.stdout
 
 
 def test_checking_a_command_line_loads_neither_torch_nor_megatron():

@@ -1,0 +1,123 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns how links and computing are measured: all-gathers of several sizes within each node and
+between the nodes, and a product of matrices; the median of several repetitions, of the slowest
+rank.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from megatron_asynchzp.comm.collectives import all_gather_flat
+from megatron_asynchzp.planner.cluster import GB, Cluster, Link, Ring
+
+_MATRIX, _CPU_MATRIX = 8192, 512
+
+
+class _Clock:
+    """Seconds of one call on every rank: the slowest one's, the median of several."""
+
+    def __init__(self, device: torch.device, repetitions: int):
+        self._device, self._repetitions = device, repetitions
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        run()  # communicators and kernels are made in the first call
+        found: list[float] = []
+        for _ in range(self._repetitions):
+            dist.barrier()
+            self._finish()
+            begin = time.perf_counter()
+            run()
+            self._finish()
+            slowest = torch.tensor(time.perf_counter() - begin, device=self._device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            found.append(float(slowest))
+        return statistics.median(found)
+
+    def _finish(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def measured_link(link: Link, ring: Ring, times: Sequence[tuple[int, float]]) -> Link:
+    """`link` with latency, speed and efficiency as `times` have them: (bytes of the whole tensor,
+    seconds) of all-gathers along `ring`, smallest first, all such rings at the same time.
+
+    The smallest one is taken as latency alone; what is left of the others' time is transfer. It is
+    the inverse of `Ring.turn`, where ranks that share a link fill each other's latencies.
+    """
+    hops = ring.size - 1
+    latency_s = times[0][1] / hops
+    sharing = ring.sharing_between(link) if ring.crosses_nodes else ring.sharing_inside(link)
+    speeds: list[tuple[float, float]] = []
+    for nbytes, seconds in times[1:]:
+        alone_s = (seconds - hops * latency_s) * max(1.0, sharing)
+        transfer_s = max(min(seconds - latency_s, alone_s), 0.1 * seconds)
+        message = nbytes / ring.size
+        speeds.append((message, sharing * hops * message / transfer_s))
+    best = max(speed for _, speed in speeds)
+    curve = tuple((message, speed / best) for message, speed in speeds)
+    return replace(link, gb_s=best / GB, latency_us=1e6 * latency_s, start_us=0.0, efficiency=curve)
+
+
+def _gather_times(
+    group: dist.ProcessGroup, sizes: Sequence[int], device: torch.device, clock: _Clock
+) -> list[tuple[int, float]]:
+    times: list[tuple[int, float]] = []
+    for nbytes in sizes:
+        numel = max(1, nbytes // dist.get_world_size(group))
+        shard = torch.zeros(numel, dtype=torch.uint8, device=device)
+        full = torch.zeros(numel * dist.get_world_size(group), dtype=torch.uint8, device=device)
+        seconds = clock.seconds(
+            lambda full=full, shard=shard: all_gather_flat(full, shard, group=group)
+        )
+        times.append((full.numel(), seconds))
+    return times
+
+
+def _group_of(rank: int, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Every rank makes every group, in one order."""
+    made = {tuple(ranks): dist.new_group(list(ranks)) for ranks in groups}
+    own = next(group for ranks, group in made.items() if rank in ranks)
+    return cast(dist.ProcessGroup, own)  # anything else is of groups without this rank
+
+
+def calibrate(
+    cluster: Cluster, sizes: Sequence[int], repetitions: int = 5, device: torch.device | None = None
+) -> Cluster:
+    """`cluster` with what was measured. Collective over the world, which fills its nodes. With an
+    efficiency above 1 where the device does more than its stated peak.
+
+    sizes: bytes of the whole tensor, smallest first.
+    device: what computes; None for the accelerator, or for the CPU where the backend is gloo.
+    """
+    rank, per_node = dist.get_rank(), cluster.ranks_per_node
+    if device is None and dist.get_backend() == "gloo":
+        device = torch.device("cpu")
+    device = device or torch.accelerator.current_accelerator()
+    assert device is not None, "a backend other than gloo has a device"
+    is_cpu = device.type == "cpu"
+    clock = _Clock(device, repetitions)
+    if per_node > 1:
+        nodes = [range(node * per_node, (node + 1) * per_node) for node in range(cluster.nodes)]
+        times = _gather_times(_group_of(rank, nodes), sizes, device, clock)
+        ring = Ring.of_axis(per_node, 1, per_node)
+        cluster = replace(cluster, inside=measured_link(cluster.inside, ring, times))
+    if cluster.nodes > 1:
+        across = [range(place, cluster.num_ranks, per_node) for place in range(per_node)]
+        times = _gather_times(_group_of(rank, across), sizes, device, clock)
+        ring = Ring.of_axis(cluster.nodes, per_node, per_node)
+        cluster = replace(cluster, between=measured_link(cluster.between, ring, times))
+    side = _CPU_MATRIX if is_cpu else _MATRIX
+    matrix = torch.ones(
+        side, side, device=device, dtype=torch.float32 if is_cpu else torch.bfloat16
+    )
+    reached = 2 * side**3 / clock.seconds(lambda: matrix @ matrix)
+    efficiency = reached / (1e12 * cluster.device.tflops)
+    return replace(cluster, device=replace(cluster.device, efficiency=efficiency))
