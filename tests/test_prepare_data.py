@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text becomes an indexed dataset that reads back as it was, or nothing at all."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -60,6 +61,14 @@ def test_empty_files_are_skipped_and_a_folder_is_read_in_order(tmp_path, capsys)
     assert f"--data-path {prefix} --tokenizer-type NullTokenizer --vocab-size 257" in (
         capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize("total, shown", [(None, " 21.5 kB "), (43_000, " 21.5/43.0 kB ")])
+def test_the_bar_says_how_much_there_is_where_that_is_known(total, shown, capsys):
+    with contextlib.closing(prepare_data.with_progress([("a", bytes(21_500))] * 2, total)) as bar:
+        next(bar), next(bar)
+    said = capsys.readouterr().err
+    assert shown in said and "?" not in said, said
 
 
 def test_the_default_corpus_is_python_and_cut_at_the_byte_that_is_asked_for(tmp_path):

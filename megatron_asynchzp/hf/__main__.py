@@ -127,11 +127,9 @@ def _export(args: argparse.Namespace) -> None:
     )
     sizes = f"{shape.num_layers} layers, vocabulary {shape.vocab_size}"
     print(f"{args.output}: {shape.family}, {sizes}")
-    if shape.vocab_size == shape.padded_vocab_size and args.vocab_size is None:
-        print(
-            "All rows of the embedding were exported. If some are padding, add --vocab-size N, the "
-            "size of the tokenizer."
-        )
+    if not shape.is_vocab_known:
+        rows = "All rows of the embedding were exported. If some are padding, add"
+        print(f"{rows} --vocab-size N, the size of the tokenizer.")
 
 
 def _import(args: argparse.Namespace) -> None:

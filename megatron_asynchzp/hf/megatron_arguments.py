@@ -105,6 +105,7 @@ def read_arguments(args: Namespace, vocab_size: int | None = None) -> ModelShape
         head_dim=args.kv_channels,
         vocab_size=vocab_size or args.vocab_size or args.padded_vocab_size,
         padded_vocab_size=args.padded_vocab_size,
+        is_vocab_known=bool(vocab_size or args.vocab_size),
         max_positions=args.max_position_embeddings,
         norm_eps=getattr(args, "layernorm_epsilon", 1e-5),
         is_tied=not args.untie_embeddings_and_output_weights,

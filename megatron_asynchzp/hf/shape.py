@@ -48,6 +48,7 @@ class ModelShape:
 
     ffn_hidden_size: of the MLP; with experts no layer has one, and mixtral has that of an expert.
     vocab_size, padded_vocab_size: rows of the embedding in transformers and in Megatron.
+    is_vocab_known: without it vocab_size is the padded size, and may count padding.
     is_gelu_tanh: gpt2 only; the tanh approximation in place of the exact function.
     rotary_base, is_rope_scaled: not gpt2; scaled by LLAMA3_SCALING.
     """
@@ -68,6 +69,7 @@ class ModelShape:
     is_rope_scaled: bool = False
     is_gelu_tanh: bool = False
     experts: Experts | None = None
+    is_vocab_known: bool = True
 
     def __post_init__(self):
         if self.num_heads % self.num_query_groups:

@@ -220,17 +220,29 @@ def write_dataset(
 def with_progress(
     documents: Iterable[tuple[str, bytes]], total_nbytes: int | None
 ) -> Generator[tuple[str, bytes], None, None]:
-    """The same documents, with a bar in bytes on standard error while they are consumed."""
+    """The same documents, with a bar in bytes on standard error while they are consumed.
+
+    total_nbytes: of text; None where files hold more than that, or compress it.
+    """
     require("rich", "prepare_data")
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        FileSizeColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 
-    columns = (TextColumn("Tokenizing"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    amount = FileSizeColumn() if total_nbytes is None else DownloadColumn()
+    columns = (TextColumn("Tokenizing"), BarColumn(), amount, TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=total_nbytes)
         for name, document in documents:
             yield name, document
             progress.advance(task, len(document))
+        progress.update(task, total=progress.tasks[task].completed)
 
 
 def _positive(text: str) -> int:

@@ -24,6 +24,15 @@ def test_a_shape_survives_megatrons_arguments_and_the_config_of_transformers(sha
     assert read_config(tmp_path, 128) == shape
 
 
+def test_a_vocabulary_is_known_where_training_or_the_caller_said_its_size():
+    args = write_arguments(shapes()[NAMES[0]])
+    assert read_arguments(args).is_vocab_known
+    args.vocab_size = None
+    unknown, said = read_arguments(args), read_arguments(args, args.padded_vocab_size)
+    assert unknown.vocab_size == said.vocab_size == args.padded_vocab_size
+    assert said.is_vocab_known and not unknown.is_vocab_known
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_config_of_transformers_has_the_shape_of_its_model(name, tmp_path):
     configs()[name].save_pretrained(tmp_path)
