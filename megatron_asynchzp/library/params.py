@@ -67,7 +67,9 @@ class _NoDDP:
 
     def __iter__(self) -> Iterator[str]:
         raise ConfigurationError(
-            "a sharded model reduces its gradients itself; leave out DistributedDataParallel"
+            "a sharded model reduces its gradients itself; leave out DistributedDataParallel. With "
+            "accelerate, prepare() the optimizer and the data without the model; in place of a "
+            "Trainer, which always wraps it, write the loop (docs/library.md has one)"
         )
 
 

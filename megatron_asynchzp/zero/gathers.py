@@ -243,8 +243,8 @@ class Gathers(ParamsInFlight[HZPUnit, Any, _Gather]):
     def note_late(self) -> None:
         self._warn_once(
             "early",
-            "parameters are used again after the backward of the last micro-batch: none is sent "
-            "before the update any more",
+            "the model is used again between a backward and the update, so parameters are sent "
+            "after it; put all micro-batches but the last into no_sync(): as exact, and faster",
         )
 
     def note_growth(self, unit: HZPUnit) -> None:

@@ -4,12 +4,14 @@
 after it, whatever becomes of a step.
 """
 
+import logging
 import random
 from collections.abc import Iterable, Sequence
 from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_asynchzp.schedule import SCHEDULES, ScheduleConfig
 from megatron_asynchzp.zero.early_update import EarlyUpdate, is_elementwise
@@ -92,7 +94,11 @@ def train(
     sent = []
     start_preview = trainer.runtime.gathers.start_preview
     trainer.runtime.gathers.start_preview = lambda unit: (sent.append(unit), start_preview(unit))
+    said: list[str] = []
+    log = logging.getLogger("megatron_asynchzp")
+    log.addFilter(note := lambda record: said.append(record.getMessage()) or True)
     losses = [take_step(trainer, step, fate) for step, fate in enumerate(chosen)]
+    log.removeFilter(note)
     trainer.runtime.settle()
     state = trainer.optimizer.state.values()
     owned = [unit.model_param.storage.clone() for unit in trainer.runtime.units]
@@ -100,6 +106,10 @@ def train(
     owned += [value for one in state for value in one.values()]
     is_logged = "early" in trainer.runtime.gathers.warned
     assert is_logged == (IS_USED_AGAIN in chosen and bool(sent))
+    if dist.get_rank() == 0:  # in the words of who wrote the loop
+        assert (
+            any("micro-batches but the last into no_sync()" in line for line in said) == is_logged
+        )
     trainer.runtime.close()
     trainer.runtime.detach()
     return losses, owned, len(sent)
