@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m megatron_asynchzp COMMAND ...` is the console command `asynchzp`, where its script is
-not on the PATH."""
+"""`python -m megatron_asynchzp COMMAND ...` is the console command `asynchzp`."""
 
 import sys
 

@@ -68,7 +68,3 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(missing, file=sys.stderr)
         return _EXIT_USAGE
-
-
-if __name__ == "__main__":
-    sys.exit(main())

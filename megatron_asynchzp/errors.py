@@ -3,8 +3,10 @@
 """The errors that every part of the package raises for bad input and for packages that are not
 there, and how their lines name ranks."""
 
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 _MOST_RUNS = 8
 
@@ -57,6 +59,18 @@ def require(package: str, user: str) -> None:
 
 def _is_there(package: str) -> bool:
     return not package or find_spec(package) is not None
+
+
+def no_file_at(path: Path) -> str:
+    """Why `path` cannot become a file, and the remedy; "" where it can."""
+    if path.is_dir():
+        return "that is a folder; name a file in it"
+    if not path.parent.exists():
+        return "no such folder; name a file in a folder that exists"
+    if not path.parent.is_dir():
+        return f"{path.parent} is a file, not a folder; name a file in a folder"
+    may_write = os.access(path if path.exists() else path.parent, os.W_OK)
+    return "" if may_write else "it cannot be written to; name another file"
 
 
 def runs_of(ranks: Sequence[int]) -> list[tuple[int, int]]:

@@ -80,16 +80,8 @@ def start(argv: list[str]) -> None:
         ranks = _most_ranks(known, arguments)
     if ranks is not None:
         _let_megatron_check(script, arguments, ranks, int(known.nproc_per_node))
-    run = [
-        "-m",
-        "megatron_asynchzp.commands.torchrun",
-        *options,
-        "-m",
-        __name__,
-        script,
-        *arguments,
-    ]
-    os.execv(sys.executable, [sys.executable, *run])
+    run = ["-m", "megatron_asynchzp.commands.torchrun", *options, "-m", __name__]
+    os.execv(sys.executable, [sys.executable, *run, script, *arguments])
 
 
 def dry_run(argv: list[str]) -> None:

@@ -128,7 +128,16 @@ MISTAKES = {
     "a schedule that is none": (uses("--asynchzp-schedule fast"), "invalid choice: 'fast'"),
     "a negative depth": (uses("--asynchzp-prefetch-depth -1"), "-1 is not a whole number"),
     "a trace into no folder": (uses("--asynchzp-trace no/trace.json"), "no such folder"),
-    "a trace into a folder": (uses("--asynchzp-trace runs"), "--asynchzp-trace runs"),
+    "a trace into a folder": (
+        uses("--asynchzp-trace runs"), "--asynchzp-trace runs: that is a folder; name a file in"),
+    "a trace below a file": (
+        uses("--asynchzp-trace file/trace.json"), "file is a file, not a folder; name a file in a"),
+    "a capture into a folder": (
+        uses("--asynchzp-capture-attention 1:runs"), "runs: that is a folder; name a file in it"),
+    "figures of a capture into a folder": (
+        "inspect file --json runs", "runs: that is a folder; name a file in it"),
+    "a picture of a plan in no folder": (
+        "plan --cluster h100 --picture no/plan.png -- x.py", "no/plan.png: no such folder; name"),
     "ranks that the model does not divide": (
         uses("--tensor-model-parallel-size 3"), "4 ranks are not a multiple"),
     "a batch that the ranks do not divide": (

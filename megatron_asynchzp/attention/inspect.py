@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_asynchzp.errors import MissingPackage, require
+from megatron_asynchzp.errors import ConfigurationError, no_file_at, require
 
 if TYPE_CHECKING:
     import torch
@@ -39,10 +39,13 @@ def main(argv: list[str]) -> int:
     from megatron_asynchzp.attention.diagnosis import diagnose
 
     try:
+        for path in filter(None, (options.json, options.picture)):
+            if fault := no_file_at(path):
+                raise ConfigurationError(f"{path}: {fault}")
         if options.picture:
             require("matplotlib", "--picture")
         layers = load(options.file)
-    except MissingPackage as error:
+    except ConfigurationError as error:
         print(f"asynchzp inspect: {error}", file=sys.stderr)
         return 2
     except (OSError, ValueError) as error:

@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_asynchzp.errors import no_file_at
 from megatron_asynchzp.planner.cluster import Cluster, Device, Link
 from megatron_asynchzp.planner.cluster_files import cluster_toml
 
@@ -41,8 +42,8 @@ def main(argv: list[str]) -> int:
             "start it with torchrun on the nodes to measure: torchrun --nproc-per-node 8 -m "
             "megatron_asynchzp.commands.calibrate --tflops 989 --memory-gib 80 --output mine.toml"
         )
-    if not asked.output.parent.is_dir():
-        parser.error(f"--output {asked.output}: name a file in a folder that exists")
+    if fault := no_file_at(asked.output):
+        parser.error(f"--output {asked.output}: {fault}")
     # Only now: --help and a wrong flag need no torch.
     import torch
     import torch.distributed as dist

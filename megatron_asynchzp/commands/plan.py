@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 from megatron_asynchzp.commands import plan_table
-from megatron_asynchzp.errors import ConfigurationError, require
+from megatron_asynchzp.errors import ConfigurationError, no_file_at, require
 from megatron_asynchzp.mcore.flags import checks
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
 from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE
@@ -70,8 +70,10 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     if asked.ranks is not None and asked.ranks < 1:
         parser.error(f"--ranks {asked.ranks}: give a number of at least 1")
     for path, suffix in ((asked.picture, ".png"), (asked.trace, ".json")):
-        if path is not None and (path.suffix.lower() != suffix or not path.parent.is_dir()):
-            parser.error(f"{path}: name a {suffix} file in a folder that exists")
+        if path is not None and path.suffix.lower() != suffix:
+            parser.error(f"{path}: name a {suffix} file")
+        if path is not None and (fault := no_file_at(path)):
+            raise ConfigurationError(f"{path}: {fault}")
     return asked, command
 
 

@@ -175,6 +175,7 @@ def choose_sizes(args: Namespace) -> list[str]:
         f"chosen of {outcome.num_plans} plans for {args.asynchzp_cluster}: {' '.join(flags)} "
         f"(planned: {best.step_s:.3g} s a step, {best.costing.memory.total / GIB:.2f} GiB a rank)",
         *describe_cuts(best.plan.sizes, best.costing.dense_ranks),
+        *cluster.doubts,
     ]
 
 

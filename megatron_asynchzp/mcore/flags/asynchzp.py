@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.errors import ConfigurationError, no_file_at
 from megatron_asynchzp.schedule import (
     AUTO,
     DEFAULT_GRAD_SLOT_NBYTES,
@@ -370,13 +370,10 @@ def resolve_trace(args: Namespace) -> TraceRequest | None:
 
 
 def refuse_trace_path(args: Namespace) -> None:
-    """Raise ConfigurationError for a folder that does not exist, now rather than when the step has
-    run."""
-    path = Path(args.asynchzp_trace or "trace.json")
-    if not path.parent.is_dir() or path.is_dir():
-        raise ConfigurationError(
-            f"--asynchzp-trace {path}: no such folder; name a file in a folder that exists"
-        )
+    """Raise ConfigurationError for what cannot be a file, now rather than when the step has run."""
+    path = args.asynchzp_trace
+    if path is not None and (fault := no_file_at(Path(path))):
+        raise ConfigurationError(f"--asynchzp-trace {path}: {fault}")
 
 
 def _stage_led(args: Namespace) -> int | None:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_asynchzp.errors import no_file_at
 from megatron_asynchzp.mcore.flags.refusals import Refusal, because, equal_to, other_than, refuse
 
 # As in attention/; a test compares them.
@@ -80,8 +81,8 @@ def _capture_words(word: str) -> str:
     step, _, name = word.partition(":")
     if not step.isdecimal() or int(step) < 1 or not name:
         raise ArgumentTypeError(f"{word} is not STEP:FILE with a step from 1")
-    if not Path(name).parent.is_dir() or Path(name).is_dir():
-        raise ArgumentTypeError(f"{name}: no such folder; name a file in a folder that exists")
+    if fault := no_file_at(Path(name)):
+        raise ArgumentTypeError(f"{name}: {fault}")
     return word
 
 

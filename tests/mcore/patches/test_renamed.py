@@ -77,7 +77,7 @@ def own_lines(ended: subprocess.CompletedProcess) -> list[str]:
 
 
 # By the rank itself, and by the command that starts ranks, which looks before it does.
-BY_RANK, BY_COMMAND = ("megatron_asynchzp.launch",), ("megatron_asynchzp.command", "launch")
+BY_RANK, BY_COMMAND = ("megatron_asynchzp.launch",), ("megatron_asynchzp", "launch")
 
 
 @pytest.mark.slow
