@@ -279,7 +279,7 @@ def test_torchrun_gets_the_restarts_that_can_meet_again(
 @pytest.mark.parametrize("words", [uses("--asynchzp-param-shard-size 3")])
 def test_a_refusal_takes_less_than_5_seconds_from_the_shell_on(folder, words):
     start_s = time.monotonic()
-    line = [sys.executable, "-m", "megatron_asynchzp.command", *words.split()]
+    line = [sys.executable, "-m", "megatron_asynchzp", *words.split()]
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert time.monotonic() - start_s < 5

@@ -478,7 +478,7 @@ def _embedding(chunk: int, model: Model, parallel: Parallel) -> list[Unit]:
     its own."""
     words = _words(model, parallel)
     has_positions = model.num_positions > 0
-    positions = Counter([(model.num_positions, model.hidden)] * has_positions)
+    positions = Counter[Shape]([(model.num_positions, model.hidden)] * has_positions)
     is_apart = model.is_tied or (bool(model.mtp) and parallel.pp > 1)
     shapes = Counter([words]) + (Counter() if is_apart else positions)
     numel = round(prod(words))
