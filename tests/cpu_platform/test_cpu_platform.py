@@ -303,7 +303,7 @@ ORACLES = {
 }
 # The others are what these are in another dtype, or without the replicas of HSDP, or run as stock
 # beside ours in tests of mcore/.
-_FAST = ["DDP again", "TP=2", "HSDP"]
+_FAST = ["TP=2", "HSDP"]
 
 
 def _run_all(names: list[str]) -> dict[str, runs.RunRecord]:
