@@ -81,7 +81,7 @@ def added_us(schedule: str, device: torch.device, rounds: int = _ROUNDS) -> floa
 
 def traced(step: Callable[[], Any], path: Path, is_cuda: bool) -> dict[str, float]:
     """A step as a trace in `path`: how long it took, and on a GPU which part of it was idle; empty
-    where the profiler sees no kernel."""
+    where torch's profiler sees no kernel, as on an NPU."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
     with profile(activities=activities) as profiler:
         step()

@@ -21,7 +21,7 @@ from scripts.gpu_check.trainers import LoopbackTrainer, PlainTrainer
 WORLD_SIZE, STEPS, MICRO_BATCHES = 8, 3, 2
 SIZES = ((2, 4, 8), (8, 1, 8), (8, 8, 8))
 DEPTHS = (0, 1, 3)
-LONGEST_DELAY_S = {"cuda": 0.002, "cpu": 0.0005}
+LONGEST_DELAY_S = {"cuda": 0.002, "npu": 0.002, "cpu": 0.0005}
 _TIME_LIMIT_S = 60.0
 
 Pair = tuple[str, torch.Tensor, torch.Tensor]

@@ -5,7 +5,8 @@
 So the sum over n ranks is n times this rank's tensor, which is exact for a power of two, and what
 the others hold of a parameter is known from a plain process that trains beside this one. What a
 collective results in is computed beside the training, after a random delay, and then written: on a
-GPU by NCCL, which gets a communicator of one rank for each of this world; on a CPU by a thread.
+GPU by NCCL (on an NPU by HCCL), which gets a communicator of one rank for each of this world; on a
+CPU by a thread.
 """
 
 import queue
@@ -26,9 +27,11 @@ from megatron_asynchzp.comm.task import Task
 from megatron_asynchzp.sharding.topology import MeshAxis, ShardSizes, ShardTopology
 from megatron_asynchzp.zero.unit import HZPUnit
 
-# torch.cuda._sleep counts cycles of the device; about a nanosecond each on what there is.
+# _sleep of a device's module counts its cycles; about a nanosecond each on what GPUs there are.
+# CANN does not say how long an NPU's are.
 _CYCLES_PER_S = 1.5e9
 _ENDLESS_S = 3600.0
+BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}
 
 
 class LoopbackWorld:
@@ -69,9 +72,9 @@ class LoopbackWorld:
         """
         self._units = {unit.name: unit for unit in units}
         self._held = self._updated = self._flat(params)
-        if self.device.type == "cuda":
+        if self.device.type != "cpu":
             # The engine's first gathers wait for what it has written itself, which was earlier.
-            torch.cuda.synchronize(self.device)
+            torch.get_device_module(self.device).synchronize(self.device)
         submit = driver.submit
 
         def attended_submit(task: Task) -> Task:
@@ -180,16 +183,17 @@ class _StreamLane:
     NCCL writes on its own."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup):
-        self._stream, self._group = torch.cuda.Stream(device), group
+        self._device, self._module = device, torch.get_device_module(device)
+        self._stream, self._group = self._module.Stream(device), group
         self._last: tuple[dist.Work, torch.Tensor] | None = None
 
     def issue(
         self, delay_s: float, output: torch.Tensor, result: Callable[[], torch.Tensor]
     ) -> dist.Work:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
             self._let_go_of_source()
-            sleep_on_stream(delay_s)
+            sleep_on_stream(delay_s, self._device)
             source = result()
             work = all_gather_flat(output, source, group=self._group, async_op=True)
             self._last = work, source
@@ -202,25 +206,25 @@ class _StreamLane:
             self._last = None
 
     def close(self) -> None:
-        with torch.cuda.stream(self._stream):
+        with self._module.stream(self._stream):
             self._let_go_of_source()
 
 
 @cache
-def _group_of_one(index: int) -> dist.ProcessGroup:
+def _group_of_one(index: int, backend: str) -> dist.ProcessGroup:
     """The communicators of this process, which all its worlds share: to make one takes time."""
     if not dist.is_initialized():
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     group = dist.new_group([0])
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
-def sleep_on_stream(seconds: float) -> None:
+def sleep_on_stream(seconds: float, device: torch.device) -> None:
     """The current stream does nothing for about so long."""
     if seconds > 0:
-        torch.cuda._sleep(int(seconds * _CYCLES_PER_S))
+        torch.get_device_module(device)._sleep(int(seconds * _CYCLES_PER_S))
 
 
 class _ThreadLane:
@@ -289,6 +293,6 @@ _Lane = _StreamLane | _ThreadLane
 
 def new_lane(device: torch.device, index: int) -> _Lane:
     """The `index`-th lane of a world."""
-    if device.type == "cuda":
-        return _StreamLane(device, _group_of_one(index))
-    return _ThreadLane()
+    if device.type == "cpu":
+        return _ThreadLane()
+    return _StreamLane(device, _group_of_one(index, BACKENDS[device.type]))

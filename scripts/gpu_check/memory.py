@@ -28,18 +28,19 @@ _TIME_LIMIT_S, _FORGET_S = 5.0, 1.2
 
 def live(device: torch.device) -> dict[str, int]:
     """What is alive now, once all that was issued is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    if module is not None:
+        module.synchronize(device)
     gc.collect()
     objects = gc.get_objects()
     found = {
         "tensors": sum(issubclass(type(one), torch.Tensor) for one in objects),
         "python blocks": sys.getallocatedblocks(),
     }
-    if device.type == "cuda":
-        found["events"] = sum(isinstance(one, torch.cuda.Event) for one in objects)
-        found["allocated bytes"] = torch.cuda.memory_allocated(device)
-        found["reserved bytes"] = torch.cuda.memory_reserved(device)
+    if module is not None:
+        found["events"] = sum(isinstance(one, module.Event) for one in objects)
+        found["allocated bytes"] = module.memory_allocated(device)
+        found["reserved bytes"] = module.memory_reserved(device)
     return found
 
 
@@ -48,8 +49,8 @@ def growth(trainer: LoopbackTrainer, act: Callable[[], Any], times: int) -> dict
 
     def count() -> dict[str, int]:
         trainer.runtime.settle()
-        if trainer.world.device.type == "cuda":
-            torch.cuda.synchronize()
+        if trainer.world.device.type != "cpu":
+            torch.get_device_module(trainer.world.device).synchronize()
             time.sleep(_FORGET_S)
         return live(trainer.world.device)
 

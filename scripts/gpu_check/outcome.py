@@ -9,7 +9,8 @@ from typing import Any
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
-_LARGE = 16  # multiprocessors
+_CORES = {"cuda": "multi_processor_count", "npu": "cube_core_num"}
+_LARGE = 16  # of them
 
 
 class CheckFailed(Exception):
@@ -31,9 +32,9 @@ class CheckSkipped(Exception):
 class Place:
     """Where a check runs.
 
-    device: "cuda" or "cpu"; num_gpus: how many there are; folder: for logs and traces; is_large:
-    whether a device has the multiprocessors for models of some size. On a small one, as on a CPU,
-    models are small, and times are reported, not judged.
+    device: "cuda", "npu" or "cpu"; num_gpus: how many GPUs or NPUs there are; folder: for logs and
+    traces; is_large: whether a device has the multiprocessors (cube cores of an NPU) for models of
+    some size. On a small one, as on a CPU, models are small, and times are reported, not judged.
     """
 
     device: str
@@ -48,17 +49,19 @@ class Place:
     def need_gpus(self, number: int) -> None:
         """Raise CheckSkipped where there are fewer."""
         if self.num_gpus < number:
-            raise CheckSkipped(f"needs {number} GPUs, this machine has {self.num_gpus}")
+            what = "GPUs" if self.is_cuda else f"{self.device.upper()}s"
+            raise CheckSkipped(f"needs {number} {what}, this machine has {self.num_gpus}")
 
     @classmethod
     def of_this_machine(cls, folder: Path) -> "Place":
         import torch
 
-        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if not num_gpus:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is None or found.type not in _CORES:
             return cls("cpu", 0, folder)
-        is_large = torch.cuda.get_device_properties(0).multi_processor_count >= _LARGE
-        return cls("cuda", num_gpus, folder, is_large)
+        module = torch.get_device_module(found)
+        is_large = getattr(module.get_device_properties(0), _CORES[found.type]) >= _LARGE
+        return cls(found.type, module.device_count(), folder, is_large)
 
     def as_text(self) -> str:
         return json.dumps({**asdict(self), "folder": str(self.folder)})

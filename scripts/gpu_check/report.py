@@ -14,15 +14,18 @@ _MAX_CELL = 1500
 
 
 def describe_machine() -> dict[str, Any]:
-    """Date, versions, and the GPUs with their NCCL."""
+    """Date, versions, and the GPUs with their NCCL, or the NPUs."""
     import torch
 
     record = machine_record()
     record["gpus"] = []
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        record |= {"gpus": names, "cuda": torch.version.cuda, "nccl": nccl}
+    if torch.accelerator.is_available():
+        module = torch.get_device_module()
+        names = [module.get_device_name(index) for index in range(module.device_count())]
+        record["gpus"] = names
+        if module is torch.cuda:
+            nccl = ".".join(map(str, torch.cuda.nccl.version()))
+            record |= {"cuda": torch.version.cuda, "nccl": nccl}
     return record
 
 

@@ -20,6 +20,6 @@ from scripts.gpu_check.outcome import Place
 def run(place: Place) -> dict[str, Any]:
     choose_deterministic_kernels()
     plain = variants(place.is_large)["plain"]
-    shape = replace(plain, has_side_stream=True, late_s=LONGEST_DELAY_S["cuda"])
+    shape = replace(plain, has_side_stream=True, late_s=LONGEST_DELAY_S[place.device])
     chosen = [(case, shape) for case in cases(["side stream"])]
     return run_cases(chosen, torch.device(place.device))

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from scripts.gpu_check.outcome import CheckSkipped, Place
 
 _SMALL = 5  # times as long
+_MEGATRON_ON_NPUS = "it starts Megatron without what scripts/train/on_ascend.py brings"
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Check:
 
     shows: what it proves, for tables; limit_s: seconds that it takes at most on a GPU; gpus: how
     many it needs; on_cpu: whether it runs on a machine without any; options: further arguments of
-    `run`; trains_megatron: whether it needs megatron.training.
+    `run`; trains_megatron: whether it needs megatron.training; not_on_npus: why NPUs have no such
+    check.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Check:
     on_cpu: bool = False
     options: tuple[int, ...] = ()
     trains_megatron: bool = False
+    not_on_npus: str = ""
 
     def limit_at(self, place: Place) -> float:
         """Seconds after which it is ended: what it does is known to fit on a large device alone."""
@@ -36,9 +39,11 @@ class Check:
 
     def need(self, place: Place) -> None:
         """Raise CheckSkipped, with the reason, where it cannot run."""
+        if place.device == "npu" and self.not_on_npus:
+            raise CheckSkipped(f"not for NPUs: {self.not_on_npus}")
         if self.trains_megatron and not _has_megatron():
             raise CheckSkipped("needs megatron.training: pip install megatron_asynchzp[megatron]")
-        if place.is_cuda:
+        if place.device != "cpu":
             place.need_gpus(self.gpus)
         elif not self.on_cpu:
             what = "a GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
@@ -59,15 +64,20 @@ def _check(
     gpus: int = 1,
     on_cpu: bool = False,
     trains_megatron: bool = False,
+    not_on_npus: str = "",
 ) -> Check:
+    not_on_npus = _MEGATRON_ON_NPUS if trains_megatron else not_on_npus
     module = f"scripts.gpu_check.{name}"
-    return Check(name, shows, module, limit_s, gpus, on_cpu, (), trains_megatron)
+    return Check(name, shows, module, limit_s, gpus, on_cpu, (), trains_megatron, not_on_npus)
 
 
 def _parity(ranks: int) -> Check:
     shows = f"{ranks} ranks print the losses and gradient norms of stock DDP"
     module = "scripts.gpu_check.parity"
-    return Check(f"parity_{ranks}", shows, module, 400.0, ranks, ranks == 2, (ranks,), True)
+    # fmt: off
+    return Check(f"parity_{ranks}", shows, module, 400.0, ranks, ranks == 2, (ranks,), True,
+                 _MEGATRON_ON_NPUS)
+    # fmt: on
 
 
 # The limits of what one GPU can run add up to ten minutes at most: a test holds them to it.
@@ -78,13 +88,14 @@ CHECKS = (
     _check("side_stream", "the same where gradients appear on a second stream", 40.0),
     _check("pretrain", "pretrain_gpt on one rank in bf16: losses, step time, save, load, exit, "
            "synchronisations", 180.0, on_cpu=True, trains_megatron=True),
-    _check("synchronisations", "the engine holds the host no more often than its budget", 30.0),
+    _check("synchronisations", "the engine holds the host no more often than its budget", 30.0,
+           not_on_npus="torch_npu writes implicit waits to stderr alone, and Python counts none"),
     _check("host_time", "host time per unit and micro-batch, idle time of the GPU, a trace", 50.0,
            on_cpu=True),
     _check("memory", "nothing grows in 200 steps and 100 evaluations", 50.0, on_cpu=True),
     _check("endless", "a collective that never ends is one line and status 1", 60.0, on_cpu=True),
     _check("attention", "the PASA kernels are right, and how fast beside the others", 80.0,
-           on_cpu=True),
+           on_cpu=True, not_on_npus="Triton compiles its kernels for none"),
     _parity(2), _parity(4), _parity(8),
     _check("model_parallel", "TP2 x DP2 and PP2 x DP2 with random launch delays and 1, 8 and 32 "
            "connections", 900.0, gpus=4, trains_megatron=True),

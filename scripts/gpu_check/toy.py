@@ -63,11 +63,12 @@ class SideStreamBlock(Block):
         self._late_s, self._stream = late_s, None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        main = torch.cuda.current_stream()
-        self._stream = self._stream or torch.cuda.Stream()
+        module = torch.get_device_module(x.device)
+        main = module.current_stream()
+        self._stream = self._stream or module.Stream()
         inputs = self.second_norm(x)
         self._stream.wait_stream(main)
-        with torch.cuda.stream(self._stream):
+        with module.stream(self._stream):
             inputs.record_stream(self._stream)
             beside = _LateBackward.apply(self.side(inputs), self._late_s)
         y = self.down(F.gelu(self.up(self.norm(x))))
@@ -86,7 +87,7 @@ class _LateBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple:
-        sleep_on_stream(random.uniform(0.0, ctx.late_s))
+        sleep_on_stream(random.uniform(0.0, ctx.late_s), grad.device)
         return grad, None
 
 

@@ -53,8 +53,8 @@ class PlainTrainer:
 def _read_on_this_stream(tensor: torch.Tensor | None) -> torch.Tensor:
     """Memory of a side stream is free when this one has read it, too."""
     assert tensor is not None
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream())
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.get_device_module(tensor.device).current_stream())
     return tensor
 
 

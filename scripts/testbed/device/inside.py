@@ -52,12 +52,7 @@ def start(local_rank: int, num_devices: int, watches: bool = True) -> torch.devi
     device = torch.device("npu" if IS_NPU else "cuda", local_rank)
     _module.set_device(device)
     _module.init()
-    if IS_NPU:
-        from scripts.testbed.device.npu import operators
-
-        _operations.asynchzp_device_install_operations()  # torch_npu is not for forks
-        operators.install()
-    else:
+    if not IS_NPU:  # torch_npu is not for forks: it has installed its operations just now
         _operations.asynchzp_device_trace()
     _runtime.asynchzp_device_watch(_ENDS if watches else _OFF)
     return device

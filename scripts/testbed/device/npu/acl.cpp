@@ -20,6 +20,12 @@
 #include "report.hpp"
 #include "stream.hpp"
 
+extern "C" {  // of Python, in whose process this is
+__attribute__((weak)) int PyGILState_Ensure();
+__attribute__((weak)) void PyGILState_Release(int state);
+__attribute__((weak)) int PyRun_SimpleStringFlags(const char* code, void* flags);
+}
+
 using Error = int;
 namespace {
 
@@ -43,7 +49,18 @@ int contexts[64];
 
 // ---- the process and its devices
 
-EXPORT Error aclInit(const char*) { return kSuccess; }
+// torch_npu is there when it calls this: its operations are installed, those of Python too.
+EXPORT Error aclInit(const char*) {
+  int count;
+  cudaGetDeviceCount(&count);  // installs aten's
+  const int state = PyGILState_Ensure();
+  if (PyRun_SimpleStringFlags("from scripts.testbed.device.npu import operators\n"
+                              "operators.install()",
+                              nullptr))
+    device::end("the operators of the emulated NPU cannot be installed");
+  PyGILState_Release(state);
+  return kSuccess;
+}
 EXPORT Error aclFinalize() { return kSuccess; }
 EXPORT const char* aclrtGetSocName() {
   const char* name = getenv("ASYNCHZP_SOC");

@@ -1,11 +1,14 @@
 // SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
 // SPDX-License-Identifier: Apache-2.0
-// The one kernel of CANN's operator library (aclnn) that torch_npu calls without aten's dispatcher:
-// ProcessGroupHCCL pads what it gathers in lists to 512 bytes, and so every all_gather_object.
+// The kernels of CANN's operator library (aclnn) that torch_npu calls without aten's dispatcher:
+// ProcessGroupHCCL pads what it gathers in lists to 512 bytes, and so every all_gather_object; and
+// torch.npu._sleep.
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "report.hpp"
@@ -102,6 +105,23 @@ EXPORT Error aclnnConstantPadNd(void*, uint64_t, Executor* executor, void* strea
   device::watch::submit(on, device::watch::Kind::kernel, executor->name, executor->accesses.data(),
                         executor->accesses.size());
   on->push_kernel(executor->run);
+  delete executor;
+  return 0;
+}
+
+constexpr int64_t kCyclesPerUs = 1500;  // as the emulated CUDA device has them
+EXPORT Error aclnnSleepGetWorkspaceSize(const std::vector<char>* cycles, uint64_t* nbytes,
+                                        Executor** executor) {
+  int64_t count;
+  if (cycles->size() != sizeof count) device::end("aclnnSleep takes its cycles as int64");
+  memcpy(&count, cycles->data(), sizeof count);
+  *nbytes = 0;
+  const std::chrono::microseconds time(count / kCyclesPerUs);
+  *executor = new Executor{"aclnnSleep", {}, [time] { std::this_thread::sleep_for(time); }};
+  return 0;
+}
+EXPORT Error aclnnSleep(void*, uint64_t, Executor* executor, void* stream) {
+  device::stream_of(stream)->push_kernel(executor->run);
   delete executor;
   return 0;
 }
