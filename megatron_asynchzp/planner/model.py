@@ -477,8 +477,8 @@ def _embedding(chunk: int, model: Model, parallel: Parallel) -> list[Unit]:
     """One unit; but a weight that is used elsewhere too, on this stage or on the last, is one of
     its own."""
     words = _words(model, parallel)
-    has_positions = model.num_positions > 0
-    positions = Counter[Shape]([(model.num_positions, model.hidden)] * has_positions)
+    shape = model.num_positions, model.hidden
+    positions = Counter[Shape]({shape: 1} if model.num_positions else {})
     is_apart = model.is_tied or (bool(model.mtp) and parallel.pp > 1)
     shapes = Counter([words]) + (Counter() if is_apart else positions)
     numel = round(prod(words))

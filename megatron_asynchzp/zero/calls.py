@@ -115,17 +115,17 @@ def wrap_calls(module: nn.Module, units: list[HZPUnit], runtime: Engine) -> "Wra
     no hook of torch hears of: a captured graph. Returns a handle."""
     before, after = hooks_of_call(units, runtime)
     kind = type(module)
-    captured: list[torch.Size] = []
+    captured: set[torch.Size] = set()
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A replay would copy another shape into the captured one, where it can be expanded to it.
         inputs = (*args, *kwargs.values())
         shape = next((one.shape for one in inputs if isinstance(one, torch.Tensor)), None)
         if runtime.is_rehearsing:
-            captured.extend(() if shape is None else (shape,))
+            captured.update(() if shape is None else (shape,))
             return kind.__call__(self, *args, **kwargs)
         if self.training and captured and shape not in captured:
-            raise ConfigurationError(_other_shape(units, shape, captured[0]))
+            raise ConfigurationError(_other_shape(units, shape, next(iter(captured))))
         return called(module, partial(kind.__call__, self), before, after, args, kwargs)
 
     names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}

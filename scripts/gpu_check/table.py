@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks there are, in the order in which they run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from scripts.gpu_check.outcome import CheckSkipped, Place
@@ -73,11 +73,8 @@ def _check(
 
 def _parity(ranks: int) -> Check:
     shows = f"{ranks} ranks print the losses and gradient norms of stock DDP"
-    module = "scripts.gpu_check.parity"
-    # fmt: off
-    return Check(f"parity_{ranks}", shows, module, 400.0, ranks, ranks == 2, (ranks,), True,
-                 _MEGATRON_ON_NPUS)
-    # fmt: on
+    one = _check("parity", shows, 400.0, ranks, on_cpu=ranks == 2, trains_megatron=True)
+    return replace(one, name=f"parity_{ranks}", options=(ranks,))
 
 
 # The limits of what one GPU can run add up to ten minutes at most: a test holds them to it.

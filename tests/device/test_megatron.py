@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -159,21 +159,15 @@ def saved_and_resumed(base: list[str], folder: str, delays: Delays) -> list[Step
     return pretrain_each([base, [*base, *save], [*base, *load]], [delays])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["data", "tensor"])
-@pytest.mark.parametrize("delays", LAWS, ids=lambda delays: delays.law)
-def test_a_run_that_is_saved_on_cuda_goes_on_bit_for_bit(
-    worlds: DeviceWorlds, tmp_path: Path, name: str, delays: Delays
-):
+def assert_it_goes_on(worlds: Any, layout: Layout, folder: Path, delays: Delays) -> None:
     """With dropout: the states of the device's generators are in the checkpoint too."""
-    layout = LAYOUTS[name]
     dropout = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
     base = gpt_args("--train-iters", "4", *layout.flags, *size_flags(layout.sizes), *dropout)
     whole, saving, resumed = worlds.run(
         saved_and_resumed,
         layout.world_size,
         base,
-        str(tmp_path),
+        str(folder),
         delays,
         timeout_s=500,
         env=layout.env,
@@ -183,9 +177,15 @@ def test_a_run_that_is_saved_on_cuda_goes_on_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_a_model_that_is_built_on_the_host_trains_on_the_device_where_stock_leaves_it_behind(
-    worlds: DeviceWorlds,
+@pytest.mark.parametrize("name", ["data", "tensor"])
+@pytest.mark.parametrize("delays", LAWS, ids=lambda delays: delays.law)
+def test_a_run_that_is_saved_on_cuda_goes_on_bit_for_bit(
+    worlds: DeviceWorlds, tmp_path: Path, name: str, delays: Delays
 ):
+    assert_it_goes_on(worlds, LAYOUTS[name], tmp_path, delays)
+
+
+def assert_it_moves_from_the_host(worlds: Any) -> None:
     """Megatron's builders do not move what --use-cpu-initialization built."""
     base, host = gpt_args("--train-iters", "2"), "--use-cpu-initialization"
     lines = [base, *([*base, host, *size_flags(sizes)] for sizes in ((1, 2, 2), (2, 2, 2)))]
@@ -193,6 +193,13 @@ def test_a_model_that_is_built_on_the_host_trains_on_the_device_where_stock_leav
     assert ours == [stock, stock]
     with pytest.raises(DeviceFailure, match="got one on cpu"):
         worlds.run(pretrain_each, 2, [[*base, host]], [Delays()])
+
+
+@pytest.mark.slow
+def test_a_model_that_is_built_on_the_host_trains_on_the_device_where_stock_leaves_it_behind(
+    worlds: DeviceWorlds,
+):
+    assert_it_moves_from_the_host(worlds)
 
 
 # ---- processes of their own

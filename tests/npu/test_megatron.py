@@ -14,7 +14,14 @@ from scripts.testbed.megatron_flags import BF16, size_flags
 from scripts.testbed.megatron_runs import Steps, gpt_args
 from scripts.testbed.ranks import run_ranks
 from scripts.train import on_ascend
-from tests.device.test_megatron import LAWS, LAYOUTS, Layout, pretrain_each, saved_and_resumed
+from tests.device.test_megatron import (
+    LAWS,
+    LAYOUTS,
+    Layout,
+    assert_it_goes_on,
+    assert_it_moves_from_the_host,
+    pretrain_each,
+)
 from tests.device.test_sleep import asleep_in_megatron
 from tests.npu.conftest import StartScriptWorlds
 
@@ -60,14 +67,7 @@ def test_megatron_on_npus_prints_stocks_digits_and_gloos_and_no_delay_changes_a_
 def test_a_run_that_is_saved_on_npus_goes_on_bit_for_bit(
     by_start_script: StartScriptWorlds, tmp_path: Path
 ):
-    """With dropout: the states of the device's generators are in the checkpoint too."""
-    dropout = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
-    base = gpt_args("--train-iters", "4", *size_flags((1, 2, 2)), *dropout)
-    whole, saving, resumed = by_start_script.run(
-        saved_and_resumed, 2, base, str(tmp_path), LAWS[0], timeout_s=500
-    )[0]
-    assert saving == whole
-    assert resumed == whole[2:]
+    assert_it_goes_on(by_start_script, LAYOUTS["data"], tmp_path, LAWS[0])
 
 
 @pytest.mark.slow
@@ -85,13 +85,7 @@ def test_a_sleeping_megatron_leaves_little_on_an_npu_and_wakes_with_what_it_had(
 def test_a_model_that_is_built_on_the_host_trains_on_the_device_where_stock_leaves_it_behind(
     by_start_script: StartScriptWorlds,
 ):
-    """Megatron's builders do not move what --use-cpu-initialization built."""
-    base, host = gpt_args("--train-iters", "2"), "--use-cpu-initialization"
-    lines = [base, *([*base, host, *size_flags(sizes)] for sizes in ((1, 2, 2), (2, 2, 2)))]
-    stock, *ours = by_start_script.run(pretrain_each, 2, lines, [Delays()], timeout_s=300)[0]
-    assert ours == [stock, stock]
-    with pytest.raises(DeviceFailure, match="got one on cpu"):
-        by_start_script.run(pretrain_each, 2, [[*base, host]], [Delays()])
+    assert_it_moves_from_the_host(by_start_script)
 
 
 def pretrain_with_torchs_names_of_types(lines: list[list[str]]) -> list[Steps]:
