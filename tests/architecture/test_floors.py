@@ -25,7 +25,7 @@ FLOORS = {
 # Lines that a room may have. A commit that raises one says for which promise.
 BUDGETS = {
     "at_rest": 530, "attention": 2700, "checkpoint_files": 1600, "comm": 2145, "commands": 1750,
-    "cpu_platform": 1050, "failure": 890, "hf": 2830, "library": 2650, "mcore": 8898,
+    "cpu_platform": 1050, "failure": 890, "hf": 2830, "library": 2650, "mcore": 8920,
     "planner": 3815, "sharding": 1775, "zero": 4225, "beside the rooms": 1000,
 }
 # Within the library.

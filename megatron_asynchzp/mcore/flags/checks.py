@@ -29,7 +29,7 @@ from megatron_asynchzp.mcore.flags.shard_sizes import (
     ruled_states,
     sharding_group_size,
     sharding_ranks_per_node,
-    translated_sizes,
+    take_translated,
 )
 
 
@@ -52,9 +52,7 @@ def prepare_args(args: Namespace) -> list[str]:
     refuse_useless_saves(args)
     refuse_missing_muon(args)
     lines = take_moment_dtypes(args)
-    if translated_sizes(args, group_size):
-        flags = [f"--asynchzp-{state}-shard-size {getattr(sizes, state)}" for state in STATES]
-        lines.append(f"the flags of another wrapper have become {' '.join(flags)}")
+    lines += take_translated(args, sizes, group_size)
     is_chosen_later = bool(automatic_states(args))
     lines += [] if is_chosen_later else describe_cuts(sizes, group_size)
     for state in ruled_states(args) if is_chosen_later else STATES:

@@ -44,7 +44,8 @@ _MEGATRON_INTEGERS = {
     "eval-micro-batch-size": None, "eval-global-batch-size": None,
     "num-distributed-optimizer-instances": 1, "save-interval": None, "train-iters": None,
     "distributed-timeout-minutes": 10, "log-interval": 100, "non-persistent-save-interval": None,
-    "replication-jump": None, "replication-factor": 2,
+    "replication-jump": None, "replication-factor": 2, "tensor-parallel-num-weight-shards": None,
+    "expert-tensor-parallel-num-weight-shards": None, "expert-tensor-parallel-size": None,
 }
 _MEGATRON_SWITCHES = (
     "bf16", "fp16", "use-tp-pp-dp-mapping",

@@ -142,18 +142,6 @@ def _pads_experts(args: Namespace) -> bool:
     return bool(has_capacity) and args.moe_token_dispatcher_type == "alltoall"
 
 
-def _more_shards_than(tensor_size: str, example: str) -> Refusal:
-    # Megatron's validation fills in the tensor-parallel size itself: that is no extra shard.
-    name = argument_of(example)
-
-    def is_asked(args: Namespace) -> bool:
-        shards = getattr(args, name, None)  # megatron-core 0.18 has no such argument
-        size = getattr(args, tensor_size) or args.tensor_model_parallel_size
-        return shards is not None and shards > size
-
-    return Refusal(example, is_asked, "above the tensor-parallel size")
-
-
 # --- the table ---------------------------------------------------------------------------------
 
 _DROP = "drop the flag"
@@ -323,14 +311,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "--cpu-offloading-num-layers 1",
         "--fine-grained-activation-offloading",
         "--moe-paged-stash",
-    ),
-    *because(
-        "it shards the weights by itself along one more axis",
-        "use --asynchzp-param-shard-size instead",
-        _more_shards_than("tensor_model_parallel_size", "--tensor-parallel-num-weight-shards 4"),
-        _more_shards_than(
-            "expert_tensor_parallel_size", "--expert-tensor-parallel-num-weight-shards 4"
-        ),
     ),
     *because(
         "this Megatron ignores it and trains with the whole batch from the first step",

@@ -11,6 +11,7 @@ from math import gcd
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.mcore.flags.asynchzp import AUTO, NODE, WORLD
+from megatron_asynchzp.mcore.flags.refusals import argument_of
 from megatron_asynchzp.planner.cluster_files import load_cluster
 from megatron_asynchzp.sharding.topology import LONGEST_AXIS, ShardSizes
 
@@ -18,6 +19,13 @@ STATES = ("param", "grad", "optim")
 
 # What a size has that is not given.
 _DEFAULTS = {"param": NODE, "grad": NODE, "optim": WORLD}
+
+# Flags of Megatron's generalized tensor parallelism (GTP), and the tensor-parallel sizes of which
+# their values are multiples.
+WEIGHT_SHARDS = {
+    "tensor_parallel_num_weight_shards": "tensor_model_parallel_size",
+    "expert_tensor_parallel_num_weight_shards": "expert_tensor_parallel_size",
+}
 
 # Each shards one state more than the one before.
 _FSDP_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -61,10 +69,11 @@ def translated_sizes(args: Namespace, group_size: int) -> dict[str, int]:
         optim_grads         1         instance  instance
         optim_grads_params  instance  instance  instance
         (torch FSDP2)       group     group     group
+        (GTP)               shards    shards    instance    shards: num-weight-shards / TP
 
     --outer-dp-sharding-strategy optim makes the optimizer shard the whole group. Without
     Megatron-FSDP, optimizer instances ask for an optimizer shard size alone.
-    Raises ConfigurationError for instances that the group cannot be divided into.
+    Raises ConfigurationError for what the group cannot be divided into.
     """
     instances = args.num_distributed_optimizer_instances
     instance, rest = divmod(group_size, instances)
@@ -76,12 +85,45 @@ def translated_sizes(args: Namespace, group_size: int) -> dict[str, int]:
     if args.use_torch_fsdp2:
         return dict.fromkeys(STATES, group_size)
     if not args.use_megatron_fsdp:
+        # Experts have the sizes of all others: their flag counts where it is alone.
+        for flag, shards in weight_shards(args).items():
+            if group_size % shards:
+                raise ConfigurationError(
+                    f"{flag} asks for {shards} shards, which do not divide the {group_size} ranks "
+                    "of the sharding group (data x context parallel)"
+                )
+            return {"param": shards, "grad": shards, "optim": instance}
         return {"optim": instance} if instances > 1 else {}
     strategy = args.data_parallel_sharding_strategy
     is_outer_sharded = args.outer_dp_sharding_strategy != "no_shard"
     sharded = ("optim", "grad", "param")[: _FSDP_STRATEGIES.index(strategy)]
     sizes = {state: instance if state in sharded else 1 for state in STATES}
     return sizes | {"optim": group_size} if is_outer_sharded else sizes
+
+
+def weight_shards(args: Namespace) -> dict[str, int]:
+    """Ranks over which GTP would shard each weight, by the flag that says so. Megatron refuses what
+    is no multiple of the tensor-parallel size."""
+    found: dict[str, int] = {}
+    for name, tensor in WEIGHT_SHARDS.items():
+        asked = getattr(args, name, None) or 0  # megatron-core 0.18 has no such argument
+        shards, rest = divmod(asked, getattr(args, tensor) or args.tensor_model_parallel_size)
+        if shards > 1 and not rest:
+            found[f"--{name.replace('_', '-')} {asked}"] = shards
+    return found
+
+
+def take_translated(args: Namespace, sizes: ShardSizes, group_size: int) -> list[str]:
+    """The line to log where flags of another wrapper have become `sizes`, in a sharding group of
+    `group_size` ranks. Takes GTP's out of `args`."""
+    if not translated_sizes(args, group_size):
+        return []
+    flags = [f"--asynchzp-{state}-shard-size {getattr(sizes, state)}" for state in STATES]
+    line = "the flags of another wrapper have become " + " ".join(flags)
+    if found := weight_shards(args):
+        line += f" ({', '.join(found)})"
+        vars(args).update({argument_of(flag): None for flag in found})
+    return [line]
 
 
 def resolve_shard_sizes(args: Namespace, group_size: int, ranks_per_node: int) -> ShardSizes:

@@ -92,6 +92,72 @@ def test_the_flags_of_other_wrappers_become_sizes_unless_ours_are_given(
     assert sum("--asynchzp-optim-shard-size" in one for one in lines[:1]) == is_translated
 
 
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("--tensor-parallel-num-weight-shards 4", (4, 4, 8)),
+        ("--tensor-parallel-num-weight-shards 8", (8, 8, 8)),
+        ("--tensor-parallel-num-weight-shards 1", (2, 2, 8)),
+        ("--tensor-model-parallel-size 2 --tensor-parallel-num-weight-shards 4", (2, 2, 4)),
+        ("--tensor-model-parallel-size 2 --tensor-parallel-num-weight-shards 2", (1, 1, 4)),
+        ("--context-parallel-size 2 --tensor-parallel-num-weight-shards 4", (4, 4, 8)),
+        ("--tensor-parallel-num-weight-shards 4 --asynchzp-grad-shard-size 8", (4, 8, 8)),
+        (
+            "--tensor-parallel-num-weight-shards 4 --num-distributed-optimizer-instances 2",
+            (4, 4, 4),
+        ),
+        ("--tensor-parallel-num-weight-shards 4 --use-torch-fsdp2", (8, 8, 8)),
+        ("--num-experts 4 --expert-tensor-parallel-num-weight-shards 4", (4, 4, 8)),
+        (
+            "--num-experts 4 --tensor-parallel-num-weight-shards 8 "
+            "--expert-tensor-parallel-num-weight-shards 2",
+            (8, 8, 8),
+        ),
+        (
+            "--num-experts 4 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 "
+            "--disable-bias-linear --expert-tensor-parallel-num-weight-shards 4",
+            (4, 4, 4),
+        ),
+    ],
+)
+def test_shards_of_weights_of_generalized_tensor_parallelism_become_sizes(
+    parse, monkeypatch, line, expected
+):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    args = parse(line)
+    asked = [
+        getattr(args, name)
+        for name in (
+            "tensor_parallel_num_weight_shards",
+            "expert_tensor_parallel_num_weight_shards",
+        )
+        if (getattr(args, name) or 0) > args.tensor_model_parallel_size
+    ]
+    said = [one for one in prepare_args(args) if "num-weight-shards" in one]
+    assert tuple(getattr(args, f"asynchzp_{s}_shard_size") for s in STATES) == expected
+    assert len(said) == bool(asked) and all(f"shards {number}" in said[0] for number in asked)
+    assert not asked or args.tensor_parallel_num_weight_shards is None
+    assert not asked or args.expert_tensor_parallel_num_weight_shards is None
+
+
+@pytest.mark.parametrize(
+    "line, fault",
+    [
+        ("--tensor-parallel-num-weight-shards 3", "3 shards, which do not divide the 8 ranks"),
+        (
+            "--tensor-model-parallel-size 2 --tensor-parallel-num-weight-shards 16",
+            "16 asks for 8 shards, which do not divide the 4 ranks",
+        ),
+    ],
+)
+def test_shards_of_weights_that_cannot_be_are_refused(parse, line, fault):
+    args = parse(line)
+    before = vars(args).copy()
+    with pytest.raises(ConfigurationError, match="^--tensor-parallel-num-weight-shards") as refused:
+        prepare_args(args)
+    assert fault in str(refused.value) and vars(args) == before
+
+
 def test_a_rule_is_heard_in_place_of_the_flags_of_other_wrappers(parse, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     args = parse("--use-torch-fsdp2 --asynchzp-param-shard-size node")
