@@ -27,6 +27,7 @@ COMMANDS = {
     "launch": Command("launch", "start", "train with torchrun and an unmodified Megatron script"),
     "dry-run": Command("launch", "dry_run", "the memory of each rank that launch would start"),
     "plan": Command("commands.plan", "main", "the fastest shard sizes for a model on a cluster"),
+    "migrate": Command("commands.migrate", "main", "what becomes of a training command of yours"),
     "calibrate": Command("commands.calibrate", "main", "measure a cluster, within torchrun"),
     "hf": Command("hf.__main__", "main", "checkpoints to Hugging Face directories and back"),
     "inspect": Command("attention.inspect", "main", "whether a model needs PASA attention"),
@@ -34,8 +35,7 @@ COMMANDS = {
 
 
 def usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.purpose}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<9}  {command.purpose}" for name, command in COMMANDS.items()]
     return "\n".join(("usage: asynchzp COMMAND ... | --version", "", *lines, "")) + (
         "\nasynchzp COMMAND --help lists the options of a command.\n"
     )

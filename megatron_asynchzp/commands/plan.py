@@ -16,11 +16,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from megatron_asynchzp.commands import plan_table
 from megatron_asynchzp.errors import ConfigurationError, no_file_at, require
-from megatron_asynchzp.mcore.flags import checks
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
 from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE
 from megatron_asynchzp.planner import explain
@@ -30,9 +28,7 @@ from megatron_asynchzp.planner.cluster_files import cluster_names, load_cluster
 from megatron_asynchzp.planner.search import VARIED, Outcome, Progress, Space
 
 EXIT_TOO_LARGE = 1
-_DEFAULT_SCRIPT = "pretrain_gpt.py"
 _OURS = ("--use-asynchzp",)  # what is planned is a run with it, of a stock command line too
-_STOP = ("--asynchzp-dry-run", "0")  # a script stops where Megatron has validated its arguments
 _DEPTHS = (1, 2)  # to try, beside that of the flags
 
 
@@ -100,17 +96,8 @@ def setting_of(command: Sequence[str], cluster: Cluster) -> tuple[Setting, Names
 
     # Megatron asks for it beside some parallel sizes; no device is used here.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    script, flags = Path(command[0]), [*command[1:], *_OURS]
-    ranks, per_node = cluster.num_ranks, cluster.ranks_per_node
-    # A plan is made where the data need not be.
-    with mock.patch.object(checks, "refuse_missing_data", lambda _: None):
-        if script.is_file():
-            sys.path.insert(0, str(script.resolve().parent))
-            args, _ = pretended_world.parse_script(script, [*flags, *_STOP], ranks, per_node)
-        elif script.name == _DEFAULT_SCRIPT:  # its flags are Megatron's own: it need not be here
-            args, _ = pretended_world.parse(flags, ranks, per_node)
-        else:
-            raise ConfigurationError(f"{script}: no such script")
+    world = cluster.num_ranks, cluster.ranks_per_node
+    args, _ = pretended_world.parse_command([*command, *_OURS], *world)
     return planned.setting_of(args), args
 
 

@@ -3,6 +3,7 @@
 """Owns how an outcome is printed: the setting, the plans as a table, and the flags of one."""
 
 import io
+from collections.abc import Iterable, Sequence
 
 from megatron_asynchzp.planner.cluster import GIB
 from megatron_asynchzp.planner.model import Model
@@ -32,26 +33,30 @@ def setting(space: Space, outcome: Outcome) -> str:
 
 def plans(outcome: Outcome, space: Space, most: int) -> str:
     """The best `most`, the chosen one marked, then the best of each plainer scheme."""
-    from rich.console import Console
-    from rich.table import Table
-
-    grid = Table(box=None, pad_edge=False)
     columns = ["", "P, G, O", "micro-batch", "recompute", "depth"]
     columns += [name.upper() for name in space.vary]
     columns += ["step s", "tokens/s", "MFU", "memory GiB", "waits s", "GB off node", "as"]
-    for column in columns:
-        grid.add_column(column, justify="left" if column in ("", "P, G, O", "as") else "right")
     best, shown = outcome.best, list(outcome.ranked[:most])
     for one in (*outcome.baselines.values(), best):
         if one is not None and one not in shown:
             shown.append(one)
-    for one in shown:
-        grid.add_row("*" if one == best else "", *_cells(one, space))
-    console = Console(file=io.StringIO(), width=_WIDTH)
-    console.print(grid)
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().rstrip().splitlines()
-    return "\n".join(line.rstrip() for line in lines)
+    return grid(columns, [["*" if one == best else "", *_cells(one, space)] for one in shown])
+
+
+def grid(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Numbers stand on the right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        is_text = column in ("", "P, G, O", "as", "sharding")
+        table.add_column(column, justify="left" if is_text else "right")
+    for row in rows:
+        table.add_row(*row)
+    text = io.StringIO()
+    Console(file=text, width=_WIDTH).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 
 def _cells(one: Candidate, space: Space) -> list[str]:

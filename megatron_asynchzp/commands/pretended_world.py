@@ -13,15 +13,17 @@ import sys
 import traceback
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import lcm
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import cast
 from unittest import mock
 
 import torch
 
 from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags import checks
 from megatron_asynchzp.mcore.flags.asynchzp import DryRunStop
 from megatron_asynchzp.mcore.process import platform
 
@@ -29,6 +31,9 @@ from megatron_asynchzp.mcore.process import platform
 _CAPABILITY = (9, 0)
 
 _WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+DEFAULT_SCRIPT = "pretrain_gpt.py"
+_STOP = ("--asynchzp-dry-run", "0")  # a script stops where Megatron has validated its arguments
 
 # How our lines begin in what validation prints.
 _OURS = "megatron_asynchzp: "
@@ -77,12 +82,29 @@ def _one_line(error: BaseException, printed: str) -> str:
     return f"Megatron refuses it in {os.path.basename(frame.filename)}: {frame.line}"
 
 
+@contextlib.contextmanager
+def _without(package: str) -> Iterator[None]:
+    """To Megatron `package` is not installed, unless something has imported it."""
+    is_hidden = sys.modules.setdefault(package, cast(ModuleType, None)) is None
+    try:
+        yield
+    finally:
+        if is_hidden:
+            del sys.modules[package]
+
+
+def _as_it_is(function: Callable | None = None, **_: object) -> Callable:
+    """In place of torch.compile: nothing is computed here, and half of what Megatron imports is a
+    compiler for its fused functions."""
+    return function or (lambda inner: inner)
+
+
 def patch_megatron() -> None:
     """Import Megatron, without its advice on what is not installed here, and patch it. Idempotent.
 
     Raises ConfigurationError for a Megatron that we do not know.
     """
-    with _silence():
+    with _silence(), _without("wandb"), mock.patch.object(torch, "compile", _as_it_is):
         from megatron_asynchzp.mcore import startup
 
         try:
@@ -104,7 +126,7 @@ def parse(flags: list[str], world_size: int, ranks_per_node: int) -> tuple[Names
         arguments.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
         return args
 
-    return _parse(validated, ["pretrain_gpt.py", *flags], world_size, ranks_per_node)
+    return _parse(validated, [DEFAULT_SCRIPT, *flags], world_size, ranks_per_node)
 
 
 def parse_script(
@@ -121,6 +143,22 @@ def parse_script(
         raise NotValidated(f"{script} ended before Megatron validated its arguments")
 
     return _parse(validated, [str(script), *flags], world_size, ranks_per_node)
+
+
+def parse_command(
+    command: Sequence[str], world_size: int, ranks_per_node: int, needs_script: bool = True
+) -> tuple[Namespace, list[str]]:
+    """As `parse_script` for a script that is here, else as `parse`: pretrain_gpt.py adds no flag of
+    its own. Data need not be here. command: script and flags. needs_script: whether another script
+    than that has to be here."""
+    script, flags = Path(command[0]), list(command[1:])
+    with mock.patch.object(checks, "refuse_missing_data", lambda _: None):
+        if script.is_file():
+            sys.path.insert(0, str(script.resolve().parent))
+            return parse_script(script, [*flags, *_STOP], world_size, ranks_per_node)
+        if needs_script and script.name != DEFAULT_SCRIPT:
+            raise ConfigurationError(f"{script}: no such script")
+        return parse(flags, world_size, ranks_per_node)
 
 
 def _parse(
@@ -148,10 +186,19 @@ def _parse(
 
 def _set_padded_vocabulary(args: Namespace) -> None:
     """As the run will: from the tokenizer."""
-    if args.padded_vocab_size is None:
-        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    if args.padded_vocab_size is not None:
+        return
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
+    if args.tokenizer_type != "NullTokenizer":
         build_tokenizer(args)
+        return
+    known = set(sys.modules)
+    with _without("transformers"):  # which takes seconds, and a null tokenizer needs nothing of it
+        build_tokenizer(args)
+    for name in set(sys.modules) - known:  # another tokenizer may need it
+        if name.startswith("megatron.core.tokenizers.text"):
+            del sys.modules[name]
 
 
 def _number(flags: list[str], flag: str, default: int = 1) -> int:

@@ -6,7 +6,7 @@ planner's formulas.
 
 import importlib.util
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_asynchzp.commands import pretended_world
@@ -14,10 +14,12 @@ from megatron_asynchzp.commands.communicators import Communicators, engine_commu
 from megatron_asynchzp.commands.group_kinds import GroupKind, RankGroups, group_kinds
 from megatron_asynchzp.commands.savings import Saving, savings
 from megatron_asynchzp.mcore.flags.asynchzp import resolve_schedule
-from megatron_asynchzp.mcore.planned import costing_of, moments_nbytes, naming_the_flag, shard_sizes
+from megatron_asynchzp.mcore.flags.shard_sizes import held_sizes, sharding_group_size
+from megatron_asynchzp.mcore.planned import costing_of, naming_the_flag, shard_sizes
 from megatron_asynchzp.planner.costs import Costing
 from megatron_asynchzp.planner.memory import Memory, stage_activations
 from megatron_asynchzp.sharding.layout import FP32_NBYTES
+from megatron_asynchzp.sharding.topology import ShardSizes
 
 
 @dataclass(frozen=True)
@@ -126,24 +128,24 @@ def stage_bytes(costing: Costing, args: Namespace, index: int) -> StageBytes:
 
 
 def _stock_nbytes(costing: Costing, args: Namespace, index: int) -> dict[str, float]:
-    """Stock Megatron's DDP: parameters and gradients whole, in buffers whose padding is left out;
-    the optimizer's states over the data-parallel ranks with the distributed optimizer. Gradients
-    have the model's dtype where they are not added up in fp32."""
-    model = costing.model.itemsize
-    grad = FP32_NBYTES if args.accumulate_allreduce_grads_in_fp32 else model
-    moments, whole, main, of_moments = moments_nbytes(args), 0, 0.0, 0.0
-    trained = 0
-    for unit in filter(lambda unit: unit.numel, costing.units[index]):
-        shards = costing.groups[unit.group].ranks if args.use_distributed_optimizer else 1
-        whole += unit.numel
-        if not unit.is_trained:
-            continue
-        trained += unit.numel
-        main += args.main_params_dtype.itemsize * unit.numel / shards
-        of_moments += moments.mean(unit.numel, unit.matrix_numel) * unit.numel / shards
-    return {
-        "model_param": float(model * whole),
-        "main_grad": float(grad * trained),
-        "main_param": main if model != FP32_NBYTES else 0.0,
-        "optimizer_moments": of_moments,
-    }
+    """Stock Megatron's, in buffers whose padding is left out. Gradients have the model's dtype
+    where they are not added up in fp32."""
+    sizes = held_sizes(args, sharding_group_size(args))
+    grad = FP32_NBYTES if args.accumulate_allreduce_grads_in_fp32 else costing.model.itemsize
+    return held_nbytes(costing, sizes, index, grad, args.main_params_dtype.itemsize)
+
+
+def held_nbytes(
+    costing: Costing,
+    sizes: ShardSizes,
+    index: int,
+    grad: int = FP32_NBYTES,
+    main: int = FP32_NBYTES,
+) -> dict[str, float]:
+    """At rest on a rank of pipeline stage `index`, by state, with these sizes in place of the
+    plan's. grad, main: bytes of an element of gradients and of main parameters."""
+    held = replace(costing, plan=replace(costing.plan, sizes=sizes), known={})
+    found = held.states_by_formula(index)
+    found["main_grad"] *= grad / FP32_NBYTES
+    found["main_param"] *= main / FP32_NBYTES
+    return found

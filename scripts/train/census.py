@@ -15,35 +15,19 @@ tokenizer. Needs no device. --out: JSON lines for `python -m scripts.report.add_
 
 import argparse
 import json
-import re
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
-from megatron_asynchzp.commands.pretended_world import fewest_ranks, parse, patch_megatron
+from megatron_asynchzp.commands import verdict as of_start
+from megatron_asynchzp.commands.pretended_world import DEFAULT_SCRIPT, fewest_ranks, patch_megatron
+from megatron_asynchzp.commands.recipes import Flags, with_numbers, words_of_script, words_of_yaml
 from megatron_asynchzp.errors import ConfigurationError
-from megatron_asynchzp.mcore.flags.normalisations import NORMALISATIONS
 from scripts.testbed.machine import machine_record
 
 _RANKS_PER_NODE = 8
-# Megatron wants 1 with tensor parallelism on Hopper, anything else with its own FSDP.
-_CONNECTIONS = ("1", "8")
-
-# Arguments that name files which are not here.
-# fmt: off
-_FILES = frozenset((
-    "data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
-    "per_split_data_args_path", "vocab_file", "merge_file", "tokenizer_model", "tokenizer_type",
-    "tokenizer_hf_no_use_fast", "tiktoken_pattern", "data_cache_path", "mock_data",
-))
-# fmt: on
-_IN_PLACE_OF_FILES = ["--mock-data", "--tokenizer-type", "NullTokenizer"]
-_VOCABULARY = ["--vocab-size", "131072"]
 # Megatron can capture no whole layer whose experts take any number of tokens. NVIDIA's recipes name
 # parts in an assignment of its own, which a list of flags may have lost.
 _CAPTURED_BESIDE_EXPERTS = ["--cuda-graph-modules", "attn", "moe_router", "moe_preprocess"]
@@ -69,102 +53,17 @@ class Verdict:
     accepted it; lost: the arguments that are then switched off without a replacement."""
 
     case: Case
-    stock: ConfigurationError | None
-    ours: ConfigurationError | None
+    stock: of_start.Line | None
+    ours: of_start.Line | None
     lost: tuple[str, ...] = ()
 
     @property
     def is_ours_alone(self) -> bool:
         """Whether the plugin refuses what Megatron would start."""
-        return self.stock is None and self.ours is not None and _is_ours(self.ours)
+        return self.stock is None and self.ours is not None and bool(self.ours.by)
 
 
 # ---- reading recipes
-
-
-class Flags:
-    """Megatron's flags, and how many values each takes."""
-
-    def __init__(self) -> None:
-        from megatron.training.arguments import add_megatron_arguments
-
-        parser = argparse.ArgumentParser(allow_abbrev=False)
-        getattr(add_megatron_arguments, "__wrapped__", add_megatron_arguments)(parser)
-        self._actions = {
-            option: action for action in parser._actions for option in action.option_strings
-        }
-
-    def among(self, words: list[str]) -> list[str]:
-        """The flags of Megatron among `words`, with their values; those of files left out."""
-        kept: list[str] = []
-        position = 0
-        while position < len(words):
-            word = words[position].partition("=")[0]
-            position += 1
-            action = self._actions.get(word)
-            if action is None:
-                continue
-            values = self._values(action, words, position)
-            position += len(values)
-            if action.dest not in _FILES:
-                kept += [words[position - len(values) - 1], *values]
-        return kept
-
-    def _values(self, action: argparse.Action, words: list[str], start: int) -> list[str]:
-        if action.nargs == 0 or "=" in words[start - 1]:
-            return []
-        stop = next((i for i in range(start, len(words)) if words[i].startswith("--")), len(words))
-        most = stop if action.nargs in ("+", "*", "?") else start + (action.nargs or 1)
-        return words[start : min(most, len(words))]
-
-
-def _words_of_yaml(path: Path) -> list[str] | None:
-    """The command line of a functional test; None where it does not train."""
-    import yaml
-
-    recipe = yaml.safe_load(path.read_text())
-    arguments = recipe.get("MODEL_ARGS") if isinstance(recipe, dict) else None
-    if not isinstance(arguments, dict) or recipe.get("MODE", "pretraining") != "pretraining":
-        return None
-    words: list[str] = []
-    for flag, value in arguments.items():
-        if value is True:
-            words.append(flag)
-        elif value is not False:
-            values = value if isinstance(value, list) else _split(str(value))
-            words += [flag, *map(str, values)]
-    return words
-
-
-def _split(value: str) -> list[str]:
-    """The words of a value, as the runner of these tests makes them: [a b] is two, (a b) one."""
-    if value.startswith("("):
-        return [value]
-    try:
-        return shlex.split(value.strip("[]")) or [""]
-    except ValueError:  # quotes that do not match
-        return [value]
-
-
-_ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=([^\s(]\S*)\s*$", re.MULTILINE)
-_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)(?::-([^}]*))?\}?")
-
-
-def _words_of_script(path: Path) -> list[str]:
-    """Every word of a shell script, with the variables that it sets to plain values."""
-    text = path.read_text(errors="replace").replace("\\\n", " ")
-    known = {name: value.strip("\"'") for name, value in _ASSIGNMENT.findall(text)}
-
-    def value_of(found: re.Match[str]) -> str:
-        return known.get(found[1], found[2] or found[0])
-
-    for _ in range(3):  # variables of variables
-        text = _VARIABLE.sub(value_of, text)
-    words: list[str] = []
-    for line in text.splitlines():
-        with suppress(ValueError):  # a text over several lines is no command line
-            words += shlex.split(line, comments=True)
-    return [word.strip("()") for word in words if word.strip("()")]
 
 
 def _shape_for(flags: list[str], stages: int) -> list[str]:
@@ -199,6 +98,7 @@ def _captures_all_of_layers(flags: list[str]) -> bool:
 
 def _of_list(path: Path) -> Iterator[Case]:
     """The recipes of a JSON file."""
+    megatron = Flags()
     for recipe in json.loads(path.read_text()):
         # As the configuration has it, and not the parser.
         flags = ["--use-nccl-ub" if flag == "--nccl-ub" else flag for flag in recipe["flags"]]
@@ -208,8 +108,9 @@ def _of_list(path: Path) -> Iterator[Case]:
             flags += _CAPTURED_BESIDE_EXPERTS
         # NVIDIA's recipes have it throughout, and some of their flags need it.
         flags += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
-        flags += ["--global-batch-size", str(16 * ranks), *_IN_PLACE_OF_FILES, *_VOCABULARY]
-        yield Case(path, flags, recipe["name"], recipe["hardware"], ranks)
+        flags += ["--global-batch-size", str(16 * ranks)]
+        kept, others, _ = megatron.read(flags)
+        yield Case(path, [*kept, *others], recipe["name"], recipe["hardware"], ranks)
 
 
 def find_cases(places: list[Path]) -> Iterator[Case]:
@@ -221,55 +122,30 @@ def find_cases(places: list[Path]) -> Iterator[Case]:
 def _below(folder: Path) -> Iterator[Case]:
     flags = Flags()
     for path in sorted((*folder.rglob("model_config.yaml"), *folder.rglob("*.sh"))):
-        words = _words_of_yaml(path) if path.suffix == ".yaml" else _words_of_script(path)
-        found = flags.among(words or [])
+        is_yaml = path.suffix == ".yaml"
+        words = words_of_yaml(path, flags)[0] if is_yaml else words_of_script(path)
+        found, _, _ = flags.read(with_numbers(words))
         if {"--train-iters", "--train-samples"} & set(found):
-            found = ["1" if _VARIABLE.fullmatch(word) else word for word in found]
-            missing = [*_IN_PLACE_OF_FILES]
-            if "--vocab-size" not in found:
-                missing += _VOCABULARY
-            if "--async-save" in found:
-                missing += _WRITER
-            yield Case(path, [*found, *missing])
-
-
-# ---- asking Megatron
-
-
-def _answer(flags: list[str], world_size: int) -> tuple[ConfigurationError | None, list[str]]:
-    """How Megatron or the plugin refuses `flags`; None where they are accepted, and the lines that
-    we log then."""
-    refusal = None
-    for connections in _CONNECTIONS:
-        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
-        with mock.patch.dict("os.environ", environment):
-            try:
-                return None, parse(flags, world_size, min(_RANKS_PER_NODE, world_size))[1]
-            except ConfigurationError as error:
-                refusal = refusal or error
-    return refusal, []
+            yield Case(path, [*found, *(_WRITER if "--async-save" in found else [])])
 
 
 def judge(case: Case) -> Verdict:
     """Ask Megatron alone, and with `--use-asynchzp`."""
     size = case.ranks or fewest_ranks(case.flags)
-    stock, _ = _answer(case.flags, size)
-    ours, lines = _answer([*case.flags, "--use-asynchzp"], size)
-    named = {line.partition(" = ")[0] for line in lines}
-    lost = tuple(rule.name for rule in NORMALISATIONS if rule.is_lost and rule.name in named)
-    return Verdict(case, stock, ours, lost)
+    command, per_node = [DEFAULT_SCRIPT, *case.flags], min(_RANKS_PER_NODE, size)
+    stock = of_start.ask(command, size, per_node)
+    refused = of_start.lines_of(stock) if isinstance(stock, ConfigurationError) else []
+    found = of_start.judge(command, size, per_node)
+    lost = () if found.refused else tuple(rule.name for rule in found.lost)
+    return Verdict(case, next(iter(refused), None), next(iter(found.refused), None), lost)
 
 
 # ---- the report
 
 
-def _is_ours(refusal: ConfigurationError) -> bool:
-    return isinstance(refusal.__cause__, ConfigurationError)
-
-
-def _topic(refusal: ConfigurationError) -> str:
+def _topic(refusal: of_start.Line) -> str:
     """What cases are counted by: the flag of a refusal of ours, or Megatron's message."""
-    return str(refusal).split()[0] if _is_ours(refusal) else str(refusal)[:100]
+    return refusal.by or refusal.text[:100]
 
 
 def report(verdicts: list[Verdict], names_cases: bool = False) -> str:
@@ -297,7 +173,7 @@ def report(verdicts: list[Verdict], names_cases: bool = False) -> str:
 
 
 def _verdict(verdict: Verdict) -> str:
-    return str(verdict.ours or f"weakened, without {', '.join(verdict.lost)}")
+    return verdict.ours.text if verdict.ours else f"weakened, without {', '.join(verdict.lost)}"
 
 
 def as_record(verdict: Verdict) -> dict:
@@ -308,8 +184,7 @@ def as_record(verdict: Verdict) -> dict:
     if verdict.case.hardware:
         line["hardware"] = verdict.case.hardware
     for name, refusal in (("stock", verdict.stock), ("ours", verdict.ours)):
-        by = None if refusal is None else _topic(refusal) if _is_ours(refusal) else "Megatron"
-        line[name] = by and {"by": by, "why": str(refusal)}
+        line[name] = refusal and {"by": refusal.by or "Megatron", "why": refusal.text}
     return line | {"lost": [*verdict.lost]}
 
 

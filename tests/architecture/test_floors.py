@@ -24,8 +24,8 @@ FLOORS = {
 }
 # Lines that a room may have. A commit that raises one says for which promise.
 BUDGETS = {
-    "at_rest": 530, "attention": 2700, "checkpoint_files": 1600, "comm": 2145, "commands": 1750,
-    "cpu_platform": 1050, "failure": 890, "hf": 2830, "library": 2650, "mcore": 8920,
+    "at_rest": 530, "attention": 2700, "checkpoint_files": 1600, "comm": 2145, "commands": 2415,
+    "cpu_platform": 1050, "failure": 890, "hf": 2830, "library": 2650, "mcore": 8943,
     "planner": 3815, "sharding": 1775, "zero": 4225, "beside the rooms": 1000,
 }
 # Within the library.
@@ -227,7 +227,7 @@ def test_reports_run_nothing_and_scripts_train_nothing_for_benchmarks():
 
 
 def test_no_script_and_no_module_changes_where_imports_are_found():
-    names = ("launch.py", "commands/plan.py", "commands/validation.py")
+    names = ("launch.py", "commands/pretended_world.py", "commands/validation.py")
     runs_scripts_of_others = {*(PACKAGE / name for name in names), TESTBED / "rank.py"}
     runs_scripts_of_others.add(TESTBED / "te" / "environment.py")  # a package in the cache
     for folder in (PACKAGE, ROOT / "scripts"):

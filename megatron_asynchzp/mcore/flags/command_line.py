@@ -18,7 +18,7 @@ from megatron_asynchzp.mcore.flags.asynchzp import (
     resolve_schedule,
 )
 from megatron_asynchzp.mcore.flags.pasa import PASA_REFUSALS, add_pasa_arguments
-from megatron_asynchzp.mcore.flags.refusals import REFUSALS, Refusal, argument_of
+from megatron_asynchzp.mcore.flags.refusals import REFUSALS, Refusal, argument_of, refuse
 from megatron_asynchzp.mcore.flags.shard_sizes import (
     refuse_cluster,
     resolve_shard_sizes,
@@ -51,7 +51,7 @@ _MEGATRON_SWITCHES = (
     "bf16", "fp16", "use-tp-pp-dp-mapping",
     "use-torch-fsdp2", "use-megatron-fsdp", "sft", "async-save",
     "use-persistent-ckpt-worker", "use-checkpoint-args", "decrease-batch-size-if-needed",
-    "replication",
+    "replication", "use-distributed-optimizer", "grad-reduce-in-bf16",
 )
 _MEGATRON_WORDS = {
     "data-parallel-sharding-strategy": "optim_grads_params",
@@ -79,7 +79,7 @@ def check_command_line(argv: Sequence[str], world_size: int | None = None) -> No
         checks.refuse_yaml(list(argv), flag)
     flags = _flags_given(argv)
     _refuse_mistyped(flags)
-    args = _parse(argv)
+    args = parse_words(argv)
     _refuse_without_effect(flags, args)
     if args.use_pasa_attention:
         _refuse_given(PASA_REFUSALS, argv)
@@ -108,7 +108,7 @@ def check_numbers_of_nodes(argv: Sequence[str], nodes: range, ranks_per_node: in
 
     argv: passes check_command_line.
     """
-    args = _parse(argv)
+    args = parse_words(argv)
     if not args.use_asynchzp or args.use_checkpoint_args:
         return
     for number in nodes:
@@ -175,7 +175,8 @@ def command_line_parser() -> ArgumentParser:
     return parser
 
 
-def _parse(argv: Sequence[str]) -> Namespace:
+def parse_words(argv: Sequence[str]) -> Namespace:
+    """What the checks read. Raises ConfigurationError for a value that is none."""
     try:
         return command_line_parser().parse_known_args(argv)[0]
     except ArgumentError as error:
@@ -207,13 +208,11 @@ def _refuse_without_effect(flags: Sequence[str], args: Namespace) -> None:
 
 
 def _refuse_given(table: Sequence[Refusal], argv: Sequence[str]) -> None:
-    """Raise ConfigurationError for the first row of `table` that one flag decides. What depends on
-    several is decided when Megatron has parsed them all."""
+    """Raise Refused for the rows of `table` that one flag decides. What depends on several is
+    decided when Megatron has parsed them all."""
     given = _values(argv)
     args = Namespace(**{argument_of(flag): value for flag, value in given.items()})
-    for refusal in table:
-        if refusal.flag in given and refusal.is_decided_by_flag and refusal.is_asked(args):
-            raise ConfigurationError(str(refusal))
+    refuse([row for row in table if row.flag in given and row.is_decided_by_flag], args)
 
 
 def _values(argv: Sequence[str]) -> dict[str, object]:

@@ -45,7 +45,14 @@ class Normalisation(NamedTuple):
 _LOST = (lambda: False, True)
 
 _UNITS = "the engine has units, not buckets"
-_PARTS = "a layer is computed as one, because its parts have no hooks that gather and reduce"
+_BUFFERS = (
+    "the buffers of Megatron's wrapper are not used; collectives take the GPU's cores and memory "
+    "that registered ones would spare"
+)
+_PARTS = (
+    "a layer is computed as one, because its parts have no hooks that gather and reduce; the "
+    "all-to-all of experts is waited for"
+)
 
 _BF16 = (
     "the values are the same; parameters are held and gathered in bf16, 2 bytes each instead of 1"
@@ -67,10 +74,9 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
      "its sharding strategy is given as shard sizes (--asynchzp-*-shard-size)"),
     ("--use-torch-fsdp2", "use_torch_fsdp2", False,
      "its sharding is given as shard sizes (--asynchzp-*-shard-size)"),
-    ("--use-nccl-ub", "nccl_ub", False, "the buffers of Megatron's wrapper are not used",
-     *_LOST),
+    ("--use-nccl-ub", "nccl_ub", False, _BUFFERS, *_LOST),
     ("--fsdp-manual-registration", "fsdp_manual_registration", False,
-     "the buffers of Megatron's wrapper are not used", *_LOST),
+     _BUFFERS, *_LOST),
     ("--ckpt-format", "ckpt_format", "torch_dist",
      "only that format can hold sharded states of any sizes; one in another format is not loaded"),
     ("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", False,
@@ -84,7 +90,8 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("--overlap-dispatch-backward-with-experts-wgrad",
      "overlap_dispatch_backward_with_experts_wgrad", False, _PARTS, *_LOST),
     ("--use-transformer-engine-op-fuser", "use_transformer_engine_op_fuser", False,
-     "fused operations would hold references to parameters outside their modules", *_LOST),
+     "fused operations would hold references to parameters outside their modules; a layer runs "
+     "more kernels", *_LOST),
     ("--fp8-param-gather", "fp8_param_gather", False, _BF16, *_LOST),
     ("--reuse-grad-buf-for-mxfp8-param-ag", "reuse_grad_buf_for_mxfp8_param_ag", False, _BF16,
      *_LOST),

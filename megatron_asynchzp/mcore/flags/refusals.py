@@ -38,11 +38,18 @@ class Refusal:
         return f"{self.flag} is not supported with {self.beside}: {self.reason}; {self.remedy}"
 
 
+class Refused(ConfigurationError):
+    """Its line is that of the first of `rows`, which are all that the arguments ask for."""
+
+    def __init__(self, rows: Sequence[Refusal]):
+        super().__init__(str(rows[0]))
+        self.rows = rows
+
+
 def refuse(table: Sequence[Refusal], args: Namespace) -> None:
-    """Raise ConfigurationError, one line, for the first row of `table` that `args` ask for."""
-    for refusal in table:
-        if refusal.is_asked(args):
-            raise ConfigurationError(str(refusal))
+    """Raise Refused for what `args` ask for of `table`."""
+    if rows := [refusal for refusal in table if refusal.is_asked(args)]:
+        raise Refused(rows)
 
 
 def refuse_unsupported(args: Namespace) -> None:

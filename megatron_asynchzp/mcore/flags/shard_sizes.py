@@ -126,6 +126,18 @@ def take_translated(args: Namespace, sizes: ShardSizes, group_size: int) -> list
     return [line]
 
 
+def held_sizes(args: Namespace, group_size: int) -> ShardSizes:
+    """How many ranks share a copy of a dense layer's states without --use-asynchzp, by the flags of
+    Megatron's own wrappers. args: as the user gave them."""
+    optim = group_size if args.use_distributed_optimizer else 1
+    sizes = {"param": 1, "grad": 1, "optim": optim} | translated_sizes(args, group_size)
+    if weight_shards(args) and not (args.use_megatron_fsdp or args.use_torch_fsdp2):
+        tensor = args.tensor_model_parallel_size
+        shards = max(1, (args.tensor_parallel_num_weight_shards or 1) // tensor)
+        sizes = {"param": shards, "grad": shards, "optim": max(optim, shards)}
+    return ShardSizes(**sizes)
+
+
 def resolve_shard_sizes(args: Namespace, group_size: int, ranks_per_node: int) -> ShardSizes:
     """The three sizes with defaults filled in, for a sharding group of `group_size` ranks.
 

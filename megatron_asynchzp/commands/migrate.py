@@ -1,0 +1,141 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of a training command with --use-asynchzp: what runs as it is, what is switched off,
+what is refused, and the shard sizes that other flags become. Starts no ranks and needs no device:
+
+    asynchzp migrate [--cluster h100] [--ranks 256] train.sh | recipe.yaml | ds_config.json
+    asynchzp migrate [--cluster h100] [--ranks 256] -- torchrun ... pretrain_gpt.py <your flags>
+
+Exit status: 0 where it starts; 1 where something is refused; 2 for what is no training command.
+"""
+
+import argparse
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from megatron_asynchzp.commands import deepspeed, plan_table
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore.flags import command_line
+from megatron_asynchzp.mcore.process.refusal import EXIT_USAGE
+from megatron_asynchzp.planner.cluster import Cluster
+from megatron_asynchzp.planner.cluster_files import cluster_names, load_cluster
+
+if TYPE_CHECKING:
+    from megatron_asynchzp.commands.verdict import Verdict
+
+EXIT_REFUSED = 1
+_RANKS_PER_NODE = 8
+_OURS = "--use-asynchzp"
+
+
+def parse_args(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Our flags, and the training command. Exits as argparse does."""
+    own, command = list(argv), list[str]()
+    if "--" in own:
+        place = own.index("--")
+        own, command = own[:place], own[place + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="asynchzp migrate",
+        usage="%(prog)s [--cluster NAME_OR_FILE] [--ranks N] FILE | -- TRAINING COMMAND",
+        description="What becomes of a training command with --use-asynchzp.",
+    )
+    names = ", ".join(cluster_names())
+    parser.add_argument(
+        "--cluster", metavar="NAME_OR_FILE", help=f"for times: {names}, or a file of yours"
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="of the run (default: its launcher's)"
+    )
+    parser.add_argument("file", nargs="?", help="a shell script, a recipe, a DeepSpeed JSON")
+    asked = parser.parse_args(own)
+    if asked.ranks is not None and asked.ranks < 1:
+        parser.error(f"--ranks {asked.ranks}: give a number of at least 1")
+    if (asked.file is None) == (not command):
+        parser.error("give one file, or the training command after --")
+    return asked, command or [asked.file]
+
+
+def run(argv: Sequence[str]) -> int:
+    """Judge and print. Raises ConfigurationError, one line, for what is no training command."""
+    asked, words = parse_args(argv)
+    cluster = load_cluster(asked.cluster) if asked.cluster else None
+    if words[0].endswith(".json"):
+        return deepspeed.migrate(words[0])
+    # Only now: what is wrong above is said without torch and Megatron.
+    from megatron_asynchzp.commands import pretended_world, recipes, verdict
+
+    pretended_world.patch_megatron()
+    command = recipes.read_command(words, recipes.Flags())
+    ranks, per_node = command.world
+    ranks = asked.ranks or ranks or (cluster.num_ranks if cluster else None)
+    ranks = ranks or pretended_world.fewest_ranks(command.flags)
+    if cluster is not None:
+        cluster = cluster.with_ranks(ranks)
+        per_node = cluster.ranks_per_node
+    per_node = min(per_node or _RANKS_PER_NODE, ranks)
+    script = command.script or pretended_world.DEFAULT_SCRIPT
+    found = verdict.judge([script, *command.flags], ranks, per_node)
+    print(f"{script} on {ranks} ranks, {per_node} a node: {_headline(found)}")
+    print("".join(f"- {line}\n" for line in command.assumed), end="")
+    print("".join(_groups(found)), end="")
+    status = EXIT_REFUSED if found.refused else 0
+    if found.args is not None:
+        try:
+            _print_shardings(found, command.flags, ranks, per_node, cluster)
+        except ConfigurationError as error:  # a layer of which the planner has no formula
+            print(f"Bytes are not known: {error}")
+    return status
+
+
+def _print_shardings(
+    found: "Verdict", flags: list[str], ranks: int, per_node: int, cluster: Cluster | None
+) -> None:
+    from megatron_asynchzp.commands.verdict import shardings
+    from megatron_asynchzp.mcore import planned
+
+    assert found.args is not None
+    given = command_line.parse_words(flags)
+    given.world_size = ranks
+    model = plan_table.model(planned.model_of(found.args))
+    print(f"{'Without what is refused' if found.refused else 'Model'}: {model}")
+    rows = shardings(found.args, given, cluster, per_node)
+    columns = ["sharding", "P, G, O", "GiB a rank at rest", "at its peak"]
+    columns += [f"step s on {cluster.name}"] if cluster else []
+    print(plan_table.grid(columns, [row.cells[: len(columns)] for row in rows]))
+    times = [row.step_s for row in rows if row.step_s]
+    if rows[0].step_s and rows[0].step_s <= min(times):
+        print(f"No gain is predicted over {rows[0].title}; asynchzp plan looks at other sizes")
+
+
+def _headline(found: "Verdict") -> str:
+    if found.refused:
+        return f"does not start with {_OURS}"
+    return f"starts with {_OURS}" + (", weakened" if found.lost else "")
+
+
+def _groups(found: "Verdict") -> Iterator[str]:
+    """Each group of lines under its title."""
+    lost = {rule.name: f"{rule.flag}: {rule.reason}" for rule in found.lost}
+    others = [line for line in found.logged if line.partition(" = ")[0] not in lost]
+    groups = {
+        "Refused": [line.text for line in found.refused],
+        "Switched off, and nothing else gives it": lost.values(),
+        "Set otherwise, with the same effect": others,
+    }
+    for title, lines in groups.items():
+        if lines:
+            yield "".join((f"{title}:\n", *(f"  {line}\n" for line in lines)))
+
+
+def main(argv: list[str]) -> int:
+    try:
+        return run(argv)
+    except ConfigurationError as error:
+        print(f"megatron_asynchzp: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,165 @@
+# SPDX-FileCopyrightText: 2026 The megatron_asynchzp authors
+# SPDX-License-Identifier: Apache-2.0
+"""Owns what a start says of a training command, by the code that a start runs, and what becomes of
+its sharding."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+from unittest import mock
+
+from megatron_asynchzp.commands import pretended_world
+from megatron_asynchzp.commands.recipes import without_flag
+from megatron_asynchzp.commands.stages import held_nbytes
+from megatron_asynchzp.errors import ConfigurationError
+from megatron_asynchzp.mcore import planned
+from megatron_asynchzp.mcore.flags import checks, command_line
+from megatron_asynchzp.mcore.flags.normalisations import NORMALISATIONS, Normalisation
+from megatron_asynchzp.mcore.flags.refusals import Refused
+from megatron_asynchzp.mcore.flags.shard_sizes import (
+    STATES,
+    held_sizes,
+    resolve_shard_sizes,
+    sharding_group_size,
+    sharding_ranks_per_node,
+)
+from megatron_asynchzp.planner.cluster import GIB, Cluster
+from megatron_asynchzp.planner.search import Candidate
+from megatron_asynchzp.sharding.topology import ShardSizes
+
+OURS = "--use-asynchzp"
+# Megatron wants 1 with tensor parallelism on Hopper, anything else with its own FSDP.
+_CONNECTIONS = ("1", "8")
+
+
+class Line(NamedTuple):
+    """Why something does not start. by: the flag that --use-asynchzp refuses; "" for what Megatron
+    refuses."""
+
+    text: str
+    by: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a start says of a command line.
+
+    refused: all lines, of which it prints the first.
+    args: validated, without the flags that are refused; None where that is not enough.
+    logged: lines on what is changed in those.
+    """
+
+    refused: list[Line]
+    args: Namespace | None
+    logged: list[str]
+
+    @property
+    def changed(self) -> list[Normalisation]:
+        """The rules that change something."""
+        named = {line.partition(" = ")[0] for line in self.logged}
+        return [rule for rule in NORMALISATIONS if rule.name in named]
+
+    @property
+    def lost(self) -> list[Normalisation]:
+        """What is switched off and nothing else gives."""
+        return [rule for rule in self.changed if rule.is_lost]
+
+
+def ask(
+    command: Sequence[str], ranks: int, ranks_per_node: int
+) -> tuple[Namespace, list[str]] | ConfigurationError:
+    """Megatron's validated arguments and what is logged of them, or the refusal. command: a script,
+    which need not be here, and flags."""
+    refusal = None
+    for connections in _CONNECTIONS:
+        with (
+            mock.patch.dict("os.environ", {"CUDA_DEVICE_MAX_CONNECTIONS": connections}),
+            # Places on another machine.
+            mock.patch.object(checks, "refuse_unwritable_folders", lambda _: None),
+            mock.patch.object(checks, "refuse_useless_load", lambda _: None),
+        ):
+            try:
+                try:
+                    command_line.check_command_line(command[1:], ranks)
+                except ConfigurationError as error:
+                    raise ConfigurationError(str(error)) from error
+                return pretended_world.parse_command(command, ranks, ranks_per_node, False)
+            except ConfigurationError as error:
+                refusal = refusal or error
+    assert refusal is not None
+    return refusal
+
+
+def lines_of(refusal: ConfigurationError) -> list[Line]:
+    """Of each row of a table that refuses, or the one line."""
+    if isinstance(refusal.__cause__, Refused):
+        return [Line(str(row), row.flag) for row in refusal.__cause__.rows]
+    is_ours = isinstance(refusal.__cause__, ConfigurationError)
+    return [Line(str(refusal), str(refusal).split()[0] if is_ours else "")]
+
+
+def judge(command: Sequence[str], ranks: int, ranks_per_node: int) -> Verdict:
+    """All refusals: what one flag decides is left out, and the rest asked again. command: as for
+    `ask`, without --use-asynchzp."""
+    words, refused = [*command, OURS], list[Line]()
+    while isinstance(answer := ask(words, ranks, ranks_per_node), ConfigurationError):
+        refused += [line for line in lines_of(answer) if line not in refused]
+        fewer = words
+        for row in answer.__cause__.rows if isinstance(answer.__cause__, Refused) else ():
+            if row.is_decided_by_flag:
+                fewer = without_flag(fewer, row.flag)
+        if fewer == words:
+            return Verdict(refused, None, [])
+        words = fewer
+    return Verdict(refused, *answer)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of one sharding. at_rest, peak: bytes of a rank; step_s: predicted. None where the planner
+    has no schedule of it."""
+
+    title: str
+    sizes: ShardSizes
+    at_rest: float
+    peak: float | None
+    step_s: float | None
+
+    @property
+    def cells(self) -> list[str]:
+        three = f"{self.sizes.param}, {self.sizes.grad}, {self.sizes.optim}"
+        peak = f"{self.peak / GIB:.2f}" if self.peak else "-"
+        step = f"{self.step_s:.3f}" if self.step_s else "-"
+        return [self.title, three, f"{self.at_rest / GIB:.2f}", peak, step]
+
+
+def shardings(
+    args: Namespace, given: Namespace, cluster: Cluster | None, per_node: int
+) -> list[Row]:
+    """The user's own, what becomes of it, and the default sizes. args: validated; given: as the
+    user has them, without --use-asynchzp."""
+    setting, group = planned.setting_of(args), sharding_group_size(args)
+    on_node = sharding_ranks_per_node(args, per_node)
+    costing = planned.costing_of(args, setting)
+    costing = replace(costing, cluster=cluster or costing.cluster)
+    plain = copy(args)
+    vars(plain).update({f"asynchzp_{state}_shard_size": None for state in STATES})
+    default, becomes = resolve_shard_sizes(plain, group, on_node), planned.shard_sizes(args)
+    rows = [("yours", held_sizes(given, group)), (OURS, becomes)]
+    if replace(default, cuts=()) != replace(becomes, cuts=()):
+        rows.append((f"{OURS}, default sizes", default))
+    found = []
+    for title, sizes in rows:
+        is_ours, sizes = title != "yours", replace(sizes, cuts=()).with_short_axes(on_node)
+        one = replace(costing, plan=replace(costing.plan, sizes=sizes), known={})
+        grad = 2 if given.grad_reduce_in_bf16 and not is_ours else 4
+        stages = range(one.plan.parallel.pp)
+        at_rest = max(sum(held_nbytes(one, sizes, i, grad, 4).values()) for i in stages)
+        scheme = Candidate(one).scheme
+        is_timed = cluster is not None and one.has_room and (is_ours or scheme)
+        step_s = one.step().step_s if is_timed else None
+        title += f" ({scheme})" if scheme and not is_ours else ""
+        found.append(Row(title, sizes, at_rest, one.memory.total if is_ours else None, step_s))
+    return found
