@@ -29,6 +29,21 @@ def by_hardware(lines: Sequence[dict]) -> str:
     return "\n".join(rows)
 
 
+def by_verdict(lines: Sequence[dict]) -> str:
+    """A row for each way in which a recipe may end, the commonest causes first."""
+    started = [line for line in lines if line["ours"] is None]
+    weakened = [line for line in started if line["lost"]]
+    rows = {
+        "runs as it is": (len(started) - len(weakened), ""),
+        "runs, with something switched off": (len(weakened), lost(lines)),
+        "is refused": (len(lines) - len(started), refused(lines)),
+    }
+    head = f"| your recipe | of {len(lines)} | by |\n| --- | ---: | --- |\n"
+    return head + "\n".join(
+        f"| {name} | {count} | {causes} |" for name, (count, causes) in rows.items()
+    )
+
+
 def lost(lines: Sequence[dict]) -> str:
     """What is switched off in those that run weakened, and in how many."""
     names = Counter(name for line in lines if line["ours"] is None for name in line["lost"])

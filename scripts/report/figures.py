@@ -179,10 +179,8 @@ def census_count(what: str) -> str:
 
 
 def recipes_count(what: str) -> str:
-    """what: as for census_table.count, or what is "lost" or "refused", and in how many."""
-    lines = read_record("recipes").lines
-    named = {"lost": census_table.lost, "refused": census_table.refused}
-    return named[what](lines) if what in named else census_table.count(lines, what)
+    """what: as for census_table.count."""
+    return census_table.count(read_record("recipes").lines, what)
 
 
 def faults_count(program: str, what: str) -> str:

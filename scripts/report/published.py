@@ -18,6 +18,7 @@ from scripts.report import (
     compare_table,
     device_table,
     fault_table,
+    lanes_picture,
     loss_picture,
     peak_table,
     planner_table,
@@ -50,7 +51,8 @@ RECORDED = {
 
 
 class Picture(NamedTuple):
-    """A PNG of docs/results: draw(record, file) writes it. alt, folder: for "picture FILE" in a
+    """A PNG of docs/results: draw(record, file) writes it. record: "" where the planner computes
+    what it shows. alt, folder: for "picture FILE" in a
     document, what it shows and the folder as seen from there."""
 
     record: str
@@ -193,6 +195,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "peaks": lambda: peak_table.table(read_record("peaks").lines),
     "real size": lambda: peak_table.table(read_record("real_size").lines),
     "recipes": lambda: census_table.by_hardware(read_record("recipes").lines),
+    "recipes verdicts": lambda: census_table.by_verdict(read_record("recipes").lines),
     "versions": lambda: versions_table.versions_table(read_record("versions").lines),
     "versions checkpoints": lambda: versions_table.moves_table(read_record("versions").lines),
     "faults lines": lambda: fault_table.ends(read_record("faults").lines, "library"),
@@ -227,6 +230,7 @@ def _draw_timeline(record: Record, file: Path) -> None:
 
 
 PICTURES: dict[str, Picture] = {
+    "lanes.png": Picture("", lambda _, file: lanes_picture.draw(file)),
     "quickstart_loss.png": Picture("quickstart", _draw_quickstart),
     "pasa_training.png": Picture(
         "pasa_training",
@@ -254,6 +258,13 @@ PICTURES: dict[str, Picture] = {
         "beats in both",
     ),
 }
+
+
+def draw_picture(name: str, file: Path) -> None:
+    """Raises NotRecorded without a record."""
+    picture = PICTURES[name]
+    if picture.draw is not None:
+        picture.draw(read_record(picture.record) if picture.record else Record([], []), file)
 
 
 def table(name: str) -> str:

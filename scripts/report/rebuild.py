@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scripts.report.figures import figure
-from scripts.report.published import PICTURES, table
-from scripts.report.records import EXPECTED, NotRecorded, read_record
+from scripts.report.published import PICTURES, draw_picture, table
+from scripts.report.records import EXPECTED, NotRecorded
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -82,11 +82,8 @@ def main(argv: list[str]) -> int:
 
 
 def _draw(name: str) -> bool:
-    draw = PICTURES[name].draw
-    if draw is None:
-        return True
     try:
-        draw(read_record(PICTURES[name].record), RESULTS / name)
+        draw_picture(name, RESULTS / name)
     except NotRecorded as error:
         (RESULTS / name).unlink(missing_ok=True)
         print(f"rebuild: {name}: {error}", file=sys.stderr)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from scripts.report.published import PICTURES
+from scripts.report.published import PICTURES, draw_picture
 from scripts.report.records import append, read_record
 from tests.support.selection import slow_unless
 
@@ -38,7 +38,7 @@ DRAWN = [name for name in PICTURES if PICTURES[name].draw]
 
 @pytest.mark.parametrize("name", [slow_unless(name in DRAWN[:2], name) for name in DRAWN])
 def test_a_picture_is_drawn_into_a_png(name, tmp_path):
-    PICTURES[name].draw(read_record(PICTURES[name].record), tmp_path / name)
+    draw_picture(name, tmp_path / name)
     picture = (tmp_path / name).read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 5_000
 
