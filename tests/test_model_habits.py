@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_asynchzp import ConfigurationError, ShardSizes, shard
 from scripts.testbed.ranks import run_ranks
+from tests.support.hooks_of_others import check_hooks_of_others
 from tests.support.selection import slow_unless
 
 Sizes = tuple[int, int, int]
@@ -215,67 +216,6 @@ def check_forms(all_sizes: list[Sizes]) -> None:
 # ---- what others do around a model
 
 
-class Offload:
-    """As save_on_cpu from a device: copies what it gets; counts, and notes parameters."""
-
-    def __init__(self) -> None:
-        self.num = self.num_params = 0
-
-    def __call__(self):
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.num += 1
-        self.num_params += isinstance(tensor, nn.Parameter) or tensor.shape == (WIDTH, WIDTH)
-        return tensor.detach().clone()
-
-    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-
-def check_hooks_of_others(all_sizes: list[Sizes]) -> None:
-    for where in ("around the model", "around a unit", "within a unit"):
-        offload = Offload()
-
-        def build(where: str = where, offload: Offload = offload) -> nn.Module:
-            model = Model("")
-            compute = Layer.compute
-            for layer in model.layers if where != "around the model" else ():
-                inner = layer.forward if where == "around a unit" else partial(compute, layer)
-
-                def hooked(*args: Any, inner: Any = inner, **kwargs: Any) -> Any:
-                    with offload():
-                        return inner(*args, **kwargs)
-
-                if where == "around a unit":
-                    layer.forward = hooked
-                else:
-                    layer.compute = hooked
-            return model
-
-        def loss_of(model: nn.Module, step: int, rank: int, where=where, offload=offload):
-            offload.num = offload.num_params = 0
-            if where != "around the model":
-                return usual_loss(model, step, rank)
-            with offload():
-                return usual_loss(model, step, rank)
-
-        loss_of(build(), 0, 0)
-        of_plain = offload.num - offload.num_params
-        for sizes in all_sizes:
-            trains_alike(build, [sizes], loss_of)
-            assert offload.num >= of_plain, (where, sizes)
-            outside = 1 if where == "around the model" else 0  # the embedding is in no unit
-            assert offload.num_params <= outside, (where, sizes)
-    saved_on_cpu = torch.autograd.graph.save_on_cpu
-
-    def saving_loss(model: nn.Module, step: int, rank: int) -> torch.Tensor:
-        with saved_on_cpu():
-            return usual_loss(model, step, rank)
-
-    trains_alike(partial(Model, "recomputed"), all_sizes, saving_loss)
-
-
 def check_modes_and_transforms(all_sizes: list[Sizes]) -> None:
     """A transform in the very first forward, and modes that see or keep every operation."""
 
@@ -465,7 +405,8 @@ def test_what_modules_are_handed_return_and_keep_trains_or_is_refused_by_name(ra
 def check_all(all_sizes: list[Sizes], is_fast: bool) -> None:
     check_forms(all_sizes)
     some = all_sizes[:1] if is_fast else all_sizes
-    check_hooks_of_others(some)
+    if is_fast:
+        check_hooks_of_others()
     check_modes_and_transforms(some)
     check_slopes(some, ["without a graph", "jacrev"] if is_fast else list(SLOPES))
     check_views(some)

@@ -5,25 +5,29 @@
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
+from weakref import ref
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_asynchzp.errors import ConfigurationError
 from megatron_asynchzp.zero.unit import HZPUnit
 
 # Private to torch: its public form is a context manager, and these are set by two hooks.
-_saved_tensor_hooks: Any = torch._C._autograd  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
-_ENTER = saved_tensors_hooks.__enter__
+_autograd: Any = cast(Any, torch._C)._autograd  # pyright: ignore[reportPrivateUsage]
+_PUSH: Any = _autograd._push_saved_tensors_default_hooks
+_POP: Any = _autograd._pop_saved_tensors_default_hooks
 _DISABLE = torch.autograd.graph.disable_saved_tensors_hooks
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class SavedView:
-    """A strided view of a unit's full parameters, without their memory."""
+    """A strided view of a unit's full parameters, without their memory. views: who packed it."""
 
+    views: "SavedViews"
     unit: HZPUnit
     dtype: torch.dtype
     shape: torch.Size
@@ -48,18 +52,29 @@ class SavedViews:
     that the runtime sees: with may_go_without False every unit has the hooks.
 
     [Note: hooks of others] Torch applies the innermost hooks alone. Where a program has hooks of
-    its own around a unit or within it (save_on_cpu, say), ours come first, and what is no view of a
-    unit goes to them: they see the activations, and copy no parameter.
+    its own (save_on_cpu, say), ours come first, and what is no view of a unit goes to them: they
+    see the activations, and copy no parameter. So a unit that is called under such hooks passes on
+    to them, and theirs are pushed with ours before them, wherever that happens: within a unit that
+    goes without hooks, or in a recomputation. Each side takes its own from torch's stack: theirs
+    may end within a unit, or after the one in which they began.
     """
+
+    # Which hooks of others let pass, as long as they live.
+    all: ClassVar[tuple[ref["SavedViews"], ...]] = ()
 
     def __init__(self, on_missing: Callable[[HZPUnit], None], may_go_without: bool = True):
         self._on_missing, self._may_go_without = on_missing, may_go_without
-        self._num_pushed = 0
         self._units_by_storage: dict[int, HZPUnit] = {}
         self._storages: dict[int, StorageWeakRef] = {}  # in which a unit was gathered
         self._watched: set[HZPUnit] = set()  # gathered for a forward of this step, under hooks
         self._with_views: set[HZPUnit] = set()
         self._without_views: set[HZPUnit] = set()
+        if not SavedViews.all:
+            _autograd._push_saved_tensors_default_hooks = _push_theirs
+            _autograd._pop_saved_tensors_default_hooks = _pop_theirs
+            torch.autograd.graph.disable_saved_tensors_hooks = _disable_within_a_unit
+        alive = (views for views in SavedViews.all if views() is not None)
+        SavedViews.all = (*alive, ref(self))
 
     def begin_step(self, viewed: set[HZPUnit]) -> None:
         """A step begins: what the one before has shown of its units holds from now on.
@@ -79,7 +94,7 @@ class SavedViews:
 
     def are_needed_by(self, units: Iterable[HZPUnit]) -> bool:
         """Whether the forward of `units` is to run under the hooks."""
-        if _saved_tensor_hooks._saved_tensors_hooks_get_disabled_error_message() is not None:
+        if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
             for unit in units:
                 if not unit.is_always_unsharded:
                     raise ConfigurationError(
@@ -102,26 +117,18 @@ class SavedViews:
 
     def push(self) -> None:
         """Let autograd save through this object until the matching `pop`."""
-        theirs = _top_hooks()
-        owner = None if theirs is None else getattr(theirs[0], "__self__", None)
-        if isinstance(owner, SavedViews):
-            theirs = None
-        elif isinstance(owner, _JoinedHooks):
-            theirs = owner.theirs
-        hooks = self if theirs is None else _JoinedHooks(self, theirs)
-        _saved_tensor_hooks._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
-        if not self._num_pushed:
-            saved_tensors_hooks.__enter__ = _enter_within_a_unit
-            torch.autograd.graph.disable_saved_tensors_hooks = _disable_within_a_unit
-        self._num_pushed += 1
+        top = _top_hooks()
+        below = getattr(top[0], "__self__", None) if top else self
+        hooks: SavedViews | _JoinedHooks = self
+        if isinstance(below, _JoinedHooks):
+            hooks = _JoinedHooks(below.theirs, self)
+        elif below is not self:  # of another model, or of a checkpoint
+            hooks = _JoinedHooks(None if isinstance(below, SavedViews) else top, self)
+        _PUSH(hooks.pack, hooks.unpack)
 
     def pop(self) -> None:
         """Undo the latest `push`."""
-        self._num_pushed -= 1
-        if not self._num_pushed:
-            saved_tensors_hooks.__enter__ = _ENTER
-            torch.autograd.graph.disable_saved_tensors_hooks = _DISABLE
-        _saved_tensor_hooks._pop_saved_tensors_default_hooks()
+        _take(of_a_unit=True)
 
     def unit_of(self, tensor: torch.Tensor) -> HZPUnit | None:
         """The unit of which `tensor` views the full parameters."""
@@ -157,7 +164,7 @@ class SavedViews:
         if type(tensor) is torch.Tensor:
             self.note_view(unit)
         offset = int(tensor.storage_offset())
-        return SavedView(unit, tensor.dtype, tensor.shape, tensor.stride(), offset)
+        return SavedView(self, unit, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
         """The tensor that was packed as `saved`."""
@@ -179,20 +186,28 @@ class _Theirs(NamedTuple):
 
 
 class _JoinedHooks:
-    """Hooks of `views`, with those of somebody else for what is no view of a unit."""
+    """Those of all engines for views of their units, and of somebody else for what is none.
 
-    def __init__(self, views: SavedViews, theirs: tuple[Callable[..., Any], Callable[..., Any]]):
-        self.views, self.theirs = views, theirs
+    theirs: without them such a tensor is kept as it is.
+    unit_views: pushed them for a unit; None where somebody else did.
+    """
+
+    def __init__(self, theirs: Hooks | None, unit_views: SavedViews | None = None):
+        self.theirs, self.unit_views = theirs, unit_views
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        if self.views.is_view(tensor):
-            return self.views.pack(tensor)
+        for known in SavedViews.all:
+            if (views := known()) is not None and views.is_view(tensor):
+                return views.pack(tensor)
+        if self.theirs is None:
+            return tensor if tensor.grad_fn is None else tensor.detach()
         return _Theirs(self.theirs[0](tensor))
 
     def unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, _Theirs):
+            assert self.theirs is not None
             return self.theirs[1](saved.packed)
-        return self.views.unpack(saved)
+        return saved.views.unpack(saved) if isinstance(saved, SavedView) else saved
 
 
 def _number_of(storage: Any) -> int:
@@ -202,35 +217,61 @@ def _number_of(storage: Any) -> int:
 
 def _top_hooks() -> Any:
     """Pack and unpack that torch applies now, None without."""
-    return _saved_tensor_hooks._top_saved_tensors_default_hooks(False)
+    return _autograd._top_saved_tensors_default_hooks(False)
 
 
-def _enter_within_a_unit(self: Any) -> None:
-    """In place of saved_tensors_hooks.__enter__ while a unit computes."""
-    top = _top_hooks()
-    owner = None if top is None else getattr(top[0], "__self__", None)
-    views = owner.views if isinstance(owner, _JoinedHooks) else owner
-    pack, unpack = self.pack_hook, self.unpack_hook
-    # Those of a checkpoint keep nothing, and count what they see here and in a recomputation.
-    if isinstance(views, SavedViews) and type(self).__module__ != "torch.utils.checkpoint":
-        joined = _JoinedHooks(views, (pack, unpack))
+def _views_of(hooks: Hooks) -> SavedViews | None:
+    """Those that pushed `hooks` for a unit, None where somebody else did."""
+    owner = getattr(hooks[0], "__self__", None)
+    return owner if isinstance(owner, SavedViews) else getattr(owner, "unit_views", None)
+
+
+def _take(of_a_unit: bool) -> None:
+    """Take the latest hooks of units, or of others, from torch's stack, and let what lies above
+    them lie on what was below."""
+    above: list[Hooks] = []
+    while (top := _top_hooks()) is not None and (_views_of(top) is not None) != of_a_unit:
+        above.append(top)
+        _POP()
+    try:
+        _POP()
+    finally:
+        for hooks in reversed(above):
+            if (views := _views_of(hooks)) is None:
+                _PUSH(*hooks)
+            else:
+                views.push()
+
+
+def _push_theirs(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+    """In place of torch's function that pushes hooks."""
+    # Those of a checkpoint keep nothing, and count what they see here and in a recomputation; a
+    # compiler looks for graphs as hooks.
+    is_kept = pack.__module__ == "torch.utils.checkpoint"
+    if not is_kept and not isinstance(pack, torch.fx.GraphModule):
+        joined = _JoinedHooks((pack, unpack))
         pack, unpack = joined.pack, joined.unpack
-    _saved_tensor_hooks._push_saved_tensors_default_hooks(pack, unpack)
+    _PUSH(pack, unpack)
+
+
+def _pop_theirs() -> None:
+    """In place of torch's function that pops hooks."""
+    _take(of_a_unit=False)
 
 
 @contextmanager
 def _disable_within_a_unit(message: str) -> Generator[None]:
-    """In place of torch's while a unit computes: torch.func's gradients, which no hooks may see. A
-    view that is saved meanwhile keeps its memory ([Note: views that outlive the unit])."""
-    ours: list[Any] = []
+    """In place of torch's: torch.func's gradients within a unit, which no hooks may see. A view
+    that is saved meanwhile keeps its memory ([Note: views that outlive the unit])."""
+    ours: list[SavedViews] = []
     while (top := _top_hooks()) is not None and isinstance(
-        getattr(top[0], "__self__", None), SavedViews
+        owner := getattr(top[0], "__self__", None), SavedViews
     ):
-        ours.append(top)
-        _saved_tensor_hooks._pop_saved_tensors_default_hooks()
+        ours.append(owner)
+        _POP()
     try:
         with _DISABLE(message):
             yield
     finally:
-        for pack, unpack in reversed(ours):
-            _saved_tensor_hooks._push_saved_tensors_default_hooks(pack, unpack)
+        for views in reversed(ours):
+            views.push()

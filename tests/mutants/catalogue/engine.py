@@ -61,6 +61,17 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "hooks-of-others-taken-for-a-units",
+        "hooks of others may end after the unit in which they began",
+        "zero/saved_views.py",
+        "_take(of_a_unit=True)",
+        "_POP()",
+        (
+            "tests/test_model_habits.py::"
+            "test_what_modules_are_handed_return_and_keep_trains_or_is_refused_by_name"
+        ),
+    ),
+    Mutant(
         "tied-weights-reduced-early",
         "the gradient of a weight that two modules use is complete when it is reduced",
         "zero/autograd.py",
