@@ -62,7 +62,7 @@ class Replacements:
 
     def follow_copies(self) -> int:
         """Replace the copies by name in loaded modules; returns how many there were."""
-        swaps = {id(e.seen): e.replacement for e in self._entries if _is_code(e.seen)}
+        swaps = [(e.seen, e.replacement) for e in self._entries if _is_code(e.seen)]
         self._followed.clear()
         copies = self._find_copies(swaps)
         for module, name, replacement in copies:
@@ -79,12 +79,11 @@ class Replacements:
             now = getattr(entry.owner, entry.name, None)
             if any(inner is entry.replacement for inner in _wrapped_by(now)):
                 raise RuntimeError(f"{entry} was wrapped after it was replaced; undo that first")
-        originals = {
-            id(e.replacement): e.seen
+        originals = [
+            (e.replacement, e.seen)
             for e in self._entries
             if _is_code(e.replacement) and e.seen is not _ABSENT
-        }
-        kept_alive = self.entries  # ids stay unique as long as their objects live
+        ]
         while self._entries:
             entry = self._entries.pop()
             if entry.original is _ABSENT:
@@ -94,18 +93,26 @@ class Replacements:
         for module, name, original in self._find_copies(originals):
             setattr(module, name, original)
         self._followed.clear()
-        del kept_alive
 
-    def _find_copies(self, swaps: dict[int, Any]) -> list[tuple[ModuleType, str, Any]]:
+    def _find_copies(self, swaps: list[tuple[Any, Any]]) -> list[tuple[ModuleType, str, Any]]:
+        """The names that hold the first object of a pair, each with the second.
+
+        Few of the 100,000 names are looked at closely: id() of each takes a tenth of a second where
+        filelock is imported, whose audit hook Python calls at every id().
+        """
         if not swaps:
-            return []  # to look through every name of every module takes a tenth of a second
+            return []
+        types = {type(old) for old, _ in swaps}
+        news = {id(old): new for old, new in swaps}
+        names = {getattr(old, "__name__", None) for old, _ in swaps}
         return [
-            (module, name, swaps[id(value)])
+            (module, name, news[id(value)])
             for module_name, module in list(sys.modules.items())
             if isinstance(module, ModuleType) and (module_name + ".").startswith(self._prefix)
             if self._followed.get(module_name) is not module
             for name, value in list(vars(module).items())
-            if id(value) in swaps
+            if type(value) in types and getattr(value, "__name__", None) in names
+            if id(value) in news
         ]
 
 
